@@ -1,0 +1,68 @@
+"""What must be set before jax is imported, and kept out of everything else."""
+
+import errno
+import os
+import pathlib
+import sys
+
+from jaxscale.paths import cache_dir, make_private
+
+HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
+
+
+def environment() -> dict[str, str]:
+    """The variables that prepare() sets where the user has not, and their values."""
+    return {
+        "GLIBC_TUNABLES": HUGE_PAGES,
+        "JAX_COMPILATION_CACHE_DIR": str(cache_dir() / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # else small programs are left out
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+
+
+def prepare() -> None:
+    """Sets jax's environment for a program of ours. What the user has set already is left alone."""
+    use_huge_pages()  # may start the process again: first, so that nothing is said twice
+    keep_compiled_programs()
+
+
+def keep_compiled_programs() -> None:
+    """Turns on jax's compilation cache, in the user's cache folder: the second start of a run compiles nothing.
+
+    Where that folder cannot be made or written, it says so and leaves the cache off.
+    """
+    wanted = {name: value for name, value in environment().items() if name.startswith("JAX_")}
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = pathlib.Path(wanted["JAX_COMPILATION_CACHE_DIR"])
+        try:
+            make_private(folder.parent)
+            folder.mkdir(exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            cause = error.strerror or error
+            print(f"compiled programs are not kept: {folder}: {cause}; set XDG_CACHE_HOME", file=sys.stderr)
+            return
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def use_huge_pages() -> None:
+    """Starts the process again with huge pages for malloc, where jax will run on a Linux CPU.
+
+    glibc reads GLIBC_TUNABLES once, when a process starts. JAXSCALE_HUGE_PAGES=0 leaves it out.
+    """
+    if not sys.platform.startswith("linux") or os.environ.get("JAXSCALE_HUGE_PAGES", "1") == "0":
+        return
+    if "GLIBC_TUNABLES" in os.environ or has_accelerator():
+        return
+    os.environ["GLIBC_TUNABLES"] = environment()["GLIBC_TUNABLES"]
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def has_accelerator() -> bool:
+    """True if jax is likely to find one: asked of the file system, since asking jax would start it."""
+    chosen = os.environ.get("JAX_PLATFORMS", "")
+    if chosen:
+        return chosen.split(",")[0] != "cpu"
+    return any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/accel0", "/dev/vfio/0", "/dev/kfd"))

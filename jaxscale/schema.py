@@ -1,0 +1,275 @@
+"""Settings: a plain dict, from a config file and a command line, becomes frozen dataclasses, or one clear error.
+
+A setting is a dataclass field made with `setting(default, help)`. Types come from the annotations: bool, int, float,
+str, Literal, tuple[X, ...], dict[str, X], X | None, unions of those, nested dataclasses, and unions of dataclasses told
+apart by their `name: Literal[...]`.
+"""
+
+import ast
+import dataclasses
+import difflib
+import sys
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, TypeVar
+
+T = TypeVar("T")
+
+
+def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False) -> Any:
+    """A dataclass field with a help line. may_change: a run that goes on from a checkpoint may have another value."""
+    metadata = {"help": help, "may_change": may_change}
+    if isinstance(default, (dict, list)) or callable(default):
+        factory = default if callable(default) else lambda: type(default)(default)
+        return dataclasses.field(default_factory=factory, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The nested dict `values` with dotted overrides ("optim.peak_lr": "1e-3") put in, also where a key was absent."""
+    merged = {key: dict(value) if isinstance(value, Mapping) else value for key, value in values.items()}
+    for dotted, value in overrides.items():
+        head, _, rest = dotted.partition(".")
+        if rest:
+            inner = merged.get(head, {})
+            if not isinstance(inner, Mapping):
+                raise ValueError(f"{dotted}={value!r} reaches into {head}, which is {inner!r}, not a group of settings")
+            merged[head] = merge(inner, {rest: value})
+        else:
+            merged[head] = value
+    return merged
+
+
+def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
+    """The dataclass `cls` built from `values`. Raises ValueError that names the setting, the value and the rule."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    hints = typing.get_type_hints(cls)
+    for key in values:
+        if key not in fields:
+            raise ValueError(f"{join(path, key)} is not a setting of {cls.__name__}{suggestion(str(key), cls, path)}")
+    built = {}
+    for name, field in fields.items():
+        if name in values:
+            built[name] = convert(with_default_name(values[name], field, hints[name]), hints[name], join(path, name))
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise ValueError(f"{join(path, name)} must be given: {field.metadata.get('help') or hints[name]}")
+    try:
+        return cls(**built)
+    except ValueError as error:  # a rule between two settings of this group: say where
+        raise ValueError(f"{path}: {error}" if path else str(error)) from None
+
+
+def to_dict(config: Any) -> Any:
+    """The dataclass as nested plain data that JSON can hold; from_dict(type(config), to_dict(config)) == config."""
+    if dataclasses.is_dataclass(config):
+        return {field.name: to_dict(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        return {key: to_dict(value) for key, value in config.items()}
+    if isinstance(config, (tuple, list)):
+        return [to_dict(value) for value in config]
+    return config
+
+
+def flatten(values: Any, path: str = "") -> dict[str, Any]:
+    """Nested plain data as one dict with dotted keys. An empty group stays as an empty dict."""
+    if isinstance(values, Mapping) and values:
+        return {key: leaf for name, value in values.items() for key, leaf in flatten(value, join(path, name)).items()}
+    return {path: values}
+
+
+def describe(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
+    """Yields (dotted name, type, default, help) for every setting of `cls` and of the groups inside it."""
+    for _, *described in describe_groups(cls, path):
+        yield tuple(described)
+
+
+def describe_groups(cls: type, path: str = "", chosen: str = "") -> Iterator[tuple[str, str, str, str, str]]:
+    """The same with, in front, the name of the group that the setting is in where one of several is chosen, else ''."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        groups = [option for option in options(hints[field.name]) if dataclasses.is_dataclass(option)]
+        if groups:
+            for group in groups:
+                name = group_name(group) if len(groups) > 1 else chosen
+                yield from describe_groups(group, join(path, field.name), name)
+            continue
+        if field.default is not dataclasses.MISSING:
+            default = repr(field.default)
+        elif field.default_factory is not dataclasses.MISSING:
+            default = repr(field.default_factory())
+        else:
+            default = "required"
+        yield chosen, join(path, field.name), type_name(hints[field.name]), default, field.metadata.get("help", "")
+
+
+def changeable(cls: type, path: str = "") -> set[str]:
+    """Dotted names of the settings, or groups of settings, that may differ when a run goes on from a checkpoint."""
+    names, hints = set(), typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if field.metadata.get("may_change"):
+            names.add(join(path, field.name))
+        for option in options(hints[field.name]):
+            if dataclasses.is_dataclass(option):
+                names |= changeable(option, join(path, field.name))
+    return names
+
+
+def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
+    """{dotted name: (old, new)} for every leaf in which two nested plain dicts differ; what is absent shows as None."""
+    old, new = flatten(old), flatten(new)
+    return {key: (old.get(key), new.get(key)) for key in sorted(old | new) if old.get(key) != new.get(key)}
+
+
+def convert(value: Any, hint: Any, path: str) -> Any:
+    """`value`, which may be command-line text, as the type `hint`. Raises ValueError naming the path and the type."""
+    candidates = options(hint)
+    groups = [option for option in candidates if dataclasses.is_dataclass(option)]
+    if isinstance(value, str):
+        parsed = parse_text(value, candidates)
+        if str not in candidates or any(match(parsed, option, path)[0] for option in candidates if option is not str):
+            value = parsed  # text that is a list, a number or none is kept as text only where nothing else fits
+    if groups:
+        if value is None and type(None) in candidates:
+            return None
+        if dataclasses.is_dataclass(value):
+            return value
+        return from_dict(choose_group(groups, value, path), value, path)
+    for option in candidates:
+        matched, converted = match(value, option, path)
+        if matched:
+            return converted
+    raise ValueError(f"{path}={value!r} is not {type_name(hint)}{nearest(value, candidates)}")
+
+
+def match(value: Any, option: Any, path: str) -> tuple[bool, Any]:
+    """(True, converted) if the value fits this one type, else (False, None)."""
+    origin = typing.get_origin(option)
+    if option is type(None):
+        return value is None, None
+    if origin is Literal:
+        return any(value == arg and type(value) is type(arg) for arg in typing.get_args(option)), value
+    if option is bool:
+        return isinstance(value, bool), value
+    if option is int:
+        whole = isinstance(value, float) and value.is_integer()  # 1e9 is how people write a billion
+        fits = (isinstance(value, int) or whole) and not isinstance(value, bool)
+        return fits, int(value) if fits else None
+    if option is float:
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+        return fits, float(value) if fits else None  # neither inf nor nan is what anybody wants of a setting
+    if option is str:
+        return isinstance(value, str), value
+    if origin is tuple:
+        args = typing.get_args(option)
+        if not isinstance(value, (tuple, list)):
+            return False, None
+        if len(args) == 2 and args[1] is Ellipsis:
+            return True, tuple(convert(item, args[0], f"{path}[{i}]") for i, item in enumerate(value))
+        if len(value) != len(args):
+            return False, None
+        return True, tuple(convert(item, arg, f"{path}[{i}]") for i, (item, arg) in enumerate(zip(value, args)))
+    if origin is dict:
+        if not isinstance(value, Mapping):
+            return False, None
+        _, inner = typing.get_args(option)
+        return True, {str(key): convert(item, inner, join(path, key)) for key, item in value.items()}
+    raise AssertionError(f"{path}: schema does not know the type {option!r}")
+
+
+def parse_text(text: str, candidates: list[Any]) -> Any:
+    """Command-line text as a Python value. Words that are no literal stay text: for Literals, and for clear errors."""
+    lowered = text.strip().lower()
+    if lowered in ("true", "false") and bool in candidates:
+        return lowered == "true"
+    if lowered in ("none", "null") and type(None) in candidates:
+        return None
+    if any(typing.get_origin(option) is Literal and text in typing.get_args(option) for option in candidates):
+        return text
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that the ast module documents
+        return text
+
+
+def choose_group(groups: list[type], value: Any, path: str) -> type:
+    """The dataclass whose `name` literal the value gives. One group alone needs no name."""
+    if len(groups) == 1:
+        return groups[0]
+    named = {group_name(group): group for group in groups}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{path}={value!r} must be a group of settings with a name, one of {sorted(named)}")
+    if "name" not in value:
+        raise ValueError(f"{path}.name must be given: one of {sorted(named)}")
+    name = value["name"]
+    if not isinstance(name, str) or name not in named:
+        close = difflib.get_close_matches(str(name), named, n=1, cutoff=0.4)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"{path}.name={name!r} must be one of {sorted(named)}{hint}")
+    return named[name]
+
+
+def group_name(group: type) -> str:
+    """The text that its `name: Literal[...]` allows."""
+    return typing.get_args(typing.get_type_hints(group)["name"])[0]
+
+
+def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
+    """`value`; if several dataclasses could be meant and it says no name, with the name of the field's default."""
+    several = sum(dataclasses.is_dataclass(option) for option in options(hint)) > 1
+    if several and isinstance(value, Mapping) and "name" not in value:
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if dataclasses.is_dataclass(default):
+            return {"name": default.name, **value}
+    return value
+
+
+def options(hint: Any) -> list[Any]:
+    """The members of a union, or the hint alone; Literal before str, so that text is matched most narrowly first."""
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return sorted(members, key=lambda member: {bool: 0, int: 1, float: 2, str: 9}.get(member, 3))
+
+
+def suggestion(key: str, cls: type, path: str) -> str:
+    """'; did you mean ...?' from the names of this group, else the full names in all groups below it."""
+    names = [field.name for field in dataclasses.fields(cls)]
+    deep = [name for name, *_ in describe(cls, path)]
+    leaf = {name.rsplit(".", 1)[-1]: name for name in reversed(deep)}
+    close = difflib.get_close_matches(key, names, n=1) or [
+        leaf[name] for name in difflib.get_close_matches(key, leaf, n=1, cutoff=0.75)
+    ]
+    return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}"
+
+
+def nearest(value: Any, candidates: list[Any]) -> str:
+    """'; did you mean ...?' for a misspelt choice."""
+    choices = [arg for option in candidates if typing.get_origin(option) is Literal for arg in typing.get_args(option)]
+    close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def type_name(hint: Any) -> str:
+    """A type as people say it: 'an integer', 'one of ...', 'a list of ...'."""
+    plain = {bool: "true or false", int: "an integer", float: "a number", str: "text", type(None): "none"}
+    parts = []
+    for option in options(hint):
+        origin, args = typing.get_origin(option), typing.get_args(option)
+        if option in plain:
+            parts.append(plain[option])
+        elif origin is Literal:
+            parts.append("one of " + ", ".join(map(str, args)))
+        elif origin is tuple:
+            inner = type_name(args[0]) if args[-1] is Ellipsis else ", ".join(type_name(arg) for arg in args)
+            parts.append(f"a list of ({inner})")
+        elif origin is dict:
+            parts.append(f"a dict of name to ({type_name(args[1])})")
+        else:
+            parts.append(getattr(option, "__name__", str(option)))
+    return " or ".join(parts)
+
+
+def join(path: str, name: Any) -> str:
+    """Dotted path."""
+    return f"{path}.{name}" if path else str(name)

@@ -1,0 +1,100 @@
+"""Amounts of training as people write them: tokens, or '2000 steps', '1%', '1 epoch', '512 rows'."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+Tokens = int | str  # the type of a setting that holds such an amount; an integer once it is resolved
+
+FORM = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)\s*")
+UNITS = {"": "tokens", "token": "tokens", "tokens": "tokens", "step": "steps", "steps": "steps", "%": "%"}
+UNITS |= {"row": "rows", "rows": "rows", "epoch": "epochs", "epochs": "epochs"}
+
+
+def parse(name: str, amount: Tokens) -> tuple[float, str]:
+    """(number, unit) with unit one of tokens, steps, rows, epochs, %. Raises ValueError that names the setting."""
+    found = FORM.fullmatch(str(amount))
+    if not found or found[2].lower() not in UNITS:
+        raise ValueError(
+            f"{name}={amount!r} is no amount of training: write tokens as an integer, or '2000 steps', '1%', '1 epoch'"
+        )
+    return float(found[1].replace("_", "")), UNITS[found[2].lower()]
+
+
+def resolve(
+    name: str,
+    amount: Tokens,
+    *,
+    seq_len: int,
+    batch_tokens: int | None = None,
+    train_tokens: int | None = None,
+    epoch_tokens: int | None = None,
+) -> int:
+    """The amount in tokens. Raises ValueError where the unit needs something that is not known here."""
+    number, unit = parse(name, amount)
+    size = {
+        "tokens": 1,
+        "rows": seq_len,
+        "steps": batch_tokens,
+        "%": None if train_tokens is None else train_tokens / 100,
+        "epochs": epoch_tokens,
+    }[unit]
+    if size is None:
+        needs = {"steps": "batch_tokens", "%": "train_tokens", "epochs": "a data set of known length"}[unit]
+        other = "tokens or steps" if batch_tokens else "tokens or rows"
+        raise ValueError(f"{name}={amount!r} needs {needs}, which is not known here; write it in {other}")
+    if not (number * size).is_integer() and unit == "tokens":
+        raise ValueError(f"{name}={amount!r} must be a whole number of tokens")
+    return round(number * size)
+
+
+def steps(tokens: int, batch_tokens: int) -> int:
+    """Whole steps that hold at least so many tokens: 0 for 0."""
+    return -(-tokens // batch_tokens)
+
+
+def count(number: float) -> str:
+    """A large number for people: 6.74e9 -> '6.74B', 124439808 -> '124M', 950 -> '950'."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if abs(number) >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.4g}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in powers of 1024: 26.2e9 -> '24.4 GiB'."""
+    for unit, letter in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if abs(num_bytes) >= unit:
+            return f"{num_bytes / unit:.1f} {letter}"
+    return f"{num_bytes:.0f} B"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 3725 -> '1h02m', 65 -> '1m05s', 4.2 -> '4.2s'; 0 for a negative number."""
+    seconds = max(seconds, 0.0)
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f}s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, in order. Costs at most the square root of the number: 0.1 s for a prime near 1e12."""
+    found, rest, factor = [1], number, 2
+    while rest > 1:
+        while factor * factor <= rest and rest % factor:
+            factor += 1
+        prime, powers = factor if factor * factor <= rest else rest, [1]
+        while rest % prime == 0:
+            rest, powers = rest // prime, [*powers, powers[-1] * prime]
+        found = [divisor * power for divisor in found for power in powers]
+    return sorted(found)
+
+
+def or_list(choices: Sequence[Any]) -> str:
+    """'1, 2 or 4'."""
+    *head, last = map(str, choices)
+    return f"{', '.join(head)} or {last}" if head else last
