@@ -1,0 +1,70 @@
+"""Where array axes live on the mesh: the only file that knows both vocabularies."""
+
+import dataclasses
+from collections.abc import Mapping
+
+from jax.sharding import PartitionSpec
+
+MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")  # slowest link first
+
+Placement = str | tuple[str, ...] | None
+
+ACTIVATIONS: dict[str, Placement] = {
+    "act_batch": ("data", "fsdp"),
+    "act_seq": "context",
+    "act_embed": None,
+    "act_heads": "tensor",
+    "act_mlp": "tensor",
+    "act_vocab": "tensor",
+}
+# A copy on every device of data and fsdp; the tensor axis splits the products.
+TENSOR: dict[str, Placement] = ACTIVATIONS | {
+    "embed": None,
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "mlp": "tensor",
+    "vocab": "tensor",
+    "experts": "expert",
+    "layers": None,
+    "norm": None,  # scales and biases of D numbers: sharing them would save nothing and cost a gather each
+    "position": None,
+}
+FSDP_TENSOR = TENSOR | {"embed": "fsdp"}  # and the fsdp axis shares one copy
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """A table for each kind of array in a train state."""
+
+    params: Mapping[str, Placement]
+    grads: Mapping[str, Placement]
+    moments: Mapping[str, Placement]
+
+
+# ZeRO stages (arXiv:1910.02054): 1 shares the optimizer's moments, 2 the gradients too, 3 the parameters too (= FSDP).
+RULES = {
+    "zero1": Rules(params=TENSOR, grads=TENSOR, moments=FSDP_TENSOR),
+    "zero2": Rules(params=TENSOR, grads=FSDP_TENSOR, moments=FSDP_TENSOR),
+    "zero3": Rules(params=FSDP_TENSOR, grads=FSDP_TENSOR, moments=FSDP_TENSOR),
+}
+
+
+def partition_spec(axes: tuple[str, ...], rules: Mapping[str, Placement]) -> PartitionSpec:
+    """Turns logical axes into a PartitionSpec. Raises ValueError for an unknown axis or a mesh axis used twice."""
+    if missing := [axis for axis in axes if axis not in rules]:
+        raise ValueError(f"no sharding rule for {missing} in {axes}; the table has {sorted(rules)}")
+    placed = [rules[axis] for axis in axes]
+    used = [name for place in placed if place for name in ((place,) if isinstance(place, str) else place)]
+    if clash := sorted({name for name in used if used.count(name) > 1}):
+        raise ValueError(f"mesh axes {clash} appear twice in {dict(zip(axes, placed))}")
+    return PartitionSpec(*placed)
+
+
+def axis_size(axis: str, rules: Mapping[str, Placement], mesh_shape: Mapping[str, int]) -> int:
+    """Into how many parts the rules cut a logical axis on a mesh of this shape."""
+    place = rules[axis]
+    size = 1
+    for name in () if place is None else (place,) if isinstance(place, str) else place:
+        size *= mesh_shape[name]
+    return size
