@@ -1,0 +1,1 @@
+"""Optimizers, learning-rate schedules and parameter groups: optax in, optax out."""

@@ -1,0 +1,114 @@
+"""Parameter groups: which decay, learn faster or slower, or not at all. Decided by name, once, before the run."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxscale.schema import setting
+
+DEFAULT_GROUPS = ("decay", "no decay")
+NO_DECAY_AXES = {"norm", "position"}  # scales and biases along the model width, and learned positions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """Settings for the parameters whose dotted path a regular expression finds; the first that matches counts."""
+
+    pattern: str = setting(help="regular expression searched in paths such as 'blocks.attention.wq' or 'embedding'")
+    lr_multiplier: float = setting(1.0, "multiplies the learning rate")
+    weight_decay: float | None = setting(None, "replaces optim.weight_decay; none: as without a group")
+    frozen: bool = setting(False, "true: these parameters never change and keep no moments")
+
+    def __post_init__(self):
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+        if self.lr_multiplier < 0:
+            raise ValueError(f"lr_multiplier={self.lr_multiplier} must not be negative; frozen=true stops a group")
+        if self.weight_decay is not None and self.weight_decay < 0:
+            raise ValueError(f"weight_decay={self.weight_decay} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """What one parameter's updates are made with."""
+
+    name: str
+    lr_multiplier: float
+    weight_decay: float
+    frozen: bool
+
+
+def dotted(path: tuple) -> str:
+    """A jax key path as 'blocks.attention.wq'."""
+    return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def assign_groups(axes_tree: Any, groups: tuple[GroupConfig, ...], weight_decay: float, weight_decay_all: bool) -> Any:
+    """A tree of Group, one for each leaf of axes_tree (leaves: tuples of logical axes).
+
+    Without a group, matrices decay; norms, biases and embeddings do not, unless weight_decay_all. Raises ValueError
+    for a pattern that finds nothing, with the names there are.
+    """
+    is_axes = lambda leaf: isinstance(leaf, tuple)
+    matched = {index: False for index in range(len(groups))}
+
+    def assign(path: tuple, axes: tuple[str, ...]) -> Group:
+        name = dotted(path)
+        decays = weight_decay_all or not is_exempt(name, axes)
+        default = weight_decay if decays else 0.0
+        for index, group in enumerate(groups):
+            if re.search(group.pattern, name):
+                matched[index] = True
+                decay = default if group.weight_decay is None else group.weight_decay
+                return Group(group.pattern, group.lr_multiplier, decay, group.frozen)
+        return Group(DEFAULT_GROUPS[0 if default else 1], 1.0, default, False)
+
+    assigned = jax.tree_util.tree_map_with_path(assign, axes_tree, is_leaf=is_axes)
+    names = [dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes)]
+    for index, found in matched.items():
+        pattern = groups[index].pattern
+        if not found and not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"optim.groups[{index}].pattern={pattern!r} matches no parameter; there are {', '.join(names)}"
+            )
+        if not found:
+            raise ValueError(
+                f"optim.groups[{index}].pattern={pattern!r} only matches what earlier groups took; move it up"
+            )
+    return assigned
+
+
+def is_exempt(name: str, axes: tuple[str, ...]) -> bool:
+    """True for norms, biases and embedding tables, which are not decayed unless told otherwise."""
+    inner = [axis for axis in axes if axis != "layers"]
+    leaf = name.rsplit(".", 1)[-1]
+    return NO_DECAY_AXES & set(inner) != set() or len(inner) < 2 or leaf.startswith(("embedding", "bias", "scale"))
+
+
+def frozen_mask(assigned: Any) -> Any:
+    """A tree of bools, True where the parameter never changes."""
+    return jax.tree.map(lambda group: group.frozen, assigned, is_leaf=lambda leaf: isinstance(leaf, Group))
+
+
+def group_table(shapes: Mapping, specs: Mapping, assigned: Any) -> list[tuple[str, str, str, str, str]]:
+    """Rows (parameter, shape, dtype, sharding, group) for the start of a run."""
+    is_group = lambda leaf: isinstance(leaf, Group)
+    rows = []
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), jax.tree.leaves(assigned, is_leaf=is_group)
+    )
+    for (path, shape), sharding, group in leaves:
+        axes = tuple(sharding.spec)
+        place = ", ".join("-" if axis is None else axis if isinstance(axis, str) else "*".join(axis) for axis in axes)
+        told = "frozen" if group.frozen else f"decay {group.weight_decay:g}"
+        if group.lr_multiplier != 1 and not group.frozen:
+            told += f", lr x{group.lr_multiplier:g}"
+        if group.name not in DEFAULT_GROUPS:
+            told += f" ({group.name})"
+        rows.append((dotted(path), "x".join(map(str, shape.shape)) or "scalar", str(shape.dtype), place or "-", told))
+    return rows

@@ -1,0 +1,133 @@
+"""The optimizer as one optax transformation: clip, moments, decoupled decay, learning rate.
+
+The learning rate is read from the step that the train state counts (attempted steps), handed over as `step=`, because
+optax's own count stands still on a skipped step.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import optax
+
+from jaxscale import units
+from jaxscale.optim.groups import Group, GroupConfig, frozen_mask
+from jaxscale.optim.schedules import Decay, Schedule
+from jaxscale.schema import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with warmup and cosine unless told otherwise."""
+
+    name: Literal["adamw", "lion", "sgd"] = setting(
+        "adamw", "update rule: arXiv:1711.05101, arXiv:2302.06675, or plain"
+    )
+    peak_lr: float = setting(3e-4, "learning rate at the end of the warmup")
+    min_lr: float = setting(3e-5, "learning rate at and after the last step")
+    warmup_tokens: units.Tokens = setting("1%", "linear warmup: tokens, '2000 steps' or '1%' of train_tokens")
+    decay: Decay = setting("cosine", "shape after the warmup")
+    decay_fraction: float = setting(0.2, "wsd only: part of all steps that decays")
+    b1: float = setting(0.9, "decay rate of the first moment; momentum of sgd")
+    b2: float = setting(0.95, "decay rate of the second moment")
+    eps: float = setting(1e-8, "added to the root of the second moment")
+    weight_decay: float = setting(0.1, "decoupled, times the learning rate")
+    weight_decay_all: bool = setting(False, "true: norms, biases and embeddings decay too")
+    clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
+    groups: tuple[GroupConfig, ...] = setting((), "ordered: pattern, lr, weight_decay, frozen")
+
+    def __post_init__(self):
+        if not 0 <= self.min_lr <= self.peak_lr:
+            raise ValueError(f"min_lr={self.min_lr:g} must lie between 0 and peak_lr={self.peak_lr:g}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        if not 0 < self.decay_fraction <= 1:
+            raise ValueError(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
+        for name in ("weight_decay", "clip_norm", "eps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+
+def make_optimizer(cfg: OptimConfig, schedule: Schedule, groups: Any) -> optax.GradientTransformationExtraArgs:
+    """update(grads, state, params, step=...) -> (updates, state). `groups`: a tree of Group like the parameters."""
+    moments = {
+        "adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
+        "lion": lambda: optax.scale_by_lion(cfg.b1, cfg.b2),
+        "sgd": lambda: optax.trace(cfg.b1) if cfg.b1 else optax.identity(),
+    }[cfg.name]()
+    clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
+    inner = optax.chain(clip, moments, add_decay(groups), scale_by_lr(schedule, groups))
+    frozen = frozen_mask(groups)
+    if not any(jax.tree.leaves(frozen)):
+        return inner
+    labels = jax.tree.map(lambda stays: "frozen" if stays else "learns", frozen)
+    return optax.multi_transform({"learns": inner, "frozen": optax.set_to_zero()}, labels)
+
+
+def add_decay(groups: Any) -> optax.GradientTransformation:
+    """Adds each parameter times its group's weight decay: decoupled, after the moments (arXiv:1711.05101)."""
+
+    def update(updates, state, params=None):
+        return map_with_groups(lambda u, p, group: u + group.weight_decay * p, groups, updates, params), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_lr(schedule: Schedule, groups: Any) -> optax.GradientTransformationExtraArgs:
+    """Multiplies by minus the learning rate of `step`, times the group's multiplier."""
+
+    def update(updates, state, params=None, *, step, **extra):
+        lr = schedule(step)
+        return map_with_groups(lambda u, group: -lr * group.lr_multiplier * u, groups, updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def map_with_groups(f: Callable, groups: Any, *trees: Any) -> Any:
+    """f(leaf, ..., group) over trees of parameters; leaves masked out by optax are passed by."""
+    is_group = lambda leaf: isinstance(leaf, Group)
+
+    def one(group: Group, *leaves):
+        return leaves[0] if is_masked(leaves[0]) else f(*leaves, group)
+
+    flat_groups, treedef = jax.tree.flatten(groups, is_leaf=is_group)
+    flat = [jax.tree.leaves(tree, is_leaf=is_masked) for tree in trees]
+    return jax.tree.unflatten(treedef, [one(*leaves) for leaves in zip(flat_groups, *flat, strict=True)])
+
+
+def is_masked(leaf: Any) -> bool:
+    """True for what optax leaves in the place of a parameter that a transformation is not for."""
+    return isinstance(leaf, optax.MaskedNode)
+
+
+def freeze(params: Any, groups: Any) -> Any:
+    """params with the frozen ones cut off from the gradient, so that the clip norm is that of what learns."""
+    return map_with_groups(lambda p, group: jax.lax.stop_gradient(p) if group.frozen else p, groups, params)
+
+
+def moment_axes(optimizer: optax.GradientTransformation, params: Any, axes_tree: Any) -> Any:
+    """Logical axes for each leaf of the optimizer state: moments inherit their parameter's, counts have ().
+
+    params: shapes (jax.eval_shape's) of the parameters.
+    """
+    state = jax.eval_shape(optimizer.init, params)
+    flat_axes, _ = jax.tree.flatten(axes_tree, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    boxed = jax.tree.unflatten(jax.tree.structure(params), [Axes(axes) for axes in flat_axes])
+    mapped = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda leaf, axes: leaf if is_masked(leaf) else axes,  # a frozen parameter has no moments, hence no axes
+        state,
+        boxed,
+        transform_non_params=lambda _: Axes(()),
+        is_leaf=is_masked,
+    )
+    return jax.tree.map(lambda box: box.axes, mapped, is_leaf=lambda leaf: isinstance(leaf, Axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Axes:
+    """A tuple of axes as one leaf of a tree."""
+
+    axes: tuple[str, ...]

@@ -1,0 +1,82 @@
+"""The learning rate at named points, for all shapes."""
+
+import numpy as np
+import pytest
+
+from jaxscale.optim.schedules import make_schedule
+
+PEAK, MIN = 3e-4, 3e-5
+DECAYS = ["cosine", "linear", "wsd", "constant"]
+
+
+def rates(decay, warmup_steps=10, total_steps=100, decay_fraction=0.2, beyond=50, min_lr=MIN):
+    """Rates of steps 0 to total_steps + beyond - 1."""
+    schedule = make_schedule(
+        decay=decay, peak_lr=PEAK, min_lr=min_lr, warmup_steps=warmup_steps, total_steps=total_steps,
+        decay_fraction=decay_fraction,
+    )  # fmt: skip
+    return np.asarray([schedule(step) for step in range(total_steps + beyond)])
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_the_first_step_learns_and_the_warmup_ends_at_the_peak(decay):
+    found = rates(decay, beyond=0)
+    np.testing.assert_allclose(found[:10], PEAK * np.arange(1, 11) / 10, rtol=1e-6)
+    assert found.max() == np.float32(PEAK) and found.min() > 0
+
+
+@pytest.mark.parametrize(
+    ("warmup_steps", "total_steps"), [(10, 100), (0, 100), (0, 2), (1, 2), (9, 10), (8, 10), (0, 1)]
+)
+@pytest.mark.parametrize("decay", ["cosine", "linear", "wsd"])
+def test_the_last_step_and_all_beyond_the_horizon_have_the_smallest_rate_exactly(decay, warmup_steps, total_steps):
+    found = rates(decay, warmup_steps, total_steps)
+    np.testing.assert_array_equal(found[total_steps - 1 :], np.float32(MIN))
+
+
+@pytest.mark.parametrize("decay_fraction", [0.001, 0.2, 1.0])
+def test_wsd_reaches_the_smallest_rate_however_short_its_decay_is(decay_fraction):
+    assert rates("wsd", decay_fraction=decay_fraction)[99] == np.float32(MIN)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_a_run_that_is_all_warmup_ends_at_the_peak(decay):
+    found = rates(decay, warmup_steps=20, total_steps=20, beyond=1)
+    assert found[19] == np.float32(PEAK)
+    assert found[20] == np.float32(PEAK if decay == "constant" else MIN)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_after_the_warmup_the_rate_never_rises(decay):
+    found = rates(decay)
+    assert (np.diff(found[9:]) <= 0).all() and (np.diff(found[:10]) > 0).all()
+
+
+def test_the_middle_is_what_each_shape_says():
+    # 10 warmup steps, then 90 steps from 10 to 99: the middle of the fall is step 54.5.
+    middle = (PEAK + MIN) / 2
+    for decay in ("cosine", "linear"):
+        np.testing.assert_allclose(rates(decay)[54:56].mean(), middle, rtol=1e-6)
+    quarter = 10 + 89 / 4
+    steps = np.array([int(quarter), int(quarter) + 1])
+    np.testing.assert_allclose(np.interp(quarter, steps, rates("linear")[steps]), MIN + 0.75 * (PEAK - MIN), rtol=1e-5)
+    np.testing.assert_allclose(
+        np.interp(quarter, steps, rates("cosine")[steps]),
+        MIN + (PEAK - MIN) * (0.5 + 0.5 * np.cos(np.pi / 4)),
+        rtol=1e-4,
+    )
+
+
+def test_wsd_stays_at_the_peak_until_its_decay():
+    found = rates("wsd")
+    np.testing.assert_array_equal(found[9:81], np.float32(PEAK))
+    np.testing.assert_allclose(found[80:100], np.linspace(PEAK, MIN, 20), rtol=1e-5)
+
+
+def test_constant_stays_at_the_peak_for_ever():
+    np.testing.assert_array_equal(rates("constant")[10:], np.float32(PEAK))
+
+
+def test_a_smallest_rate_of_zero_is_reached_at_the_end_and_not_before():
+    found = rates("cosine", min_lr=0.0)
+    assert found[98] > 0 and found[99] == 0
