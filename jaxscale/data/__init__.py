@@ -1,0 +1,1 @@
+"""Documents to packed rows of token ids: numpy on the host, never jax."""

@@ -1,0 +1,247 @@
+"""The cache: text is tokenised once, a raw .bin is scanned once, and either is found again by what it was made from."""
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data.config import DataConfig
+from jaxscale.data.shards import VERSION, Shard, ShardWriter, open_shard, write_index
+from jaxscale.data.sources import SourceFile, read_documents
+from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.paths import cache_dir, make_private
+
+Say = Callable[[str], None]
+
+CHUNK_BYTES = 4 << 20  # of text given to the tokenizer at once: enough for all cores, little enough for any memory
+SCAN_TOKENS = 1 << 24  # of a raw .bin looked at at once
+SAY_SECONDS = 10.0
+DAMAGED_SHOWN = 5  # files named one by one; the sum tells the rest
+NAME = "tokens"
+PROBED_IDS = 1 << 16  # of a raw .bin, to see whether its type is the right one
+FEWEST_PROBED = 32  # fewer prove nothing
+
+
+def cache_folder(cfg: DataConfig) -> Path:
+    """Where tokenised text is kept."""
+    return Path(cfg.cache_dir).expanduser() if cfg.cache_dir else cache_dir()
+
+
+def tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> Shard:
+    """The documents of all files as one shard, from the cache if these very files were tokenised before.
+
+    Raises: ValueError if no document is left, or as read_documents does.
+    """
+    made_from = {
+        "files": [[*file, *stamp(file.path)] for file in files],
+        "tokenizer": tokenizer.fingerprint,
+        "text_field": cfg.text_field,
+        "invalid_utf8": cfg.invalid_utf8,
+    }
+    return cached(cache_folder(cfg), made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say))
+
+
+def tokenise(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> None:
+    """Writes the shard of `files` into `folder`."""
+    sources = list(dict.fromkeys(file.source for file in files))
+    ids = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+    writer = ShardWriter(folder, NAME, **ids, sources=sources)
+    skipped: Counter = Counter()
+    documents_of: Counter = Counter()
+    waiting: list[tuple[SourceFile, str]] = []
+    text_bytes = waiting_bytes = documents = counted = damaged = 0
+    started = said = time.monotonic()
+    say(f"tokenising {count(len(files), 'file')} with {tokenizer.name} (once; then kept in the cache)")
+
+    def encode_waiting() -> None:
+        for (file, _), encoded in zip(waiting, tokenizer.encode_many([text for _, text in waiting])):
+            writer.add(encoded, file.source)
+            documents_of[file] += 1
+        waiting.clear()
+
+    try:
+        for file in files:
+            for text, size in read_or_say(file, cfg, skipped):
+                waiting.append((file, text))
+                text_bytes, waiting_bytes, documents = text_bytes + size, waiting_bytes + size, documents + 1
+                if waiting_bytes >= CHUNK_BYTES:
+                    encode_waiting()
+                    waiting_bytes = 0
+                    if (now := time.monotonic()) - said > SAY_SECONDS:
+                        said = now
+                        say(f"  {rates(documents, text_bytes, now - started)}, in {file.name}")
+            if (invalid := skipped["invalid UTF-8"] - counted) and (damaged := damaged + 1) <= DAMAGED_SHOWN:
+                say(f"  {file.path}: {count(invalid, 'document')} skipped, not UTF-8 (see data.invalid_utf8)")
+            counted += invalid
+        encode_waiting()
+        if not documents:
+            left_out = f" ({describe_skipped(skipped)})" if skipped else ""
+            raise ValueError(f"{files[0].path}{' and the other files' * (len(files) > 1)} hold no document{left_out}")
+    except BaseException:
+        writer.abandon()
+        raise
+    header = {
+        "tokenizer": {
+            "name": tokenizer.name,
+            "eos_token": cfg.eos_token,
+            "vocab_size": tokenizer.vocab_size,
+            "fingerprint": tokenizer.fingerprint,
+        },
+        "eos_id": tokenizer.eos_id,
+        "text_bytes": text_bytes,
+        "skipped": dict(skipped),
+        "files": [{"name": file.name, "source": file.source, "documents": documents_of[file]} for file in files],
+    }
+    writer.finish(tokenizer.token_bytes, header)
+    say(f"  {rates(documents, text_bytes, time.monotonic() - started)}; skipped: {describe_skipped(skipped) or 'none'}")
+
+
+def read_or_say(file: SourceFile, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[str, int]]:
+    """read_documents, with a ValueError that names the file where reading it fails; writing fails elsewhere."""
+    try:
+        yield from read_documents(file, text_field=cfg.text_field, invalid_utf8=cfg.invalid_utf8, skipped=skipped)
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(file.path, error) from None
+
+
+def unreadable(path: str, error: BaseException) -> ValueError:
+    """The error for a source that cannot be read."""
+    return ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def scanned(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, say: Say) -> Shard:
+    """A raw .bin of ids as a shard: documents end at `eos_id`, or the file is one document.
+
+    Raises: ValueError if the file cannot hold ids of this type, or cannot be read.
+    """
+    path, itemsize = file.path, np.dtype(dtype).itemsize
+    size = stamp(path)[0]
+    if size == 0 or size % itemsize:
+        raise ValueError(f"{path} has {size:,} bytes, which is no whole number of {dtype} ids; see data.token_dtype")
+    if dtype == "uint16" and looks_wider(open_ids(path, dtype)):
+        raise ValueError(
+            f"{path} is no file of uint16 ids: every second one of its first is 0; set data.token_dtype=uint32"
+        )
+    made_from = {"bin": [*file, *stamp(path)], "dtype": dtype, "eos_id": eos_id}
+    return cached(cache_folder(cfg), made_from, lambda folder: scan(folder, file, dtype, eos_id, say))
+
+
+def scan(folder: Path, file: SourceFile, dtype: str, eos_id: int | None, say: Say) -> None:
+    """Writes into `folder` the index of a raw .bin, which stays where it is."""
+    ids = open_ids(file.path, dtype)
+    say(f"reading {file.path} once, to find its documents ({len(ids):,} tokens)")
+    sha256, largest, ends = hashlib.sha256(), 0, [np.zeros(1, np.int64)]
+    for start in range(0, len(ids), SCAN_TOKENS):
+        part = np.asarray(ids[start : start + SCAN_TOKENS])
+        sha256.update(part)
+        largest = max(largest, int(part.max()))
+        if eos_id is not None:
+            ends.append(np.flatnonzero(part == eos_id) + start + 1)
+    offsets = np.concatenate(ends)
+    if offsets[-1] != len(ids):
+        offsets = np.append(offsets, len(ids))
+    documents = len(offsets) - 1
+    if eos_id is not None and documents == 1:
+        say(f"  the end token {eos_id} does not divide it: the whole file is one document (see data.eos_id)")
+    header = {
+        "bin": file.path,
+        "dtype": dtype,
+        "num_tokens": len(ids),
+        "max_id": largest,
+        "tokenizer": {"name": "", "eos_token": "", "vocab_size": 0, "fingerprint": ""},
+        "eos_id": eos_id,
+        "text_bytes": 0,
+        "skipped": {},
+        "files": [{"name": file.name, "source": file.source, "documents": documents}],
+    }
+    source_ids = np.zeros(documents, "<u2")
+    sums = {"bin": sha256.hexdigest()}
+    write_index(folder / NAME, offsets.astype("<i8"), source_ids, None, sums, [file.source], header)
+
+
+def open_ids(path: str, dtype: str) -> np.ndarray:
+    """The ids of a raw .bin, memory-mapped."""
+    try:
+        return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def looks_wider(ids: np.ndarray) -> bool:
+    """True if uint16 ids are the halves of uint32 ones: of each pair the second, its upper half, is 0."""
+    first = np.asarray(ids[:PROBED_IDS])
+    return len(ids) % 2 == 0 and len(ids) >= FEWEST_PROBED and not first[1::2].any() and bool(first[::2].any())
+
+
+def cached(root: Path, made_from: dict[str, Any], make: Callable[[Path], None]) -> Shard:
+    """The shard in the folder named by the sha256 of `made_from`, made beside it and renamed if it is not there.
+
+    So a folder under its final name is always whole: whoever is killed leaves only a folder that nobody looks into, and
+    of two that make the same one, the second to finish throws its own away.
+    """
+    key = hashlib.sha256(json.dumps([VERSION, made_from], sort_keys=True).encode()).hexdigest()[:32]
+    folder = root / f"tokens-{key}"
+    if not folder.is_dir():
+        remove_leftovers(root)
+        making = root / f"making-{key}-{socket.gethostname()}-{os.getpid()}"
+        try:
+            shutil.rmtree(making, ignore_errors=True)  # of an earlier process with our number
+            make_private(root)
+            making.mkdir()
+            make(making)
+            try:
+                os.rename(making, folder)
+            except OSError:
+                if not folder.is_dir():
+                    raise
+        except OSError as error:
+            raise ValueError(f"the cache {root} cannot be written: {error}; set data.cache_dir") from None
+        finally:
+            shutil.rmtree(making, ignore_errors=True)
+    return open_shard(folder / f"{NAME}.json")
+
+
+def remove_leftovers(root: Path) -> None:
+    """Deletes what processes of this machine left half made when they were killed."""
+    mine = f"-{socket.gethostname()}-"
+    for folder in root.glob(f"making-*{mine}*"):
+        try:
+            os.kill(int(folder.name.rpartition("-")[2]), 0)
+        except ProcessLookupError:
+            shutil.rmtree(folder, ignore_errors=True)
+        except (ValueError, PermissionError):
+            pass  # not ours to judge
+
+
+def stamp(path: str) -> tuple[int, int]:
+    """(bytes, nanoseconds of the last change): a file with another stamp is tokenised anew."""
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        raise unreadable(path, error) from None
+    return status.st_size, status.st_mtime_ns
+
+
+def describe_skipped(skipped: dict[str, int]) -> str:
+    """'3 invalid UTF-8, 1 empty'."""
+    return ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
+
+
+def rates(documents: int, text_bytes: int, seconds: float) -> str:
+    """Progress in one phrase."""
+    speed = text_bytes / 1e6 / max(seconds, 1e-9)
+    return f"{count(documents, 'document')}, {text_bytes / 1e6:,.1f} MB in {seconds:,.1f} s ({speed:,.1f} MB/s)"
+
+
+def count(number: int, thing: str) -> str:
+    """'1 file', '2 files'."""
+    return f"{number:,} {thing}{'s' * (number != 1)}"

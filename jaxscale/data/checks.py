@@ -1,0 +1,122 @@
+"""Everything that can be wrong with the data, found before anything is read, tokenised or compiled."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jaxscale.data.cache import cache_folder, count
+from jaxscale.data.config import DataConfig, Globs
+from jaxscale.data.packing import DocumentTable
+from jaxscale.data.shards import read_header
+from jaxscale.data.sources import SourceFile, list_files, stdlib_files, text_problem
+from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
+
+
+def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
+    """Every problem that can be found without reading a text, one line each with the way out; [] if none."""
+    if cfg.name == "synthetic":
+        return []
+    (files, val_files), problems = corpus_files(cfg)
+    everything = [*files, *val_files]
+    if cfg.name == "files":
+        problems += filter(None, map(text_problem, everything))
+    if cfg.name != "tokens" and not problems and not any(Path(file.path).stat().st_size for file in files):
+        problems.append(f"data.files is an empty corpus: {count(len(files), 'file')} of 0 bytes; name other files")
+    if cfg.name == "tokens" and files and not problems:
+        problems += token_file_problems(cfg, files, everything, seq_len, vocab_size)
+    name = cfg.tokenizer or ("" if cfg.name == "tokens" else "bytes")
+    if name:
+        problems += tokenizer_problems(cfg, name, vocab_size)
+    folder = cache_folder(cfg)
+    if folder.exists() and not folder.is_dir():
+        problems.append(f"data.cache_dir={folder} is a file; name a folder")
+    return problems
+
+
+def check_lengths(cfg: DataConfig, train: DocumentTable, valid: DocumentTable | None, seq_len: int) -> None:
+    """Raises ValueError for a corpus that fills no row and for a validation set that holds no target."""
+    if train.num_tokens < seq_len:
+        raise ValueError(
+            f"data.files has {train.num_tokens:,} training tokens, fewer than one row of seq_len={seq_len:,}; "
+            "add text or shorten seq_len"
+        )
+    if valid is not None and not (valid.lengths > 1).any():
+        way_out = "name other data.val_files" if cfg.val_files else "raise data.val_fraction, or set it to 0"
+        raise ValueError(f"the validation set is empty ({valid.num_tokens} tokens of {train.num_tokens:,}); {way_out}")
+
+
+def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:
+    """((training files, validation files), one line for each glob that cannot be used)."""
+    if cfg.name == "stdlib":
+        files, problems = stdlib_files(), []
+        if not files:
+            problems = ["data.name='stdlib': this Python comes without the source of its library; set data.files"]
+    elif is_empty(cfg.files):
+        return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
+    else:
+        files, problems = list_files(cfg.files, "data.files", "text")
+    if is_empty(cfg.val_files):
+        return (files, []), problems
+    val_files, more = list_files(cfg.val_files, "data.val_files", "validation")
+    if twice := sorted({file.path for file in files} & {file.path for file in val_files}):
+        more = [*more, f"{twice[0]} is in data.files and in data.val_files; take it out of one ({len(twice)} in all)"]
+    return (files, val_files), problems + more
+
+
+def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int) -> list[str]:
+    """What is wrong with the tokenizer, alone and for this model."""
+    if problem := tokenizer_problem(name):
+        return [problem]
+    try:
+        tokenizer = load_tokenizer(name, cfg.eos_token)
+    except ValueError as error:
+        return [str(error)]
+    if tokenizer.vocab_size > vocab_size:
+        return [
+            f"data.tokenizer={name} has ids up to {tokenizer.vocab_size - 1}, but the model has model.vocab_size="
+            f"{vocab_size}; set it to {tokenizer.vocab_size} or more"
+        ]
+    return []
+
+
+def token_file_problems(
+    cfg: DataConfig, files: Sequence[SourceFile], everything: Sequence[SourceFile], seq_len: int, vocab_size: int
+) -> list[str]:
+    """What the names, sizes and headers of token files tell."""
+    problems, tokens = [], 0
+    for file in everything:
+        try:
+            header, size = read_header(Path(file.path)), Path(file.path).stat().st_size
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if header is None and not file.path.endswith(".bin"):
+            problems.append(f"{file.path} is no .bin of token ids; for text set data.name='files'")
+        if header is not None and header["max_id"] >= vocab_size:
+            problems.append(vocabulary_problem(file.path, header["max_id"], vocab_size))
+        if file in files:
+            tokens += header["num_tokens"] if header else size // np.dtype(raw_dtype(cfg, vocab_size)).itemsize
+    if tokens < seq_len and not problems:
+        problems.append(f"data.files has {tokens:,} tokens, fewer than one row of seq_len={seq_len:,}; add files")
+    return problems
+
+
+def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
+    """The line for a file with ids that the model does not have."""
+    return (
+        f"{path} holds token id {max_id}, but the model has model.vocab_size={vocab_size}; "
+        f"set it to {max_id + 1} or more, or check data.token_dtype and the tokenizer"
+    )
+
+
+def raw_dtype(cfg: DataConfig, vocab_size: int) -> str:
+    """Type of the ids in a .bin without a header."""
+    if cfg.token_dtype != "auto":
+        return cfg.token_dtype
+    return "uint16" if vocab_size - 1 <= np.iinfo(np.uint16).max else "uint32"
+
+
+def is_empty(globs: Globs) -> bool:
+    """True if no file is named."""
+    return not globs

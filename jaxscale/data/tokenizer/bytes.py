@@ -1,0 +1,30 @@
+"""UTF-8 bytes as tokens: nothing to train, nothing to load."""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+EOS_ID = 256
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes, 256 ends a document. Every text comes back as it was."""
+
+    name = "bytes"
+    vocab_size = 257
+    eos_id = EOS_ID
+    fingerprint = hashlib.sha256(b"jaxscale byte tokenizer, end 256").hexdigest()
+    token_bytes = np.array([1] * 256 + [0], np.int32)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32[bytes of the text in UTF-8]."""
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """encode for each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text; a cut character shows as U+FFFD."""
+        return bytes(int(i) for i in ids if 0 <= int(i) < EOS_ID).decode(errors="replace")

@@ -1,0 +1,43 @@
+"""The tokenizer that the setting `data.tokenizer` names."""
+
+import functools
+from pathlib import Path
+
+from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.bytes import ByteTokenizer
+
+
+def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
+    """name: 'bytes', or the path of a tokenizer.json or a SentencePiece .model. Raises ValueError if it is neither."""
+    if problem := tokenizer_problem(name):
+        raise ValueError(problem)
+    if name == "bytes":
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    return read_tokenizer(str(path), eos_token, path.stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2)
+def read_tokenizer(path: str, eos_token: str, modified: int) -> Tokenizer:
+    """The tokenizer in the file; kept, since a large one takes half a second and is asked for more than once."""
+    if path.endswith(".model"):
+        from jaxscale.data.tokenizer.sentencepiece import SentencePieceTokenizer  # the package only where it is used
+
+        return SentencePieceTokenizer(path, eos_token)
+    from jaxscale.data.tokenizer.huggingface import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(path, eos_token)
+
+
+def tokenizer_problem(name: str) -> str | None:
+    """One line saying why the setting names no tokenizer, found without opening the file; None if it does."""
+    if name == "bytes":
+        return None
+    if "://" in name:
+        return f"data.tokenizer={name} is not a local file; copy it to this machine first"
+    if not name.endswith((".json", ".model")):
+        return f"data.tokenizer={name!r} must be 'bytes', a tokenizer.json or a SentencePiece .model"
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return f"data.tokenizer={name} is a folder; name the tokenizer.json or the .model inside"
+    return None if path.is_file() else f"data.tokenizer={name} does not exist; give the path of the file, or 'bytes'"
