@@ -1,0 +1,49 @@
+"""TensorBoard event files, local only. The one file that imports tensorboardX."""
+
+import pathlib
+import time
+from collections.abc import Callable, Mapping
+
+FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too dear for every write
+
+
+class EventFile:
+    """Scalars for TensorBoard, written in this thread.
+
+    tensorboardX's own SummaryWriter starts a thread and a multiprocessing queue, and puts the host name into the file
+    name; its record format and messages are all that is needed.
+    """
+
+    def __init__(self, folder: pathlib.Path, start_step: int = 0, clock: Callable[[], float] = time.time):
+        from tensorboardX.proto import event_pb2, summary_pb2  # 0.1 s: not before the first metrics are written
+        from tensorboardX.record_writer import RecordWriter
+
+        self.event_type, self.summary_type, self.clock = event_pb2.Event, summary_pb2.Summary, clock
+        folder.mkdir(parents=True, exist_ok=True)
+        stem = f"events.out.tfevents.{int(clock())}.jaxscale"
+        names = (folder / f"{stem}.{number}" for number in range(1_000_000))
+        self.path = next(name for name in names if not name.exists())  # a second start within a second
+        self.records, self.flushed_at = RecordWriter(str(self.path)), clock()
+        self.add(self.event_type(wall_time=clock(), file_version="brain.Event:2"))
+        # TensorBoard hides what an earlier process wrote from this step on: it is computed again
+        restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        first = start_step + 1 if start_step else 0  # a new run has a validation before its first step
+        self.add(self.event_type(wall_time=clock(), step=first, session_log=restart))
+        self.records.flush()
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds one event with all scalars of a step."""
+        values = [self.summary_type.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self.add(self.event_type(wall_time=self.clock(), step=step, summary=self.summary_type(value=values)))
+        if self.clock() - self.flushed_at >= FLUSH_SECONDS:
+            self.records.flush()
+            self.flushed_at = self.clock()
+
+    def add(self, event) -> None:
+        """Appends one record to the (buffered) file."""
+        self.records.write(event.SerializeToString())
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        self.records.flush()
+        self.records.close()
