@@ -1,0 +1,32 @@
+"""Activations of the feed-forward layers: float32 inside, result in the input's dtype."""
+
+import jax
+import jax.numpy as jnp
+
+F32 = jnp.float32
+
+
+@jax.custom_vjp
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """silu(gate) * up (arXiv:2002.05202). The backward, written by hand, keeps only gate and up in their own dtype."""
+    return (jax.nn.silu(gate.astype(F32)) * up.astype(F32)).astype(gate.dtype)
+
+
+def _swiglu_forward(gate, up):
+    return swiglu(gate, up), (gate, up)
+
+
+def _swiglu_backward(saved, dy):
+    gate, up = saved
+    gate32, dy32 = gate.astype(F32), dy.astype(F32)
+    sigmoid = jax.nn.sigmoid(gate32)
+    dgate = dy32 * up.astype(F32) * sigmoid * (1 + gate32 * (1 - sigmoid))
+    return dgate.astype(gate.dtype), (dy32 * gate32 * sigmoid).astype(up.dtype)
+
+
+swiglu.defvjp(_swiglu_forward, _swiglu_backward)
+
+
+def gelu_tanh(x: jax.Array) -> jax.Array:
+    """GELU in the tanh form that GPT-2 was trained with (arXiv:1606.08415)."""
+    return jax.nn.gelu(x.astype(F32), approximate=True).astype(x.dtype)

@@ -1,0 +1,151 @@
+"""Exact causal attention in blocks, the form that XLA:CPU runs fast.
+
+Query blocks see only the keys up to their end, so the masked half is never computed. Between forward and backward only
+q, k, v, the result and the logarithm of each softmax sum are kept. The backward works on transposed scores, which makes
+each of its products a plain one. One row of the batch is taken at a time: its scores stay in the cache.
+
+B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
+R = T * G: the queries that share a key-value head; r and s are the rows and the keys of one block
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxscale.ops.attention.xla import HIDDEN
+
+F32 = jnp.float32
+SMALLEST_BLOCK = 128  # 64 and 256 were slower at T=512, H=64 in both dtypes (2 cores, 2026-11-20)
+MOST_BLOCKS = 8  # each block is compiled on its own: longer rows get longer blocks
+
+
+def make_attend(*, softcap: float | None = None, block_size: int | None = None, rows_apart: bool = True):
+    """attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend(softcap).
+
+    rows_apart: rows of the batch one after another. Set False where rows live on several devices: a loop over them
+    would gather the batch.
+    """
+
+    @jax.custom_vjp
+    def attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+        return keep(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)[0]
+
+    def keep(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+        q_BKTGH, k_BKSH, v_BKSH = group_heads(q_BTNH, k_BSKH.shape[2]), k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
+        step = block_size or default_block(q_BTNH.shape[1])
+        run = functools.partial(forward_blocks, step=step, softcap=softcap)
+        out_BKTGH, lse_BKTG = over_rows(run, rows_apart, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT)
+        return ungroup_heads(out_BKTGH), (q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, out_BKTGH, lse_BKTG)
+
+    def backward(saved, dout_BTNH):
+        step = block_size or default_block(dout_BTNH.shape[1])
+        run = functools.partial(backward_blocks, step=step, softcap=softcap)
+        dout_BKTGH = group_heads(dout_BTNH, saved[1].shape[1])
+        dq_BKTGH, dk_BKSH, dv_BKSH = over_rows(run, rows_apart, *saved, dout_BKTGH)
+        return ungroup_heads(dq_BKTGH), dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), None
+
+    attend.defvjp(keep, backward)
+    return attend
+
+
+def forward_blocks(q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, *, step: int, softcap: float | None):
+    """(out_BKTGH in v.dtype, logsumexp_BKTG float32)."""
+    B, K, T, G, H = q_BKTGH.shape
+    outs, lses = [], []
+    for begin, end in blocks(T, step):
+        q_BKrH = q_BKTGH[:, :, begin:end].reshape(B, K, -1, H)
+        raw_BKrs = lax.optimization_barrier(product("BKrH,BKsH->BKrs", q_BKrH, k_BKSH[:, :, :end]))
+        seen_BKrs = jnp.repeat(seen_by(segment_ids_BT, begin, end, 0, end), G, axis=1)[:, None]
+        score_BKrs = jnp.where(seen_BKrs, soften(raw_BKrs, H, softcap)[0], HIDDEN)
+        top_BKr1 = jnp.max(score_BKrs, axis=-1, keepdims=True)
+        # The barrier: written once in the narrow dtype, then read by the sum and by the product, not computed twice.
+        share_BKrs = lax.optimization_barrier(jnp.exp(score_BKrs - top_BKr1).astype(v_BKSH.dtype))
+        sum_BKr1 = jnp.sum(share_BKrs, axis=-1, keepdims=True, dtype=F32)
+        out_BKrH = product("BKrs,BKsH->BKrH", share_BKrs, v_BKSH[:, :, :end]) / sum_BKr1
+        outs.append(out_BKrH.astype(v_BKSH.dtype).reshape(B, K, end - begin, G, H))
+        lses.append((top_BKr1 + jnp.log(sum_BKr1)).reshape(B, K, end - begin, G))
+    return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=2)
+
+
+def backward_blocks(
+    q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, out_BKTGH, lse_BKTG, dout_BKTGH, *, step: int, softcap: float | None
+):
+    """Gradients (dq_BKTGH, dk_BKSH, dv_BKSH) in the dtypes of q, k, v."""
+    B, K, T, G, H = q_BKTGH.shape
+    q_BKRH, dout_BKRH = q_BKTGH.reshape(B, K, -1, H), dout_BKTGH.reshape(B, K, -1, H)
+    lse_BK1R = lse_BKTG.reshape(B, K, 1, -1)
+    drift_BK1R = jnp.sum(dout_BKTGH.astype(F32) * out_BKTGH.astype(F32), axis=-1).reshape(B, K, 1, -1)
+    k_BKHS = lax.optimization_barrier(k_BKSH.swapaxes(2, 3))
+    dks, dvs, parts = [], [], [[] for _ in blocks(T, step)]
+    for begin, end in blocks(T, step):  # a block of keys, and every query that may see one of them
+        first = begin * G
+        q_BKrH, dout_BKrH = q_BKRH[:, :, first:], dout_BKRH[:, :, first:]
+        raw_BKsr = lax.optimization_barrier(product("BKsH,BKrH->BKsr", k_BKSH[:, :, begin:end], q_BKrH))
+        seen_BrS = jnp.repeat(seen_by(segment_ids_BT, begin, T, begin, end), G, axis=1)
+        score_BKsr, slope_BKsr = soften(raw_BKsr, H, softcap)
+        hidden_BKsr = jnp.where(seen_BrS.swapaxes(1, 2)[:, None], score_BKsr - lse_BK1R[..., first:], HIDDEN)
+        share_BKsr = lax.optimization_barrier(jnp.exp(hidden_BKsr).astype(q_BKTGH.dtype))
+        dvs.append(product("BKsr,BKrH->BKsH", share_BKsr, dout_BKrH).astype(v_BKSH.dtype))
+        dshare_BKsr = product("BKsH,BKrH->BKsr", v_BKSH[:, :, begin:end], dout_BKrH)
+        draw_BKsr = share_BKsr.astype(F32) * (dshare_BKsr - drift_BK1R[..., first:]) * slope_BKsr
+        draw_BKsr = lax.optimization_barrier(draw_BKsr.astype(q_BKTGH.dtype))
+        dks.append(product("BKsr,BKrH->BKsH", draw_BKsr, q_BKrH).astype(k_BKSH.dtype))
+        dq_BKHr = product("BKHs,BKsr->BKHr", k_BKHS[..., begin:end], draw_BKsr)
+        for i, (start, stop) in list(enumerate(blocks(T, step)))[begin // step :]:
+            parts[i].append(dq_BKHr[..., start * G - first : stop * G - first])
+    dq_BKHR = jnp.concatenate([functools.reduce(jnp.add, part) for part in parts], axis=-1)
+    dq_BKTGH = dq_BKHR.swapaxes(2, 3).astype(q_BKTGH.dtype).reshape(q_BKTGH.shape)
+    return dq_BKTGH, jnp.concatenate(dks, axis=2), jnp.concatenate(dvs, axis=2)
+
+
+def product(spec: str, left: jax.Array, right: jax.Array) -> jax.Array:
+    """The einsum with a float32 result: bfloat16 results would make XLA:CPU widen both operands first."""
+    return jnp.einsum(spec, left, right, preferred_element_type=F32)
+
+
+def soften(raw: jax.Array, head_dim: int, softcap: float | None) -> tuple[jax.Array, jax.Array | float]:
+    """(score, its derivative by the raw product of query and key)."""
+    scale = head_dim**-0.5
+    if softcap is None:
+        return raw * scale, scale
+    tanh = jnp.tanh(raw * (scale / softcap))
+    return softcap * tanh, scale * (1 - tanh * tanh)
+
+
+def seen_by(segment_ids_BT: jax.Array, begin: int, end: int, first: int, last: int) -> jax.Array:
+    """bool [B, end - begin, last - first]: whether those queries may look at those keys."""
+    same = segment_ids_BT[:, begin:end, None] == segment_ids_BT[:, None, first:last]
+    return same & (np.arange(begin, end)[:, None] >= np.arange(first, last)[None, :])[None]
+
+
+def blocks(length: int, step: int) -> list[tuple[int, int]]:
+    """(begin, end) of each block of positions; the last may be shorter."""
+    return [(begin, min(begin + step, length)) for begin in range(0, length, step)]
+
+
+def default_block(length: int) -> int:
+    """Positions per block: a multiple of SMALLEST_BLOCK that gives at most MOST_BLOCKS."""
+    return SMALLEST_BLOCK * max(1, -(-length // (SMALLEST_BLOCK * MOST_BLOCKS)))
+
+
+def over_rows(function, apart: bool, *arrays):
+    """function(*arrays), row by row of the batch if `apart`."""
+    if not apart or arrays[0].shape[0] == 1:
+        return function(*arrays)
+    results = lax.map(lambda row: function(*(array[None] for array in row)), arrays)
+    return jax.tree.map(lambda array: array[:, 0], results)
+
+
+def group_heads(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
+    """As x_BKTGH: the query heads of one key-value head stand together, position by position."""
+    B, T, N, H = x_BTNH.shape
+    return x_BTNH.reshape(B, T, num_kv_heads, N // num_kv_heads, H).swapaxes(1, 2)
+
+
+def ungroup_heads(x_BKTGH: jax.Array) -> jax.Array:
+    """The inverse of group_heads."""
+    B, K, T, G, H = x_BKTGH.shape
+    return x_BKTGH.swapaxes(1, 2).reshape(B, T, K * G, H)

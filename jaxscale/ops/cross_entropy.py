@@ -1,0 +1,143 @@
+"""Next-token cross-entropy, exact, without ever holding all logits.
+
+The positions are taken in chunks along T, so that rows of a sharded batch stay on their devices.
+
+B batch  T position  D embed  V vocab  c positions of a chunk  M = B * c rows of a chunk's product
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.ops.project import matmul_transposed, weight_gradient
+
+F32 = jnp.float32
+
+
+class LossSums(NamedTuple):
+    """Sums over the weighted tokens, float32[]. Only `total` has a gradient."""
+
+    total: jax.Array  # nats + z_loss * z: what training minimises, before the division by the token count
+    nats: jax.Array  # weight * cross-entropy
+    z: jax.Array  # weight * logsumexp**2 (arXiv:2204.02311, section 5), without the coefficient
+
+
+def token_nats(
+    h_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, *, chunk_tokens: int, softcap: float | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy in nats, logsumexp of the logits), each float32 [B, T]; for evaluation.
+
+    h is multiplied in its own dtype (w is cast to it), everything after in float32. chunk_tokens: tokens whose logits
+    exist at one time, at least one position of every row. softcap: logits become softcap * tanh(logits / softcap).
+    """
+    w_DV = w_DV.astype(h_BTD.dtype)
+
+    def one_chunk(chunk):
+        h_BcD, targets_Bc = chunk
+        return chunk_nats(chunk_logits(h_BcD, w_DV, softcap), targets_Bc)
+
+    T = h_BTD.shape[1]
+    nats_nBc, lse_nBc = lax.map(one_chunk, (chunked(h_BTD, chunk_tokens), chunked(targets_BT, chunk_tokens)))
+    return unchunked(nats_nBc, T), unchunked(lse_nBc, T)
+
+
+def summed_cross_entropy(
+    h_BTD: jax.Array,
+    w_DV: jax.Array,
+    targets_BT: jax.Array,
+    weights_BT: jax.Array,
+    *,
+    chunk_tokens: int,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> LossSums:
+    """Sums over all tokens. Differentiated, it forms the gradients of h and w with each chunk's logits in the forward
+    pass, so no logits are computed twice; that of w is accumulated in float32. targets and weights have no gradient.
+
+    Arguments as in token_nats. z_loss: coefficient of z in `total`.
+    """
+    total, nats, z = _summed(chunk_tokens, float(z_loss), softcap, h_BTD, w_DV, targets_BT, weights_BT)
+    return LossSums(total, lax.stop_gradient(nats), lax.stop_gradient(z))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _summed(chunk_tokens, z_loss, softcap, h_BTD, w_DV, targets_BT, weights_BT):
+    nats_BT, lse_BT = token_nats(h_BTD, w_DV, targets_BT, chunk_tokens=chunk_tokens, softcap=softcap)
+    nats, z = jnp.sum(nats_BT * weights_BT), jnp.sum(lse_BT * lse_BT * weights_BT)
+    return nats + z_loss * z, nats, z
+
+
+def _forward(chunk_tokens, z_loss, softcap, h_BTD, w_DV, targets_BT, weights_BT):
+    w_cast_DV = w_DV.astype(h_BTD.dtype)
+
+    def one_chunk(sums, chunk):
+        h_BcD, targets_Bc, weights_Bc = chunk
+        logits_BcV = chunk_logits(h_BcD, w_cast_DV, softcap)
+        nats_Bc, lse_Bc = chunk_nats(logits_BcV, targets_Bc)
+        share_BcV = jnp.exp(logits_BcV - lse_Bc[..., None])
+        pull_Bc = weights_Bc * (1 + 2 * z_loss * lse_Bc)  # d total / d logsumexp
+        target_BcV = targets_Bc[..., None] == lax.broadcasted_iota(jnp.int32, (1, 1, logits_BcV.shape[-1]), 2)
+        g_BcV = share_BcV * pull_Bc[..., None] - jnp.where(target_BcV, weights_Bc[..., None], 0.0)
+        if softcap is not None:
+            g_BcV = g_BcV * (1 - jnp.square(logits_BcV / softcap))
+        g_MV = lax.optimization_barrier((g_BcV * lift(h_BcD.dtype)).astype(h_BcD.dtype).reshape(-1, g_BcV.shape[-1]))
+        dh_MD = matmul_transposed(g_MV, w_cast_DV)
+        dw_DV = weight_gradient(h_BcD, g_MV)
+        step = (jnp.sum(nats_Bc * weights_Bc), jnp.sum(lse_Bc * lse_Bc * weights_Bc), dw_DV)
+        return jax.tree.map(jnp.add, sums, step), dh_MD.astype(h_BcD.dtype).reshape(h_BcD.shape)
+
+    zeros = (jnp.zeros((), F32), jnp.zeros((), F32), jnp.zeros(w_DV.shape, F32))
+    chunks = tuple(chunked(array, chunk_tokens) for array in (h_BTD, targets_BT, weights_BT))  # padding weighs 0
+    (nats, z, dw_DV), dh_nBcD = lax.scan(one_chunk, zeros, chunks)
+    saved = (unchunked(dh_nBcD, h_BTD.shape[1]), dw_DV, jnp.zeros((), w_DV.dtype))
+    return (nats + z_loss * z, nats, z), saved
+
+
+def _backward(chunk_tokens, z_loss, softcap, saved, cotangents):
+    dh_BTD, dw_DV, like_w = saved
+    scale = cotangents[0].astype(F32) / lift(dh_BTD.dtype)
+    return (dh_BTD.astype(F32) * scale).astype(dh_BTD.dtype), (dw_DV * scale).astype(like_w.dtype), None, None
+
+
+_summed.defvjp(_forward, _backward)
+
+
+def lift(dtype: jnp.dtype) -> float:
+    """A power of two that lifts gradients out of float16's subnormal range, where the loss scale comes too late.
+
+    The gradient of the logits is at most about 1, and formed before the scale is known; 2**10 leaves room below 65504.
+    """
+    return 1024.0 if dtype == jnp.float16 else 1.0
+
+
+def chunk_logits(h_BcD: jax.Array, w_DV: jax.Array, softcap: float | None) -> jax.Array:
+    """Logits of one chunk, float32 [B, c, V]; the product is of two matrices, which is the fast form on a CPU."""
+    B, c, D = h_BcD.shape
+    logits_BcV = jnp.matmul(h_BcD.reshape(-1, D), w_DV, preferred_element_type=F32).reshape(B, c, -1)
+    logits_BcV = lax.optimization_barrier(logits_BcV)
+    return logits_BcV if softcap is None else softcap * jnp.tanh(logits_BcV / softcap)
+
+
+def chunk_nats(logits_BcV: jax.Array, targets_Bc: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy, logsumexp), each float32 [B, c]."""
+    top_Bc1 = jnp.max(logits_BcV, axis=-1, keepdims=True)
+    lse_Bc = jnp.log(jnp.sum(jnp.exp(logits_BcV - top_Bc1), axis=-1)) + top_Bc1[..., 0]
+    return lse_Bc - jnp.take_along_axis(logits_BcV, targets_Bc[..., None], axis=-1)[..., 0], lse_Bc
+
+
+def chunked(x_BT: jax.Array, chunk_tokens: int) -> jax.Array:
+    """[B, T, ...] as [n, B, c, ...], T padded with zeros to n * c, where B * c is at most chunk_tokens (but c >= 1)."""
+    B, T = x_BT.shape[:2]
+    num_chunks = -(-T // max(1, chunk_tokens // B))
+    size = -(-T // num_chunks)  # evenly, so that little is padding
+    padding = [(0, 0), (0, num_chunks * size - T)] + [(0, 0)] * (x_BT.ndim - 2)
+    return jnp.pad(x_BT, padding).reshape(B, num_chunks, size, *x_BT.shape[2:]).swapaxes(0, 1)
+
+
+def unchunked(x_nBc: jax.Array, length: int) -> jax.Array:
+    """The inverse of chunked, without its padding."""
+    n, B, c = x_nBc.shape[:3]
+    return x_nBc.swapaxes(0, 1).reshape(B, n * c, *x_nBc.shape[3:])[:, :length]

@@ -1,0 +1,54 @@
+"""Normalisation over the last axis; statistics in float32, result in the input's dtype. D embed"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+F32 = jnp.float32
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def rms_norm(x: jax.Array, scale_D: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x**2) + eps) * scale (arXiv:1910.07467). x: [..., D].
+
+    The backward is written by hand, because it then keeps x in its own dtype, not float32 copies of it.
+    """
+    x32 = x.astype(F32)
+    return (x32 * inverse_rms(x32, eps) * widen(scale_D, x.ndim)).astype(x.dtype)
+
+
+def _rms_norm_forward(x, scale_D, eps):
+    return rms_norm(x, scale_D, eps), (x, scale_D)
+
+
+def _rms_norm_backward(eps, saved, dy):
+    x, scale_D = saved
+    x32, dy32 = x.astype(F32), dy.astype(F32)
+    inverse = inverse_rms(x32, eps)
+    unit, dunit = x32 * inverse, dy32 * widen(scale_D, x.ndim)
+    dx = inverse * (dunit - unit * jnp.mean(dunit * unit, axis=-1, keepdims=True))
+    dscale_D = jnp.sum(dy32 * unit, axis=tuple(range(x.ndim - 1)))
+    return dx.astype(x.dtype), dscale_D.astype(scale_D.dtype)
+
+
+rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
+
+
+def inverse_rms(x32: jax.Array, eps: float) -> jax.Array:
+    """1 / sqrt(mean(x**2) + eps), [..., 1]."""
+    return lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+
+
+def layer_norm(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:
+    """(x - mean) / sqrt(variance + eps) * scale + bias (arXiv:1607.06450). x: [..., D]."""
+    x32 = x.astype(F32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    inverse = lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + eps)
+    return (centred * inverse * widen(scale_D, x.ndim) + widen(bias_D, x.ndim)).astype(x.dtype)
+
+
+def widen(vector_D: jax.Array, ndim: int) -> jax.Array:
+    """The vector in float32 as [1, ..., 1, D] with `ndim` axes."""
+    return vector_D.astype(F32).reshape((1,) * (ndim - 1) + (-1,))

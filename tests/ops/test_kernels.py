@@ -1,0 +1,41 @@
+"""Every choice of kernels computes the same small layer."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.ops.kernels import PLAIN, choose_kernels
+from jaxscale.ops.rope import rope
+
+B, T, D, N, H, F = 2, 20, 8, 2, 4, 12
+
+
+def layer_loss(kernels, params, x, segment_ids_BT):
+    """A whole decoder layer, summed to one number."""
+    positions_BT = jnp.broadcast_to(jnp.arange(T)[None], (B, T))
+    h = kernels.rms_norm(x, params["norm"], 1e-5)
+    q, k, v = (kernels.project("BTD,DNH->BTNH", h, params[name]) for name in ("wq", "wk", "wv"))
+    out = kernels.attend(rope(q, positions_BT, 100.0), rope(k, positions_BT, 100.0), v, segment_ids_BT)
+    x = x + kernels.project("BTNH,NHD->BTD", out, params["wo"])
+    gate, up = (kernels.project("BTD,DF->BTF", x, params[name]) for name in ("gate", "up"))
+    return jnp.sum(jnp.sin(kernels.project("BTF,FD->BTD", kernels.swiglu(gate, up), params["down"])))
+
+
+def test_cpu_kernels_give_the_loss_and_gradients_of_the_plain_ones():
+    random = np.random.default_rng(0)
+    shapes = dict(wq=(D, N, H), wk=(D, N, H), wv=(D, N, H), wo=(N, H, D), gate=(D, F), up=(D, F), down=(F, D))
+    shapes["norm"] = (D,)
+    params = {name: jnp.asarray(0.3 * random.standard_normal(shape), jnp.float32) for name, shape in shapes.items()}
+    x = jnp.asarray(random.standard_normal((B, T, D)), jnp.float32)
+    segment_ids_BT = jnp.asarray([[1] * 12 + [2] * 8, [1] * 18 + [0] * 2], jnp.int32)
+    step = jax.value_and_grad(lambda params, kernels: layer_loss(kernels, params, x, segment_ids_BT))
+    step = jax.jit(step, static_argnums=1)
+    for kernels in (choose_kernels("cpu"), choose_kernels("cpu", one_device=False), choose_kernels("tpu")):
+        for got, right in zip(jax.tree.leaves(step(params, kernels)), jax.tree.leaves(step(params, PLAIN))):
+            np.testing.assert_allclose(
+                got, right, rtol=1e-5, atol=2e-5
+            )  # float32 sums in another order, 5 products deep
+
+
+def test_kernels_name_their_attention():
+    assert choose_kernels("cpu").attention == "blockwise" and choose_kernels("gpu").attention == "xla"
