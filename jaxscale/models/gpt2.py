@@ -1,0 +1,163 @@
+"""GPT-2 (Radford et al., 2019): LayerNorm, learned positions, GELU, biases, tied embeddings.
+
+B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  P positions
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.models.layers import (
+    ATTENTION_OUT,
+    ModelConfig,
+    check_positive,
+    constant,
+    dropout,
+    make_stack,
+    param,
+    run_stack,
+)
+from jaxscale.ops.activation import gelu_tanh
+from jaxscale.ops.kernels import Kernels
+from jaxscale.ops.norm import layer_norm
+from jaxscale.schema import setting
+from jaxscale.sharding.place import Constrain, unconstrained
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpt2Config(ModelConfig):
+    """GPT-2; the 124M model is 12 layers of width 768 with 12 heads over 1024 positions and 50257 tokens."""
+
+    name: Literal["gpt2"] = setting("gpt2", "which model this is")
+    max_seq_len: int = setting(1024, "learned positions: the longest row")
+    dropout: float = setting(0.0, "of embeddings and of what each block adds; GPT-2 had 0.1, pretraining today has 0")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "max_seq_len")
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+
+
+def num_params(cfg: Gpt2Config) -> int:
+    """Parameters in all, embeddings included."""
+    D, L = cfg.embed_dim, cfg.num_layers
+    biases_and_norms = L * ((3 * D + D) + (4 * D + D) + 4 * D) + 2 * D
+    return matmul_params(cfg) + cfg.max_seq_len * D + biases_and_norms
+
+
+def matmul_params(cfg: Gpt2Config) -> int:
+    """Parameters that each token is multiplied with; the tied table counts once, as the output projection."""
+    return cfg.num_layers * 12 * cfg.embed_dim**2 + cfg.vocab_size * cfg.embed_dim
+
+
+def flops_per_token(cfg: Gpt2Config, seq_len: int) -> float:
+    """Floating-point operations of one training step per token, counted as for Llama: attention only over keys seen."""
+    return 6 * matmul_params(cfg) + 6 * cfg.num_layers * cfg.embed_dim * seq_len
+
+
+class Attention(nnx.Module):
+    """Causal attention within each packed document, with biases."""
+
+    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels):
+        D, N = cfg.embed_dim, cfg.num_heads
+        H = D // N
+        self.kernels = kernels
+        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=0.02)
+        self.wk = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=0.02)
+        self.wv = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=0.02)
+        self.bias_q = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.bias_k = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.bias_v = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=0.02 * (2 * cfg.num_layers) ** -0.5)
+        self.bias_o = constant((D,), ("norm",), 0.0)
+
+    def __call__(self, x_BTD, segment_ids_BT):
+        project = self.kernels.project
+        q_BTNH = with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...])
+        k_BSNH = with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...])
+        v_BSNH = with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...])
+        out_BTNH = checkpoint_name(self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT), ATTENTION_OUT)
+        return with_bias(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]), self.bias_o[...])
+
+
+class Mlp(nnx.Module):
+    """Two products with a GELU between (its tanh form, as GPT-2 had it)."""
+
+    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels):
+        D, F = cfg.embed_dim, 4 * cfg.embed_dim
+        self.kernels = kernels
+        self.up = param(rngs, (D, F), ("embed", "mlp"), std=0.02)
+        self.bias_up = constant((F,), ("mlp",), 0.0)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), std=0.02 * (2 * cfg.num_layers) ** -0.5)
+        self.bias_down = constant((D,), ("norm",), 0.0)
+
+    def __call__(self, x_BTD):
+        h_BTF = with_bias(self.kernels.project("BTD,DF->BTF", x_BTD, self.up[...]), self.bias_up[...])
+        h_BTF = gelu_tanh(h_BTF)
+        return with_bias(self.kernels.project("BTF,FD->BTD", h_BTF, self.down[...]), self.bias_down[...])
+
+
+class Block(nnx.Module):
+    """Attention, then MLP, each normalised first and added to the residual stream."""
+
+    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain):
+        D = cfg.embed_dim
+        self.cfg, self.constrain = cfg, constrain
+        self.scale_attention, self.bias_attention = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+        self.attention = Attention(cfg, rngs=rngs, kernels=kernels)
+        self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels)
+
+    def __call__(self, x_BTD, segment_ids_BT, key: jax.Array | None):
+        cfg = self.cfg
+        key_attention, key_mlp = (None, None) if key is None else jax.random.split(key)
+        x_BTD = self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
+        h_BTD = layer_norm(x_BTD, self.scale_attention[...], self.bias_attention[...], cfg.norm_eps)
+        x_BTD = x_BTD + dropout(self.attention(h_BTD, segment_ids_BT), cfg.dropout, key_attention)
+        h_BTD = layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
+        x_BTD = x_BTD + dropout(self.mlp(h_BTD), cfg.dropout, key_mlp)
+        return self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
+
+
+class Gpt2(nnx.Module):
+    """The decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
+
+    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain = unconstrained):
+        D, V = cfg.embed_dim, cfg.vocab_size
+        self.cfg, self.constrain = cfg, constrain
+        self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=0.02)
+        self.position_embedding = param(rngs, (cfg.max_seq_len, D), ("position", "embed"), std=0.01)  # as GPT-2's code
+        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, constrain=constrain)
+        self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
+        self.scale_final, self.bias_final = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+
+    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, key: jax.Array | None = None):
+        """The normalised residual stream after the last block, compute_dtype[B, T, D]. key: for dropout."""
+        cfg = self.cfg
+        table_VD = self.constrain(self.embedding[...], "act_vocab", "act_embed")
+        positions_PD = self.constrain(self.position_embedding[...], "position", "act_embed")
+        x_BTD = jnp.take(table_VD, tokens_BT, axis=0) + jnp.take(positions_PD, positions_BT, axis=0)
+        x_BTD = x_BTD.astype(cfg.embed_compute_dtype or cfg.compute_dtype).astype(cfg.compute_dtype)
+        x_BTD = self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
+        keys = None
+        if key is not None and cfg.dropout:
+            key, key_embed = jax.random.split(key)
+            keys, x_BTD = jax.random.split(key, cfg.num_layers), dropout(x_BTD, cfg.dropout, key_embed)
+        x_BTD = run_stack(self.blocks, lambda block, x, key: block(x, segment_ids_BT, key), x_BTD, keys, cfg)
+        return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], cfg.norm_eps)
+
+    def unembedding(self) -> jax.Array:
+        """The output projection, float32[D, V]: the embedding table itself, gathered once for all chunks of a loss."""
+        return self.constrain(self.embedding[...].T, "act_embed", "act_vocab")
+
+
+def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x plus a bias along its last axes, in x's dtype."""
+    return x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)

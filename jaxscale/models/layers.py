@@ -1,0 +1,152 @@
+"""What all models share: settings, parameters with logical axes, and a stack of layers that is scanned or unrolled."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.ops.attention import AttentionName
+from jaxscale.schema import setting
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+# Names that a model gives to activations with jax.ad_checkpoint.checkpoint_name, for remat policies.
+ATTENTION_OUT = "attention_out"
+REMAT = {
+    "none": None,
+    "full": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Settings that every model has."""
+
+    vocab_size: int = setting(help="rows of the embedding table: at least the tokenizer's largest id + 1")
+    num_layers: int = setting(help="transformer blocks")
+    embed_dim: int = setting(help="width of the residual stream")
+    num_heads: int = setting(help="query heads")
+    norm_eps: float = setting(1e-5, "added to the variance in norms")
+    logit_softcap: float | None = setting(
+        None, "c: logits become c * tanh(logits / c) (arXiv:2408.00118); none: as they are"
+    )
+    compute_dtype: Dtype = setting(
+        "bfloat16", "matrix products and activations; parameters, norms and sums are float32"
+    )
+    embed_compute_dtype: Dtype | None = setting(
+        None, "embedding and logits; float32 is a fallback for instability; none: as compute_dtype"
+    )
+    matmul_precision: Literal["default", "tf32", "highest"] = setting(
+        "default", "of float32 products; tf32 only on GPUs"
+    )
+    attention: AttentionName = setting("auto", "kernel; auto prints what it chose")
+    scan_layers: bool = setting(True, "one compiled layer run num_layers times; false: unrolled, slower to compile")
+    remat: Literal["none", "full", "dots", "attention"] = setting(
+        "none", "what the backward pass computes again: nothing, all, all but products, all but attention's output"
+    )
+    loss_chunk_tokens: int = setting(4096, "tokens whose logits exist at one time, in the loss")
+
+    def __post_init__(self):
+        check_positive(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "loss_chunk_tokens")
+        if self.norm_eps < 0:
+            raise ValueError(f"norm_eps={self.norm_eps} must not be negative")
+        if self.logit_softcap is not None and self.logit_softcap <= 0:
+            raise ValueError(f"logit_softcap={self.logit_softcap} must be above 0, or none")
+
+
+def check_positive(cfg: ModelConfig, *names: str) -> None:
+    """Raises ValueError for the first of these settings that is below 1."""
+    for name in names:
+        if getattr(cfg, name) < 1:
+            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+
+
+def param(
+    rngs: nnx.Rngs, shape: Sequence[int], axes: tuple[str, ...], *, fan_in: int | None = None, std: float | None = None
+) -> nnx.Param:
+    """A float32 parameter with its logical axes: normal with std (1 / sqrt(fan_in) unless given)."""
+    assert len(shape) == len(axes), f"{shape} has not the axes {axes}"
+    std = fan_in**-0.5 if std is None else std
+    return nnx.Param(std * jax.random.normal(rngs.params(), tuple(shape), jnp.float32), axes=axes)
+
+
+def constant(shape: Sequence[int], axes: tuple[str, ...], value: float) -> nnx.Param:
+    """A float32 parameter that starts as a constant: scales as 1, biases as 0."""
+    return nnx.Param(jnp.full(tuple(shape), value, jnp.float32), axes=axes)
+
+
+def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num_layers: int, scan: bool) -> nnx.Module:
+    """Blocks with independent random keys: one module of stacked parameters, or a list. Layer l is the same in both."""
+    keys = jax.random.split(rngs.params(), num_layers)
+    if not scan:
+        return nnx.List([make_block(nnx.Rngs(params=key)) for key in keys])
+    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make_block(nnx.Rngs(params=0))))
+    stacked = jax.vmap(lambda key: nnx.state(make_block(nnx.Rngs(params=key)), nnx.Param))(keys)
+    boxed = jax.tree.map(
+        lambda leaf: nnx.Param(leaf.get_value(), axes=("layers", *leaf.axes)),
+        stacked,
+        is_leaf=lambda leaf: isinstance(leaf, nnx.Variable),
+    )
+    return nnx.merge(graphdef, boxed)
+
+
+def run_stack(blocks: nnx.Module, apply: Callable, x: jax.Array, per_layer: Any, cfg: ModelConfig) -> jax.Array:
+    """x after all blocks: apply(block, x, layer_input) -> x, each under the remat policy of the config.
+
+    per_layer: a tree with a leading axis of num_layers (random keys, say), or None.
+    """
+
+    def wrap(f: Callable) -> Callable:
+        return f if cfg.remat == "none" else jax.checkpoint(f, policy=REMAT[cfg.remat], prevent_cse=not cfg.scan_layers)
+
+    if not cfg.scan_layers:
+        for layer, block in enumerate(blocks):
+            graphdef, params = nnx.split(block)
+            run = wrap(lambda params, x, extra, graphdef=graphdef: apply(nnx.merge(graphdef, params), x, extra))
+            x = run(params, x, jax.tree.map(operator.itemgetter(layer), per_layer))
+        return x
+    graphdef, params = nnx.split(blocks)
+    run = wrap(lambda params, x, extra: apply(nnx.merge(graphdef, params), x, extra))
+    x, _ = jax.lax.scan(lambda x, layer: (run(layer[0], x, layer[1]), None), x, (params, per_layer))
+    return x
+
+
+def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict, dict]:
+    """(graphdef, params, axes): nested plain dicts of arrays and of tuples of logical axes, alike in shape.
+
+    nnx.merge(graphdef, params) is the model again; a checkpoint and optax see nothing but dicts.
+    """
+    graphdef, state = nnx.split(model, nnx.Param)
+    is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
+    axes = jax.tree.map(lambda leaf: tuple(leaf.axes), state, is_leaf=is_variable)
+    return graphdef, string_keys(nnx.to_pure_dict(state)), string_keys(nnx.to_pure_dict(axes))
+
+
+def merge_model(graphdef: nnx.GraphDef, params: dict) -> nnx.Module:
+    """The model with these parameters: the inverse of split_model."""
+    return nnx.merge(graphdef, integer_keys(params))
+
+
+def string_keys(tree: Any) -> Any:
+    """Layer numbers of unrolled blocks as text, since a checkpoint's names are text."""
+    return {str(key): string_keys(value) for key, value in tree.items()} if isinstance(tree, dict) else tree
+
+
+def integer_keys(tree: Any) -> Any:
+    """The inverse of string_keys."""
+    if not isinstance(tree, dict):
+        return tree
+    return {int(key) if key.isdigit() else key: integer_keys(value) for key, value in tree.items()}
+
+
+def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
+    """x with a part `rate` of its entries zero and the rest scaled up; as it is without a key or at rate 0."""
+    if key is None or rate == 0.0:
+        return x
+    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))

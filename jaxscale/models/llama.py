@@ -1,0 +1,157 @@
+"""Llama-style decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU (arXiv:2302.13971, arXiv:2407.21783).
+
+B batch  T query position  S key position  D embed  N query heads  K kv heads  H head dim  F mlp  V vocab  L layers
+"""
+
+import dataclasses
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.models.layers import ATTENTION_OUT, ModelConfig, check_positive, constant, make_stack, param, run_stack
+from jaxscale.ops.kernels import Kernels
+from jaxscale.ops.rope import RopeScaling, Rotation, make_rotation, rotate
+from jaxscale.schema import setting
+from jaxscale.sharding.place import Constrain, unconstrained
+
+HEAD_STD = 0.02  # GPT-2's: the first loss is near log(vocabulary)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """A Llama 2 or 3 and its relatives; qk_norm makes it Qwen3's attention."""
+
+    name: Literal["llama"] = setting("llama", "which model this is")
+    num_kv_heads: int = setting(help="key and value heads; num_heads is a multiple")
+    head_dim: int = setting(help="size of one head, even")
+    mlp_dim: int = setting(help="width of the gated MLP")
+    rope_base: float = setting(10_000.0, "RoPE's theta (arXiv:2104.09864)")
+    rope_scaling: RopeScaling | None = setting(None, "stretching of RoPE for long contexts")
+    qk_norm: bool = setting(False, "RMSNorm on queries and keys of each head (arXiv:2302.05442)")
+    tied_embeddings: bool = setting(False, "true: the embedding table is also the output projection")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "num_kv_heads", "head_dim", "mlp_dim", "rope_base")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE turns pairs")
+
+
+def num_params(cfg: LlamaConfig) -> int:
+    """Parameters in all, embeddings included."""
+    return matmul_params(cfg) + cfg.vocab_size * cfg.embed_dim * (not cfg.tied_embeddings) + norm_params(cfg)
+
+
+def matmul_params(cfg: LlamaConfig) -> int:
+    """Parameters that each token is multiplied with: all matrices and the output projection, not the lookup."""
+    D, N, K, H, F = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.mlp_dim
+    return cfg.num_layers * (2 * D * N * H + 2 * D * K * H + 3 * D * F) + cfg.vocab_size * D
+
+
+def norm_params(cfg: LlamaConfig) -> int:
+    """Scales of all norms."""
+    return cfg.num_layers * (2 * cfg.embed_dim + 2 * cfg.head_dim * cfg.qk_norm) + cfg.embed_dim
+
+
+def flops_per_token(cfg: LlamaConfig, seq_len: int) -> float:
+    """Floating-point operations of one training step per token: 6 per matrix parameter (2 forward, 4 backward), and
+    attention's two products over the T / 2 keys that a causal query sees on average. Recomputation is not counted.
+
+    PaLM's formula (arXiv:2204.02311, appendix B) counts the masked half too, so its MFU is a little higher than ours.
+    """
+    return 6 * matmul_params(cfg) + 6 * cfg.num_layers * cfg.num_heads * cfg.head_dim * seq_len
+
+
+class Attention(nnx.Module):
+    """Causal attention within each packed document."""
+
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels):
+        D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
+        self.cfg, self.kernels = cfg, kernels
+        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), fan_in=D)
+        self.wk = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
+        self.wv = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
+        # Outputs into the residual stream shrink with depth, so that its variance does not grow (GPT-2, section 2.3).
+        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=(N * H * 2 * cfg.num_layers) ** -0.5)
+        self.q_norm = constant((H,), ("norm",), 1.0) if cfg.qk_norm else None
+        self.k_norm = constant((H,), ("norm",), 1.0) if cfg.qk_norm else None
+
+    def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT):
+        cfg, project = self.cfg, self.kernels.project
+        q_BTNH = project("BTD,DNH->BTNH", x_BTD, self.wq[...])
+        k_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wk[...])
+        v_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wv[...])
+        if cfg.qk_norm:
+            q_BTNH = self.kernels.rms_norm(q_BTNH, self.q_norm[...], cfg.norm_eps)
+            k_BSKH = self.kernels.rms_norm(k_BSKH, self.k_norm[...], cfg.norm_eps)
+        q_BTNH, k_BSKH = rotate(q_BTNH, rotation), rotate(k_BSKH, rotation)
+        out_BTNH = checkpoint_name(self.kernels.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT), ATTENTION_OUT)
+        return project("BTNH,NHD->BTD", out_BTNH, self.wo[...])
+
+
+class Mlp(nnx.Module):
+    """SwiGLU (arXiv:2002.05202)."""
+
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels):
+        D, F = cfg.embed_dim, cfg.mlp_dim
+        self.kernels = kernels
+        self.gate = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
+        self.up = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), std=(F * 2 * cfg.num_layers) ** -0.5)
+
+    def __call__(self, x_BTD):
+        gate_BTF = self.kernels.project("BTD,DF->BTF", x_BTD, self.gate[...])
+        up_BTF = self.kernels.project("BTD,DF->BTF", x_BTD, self.up[...])
+        return self.kernels.project("BTF,FD->BTD", self.kernels.swiglu(gate_BTF, up_BTF), self.down[...])
+
+
+class Block(nnx.Module):
+    """Attention, then MLP, each normalised first and added to the residual stream."""
+
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain):
+        self.cfg, self.kernels, self.constrain = cfg, kernels, constrain
+        self.attention_norm = constant((cfg.embed_dim,), ("norm",), 1.0)
+        self.attention = Attention(cfg, rngs=rngs, kernels=kernels)
+        self.mlp_norm = constant((cfg.embed_dim,), ("norm",), 1.0)
+        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels)
+
+    def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT):
+        norm, eps = self.kernels.rms_norm, self.cfg.norm_eps
+        x_BTD = self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
+        x_BTD = x_BTD + self.attention(norm(x_BTD, self.attention_norm[...], eps), rotation, segment_ids_BT)
+        x_BTD = x_BTD + self.mlp(norm(x_BTD, self.mlp_norm[...], eps))
+        return self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
+
+
+class Llama(nnx.Module):
+    """The decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
+
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain = unconstrained):
+        D, V = cfg.embed_dim, cfg.vocab_size
+        self.cfg, self.kernels, self.constrain = cfg, kernels, constrain
+        # No norm follows the table: unit scale (arXiv:2204.02311, section 5), but where logits use it too.
+        self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=HEAD_STD if cfg.tied_embeddings else 1.0)
+        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, constrain=constrain)
+        self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
+        self.final_norm = constant((D,), ("norm",), 1.0)
+        self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), std=HEAD_STD)
+
+    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, key: jax.Array | None = None):
+        """The normalised residual stream after the last block, compute_dtype[B, T, D]. No dropout: key is not used."""
+        cfg = self.cfg
+        table_VD = self.constrain(self.embedding[...], "act_vocab", "act_embed")
+        x_BTD = jnp.take(table_VD, tokens_BT, axis=0).astype(cfg.embed_compute_dtype or cfg.compute_dtype)
+        x_BTD = self.constrain(x_BTD.astype(cfg.compute_dtype), "act_batch", "act_seq", "act_embed")
+        rotation = make_rotation(positions_BT, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
+        x_BTD = run_stack(self.blocks, lambda block, x, _: block(x, rotation, segment_ids_BT), x_BTD, None, cfg)
+        return self.kernels.rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)
+
+    def unembedding(self) -> jax.Array:
+        """The output projection, float32[D, V], gathered once for all chunks of a loss."""
+        head_DV = self.embedding[...].T if self.head is None else self.head[...]
+        return self.constrain(head_DV, "act_embed", "act_vocab")
