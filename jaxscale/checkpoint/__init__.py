@@ -1,0 +1,1 @@
+"""Saving and restoring the train state, the data position and the resolved config."""
