@@ -1,0 +1,27 @@
+"""Settings of the step."""
+
+import dataclasses
+
+from jaxscale.models.loss import AUX_LOSSES
+from jaxscale.schema import setting
+from jaxscale.train.guard import GuardConfig
+from jaxscale.train.loss_scale import LossScaleConfig
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How a batch goes through the model, and what is done when that goes wrong."""
+
+    num_microbatches: int = setting(1, "parts in which a batch goes through the model, to save memory")
+    aux_losses: dict[str, float] = setting({}, f"weight by name of auxiliary losses; there is {', '.join(AUX_LOSSES)}")
+    guard: GuardConfig = setting(GuardConfig)
+    loss_scale: LossScaleConfig = setting(LossScaleConfig)
+
+    def __post_init__(self):
+        if self.num_microbatches < 1:
+            raise ValueError(f"num_microbatches={self.num_microbatches} must be at least 1")
+        for name, weight in self.aux_losses.items():
+            if name not in AUX_LOSSES:
+                raise ValueError(f"aux_losses has {name!r}; there is {', '.join(AUX_LOSSES)}")
+            if weight < 0:
+                raise ValueError(f"aux_losses.{name}={weight} must not be negative")

@@ -1,0 +1,68 @@
+"""The training step: pure, compiled once, short enough to read at one sight."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.data.batch import Batch
+from jaxscale.optim.schedules import Schedule
+from jaxscale.train import guard, loss_scale
+from jaxscale.train.accumulate import LossFn, accumulate
+from jaxscale.train.state import TrainState
+
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformationExtraArgs,
+    schedule: Schedule,
+    *,
+    num_microbatches: int,
+    guard_cfg: guard.GuardConfig,
+    scale_cfg: loss_scale.LossScaleConfig,
+    dynamic_scale: bool,
+    place_grads: Callable[[Any], Any],
+) -> TrainStep:
+    """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state."""
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        means, grads = accumulate(
+            loss_fn,
+            state.params,
+            batch,
+            key,
+            num_microbatches=num_microbatches,
+            scale=state.loss_scale.value,
+            place_grads=place_grads,
+        )
+        grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
+        finite = jnp.isfinite(grad_norm)
+        excused = dynamic_scale & ~finite & (state.loss_scale.value > scale_cfg.min)
+        ok, guard_state = guard.inspect(guard_cfg, state.guard, means["objective"], grad_norm, excused)
+
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step)
+        params = optax.apply_updates(state.params, updates)
+        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)  # a bad step changes nothing
+        new_state = state._replace(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            loss_scale=loss_scale.adjust(scale_cfg, state.loss_scale, finite) if dynamic_scale else state.loss_scale,
+            guard=guard_state,
+        )
+        metrics = means | {
+            "grad_norm": grad_norm,
+            "lr": schedule(state.step),
+            "loss_scale": state.loss_scale.value,
+            "skipped": ~ok,
+            "skipped_total": guard_state.skipped,
+            "skipped_in_row": guard_state.skipped_in_row,
+        }
+        return new_state, metrics
+
+    return train_step

@@ -1,0 +1,99 @@
+"""A batch in parts gives what the whole batch gives, however unevenly the padding lies.
+
+B batch  T position
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale.train.accumulate import accumulate, split_rows
+
+PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(tiny.VOCAB, 5)), jnp.float32)}
+
+
+def summed_loss(params, batch, key):
+    """A sum over real tokens of a squared error, with an auxiliary part that has a weight in what is minimised."""
+    error_BT = jnp.sum(params["w"][batch.tokens] * jnp.cos(params["w"][batch.targets]), axis=-1) - batch.positions
+    loss, aux = jnp.sum(jnp.square(error_BT) * batch.weights), jnp.sum(jnp.abs(error_BT) * batch.weights)
+    return loss + 0.5 * aux, {"loss": loss, "aux": aux}
+
+
+def run(num_microbatches, batch, loss_fn=summed_loss, **more):
+    batch = jax.tree.map(jnp.asarray, batch)
+    call = lambda params, batch: accumulate(
+        loss_fn, params, batch, jax.random.key(0), num_microbatches=num_microbatches, **more
+    )
+    return jax.jit(call)(PARAMS, batch)
+
+
+def uneven_batch():
+    """A batch whose even rows are nearly all padding, so that a mean of means would be wrong."""
+    batch = tiny.packed_batch(7)
+    weights_BT = batch.weights.copy()
+    weights_BT[::2, 1:] = 0
+    return batch._replace(weights=weights_BT)
+
+
+@pytest.mark.parametrize("num_microbatches", [2, 4, 16])
+def test_parts_equal_the_whole(num_microbatches):
+    whole, parts = run(1, uneven_batch()), run(num_microbatches, uneven_batch())
+    for a, b in zip(jax.tree.leaves(parts), jax.tree.leaves(whole), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)  # float32 sums taken in another order
+
+
+def test_the_gradient_is_that_of_the_mean_over_real_tokens():
+    batch = uneven_batch()
+    means, grads = run(4, batch)
+    mean = lambda params: summed_loss(params, batch, None)[0] / batch.weights.sum()
+    np.testing.assert_allclose(grads["w"], jax.grad(mean)(PARAMS)["w"], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(means["objective"], means["loss"] + 0.5 * means["aux"], rtol=1e-6)
+    assert means["real_tokens"] == batch.weights.sum()
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_scale_leaves_no_trace(num_microbatches):
+    plain, scaled = run(num_microbatches, uneven_batch()), run(num_microbatches, uneven_batch(), scale=2.0**15)
+    tiny.assert_same_bits(plain, scaled)  # a power of two changes exponents only
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_batch_of_padding_has_no_gradient(num_microbatches):
+    batch = tiny.packed_batch(7)._replace(weights=np.zeros((tiny.ROWS, tiny.SEQ_LEN), np.float32))
+    means, grads = run(num_microbatches, batch)
+    assert means["loss"] == 0 and not grads["w"].any()
+
+
+def test_sums_are_float32_whatever_the_parameters_are():
+    half = {"w": PARAMS["w"].astype(jnp.bfloat16)}
+    batch = jax.tree.map(jnp.asarray, uneven_batch())
+    _, grads = accumulate(summed_loss, half, batch, jax.random.key(0), num_microbatches=4)
+    assert grads["w"].dtype == jnp.float32
+
+
+def test_each_part_has_a_key_of_its_own():
+    def noisy(params, batch, key):
+        noise = jax.random.uniform(key)
+        return noise * jnp.sum(params["w"]), {
+            "noise": noise * jnp.sum(batch.weights),
+            "square": noise**2 * jnp.sum(batch.weights),
+        }
+
+    means, _ = run(4, tiny.packed_batch(7)._replace(weights=np.ones((tiny.ROWS, tiny.SEQ_LEN), np.float32)), noisy)
+    assert means["square"] > means["noise"] ** 2 + 1e-4  # the noise has a variance over the parts
+
+
+def test_row_i_goes_to_part_i_mod_m():
+    rows_BT = np.arange(12)[:, None] * 10 + np.arange(3)[None]
+    parts = split_rows(rows_BT, 4)
+    assert parts.shape == (4, 3, 3)
+    for row in range(12):
+        np.testing.assert_array_equal(parts[row % 4, row // 4], rows_BT[row])
+
+
+def test_gradients_are_placed_in_each_part_and_before_the_first():
+    placed = []
+    run(4, uneven_batch(), place_grads=lambda grads: placed.append(1) or grads)
+    assert len(placed) >= 2

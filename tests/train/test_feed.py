@@ -1,0 +1,73 @@
+"""The feed hands over batches in order, raises what its reader raised, and ends when it is closed."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale.data.batch import tokens_hash
+from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.place import batch_sharding
+from jaxscale.sharding.rules import TENSOR
+from jaxscale.train.feed import Feed
+
+
+def make_feed(read, start=0, stop=5, batch_index=lambda step: step):
+    sharding = batch_sharding(make_mesh(MeshConfig()), TENSOR)
+    return Feed(read, batch_index, sharding, num_rows=16, seq_len=tiny.SEQ_LEN, start=start, stop=stop)
+
+
+def read_packed(n, rows):
+    assert rows == list(range(16))
+    return tiny.packed_batch(n)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left_behind():
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "feed"]
+
+
+def test_batches_come_in_order_placed_and_hashed():
+    feed = make_feed(read_packed, start=3, stop=6, batch_index=lambda step: step + 10)
+    fed = list(feed)
+    feed.close()
+    assert [item.batch_index for item in fed] == [13, 14, 15]
+    for item, n in zip(fed, (13, 14, 15)):
+        assert item.tokens_hash == tokens_hash(tiny.packed_batch(n))
+        np.testing.assert_array_equal(item.batch.tokens, tiny.packed_batch(n).tokens)
+        assert {shard.data.shape for shard in item.batch.tokens.addressable_shards} == {(2, tiny.SEQ_LEN)}
+
+
+def test_an_error_of_the_reader_is_raised_where_the_batch_is_asked_for():
+    def read(n, rows):
+        if n == 2:
+            raise ValueError("data: row 7 of shard 3 is damaged")
+        return tiny.packed_batch(n)
+
+    feed = make_feed(read)
+    assert [next(feed).batch_index, next(feed).batch_index] == [0, 1]
+    with pytest.raises(ValueError, match="row 7 of shard 3"):
+        next(feed)
+    feed.close()
+
+
+def test_it_reads_ahead_but_not_without_bound_and_closing_ends_it():
+    read = []
+    feed = make_feed(lambda n, rows: read.append(n) or tiny.packed_batch(n), stop=1000)
+    deadline = time.monotonic() + 20
+    while len(read) < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(read) == Feed.AHEAD + 1  # those in the queue, and one in the hand
+    began = time.monotonic()
+    feed.close()
+    assert time.monotonic() - began < 5
+
+
+def test_a_feed_of_no_steps_ends_at_once():
+    feed = make_feed(read_packed, start=5, stop=5)
+    assert list(feed) == []
+    feed.close()

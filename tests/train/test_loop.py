@@ -1,0 +1,130 @@
+"""The loop: late metrics, leaving on a signal or on too many bad steps, and what it writes."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale.build import make_program, open_run
+from jaxscale.exits import Exit, Stop
+from jaxscale.train import loop
+from jaxscale.train.stopping import StopRequest
+
+QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
+
+
+@pytest.fixture
+def compiled_once(monkeypatch):
+    """Runs of this module share the compiled tiny step instead of compiling their own; shapes and code are the same."""
+    monkeypatch.setattr("jaxscale.build.make_program", lambda cfg, budget: program_for(cfg, budget))
+
+
+def program_for(cfg, budget):
+    made = make_program(cfg, budget)
+    shared = tiny.program({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8)
+    return dataclasses.replace(made, init=shared.init, train_step=shared.train_step)
+
+
+def open_tiny(folder, overrides=None):
+    mesh = {"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}
+    return open_run(tiny.config(QUIET | mesh | (overrides or {})), str(folder), say=lambda text: None)
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("compiled_once")
+class TestTrain:
+    def test_metrics_of_a_step_are_fetched_only_after_the_next_is_on_its_way(self, tmp_path, monkeypatch):
+        run, events, kept = open_tiny(tmp_path / "run"), [], []
+
+        def train_step(state, batch):
+            events.append(("step", len(kept)))
+            state, metrics = run.train_step(state, batch)
+            kept.append(metrics)
+            return state, metrics
+
+        device_get = jax.device_get
+
+        def spy(tree):
+            places = [n for n, metrics in enumerate(kept) if metrics is tree]
+            events.extend(("fetch", n) for n in places)
+            return device_get(tree)
+
+        monkeypatch.setattr(jax, "device_get", spy)
+        loop.train(dataclasses.replace(run, train_step=train_step, total_steps=5, save_every_steps=0))
+        expected = [("step", 0)]
+        for n in range(1, 5):
+            expected += [("step", n), ("fetch", n - 1)]
+        assert events == [*expected, ("fetch", 4)]
+
+    def test_every_step_is_reported_once_and_in_order(self, tmp_path):
+        run = open_tiny(tmp_path / "run", {"train_tokens": "7 steps", "checkpoint.save_every_steps": 3})
+        state = loop.train(run)
+        found = records(tmp_path / "run")
+        assert [record["step"] for record in found] == list(range(1, 8)) and int(state.step) == 7
+        assert [record["batch_index"] for record in found] == list(range(7))
+        assert [record["tokens_seen"] for record in found] == [256 * n for n in range(1, 8)]
+        wanted = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "tokens_hash", "skipped", "skipped_total"}
+        assert wanted <= set(found[-1])
+        assert len({record["tokens_hash"] for record in found}) == 7
+
+    def test_too_many_bad_steps_in_a_row_end_the_run_with_their_own_code(self, tmp_path):
+        run = open_tiny(tmp_path / "run", {"train.guard.max_skipped_in_row": 3})
+
+        def train_step(state, batch):
+            return run.train_step(state, batch._replace(weights=batch.weights * np.nan))
+
+        with pytest.raises(Stop, match="4 steps in a row had a non-finite or absurd gradient, up to step 4") as stop:
+            loop.train(dataclasses.replace(run, train_step=train_step))
+        assert stop.value.code is Exit.NON_FINITE
+        assert [(r["skipped"], r["skipped_total"], r["loss"]) for r in records(tmp_path / "run")] == [
+            (1, 1, None), (1, 2, None), (1, 3, None)
+        ]  # fmt: skip
+
+    def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(self, tmp_path):
+        run = open_tiny(tmp_path / "run", {"eval.every_steps": 2, "checkpoint.save_every_steps": 2})
+        results = iter([{"validation/loss": 4.0}, {"validation/loss": float("nan")}])
+        with pytest.raises(Stop, match="the validation loss at step 2 is nan") as stop:
+            loop.train(dataclasses.replace(run, evaluate=lambda params: next(results)))
+        assert stop.value.code is Exit.NON_FINITE and run.checkpoints.latest_step() is None
+
+    @pytest.mark.parametrize("moment", ["in a step", "in a validation"])
+    def test_a_signal_is_obeyed_with_a_checkpoint_of_the_step_that_the_message_names(self, tmp_path, moment):
+        run = open_tiny(tmp_path / "run")
+        calls = []
+
+        def train_step(state, batch):
+            calls.append(1)
+            if moment == "in a step" and len(calls) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return run.train_step(state, batch)
+
+        def evaluate(params):
+            if moment == "in a validation" and len(calls) == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return {"validation/loss": 1.0}
+
+        wired = dataclasses.replace(
+            run, train_step=train_step, evaluate=evaluate, eval_every_steps=2, save_every_steps=0
+        )
+        with pytest.raises(Stop, match="SIGTERM: saved step 3; the same command goes on from there") as stop:
+            loop.train(wired)
+        assert stop.value.code is Exit.PREEMPTED
+        assert run.checkpoints.latest_step() == 3
+        assert run.checkpoints.read_run(3)["data"]["batch_index"] == 3
+
+
+def test_a_stop_request_notes_the_first_signal_and_gives_the_old_handlers_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is before
