@@ -1,0 +1,33 @@
+"""A 1.1B Llama in TinyLlama's shape (arXiv:2401.02385), heads of 128: 1,126,262,784 parameters. Measured: nothing yet.
+
+    python -m jaxscale.main --config=configs/1b.py --config.data.files='shards/*.bin'
+
+Cost of the whole run at 40% MFU: 1.6e+20 FLOPs, 248 chip-hours of TPU v5p (459 TFLOP/s).
+State in float32 (parameters, moments, gradients): 17 GiB over all chips.
+"""
+
+import ml_collections
+
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.seq_len = 4096
+    c.batch_tokens = 512 * 4096
+    c.train_tokens = 22_000_000_000  # about 20 a parameter (arXiv:2203.15556)
+    c.mesh = dict(fsdp=-1)
+    c.model = dict(
+        name="llama",
+        vocab_size=32_768,
+        num_layers=22,
+        embed_dim=2048,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=128,
+        mlp_dim=5632,
+        remat="full",
+    )
+    c.optim = dict(peak_lr=4e-4, min_lr=4e-5, warmup_tokens="1000 steps")  # TinyLlama's rates
+    c.data = dict(name="tokens", files="shards/*.bin")
+    c.eval = dict(every_steps=500, num_rows=1024)
+    c.checkpoint = dict(save_every_steps=500, keep_last=3, keep_every_steps=10_000)
+    return c

@@ -1,0 +1,33 @@
+"""Llama-2 7B's shape (arXiv:2307.09288): 6,744,707,072 parameters. Measured: nothing yet.
+
+    python -m jaxscale.main --config=configs/7b.py --config.data.files='shards/*.bin'
+
+Cost of the whole run at 40% MFU: 5.8e+21 FLOPs, 8,759 chip-hours of TPU v5p (459 TFLOP/s).
+State in float32 (parameters, moments, gradients): 101 GiB over all chips.
+"""
+
+import ml_collections
+
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.seq_len = 4096
+    c.batch_tokens = 1024 * 4096
+    c.train_tokens = 135_000_000_000  # about 20 a parameter (arXiv:2203.15556)
+    c.mesh = dict(fsdp=-1)
+    c.model = dict(
+        name="llama",
+        vocab_size=32_768,
+        num_layers=32,
+        embed_dim=4096,
+        num_heads=32,
+        num_kv_heads=32,
+        head_dim=128,
+        mlp_dim=11008,
+        remat="full",
+    )
+    c.optim = dict(peak_lr=3e-4, min_lr=3e-5, warmup_tokens="2000 steps")  # Llama 2's
+    c.data = dict(name="tokens", files="shards/*.bin")
+    c.eval = dict(every_steps=500, num_rows=1024)
+    c.checkpoint = dict(save_every_steps=500, keep_last=3, keep_every_steps=10_000)
+    return c

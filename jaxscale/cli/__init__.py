@@ -1,0 +1,48 @@
+"""The command `jaxscale VERB ...`: a table of verbs, each a module with main(argv), imported when it is asked for.
+
+`python -m jaxscale.cli.VERB` is the same door (`python -m jaxscale.main` for train). Nothing here imports jax.
+"""
+
+import difflib
+import importlib
+import sys
+
+from jaxscale.exits import run_and_exit
+from jaxscale.process import prepare
+
+VERBS = {
+    "train": ("jaxscale.main", "train a language model, or go on with one"),
+    "bench": ("jaxscale.cli.bench", "measure the step and the loop, alone and beside other programs"),
+    "verify": ("jaxscale.cli.verify", "prove on your config that resuming is exact and that no mesh changes a number"),
+}
+
+
+def main() -> None:
+    """The console script. Leaves with the verb's exit code."""
+    if sys.argv[1:] and sys.argv[1] in VERBS:
+        prepare()  # before the verb imports jax
+    run_and_exit(dispatch)
+
+
+def dispatch(argv: list[str]) -> int:
+    """Runs the verb that argv begins with and returns its exit code. Raises ValueError for a verb that is not there."""
+    verb, *rest = argv or ["--help"]
+    if verb in ("-h", "--help", "help"):
+        print(verbs_help())
+        return 0
+    if verb not in VERBS:
+        close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
+        raise ValueError(f"jaxscale has no verb {verb!r}; " + (f"did you mean {close[0]!r}?" if close else verb_list()))
+    return importlib.import_module(VERBS[verb][0]).main(rest)
+
+
+def verbs_help() -> str:
+    """What `jaxscale --help` prints: a line for each verb."""
+    width = max(map(len, VERBS))
+    lines = [f"  {verb.ljust(width)}  {text}" for verb, (_, text) in VERBS.items()]
+    return "\n".join(["jaxscale VERB ...", "", *lines, "", "jaxscale VERB --help tells more."])
+
+
+def verb_list() -> str:
+    """'it has train, verify'."""
+    return f"it has {', '.join(VERBS)}"

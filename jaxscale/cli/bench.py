@@ -1,0 +1,113 @@
+"""How fast the training step is, alone, beside other programs, and inside the loop.
+
+  jaxscale bench step                 the compiled step on random tokens: each step waited for, the median
+  jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) beside the bare step
+  --spec=S                S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256,
+                          16 x 256 tokens; both Llama, untied, AdamW, clipped
+  --config=FILE           a run's config instead
+  --config.NAME=VALUE     sets any setting of either, such as --config.train.num_microbatches=4
+  --dtype=float32         compute dtype
+  --steps=6               timed steps (loop: 100)
+  --warmup=2              step: untimed steps after the first
+  --devices=8             simulated CPU devices
+  --json                  one line of JSON
+  --against='COMMAND'     step: runs our step and the command in turn, as processes, and prints the ratio. The command
+                          prints a line of JSON with "tok_s" and, if it likes, sys, spec, dtype, loss0, lossN, rss_mb,
+                          first_step_s, gflops, params. NAME=VALUE may stand in front. For several commands give the
+                          flag again, or put ';;' between them
+  --rounds=3              step: turns of each with --against
+
+The exit code does not depend on speed.
+"""
+
+from jaxscale.process import prepare
+
+if __name__ == "__main__":
+    prepare()  # before jax is imported
+
+import json  # noqa: E402
+
+import jax  # noqa: E402
+
+from jaxscale import config  # noqa: E402
+from jaxscale.cli import bench_against, bench_loop, bench_step  # noqa: E402
+from jaxscale.cli.numbers import whole_number  # noqa: E402
+from jaxscale.config import Arguments  # noqa: E402
+from jaxscale.exits import run_and_exit  # noqa: E402
+
+SHARED_OPTIONS = ("spec", "dtype", "steps", "devices")
+OPTIONS = {"step": (*SHARED_OPTIONS, "warmup", "rounds"), "loop": SHARED_OPTIONS}
+
+
+def main(argv: list[str]) -> int:
+    """Measures what argv names, the step if it names nothing, and returns the exit code."""
+    what, *rest = argv if argv and not argv[0].startswith("-") else ["step", *argv]
+    if what not in OPTIONS:
+        raise ValueError(f"jaxscale bench has nothing called {what!r}; it has {', '.join(OPTIONS)}")
+    rest, as_json, commands = take_flags(rest)
+    if commands and what != "step":
+        raise ValueError("--against compares steps: jaxscale bench step --against='COMMAND'")
+    arguments = config.parse_arguments(rest, OPTIONS[what])
+    if arguments.help:
+        print(__doc__)
+    elif commands:
+        against(arguments, rest, commands, as_json)
+    else:
+        if "devices" in arguments.options:
+            jax.config.update("jax_num_cpu_devices", number(arguments, "devices", 1, 1))
+        (step if what == "step" else loop)(arguments, as_json)
+    return 0
+
+
+def step(arguments: Arguments, as_json: bool) -> None:
+    """`jaxscale bench step`."""
+    steps, warmup = number(arguments, "steps", 6, 1), number(arguments, "warmup", 2, 0)
+    record = bench_step.measure_step(*bench_step.read_config(arguments), steps=steps, warmup=warmup)
+    print(json.dumps(record) if as_json else "\n".join(bench_step.step_lines(record)))
+
+
+def loop(arguments: Arguments, as_json: bool) -> None:
+    """`jaxscale bench loop`."""
+    name, cfg = bench_step.read_config(arguments)
+    record = bench_loop.measure_loop(cfg, steps=number(arguments, "steps", 100, 1))
+    print(json.dumps(record) if as_json else "\n".join(bench_loop.loop_lines(name, record)))
+
+
+def against(arguments: Arguments, argv: list[str], commands: list[str], as_json: bool) -> None:
+    """`jaxscale bench step --against=...`."""
+    bench_step.read_config(arguments)  # what is wrong with our own side is said before anything runs
+    rounds = number(arguments, "rounds", 3, 1)
+    ours = bench_against.our_command(argv)
+    say = (lambda text: None) if as_json else (lambda text: print(text, flush=True))
+    compared = bench_against.compare(ours, commands, rounds=rounds, say=say)
+    if as_json:
+        print(json.dumps(compared | {"ratios": bench_against.ratios(compared)}))
+    else:
+        print(*bench_against.compare_lines(compared), sep="\n")
+
+
+def take_flags(argv: list[str]) -> tuple[list[str], bool, list[str]]:
+    """(the other arguments, whether --json is among them, the commands of every --against)."""
+    rest, as_json, commands, left = [], False, [], list(argv)
+    while left:
+        flag = left.pop(0)
+        name, equals, value = flag.partition("=")
+        if flag == "--json":
+            as_json = True
+        elif name == "--against":
+            if not equals and not left:
+                raise ValueError("--against needs a command: --against='python other.py'")
+            value = value if equals else left.pop(0)
+            commands += [command.strip() for command in value.split(";;")]
+        else:
+            rest.append(flag)
+    return rest, as_json, commands
+
+
+def number(arguments: Arguments, name: str, default: int, least: int) -> int:
+    """The option as a number, `default` where it is not given."""
+    return whole_number(name, arguments.options.get(name, str(default)), least)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

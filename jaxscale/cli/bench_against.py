@@ -1,0 +1,168 @@
+"""Our step and other programs in turn, each as a process of its own: what `jaxscale bench step --against` does."""
+
+import json
+import math
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxscale import process
+from jaxscale.cli.bench_step import loss_problem
+
+OURS = "jaxscale"
+SHOWN_STDERR = 300  # characters of the last line that a failed command wrote
+
+
+def compare(ours: Sequence[str], commands: Sequence[str], *, rounds: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Runs our command and the others in turn, `rounds` times; {"ours": records, "others": [{command, records}]}.
+
+    In turn, because a machine's speed drifts: only figures of one round belong together. A record is the JSON object
+    that a command prints as the last such line of its output; tok_s is required. ours: arguments. commands: shell text,
+    with NAME=VALUE in front if wanted; no shell runs it. Raises ValueError for a command that cannot be run or read.
+    """
+    lines = [list(ours), *(split_command(command) for command in commands)]
+    environments = [our_environment(), *([shell_environment()] * len(commands))]
+    names = [OURS, *commands]
+    records: list[list[dict[str, Any]]] = [[] for _ in lines]
+    for number in range(1, rounds + 1):
+        for line, environment, name, found in zip(lines, environments, names, records):
+            found.append(run_one(line, environment, name))
+            say(f"round {number} of {rounds}: {found[-1]['tok_s']:>10,.0f} tokens/s  {name}")
+    others = [dict(command=command, records=found) for command, found in zip(commands, records[1:])]
+    return {"ours": records[0], "others": others}
+
+
+def split_command(command: str) -> list[str]:
+    """The words of shell text, leading NAME=VALUE kept. Raises ValueError if there is no command or a quote is open."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"--against={command!r} cannot be split into words: {error}") from None
+    if not take_assignments(words)[1]:
+        raise ValueError(f"--against={command!r} has no command; write --against='python other.py'")
+    return words
+
+
+def take_assignments(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """(NAME=VALUE words in front, the rest)."""
+    assigned, rest = {}, list(words)
+    while rest and rest[0].partition("=")[1] and rest[0].partition("=")[0].isidentifier():
+        name, _, value = rest.pop(0).partition("=")
+        assigned[name] = value
+    return assigned, rest
+
+
+def shell_environment() -> dict[str, str]:
+    """The environment without what this program sets for itself (process.py): others get huge pages or a compilation
+    cache only if they, or the person, ask for them."""
+    ours = process.environment()
+    return {name: value for name, value in os.environ.items() if ours.get(name) != value}
+
+
+def our_environment() -> dict[str, str]:
+    """The same for our own step, compiled anew each time: the first steps of both sides are cold then."""
+    return {"JAX_ENABLE_COMPILATION_CACHE": "false"} | shell_environment()
+
+
+def run_one(words: Sequence[str], environment: Mapping[str, str], name: str) -> dict[str, Any]:
+    """The record that the command prints."""
+    assigned, command = take_assignments(words)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, stdin=subprocess.DEVNULL, text=True, env={**environment, **assigned}
+        )
+    except OSError as error:
+        raise ValueError(f"{command[0]} cannot be run ({error.strerror}), from: {name}") from None
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
+        raise ValueError(f"exit {done.returncode} from: {name}: {said[-SHOWN_STDERR:]}")
+    record = last_record(done.stdout)
+    if record is None:
+        raise ValueError(f'no line of JSON with a number "tok_s" was printed by: {name}')
+    return record
+
+
+def last_record(text: str) -> dict[str, Any] | None:
+    """The last line that is a JSON object with a positive number tok_s."""
+    for line in reversed(text.splitlines()):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        rate = record.get("tok_s") if isinstance(record, dict) else None
+        if isinstance(rate, (int, float)) and math.isfinite(rate) and rate > 0:
+            return record
+    return None
+
+
+def ratios(compared: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each other command the ratio of tok_s, ours to theirs: of the medians, and the extremes of single rounds."""
+    ours, found = compared["ours"], []
+    for other in compared["others"]:
+        by_round = [us["tok_s"] / them["tok_s"] for us, them in zip(ours, other["records"])]
+        ratio = median_of(ours, "tok_s") / median_of(other["records"], "tok_s")
+        found.append(dict(command=other["command"], ratio=round(ratio, 3), low=min(by_round), high=max(by_round)))
+    return found
+
+
+def median_of(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """The median of a number that every record has, else None."""
+    values = [record.get(key) for record in records]
+    return statistics.median(values) if all(isinstance(value, (int, float)) for value in values) else None
+
+
+def compare_lines(compared: dict[str, Any]) -> list[str]:
+    """The comparison for people: what was run, a table, ratios, and doubts."""
+    ours = compared["ours"]
+    us = ours[0]
+    everyone = [(OURS, ours), *((f"[{n}]", other["records"]) for n, other in enumerate(compared["others"], 1))]
+    lines = [
+        f"compared: {us['spec']}, {us['dtype']}, {us['rows']} x {us['seq_len']} tokens a step, median of {us['steps']} "
+        f"steps a process, medians of {len(ours)} round(s) in turn; {us['devices']}, {us['cpus']} CPUs, {us['date']}",
+        f"  {OURS}: {us['attention']} attention, layers {'scanned' if us['scan_layers'] else 'unrolled'}, "
+        f"{us['num_microbatches']} microbatch(es), huge pages {'on' if us['huge_pages'] else 'off'}, jax "
+        f"{us['versions'].get('jax')}",
+        *(f"  [{n}]: {other['command']}" for n, other in enumerate(compared["others"], 1)),
+    ]
+    columns = (("tokens/s", "tok_s"), ("GFLOP/s", "gflops"), ("first step s", "first_step_s"), ("peak MiB", "rss_mb"))
+    columns += (("loss first", "loss0"), ("loss last", "lossN"))
+    rows = [["", *(title for title, _ in columns), "reported as"]]
+    for name, records in everyone:
+        reported = " ".join(str(records[0][key]) for key in ("sys", "spec", "dtype") if key in records[0])
+        rows.append([name, *(number_text(median_of(records, key)) for _, key in columns), reported])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines += ["  ".join(text.rjust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+    for n, found in enumerate(ratios(compared), 1):
+        lines.append(
+            f"{OURS} / [{n}]: {found['ratio']:.3f} (in one round {found['low']:.3f} to {found['high']:.3f}); "
+            + ("at least as fast" if found["ratio"] >= 1 else "slower")
+        )
+    return lines + [f"doubt: {text}" for name, records in everyone for text in doubts(name, records, us)]
+
+
+def doubts(name: str, records: Sequence[Mapping[str, Any]], us: Mapping[str, Any]) -> list[str]:
+    """Why a record may not be of the same work: its losses, or its number of parameters."""
+    found = []
+    problem = loss_problem(median_of(records, "loss0"), median_of(records, "lossN"), us["log_vocab"])
+    if problem:
+        found.append(f"{name}: {problem}")
+    params = records[0].get("params")
+    if params is not None and params != us["params"]:
+        found.append(f"{name} has {params} parameters, {OURS} {us['params']}: not the same model")
+    return found
+
+
+def number_text(value: float | None) -> str:
+    """A number with few digits, or a dash."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
+
+
+def our_command(argv: Sequence[str]) -> list[str]:
+    """The command that times our step with these arguments and prints one JSON line."""
+    return [sys.executable, "-m", "jaxscale.cli.bench", "step", "--json", *argv]

@@ -1,0 +1,197 @@
+"""The compiled training step alone: what `jaxscale bench step` times, on random tokens."""
+
+import datetime
+import math
+import os
+import statistics
+import time
+from typing import Any
+
+import jax
+
+from jaxscale import config, schema, units
+from jaxscale.build import Program, make_program
+from jaxscale.cli.compilations import CompileLog
+from jaxscale.config import Arguments, RunConfig, resolve_budget
+from jaxscale.data.batch import Batch, stack_rows
+from jaxscale.data.synthetic import SyntheticRows
+from jaxscale.hardware import find_chip
+from jaxscale.models import flops_per_token, num_params
+from jaxscale.monitor.memory import memory_metrics
+from jaxscale.monitor.runinfo import run_info
+from jaxscale.planner.check import check_machine
+from jaxscale.sharding.place import local_rows, put_rows
+
+# Two sizes at which plain JAX, PyTorch and other trainers are easily set up alike: Llama, untied, AdamW, clip 1.
+SPECS = {
+    "S": dict(
+        seq_len=512,
+        batch_tokens=8 * 512,
+        model=dict(vocab_size=8192, num_layers=8, embed_dim=512, num_heads=8, num_kv_heads=8, mlp_dim=1536),
+    ),
+    "T": dict(
+        seq_len=256,
+        batch_tokens=16 * 256,
+        model=dict(vocab_size=256, num_layers=4, embed_dim=256, num_heads=4, num_kv_heads=4, mlp_dim=768),
+    ),
+}
+COMMON = {
+    "train_tokens": "100000 steps",
+    "model.name": "llama",
+    "model.head_dim": 64,
+    "model.compute_dtype": "float32",
+    "optim.decay": "constant",
+    "optim.peak_lr": 3e-4,
+    "optim.warmup_tokens": 0,
+    "data.name": "synthetic",
+}
+LONGEST_DATA = 10**12  # tokens of an epoch, for a horizon in epochs: the time of a step does not depend on it
+NEAR_NATS = 0.5  # a new model's loss is log(vocabulary) to within this, with the usual small initial logits
+
+
+def read_config(arguments: Arguments) -> tuple[str, RunConfig]:
+    """(name, RunConfig) of --config, or of --spec (S unless given), with --dtype and --config.NAME=VALUE put in.
+
+    Raises ValueError where both are given, or for an unknown spec.
+    """
+    options, overrides = arguments.options, dict(arguments.overrides)
+    if "dtype" in options:
+        overrides["model.compute_dtype"] = options["dtype"]
+    if arguments.config:
+        if "spec" in options:
+            raise ValueError("--spec and --config each name a model; give one of them")
+        return config.config_name(arguments.config), config.load_config(arguments.config, overrides)
+    spec = options.get("spec", "S")
+    if spec not in SPECS:
+        raise ValueError(f"--spec={spec} is not known; there is {units.or_list(list(SPECS))}, or --config=FILE")
+    return spec, schema.from_dict(RunConfig, schema.merge(SPECS[spec], COMMON | overrides))
+
+
+def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[str, Any]:
+    """Times `steps` steps after the first and `warmup` more, each waited for; the record that --json prints.
+
+    A step is: one batch from the host to the devices, the compiled step, its loss back. Units are in the names: tok_s
+    tokens/s at the median step, *_s seconds, rss_mb MiB. cpu_s is processor time of a step over all threads, which
+    feels other programs on the machine less than step_s does.
+    """
+    check_machine(cfg)
+    with CompileLog() as log:
+        program = make_program(cfg, resolve_budget(cfg, epoch_tokens=LONGEST_DATA))
+        state = jax.block_until_ready(program.init())
+        batches = random_batches(program, 1 + warmup + steps)
+        hits, losses, seconds, cpu_seconds = log.from_cache, [], [], []
+        for batch in batches:
+            began, cpu_began = time.perf_counter(), time.process_time()
+            state, metrics = program.train_step(state, place(program, batch))
+            losses.append(float(metrics["loss"]))
+            jax.block_until_ready(state)
+            seconds.append(time.perf_counter() - began)
+            cpu_seconds.append(time.process_time() - cpu_began)
+            if len(losses) == 1:
+                first_step_s, from_cache = process_age(), log.from_cache > hits
+        compiled = log.seconds.get(program.train_step.__name__, [])
+    median = statistics.median(seconds[1 + warmup :])
+    rate = cfg.tokens_per_step / median
+    device, memory = jax.devices()[0], memory_metrics([d.memory_stats() for d in jax.local_devices()])
+    return {
+        "sys": "jaxscale",
+        "spec": name,
+        "dtype": cfg.model.compute_dtype,
+        "tok_s": round(rate, 1),
+        "gflops": round(rate * flops_per_token(cfg.model, cfg.seq_len) / 1e9, 2),
+        "mfu": utilisation(rate, cfg),
+        "step_s": round(median, 5),
+        "step_s_range": [round(pick(seconds[1 + warmup :]), 5) for pick in (min, max)],
+        "cpu_s": round(statistics.median(cpu_seconds[1 + warmup :]), 4),
+        "steps": steps,
+        "warmup": warmup,
+        "compile_s": round(sum(compiled), 2),
+        "compiled_times": len(compiled),
+        "compile_from_cache": from_cache,
+        "first_step_s": None if first_step_s is None else round(first_step_s, 2),
+        "rss_mb": round(memory["host_peak_bytes"] / 2**20),
+        "device_peak_mb": memory["device_peak_bytes"] and round(memory["device_peak_bytes"] / 2**20),
+        "loss0": round(losses[0], 4),
+        "lossN": round(losses[-1], 4),
+        "log_vocab": round(math.log(cfg.model.vocab_size), 4),
+        "params": num_params(cfg.model),
+        "rows": cfg.rows_per_step,
+        "seq_len": cfg.seq_len,
+        "attention": program.attention,
+        "scan_layers": cfg.model.scan_layers,
+        "num_microbatches": cfg.train.num_microbatches,
+        "devices": f"{program.mesh.size} x {device.device_kind}",
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "huge_pages": "hugetlb" in os.environ.get("GLIBC_TUNABLES", ""),
+        "date": datetime.date.today().isoformat(),
+        **run_info(),
+    }
+
+
+def random_batches(program: Program, number: int) -> list[Batch]:
+    """So many different batches on the host: this process's rows of uniform tokens, one document a row."""
+    cfg = program.cfg
+    source = SyntheticRows(seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
+    rows = local_rows(program.batch_sharding, (cfg.rows_per_step, cfg.seq_len))
+    return [stack_rows([source[n * cfg.rows_per_step + row] for row in rows]) for n in range(number)]
+
+
+def place(program: Program, batch: Batch) -> Batch:
+    """The batch on the devices."""
+    rows = local_rows(program.batch_sharding, (program.cfg.rows_per_step, program.cfg.seq_len))
+    return put_rows(batch, rows, program.cfg.rows_per_step, program.batch_sharding)
+
+
+def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
+    """Model FLOPs utilisation as a fraction of the chips' peak; None where that is unknown."""
+    chip = find_chip(jax.devices()[0].device_kind)
+    if chip is None:
+        return None
+    flops_per_second = tokens_per_second * flops_per_token(cfg.model, cfg.seq_len)
+    return round(flops_per_second / (chip.peak_flops * jax.device_count()), 4)
+
+
+def process_age() -> float | None:
+    """Seconds since this process started, imports and a restart by exec included; None where the system hides it."""
+    try:
+        with open("/proc/self/stat") as file:
+            started = int(file.read().rpartition(")")[2].split()[19])  # field 22 of proc(5), in clock ticks
+    except (OSError, ValueError, IndexError):
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def loss_problem(first: float | None, last: float | None, log_vocab: float) -> str | None:
+    """What is wrong with losses on random tokens, or None: they start, and must stay, near log(vocabulary)."""
+    for what, loss in (("first", first), ("last", last)):
+        if loss is not None and not (math.isfinite(loss) and abs(loss - log_vocab) < NEAR_NATS):
+            return f"the {what} loss is {loss:.4g} and should be near log(vocabulary) = {log_vocab:.4g}"
+    return None
+
+
+def step_lines(record: dict[str, Any]) -> list[str]:
+    """The record for people."""
+    low, high = record["step_s_range"]
+    layers = "scanned" if record["scan_layers"] else "unrolled"
+    first = "unknown" if record["first_step_s"] is None else f"{record['first_step_s']} s"
+    mfu = "" if record["mfu"] is None else f", MFU {record['mfu']:.1%}"
+    times = {1: "once", 2: "twice"}.get(record["compiled_times"], f"{record['compiled_times']} times")
+    problem = loss_problem(record["loss0"], record["lossN"], record["log_vocab"])
+    commit = record["git_commit"]
+    return [
+        f"{record['spec']}, {record['dtype']}: {record['rows']} x {record['seq_len']} random tokens a step, "
+        f"{units.count(record['params'])} parameters, layers {layers}, {record['attention']} attention, "
+        f"{record['num_microbatches']} microbatch(es); {record['devices']}, {record['cpus']} CPUs"
+        + (", huge pages" if record["huge_pages"] else ""),
+        f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s by the model's own formula{mfu}",
+        f"  step {record['step_s']:.4g} s, median of {record['steps']} ({low:.4g} to {high:.4g}); processor time "
+        f"{record['cpu_s']:.4g} s",
+        f"  compile {record['compile_s']} s ({'from the cache' if record['compile_from_cache'] else 'anew'}), the step "
+        f"was compiled {times}; first step done {first} after process start",
+        f"  peak memory {record['rss_mb']:,} MiB"
+        + ("" if record["device_peak_mb"] is None else f", on a device {record['device_peak_mb']:,} MiB"),
+        f"  loss {record['loss0']} to {record['lossN']}, log(vocabulary) {record['log_vocab']}: {problem or 'sane'}",
+        "  "
+        + ", ".join(f"{name} {version}" for name, version in record["versions"].items() if version)
+        + f"; {'commit ' + commit if commit else 'no commit'}; {record['date']}",
+    ]

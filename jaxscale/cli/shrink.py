@@ -1,0 +1,98 @@
+"""A small model of the same kind: what makes a proof about a large config affordable on a laptop.
+
+Kept: the kind of model and all its switches, the vocabulary, the ratio of query to key-value heads, the number of
+microbatches up to 2. Cut: layers, width, heads and their size, the row length, the rows of a batch.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale import schema
+from jaxscale.config import RunConfig
+from jaxscale.data.pipeline import check_data
+from jaxscale.hardware import host_memory_bytes
+from jaxscale.models import AnyModelConfig, num_params
+from jaxscale.models.llama import LlamaConfig
+
+LARGE_PARAMS = 50_000_000
+LARGE_BATCH_TOKENS = 65_536
+STATE_BYTES = 16  # a parameter in float32, its gradient and two moments
+SMALL_LAYERS, SMALL_EMBED, SMALL_HEAD_DIM, SMALL_SEQ_LEN, SMALL_ROWS = 2, 128, 32, 64, 8
+SMALL_HEADS = 8  # key-value heads: 8 devices of the tensor axis can still share them
+
+
+def is_large(cfg: RunConfig, copies: int) -> bool:
+    """True if this config is no laptop's: `copies` of its state fill half of the memory, or a step takes a minute."""
+    params = num_params(cfg.model)
+    state = STATE_BYTES * params * copies
+    return params > LARGE_PARAMS or cfg.tokens_per_step > LARGE_BATCH_TOKENS or 2 * state > host_memory_bytes()
+
+
+def shrink(cfg: RunConfig, *, layers: int | None = None, small: bool = False) -> RunConfig:
+    """cfg with `layers` layers (at most as many as it has) and, if small, with a narrow model and short, few rows.
+
+    `small` without `layers` means two layers.
+    """
+    layers = SMALL_LAYERS if layers is None and small else layers
+    num_layers = min(layers or cfg.model.num_layers, cfg.model.num_layers)
+    model = dataclasses.replace(cfg.model, num_layers=num_layers)
+    cfg = dataclasses.replace(cfg, model=model)
+    if not small:
+        return cfg
+    seq_len, parts = min(cfg.seq_len, SMALL_SEQ_LEN), min(cfg.train.num_microbatches, 2)
+    return dataclasses.replace(
+        cfg,
+        model=small_model(model),
+        seq_len=seq_len,
+        batch_tokens=SMALL_ROWS * parts * seq_len,
+        train=dataclasses.replace(cfg.train, num_microbatches=parts),
+    )
+
+
+def small_model(cfg: AnyModelConfig) -> AnyModelConfig:
+    """The model with a width of at most SMALL_EMBED and at most SMALL_HEADS key-value heads."""
+    width = min(cfg.embed_dim, SMALL_EMBED)
+    if not isinstance(cfg, LlamaConfig):
+        heads = min(cfg.num_heads, SMALL_HEADS)
+        return dataclasses.replace(cfg, num_heads=heads, embed_dim=width // heads * heads)
+    kv_heads = min(cfg.num_kv_heads, SMALL_HEADS)
+    return dataclasses.replace(
+        cfg,
+        embed_dim=width,
+        num_kv_heads=kv_heads,
+        num_heads=kv_heads * (cfg.num_heads // cfg.num_kv_heads),
+        head_dim=min(cfg.head_dim, SMALL_HEAD_DIM),
+        mlp_dim=min(cfg.mlp_dim, max(8, cfg.mlp_dim * width // cfg.embed_dim // 8 * 8)),
+    )
+
+
+def use_available_data(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
+    """(cfg, []) if its data can be read here, else (cfg on synthetic tokens, what is wrong with its own)."""
+    problems = check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)
+    if not problems:
+        return cfg, []
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")), problems
+
+
+def changes(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """{dotted name: (old, new)} of every setting that differs."""
+    return schema.difference(schema.to_dict(old), schema.to_dict(new))
+
+
+def changes_text(old: RunConfig, new: RunConfig) -> list[str]:
+    """What was changed for the proof, one line a setting; says so too if nothing was."""
+    changed = changes(old, new)
+    lines = [f"  {name}: {was!r} -> {now!r}" for name, (was, now) in changed.items()]
+    return ["changed for this proof:", *lines] if lines else ["the config as it is"]
+
+
+def as_flags(changed: dict[str, tuple[Any, Any]]) -> list[str]:
+    """The changes as command-line flags: --config.model.num_layers=2."""
+    return [f"--config.{name}={now}" for name, (_, now) in changed.items()]
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of left-aligned columns."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

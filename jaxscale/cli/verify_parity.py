@@ -1,0 +1,279 @@
+"""Proof that how the work is divided does not change the numbers: same losses and gradients in every layout.
+
+The optimizer is plain SGD: Adam divides each gradient by its own size, which turns rounding near zero into whole steps.
+Its momentum is 1e-30, far too small to move a float32, so that its state holds the last gradient and nothing else:
+what is compared has gone through the very step that trains.
+"""
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+import numpy as np
+
+from jaxscale.build import Program, make_program
+from jaxscale.cli.compilations import CompileLog
+from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.data.batch import Batch
+from jaxscale.data.pipeline import open_data
+from jaxscale.sharding.mesh import MeshConfig, mesh_shape
+from jaxscale.sharding.place import put_rows
+
+NUM_DEVICES = 8
+NUM_STEPS = 5
+MICROBATCHES = (1, 2, 4)
+ROWS = NUM_DEVICES * max(MICROBATCHES)  # a row for each device in each microbatch
+LR = 0.1  # five steps move the loss well beyond the tolerance
+KEEPS_GRADIENT = 1e-30
+TOLERANCE = 1e-5  # relative; float32 sums taken in another order differ by about 1e-7 each
+REMATERIALIZED = "Involuntary full rematerialization"  # XLA's words for copying a whole array between devices
+COLUMNS = f"{'layout':24}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'compiled':>10}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One way to divide the work."""
+
+    mesh: dict[str, int]  # axes longer than 1
+    rules: str
+    num_microbatches: int
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices it takes: 1 or all."""
+        return NUM_DEVICES if self.mesh else 1
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
+        return f"{axes} {self.rules}" if self.mesh else "one device"
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What five steps in one layout gave."""
+
+    losses: np.ndarray  # float64[steps]
+    gradients: list[list[np.ndarray]]  # one list of arrays a step
+    compilations: int  # of anything, while the steps ran
+    warnings: list[str]  # of XLA, on involuntary rematerialization
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A layout against the reference."""
+
+    layout: Layout
+    loss: float = 0.0  # largest relative difference of a step's loss
+    gradient: float = 0.0  # largest norm of the difference of a step's gradient, over the norm
+    compilations: int = 1
+    warnings: Sequence[str] = ()
+    impossible: str = ""  # why this model cannot be divided so
+
+    @property
+    def agrees(self) -> bool:
+        """True within the tolerance, with one compilation and no warning. NaN agrees with nothing."""
+        close = self.loss <= TOLERANCE and self.gradient <= TOLERANCE
+        return bool(self.impossible) or close and self.compilations == 1 and not self.warnings
+
+    def line(self) -> str:
+        """The row of the table that COLUMNS heads."""
+        begin = f"{str(self.layout):24}{self.layout.num_microbatches:>12}"
+        if self.impossible:
+            return f"{begin}  not possible: {self.impossible}"
+        verdict = "agrees" if self.agrees else "BEYOND"
+        verdict += f", {len(self.warnings)} warnings of XLA" if self.warnings else ""
+        return f"{begin}{self.loss:>10.1e}{self.gradient:>10.1e}{self.compilations:>10}  {verdict}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """All layouts against the first."""
+
+    reference: Trace
+    rows: list[Row]
+
+    @property
+    def agrees(self) -> bool:
+        """True if every layout that is possible agrees."""
+        return all(row.agrees for row in self.rows)
+
+    def lines(self) -> list[str]:
+        """The warnings, and the verdict with the largest differences."""
+        done = [row for row in self.rows if not row.impossible]
+        first, last = self.reference.losses[[0, -1]]
+        loss, gradient = max(row.loss for row in done), max(row.gradient for row in done)
+        return [
+            *[f"{row.layout}, microbatches {row.layout.num_microbatches}: {w}" for row in done for w in row.warnings],
+            f"loss {first:.4f} to {last:.4f} in {NUM_STEPS} steps",
+            f"parity: {'agrees' if self.agrees else 'does NOT agree'}, largest difference {loss:.1e} in a loss "
+            f"and {gradient:.1e} in a gradient (relative; tolerance {TOLERANCE:.0e})",
+        ]
+
+
+def settings(cfg: RunConfig) -> RunConfig:
+    """The config in float32, under plain SGD with a constant rate, on rows enough for every layout.
+
+    The vocabulary is rounded up, so that 8 devices can share it. Dropout is off: its masks follow the microbatches.
+    """
+    model = cfg.model
+    own = {"dropout": 0.0} if hasattr(model, "dropout") else {}
+    model = dataclasses.replace(
+        model,
+        compute_dtype="float32",
+        embed_compute_dtype=None,
+        matmul_precision="default" if model.matmul_precision == "tf32" else model.matmul_precision,
+        vocab_size=-(-model.vocab_size // NUM_DEVICES) * NUM_DEVICES,
+        **own,
+    )
+    plain = dict(name="sgd", b1=KEEPS_GRADIENT, clip_norm=0.0)
+    constant = dict(peak_lr=LR, min_lr=0.0, decay="constant", warmup_tokens=0)
+    guard = dataclasses.replace(cfg.train.guard, max_grad_norm=float(np.finfo(np.float32).max))
+    return dataclasses.replace(
+        cfg,
+        model=model,
+        batch_tokens=ROWS * cfg.seq_len,
+        train_tokens=f"{NUM_STEPS} steps",
+        optim=dataclasses.replace(cfg.optim, **plain, **constant),
+        train=dataclasses.replace(cfg.train, num_microbatches=1, guard=guard),
+    )
+
+
+def layouts(cfg: RunConfig) -> list[Layout]:
+    """What is proved: each axis, fsdp with tensor, each ZeRO stage, with and without accumulation; the config's own.
+
+    The tensor axis alone is as long as the model allows, the rest of the devices on data.
+    """
+    own = []
+    with contextlib.suppress(ValueError):  # a mesh that 8 devices cannot be is not shown
+        shape = mesh_shape(cfg.mesh, NUM_DEVICES)
+        own = [Layout({axis: size for axis, size in shape.items() if size > 1}, cfg.rules, 1)]
+    sizes = [size for size in (8, 4, 2) if not why_impossible(cfg, tensor_layout(size, 1))]
+    tensor = sizes[0] if sizes else 2
+    wanted = [
+        *[Layout({}, "zero3", parts) for parts in MICROBATCHES],
+        *[Layout({"data": 8}, "zero3", parts) for parts in MICROBATCHES],
+        *[Layout({"fsdp": 8}, rules, parts) for rules in ("zero1", "zero2", "zero3") for parts in (1, 4)],
+        *[Layout({"fsdp": 4, "tensor": 2}, "zero3", parts) for parts in MICROBATCHES],
+        *[tensor_layout(tensor, parts) for parts in (1, 2)],
+    ]
+    return wanted + [layout for layout in own if layout not in wanted]
+
+
+def tensor_layout(size: int, num_microbatches: int) -> Layout:
+    """So many devices on the tensor axis and the rest on data."""
+    mesh = {"data": NUM_DEVICES // size, "tensor": size}
+    return Layout({axis: length for axis, length in mesh.items() if length > 1}, "zero3", num_microbatches)
+
+
+def verify(cfg: RunConfig, wanted: Sequence[Layout], say: Callable[[str], None] = lambda text: None) -> Parity:
+    """Every layout against the first of `wanted`, on the same batches; says a line for each as it is done."""
+    batches = read_batches(cfg)
+    say(f"relative differences to {wanted[0]}\n{COLUMNS}")
+    reference, rows = run(program(cfg, wanted[0]), batches), []
+    for layout in wanted:
+        if reason := why_impossible(cfg, layout):
+            row = Row(layout, impossible=reason)
+        else:
+            trace = reference if layout == wanted[0] else run(program(cfg, layout), batches)
+            row = against(reference, trace, layout)
+        rows.append(row)
+        say(row.line())
+    return Parity(reference, rows)
+
+
+def read_batches(cfg: RunConfig) -> list[Batch]:
+    """The first batches of the run, on the host."""
+    corpus = open_data(cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed)
+    batches = corpus.batches(cfg.rows_per_step)
+    return [batches.batch(n) for n in range(NUM_STEPS)]
+
+
+def program(cfg: RunConfig, layout: Layout) -> Program:
+    """What the config compiles to in this layout."""
+    cfg = dataclasses.replace(
+        cfg,
+        mesh=MeshConfig(**({"fsdp": 1} | layout.mesh)),
+        rules=layout.rules,
+        train=dataclasses.replace(cfg.train, num_microbatches=layout.num_microbatches),
+    )
+    return make_program(cfg, resolve_budget(cfg, None), jax.devices()[: layout.num_devices])
+
+
+def why_impossible(cfg: RunConfig, layout: Layout) -> str:
+    """'' if the model can be divided so, else why not."""
+    try:
+        program(cfg, layout)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def run(program: Program, batches: Sequence[Batch]) -> Trace:
+    """Trains from the first parameters on these batches."""
+    placed = [put_rows(batch, list(range(ROWS)), ROWS, program.batch_sharding) for batch in batches]
+    state, losses, gradients = program.init(), [], []
+    jax.block_until_ready((state, placed))
+    with captured_stderr() as written, CompileLog() as log:
+        for batch in placed:
+            state, metrics = program.train_step(state, batch)
+            losses.append(float(jax.device_get(metrics["objective"])))
+            gradients.append([np.asarray(leaf) for leaf in jax.tree.leaves(state.opt_state)])
+    warnings = [line for line in "".join(written).splitlines() if REMATERIALIZED in line]
+    return Trace(np.array(losses), gradients, log.count, warnings)
+
+
+def against(reference: Trace, other: Trace, layout: Layout) -> Row:
+    """The largest relative differences of a layout to the reference."""
+    loss = np.max(np.abs(other.losses - reference.losses) / np.abs(reference.losses))
+    gradient = max(relative_difference(*pair) for pair in zip(other.gradients, reference.gradients, strict=True))
+    return Row(layout, float(loss), gradient, other.compilations, other.warnings)
+
+
+def relative_difference(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
+    """Norm of the difference of two lists of arrays over the norm of the second, in float64; NaN for 0 over 0."""
+    square = lambda arrays: sum(float(np.sum(np.square(array, dtype=np.float64))) for array in arrays)
+    norm = square(other) ** 0.5
+    return square([a - b for a, b in zip(one, other, strict=True)]) ** 0.5 / norm if norm else float("nan")
+
+
+@contextlib.contextmanager
+def captured_stderr() -> Iterator[list[str]]:
+    """A list that holds, at the end, all that the process wrote to stderr meanwhile: XLA writes past sys.stderr.
+
+    It is passed on afterwards.
+    """
+    written: list[str] = []
+    sys.stderr.flush()
+    own = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield written
+        finally:
+            sys.stderr.flush()
+            os.dup2(own, 2)
+            os.close(own)
+            file.seek(0)
+            written.append(file.read().decode(errors="replace"))
+            sys.stderr.write(written[0])
+
+
+def on_simulated_devices(command: list[str]) -> None:
+    """Returns if jax will see 8 simulated CPU devices, else replaces this process by `command`, where it will.
+
+    The compilation cache is off there, since a program out of the cache gives no warning, and XLA's warnings are on.
+    """
+    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
+    wanted = {
+        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={NUM_DEVICES}"]),
+        "JAX_PLATFORMS": "cpu",
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "TF_CPP_MIN_LOG_LEVEL": "1",
+    }
+    if any(os.environ.get(name) != value for name, value in wanted.items()):
+        sys.stdout.flush()
+        os.execve(command[0], command, os.environ | wanted)

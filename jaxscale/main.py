@@ -1,0 +1,35 @@
+"""Trains a language model: python -m jaxscale.main --config=configs/quickstart.py
+
+--config=FILE           a file with get_config(); FILE.py:TEXT hands TEXT to it
+--config.NAME=VALUE     sets any setting by its dotted name, named in the file or not
+--workdir=FOLDER        where checkpoints and metrics go, and from where a run goes on; default runs/<config>
+"""
+
+from jaxscale.process import prepare
+
+if __name__ == "__main__":
+    prepare()  # before jax is imported
+
+from jaxscale import build, config  # noqa: E402
+from jaxscale.exits import run_and_exit  # noqa: E402
+from jaxscale.planner.check import check_machine  # noqa: E402
+from jaxscale.train import loop  # noqa: E402
+
+
+def main(argv: list[str]) -> int:
+    """Trains to the end and returns the exit code."""
+    arguments = config.parse_arguments(argv, options=("workdir",))
+    if arguments.help:
+        print(__doc__, "\nSettings:\n" + config.settings_help(), sep="")
+        return 0
+    cfg = config.load_config(arguments.config, arguments.overrides)
+    check_machine(cfg)
+    workdir = arguments.options.get("workdir", f"runs/{config.config_name(arguments.config)}")
+    run = build.open_run(cfg, workdir)
+    if run is not None:
+        loop.train(run)
+    return 0
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

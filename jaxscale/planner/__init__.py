@@ -1,0 +1,1 @@
+"""The answer before the spend: does this config fit this machine."""

@@ -1,0 +1,67 @@
+"""One command, a table of verbs, and one clear line for what is not in it."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import cli
+from jaxscale.cli import verify
+from jaxscale.exits import is_for_people
+
+
+def jaxscale(*arguments, module=None):
+    start = ["-m", module] if module else ["-c", "from jaxscale.cli import main; main()"]
+    return subprocess.run([sys.executable, *start, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def test_help_lists_every_verb_with_a_line():
+    done = jaxscale("--help")
+    assert done.returncode == 0 and done.stderr == ""
+    for verb, (_, text) in cli.VERBS.items():
+        assert any(line.split() == [verb, *text.split()] for line in done.stdout.splitlines())
+
+
+def test_help_does_not_wait_for_jax():
+    code = "import sys, jaxscale.cli as c; c.dispatch(['--help']); print('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize(
+    ("verb", "told"), [("verfy", "did you mean 'verify'?"), ("xyz", "it has train, bench, verify")]
+)
+def test_an_unknown_verb_is_one_line_with_the_nearest_name(verb, told):
+    done = jaxscale(verb)
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert verb in line and told in line
+
+
+def test_every_verb_is_there():
+    for module, text in cli.VERBS.values():
+        assert importlib.util.find_spec(module) is not None and text
+
+
+def test_both_doors_lead_to_the_same_verb():
+    one, other = jaxscale("verify", "--help"), jaxscale("--help", module="jaxscale.cli.verify")
+    assert one.returncode == other.returncode == 0
+    assert "jaxscale verify resume --config=FILE" in one.stdout and one.stdout == other.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["rezume", "--config=x.py"], "it has resume, parity"),
+        (["resume", "--config=missing.py"], "--config=missing.py is no file"),
+        (["resume", "--config=missing.py", "--steps=3"], "--steps=3 must be a whole number, 12 or more"),
+        (["parity", "--steps=12"], "--steps=12 is not a flag of this command"),
+        (["resume", "--config=missing.py", "--small=yes"], "missing.py is no file"),
+    ],
+)
+def test_a_wrong_command_line_of_verify_is_one_clear_line(arguments, told):
+    with pytest.raises(ValueError, match=re.escape(told)) as error:
+        verify.main(arguments)
+    assert is_for_people(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,39 @@
+"""Writes configs.json, the resolved settings of every file in configs/: python tests/golden/update_configs.py
+
+Run it when a config or a default was changed on purpose, and commit the result by itself, with the reason.
+"""
+
+import json
+import pathlib
+
+from jaxscale import schema
+from jaxscale.config import load_config
+from jaxscale.models import flops_per_token, num_params
+
+HERE = pathlib.Path(__file__).parent
+CONFIGS = HERE.parent.parent / "configs"
+GOLDEN = HERE / "configs.json"
+ARGUMENTS = {"auto": ("depth=4", "depth=12", "depth=24")}  # of files that take one
+
+
+def config_paths() -> dict[str, str]:
+    """{name: path}, with each argument of a file that takes one."""
+    found = {}
+    for file in sorted(CONFIGS.glob("*.py")):
+        for argument in ARGUMENTS.get(file.stem, ("",)):
+            ending = f":{argument}" if argument else ""
+            found[file.stem + ending] = str(file) + ending
+    return found
+
+
+def resolved(path: str) -> dict:
+    """{dotted name: value} of every setting, and what follows from them."""
+    cfg = load_config(path)
+    sizes = {"num_params": num_params(cfg.model), "flops_per_token": flops_per_token(cfg.model, cfg.seq_len)}
+    return sizes | json.loads(json.dumps(schema.flatten(schema.to_dict(cfg))))
+
+
+if __name__ == "__main__":
+    golden = {name: resolved(path) for name, path in config_paths().items()}
+    GOLDEN.write_text(json.dumps(golden, indent=1) + "\n")
+    print(f"{GOLDEN}: {len(golden)} configs")

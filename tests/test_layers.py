@@ -1,0 +1,201 @@
+"""A room imports only rooms below it, and nothing in the package runs code that came out of a file."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+ROOMS = {
+    "schema": 0, "exits": 0, "units": 0, "paths": 0, "hardware": 0,
+    "process": 1, "sharding": 1, "optim": 1, "data": 1, "monitor": 1,
+    "ops": 2, "models": 3, "checkpoint": 4, "sample": 4, "eval": 5, "train": 6,
+    "config": 7, "build": 8, "planner": 9, "main": 10, "cli": 10,
+}  # fmt: skip
+# May be imported inside a function: each is slow to load or not always installed.
+HEAVY = {
+    "etils", "grain", "huggingface_hub", "matplotlib", "orbax", "pyarrow", "sentencepiece", "seqio", "tensorboardX",
+    "tensorflow", "tokenizers", "torch", "transformers",
+}  # fmt: skip
+UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+RUNNERS = {"eval", "exec", "compile"}  # the builtins; jax.eval_shape or re.compile are attributes and no concern
+LOADERS = {("torch", "load"), ("jax", "pickle"), ("pandas", "read_pickle"), ("yaml", "load"), ("yaml", "unsafe_load")}
+
+
+def modules():
+    return sorted((ROOT / "jaxscale").rglob("*.py"))
+
+
+def imports(tree, file):
+    """Yields (dotted module, line, inside a function?) for each import; 'from x import y' yields x.y."""
+    package = pathlib.Path(file).with_suffix("").parts[:-1]  # a relative import of level 1 starts here
+    inside = {
+        id(node)
+        for function in ast.walk(tree)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        for node in ast.walk(function)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, node.lineno, id(node) in inside
+        elif isinstance(node, ast.ImportFrom):
+            base = [node.module] if node.module else []
+            if node.level:
+                base = [*package[: len(package) - node.level + 1], *base]
+            for alias in node.names:
+                yield ".".join([*base, alias.name]), node.lineno, id(node) in inside
+
+
+def room_of(module):
+    """'jaxscale.optim.schedules' -> 'optim'; None for what is not ours, and for the package itself."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "jaxscale" and len(parts) > 1 and not parts[1].startswith("__") else None
+
+
+def wraps_heavy(module):
+    """True if our module `module` (or the module that the name `module` is in) imports a heavy package at its top."""
+    for dotted in (module, module.rpartition(".")[0]):
+        path = ROOT / (dotted.replace(".", "/") + ".py")
+        if path.exists():
+            tops = imports(ast.parse(path.read_text(encoding="utf-8")), relative(path))
+            return any(name.split(".")[0] in HEAVY and not inside for name, _, inside in tops)
+    return False
+
+
+def wrong_imports(source, file):
+    """One line for each import in `source` (at `file`, relative to the repository) that breaks a rule.
+
+    Inside a function: a heavy package, a file of the same room around one, or a lower room (which can hide no cycle).
+    """
+    own = room_of(file.removesuffix(".py").replace("/", "."))
+    if own is not None and own not in ROOMS:
+        return [f"{file}:1: room {own!r} has no number in ROOMS; give it one"]
+    found = []
+    for module, line, inside in imports(ast.parse(source), file):
+        room = room_of(module)
+        if room not in (None, own):
+            if room not in ROOMS:
+                found.append(f"{file}:{line}: imports {module}, and room {room!r} has no number in ROOMS")
+            elif own is None:
+                found.append(f"{file}:{line}: the package itself imports room {room!r}; it imports none")
+            elif ROOMS[room] >= ROOMS[own]:
+                found.append(
+                    f"{file}:{line}: room {own!r} ({ROOMS[own]}) imports {module} of room {room!r} ({ROOMS[room]}); "
+                    "only rooms with a smaller number may be imported"
+                )
+        if own == "data" and module.split(".")[0] in ("jax", "jaxlib", "flax"):
+            found.append(f"{file}:{line}: data is numpy only, so that it runs where jax is not: imports {module}")
+        elif inside and module.split(".")[0] not in HEAVY and (room is None or room == own and not wraps_heavy(module)):
+            found.append(f"{file}:{line}: imports {module} inside a function; that is for heavy optional packages")
+    return found
+
+
+def unsafe_loads(source, file):
+    """One line for each way in `source` to run code that a file brings."""
+    tree, found = ast.parse(source), []
+    for module, line, _ in imports(tree, file):
+        parts = tuple(module.split("."))
+        if parts[0] in UNPICKLERS or parts[:2] in LOADERS:
+            found.append(f"{file}:{line}: imports {module}, which can run code out of a file")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RUNNERS:
+            found.append(f"{file}:{node.lineno}: calls {node.func.id}()")
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if (node.value.id, node.attr) in LOADERS:
+                found.append(f"{file}:{node.lineno}: uses {node.value.id}.{node.attr}")
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            if not (isinstance(node.value, ast.Constant) and node.value.value is False):
+                found.append(f"{file}:{node.value.lineno}: allow_pickle must be False or absent")
+    return found
+
+
+def relative(path):
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_rooms_import_only_rooms_below_them():
+    found = [line for path in modules() for line in wrong_imports(path.read_text(encoding="utf-8"), relative(path))]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_nothing_runs_code_out_of_a_file():
+    found = [line for path in modules() for line in unsafe_loads(path.read_text(encoding="utf-8"), relative(path))]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_configs_do_not_import_the_package():
+    for path in sorted((ROOT / "configs").rglob("*.py")):
+        names = [module for module, *_ in imports(ast.parse(path.read_text(encoding="utf-8")), relative(path))]
+        assert not [name for name in names if name.split(".")[0] == "jaxscale"], f"{relative(path)} imports jaxscale"
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "told"),
+    [
+        (
+            "jaxscale/ops/rope.py",
+            "import jax\n\nfrom jaxscale.models import llama",
+            "rope.py:3: room 'ops' (2) imports",
+        ),
+        (
+            "jaxscale/optim/adam.py",
+            "from jaxscale import data",
+            "room 'optim' (1) imports jaxscale.data of room 'data' (1)",
+        ),
+        ("jaxscale/optim/adam.py", "import jaxscale.data.batch as b", "room 'optim' (1) imports jaxscale.data.batch"),
+        ("jaxscale/optim/adam.py", "from ..train import step", "imports jaxscale.train.step of room 'train' (6)"),
+        ("jaxscale/schema.py", "from .exits import Stop", "imports jaxscale.exits.Stop of room 'exits' (0)"),
+        ("jaxscale/schema.py", "def f():\n    from jaxscale.cli import plan", "schema.py:2: room 'schema' (0)"),
+        ("jaxscale/train/loop.py", "def f():\n    import numpy", "imports numpy inside a function"),
+        ("jaxscale/train/loop.py", "def f():\n    from jaxscale.train import step", "inside a function"),
+        ("jaxscale/train/loop.py", "from jaxscale.utils import x", "room 'utils' has no number"),
+        ("jaxscale/misc.py", "", "room 'misc' has no number"),
+        ("jaxscale/data/packing.py", "import jax.numpy as jnp", "data is numpy only"),
+        ("jaxscale/__init__.py", "from jaxscale import schema", "the package itself imports room 'schema'"),
+    ],
+)
+def test_an_import_that_looks_up_or_sideways_is_named(file, source, told):
+    (line,) = wrong_imports(source, file)
+    assert told in line
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        (
+            "jaxscale/train/loop.py",
+            "from jaxscale import units\nfrom jaxscale.train.state import TrainState\nimport jax",
+        ),
+        ("jaxscale/checkpoint/manager.py", "def f():\n    import orbax.checkpoint as ocp"),
+        ("jaxscale/optim/adam.py", "from .schedules import Schedule\nfrom ..schema import setting"),
+        ("jaxscale/cli/plan.py", "import jaxscale\nfrom jaxscale import __version__"),
+    ],
+)
+def test_an_import_that_looks_down_or_stays_at_home_is_fine(file, source):
+    assert wrong_imports(source, file) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from joblib import load",
+        "def f():\n    import dill",
+        "eval('1')",
+        "exec(open('x').read())",
+        "np.load(path, allow_pickle=True)",
+        "np.load(path, allow_pickle=flag)",
+        "torch.load(path)",
+        "from torch import load",
+    ],
+)
+def test_a_way_to_run_code_out_of_a_file_is_seen(source):
+    assert len(unsafe_loads(source, "jaxscale/data/x.py")) == 1
+
+
+@pytest.mark.parametrize(
+    "source", ["model.eval()", "jax.eval_shape(f)", "re.compile('a')", "np.load(p, allow_pickle=False)"]
+)
+def test_harmless_names_are_let_through(source):
+    assert unsafe_loads(source, "jaxscale/data/x.py") == []

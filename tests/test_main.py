@@ -1,0 +1,276 @@
+"""A run from the command line to its end: it goes on, or is refused, and never loses or repeats a step."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxscale import main, schema
+from jaxscale.build import open_run
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config import RunConfig, load_config
+from jaxscale.data.pipeline import open_data
+from jaxscale.exits import Exit, Stop
+from jaxscale.monitor.console import printable
+from jaxscale.train import loop
+
+STEPS = 16
+VALUES = dict(
+    seq_len=16,
+    batch_tokens="16 rows",
+    train_tokens=f"{STEPS} steps",
+    model=tiny.LLAMA | dict(vocab_size=272, num_layers=1),
+    optim=dict(peak_lr=1e-2, min_lr=1e-3, warmup_tokens="2 steps"),
+    eval=dict(every_steps=8, num_rows=8),
+    checkpoint=dict(save_every_steps=6),
+    monitor=dict(log_every_steps=1, tensorboard=False, progress="lines"),
+)
+WORDS = "def return import while class lambda yield self None True for in if else".split()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_are_kept(tmp_path_factory):
+    """Each run here compiles the same few programs: once is enough."""
+    old = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", old[0])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", old[1])
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a config and a corpus of 20 short documents."""
+    folder = tmp_path_factory.mktemp("home")
+    rng = random.Random(0)
+    for number in range(20):
+        (folder / f"{number:02}.txt").write_text(" ".join(rng.choices(WORDS, k=8 + number)))
+    values = VALUES | dict(data=dict(files=str(folder / "*.txt")))
+    (folder / "tiny.py").write_text(f"def get_config():\n    return {values!r}\n")
+    return folder
+
+
+def config(home, overrides=None):
+    return load_config(str(home / "tiny.py"), overrides)
+
+
+def train(home, workdir, overrides=None, stop_after=None):
+    """Trains, or is told to stop by a signal during step `stop_after` (counted from 1)."""
+    run = open_run(config(home, overrides), str(workdir), say=lambda text: None)
+    steps = [run.start_step]
+
+    def train_step(state, batch):
+        steps[0] += 1
+        if steps[0] == stop_after:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run.train_step(state, batch)
+
+    try:
+        loop.train(dataclasses.replace(run, train_step=train_step))
+    except Stop as stop:
+        assert (stop.code, steps[0]) == (Exit.PREEMPTED, stop_after), str(stop)
+
+
+def command(home, workdir, *flags):
+    """The command itself, in this process."""
+    return main.main([f"--config={home / 'tiny.py'}", f"--workdir={workdir}", *flags])
+
+
+def refusal(home, workdir, *flags):
+    """(exit code, message) with which the command ends; nothing in the work folder may have changed."""
+    before = contents(workdir)
+    with pytest.raises(Stop) as stop:
+        command(home, workdir, *flags)
+    assert contents(workdir) == before
+    return stop.value.code, str(stop.value)
+
+
+def contents(folder):
+    return {str(path): path.stat().st_mtime_ns for path in pathlib.Path(folder).rglob("*") if path.is_file()}
+
+
+def metrics(workdir, *names):
+    """{step: values} of training records."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: tuple(line[name] for name in names) for line in lines if "loss" in line}
+
+
+def final_state(home, workdir):
+    checkpoints = Checkpoints(workdir / "checkpoints", config(home).checkpoint)
+    step = checkpoints.latest_step()
+    leaves = checkpoints.read_record(step)["leaves"]
+    shapes = {name: jax.ShapeDtypeStruct(shape, dtype) for name, (shape, dtype, _) in leaves.items()}
+    return step, tiny.host(checkpoints.restore(step, shapes))
+
+
+@pytest.fixture(scope="module")
+def finished(home, tmp_path_factory):
+    """The work folder of a run that was never stopped, to be read only."""
+    workdir = tmp_path_factory.mktemp("runs") / "straight"
+    train(home, workdir)
+    return workdir
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of it, to be gone on with."""
+    return pathlib.Path(shutil.copytree(finished, tmp_path / "copy"))
+
+
+def test_a_run_writes_what_it_is_and_what_it_measured(home, finished):
+    written = json.loads((finished / "config.json").read_text())
+    assert schema.from_dict(RunConfig, written["config"]) == config(home)
+    assert written["budget"]["total_steps"] == STEPS
+    assert written["versions"]["jax"] == jax.__version__ and "python" in written["versions"]
+    assert "git_commit" in written
+    found = metrics(finished, "tokens_seen", "batch_index", "skipped_total", "learning_rate")
+    assert sorted(found) == list(range(1, STEPS + 1))
+    assert found[STEPS][:3] == (STEPS * 256, STEPS - 1, 0)
+    assert found[STEPS][3] == pytest.approx(1e-3)
+    lines = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    validation = [line for line in lines if "validation/bits_per_byte" in line]
+    assert [line["step"] for line in validation] == [0, 8, 16]
+    assert validation[-1]["validation/bits_per_byte"] < validation[0]["validation/bits_per_byte"] - 1
+
+
+def test_an_epoch_ends_inside_the_run_and_inside_a_batch(home):
+    cfg = config(home)
+    corpus = open_data(cfg.data, seq_len=16, vocab_size=272, seed=0, say=lambda text: None)
+    batches, rest = divmod(len(corpus.train_rows), cfg.rows_per_step)
+    assert 3 < batches < 10 and rest  # the runs below are stopped before and after it
+
+
+def test_stopped_three_times_and_gone_on_with_it_equals_never_stopping(home, finished, tmp_path):
+    workdir = tmp_path / "run"
+    for stop_after in (3, 7, 12, None):
+        train(home, workdir, stop_after=stop_after)
+    names = "loss", "grad_norm", "learning_rate", "tokens_hash", "batch_index", "tokens_seen"
+    assert metrics(workdir, *names) == metrics(finished, *names)
+    tiny.assert_same_bits(final_state(home, workdir), final_state(home, finished))
+
+
+def test_another_mesh_goes_on_with_the_same_data_and_nearly_the_same_losses(home, finished, tmp_path):
+    workdir = tmp_path / "run"
+    train(home, workdir, stop_after=6)
+    train(home, workdir, {"mesh.data": 4, "mesh.fsdp": 1, "mesh.tensor": 2, "rules": "zero1"})
+    assert metrics(workdir, "tokens_hash") == metrics(finished, "tokens_hash")
+    losses, expected = metrics(workdir, "loss"), metrics(finished, "loss")
+    np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-4)
+    assert losses[6] == expected[6] and losses[7] == pytest.approx(expected[7], rel=1e-5)
+
+
+def test_unchanged_it_is_complete(home, copy, capsys):
+    before = contents(copy)
+    assert command(home, copy) == 0
+    assert f"this run is complete at step {STEPS}; a larger --config.train_tokens goes on" in capsys.readouterr().out
+    assert contents(copy) == before
+
+
+def test_more_tokens_go_on_and_the_new_horizon_is_told(home, copy, capsys):
+    cadence = ["--config.monitor.log_every_steps=2", "--config.eval.every_steps=0", "--config.checkpoint.keep_last=1"]
+    assert command(home, copy, f"--config.train_tokens={STEPS + 4} steps", *cadence) == 0
+    out = capsys.readouterr().out
+    assert f"the learning rate follows the new horizon, {STEPS + 4} steps instead of {STEPS}" in out
+    assert f"going on from step {STEPS}" in out
+    found = metrics(copy, "batch_index", "learning_rate")
+    assert [step for step in found if step > STEPS] == [STEPS + 1, STEPS + 2, STEPS + 4]
+    assert found[STEPS + 4] == (STEPS + 3, pytest.approx(1e-3)) and found[STEPS + 1][1] > 1.1e-3
+
+
+def test_a_changed_setting_is_refused_with_what_differs(home, copy):
+    code, told = refusal(home, copy, "--config.optim.peak_lr=2e-2", "--config.seed=3", "--config.train_tokens=99 steps")
+    assert code is Exit.CONFIG_MISMATCH == 11
+    assert "belongs to another config: optim.peak_lr: 0.01 -> 0.02; seed: 0 -> 3; use another --workdir" in told
+    assert "train_tokens" not in told
+
+
+def test_a_run_that_was_stopped_before_its_first_checkpoint_is_still_that_run(home, tmp_path):
+    run = open_run(config(home), str(tmp_path / "run"), say=lambda text: None)
+    run.writer.close()
+    assert refusal(home, tmp_path / "run", "--config.seed=3")[0] is Exit.CONFIG_MISMATCH
+
+
+def test_changed_data_are_refused(home, copy):
+    text = (home / "03.txt").read_text()
+    try:
+        (home / "03.txt").write_text(text.replace("e", "E"))
+        code, told = refusal(home, copy, "--config.train_tokens=99 steps")
+    finally:
+        (home / "03.txt").write_text(text)
+    assert code is Exit.DATA_MISMATCH == 12 and "the data have changed since the run began" in told
+
+
+@pytest.mark.parametrize("item", ["run", "state"])
+def test_a_damaged_checkpoint_is_an_error_and_never_a_new_beginning(home, copy, item):
+    for file in (copy / "checkpoints" / str(STEPS) / item).rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(Stop) as stop:
+        command(home, copy, "--config.train_tokens=99 steps")
+    assert stop.value.code is Exit.CHECKPOINT_CORRUPT == 19
+    assert f"step {STEPS} cannot be read: {item}" in str(stop.value)
+    assert "to go on from step 12" in str(stop.value)
+    assert len(metrics(copy, "loss")) == STEPS
+
+
+def test_a_sample_is_written_at_the_end(home, copy, capsys):
+    flags = ["--config.sample.num_tokens=40", "--config.sample.prompt=def ", f"--config.train_tokens={STEPS + 1} steps"]
+    assert command(home, copy, *flags) == 0
+    text = (copy / "sample.txt").read_text()
+    assert text.startswith("def ") and len(text) > 4 and printable(text) in capsys.readouterr().out
+
+
+def test_the_command_says_what_each_setting_is(capsys):
+    assert main.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--workdir=FOLDER" in out and "--config.optim.peak_lr=0.0003" in out
+
+
+# The process.
+
+
+def process(*arguments, **more):
+    """A process of our own with one device, to end before the test does."""
+    flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1"
+    return subprocess.Popen(
+        [sys.executable, "-m", "jaxscale.main", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=pathlib.Path(main.__file__).parent.parent, env=os.environ | {"XLA_FLAGS": flags}, **more,
+    )  # fmt: skip
+
+
+def test_a_process_that_is_told_to_stop_saves_and_leaves_with_code_10(home, tmp_path):
+    flags = ["--config.train_tokens=100000 steps", "--config.eval.num_rows=0", "--config.checkpoint.save_every_steps=0"]
+    with process(f"--config={home / 'tiny.py'}", f"--workdir={tmp_path / 'run'}", *flags) as running:
+        for line in running.stdout:
+            if line.startswith("step 3/"):
+                running.send_signal(signal.SIGTERM)
+                break
+        _, told = running.communicate(timeout=60)
+    assert running.returncode == Exit.PREEMPTED == 10
+    step = Checkpoints(tmp_path / "run" / "checkpoints", config(home).checkpoint).latest_step()
+    assert f"stopped (preempted, exit 10): SIGTERM: saved step {step}" in told and step >= 3
+    assert len(told.splitlines()) == 1 and "Traceback" not in told
+
+
+def test_a_wrong_setting_is_one_line_and_code_2(home, tmp_path):
+    with process(
+        f"--config={home / 'tiny.py'}", f"--workdir={tmp_path / 'run'}", "--config.optim.peek_lr=1"
+    ) as running:
+        _, told = running.communicate(timeout=60)
+    assert running.returncode == Exit.BAD_INPUT == 2
+    assert told == "error: optim.peek_lr is not a setting of OptimConfig; did you mean 'peak_lr'?\n"
+    assert not (tmp_path / "run").exists()

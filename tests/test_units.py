@@ -1,0 +1,101 @@
+"""An amount of training, however it is written, becomes one number of tokens, or one clear line."""
+
+import pytest
+
+from jaxscale import units
+
+KNOWN = dict(seq_len=128, batch_tokens=1024, train_tokens=1_000_000, epoch_tokens=50_000)
+
+
+@pytest.mark.parametrize(
+    ("amount", "tokens"),
+    [
+        (0, 0), (4096, 4096), ("4096", 4096), ("4_096", 4096), ("1e9", 10**9), ("1.5e3 tokens", 1500), ("7 token", 7),
+        ("2000 steps", 2_048_000), ("1 step", 1024), ("0.5 steps", 512), ("1%", 10_000), ("2.5 %", 25_000),
+        ("1 epoch", 50_000), ("1.5 epochs", 75_000), ("512 rows", 65_536), ("1 row", 128), (" 3  Steps ", 3072),
+        ("1 EPOCH", 50_000), ("2steps", 2048),
+    ],
+)  # fmt: skip
+def test_every_form_becomes_tokens(amount, tokens):
+    assert units.resolve("train_tokens", amount, **KNOWN) == tokens
+    assert type(units.resolve("train_tokens", amount, **KNOWN)) is int
+
+
+@pytest.mark.parametrize(
+    "amount", ["", "many", "-5", "-5 steps", "1 parsec", "1,000", "5 5", "1e", "nan", "inf", "%", "True"]
+)
+def test_what_is_no_amount_is_named_with_the_forms_there_are(amount):
+    with pytest.raises(
+        ValueError, match="optim.warmup_tokens=.* is no amount of training: write tokens as an integer"
+    ) as error:
+        units.resolve("optim.warmup_tokens", amount, **KNOWN)
+    assert "'2000 steps', '1%', '1 epoch'" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("amount", "needs"),
+    [("1 epoch", "a data set of known length"), ("1%", "train_tokens"), ("3 steps", "batch_tokens")],
+)
+def test_a_unit_that_needs_something_unknown_says_what(amount, needs):
+    with pytest.raises(ValueError, match=f"x={amount!r} needs {needs}"):
+        units.resolve("x", amount, seq_len=128)
+
+
+def test_the_way_out_is_one_that_works():
+    with pytest.raises(ValueError) as error:
+        units.resolve("batch_tokens", "3 steps", seq_len=128)
+    assert "steps" not in str(error.value).split(";")[1]
+
+
+def test_half_a_token_is_refused():
+    with pytest.raises(ValueError, match="train_tokens='1.5' must be a whole number of tokens"):
+        units.resolve("train_tokens", "1.5", **KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps"), [(0, 0), (1, 1), (1023, 1), (1024, 1), (1025, 2), (10**15 + 1, 976562500001)]
+)
+def test_steps_are_whole_and_hold_at_least_the_tokens(tokens, steps):
+    assert units.steps(tokens, 1024) == steps
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (6.74e9, "6.74B"),
+        (124_439_808, "124M"),
+        (950, "950"),
+        (2_000, "2K"),
+        (1.35e12, "1.35T"),
+        (0, "0"),
+        (-2e6, "-2M"),
+    ],
+)
+def test_large_numbers_are_short(number, text):
+    assert units.count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (2048, "2.0 KiB"), (26.2e9, "24.4 GiB"), (3 * 2**40, "3.0 TiB")],
+)
+def test_sizes_are_in_powers_of_1024(num_bytes, text):
+    assert units.size(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (4.2, "4.2s"), (65, "1m05s"), (3725, "1h02m"), (3600, "1h00m"), (3 * 86400 + 7200, "3d02h"), (59.99, "1m00s"),
+        (-3, "0.0s"),
+    ],
+)  # fmt: skip
+def test_durations_are_short(seconds, text):
+    assert units.duration(seconds) == text
+
+
+def test_divisors_of_huge_numbers_are_found_at_once():
+    assert units.divisors(12) == [1, 2, 3, 4, 6, 12] and units.divisors(1) == [1] and units.divisors(13) == [1, 13]
+    assert units.divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    assert len(units.divisors(2**40)) == 41 and len(units.divisors(10**12 + 39)) == 2
+    assert units.or_list([1, 2, 4]) == "1, 2 or 4" and units.or_list([1]) == "1"

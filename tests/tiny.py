@@ -1,0 +1,86 @@
+"""A run so small that it compiles in seconds, shared by the tests of many rooms.
+
+B batch  T position
+"""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale import schema
+from jaxscale.build import Program, make_program
+from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.data.batch import Batch
+
+ROWS, SEQ_LEN, VOCAB = 16, 16, 64
+
+LLAMA = dict(
+    name="llama", vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, mlp_dim=32,
+    compute_dtype="float32", attention="xla",
+)  # fmt: skip
+GPT2 = dict(
+    name="gpt2", vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=2, max_seq_len=32, compute_dtype="float32",
+    attention="xla",
+)  # fmt: skip
+VALUES = dict(
+    seq_len=SEQ_LEN,
+    batch_tokens=ROWS * SEQ_LEN,
+    train_tokens="20 steps",
+    seed=1,
+    model=LLAMA,
+    optim=dict(peak_lr=1e-2, min_lr=1e-3, warmup_tokens="2 steps"),
+    data=dict(name="synthetic"),
+)
+
+
+def config(overrides: dict[str, Any] | None = None) -> RunConfig:
+    """The tiny run, with settings changed by their dotted names."""
+    return schema.from_dict(RunConfig, schema.merge(VALUES, overrides or {}))
+
+
+@functools.cache
+def cached_program(overrides: tuple[tuple[str, Any], ...], num_devices: int) -> Program:
+    cfg = config(dict(overrides))
+    return make_program(cfg, resolve_budget(cfg, None), jax.devices()[:num_devices])
+
+
+def program(overrides: dict[str, Any] | None = None, num_devices: int = 1) -> Program:
+    """What the tiny run compiles to; the same object, compiled once, for the same arguments."""
+    return cached_program(tuple(sorted((overrides or {}).items())), num_devices)
+
+
+def packed_batch(n: int, rows: int = ROWS, seq_len: int = SEQ_LEN, vocab: int = VOCAB) -> Batch:
+    """Random rows of one to three documents, with padding of uneven length: a pure function of n."""
+    rng = np.random.default_rng(n)
+    tokens_BT = rng.integers(0, vocab, (rows, seq_len + 1), dtype=np.int32)
+    segment_ids_BT = np.zeros((rows, seq_len + 1), np.int32)
+    positions_BT = np.zeros((rows, seq_len), np.int32)
+    for row in range(rows):
+        end = seq_len + 1 if row % 3 else int(rng.integers(3, seq_len))  # a third of the rows end in padding
+        starts = sorted({0, *rng.integers(1, end, 2).tolist()})
+        for number, (start, stop) in enumerate(zip(starts, [*starts[1:], end]), 1):
+            segment_ids_BT[row, start:stop] = number
+            positions_BT[row, start : min(stop, seq_len)] = np.arange(min(stop, seq_len) - start)
+    now_BT, next_BT = segment_ids_BT[:, :-1], segment_ids_BT[:, 1:]
+    weights_BT = ((now_BT == next_BT) & (now_BT > 0)).astype(np.float32)
+    return Batch(tokens_BT[:, :-1].copy(), tokens_BT[:, 1:].copy(), positions_BT, now_BT.copy(), weights_BT)
+
+
+def on_mesh(program: Program, batch: Batch) -> Batch:
+    """The batch where the program's step wants it."""
+    return jax.device_put(batch, program.batch_sharding)
+
+
+def host(tree: Any) -> Any:
+    """A copy on the host, safe from donation."""
+    return jax.tree.map(lambda leaf: np.array(leaf), tree)
+
+
+def assert_same_bits(left: Any, right: Any) -> None:
+    """Fails unless two trees of arrays are equal bit for bit, NaN and the sign of zero included."""
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(left), jax.tree.leaves(right)):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes()), jax.tree_util.keystr(path)
