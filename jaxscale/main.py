@@ -10,9 +10,10 @@ from jaxscale.process import prepare
 if __name__ == "__main__":
     prepare()  # before jax is imported
 
-from jaxscale import build, config  # noqa: E402
+from jaxscale import config  # noqa: E402
 from jaxscale.exits import run_and_exit  # noqa: E402
 from jaxscale.planner.check import check_machine  # noqa: E402
+from jaxscale.run import open_run  # noqa: E402
 from jaxscale.train import loop  # noqa: E402
 
 
@@ -25,7 +26,7 @@ def main(argv: list[str]) -> int:
     cfg = config.load_config(arguments.config, arguments.overrides)
     check_machine(cfg)
     workdir = arguments.options.get("workdir", f"runs/{config.config_name(arguments.config)}")
-    run = build.open_run(cfg, workdir)
+    run = open_run(cfg, workdir)
     if run is not None:
         loop.train(run)
     return 0

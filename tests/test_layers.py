@@ -10,7 +10,7 @@ ROOMS = {
     "schema": 0, "exits": 0, "units": 0, "paths": 0, "hardware": 0,
     "process": 1, "sharding": 1, "optim": 1, "data": 1, "monitor": 1,
     "ops": 2, "models": 3, "checkpoint": 4, "sample": 4, "eval": 5, "train": 6,
-    "config": 7, "build": 8, "planner": 9, "main": 10, "cli": 10,
+    "config": 7, "build": 8, "run": 9, "planner": 9, "main": 10, "cli": 10,
 }  # fmt: skip
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {

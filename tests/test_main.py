@@ -17,12 +17,12 @@ import tiny
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale import main, schema
-from jaxscale.build import open_run
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig, load_config
 from jaxscale.data.pipeline import open_data
 from jaxscale.exits import Exit, Stop
 from jaxscale.monitor.console import printable
+from jaxscale.run import open_run
 from jaxscale.train import loop
 
 STEPS = 16

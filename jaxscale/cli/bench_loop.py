@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from jaxscale.build import open_run
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
 from jaxscale.monitor.writers import Writer
 from jaxscale.planner.check import check_machine
+from jaxscale.run import open_run
 from jaxscale.train import loop
 from jaxscale.train.feed import Fed, Feed
 from jaxscale.train.state import TrainState

@@ -21,7 +21,7 @@ from jaxscale.train.stopping import StopRequest
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """All that a run needs, made by build.py."""
+    """All that a run needs, made by run.py."""
 
     state: TrainState
     start_step: int

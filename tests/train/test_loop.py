@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.build import make_program, open_run
+from jaxscale.build import make_program
 from jaxscale.exits import Exit, Stop
+from jaxscale.run import open_run
 from jaxscale.train import loop
 from jaxscale.train.stopping import StopRequest
 
@@ -21,7 +22,7 @@ QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_e
 @pytest.fixture
 def compiled_once(monkeypatch):
     """Runs of this module share the compiled tiny step instead of compiling their own; shapes and code are the same."""
-    monkeypatch.setattr("jaxscale.build.make_program", lambda cfg, budget: program_for(cfg, budget))
+    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, budget: program_for(cfg, budget))
 
 
 def program_for(cfg, budget):
