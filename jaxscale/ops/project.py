@@ -10,13 +10,40 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 Project = Callable[[str, jax.Array, jax.Array], jax.Array]  # (einsum spec, activation, weight) -> activation
 
 
+PRODUCT = "product"  # the name of every projection's result, for remat policies
+
+
 def einsum_project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum of x with w cast to x.dtype, in x.dtype. The gradient of w comes out in w's own dtype."""
+    """einsum of x with w cast to x.dtype, in x.dtype. The gradient of w is summed and returned in w's own dtype.
+
+    jax's own rule would round it to x.dtype first, before the devices' parts of it are summed.
+    """
+    return checkpoint_name(_einsum(spec, x, w), PRODUCT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _einsum(spec, x, w):
     return jnp.einsum(spec, x, w.astype(x.dtype))
+
+
+def _einsum_forward(spec, x, w):
+    return _einsum(spec, x, w), (x, w)
+
+
+def _einsum_backward(spec, saved, dy):
+    x, w = saved
+    inputs, output = spec.split("->")
+    x_axes, w_axes = inputs.split(",")
+    dx = jnp.einsum(f"{output},{w_axes}->{x_axes}", dy, w.astype(x.dtype))
+    return dx, jnp.einsum(f"{x_axes},{output}->{w_axes}", x, dy, preferred_element_type=w.dtype)
+
+
+_einsum.defvjp(_einsum_forward, _einsum_backward)
 
 
 def cpu_project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -26,7 +53,7 @@ def cpu_project(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     that form reaches the fast library, with bfloat16 operands as they are. So the gradient of w is accumulated and
     returned in float32 where w is float32. The contracted axes must end x and begin w, in one order.
     """
-    return _project(contracted_axes(spec), x, w)
+    return checkpoint_name(_project(contracted_axes(spec), x, w), PRODUCT)
 
 
 @functools.cache

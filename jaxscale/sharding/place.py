@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxscale.sharding.rules import Placement, axis_size, partition_spec
+from jaxscale.sharding.rules import Placement, axis_size, names_of, partition_spec
 
 Constrain = Callable[..., jax.Array]  # constrain(x, "act_batch", "act_seq", ...) -> x
+Gather = Callable[[jax.Array, tuple[str, ...], Any], jax.Array]  # gather(weight, logical_axes, dtype) -> whole weight
 
 
 def unconstrained(x: jax.Array, *axes: str) -> jax.Array:
@@ -16,16 +17,34 @@ def unconstrained(x: jax.Array, *axes: str) -> jax.Array:
     return x
 
 
+def whole_already(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+    """w as it is: the gather of a model whose weights every device holds."""
+    return w
+
+
 def make_constrain(mesh: Mesh, rules: Mapping[str, Placement]) -> Constrain:
-    """constrain(x, *logical_axes), which tells XLA where an activation lives. Nothing is said on a mesh of one."""
+    """constrain(x, *logical_axes), which tells XLA where an activation lives. Nothing is said on a mesh of one.
+
+    Under shard_map only of those mesh axes that are still the partitioner's.
+    """
     if mesh.size == 1:
         return unconstrained
 
     def constrain(x: jax.Array, *axes: str) -> jax.Array:
         assert x.ndim == len(axes), f"{axes} for an array of shape {x.shape}"
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, partition_spec(axes, rules)))
+        spec = partition_spec(axes, rules)
+        if not (manual := manual_axes()):
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+        left = PartitionSpec(*[tuple(name for name in names_of(place) if name not in manual) or None for place in spec])
+        free = any(mesh.shape[name] > 1 for place in left for name in names_of(place))
+        return jax.lax.with_sharding_constraint(x, left) if free else x
 
     return constrain
+
+
+def manual_axes() -> frozenset[str]:
+    """The mesh axes over which the function that is being traced is written for one device (jax.shard_map)."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def tree_shardings(mesh: Mesh, axes_tree: Any, rules: Mapping[str, Placement]) -> Any:

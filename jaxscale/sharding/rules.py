@@ -1,6 +1,7 @@
 """Where array axes live on the mesh: the only file that knows both vocabularies."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
@@ -55,7 +56,7 @@ def partition_spec(axes: tuple[str, ...], rules: Mapping[str, Placement]) -> Par
     if missing := [axis for axis in axes if axis not in rules]:
         raise ValueError(f"no sharding rule for {missing} in {axes}; the table has {sorted(rules)}")
     placed = [rules[axis] for axis in axes]
-    used = [name for place in placed if place for name in ((place,) if isinstance(place, str) else place)]
+    used = [name for place in placed for name in names_of(place)]
     if clash := sorted({name for name in used if used.count(name) > 1}):
         raise ValueError(f"mesh axes {clash} appear twice in {dict(zip(axes, placed))}")
     return PartitionSpec(*placed)
@@ -63,8 +64,9 @@ def partition_spec(axes: tuple[str, ...], rules: Mapping[str, Placement]) -> Par
 
 def axis_size(axis: str, rules: Mapping[str, Placement], mesh_shape: Mapping[str, int]) -> int:
     """Into how many parts the rules cut a logical axis on a mesh of this shape."""
-    place = rules[axis]
-    size = 1
-    for name in () if place is None else (place,) if isinstance(place, str) else place:
-        size *= mesh_shape[name]
-    return size
+    return math.prod(mesh_shape[name] for name in names_of(rules[axis]))
+
+
+def names_of(place: Placement) -> tuple[str, ...]:
+    """The mesh axes of a placement."""
+    return () if place is None else (place,) if isinstance(place, str) else tuple(place)

@@ -1,14 +1,32 @@
-"""Gradients of a batch taken in microbatches: the same mathematics as one pass, in less memory."""
+"""Gradients of a batch taken in microbatches and over devices: the same mathematics as one pass, in less memory.
+
+B batch (of this device)  T position
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxscale.data.batch import Batch
 
+# (parameters, rows, a random key for each row) -> (sum that is minimised, named sums)
 LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+same = lambda tree: tree
+
+
+class Reduction(NamedTuple):
+    """How the sums of this device become those of all; each a function from a tree to a tree. Default: one device."""
+
+    num_shards: int = 1  # devices that the batch is spread over
+    first_row: Callable[[int], jax.Array | int] = lambda num_rows: 0  # where this device's rows begin in the batch
+    each: Callable[[Any], Any] = same  # gradients of one microbatch
+    last: Callable[[Any], Any] = same  # gradients of all of them
+    sums: Callable[[Any], Any] = same  # scalars
+
+
+ALONE = Reduction()
 
 
 def accumulate(
@@ -19,41 +37,45 @@ def accumulate(
     *,
     num_microbatches: int,
     scale: jax.Array | float = 1.0,
-    place_grads: Callable[[Any], Any] = lambda grads: grads,
+    reduction: Reduction = ALONE,
 ) -> tuple[dict[str, jax.Array], Any]:
     """(mean of each named loss over the real tokens, gradient of the mean loss), all float32.
 
     Sums of losses, gradients and token weights run over the microbatches and are divided once, so that padding cannot
-    tilt the mean. scale: multiplied into the loss and divided out again in float32 (float16 needs it).
+    tilt the mean. Over devices they are summed once, at the end, but for what a loss has gathered by itself.
+    Args: batch: the rows of this device. scale: multiplied into the loss and divided out again in float32 (float16
+    needs it).
     """
-    scale = scale / batch.weights.size  # near a mean already inside float16's range; exact for powers of two
+    num_rows = batch.weights.shape[0]
+    scale = scale / (
+        batch.weights.size * reduction.num_shards
+    )  # near a mean already inside float16's range; exact for powers of two
 
-    def scaled(params, rows, key):
-        total, parts = loss_fn(params, rows, key)
+    row_key = lambda row: jax.random.fold_in(key, row)  # of the batch's row: it may be on any device, in any part
+    keys_B = jax.vmap(row_key)(reduction.first_row(num_rows) + jnp.arange(num_rows))
+
+    def scaled(params, rows, keys_B):
+        total, parts = loss_fn(params, rows, keys_B)
         return total * scale, parts | {"objective": total, "real_tokens": jnp.sum(rows.weights)}
 
-    def sums_of(rows, key):
-        (_, parts), grads = jax.value_and_grad(scaled, has_aux=True)(params, rows, key)
-        return parts, place_grads(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
+    def sums_of(rows, keys_B):
+        (_, parts), grads = jax.value_and_grad(scaled, has_aux=True)(params, rows, keys_B)
+        return parts, reduction.each(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
 
     if num_microbatches == 1:
-        sums, grads = sums_of(batch, key)
+        sums, grads = sums_of(batch, keys_B)
     else:
-        micro = jax.tree.map(lambda field: split_rows(field, num_microbatches), batch)
-        keys = jax.random.split(key, num_microbatches)
-        first = jax.eval_shape(sums_of, jax.tree.map(lambda field: field[0], micro), keys[0])
+        micro = jax.tree.map(lambda field: split_rows(field, num_microbatches), (batch, keys_B))
+        first = jax.eval_shape(sums_of, *jax.tree.map(lambda field: field[0], micro))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)
         add = lambda so_far, rows: (jax.tree.map(jnp.add, so_far, sums_of(*rows)), None)
-        (sums, grads), _ = jax.lax.scan(add, (zeros[0], place_grads(zeros[1])), (micro, keys))
+        (sums, grads), _ = jax.lax.scan(add, zeros, micro)
+    sums, grads = reduction.sums(sums), reduction.last(grads)
     tokens = jnp.maximum(sums.pop("real_tokens"), 1.0)
     means = {name: value / tokens for name, value in sums.items()}
     return means | {"real_tokens": tokens}, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
 
 
-def split_rows(rows_BT: jax.Array, parts: int) -> jax.Array:
-    """[B, T] -> [parts, B / parts, T]: row i goes to part i mod parts.
-
-    Each device keeps its own rows that way; contiguous parts of a sharded batch would cost an all-to-all.
-    """
-    B, T = rows_BT.shape
-    return jnp.swapaxes(rows_BT.reshape(B // parts, parts, T), 0, 1)
+def split_rows(rows: jax.Array, parts: int) -> jax.Array:
+    """[B, ...] -> [parts, B / parts, ...]: row i goes to part i mod parts, on one device as on many."""
+    return jnp.swapaxes(rows.reshape(rows.shape[0] // parts, parts, *rows.shape[1:]), 0, 1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.train.accumulate import accumulate, split_rows
+from jaxscale.train.accumulate import Reduction, accumulate, split_rows
 
 PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(tiny.VOCAB, 5)), jnp.float32)}
 
@@ -73,16 +73,18 @@ def test_sums_are_float32_whatever_the_parameters_are():
     assert grads["w"].dtype == jnp.float32
 
 
-def test_each_part_has_a_key_of_its_own():
-    def noisy(params, batch, key):
-        noise = jax.random.uniform(key)
-        return noise * jnp.sum(params["w"]), {
-            "noise": noise * jnp.sum(batch.weights),
-            "square": noise**2 * jnp.sum(batch.weights),
-        }
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_each_row_has_a_key_of_its_own_whatever_part_it_is_in(num_microbatches):
+    def noisy(params, batch, keys_B):
+        noise_B1 = jax.vmap(jax.random.uniform)(keys_B)[:, None]
+        sums = {name: jnp.sum(noise_B1**power * batch.weights) for name, power in (("noise", 1), ("square", 2))}
+        return jnp.sum(noise_B1 * batch.positions * jnp.sum(params["w"])), sums
 
-    means, _ = run(4, tiny.packed_batch(7)._replace(weights=np.ones((tiny.ROWS, tiny.SEQ_LEN), np.float32)), noisy)
-    assert means["square"] > means["noise"] ** 2 + 1e-4  # the noise has a variance over the parts
+    batch = tiny.packed_batch(7)._replace(weights=np.ones((tiny.ROWS, tiny.SEQ_LEN), np.float32))
+    (means, grads), (whole_means, whole_grads) = run(num_microbatches, batch, noisy), run(1, batch, noisy)
+    assert means["square"] > means["noise"] ** 2 + 1e-4  # the noise has a variance over the rows
+    np.testing.assert_allclose(means["noise"], whole_means["noise"], rtol=1e-6)
+    np.testing.assert_allclose(grads["w"], whole_grads["w"], rtol=1e-5)
 
 
 def test_row_i_goes_to_part_i_mod_m():
@@ -93,7 +95,11 @@ def test_row_i_goes_to_part_i_mod_m():
         np.testing.assert_array_equal(parts[row % 4, row // 4], rows_BT[row])
 
 
-def test_gradients_are_placed_in_each_part_and_before_the_first():
-    placed = []
-    run(4, uneven_batch(), place_grads=lambda grads: placed.append(1) or grads)
-    assert len(placed) >= 2
+def test_gradients_are_reduced_in_each_part_and_all_sums_at_the_end():
+    twice = lambda tree: jax.tree.map(lambda leaf: 2 * leaf, tree)
+    means, grads = run(4, uneven_batch())
+    # sums are divided by the real tokens, themselves a sum that is doubled here; gradients are not doubled with them
+    for reduction, factor in ((Reduction(each=twice), 2), (Reduction(last=twice), 2), (Reduction(sums=twice), 0.5)):
+        reduced_means, reduced_grads = run(4, uneven_batch(), reduction=reduction)
+        np.testing.assert_allclose(reduced_grads["w"], factor * grads["w"], rtol=1e-6)
+        np.testing.assert_allclose(reduced_means["loss"], means["loss"], rtol=1e-6)

@@ -1,0 +1,163 @@
+"""The batch axes by hand: a device computes on its own rows, gathers the weights it needs, and sums its gradients.
+
+The partitioner would decide by itself when to gather and when to sum: it sums over the data axis once per microbatch,
+where once per step is enough. The tensor axis is left to it.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxscale.sharding.place import is_axes
+from jaxscale.sharding.rules import Placement, Rules, names_of
+from jaxscale.sharding.torus import Groups, link_stages
+
+GATHERED = "gathered"  # the name of gathered weights for remat policies: never to be kept for the backward pass
+Cut = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes that cut it)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchAxes:
+    """Mesh axes of more than one device along which rows are cut. Without any, every method leaves things as they are.
+
+    reduce_dtype: in which gradients travel and are summed. stages: for an axis along several links, the devices that
+    share each of them.
+    """
+
+    mesh: Mesh
+    rules: Rules
+    axes: tuple[str, ...]
+    reduce_dtype: Any
+    stages: tuple[tuple[str, tuple[Groups, ...]], ...]
+
+    @property
+    def num_shards(self) -> int:
+        """Parts that a batch is cut into."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def spread(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """f computed by each device on its own parts. Specs may name other mesh axes; those stay as they are."""
+        if not self.axes:
+            return f
+        others = [name for name in self.mesh.axis_names if name not in self.axes]
+        # XLA:CPU aborts on sums of bfloat16 where some axes are still the partitioner's, so none is left it for nothing
+        mine = self.axes if any(self.mesh.shape[name] > 1 for name in others) else self.mesh.axis_names
+        return jax.shard_map(
+            f,
+            mesh=self.mesh,
+            in_specs=self.own(in_specs),
+            out_specs=self.own(out_specs),
+            axis_names=set(mine),
+            check_vma=False,  # which axes a result varies over is for us to know: custom gradients hide it from jax
+        )
+
+    def own(self, specs: Any) -> Any:
+        """The specs with nothing but these axes."""
+        return jax.tree.map(self.own_part, specs, is_leaf=lambda spec: isinstance(spec, PartitionSpec))
+
+    def own_part(self, spec: PartitionSpec) -> PartitionSpec:
+        """One spec with nothing but these axes."""
+        return PartitionSpec(*[names or None for names in map(self.among, spec)])
+
+    def among(self, place: Placement) -> tuple[str, ...]:
+        """Those of these axes that a placement names."""
+        return tuple(name for name in names_of(place) if name in self.axes)
+
+    def cut(self, axes: tuple[str, ...], rules: Mapping[str, Placement]) -> Cut:
+        """The dimensions of an array with these logical axes that the rules cut along these mesh axes."""
+        return tuple((d, names) for d, axis in enumerate(axes) if (names := self.among(rules[axis])))
+
+    def gather(self, w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+        """A weight whole, its gradient back in parts: cast to `dtype` before it travels. As it is where nothing is cut.
+
+        Where gradients travel in a wider type the result has that type, and still only the values of `dtype`.
+        """
+        cut = self.cut(axes, self.rules.params)
+        if not cut:
+            return w
+        narrow = jnp.dtype(dtype)
+        return checkpoint_name(_gather(cut, narrow, self.reduce_dtype, self.stages, w), GATHERED)
+
+    def reduce_each(self, grads: Any, axes: Any) -> Any:
+        """float32 gradients of one microbatch, scattered where the rules cut gradients and not parameters (ZeRO-2)."""
+        rules = self.rules
+        return self.map(lambda g, a: self.scatter(g, self.missing(a, rules.grads, rules.params)), grads, axes)
+
+    def reduce_last(self, grads: Any, axes: Any) -> Any:
+        """float32 gradients of all microbatches, summed over all devices and cut as the moments are."""
+
+        def reduce(grad, a):
+            grad = self.scatter(grad, self.missing(a, self.rules.moments, self.rules.grads))
+            done = {name for _, names in self.cut(a, self.rules.moments) for name in names}
+            rest = tuple(name for name in self.axes if name not in done)
+            return lax.psum(grad.astype(self.reduce_dtype), rest).astype(jnp.float32) if rest else grad
+
+        return self.map(reduce, grads, axes)
+
+    def missing(self, axes: tuple[str, ...], rules: Mapping[str, Placement], done: Mapping[str, Placement]) -> Cut:
+        """What the rules cut and `done` does not."""
+        return tuple(part for part in self.cut(axes, rules) if part not in self.cut(axes, done))
+
+    def scatter(self, grad: jax.Array, cut: Cut) -> jax.Array:
+        """The device's own part of the sum over the axes of the cut."""
+        return scattered(grad.astype(self.reduce_dtype), cut, self.stages).astype(jnp.float32) if cut else grad
+
+    def map(self, f: Callable, grads: Any, axes: Any) -> Any:
+        """f(gradient, its logical axes) over two trees."""
+        return jax.tree.map(lambda a, g: f(g, a), axes, grads, is_leaf=is_axes) if self.axes else grads
+
+    def sum(self, tree: Any) -> Any:
+        """The sums over all devices."""
+        return lax.psum(tree, self.axes) if self.axes else tree
+
+    def first_row(self, num_rows: int) -> jax.Array | int:
+        """Where this device's rows begin in the batch."""
+        return lax.axis_index(self.axes) * num_rows if self.axes else 0
+
+
+def make_batch_axes(mesh: Mesh, rules: Rules, reduce_dtype: Any = jnp.float32) -> BatchAxes:
+    """The axes of this mesh that cut rows. Raises ValueError for sums in bfloat16 that XLA:CPU aborts on."""
+    axes = tuple(name for name in names_of(rules.params["act_batch"]) if mesh.shape[name] > 1)
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu and axes and jnp.dtype(reduce_dtype) == jnp.bfloat16 and mesh.shape["tensor"] > 1:
+        raise ValueError(
+            "train.reduce_dtype='bfloat16' with mesh tensor > 1 is beyond XLA on CPU; use 'float32', or tensor=1"
+        )
+    stages = tuple((name, link_stages(mesh, name)) for name in axes)
+    return BatchAxes(mesh, rules, axes, jnp.dtype(reduce_dtype), stages)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gather(cut: Cut, dtype: Any, reduce_dtype: Any, stages: Any, w: jax.Array) -> jax.Array:
+    w = w.astype(dtype)
+    for dimension, names in cut:
+        w = lax.all_gather(w, names, axis=dimension, tiled=True)
+    return w.astype(jnp.promote_types(dtype, reduce_dtype))
+
+
+def _gather_forward(cut, dtype, reduce_dtype, stages, w):
+    return _gather(cut, dtype, reduce_dtype, stages, w), jnp.zeros((), w.dtype)
+
+
+def _gather_backward(cut, dtype, reduce_dtype, stages, like_w, grad):
+    return (scattered(grad.astype(reduce_dtype), cut, stages).astype(like_w.dtype),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def scattered(x: jax.Array, cut: Cut, stages: tuple[tuple[str, tuple[Groups, ...]], ...]) -> jax.Array:
+    """This device's part of the sum of x over the axes of the cut, one link after the other."""
+    for dimension, names in cut:
+        for name in names:
+            for groups in dict(stages)[name] or (None,):
+                x = lax.psum_scatter(x, name, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
+    return x
