@@ -1,14 +1,23 @@
-"""The named device mesh. It always has all six axes, so that any PartitionSpec is valid on any machine."""
+"""The named device mesh. It always has all six axes, so that any PartitionSpec is valid on any machine.
+
+The chips of a TPU slice, or of a GPU node, are joined by a fast network (ICI, NVLink), and such groups by a slow one
+(DCN). The axes of SPANNING may cross from group to group, the others never do: each group holds one block of the mesh.
+"""
 
 import dataclasses
 import math
 from collections.abc import Sequence
 
 import jax
+import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxscale.schema import setting
 from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.units import divisors, or_list
+
+SPANNING = ("pipeline", "data", "fsdp")  # outermost first: data takes the slices before fsdp does
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +51,10 @@ def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
     used = {axis: size for axis, size in shape.items() if size != 1}
     if -1 in shape.values():
         if num_devices % fixed:
-            raise ValueError(f"mesh={used} needs a multiple of {fixed} devices, and there are {num_devices}")
+            raise ValueError(
+                f"mesh={used} needs a multiple of {fixed} devices, and there are {num_devices}; "
+                f"{nearest_size({axis: size for axis, size in used.items() if size != -1}, num_devices)}"
+            )
         return {axis: num_devices // fixed if size == -1 else size for axis, size in shape.items()}
     if fixed != num_devices:
         raise ValueError(
@@ -51,9 +63,89 @@ def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
     return shape
 
 
+def nearest_size(fixed: dict[str, int], num_devices: int) -> str:
+    """'use tensor=4': the change of one axis, innermost first, that lets all divide the devices."""
+    for axis in reversed(fixed):
+        share, rest = divmod(num_devices, math.prod(size for other, size in fixed.items() if other != axis))
+        if not rest:
+            return f"use {axis}={min(divisors(share), key=lambda part: abs(part - fixed[axis]))}"
+    return f"sizes that divide are {or_list(divisors(num_devices))}"
+
+
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """The mesh over `devices` (all devices unless given), axes in MESH_AXES order, every axis of type Auto."""
+    """The mesh over `devices` (all devices unless given), axes in MESH_AXES order, every axis of type Auto.
+
+    Raises ValueError if the sizes do not multiply, or if an axis inside a slice or node would be longer than one.
+    """
     devices = list(jax.devices() if devices is None else devices)
     shape = mesh_shape(cfg, len(devices))
-    auto = (AxisType.Auto,) * len(MESH_AXES)
-    return jax.make_mesh(tuple(shape.values()), MESH_AXES, axis_types=auto, devices=devices)
+    return Mesh(arrange(shape, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def arrange(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
+    """The devices as an array of this mesh shape, neighbours on the network next to each other where that can be.
+
+    A physical axis of a torus is split between two mesh axes only where no whole axes multiply to their sizes.
+    """
+    sizes = tuple(shape.values())
+    kind, number, group_of = device_groups(devices)
+    if len(set(group_of)) == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    outer = spanning_shape(shape, kind, group_of)
+    inner = tuple(size // outer[axis] for axis, size in shape.items())
+    return mesh_utils.create_hybrid_device_mesh(
+        inner,
+        tuple(outer.values()),
+        devices,
+        process_is_granule=number == "process_index",
+        allow_split_physical_axes=True,
+    )
+
+
+def device_groups(devices: Sequence[jax.Device]) -> tuple[str, str, list[int]]:
+    """(what a group is called, the attribute that numbers groups, the number of each device's group).
+
+    Devices of several TPU slices carry slice_index, and so do running GPUs of several nodes (the runtime numbers what
+    NVLink joins). GPUs that are only compiled for are all in slice 0, each node being one process.
+    """
+    kind = "node" if devices[0].platform == "gpu" else "slice"
+    slices = [getattr(device, "slice_index", 0) for device in devices]
+    processes = [device.process_index for device in devices]
+    if kind == "node" and len(set(slices)) == 1 and len(set(processes)) > 1 == jax.process_count():
+        return kind, "process_index", processes
+    return kind, "slice_index", slices
+
+
+def spanning_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict[str, int]:
+    """Axis to the number of groups along it, the outermost axes of SPANNING first. Raises ValueError if none fits."""
+    counts = [group_of.count(group) for group in sorted(set(group_of))]
+    if len(set(counts)) != 1:
+        raise ValueError(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need as many")
+    left, outer = len(counts), dict.fromkeys(shape, 1)
+    for axis in SPANNING:
+        outer[axis] = math.gcd(shape[axis], left)
+        left //= outer[axis]
+    if left != 1:  # then what stays inside a group does not divide its devices
+        inside = {axis: size for axis, size in shape.items() if size > 1 and axis not in SPANNING}
+        raise ValueError(
+            f"mesh={inside} does not divide the {counts[0]} devices of a {kind}, and only {or_list(SPANNING)} may "
+            f"cross between {kind}s; {nearest_size(inside, counts[0])} and let fsdp=-1 take what is left"
+        )
+    return outer
+
+
+def groups_along(mesh: Mesh) -> tuple[str, dict[str, int]]:
+    """("slice" or "node", axis to how many of them it crosses: 1 where it stays inside)."""
+    kind, _, group_of = device_groups(list(mesh.devices.flat))
+    return kind, spanning_shape(dict(mesh.shape), kind, group_of)
+
+
+def mesh_layout(mesh: Mesh) -> str:
+    """The mesh in words: 'data=2 (over 2 slices), fsdp=64, tensor=4'; 'one device' for a mesh of one."""
+    kind, outer = groups_along(mesh)
+    words = [
+        f"{axis}={size}" + (f" (over {outer[axis]} {kind}s)" if outer[axis] > 1 else "")
+        for axis, size in mesh.shape.items()
+        if size > 1
+    ]
+    return ", ".join(words) or "one device"

@@ -1,10 +1,17 @@
-"""The mesh always has six axes; sizes that do not fit the machine are refused in one line."""
+"""The mesh always has six axes; slices and nodes are its outermost blocks; sizes that do not fit are refused."""
+
+import dataclasses
+import importlib.util
+import re
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.sharding.mesh import MeshConfig, make_mesh, mesh_shape
+from jaxscale.planner.topology import open_topology
+from jaxscale.sharding.mesh import MeshConfig, arrange, make_mesh, mesh_layout, mesh_shape
 from jaxscale.sharding.rules import MESH_AXES
 
 
@@ -27,11 +34,16 @@ def test_one_free_axis_takes_the_devices_that_are_left(sizes, num_devices, expec
 @pytest.mark.parametrize(
     ("sizes", "told"),
     [
-        ({"tensor": 3}, "mesh={'fsdp': -1, 'tensor': 3} needs a multiple of 3 devices, and there are 8"),
+        ({"tensor": 3}, "mesh={'fsdp': -1, 'tensor': 3} needs a multiple of 3 devices, and there are 8; use tensor=2"),
         ({"fsdp": 4}, "mesh={'fsdp': 4} multiplies to 4 devices, and there are 8; make one axis -1"),
         ({"fsdp": 1}, "mesh=all 1 multiplies to 1 devices, and there are 8; make one axis -1"),
         ({"fsdp": 4, "tensor": 4}, "multiplies to 16 devices, and there are 8"),
-        ({"tensor": 16}, "needs a multiple of 16 devices, and there are 8"),
+        ({"tensor": 16}, "needs a multiple of 16 devices, and there are 8; use tensor=8"),
+        (
+            {"data": 3, "tensor": 5},
+            "needs a multiple of 15 devices, and there are 8; sizes that divide are 1, 2, 4 or 8",
+        ),
+        ({"data": 2, "tensor": 5}, "needs a multiple of 10 devices, and there are 8; use tensor=4"),
     ],
 )
 def test_sizes_that_do_not_multiply_to_the_devices_are_refused(sizes, told):
@@ -65,3 +77,137 @@ def test_the_mesh_has_all_axes_slowest_link_first_and_their_types_are_given():
 def test_the_mesh_may_be_of_some_devices_only():
     mesh = make_mesh(MeshConfig(), jax.devices()[2:4])
     assert {device.id for device in mesh.devices.flat} == {2, 3}
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """What the arrangement asks of a device, for machines that are not here."""
+
+    id: int
+    platform: str
+    slice_index: int
+    process_index: int
+    device_kind: str = "simulated"
+
+
+def devices(num_groups, each, platform="cpu", numbered_by="slice_index"):
+    numbers = {"slice_index": 0, "process_index": 0}
+    return [
+        Device(id=n, platform=platform, **numbers | {numbered_by: n // each}) for n in range(num_groups * each)
+    ]  # fmt: skip
+
+
+def blocks(sizes, found, by="slice_index"):
+    """{axis: the groups met on the way along it from the first device}."""
+    arranged = arrange(mesh_shape(MeshConfig(**sizes), len(found)), found)
+    assert {device.id for device in arranged.flat} == {device.id for device in found}
+    met = {}
+    for place, axis in enumerate(MESH_AXES):
+        line = np.moveaxis(arranged, place, 0).reshape(arranged.shape[place], -1)[:, 0]
+        if len(line) > 1:
+            met[axis] = [getattr(device, by) for device in line]
+    return met
+
+
+@pytest.mark.parametrize(
+    ("sizes", "groups", "met"),
+    [
+        ({"data": 2}, 2, {"data": [0, 1], "fsdp": [0] * 4}),
+        ({"data": 2, "tensor": 2}, 2, {"data": [0, 1], "fsdp": [0, 0], "tensor": [0, 0]}),
+        ({"data": 4}, 2, {"data": [0, 0, 1, 1], "fsdp": [0, 0]}),
+        ({}, 2, {"fsdp": [0] * 4 + [1] * 4}),
+        ({"data": 2}, 4, {"data": [0, 2], "fsdp": [0, 0, 0, 0, 1, 1, 1, 1]}),
+        ({"data": 3, "tensor": 4}, 3, {"data": [0, 1, 2], "tensor": [0] * 4}),
+        ({"data": 6, "fsdp": -1}, 3, {"data": [0, 0, 1, 1, 2, 2], "fsdp": [0, 0]}),
+    ],
+    ids=str,
+)
+def test_slices_are_taken_by_the_outermost_axes_in_order(sizes, groups, met):
+    assert blocks(sizes, devices(groups, 4)) == met
+
+
+def test_the_order_in_which_devices_are_listed_does_not_tear_a_slice_apart():
+    shuffled = list(np.random.default_rng(0).permutation(np.array(devices(2, 4), object)))
+    assert blocks({"data": 2}, shuffled) == {"data": [0, 1], "fsdp": [0] * 4}
+
+
+@pytest.mark.parametrize("numbered_by", ["slice_index", "process_index"])
+def test_tensor_stays_inside_a_gpu_node_and_fsdp_crosses(numbered_by):
+    found = devices(2, 4, "gpu", numbered_by)
+    assert blocks({"tensor": 4}, found, numbered_by) == {"fsdp": [0, 1], "tensor": [0] * 4}
+    with pytest.raises(ValueError) as error:
+        blocks({"tensor": 8}, found)
+    assert str(error.value) == (
+        "mesh={'tensor': 8} does not divide the 4 devices of a node, and only pipeline, data or fsdp may cross between "
+        "nodes; use tensor=4 and let fsdp=-1 take what is left"
+    )
+
+
+def test_an_axis_that_would_leave_a_slice_is_refused_with_the_nearest_that_stays():
+    with pytest.raises(ValueError, match=r"\{'tensor': 4\} does not divide the 6 devices of a slice.* use tensor=3"):
+        blocks({"tensor": 4}, devices(2, 6))
+
+
+def test_slices_of_unequal_size_are_refused():
+    with pytest.raises(ValueError, match="the 2 slices have 2 or 4 devices; all need as many"):
+        blocks({}, devices(2, 4)[:6])
+
+
+def test_a_mesh_is_told_in_words():
+    assert mesh_layout(make_mesh(MeshConfig(tensor=2))) == "fsdp=4, tensor=2"
+    assert mesh_layout(make_mesh(MeshConfig(), jax.devices()[:1])) == "one device"
+
+
+@pytest.fixture(scope="module")
+def tpu():
+    """tpu(name, num_slices=1) -> devices of a TPU that is not here."""
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed")
+    return lambda name, num_slices=1: open_topology(f"{num_slices}*{name}" if num_slices > 1 else name).devices
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("name", "slices", "sizes", "told"),
+    [
+        ("v6e:4x4", 2, {"data": 2, "tensor": 4}, "data=2 (over 2 slices), fsdp=4, tensor=4"),
+        ("v6e:4x4", 2, {"tensor": 8}, "fsdp=4 (over 2 slices), tensor=8"),
+        ("v6e:4x4", 4, {"data": 2}, "data=2 (over 2 slices), fsdp=32 (over 2 slices)"),
+        ("v5p:4x4x8", 1, {"tensor": 2}, "fsdp=64, tensor=2"),
+    ],
+)
+def test_real_tpu_slices_are_arranged_with_the_slow_network_outside(tpu, name, slices, sizes, told):
+    mesh = make_mesh(MeshConfig(**sizes), tpu(name, slices))
+    assert mesh_layout(mesh) == told
+    inside = mesh.devices.reshape(-1, mesh.shape["tensor"])  # a line along tensor never leaves its slice
+    assert slices == 1 or all(len({device.slice_index for device in line}) == 1 for line in inside)
+
+
+@pytest.mark.aot
+def test_a_tensor_axis_of_a_torus_lies_on_neighbours(tpu):
+    mesh = make_mesh(MeshConfig(tensor=4), tpu("v5p:4x4x8"))
+    for line in mesh.devices.reshape(-1, 4)[:8]:
+        moves = np.ptp(np.array([device.coords for device in line]), axis=0)
+        assert np.count_nonzero(moves) == 1  # along one physical axis, whose ends are joined
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("sizes", "crossing"), [({"data": 2}, {"ALL_REDUCE"}), ({}, {"ALL_GATHER", "ALL_REDUCE"})], ids=str
+)
+def test_between_slices_data_costs_a_reduction_and_fsdp_the_gathers_too(tpu, sizes, crossing):
+    """What crosses is named in the compiled program, as sends of the multi-slice runtime."""
+    mesh = make_mesh(MeshConfig(**sizes), tpu("v6e:2x4", 2))
+    place = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+    weights, rows = place("fsdp", None), place(("data", "fsdp"), None)
+
+    def gradient(w_DF, x_BD):
+        return jax.grad(lambda w_DF: jnp.sum(jnp.square(x_BD @ w_DF)))(w_DF)
+
+    compiled = (
+        jax.jit(gradient, in_shardings=(weights, rows), out_shardings=weights)
+        .lower(jax.ShapeDtypeStruct((512, 1024), jnp.float32), jax.ShapeDtypeStruct((256, 512), jnp.float32))
+        .compile()
+    )
+    found = re.findall(r'_xla_megascale_transfer_type="([A-Z_]+)"', compiled.as_text())
+    assert set(found) == crossing

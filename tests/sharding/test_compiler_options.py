@@ -1,0 +1,137 @@
+"""Options for XLA: the table's rows, what the user has set, what a program is compiled with, and what each row does."""
+
+import importlib.util
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale.planner.topology import open_topology
+from jaxscale.sharding.compiler_options import ON_ALREADY, TABLE, check_options, compiler_options
+from jaxscale.sharding.mesh import MeshConfig, make_mesh
+
+GPU = [row for row in TABLE if row.devices == "gpu"]
+SCHEDULER, GATHER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_pipelined_all_gather"
+
+
+def test_a_platform_gets_its_own_rows():
+    assert compiler_options("gpu", "any", {}, {}).values == {SCHEDULER: True, GATHER: True}
+    assert compiler_options("cpu", "cpu", {}, {}).values == compiler_options("tpu", "TPU v5", {}, {}).values == {}
+
+
+def test_every_row_says_what_it_does_and_what_was_seen():
+    assert TABLE and all(row.does and row.seen for row in TABLE)
+    assert len({(row.devices, row.name) for row in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize("variable", ["XLA_FLAGS", "LIBTPU_INIT_ARGS"])
+@pytest.mark.parametrize("value", ["", "=true", "=false"])
+def test_what_the_environment_sets_is_left_to_it_and_told(variable, value):
+    options = compiler_options("gpu", "any", {}, {variable: f"--xla_a=1 --{SCHEDULER}{value}  --xla_b"})
+    assert options.values == {GATHER: True} and options.left_out == (SCHEDULER,)
+    assert str(options) == f"{GATHER}=True; {SCHEDULER} as XLA_FLAGS or LIBTPU_INIT_ARGS has it"
+
+
+def test_a_name_that_only_begins_alike_is_no_such_option():
+    assert compiler_options("gpu", "any", {}, {"XLA_FLAGS": f"--{SCHEDULER}_x=1"}).left_out == ()
+
+
+def test_the_config_goes_over_the_table_and_the_environment():
+    options = compiler_options("gpu", "any", {SCHEDULER: False, "xla_c": 3}, {"XLA_FLAGS": f"--{SCHEDULER}=true"})
+    assert options.values == {SCHEDULER: False, "xla_c": 3, GATHER: True} and options.left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("extra", "told"),
+    [
+        (
+            {"xla_no_such_thing": True},
+            "compiler.xla_no_such_thing=True: XLA for cpu refuses it: No such compile option",
+        ),
+        ({"xla_cpu_enable_fast_math": "perhaps"}, "compiler.xla_cpu_enable_fast_math=perhaps: XLA for cpu refuses it"),
+    ],
+)
+def test_an_option_that_xla_does_not_know_is_one_line_before_anything_is_compiled(extra, told):
+    check_options({"xla_cpu_enable_fast_math": False}, jax.devices()[0])
+    with pytest.raises(ValueError) as error:
+        tiny.program({f"compiler.{name}": value for name, value in extra.items()})
+    assert str(error.value).startswith(told) and "\n" not in str(error.value)
+
+
+def test_the_step_is_compiled_with_the_options_of_the_config(monkeypatch):
+    monkeypatch.setattr("jaxscale.build.check_options", lambda extra, device: None)  # so that the step meets it itself
+    program = tiny.program({"compiler.xla_not_even_this": "1", "model.num_layers": 1})
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option: 'xla_not_even_this'"):
+        lowered.compile()
+
+
+def loop_over_layers(mesh):
+    """A lowered gradient step over layers whose parameters are shared along fsdp: small, with all that a row moves."""
+    place = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))
+    up, down, rows = place(None, "fsdp", "tensor"), place(None, "tensor", "fsdp"), place(("data", "fsdp"), None)
+    D, F, L = 512, 1024, 4
+
+    def loss(params, x_BD):
+        def layer(h_BD, layer_params):
+            w_DF, w_FD = [w.astype(jnp.bfloat16) for w in layer_params]
+            y_BD = jax.lax.with_sharding_constraint(jax.nn.relu(h_BD @ w_DF) @ w_FD, rows)
+            return h_BD + y_BD, None
+
+        h_BD, _ = jax.lax.scan(jax.checkpoint(layer), x_BD, params)
+        return jnp.sum(jnp.square(h_BD.astype(jnp.float32)))
+
+    def step(params, x_BD):
+        grads = jax.lax.with_sharding_constraint(jax.grad(loss)(params, x_BD), [up, down])
+        return jax.tree.map(lambda w, g: w - 1e-3 * g, params, grads)
+
+    params = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((L, D, F), (L, F, D))]
+    batch = jax.ShapeDtypeStruct((1024 * mesh.size, D), jnp.bfloat16)
+    jitted = jax.jit(step, in_shardings=([up, down], rows), out_shardings=[up, down], donate_argnums=0)
+    return jitted.lower(params, batch)
+
+
+def program_text(lowered, options):
+    """The compiled program in its order, without what tells nothing of it: names' numbers, source lines, its header."""
+    text = lowered.compile(compiler_options=options).as_text()
+    return re.sub(r"metadata=\{[^}]*\}|HloModule [^\n]*|\.\d+", "", text)
+
+
+def lowered_for(topology):
+    package = "jax_cuda12_plugin" if ":" in topology and topology[0] in "ah" else "libtpu"
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"{package} is not installed")
+    return loop_over_layers(make_mesh(MeshConfig(), open_topology(topology).devices))
+
+
+def between(text, kind):
+    """For each asynchronous collective of a kind, how many operations stand between its start and its end."""
+    lines, found = text.splitlines(), []
+    for place, line in enumerate(lines):
+        if start := re.search(rf"%?(\S+) = .* {kind}-start\(", line):
+            end = next(n for n in range(place, len(lines)) if re.search(rf"-done\(.*%?{start[1]}\)", lines[n]))
+            found.append(sum(" fusion(" in line or " custom-call(" in line for line in lines[place:end]))
+    return found
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(("topology", "row"), [("a100:8", SCHEDULER), ("a100:8", GATHER), ("h100:8", GATHER)])
+def test_a_row_changes_the_program_and_more_is_done_while_data_are_on_their_way(topology, row):
+    lowered = lowered_for(topology)
+    others = {other.name: other.value for other in GPU if other.name != row}
+    kind = "reduce-scatter" if row == SCHEDULER else "all-gather"
+    compile_with = lambda options: lowered.compile(compiler_options=options).as_text()
+    without, within = between(compile_with(others), kind), between(compile_with(others | {row: True}), kind)
+    assert max(within) > max(without)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("name", ON_ALREADY["tpu"])
+def test_what_is_on_already_is_so_in_this_compiler(name):
+    lowered = lowered_for("v5e:2x4")
+    usual = program_text(lowered, None)
+    assert program_text(lowered, {name: True}) == usual
+    assert program_text(lowered, {name: False}) != usual
