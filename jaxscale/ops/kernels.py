@@ -1,14 +1,16 @@
 """The forms of the costly operations that suit a platform, in one object that a model is given."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
+from jax.sharding import Mesh
 
 from jaxscale.ops.activation import swiglu
-from jaxscale.ops.attention import Attend, AttentionName, choose_attention, xla
+from jaxscale.ops.attention import Attend, AttentionName, AttentionNeeds, choose_attention, xla
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
+from jaxscale.sharding.rules import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -18,6 +20,7 @@ class Kernels:
     attend: Attend
     attention: str  # the resolved name of `attend`, for logs
     project: Project
+    why_plain: str = ""  # what kept "auto" from the platform's own attention
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
 
@@ -26,13 +29,19 @@ PLAIN = Kernels(attend=xla.attend, attention="xla", project=einsum_project)
 
 
 def choose_kernels(
-    platform: str, attention: AttentionName = "auto", softcap: float | None = None, *, one_device: bool = True
+    platform: str,
+    attention: AttentionName,
+    needs: AttentionNeeds,
+    *,
+    mesh: Mesh | None = None,
+    rules: Mapping[str, Placement] | None = None,
 ) -> Kernels:
     """The kernels for "cpu", "gpu" or "tpu". Raises ValueError for an attention that the platform lacks.
 
-    softcap: of the attention scores. one_device: False where the batch is spread over several devices.
+    mesh, rules: where rows and heads live; one device unless given.
     """
-    attend, resolved = choose_attention(attention, platform, softcap, one_device=one_device)
+    attend, resolved, why_plain = choose_attention(attention, platform, needs, mesh=mesh, rules=rules)
     # The fast form hides its products from the partitioner, which would gather the activations of all devices.
+    one_device = mesh is None or mesh.size == 1
     project = cpu_project if platform == "cpu" and one_device else einsum_project
-    return Kernels(attend=attend, attention=resolved, project=project)
+    return Kernels(attend=attend, attention=resolved, why_plain=why_plain, project=project)

@@ -1,11 +1,18 @@
-"""Blockwise attention promises the values and gradients of plain attention."""
+"""Every form of attention promises the values and gradients of plain attention."""
+
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.ops.attention import blockwise, choose_attention, xla
+from jaxscale.ops.attention import AttentionNeeds, blockwise, choose_attention, long, splash, what_lacks, xla
+from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.ops.attention.spread import spread
+from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.rules import RULES, partition_spec
 
 SHAPES = {  # B, T, N, K, H, block
     "one block": (2, 16, 2, 2, 8, 16),
@@ -35,40 +42,117 @@ def value_and_gradients(attend, q, k, v, segment_ids_BT, dout):
     return [np.asarray(array.astype(jnp.float32)) for array in jax.jit(run)(q, k, v, dout)]
 
 
-@pytest.mark.parametrize("rows_apart", [True, False], ids=["row by row", "rows together"])
+def assert_equal_to_plain(attend, inputs, **settings):
+    """Fails unless value and gradients are plain attention's; gives plain attention's."""
+    plain = value_and_gradients(xla.make_attend(**settings), *inputs)
+    for got, right in zip(value_and_gradients(attend, *inputs), plain):
+        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)  # float32 sums taken in another order
+    return plain
+
+
+BLOCKWISE = {
+    "blockwise": lambda block, **settings: blockwise.make_attend(block_size=block, **settings),
+    "long": lambda block, **settings: long.make_attend(block=block, **settings),
+}
+
+
+@pytest.mark.parametrize("form", BLOCKWISE)
 @pytest.mark.parametrize("name", SHAPES)
-def test_blockwise_attention_equals_plain_attention(name, rows_apart):
-    inputs = make_inputs(SHAPES[name])
-    attend = blockwise.make_attend(block_size=SHAPES[name][-1], rows_apart=rows_apart)
-    for got, plain in zip(value_and_gradients(attend, *inputs), value_and_gradients(xla.attend, *inputs)):
-        np.testing.assert_allclose(got, plain, rtol=1e-5, atol=1e-5)  # float32 sums taken in another order
+def test_attention_in_blocks_equals_plain_attention(name, form):
+    assert_equal_to_plain(BLOCKWISE[form](SHAPES[name][-1]), make_inputs(SHAPES[name]))
 
 
-def test_blockwise_attention_caps_scores_as_plain_attention_does():
+@pytest.mark.parametrize("form", BLOCKWISE)
+def test_attention_in_blocks_caps_scores_as_plain_attention_does(form):
     shape = SHAPES["grouped heads"]
     inputs = make_inputs(shape)
-    attend = blockwise.make_attend(softcap=2.0, block_size=shape[-1])
-    capped = value_and_gradients(xla.make_attend(softcap=2.0), *inputs)
-    for got, plain in zip(value_and_gradients(attend, *inputs), capped):
-        np.testing.assert_allclose(got, plain, rtol=1e-5, atol=1e-5)
+    capped = assert_equal_to_plain(BLOCKWISE[form](shape[-1], softcap=2.0), inputs, softcap=2.0)
     assert np.abs(capped[0] - value_and_gradients(xla.attend, *inputs)[0]).max() > 1e-3  # the cap did something
 
 
-def test_blockwise_attention_in_bfloat16_is_as_near_to_float32_as_plain_attention():
+@pytest.mark.parametrize("form", BLOCKWISE)
+@pytest.mark.parametrize("window", [5, 17])
+def test_attention_in_blocks_sees_the_window_that_plain_attention_sees(window, form):
     shape = SHAPES["grouped heads"]
+    assert_equal_to_plain(BLOCKWISE[form](shape[-1], window=window), make_inputs(shape), window=window)
+
+
+def test_attention_for_long_rows_visits_only_blocks_that_see_each_other():
+    walk = lambda window: long.Walk(groups=1, head_dim=8, block=16, softcap=None, window=window).pairs(64).tolist()
+    assert walk(None) == [[i, j] for i in range(4) for j in range(i + 1)]
+    assert walk(1) == [[i, i] for i in range(4)]
+    assert walk(17) == walk(2) == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]
+    assert [2, 0] in walk(18)
+
+
+def test_attention_for_long_rows_needs_memory_in_proportion_to_the_row():
+    attend = long.make_attend(block=32)
+
+    def temporaries(T):
+        q, k, v, ids, dout = make_inputs((1, T, 2, 1, 8, 0))
+        run = jax.jit(lambda q, k, v, dout: jax.vjp(lambda *qkv: attend(*qkv, ids), q, k, v)[1](dout))
+        return run.lower(q, k, v, dout).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(1024) < 2.2 * temporaries(512)  # scores of all pairs would be 4 times as many
+
+
+@pytest.mark.parametrize(
+    "shape, settings",
+    [
+        ((2, 256, 2, 2, 16, 0), {}),
+        ((1, 200, 4, 2, 16, 0), {"window": 70, "softcap": 2.0}),  # filled up to whole blocks; grouped heads
+    ],
+    ids=["whole blocks", "window, softcap, groups, a shorter row"],
+)
+def test_splash_attention_equals_plain_attention(shape, settings):
+    inputs = make_inputs(shape)
+    blocks = splash.Blocks(128, 128, 128, 128)  # several, some of them wholly hidden
+    got = value_and_gradients(splash.make_attend(**settings, blocks=blocks, interpret=True), *inputs)
+    for one, right in zip(got, value_and_gradients(xla.make_attend(**settings), *inputs)):
+        np.testing.assert_allclose(one, right, rtol=1e-5, atol=2e-5)  # float32 sums taken in another order
+
+
+def test_a_window_of_plain_attention_is_the_newest_keys_and_no_more():
+    q, k, v, _, _ = make_inputs((1, 12, 2, 2, 8, 8))
+    one_BT = jnp.ones((1, 12), jnp.int32)
+    out = np.asarray(xla.attend(q, k, v, one_BT, window=4))
+    moved = np.asarray(xla.attend(q, k.at[:, 3].add(3.0), v.at[:, 3].add(3.0), one_BT, window=4))
+    assert (np.abs(moved - out).max(axis=(0, 2, 3)) > 0).tolist() == [False] * 3 + [True] * 4 + [False] * 5
+    np.testing.assert_array_equal(xla.attend(q, k, v, one_BT, window=12), xla.attend(q, k, v, one_BT))
+
+
+def narrow_and_wide(shape):
+    """Inputs in bfloat16, and the same values in float32."""
     narrow = make_inputs(shape, jnp.bfloat16)
-    wide = [array if array.dtype == jnp.int32 else array.astype(jnp.float32) for array in narrow]
+    return narrow, [array if array.dtype == jnp.int32 else array.astype(jnp.float32) for array in narrow]
+
+
+FORMS = {
+    "blockwise": (SHAPES["grouped heads"], blockwise.make_attend(block_size=16)),
+    "long": (SHAPES["grouped heads"], long.make_attend(block=16)),
+    "splash": ((1, 128, 4, 2, 128, 0), splash.make_attend(interpret=True)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_attention_in_bfloat16_is_as_near_to_float32_as_plain_attention(form):
+    shape, attend = FORMS[form]
+    narrow, wide = narrow_and_wide(shape)
     exact = value_and_gradients(xla.attend, *wide)
-    got = value_and_gradients(blockwise.make_attend(block_size=shape[-1]), *narrow)
+    got = value_and_gradients(attend, *narrow)
     plain = value_and_gradients(xla.attend, *narrow)
     for exact_one, got_one, plain_one in zip(exact, got, plain):
         scale = np.abs(exact_one).max()
-        # Both round probabilities, score gradients and results to 8 bits: a few units in the last place of the largest.
+        # All round probabilities, score gradients and results to 8 bits: a few units in the last place of the largest.
         assert np.abs(got_one - exact_one).max() < 2**-6 * scale
         assert np.sqrt(np.mean((got_one - exact_one) ** 2)) < 1.5 * np.sqrt(np.mean((plain_one - exact_one) ** 2))
 
 
-@pytest.mark.parametrize("attend", [xla.attend, blockwise.make_attend(block_size=8)], ids=["xla", "blockwise"])
+@pytest.mark.parametrize(
+    "attend",
+    [xla.attend, blockwise.make_attend(block_size=8), long.make_attend(block=8)],
+    ids=["xla", "blockwise", "long"],
+)
 def test_no_position_sees_a_later_one_or_another_segment(attend):
     q, k, v, _, _ = make_inputs((1, 24, 2, 2, 8, 8))
     segment_ids_BT = jnp.asarray([[1] * 10 + [2] * 10 + [0] * 4], jnp.int32)
@@ -93,13 +177,125 @@ def test_long_rows_get_few_blocks_that_cover_every_position_once():
         assert [i for begin, end in pieces for i in range(begin, end)] == list(range(length))
 
 
-def test_auto_attention_is_blockwise_on_a_cpu_and_xla_elsewhere():
-    assert [choose_attention("auto", platform)[1] for platform in ("cpu", "gpu", "tpu")] == ["blockwise", "xla", "xla"]
-    assert choose_attention("xla", "cpu")[1] == "xla"
+def test_splash_pads_rows_little_and_never_cuts_them_into_small_blocks():
+    for length in (1, 128, 129, 512, 1000, 1152, 4096, 4097, 5000, 32768):
+        padded = splash.padded_length(length)
+        block = splash.block_size(padded, splash.ANY_CHIP.q)
+        assert length <= padded < length + 256 and padded % block == 0 and block % 128 == 0
+        assert block >= min(256, padded)
+    assert splash.padded_length(4096) == 4096 and splash.block_size(4096, 512) == 512
 
 
-@pytest.mark.parametrize("name, platform, words", [("blockwise", "tpu", "use 'auto'"), ("flash", "cpu", "not known")])
-def test_an_attention_that_the_platform_lacks_is_an_error_with_a_way_out(name, platform, words):
+def test_a_chips_own_blocks_are_used_where_they_fit():
+    v6e = splash.blocks_for("TPU v6 lite")
+    assert splash.blocks_for("TPU v5") == splash.blocks_for(None) == splash.ANY_CHIP != v6e
+    assert splash.block_sizes(4096, v6e, itemsize=2).block_q_dkv == v6e.q_dkv == 2048
+    assert splash.block_sizes(1024, v6e, itemsize=2).block_q_dkv == 1024  # no longer than the row
+    assert splash.block_sizes(4096, v6e, itemsize=4) == splash.block_sizes(4096, splash.ANY_CHIP, itemsize=2)
+
+
+def needs(**settings):
+    return AttentionNeeds(**{"head_dim": 128, "dtype": "bfloat16"} | settings)
+
+
+@pytest.mark.parametrize(
+    "platform, asked, chosen",
+    [
+        ("cpu", needs(dtype="float32", softcap=3.0, window=9), ("blockwise", "")),
+        ("tpu", needs(softcap=3.0, window=9), ("splash", "")),
+        ("tpu", needs(dtype="float32", head_dim=80), ("splash", "")),
+        ("tpu", needs(dtype="float16"), ("xla", "splash computes in bfloat16 or float32, not in float16")),
+        ("gpu", needs(window=9), ("cudnn", "")),
+        ("gpu", needs(dtype="float16", head_dim=64), ("cudnn", "")),
+        ("gpu", needs(dtype="float32"), ("xla", "cudnn computes in bfloat16 or float16, not in float32")),
+        ("gpu", needs(softcap=3.0), ("xla", "cudnn has no softcap")),
+        ("gpu", needs(head_dim=256), ("xla", "cudnn takes a head_dim of at most 128 and a multiple of 8, not 256")),
+        ("gpu", needs(head_dim=4), ("xla", "cudnn takes a head_dim of at most 128 and a multiple of 8, not 4")),
+    ],
+)
+def test_auto_attention_is_the_platforms_own_and_says_why_when_it_is_not(platform, asked, chosen):
+    assert choose_attention("auto", platform, asked)[1:] == chosen
+
+
+def test_auto_attention_leaves_cards_older_than_ampere_without_cudnn():
+    class Card:
+        def __init__(self, compute_capability):
+            self.compute_capability = compute_capability
+
+    told = "cudnn needs compute capability 8.0 (Ampere), and this card has 7.5"
+    assert what_lacks("cudnn", needs(dtype="float16"), Card("7.5")) == told
+    assert [what_lacks("cudnn", needs(), Card(text)) for text in ("8.0", "9.0", "10.0")] == [""] * 3
+
+
+@pytest.mark.parametrize(
+    "name, platform, dtype, words",
+    [
+        ("splash", "cpu", "bfloat16", "made for TPUs, not for cpu; use 'auto' or 'xla'"),
+        ("cudnn", "tpu", "bfloat16", "made for NVIDIA GPUs, not for tpu"),
+        ("splash", "tpu", "float16", "not in float16; use 'auto' or 'xla'"),
+        ("cudnn", "gpu", "float32", "not in float32; use 'auto' or 'xla'"),
+        ("flash", "cpu", "bfloat16", "not known; use auto, xla, splash, cudnn or blockwise"),
+    ],
+)
+def test_an_attention_that_the_platform_lacks_is_an_error_with_a_way_out(name, platform, dtype, words):
     with pytest.raises(ValueError, match=words) as error:
-        choose_attention(name, platform)
+        choose_attention(name, platform, needs(dtype=dtype))
     assert name in str(error.value) and "\n" not in str(error.value)
+
+
+def test_blockwise_attention_takes_the_form_that_is_linear_in_memory_for_long_rows():
+    traced = lambda platform, T: str(
+        jax.make_jaxpr(choose_attention("blockwise", platform, needs())[0])(*make_inputs((1, T, 2, 2, 8, 0))[:4])
+    )
+    assert "dynamic_update_slice" not in traced("cpu", 1024)
+    assert "dynamic_update_slice" in traced("cpu", 1025) and "dynamic_update_slice" in traced("tpu", 64)
+
+
+MESHES = {"fsdp=8": dict(fsdp=8), "data=4, tensor=2": dict(data=4, tensor=2)}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_attention_on_a_mesh_gives_the_same_and_moves_nothing(mesh):
+    rules, shape = RULES["zero3"].params, (8, 24, 4, 2, 8, 16)
+    mesh = make_mesh(MeshConfig(**{"fsdp": 1} | MESHES[mesh]))
+    attend = spread(blockwise.make_attend(block_size=16), mesh, rules)
+    assert_equal_to_plain(attend, make_inputs(shape))
+    place = lambda *axes: NamedSharding(mesh, partition_spec(axes, rules))
+    heads, ids = place("act_batch", "act_seq", "act_heads", "head_dim"), place("act_batch", "act_seq")
+    abstract = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ids if x.ndim == 2 else heads) for x in make_inputs(shape)
+    ]
+    run = lambda q, k, v, ids, dout: jax.vjp(lambda q, k, v: attend(q, k, v, ids), q, k, v)[1](dout)
+    text = jax.jit(run).lower(*abstract).compile().as_text()
+    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter", text)
+
+
+def test_a_row_that_the_mesh_does_not_divide_is_computed_by_every_device():
+    mesh, rules = make_mesh(MeshConfig(fsdp=4, tensor=2)), RULES["zero3"].params
+    assert_equal_to_plain(spread(long.make_attend(block=16), mesh, rules), make_inputs((1, 24, 4, 2, 8, 16)))
+
+
+def test_attention_works_on_its_own_heads_inside_a_function_that_has_split_the_batch():
+    mesh, rules = make_mesh(MeshConfig(fsdp=4, tensor=2)), RULES["zero3"].params
+    attend = spread(blockwise.make_attend(block_size=16), mesh, rules)
+    rows = PartitionSpec("fsdp")
+    by_hand = jax.shard_map(
+        attend, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows, axis_names={"fsdp"}, check_vma=False
+    )
+    assert_equal_to_plain(by_hand, make_inputs((8, 24, 4, 2, 8, 16)))
+
+
+def forward_passes(attend, policy):
+    """How often the backward pass of a checkpointed layer runs attention's softmax again: exponentials in its trace."""
+    q, k, v, ids, dout = make_inputs((1, 16, 2, 2, 8, 16))
+    layer = jax.checkpoint(lambda q, k, v: jnp.sin(attend(q, k, v, ids)), policy=policy)
+    pull = jax.vjp(layer, q, k, v)[1]
+    return str(jax.make_jaxpr(pull)(dout)).count(" exp ")
+
+
+@pytest.mark.parametrize("form", BLOCKWISE)
+def test_a_remat_policy_that_keeps_attentions_result_runs_it_once(form):
+    attend = BLOCKWISE[form](16)
+    kept = forward_passes(attend, jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT))
+    again = forward_passes(attend, jax.checkpoint_policies.nothing_saveable)
+    assert kept < again

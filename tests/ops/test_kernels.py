@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.ops.attention import AttentionNeeds
 from jaxscale.ops.kernels import PLAIN, choose_kernels
 from jaxscale.ops.rope import rope
 
 B, T, D, N, H, F = 2, 20, 8, 2, 4, 12
+NEEDS = AttentionNeeds(head_dim=H, dtype="float32")
 
 
 def layer_loss(kernels, params, x, segment_ids_BT):
@@ -30,7 +32,7 @@ def test_cpu_kernels_give_the_loss_and_gradients_of_the_plain_ones():
     segment_ids_BT = jnp.asarray([[1] * 12 + [2] * 8, [1] * 18 + [0] * 2], jnp.int32)
     step = jax.value_and_grad(lambda params, kernels: layer_loss(kernels, params, x, segment_ids_BT))
     step = jax.jit(step, static_argnums=1)
-    for kernels in (choose_kernels("cpu"), choose_kernels("cpu", one_device=False), choose_kernels("tpu")):
+    for kernels in (choose_kernels("cpu", "auto", NEEDS), choose_kernels("tpu", "xla", NEEDS)):
         for got, right in zip(jax.tree.leaves(step(params, kernels)), jax.tree.leaves(step(params, PLAIN))):
             np.testing.assert_allclose(
                 got, right, rtol=1e-5, atol=2e-5
@@ -38,4 +40,5 @@ def test_cpu_kernels_give_the_loss_and_gradients_of_the_plain_ones():
 
 
 def test_kernels_name_their_attention():
-    assert choose_kernels("cpu").attention == "blockwise" and choose_kernels("gpu").attention == "xla"
+    chosen = [choose_kernels(platform, "auto", NEEDS).attention for platform in ("cpu", "gpu", "tpu")]
+    assert chosen == ["blockwise", "xla", "splash"]  # cudnn computes in narrower types only

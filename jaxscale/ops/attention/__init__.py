@@ -1,29 +1,99 @@
 """Which attention runs where. Every form promises the values of `xla`."""
 
-from collections.abc import Callable
-from typing import Literal
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import jax
+from jax.sharding import Mesh
 
-from jaxscale.ops.attention import blockwise, xla
+from jaxscale.ops.attention import blockwise, cudnn, long, splash, xla
+from jaxscale.ops.attention.spread import spread
+from jaxscale.sharding.rules import Placement
+from jaxscale.units import or_list
 
-# attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H)
+# attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H).
+# What its backward pass needs of its results bears the name ATTENTION_OUT, for remat policies.
 Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
-AttentionName = Literal["auto", "xla", "blockwise"]
+AttentionName = Literal["auto", "xla", "splash", "cudnn", "blockwise"]
+BEST = {"tpu": "splash", "gpu": "cudnn", "cpu": "blockwise"}
+HOMES = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}  # forms that run on one kind of machine only
+# Longer rows than this take the form that is linear in memory on a CPU too: from here on the other's blocks grow. At
+# 4096 it was no slower and its step took 25 MiB, not 617 (4 heads of 64, 2 busy cores, 2026-11-21).
+LONG_ROW = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AttentionNeeds:
+    """What a model asks of attention."""
+
+    head_dim: int
+    dtype: str  # of queries, keys and values
+    window: int | None = None
+    softcap: float | None = None
 
 
 def choose_attention(
-    name: AttentionName, platform: str, softcap: float | None = None, *, one_device: bool = True
-) -> tuple[Attend, str]:
-    """(attend, the name that "auto" became). one_device: blockwise may walk through the batch row by row.
+    name: AttentionName,
+    platform: str,
+    needs: AttentionNeeds,
+    *,
+    mesh: Mesh | None = None,
+    rules: Mapping[str, Placement] | None = None,
+) -> tuple[Attend, str, str]:
+    """(attend, the name that "auto" became, why "auto" had to be content with xla or "").
 
-    Raises ValueError for a form that the platform lacks.
+    mesh, rules: where rows and heads live; one device unless given.
+    Raises ValueError for a form that the platform lacks, or that cannot do what the model needs.
     """
-    resolved = ("blockwise" if platform == "cpu" else "xla") if name == "auto" else name
-    if resolved == "xla":
-        return xla.make_attend(softcap), resolved
-    if resolved != "blockwise":
-        raise ValueError(f"attention={name!r} is not known; use 'auto', 'xla' or 'blockwise'")
+    resolved = BEST.get(platform, "xla") if name == "auto" else name
+    if resolved not in get_args(AttentionName):
+        raise ValueError(f"attention={name!r} is not known; use {or_list(get_args(AttentionName))}")
+    if resolved in HOMES and BEST.get(platform) != resolved:
+        raise ValueError(f"attention={name!r} is made for {HOMES[resolved]}, not for {platform}; use 'auto' or 'xla'")
+    device = None if mesh is None else mesh.devices.flat[0]
+    if lack := what_lacks(resolved, needs, device):
+        if name != "auto":
+            raise ValueError(f"attention={name!r}: {lack}; use 'auto' or 'xla'")
+        resolved = "xla"
+    make = {
+        "xla": xla.make_attend,
+        "splash": splash.make_attend,
+        "cudnn": cudnn.make_attend,
+        "blockwise": make_blockwise,
+    }
+    settings: dict[str, Any] = dict(window=needs.window)
+    if resolved != "cudnn":
+        settings["softcap"] = needs.softcap
+    if resolved == "splash":
+        settings["blocks"] = splash.blocks_for(device and device.device_kind)
+    if resolved == "blockwise":
+        settings["platform"] = platform
+    attend = make[resolved](**settings)
+    return attend if resolved == "xla" else spread(attend, mesh, rules or {}), resolved, lack
+
+
+def make_blockwise(*, softcap: float | None, window: int | None, platform: str) -> Attend:
+    """The form that suits a CPU's cache; for long rows, and on other platforms, the one whose memory grows with T."""
+    linear = long.make_attend(softcap=softcap, window=window)
     if platform != "cpu":
-        raise ValueError(f"attention='blockwise' is made for the CPU, not for {platform}; use 'auto' or 'xla'")
-    return blockwise.make_attend(softcap=softcap, rows_apart=one_device), resolved
+        return linear
+    cached = blockwise.make_attend(softcap=softcap, window=window)
+    return lambda q_BTNH, *rest: (cached if q_BTNH.shape[1] <= LONG_ROW else linear)(q_BTNH, *rest)
+
+
+def what_lacks(name: str, needs: AttentionNeeds, device: jax.Device | None) -> str:
+    """Why this form cannot serve these needs on this device, or ""."""
+    dtypes = {"splash": splash.DTYPES, "cudnn": cudnn.DTYPES}.get(name, (needs.dtype,))
+    if needs.dtype not in dtypes:
+        return f"{name} computes in {' or '.join(dtypes)}, not in {needs.dtype}"
+    if name != "cudnn":
+        return ""
+    if needs.softcap is not None:
+        return "cudnn has no softcap"
+    if needs.head_dim > cudnn.MOST_HEAD_DIM or needs.head_dim % 8:
+        return f"cudnn takes a head_dim of at most {cudnn.MOST_HEAD_DIM} and a multiple of 8, not {needs.head_dim}"
+    capability = getattr(device, "compute_capability", None)  # "9.0"
+    if capability and float(capability) < cudnn.LEAST_CAPABILITY:
+        return f"cudnn needs compute capability {cudnn.LEAST_CAPABILITY} (Ampere), and this card has {capability}"
+    return ""

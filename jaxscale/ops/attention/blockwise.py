@@ -14,7 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.attention.xla import HIDDEN
 
 F32 = jnp.float32
@@ -22,11 +24,10 @@ SMALLEST_BLOCK = 128  # 64 and 256 were slower at T=512, H=64 in both dtypes (2 
 MOST_BLOCKS = 8  # each block is compiled on its own: longer rows get longer blocks
 
 
-def make_attend(*, softcap: float | None = None, block_size: int | None = None, rows_apart: bool = True):
-    """attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend(softcap).
+def make_attend(*, softcap: float | None = None, window: int | None = None, block_size: int | None = None):
+    """attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
 
-    rows_apart: rows of the batch one after another. Set False where rows live on several devices: a loop over them
-    would gather the batch.
+    For rows on one device: the loop over them would gather a batch that is spread.
     """
 
     @jax.custom_vjp
@@ -36,42 +37,54 @@ def make_attend(*, softcap: float | None = None, block_size: int | None = None, 
     def keep(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
         q_BKTGH, k_BKSH, v_BKSH = group_heads(q_BTNH, k_BSKH.shape[2]), k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
         step = block_size or default_block(q_BTNH.shape[1])
-        run = functools.partial(forward_blocks, step=step, softcap=softcap)
-        out_BKTGH, lse_BKTG = over_rows(run, rows_apart, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT)
+        run = functools.partial(forward_blocks, step=step, softcap=softcap, window=window)
+        results = over_rows(run, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT)
+        out_BKTGH, lse_BKTG = (checkpoint_name(result, ATTENTION_OUT) for result in results)
         return ungroup_heads(out_BKTGH), (q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, out_BKTGH, lse_BKTG)
 
     def backward(saved, dout_BTNH):
         step = block_size or default_block(dout_BTNH.shape[1])
-        run = functools.partial(backward_blocks, step=step, softcap=softcap)
+        run = functools.partial(backward_blocks, step=step, softcap=softcap, window=window)
         dout_BKTGH = group_heads(dout_BTNH, saved[1].shape[1])
-        dq_BKTGH, dk_BKSH, dv_BKSH = over_rows(run, rows_apart, *saved, dout_BKTGH)
+        dq_BKTGH, dk_BKSH, dv_BKSH = over_rows(run, *saved, dout_BKTGH)
         return ungroup_heads(dq_BKTGH), dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), None
 
     attend.defvjp(keep, backward)
     return attend
 
 
-def forward_blocks(q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, *, step: int, softcap: float | None):
+def forward_blocks(q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, *, step: int, softcap: float | None, window: int | None):
     """(out_BKTGH in v.dtype, logsumexp_BKTG float32)."""
     B, K, T, G, H = q_BKTGH.shape
     outs, lses = [], []
     for begin, end in blocks(T, step):
+        oldest = 0 if window is None else max(0, begin - window + 1)
         q_BKrH = q_BKTGH[:, :, begin:end].reshape(B, K, -1, H)
-        raw_BKrs = lax.optimization_barrier(product("BKrH,BKsH->BKrs", q_BKrH, k_BKSH[:, :, :end]))
-        seen_BKrs = jnp.repeat(seen_by(segment_ids_BT, begin, end, 0, end), G, axis=1)[:, None]
+        raw_BKrs = lax.optimization_barrier(product("BKrH,BKsH->BKrs", q_BKrH, k_BKSH[:, :, oldest:end]))
+        seen_BKrs = jnp.repeat(seen_by(segment_ids_BT, begin, end, oldest, end, window), G, axis=1)[:, None]
         score_BKrs = jnp.where(seen_BKrs, soften(raw_BKrs, H, softcap)[0], HIDDEN)
         top_BKr1 = jnp.max(score_BKrs, axis=-1, keepdims=True)
         # The barrier: written once in the narrow dtype, then read by the sum and by the product, not computed twice.
         share_BKrs = lax.optimization_barrier(jnp.exp(score_BKrs - top_BKr1).astype(v_BKSH.dtype))
         sum_BKr1 = jnp.sum(share_BKrs, axis=-1, keepdims=True, dtype=F32)
-        out_BKrH = product("BKrs,BKsH->BKrH", share_BKrs, v_BKSH[:, :, :end]) / sum_BKr1
+        out_BKrH = product("BKrs,BKsH->BKrH", share_BKrs, v_BKSH[:, :, oldest:end]) / sum_BKr1
         outs.append(out_BKrH.astype(v_BKSH.dtype).reshape(B, K, end - begin, G, H))
         lses.append((top_BKr1 + jnp.log(sum_BKr1)).reshape(B, K, end - begin, G))
     return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=2)
 
 
 def backward_blocks(
-    q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, out_BKTGH, lse_BKTG, dout_BKTGH, *, step: int, softcap: float | None
+    q_BKTGH,
+    k_BKSH,
+    v_BKSH,
+    segment_ids_BT,
+    out_BKTGH,
+    lse_BKTG,
+    dout_BKTGH,
+    *,
+    step: int,
+    softcap: float | None,
+    window: int | None,
 ):
     """Gradients (dq_BKTGH, dk_BKSH, dv_BKSH) in the dtypes of q, k, v."""
     B, K, T, G, H = q_BKTGH.shape
@@ -81,20 +94,21 @@ def backward_blocks(
     k_BKHS = lax.optimization_barrier(k_BKSH.swapaxes(2, 3))
     dks, dvs, parts = [], [], [[] for _ in blocks(T, step)]
     for begin, end in blocks(T, step):  # a block of keys, and every query that may see one of them
-        first = begin * G
-        q_BKrH, dout_BKrH = q_BKRH[:, :, first:], dout_BKRH[:, :, first:]
+        last = T if window is None else min(T, begin + step * -(-(end - begin + window - 1) // step))
+        first, behind = begin * G, last * G
+        q_BKrH, dout_BKrH = q_BKRH[:, :, first:behind], dout_BKRH[:, :, first:behind]
         raw_BKsr = lax.optimization_barrier(product("BKsH,BKrH->BKsr", k_BKSH[:, :, begin:end], q_BKrH))
-        seen_BrS = jnp.repeat(seen_by(segment_ids_BT, begin, T, begin, end), G, axis=1)
+        seen_BrS = jnp.repeat(seen_by(segment_ids_BT, begin, last, begin, end, window), G, axis=1)
         score_BKsr, slope_BKsr = soften(raw_BKsr, H, softcap)
-        hidden_BKsr = jnp.where(seen_BrS.swapaxes(1, 2)[:, None], score_BKsr - lse_BK1R[..., first:], HIDDEN)
+        hidden_BKsr = jnp.where(seen_BrS.swapaxes(1, 2)[:, None], score_BKsr - lse_BK1R[..., first:behind], HIDDEN)
         share_BKsr = lax.optimization_barrier(jnp.exp(hidden_BKsr).astype(q_BKTGH.dtype))
         dvs.append(product("BKsr,BKrH->BKsH", share_BKsr, dout_BKrH).astype(v_BKSH.dtype))
         dshare_BKsr = product("BKsH,BKrH->BKsr", v_BKSH[:, :, begin:end], dout_BKrH)
-        draw_BKsr = share_BKsr.astype(F32) * (dshare_BKsr - drift_BK1R[..., first:]) * slope_BKsr
+        draw_BKsr = share_BKsr.astype(F32) * (dshare_BKsr - drift_BK1R[..., first:behind]) * slope_BKsr
         draw_BKsr = lax.optimization_barrier(draw_BKsr.astype(q_BKTGH.dtype))
         dks.append(product("BKsr,BKrH->BKsH", draw_BKsr, q_BKrH).astype(k_BKSH.dtype))
         dq_BKHr = product("BKHs,BKsr->BKHr", k_BKHS[..., begin:end], draw_BKsr)
-        for i, (start, stop) in list(enumerate(blocks(T, step)))[begin // step :]:
+        for i, (start, stop) in list(enumerate(blocks(T, step)))[begin // step : -(-last // step)]:
             parts[i].append(dq_BKHr[..., start * G - first : stop * G - first])
     dq_BKHR = jnp.concatenate([functools.reduce(jnp.add, part) for part in parts], axis=-1)
     dq_BKTGH = dq_BKHR.swapaxes(2, 3).astype(q_BKTGH.dtype).reshape(q_BKTGH.shape)
@@ -115,10 +129,11 @@ def soften(raw: jax.Array, head_dim: int, softcap: float | None) -> tuple[jax.Ar
     return softcap * tanh, scale * (1 - tanh * tanh)
 
 
-def seen_by(segment_ids_BT: jax.Array, begin: int, end: int, first: int, last: int) -> jax.Array:
+def seen_by(segment_ids_BT: jax.Array, begin: int, end: int, first: int, last: int, window: int | None) -> jax.Array:
     """bool [B, end - begin, last - first]: whether those queries may look at those keys."""
     same = segment_ids_BT[:, begin:end, None] == segment_ids_BT[:, None, first:last]
-    return same & (np.arange(begin, end)[:, None] >= np.arange(first, last)[None, :])[None]
+    behind = np.arange(begin, end)[:, None] - np.arange(first, last)[None, :]
+    return same & ((behind >= 0) & (behind < (window or last + end)))[None]
 
 
 def blocks(length: int, step: int) -> list[tuple[int, int]]:
@@ -131,9 +146,9 @@ def default_block(length: int) -> int:
     return SMALLEST_BLOCK * max(1, -(-length // (SMALLEST_BLOCK * MOST_BLOCKS)))
 
 
-def over_rows(function, apart: bool, *arrays):
-    """function(*arrays), row by row of the batch if `apart`."""
-    if not apart or arrays[0].shape[0] == 1:
+def over_rows(function, *arrays):
+    """function(*arrays), row by row of the batch."""
+    if arrays[0].shape[0] == 1:
         return function(*arrays)
     results = lax.map(lambda row: function(*(array[None] for array in row)), arrays)
     return jax.tree.map(lambda array: array[:, 0], results)

@@ -1,0 +1,101 @@
+"""Splash attention, JAX's own flash kernel for TPUs (Pallas): scores never leave the chip's fast memory.
+
+Blocks of keys that no query of a block may see are not visited: the upper half, and what lies behind a window.
+
+B batch  T position  N query heads  K key-value heads  H head dim
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
+
+from jaxscale.ops.attention.names import ATTENTION_OUT
+
+LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes
+# Any head_dim compiles, 8 to 256; float16 does not (libtpu 0.0.42 and 0.0.51, 2026-11-21).
+DTYPES = ("bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """Queries and keys that the kernel holds at one time, at most: less time moving them, more fast memory."""
+
+    q: int  # forward
+    q_dkv: int  # backward, for keys and values
+    q_dq: int  # backward, for queries
+    kv: int
+
+
+# MaxText's default (base.yml), and what its benchmarks on v6e use (maxtext_trillium_model_configs.py, gpt3-175b and
+# llama3.1-8b). All compile within the fast memory that XLA allows a kernel unasked; none was timed by us.
+ANY_CHIP = Blocks(512, 512, 512, 512)
+BLOCKS = {"TPU v6 lite": Blocks(q=1024, q_dkv=2048, q_dq=2048, kv=512)}
+
+
+def blocks_for(device_kind: str | None) -> Blocks:
+    """The row of the table for a chip as JAX names it."""
+    return BLOCKS.get(device_kind or "", ANY_CHIP)
+
+
+def make_attend(
+    *, softcap: float | None = None, window: int | None = None, blocks: Blocks = ANY_CHIP, interpret: bool = False
+):
+    """attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
+
+    Rows are filled up to whole blocks, by positions that nobody reads. interpret: run where there is no TPU, slowly.
+    """
+
+    def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+        T, N, H = q_BTNH.shape[1:]
+        length = padded_length(T)
+        fill = lambda x: jnp.pad(x, [(0, 0), (0, length - T)] + [(0, 0)] * (x.ndim - 2))
+        scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)  # the kernel has no scale
+        q_BNTH, k_BKTH, v_BKTH = (fill(x).swapaxes(1, 2) for x in (scaled_BTNH, k_BTKH, v_BTKH))
+        ids_BT = fill(segment_ids_BT)
+        shape = (length, length)
+        near = mask_lib.CausalMask(shape) if window is None else mask_lib.LocalMask(shape, (window - 1, 0), offset=0)
+        kernel = kernel_lib.make_splash_mha(
+            mask_lib.MultiHeadMask([near] * N),
+            block_sizes=block_sizes(length, blocks, q_BTNH.dtype.itemsize),
+            head_shards=1,
+            q_seq_shards=1,
+            attn_logits_soft_cap=softcap,
+            residual_checkpoint_name=ATTENTION_OUT,
+            interpret=interpret,
+        )
+        segments = kernel_lib.SegmentIds(q=ids_BT, kv=ids_BT)
+        out_BNTH = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(q_BNTH, k_BKTH, v_BKTH, segments)
+        return out_BNTH.swapaxes(1, 2)[:, :T]
+
+    return attend
+
+
+def block_sizes(length: int, most: Blocks, itemsize: int) -> kernel_lib.BlockSizes:
+    """The kernel's blocks for rows of this length. Values of 4 bytes have no more than ANY_CHIP, so that they fit."""
+    if itemsize > 2:
+        most = Blocks(*map(min, dataclasses.astuple(most), dataclasses.astuple(ANY_CHIP)))
+    q, q_dkv, q_dq, kv = (block_size(length, size) for size in dataclasses.astuple(most))
+    return kernel_lib.BlockSizes(
+        block_q=q,
+        block_kv=kv,
+        block_kv_compute=kv,
+        block_q_dkv=q_dkv,
+        block_kv_dkv=kv,
+        block_kv_dkv_compute=kv,
+        block_q_dq=q_dq,
+        block_kv_dq=kv,
+    )
+
+
+def padded_length(length: int) -> int:
+    """The least length that has blocks of a fair size: a multiple of 128 up to 512 positions, of 256 beyond."""
+    step = LANES if length <= 4 * LANES else 2 * LANES
+    return -(-length // step) * step
+
+
+def block_size(length: int, most: int) -> int:
+    """The largest multiple of 128 that divides the length and is at most `most`."""
+    return max(size for size in range(LANES, min(most, length) + 1, LANES) if length % size == 0)
