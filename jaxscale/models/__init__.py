@@ -9,19 +9,25 @@ from jaxscale.models import gpt2, llama
 from jaxscale.models.gpt2 import Gpt2, Gpt2Config
 from jaxscale.models.layers import ModelConfig
 from jaxscale.models.llama import Llama, LlamaConfig
+from jaxscale.ops.attention import AttentionNeeds
 from jaxscale.ops.kernels import Kernels
-from jaxscale.sharding.place import Constrain, unconstrained
+from jaxscale.sharding.place import Constrain, Gather, unconstrained, whole_already
 
 MODELS = {LlamaConfig: (Llama, llama), Gpt2Config: (Gpt2, gpt2)}
 AnyModelConfig = LlamaConfig | Gpt2Config
 
 
 def make_model(
-    cfg: AnyModelConfig, *, key: jax.Array, kernels: Kernels, constrain: Constrain = unconstrained
+    cfg: AnyModelConfig,
+    *,
+    key: jax.Array,
+    kernels: Kernels,
+    constrain: Constrain = unconstrained,
+    gather: Gather = whole_already,
 ) -> nnx.Module:
-    """The model of this config with parameters drawn from `key`."""
+    """The model of this config with parameters drawn from `key`. The defaults are for one device."""
     model, _ = MODELS[type(cfg)]
-    return model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, constrain=constrain)
+    return model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, constrain=constrain, gather=gather)
 
 
 def num_params(cfg: AnyModelConfig) -> int:
@@ -32,6 +38,15 @@ def num_params(cfg: AnyModelConfig) -> int:
 def flops_per_token(cfg: AnyModelConfig, seq_len: int) -> float:
     """Floating-point operations of one training step per token, recomputation left out."""
     return MODELS[type(cfg)][1].flops_per_token(cfg, seq_len)
+
+
+def attention_needs(cfg: AnyModelConfig) -> AttentionNeeds:
+    """What the model asks of its attention kernel."""
+    if isinstance(cfg, Gpt2Config):
+        return AttentionNeeds(head_dim=cfg.embed_dim // cfg.num_heads, dtype=cfg.compute_dtype)
+    return AttentionNeeds(
+        head_dim=cfg.head_dim, dtype=cfg.compute_dtype, window=cfg.attention_window, softcap=cfg.attention_softcap
+    )
 
 
 def max_seq_len(cfg: AnyModelConfig) -> int | None:
@@ -51,7 +66,6 @@ def logits(model: nnx.Module, tokens_BT, positions_BT=None, segment_ids_BT=None)
 def unembed(model: nnx.Module, h: jax.Array) -> jax.Array:
     """Logits of hidden states [..., D], float32[..., V]."""
     cfg: ModelConfig = model.cfg
-    dtype = cfg.embed_compute_dtype or cfg.compute_dtype
-    w_DV = model.unembedding().astype(dtype)
-    out = jnp.einsum("...D,DV->...V", h.astype(dtype), w_DV, preferred_element_type=jnp.float32)
+    w_DV = model.unembedding().astype(cfg.embed_dtype)
+    out = jnp.einsum("...D,DV->...V", h.astype(cfg.embed_dtype), w_DV, preferred_element_type=jnp.float32)
     return out if cfg.logit_softcap is None else cfg.logit_softcap * jnp.tanh(out / cfg.logit_softcap)

@@ -4,7 +4,7 @@ B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  
 """
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.layers import (
-    ATTENTION_OUT,
     ModelConfig,
     check_positive,
     constant,
@@ -20,12 +19,16 @@ from jaxscale.models.layers import (
     make_stack,
     param,
     run_stack,
+    split_keys,
 )
+from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
 from jaxscale.ops.activation import gelu_tanh
+from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.ops.embed import lookup
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
 from jaxscale.schema import setting
-from jaxscale.sharding.place import Constrain, unconstrained
+from jaxscale.sharding.place import Constrain, Gather
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,10 @@ class Gpt2Config(ModelConfig):
     name: Literal["gpt2"] = setting("gpt2", "which model this is")
     max_seq_len: int = setting(1024, "learned positions: the longest row")
     dropout: float = setting(0.0, "of embeddings and of what each block adds; GPT-2 had 0.1, pretraining today has 0")
+
+    activation_names: ClassVar[tuple[str, ...]] = (
+        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_UP
+    )  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
@@ -80,11 +87,12 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD, segment_ids_BT):
         project = self.kernels.project
-        q_BTNH = with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...])
-        k_BSNH = with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...])
-        v_BSNH = with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...])
-        out_BTNH = checkpoint_name(self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT), ATTENTION_OUT)
-        return with_bias(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]), self.bias_o[...])
+        q_BTNH = checkpoint_name(with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...]), QUERY)
+        k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
+        v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
+        out_BTNH = self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT)  # named ATTENTION_OUT within
+        added_BTD = with_bias(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]), self.bias_o[...])
+        return checkpoint_name(added_BTD, ATTENTION_ADDED)
 
 
 class Mlp(nnx.Module):
@@ -100,7 +108,7 @@ class Mlp(nnx.Module):
 
     def __call__(self, x_BTD):
         h_BTF = with_bias(self.kernels.project("BTD,DF->BTF", x_BTD, self.up[...]), self.bias_up[...])
-        h_BTF = gelu_tanh(h_BTF)
+        h_BTF = gelu_tanh(checkpoint_name(h_BTF, MLP_UP))
         return with_bias(self.kernels.project("BTF,FD->BTD", h_BTF, self.down[...]), self.bias_down[...])
 
 
@@ -115,10 +123,10 @@ class Block(nnx.Module):
         self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
         self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels)
 
-    def __call__(self, x_BTD, segment_ids_BT, key: jax.Array | None):
+    def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
         cfg = self.cfg
-        key_attention, key_mlp = (None, None) if key is None else jax.random.split(key)
-        x_BTD = self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
+        key_attention, key_mlp = (None, None) if keys_B is None else split_keys(keys_B, 2)
+        x_BTD = checkpoint_name(self.constrain(x_BTD, "act_batch", "act_seq", "act_embed"), BLOCK_INPUT)
         h_BTD = layer_norm(x_BTD, self.scale_attention[...], self.bias_attention[...], cfg.norm_eps)
         x_BTD = x_BTD + dropout(self.attention(h_BTD, segment_ids_BT), cfg.dropout, key_attention)
         h_BTD = layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
@@ -129,33 +137,33 @@ class Block(nnx.Module):
 class Gpt2(nnx.Module):
     """The decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
 
-    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain = unconstrained):
+    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain, gather: Gather):
         D, V = cfg.embed_dim, cfg.vocab_size
-        self.cfg, self.constrain = cfg, constrain
+        self.cfg, self.constrain, self.gather = cfg, constrain, gather
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=0.02)
         self.position_embedding = param(rngs, (cfg.max_seq_len, D), ("position", "embed"), std=0.01)  # as GPT-2's code
         make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, constrain=constrain)
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
         self.scale_final, self.bias_final = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
 
-    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, key: jax.Array | None = None):
-        """The normalised residual stream after the last block, compute_dtype[B, T, D]. key: for dropout."""
+    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """The normalised residual stream after the last block, compute_dtype[B, T, D]. keys_B: for dropout."""
         cfg = self.cfg
-        table_VD = self.constrain(self.embedding[...], "act_vocab", "act_embed")
-        positions_PD = self.constrain(self.position_embedding[...], "position", "act_embed")
-        x_BTD = jnp.take(table_VD, tokens_BT, axis=0) + jnp.take(positions_PD, positions_BT, axis=0)
-        x_BTD = x_BTD.astype(cfg.embed_compute_dtype or cfg.compute_dtype).astype(cfg.compute_dtype)
-        x_BTD = self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
-        keys = None
-        if key is not None and cfg.dropout:
-            key, key_embed = jax.random.split(key)
-            keys, x_BTD = jax.random.split(key, cfg.num_layers), dropout(x_BTD, cfg.dropout, key_embed)
-        x_BTD = run_stack(self.blocks, lambda block, x, key: block(x, segment_ids_BT, key), x_BTD, keys, cfg)
+        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
+        positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
+        x_BTD = lookup(table_VD, tokens_BT, cfg.embed_dtype) + lookup(positions_PD, positions_BT, cfg.embed_dtype)
+        x_BTD = self.constrain(x_BTD.astype(cfg.compute_dtype), "act_batch", "act_seq", "act_embed")
+        keys_LB = None
+        if keys_B is not None and cfg.dropout:
+            keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
+            keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, keys_B)
+        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
+        x_BTD = run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather)
         return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], cfg.norm_eps)
 
     def unembedding(self) -> jax.Array:
-        """The output projection, float32[D, V]: the embedding table itself, gathered once for all chunks of a loss."""
-        return self.constrain(self.embedding[...].T, "act_embed", "act_vocab")
+        """The output projection [D, V]: the embedding table itself, gathered once for all chunks of a loss."""
+        return self.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype).T
 
 
 def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

@@ -3,24 +3,19 @@
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.models.remat import RematName, check_remat, remat_policy
 from jaxscale.ops.attention import AttentionName
+from jaxscale.ops.quantized import MatmulDtype
 from jaxscale.schema import setting
+from jaxscale.sharding.place import Gather, whole_already
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-# Names that a model gives to activations with jax.ad_checkpoint.checkpoint_name, for remat policies.
-ATTENTION_OUT = "attention_out"
-REMAT = {
-    "none": None,
-    "full": jax.checkpoint_policies.nothing_saveable,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "attention": jax.checkpoint_policies.save_only_these_names(ATTENTION_OUT),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,14 +39,34 @@ class ModelConfig:
     matmul_precision: Literal["default", "tf32", "highest"] = setting(
         "default", "of float32 products; tf32 only on GPUs"
     )
+    matmul_dtype: MatmulDtype = setting(
+        "none", "to which the operands of the blocks' projections are rounded, forward and backward; none: as they are"
+    )
     attention: AttentionName = setting("auto", "kernel; auto prints what it chose")
     scan_layers: bool = setting(True, "one compiled layer run num_layers times; false: unrolled, slower to compile")
-    remat: Literal["none", "full", "dots", "attention"] = setting(
-        "none", "what the backward pass computes again: nothing, all, all but products, all but attention's output"
+    remat: RematName = setting(
+        "none",
+        "what the backward pass computes again: nothing (none); all (full); all but attention's result (attention), "
+        "its inputs too (qkv), all products (minimal), products without attention (dots), or but remat_save (save)",
+        may_change=True,
+    )
+    remat_save: tuple[str, ...] = setting(
+        (), "names of the activations that are kept, for remat='save'", may_change=True
+    )
+    remat_offload: tuple[str, ...] = setting(
+        (), "names of the activations that are kept in the host's memory", may_change=True
     )
     loss_chunk_tokens: int = setting(4096, "tokens whose logits exist at one time, in the loss")
 
+    activation_names: ClassVar[tuple[str, ...]] = ()  # that the model marks with checkpoint_name, for remat
+
+    @property
+    def embed_dtype(self) -> Dtype:
+        """In which the embedding is looked up and logits are multiplied."""
+        return self.embed_compute_dtype or self.compute_dtype
+
     def __post_init__(self):
+        check_remat(self.remat, self.remat_save, self.remat_offload, self.activation_names)
         check_positive(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "loss_chunk_tokens")
         if self.norm_eps < 0:
             raise ValueError(f"norm_eps={self.norm_eps} must not be negative")
@@ -95,25 +110,38 @@ def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num
     return nnx.merge(graphdef, boxed)
 
 
-def run_stack(blocks: nnx.Module, apply: Callable, x: jax.Array, per_layer: Any, cfg: ModelConfig) -> jax.Array:
+def run_stack(
+    blocks: nnx.Module, apply: Callable, x: jax.Array, per_layer: Any, cfg: ModelConfig, gather: Gather
+) -> jax.Array:
     """x after all blocks: apply(block, x, layer_input) -> x, each under the remat policy of the config.
 
-    per_layer: a tree with a leading axis of num_layers (random keys, say), or None.
+    per_layer: a tree with a leading axis of num_layers (random keys, say), or None. gather: brings the weights of one
+    block together just before it runs, and again before its backward pass.
     """
 
     def wrap(f: Callable) -> Callable:
-        return f if cfg.remat == "none" else jax.checkpoint(f, policy=REMAT[cfg.remat], prevent_cse=not cfg.scan_layers)
+        if cfg.remat == "none" and gather is whole_already:
+            return f
+        policy = remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload)
+        return jax.checkpoint(f, policy=policy, prevent_cse=not cfg.scan_layers)
 
+    whole = lambda params: gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
     if not cfg.scan_layers:
         for layer, block in enumerate(blocks):
             graphdef, params = nnx.split(block)
-            run = wrap(lambda params, x, extra, graphdef=graphdef: apply(nnx.merge(graphdef, params), x, extra))
+            run = wrap(lambda params, x, extra, graphdef=graphdef: apply(nnx.merge(graphdef, whole(params)), x, extra))
             x = run(params, x, jax.tree.map(operator.itemgetter(layer), per_layer))
         return x
     graphdef, params = nnx.split(blocks)
-    run = wrap(lambda params, x, extra: apply(nnx.merge(graphdef, params), x, extra))
+    run = wrap(lambda params, x, extra: apply(nnx.merge(graphdef, whole(params)), x, extra))
     x, _ = jax.lax.scan(lambda x, layer: (run(layer[0], x, layer[1]), None), x, (params, per_layer))
     return x
+
+
+def gather_params(params: Any, gather: Gather, dtype: Any, *, stacked: bool) -> Any:
+    """A block's parameters as every device needs them. stacked: their axes begin with that of the layers, now gone."""
+    whole = lambda leaf: nnx.Param(gather(leaf.get_value(), leaf.axes[stacked:], dtype), axes=leaf.axes)
+    return jax.tree.map(whole, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict, dict]:
@@ -144,9 +172,17 @@ def integer_keys(tree: Any) -> Any:
     return {int(key) if key.isdigit() else key: integer_keys(value) for key, value in tree.items()}
 
 
-def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """x with a part `rate` of its entries zero and the rest scaled up; as it is without a key or at rate 0."""
-    if key is None or rate == 0.0:
+def split_keys(keys_B: jax.Array, number: int) -> jax.Array:
+    """`number` new random keys of each row, [number, B]."""
+    return jnp.swapaxes(jax.vmap(lambda key: jax.random.split(key, number))(keys_B), 0, 1)
+
+
+def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
+    """x [B, ...] with a part `rate` of its entries zero and the rest scaled up; as it is without keys or at rate 0.
+
+    Each row has a key of its own, so that no number depends on which device or microbatch a row is in.
+    """
+    if keys_B is None or rate == 0.0:
         return x
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys_B)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))

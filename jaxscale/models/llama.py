@@ -4,18 +4,20 @@ B batch  T query position  S key position  D embed  N query heads  K kv heads  H
 """
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.models.layers import ATTENTION_OUT, ModelConfig, check_positive, constant, make_stack, param, run_stack
+from jaxscale.models.layers import ModelConfig, check_positive, constant, make_stack, param, run_stack
+from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
+from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.ops.embed import lookup
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.rope import RopeScaling, Rotation, make_rotation, rotate
 from jaxscale.schema import setting
-from jaxscale.sharding.place import Constrain, unconstrained
+from jaxscale.sharding.place import Constrain, Gather
 
 HEAD_STD = 0.02  # GPT-2's: the first loss is near log(vocabulary)
 
@@ -31,13 +33,27 @@ class LlamaConfig(ModelConfig):
     rope_base: float = setting(10_000.0, "RoPE's theta (arXiv:2104.09864)")
     rope_scaling: RopeScaling | None = setting(None, "stretching of RoPE for long contexts")
     qk_norm: bool = setting(False, "RMSNorm on queries and keys of each head (arXiv:2302.05442)")
+    attention_window: int | None = setting(
+        None, "keys that a query sees, the newest ones and its own (arXiv:2310.06825); none: all before it"
+    )
+    attention_softcap: float | None = setting(
+        None, "c: attention scores become c * tanh(scores / c) (arXiv:2408.00118); none: as they are"
+    )
     tied_embeddings: bool = setting(False, "true: the embedding table is also the output projection")
+
+    activation_names: ClassVar[tuple[str, ...]] = (
+        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP
+    )  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
         check_positive(self, "num_kv_heads", "head_dim", "mlp_dim", "rope_base")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.attention_window is not None and self.attention_window < 1:
+            raise ValueError(f"attention_window={self.attention_window} must be at least 1, or none")
+        if self.attention_softcap is not None and self.attention_softcap <= 0:
+            raise ValueError(f"attention_softcap={self.attention_softcap} must be above 0, or none")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE turns pairs")
 
@@ -60,11 +76,14 @@ def norm_params(cfg: LlamaConfig) -> int:
 
 def flops_per_token(cfg: LlamaConfig, seq_len: int) -> float:
     """Floating-point operations of one training step per token: 6 per matrix parameter (2 forward, 4 backward), and
-    attention's two products over the T / 2 keys that a causal query sees on average. Recomputation is not counted.
+    attention's two products over the keys that a query sees on average: T / 2 of a causal row, W - W^2 / (2 T) with a
+    window of W. Recomputation is not counted.
 
     PaLM's formula (arXiv:2204.02311, appendix B) counts the masked half too, so its MFU is a little higher than ours.
     """
-    return 6 * matmul_params(cfg) + 6 * cfg.num_layers * cfg.num_heads * cfg.head_dim * seq_len
+    window = min(cfg.attention_window or seq_len, seq_len)
+    keys = window - window * window / (2 * seq_len)
+    return 6 * matmul_params(cfg) + 12 * cfg.num_layers * cfg.num_heads * cfg.head_dim * keys
 
 
 class Attention(nnx.Module):
@@ -85,13 +104,14 @@ class Attention(nnx.Module):
         cfg, project = self.cfg, self.kernels.project
         q_BTNH = project("BTD,DNH->BTNH", x_BTD, self.wq[...])
         k_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wk[...])
-        v_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wv[...])
+        v_BSKH = checkpoint_name(project("BSD,DKH->BSKH", x_BTD, self.wv[...]), VALUE)
         if cfg.qk_norm:
             q_BTNH = self.kernels.rms_norm(q_BTNH, self.q_norm[...], cfg.norm_eps)
             k_BSKH = self.kernels.rms_norm(k_BSKH, self.k_norm[...], cfg.norm_eps)
-        q_BTNH, k_BSKH = rotate(q_BTNH, rotation), rotate(k_BSKH, rotation)
-        out_BTNH = checkpoint_name(self.kernels.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT), ATTENTION_OUT)
-        return project("BTNH,NHD->BTD", out_BTNH, self.wo[...])
+        q_BTNH = checkpoint_name(rotate(q_BTNH, rotation), QUERY)
+        k_BSKH = checkpoint_name(rotate(k_BSKH, rotation), KEY)
+        out_BTNH = self.kernels.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)  # named ATTENTION_OUT within
+        return checkpoint_name(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]), ATTENTION_ADDED)
 
 
 class Mlp(nnx.Module):
@@ -105,9 +125,10 @@ class Mlp(nnx.Module):
         self.down = param(rngs, (F, D), ("mlp", "embed"), std=(F * 2 * cfg.num_layers) ** -0.5)
 
     def __call__(self, x_BTD):
-        gate_BTF = self.kernels.project("BTD,DF->BTF", x_BTD, self.gate[...])
-        up_BTF = self.kernels.project("BTD,DF->BTF", x_BTD, self.up[...])
-        return self.kernels.project("BTF,FD->BTD", self.kernels.swiglu(gate_BTF, up_BTF), self.down[...])
+        project = self.kernels.project
+        gate_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.gate[...]), MLP_GATE)
+        up_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.up[...]), MLP_UP)
+        return project("BTF,FD->BTD", self.kernels.swiglu(gate_BTF, up_BTF), self.down[...])
 
 
 class Block(nnx.Module):
@@ -122,7 +143,7 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT):
         norm, eps = self.kernels.rms_norm, self.cfg.norm_eps
-        x_BTD = self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
+        x_BTD = checkpoint_name(self.constrain(x_BTD, "act_batch", "act_seq", "act_embed"), BLOCK_INPUT)
         x_BTD = x_BTD + self.attention(norm(x_BTD, self.attention_norm[...], eps), rotation, segment_ids_BT)
         x_BTD = x_BTD + self.mlp(norm(x_BTD, self.mlp_norm[...], eps))
         return self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
@@ -131,9 +152,9 @@ class Block(nnx.Module):
 class Llama(nnx.Module):
     """The decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain = unconstrained):
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain, gather: Gather):
         D, V = cfg.embed_dim, cfg.vocab_size
-        self.cfg, self.kernels, self.constrain = cfg, kernels, constrain
+        self.cfg, self.kernels, self.constrain, self.gather = cfg, kernels, constrain, gather
         # No norm follows the table: unit scale (arXiv:2204.02311, section 5), but where logits use it too.
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=HEAD_STD if cfg.tied_embeddings else 1.0)
         make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, constrain=constrain)
@@ -141,17 +162,20 @@ class Llama(nnx.Module):
         self.final_norm = constant((D,), ("norm",), 1.0)
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), std=HEAD_STD)
 
-    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, key: jax.Array | None = None):
-        """The normalised residual stream after the last block, compute_dtype[B, T, D]. No dropout: key is not used."""
+    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """The normalised residual stream after the last block, compute_dtype[B, T, D]. No dropout: no keys."""
         cfg = self.cfg
-        table_VD = self.constrain(self.embedding[...], "act_vocab", "act_embed")
-        x_BTD = jnp.take(table_VD, tokens_BT, axis=0).astype(cfg.embed_compute_dtype or cfg.compute_dtype)
+        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
+        x_BTD = lookup(table_VD, tokens_BT, cfg.embed_dtype)
         x_BTD = self.constrain(x_BTD.astype(cfg.compute_dtype), "act_batch", "act_seq", "act_embed")
         rotation = make_rotation(positions_BT, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
-        x_BTD = run_stack(self.blocks, lambda block, x, _: block(x, rotation, segment_ids_BT), x_BTD, None, cfg)
+        x_BTD = run_stack(
+            self.blocks, lambda block, x_BTD, _: block(x_BTD, rotation, segment_ids_BT), x_BTD, None, cfg, self.gather
+        )
         return self.kernels.rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)
 
     def unembedding(self) -> jax.Array:
-        """The output projection, float32[D, V], gathered once for all chunks of a loss."""
-        head_DV = self.embedding[...].T if self.head is None else self.head[...]
-        return self.constrain(head_DV, "act_embed", "act_vocab")
+        """The output projection [D, V], gathered once for all chunks of a loss."""
+        if self.head is None:
+            return self.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype).T
+        return self.gather(self.head[...], ("embed", "vocab"), self.cfg.embed_dtype)

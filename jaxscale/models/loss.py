@@ -12,10 +12,10 @@ AUX_LOSSES = ("z_loss",)  # z_loss: the squared log-partition keeps logits near 
 
 
 def summed_loss(
-    model: nnx.Module, batch: Batch, key: jax.Array | None, aux_weights: Mapping[str, float]
+    model: nnx.Module, batch: Batch, keys_B: jax.Array | None, aux_weights: Mapping[str, float]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(what is minimised, its named parts), float32[] sums over the tokens with weight: the caller divides once."""
-    h_BTD = head_input(model, batch, key)
+    h_BTD = head_input(model, batch, keys_B)
     sums = summed_cross_entropy(
         h_BTD,
         model.unembedding(),
@@ -41,7 +41,7 @@ def token_losses(model: nnx.Module, batch: Batch) -> jax.Array:
     return nats_BT
 
 
-def head_input(model: nnx.Module, batch: Batch, key: jax.Array | None) -> jax.Array:
+def head_input(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
     """The last hidden state in the dtype in which logits are computed."""
-    h_BTD = model.hidden(batch.tokens, batch.positions, batch.segment_ids, key)
-    return h_BTD.astype(model.cfg.embed_compute_dtype or model.cfg.compute_dtype)
+    h_BTD = model.hidden(batch.tokens, batch.positions, batch.segment_ids, keys_B)
+    return h_BTD.astype(model.cfg.embed_dtype)

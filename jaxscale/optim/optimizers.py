@@ -14,6 +14,7 @@ import optax
 from jaxscale import units
 from jaxscale.optim.groups import Group, GroupConfig, frozen_mask
 from jaxscale.optim.schedules import Decay, Schedule
+from jaxscale.optim.streamed import streamed
 from jaxscale.schema import setting
 
 
@@ -35,6 +36,9 @@ class OptimConfig:
     weight_decay: float = setting(0.1, "decoupled, times the learning rate")
     weight_decay_all: bool = setting(False, "true: norms, biases and embeddings decay too")
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
+    offload_moments: bool = setting(
+        False, "true: moments live in the host's memory and visit the device layer by layer", may_change=True
+    )
     groups: tuple[GroupConfig, ...] = setting((), "ordered: pattern, lr, weight_decay, frozen")
 
     def __post_init__(self):
@@ -50,13 +54,21 @@ class OptimConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
 
 
-def make_optimizer(cfg: OptimConfig, schedule: Schedule, groups: Any) -> optax.GradientTransformationExtraArgs:
-    """update(grads, state, params, step=...) -> (updates, state). `groups`: a tree of Group like the parameters."""
+def make_optimizer(
+    cfg: OptimConfig, schedule: Schedule, groups: Any, is_stacked: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """update(grads, state, params, step=..., ok=...) -> (updates, state).
+
+    Args: groups: a tree of Group like the parameters. is_stacked: as streamed() wants it, to offload moments. ok: read
+    where moments are offloaded, which stay as they were if it is False.
+    """
     moments = {
         "adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
         "lion": lambda: optax.scale_by_lion(cfg.b1, cfg.b2),
         "sgd": lambda: optax.trace(cfg.b1) if cfg.b1 else optax.identity(),
     }[cfg.name]()
+    if cfg.offload_moments:
+        moments = streamed(moments, is_stacked)
     clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
     inner = optax.chain(clip, moments, add_decay(groups), scale_by_lr(schedule, groups))
     frozen = frozen_mask(groups)

@@ -195,19 +195,21 @@ def test_tied_embeddings_are_one_array_with_both_gradients():
 
 def test_dropout_acts_only_with_a_key():
     params, batch = parameters("gpt2"), tiny.packed_batch(1, rows=4)
-    loss = lambda key: float(loss_and_gradient("gpt2", dropout=0.3)(params, batch, key)[0])
+    loss = lambda keys_B: float(loss_and_gradient("gpt2", dropout=0.3)(params, batch, keys_B)[0])
     plain = float(loss_and_gradient("gpt2")(params, batch, None)[0])
     np.testing.assert_allclose(loss(None), plain, rtol=1e-6)
-    dropped = [loss(jax.random.key(seed)) for seed in (0, 1, 0)]
+    dropped = [loss(jax.random.split(jax.random.key(seed), 4)) for seed in (0, 1, 0)]
     assert dropped[0] == dropped[2] != dropped[1] and plain not in dropped
 
 
-def test_dropout_keeps_the_mean_and_differs_by_layer():
-    x = jnp.ones((100, 100))
-    kept = np.asarray(dropout(x, 0.25, jax.random.key(0)))
+def test_dropout_keeps_the_mean_and_differs_by_row():
+    x, keys_B = jnp.ones((100, 100)), jax.random.split(jax.random.key(0), 100)
+    kept = np.asarray(dropout(x, 0.25, keys_B))
+    assert (kept[0] != kept[1]).any()
+    np.testing.assert_array_equal(dropout(x[40:], 0.25, keys_B[40:]), kept[40:])  # a row keeps its mask anywhere
     assert set(np.unique(kept)) == {0.0, np.float32(1 / 0.75)}
     np.testing.assert_allclose(kept.mean(), 1.0, atol=0.03)  # 5 standard deviations of 10,000 draws
-    assert dropout(x, 0.25, None) is x and dropout(x, 0.0, jax.random.key(0)) is x
+    assert dropout(x, 0.25, None) is x and dropout(x, 0.0, keys_B) is x
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -12,6 +12,7 @@ from jaxscale.ops.kernels import PLAIN
 from jaxscale.optim.groups import assign_groups
 from jaxscale.optim.optimizers import OptimConfig, make_optimizer
 from jaxscale.optim.schedules import make_schedule
+from jaxscale.train.accumulate import accumulate
 from jaxscale.train.guard import GuardConfig
 from jaxscale.train.loss_scale import LossScaleConfig, init_loss_scale
 from jaxscale.train.state import init_state
@@ -47,16 +48,17 @@ def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
         decay_fraction=1.0,
     )
     optimizer = make_optimizer(optim, schedule, assign_groups(axes, (), optim.weight_decay, weight_decay_all=False))
+    loss_fn = lambda params, batch, keys_B: summed_loss(merge_model(graphdef, params), batch, keys_B, {})
     step = jax.jit(
         make_train_step(
-            lambda params, batch, key: summed_loss(merge_model(graphdef, params), batch, key, {}),
+            lambda params, batch, key, scale: accumulate(
+                loss_fn, params, batch, key, num_microbatches=num_microbatches, scale=scale
+            ),
             optimizer,
             schedule,
-            num_microbatches=num_microbatches,
             guard_cfg=GuardConfig(),
             scale_cfg=LossScaleConfig(),
             dynamic_scale=False,
-            place_grads=lambda grads: grads,
         ),
     )
     state = init_state(params, optimizer, init_loss_scale(LossScaleConfig(), "float32"), jax.random.key(0))

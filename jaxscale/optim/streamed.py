@@ -1,0 +1,64 @@
+"""Moments that live in the host's memory: those of one layer visit the device at a time, and go back renewed.
+
+Brought over all at once they fill the device just when the gradients do: XLA starts every copy as early as it can.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+HOST, DEVICE = jax.memory.Space.Host, jax.memory.Space.Device
+
+
+def streamed(tx: optax.GradientTransformation, is_stacked: Any) -> optax.GradientTransformationExtraArgs:
+    """`tx` for moments on the host. Its update takes ok, a bool[], and changes no moment where that is False.
+
+    tx must treat each entry of a parameter by itself, as Adam does, and its state be a tuple of trees like the
+    parameters and of scalars. is_stacked: a tree like the parameters, True where the first axis is that of layers.
+    """
+
+    def update(updates, state, params=None, *, ok, **extra):
+        grads, treedef = jax.tree.flatten(updates)
+        is_moment = [jax.tree.structure(field) == treedef for field in state]
+        old = list(zip(*[treedef.flatten_up_to(field) for field, flag in zip(state, is_moment) if flag]))
+
+        def visit(grad, moments):
+            """(what is added to the parameter, its renewed moments on the host, the renewed scalars)."""
+            here = iter(jax.device_put(moments, DEVICE))
+            before = type(state)(*[next(here) if flag else field for field, flag in zip(state, is_moment)])
+            added, after = tx.update(grad, before)
+            kept = [jnp.where(ok, new, was) for new, was in zip(after, before)]
+            back = jax.device_put([leaf for leaf, flag in zip(kept, is_moment) if flag], HOST)
+            return added, back, [leaf for leaf, flag in zip(kept, is_moment) if not flag]
+
+        def visit_layers(grads, moments):
+            """The same for all layers in turn: each array is overwritten where it stands."""
+
+            def layer(i, arrays):
+                at = lambda array: jax.lax.dynamic_index_in_dim(array, i, keepdims=False)
+                put = lambda array, part: jax.lax.dynamic_update_index_in_dim(array, part, i, 0)
+                grads, moments, _ = arrays
+                added, back, scalars = visit(at(grads), [at(leaf) for leaf in moments])
+                return put(grads, added), [put(leaf, part) for leaf, part in zip(moments, back)], scalars
+
+            scalars = [field for field, flag in zip(state, is_moment) if not flag]
+            return jax.lax.fori_loop(0, grads.shape[0], layer, (grads, list(moments), scalars))
+
+        flags = flags_like(updates, is_stacked)
+        results = [(visit_layers if flag else visit)(*leaf) for *leaf, flag in zip(grads, old, flags, strict=True)]
+        added, renewed, scalars = zip(*results)
+        trees = iter([treedef.unflatten(leaves) for leaves in zip(*renewed)])
+        rest = iter(scalars[0])
+        fields = [next(trees) if flag else next(rest) for flag in is_moment]
+        return treedef.unflatten(added), type(state)(*fields)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def flags_like(updates: Any, flags: Any) -> list[bool]:
+    """The flags of the parameters that have updates: optax masks the others out."""
+    is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
+    leaves = jax.tree.leaves(updates, is_leaf=is_masked)
+    return [flag for flag, leaf in zip(jax.tree.leaves(flags), leaves, strict=True) if not is_masked(leaf)]

@@ -1,0 +1,52 @@
+"""A model's window and softcap reach its attention, whatever the form."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale import schema
+from jaxscale.models import attention_needs, flops_per_token, logits, make_model
+from jaxscale.models.llama import LlamaConfig
+from jaxscale.ops.kernels import choose_kernels
+
+
+def model_logits(form, **settings):
+    cfg = schema.from_dict(LlamaConfig, tiny.LLAMA | {"num_layers": 1} | settings)
+    kernels = choose_kernels("cpu", form, attention_needs(cfg))
+    batch = tiny.packed_batch(0, rows=2)
+    run = lambda key: logits(
+        make_model(cfg, key=key, kernels=kernels), batch.tokens, batch.positions, batch.segment_ids
+    )
+    return np.asarray(jax.jit(run)(jax.random.key(0)))
+
+
+@pytest.mark.parametrize("settings", [{"attention_window": 3}, {"attention_softcap": 0.05}], ids=str)
+def test_a_setting_of_attention_changes_the_model_alike_in_every_form(settings):
+    changed = model_logits("xla", **settings)
+    assert np.abs(changed - model_logits("xla")).max() > 1e-4
+    np.testing.assert_allclose(model_logits("blockwise", **settings), changed, rtol=1e-4, atol=1e-5)  # sums in float32
+
+
+def test_a_window_as_long_as_the_row_changes_nothing():
+    np.testing.assert_array_equal(model_logits("xla", attention_window=tiny.SEQ_LEN), model_logits("xla"))
+
+
+def test_flops_are_counted_over_the_keys_that_a_window_leaves():
+    cfg = lambda **settings: schema.from_dict(LlamaConfig, tiny.LLAMA | settings)
+    per_key = 12 * 2 * 4 * 8  # layers, heads, head_dim
+    full, half = flops_per_token(cfg(), 100), flops_per_token(cfg(attention_window=50), 100)
+    assert full - half == per_key * (50 - 37.5)  # T / 2 against W - W^2 / (2 T)
+    assert flops_per_token(cfg(attention_window=500), 100) == full
+
+
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"attention_window": 0}, "attention_window=0 must be at least 1, or none"),
+        ({"attention_softcap": 0.0}, "attention_softcap=0.0 must be above 0, or none"),
+    ],
+)
+def test_a_senseless_setting_of_attention_is_refused(settings, told):
+    with pytest.raises(ValueError, match=told):
+        schema.from_dict(LlamaConfig, tiny.LLAMA | settings)

@@ -1,0 +1,98 @@
+"""What lives in the host's memory between steps trains to the same numbers, and is really there."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from jaxscale.build import make_program
+from jaxscale.checkpoint.manager import CheckpointConfig, Checkpoints
+from jaxscale.config import resolve_budget
+from jaxscale.optim.streamed import DEVICE, HOST, streamed
+from jaxscale.sharding.offload import check_host_memory
+
+
+def run(overrides, num_devices=8, num_steps=3):
+    """(the state, losses) after some steps."""
+    cfg = tiny.config(overrides)
+    program = make_program(cfg, resolve_budget(cfg, None), jax.devices()[:num_devices])
+    state, losses = program.init(), []
+    for n in range(num_steps):
+        state, metrics = program.train_step(state, tiny.on_mesh(program, tiny.packed_batch(n)))
+        losses.append(float(metrics["loss"]))
+    return state, losses
+
+
+def memory_kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree) if leaf.ndim}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_devices"),
+    [
+        ({}, 8),
+        pytest.param(
+            {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "optim.name": "lion", "train.num_microbatches": 2},
+            8,
+            marks=pytest.mark.soak,
+        ),
+        (
+            {
+                "model": tiny.GPT2,
+                "model.scan_layers": False,
+                "optim.name": "sgd",
+                "optim.groups": [{"pattern": ".*wq", "frozen": True}],
+            },
+            1,
+        ),
+    ],
+    ids=["adamw", "lion", "frozen"],
+)
+def test_moments_on_the_host_train_to_the_same_numbers(overrides, num_devices):
+    plain, losses = run(overrides, num_devices)
+    offloaded, same_losses = run(overrides | {"optim.offload_moments": True}, num_devices)
+    assert memory_kinds(offloaded.opt_state) == {"pinned_host"} and memory_kinds(offloaded.params) == {"device"}
+    np.testing.assert_allclose(same_losses, losses, rtol=1e-6)
+    for left, right in zip(jax.tree.leaves(offloaded), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)  # the same sums, fused otherwise
+
+
+def test_a_step_that_is_not_ok_leaves_moments_on_the_host_as_they_were():
+    tx = streamed(optax.scale_by_adam(), {"stacked": True, "single": False})
+    grads = {"stacked": jnp.ones((2, 3)), "single": jnp.ones(3)}
+    there = lambda state: jax.tree.map(lambda leaf: jax.device_put(leaf, HOST) if leaf.ndim else leaf, state)
+    state = there(tx.init(grads))
+    update = jax.jit(lambda grads, state, ok: tx.update(grads, state, ok=ok))
+    added, after = update(grads, state, True)
+    tiny.assert_same_bits(tiny.host(update(grads, state, False)[1]), tiny.host(state))
+    want, wanted_state = optax.scale_by_adam().update(grads, jax.device_put(state, DEVICE))
+    for left, right in zip(jax.tree.leaves((added, after)), jax.tree.leaves((want, wanted_state)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-6)
+
+
+def test_a_checkpoint_of_moments_on_the_host_comes_back_to_the_host(tmp_path):
+    program = tiny.program({"optim.offload_moments": True}, 8)
+    state = program.init()
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    checkpoints.save(1, state, {"step": 1})
+    checkpoints.wait()
+    restored = checkpoints.restore(1, program.abstract_state)
+    checkpoints.close()
+    assert memory_kinds(restored.opt_state) == {"pinned_host"}
+    tiny.assert_same_bits(tiny.host(restored), tiny.host(state))
+
+
+def test_devices_without_host_memory_are_refused_before_anything_is_compiled():
+    kinds = [types.SimpleNamespace(kind=kind) for kind in ("device", "unpinned_host")]
+    device = types.SimpleNamespace(device_kind="Chip", addressable_memories=lambda: kinds)
+    mesh = types.SimpleNamespace(devices=np.array([device]))
+    with pytest.raises(ValueError) as error:
+        check_host_memory("optim.offload_moments=true", mesh)
+    assert str(error.value) == (
+        "optim.offload_moments=true needs devices that reach pinned_host memory, and Chip has device, unpinned_host; "
+        "leave it out here"
+    )
