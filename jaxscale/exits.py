@@ -47,29 +47,34 @@ def run_and_exit(main: Callable[[list[str]], int | None]) -> None:
     """
     try:
         code = main(sys.argv[1:])
-    except ValueError as error:
-        if not is_for_people(error):
-            raise  # from inside a library: our mistake, and its traceback is the evidence
-        tell(f"error: {error}")
-        code = Exit.BAD_INPUT
-    except Stop as stop:
-        tell(f"stopped ({stop.code.name.lower()}, exit {int(stop.code)}): {stop}")
-        code = stop.code
-    except KeyboardInterrupt:
-        tell(f"stopped (interrupted, exit {INTERRUPTED})")
-        code = INTERRUPTED
     except BrokenPipeError:
         if not (has_no_reader(sys.stdout) or has_no_reader(sys.stderr)):
             raise  # another pipe than our output
         code = READER_GONE
+    except BaseException as error:
+        code, line = verdict(error)
+        if line is None:
+            raise  # our mistake, and its traceback is the evidence
+        tell(line)
     silence_closed_streams()
     sys.exit(int(code or 0))
+
+
+def verdict(error: BaseException) -> tuple[int, str | None]:
+    """(exit code, line for people) of an error that ends the program; the line is None where a traceback tells more."""
+    if isinstance(error, Stop):
+        return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {error}"
+    if isinstance(error, ValueError) and is_for_people(error):  # not one from inside a library
+        return Exit.BAD_INPUT, f"error: {error}"
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, f"stopped (interrupted, exit {INTERRUPTED})"
+    return Exit.ERROR, None
 
 
 def tell(line: str) -> None:
     """Prints a line to stderr, if anybody reads it."""
     with contextlib.suppress(BrokenPipeError):
-        print(line, file=sys.stderr)
+        print(f"{line}\n", end="", file=sys.stderr)  # in one piece, where several processes write to one file
 
 
 def silence_closed_streams() -> None:

@@ -22,11 +22,13 @@ from jaxscale.data.pipeline import Corpus, open_data
 from jaxscale.eval.perplexity import evaluate, make_eval_step
 from jaxscale.exits import Exit, Stop
 from jaxscale.hardware import find_chip
+from jaxscale.hosts.agree import agreed, check_shared, open_board
 from jaxscale.models import flops_per_token, num_params
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.sample.generate import make_sampler
+from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.sharding.place import put_rows, replicated
 from jaxscale.train.feed import Feed
 from jaxscale.train.loop import Run
@@ -39,9 +41,10 @@ def open_run(cfg: RunConfig, workdir: str, say: Callable[[str], None] = print) -
     Raises ValueError for input that a person can mend, and Stop with CONFIG_MISMATCH, DATA_MISMATCH or
     CHECKPOINT_CORRUPT where the work folder holds something else. Never begins anew over an old run.
     """
-    folder = paths.make_run_dir(workdir)
+    folder = paths.as_path(workdir)
+    check_shared(folder, prepare=lambda: paths.make_run_dir(workdir))
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
-    start_step = checkpoints.latest_step()
+    start_step = agreed(checkpoints.latest_step)  # one look at the folder: another host may see a save a moment later
     recorded = None if start_step is None else checkpoints.read_run(start_step)
     check_same_run(cfg, folder, recorded)
     corpus = open_data(cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=say)
@@ -72,8 +75,10 @@ def open_run(cfg: RunConfig, workdir: str, say: Callable[[str], None] = print) -
         "peak": dataclasses.asdict(chip) if chip else None,  # what MFU is measured against
         **run_info(),
     }
-    paths.write_json(folder / "config.json", resolved)
-    writer = Writer(folder, cfg.monitor, budget.total_steps, start_step or 0, primary=jax.process_index() == 0)
+    primary = jax.process_index() == 0
+    if primary:
+        paths.write_json(folder / "config.json", resolved)
+    writer = Writer(folder, cfg.monitor, budget.total_steps, start_step or 0, primary=primary)
 
     def position(step: int) -> dict[str, Any]:
         data = {"batch_index": batch_index(step, skipped), "skipped": [list(r) for r in skipped], "seed": cfg.seed}
@@ -106,6 +111,7 @@ def open_run(cfg: RunConfig, workdir: str, say: Callable[[str], None] = print) -
         ),
         max_skipped_in_row=cfg.train.guard.max_skipped_in_row,
         finish=lambda state: finish(program, corpus, state, folder, writer),
+        board=open_board(),
     )
 
 
@@ -152,13 +158,15 @@ def check_same_data(cfg: RunConfig, corpus: Corpus, recorded: dict[str, Any] | N
 def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> None:
     """Says what is about to run: model, mesh, horizon, and a table of the parameters."""
     cfg, mesh = program.cfg, program.mesh
-    axes = {axis: size for axis, size in mesh.shape.items() if size > 1}
     device = mesh.devices.flat[0]
+    why = f" ({program.why_plain})" if program.why_plain else ""
     say(
         f"{cfg.model.name}: {units.count(num_params(cfg.model))} parameters, {cfg.model.compute_dtype}, "
-        f"{program.attention} attention; {mesh.size} x {device.device_kind}"
-        + (f", mesh {axes}, {cfg.rules}" if axes else "")
+        f"{program.attention} attention{why}; {mesh.size} x {device.device_kind}"
+        + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
     )
+    if options := str(program.compiler_options):
+        say(f"compiler options: {options}")
     chip = find_chip(device.device_kind)
     peak = (
         f"{chip.peak_flops / 1e12:g} TFLOP/s a chip ({chip.source})" if chip else "unknown for this device: MFU is n/a"
@@ -192,8 +200,9 @@ def finish(program: Program, corpus: Corpus, state: TrainState, folder: Any, wri
     """Says that the run is done, and samples text if the config asks for it."""
     cfg = program.cfg.sample
     if cfg.num_tokens and corpus.tokenizer is not None:
-        text = sample_text(program, corpus.tokenizer, state)
-        paths.write_text_atomic(folder / "sample.txt", text)
+        text = sample_text(program, corpus.tokenizer, state)  # computed by all processes together
+        if jax.process_index() == 0:
+            paths.write_text_atomic(folder / "sample.txt", text)
         writer.say(f"--- sample, {len(text)} characters ---\n{text}\n---")
     writer.say(f"done: {int(state.step)} steps; checkpoints, metrics.jsonl and config.json are in {folder}")
 

@@ -40,6 +40,8 @@ def sum_leaves(out_sharding: Any) -> Any:
 
 def fingerprint(array: jax.Array) -> jax.Array:
     """uint32[]: the sum of the array's words, each mixed with its position."""
+    if jax.typeof(array).memory_space == jax.memory.Space.Host:  # where nothing can be computed
+        array = jax.device_put(array, jax.memory.Space.Device)
     words = as_words(array)
     position = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):

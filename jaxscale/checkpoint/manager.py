@@ -22,6 +22,7 @@ from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.fingerprint import fingerprints
 from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.exits import Exit, Stop
+from jaxscale.hosts.agree import agreed
 from jaxscale.schema import setting
 
 OWN_ENTRIES = ("_CHECKPOINT_METADATA", "commit_success.txt", "state", "run")
@@ -99,7 +100,8 @@ class Checkpoints:
         began = time.monotonic()
         self.wait()
         orbax, manager = import_orbax(), self.open()
-        self.clear_the_way(step)
+        if agreed(lambda: self.clear_the_way(step)):
+            manager.reload()
         leaves = named_leaves(state)
         prints = fingerprints(list(leaves.values()))
         described = {name: describe_leaf(leaf) + [mark] for (name, leaf), mark in zip(leaves.items(), prints)}
@@ -118,8 +120,8 @@ class Checkpoints:
         self.pending_step = step
         return time.monotonic() - began
 
-    def clear_the_way(self, step: int) -> None:
-        """Raises Stop if this or a later step exists, or the step's folder is taken. Removes an empty one."""
+    def clear_the_way(self, step: int) -> bool:
+        """True if an empty folder was removed. Raises Stop if this or a later step exists, or its folder is taken."""
         newest = self.latest_step()
         if newest is not None and newest >= step:
             raise Stop(
@@ -129,14 +131,14 @@ class Checkpoints:
             )
         folder = self.directory / str(step)
         if paths.is_remote(folder) or not folder.exists():
-            return
+            return False
         try:
             folder.rmdir()
         except OSError:
             raise Stop(
                 Exit.STORAGE, f"step {step} was not saved because {folder} is in the way; move it away"
             ) from None
-        self.manager.reload()
+        return True
 
     def poll(self) -> None:
         """To be called every step: raises Stop (STORAGE) with the true cause if the save under way has failed."""
@@ -152,7 +154,8 @@ class Checkpoints:
             self.manager.wait_until_finished()
         except Exception as error:
             raise self.storage_error(step, error) from error
-        if step not in self.all_steps():
+        # the others may see it a moment later, and the first process speaks for them
+        if jax.process_index() == 0 and step not in self.all_steps():
             raise Stop(
                 Exit.STORAGE, f"step {step} was saved but {self.directory / str(step)} is not there; is the disk well?"
             )

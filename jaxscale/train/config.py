@@ -1,6 +1,7 @@
 """Settings of the step."""
 
 import dataclasses
+from typing import Literal
 
 from jaxscale.models.loss import AUX_LOSSES
 from jaxscale.schema import setting
@@ -13,6 +14,9 @@ class TrainConfig:
     """How a batch goes through the model, and what is done when that goes wrong."""
 
     num_microbatches: int = setting(1, "parts in which a batch goes through the model, to save memory")
+    reduce_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "in which gradients are summed over devices; bfloat16 halves their bytes and rounds them"
+    )
     aux_losses: dict[str, float] = setting({}, f"weight by name of auxiliary losses; there is {', '.join(AUX_LOSSES)}")
     guard: GuardConfig = setting(GuardConfig)
     loss_scale: LossScaleConfig = setting(LossScaleConfig)

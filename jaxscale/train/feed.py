@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 
-from jaxscale.data.batch import Batch, tokens_hash
+from jaxscale.data.batch import Batch
 from jaxscale.sharding.place import local_rows, put_rows
 
 
@@ -15,7 +15,6 @@ class Fed(NamedTuple):
     """One step's data."""
 
     batch: Batch  # global jax arrays
-    tokens_hash: str  # of the rows that this process read
     batch_index: int
 
 
@@ -45,7 +44,7 @@ class Feed:
                 for step in range(start, stop):
                     n = batch_index(step)
                     batch = read(n, rows)
-                    self.put(Fed(put_rows(batch, rows, num_rows, sharding), tokens_hash(batch), n))
+                    self.put(Fed(put_rows(batch, rows, num_rows, sharding), n))
                     if self.closed.is_set():
                         return
                 self.put(None)

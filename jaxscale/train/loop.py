@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.data.batch import hash_text
 from jaxscale.exits import Exit, Stop
 from jaxscale.monitor.memory import memory_metrics
 from jaxscale.monitor.throughput import Throughput
@@ -16,7 +17,7 @@ from jaxscale.monitor.writers import Writer
 from jaxscale.train.feed import Fed, Feed
 from jaxscale.train.state import TrainState
 from jaxscale.train.step import TrainStep
-from jaxscale.train.stopping import StopRequest
+from jaxscale.train.stopping import Board, StopRequest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +39,7 @@ class Run:
     throughput: Throughput
     max_skipped_in_row: int
     finish: Callable[[TrainState], None]  # after the last step
+    board: Board | None = None  # of several processes
 
 
 def train(run: Run) -> TrainState:
@@ -48,7 +50,7 @@ def train(run: Run) -> TrainState:
     feed = run.open_feed(run.start_step, run.total_steps)
     run.throughput.start()
     try:
-        with StopRequest() as stop:
+        with StopRequest(run.board) as stop:
             for step in range(run.start_step, run.total_steps):
                 began = time.monotonic()
                 fed = next(feed)
@@ -61,7 +63,7 @@ def train(run: Run) -> TrainState:
                 waiting = (step + 1, metrics, fed, waited)
                 run.checkpoints.poll()
                 now = step + 1
-                leaving = stop.requested  # asked once: a signal after this is obeyed, and saved for, a step later
+                leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
                 last = now == run.total_steps or leaving is not None
                 if run.evaluate and (last or due(now, run.eval_every_steps)):
                     waiting = report(run, *waiting)
@@ -89,7 +91,9 @@ def due(step: int, every: int) -> bool:
 
 def report(run: Run, step: int, metrics: dict[str, jax.Array], fed: Fed, waited: float) -> None:
     """Fetches the metrics of a step that is done or nearly so, and writes them when they are due."""
-    values = {name: value.item() for name, value in jax.device_get(metrics).items()}
+    fetched = jax.device_get(metrics)
+    seen = hash_text(fetched.pop("tokens_seen"))
+    values = {name: value.item() for name, value in fetched.items()}
     run.throughput.add(run.tokens_per_step, waited)
     run.writer.tick(step)
     if values["skipped_in_row"] > run.max_skipped_in_row:
@@ -108,7 +112,7 @@ def report(run: Run, step: int, metrics: dict[str, jax.Array], fed: Fed, waited:
         "grad_norm": values.pop("grad_norm"),
         "tokens_seen": step * run.tokens_per_step,
         "batch_index": fed.batch_index,
-        "tokens_hash": fed.tokens_hash,
+        "tokens_hash": seen,  # of the global batch, as the devices had it
         "skipped": int(values.pop("skipped")),
         "skipped_total": values.pop("skipped_total"),
         **memory_metrics([device.memory_stats() for device in jax.local_devices()]),

@@ -10,44 +10,38 @@ import optax
 from jaxscale.data.batch import Batch
 from jaxscale.optim.schedules import Schedule
 from jaxscale.train import guard, loss_scale
-from jaxscale.train.accumulate import LossFn, accumulate
 from jaxscale.train.state import TrainState
+from jaxscale.train.tokens_seen import tokens_seen
 
+# (params, batch, key, scale) -> (mean of each named loss, gradient of the mean loss)
+Gradients = Callable[[Any, Batch, jax.Array, jax.Array], tuple[dict[str, jax.Array], Any]]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_train_step(
-    loss_fn: LossFn,
+    gradients: Gradients,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
     *,
-    num_microbatches: int,
     guard_cfg: guard.GuardConfig,
     scale_cfg: loss_scale.LossScaleConfig,
     dynamic_scale: bool,
-    place_grads: Callable[[Any], Any],
 ) -> TrainStep:
     """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state."""
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        means, grads = accumulate(
-            loss_fn,
-            state.params,
-            batch,
-            key,
-            num_microbatches=num_microbatches,
-            scale=state.loss_scale.value,
-            place_grads=place_grads,
-        )
+        means, grads = gradients(state.params, batch, key, state.loss_scale.value)
         grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
         finite = jnp.isfinite(grad_norm)
         excused = dynamic_scale & ~finite & (state.loss_scale.value > scale_cfg.min)
         ok, guard_state = guard.inspect(guard_cfg, state.guard, means["objective"], grad_norm, excused)
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step, ok=ok)
         params = optax.apply_updates(state.params, updates)
-        keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)  # a bad step changes nothing
+        # A bad step changes nothing. Moments on the host were kept, or not, where they were renewed.
+        keep_one = lambda new, old: new if on_host(new) else jnp.where(ok, new, old)
+        keep = lambda new, old: jax.tree.map(keep_one, new, old)
         new_state = state._replace(
             step=state.step + 1,
             params=keep(params, state.params),
@@ -62,7 +56,13 @@ def make_train_step(
             "skipped": ~ok,
             "skipped_total": guard_state.skipped,
             "skipped_in_row": guard_state.skipped_in_row,
+            "tokens_seen": tokens_seen(batch.tokens),
         }
         return new_state, metrics
 
     return train_step
+
+
+def on_host(x: jax.Array) -> bool:
+    """True for an array in the host's memory, inside a jitted function."""
+    return jax.typeof(x).memory_space == jax.memory.Space.Host

@@ -1,8 +1,25 @@
-"""Leaving well on SIGTERM and SIGINT: the first asks the loop to save and leave, the second leaves at once."""
+"""Leaving well on SIGTERM and SIGINT: the first asks the loop to save and leave, the second leaves at once.
+
+Where there are several processes, all leave after the same step, whichever of them was signalled.
+"""
 
 import os
 import signal
 import types
+from typing import Protocol
+
+# Whoever is signalled after step n, before it begins n + 1, posts the step after which all leave. Another process may
+# have begun n + 1 by then, but when it looks at the board after having begun n + 2 it has read the metrics of n + 1,
+# which do not exist before every process has begun that step: so all see the line in time, and no device waits.
+STEPS_AHEAD = 2
+
+
+class Board(Protocol):
+    """One line that all processes see; the first to post wins."""
+
+    def post(self, line: str) -> None: ...
+
+    def read(self) -> str | None: ...
 
 
 class StopRequest:
@@ -10,8 +27,11 @@ class StopRequest:
 
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-    def __init__(self):
+    def __init__(self, board: Board | None = None):
+        """board: shared by all processes; None where there is one."""
+        self.board = board
         self.requested: str | None = None
+        self.posted = False
         self.previous: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -21,6 +41,23 @@ class StopRequest:
     def __exit__(self, *exc: object) -> None:
         for number, handler in self.previous.items():
             signal.signal(number, handler)
+
+    def leave_after(self, step: int) -> str | None:
+        """The signal for which to save and leave after `step` steps, or None: the same answer in every process.
+
+        To be asked after each step, when the metrics of the step before it have been read.
+        """
+        if self.board is None:
+            return self.requested
+        if self.requested and not self.posted:
+            self.posted = True
+            self.board.post(f"{step + STEPS_AHEAD} {self.requested}")
+        line = self.board.read()
+        if line is None:
+            return None
+        last, _, name = line.partition(" ")
+        assert step <= int(last), f"all were to leave after step {last}, and this process has begun step {step}"
+        return name if step == int(last) else None
 
     def note(self, number: int, frame: types.FrameType | None) -> None:
         """The handler. A second signal restores the default action and raises it again."""

@@ -11,6 +11,8 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
+from jaxscale.data.batch import tokens_hash
+from jaxscale.data.pipeline import open_data
 from jaxscale.exits import Exit, Stop
 from jaxscale.run import open_run
 from jaxscale.train import loop
@@ -74,7 +76,10 @@ class TestTrain:
         assert [record["tokens_seen"] for record in found] == [256 * n for n in range(1, 8)]
         wanted = {"loss", "learning_rate", "grad_norm", "tokens_per_second", "tokens_hash", "skipped", "skipped_total"}
         assert wanted <= set(found[-1])
-        assert len({record["tokens_hash"] for record in found}) == 7
+        rows = open_data(tiny.config().data, seq_len=16, vocab_size=tiny.VOCAB, seed=1, say=lambda text: None).batches(
+            16
+        )
+        assert [record["tokens_hash"] for record in found] == [tokens_hash(rows.batch(n)) for n in range(7)]
 
     def test_too_many_bad_steps_in_a_row_end_the_run_with_their_own_code(self, tmp_path):
         run = open_tiny(tmp_path / "run", {"train.guard.max_skipped_in_row": 3})
@@ -129,3 +134,39 @@ def test_a_stop_request_notes_the_first_signal_and_gives_the_old_handlers_back()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested == "SIGTERM"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+class PaperBoard:
+    """A board that several stop requests share."""
+
+    line = None
+
+    def post(self, line):
+        self.line = self.line or line
+
+    def read(self):
+        return self.line
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_all_processes_leave_after_the_same_step_whichever_was_signalled(ahead):
+    board = PaperBoard()
+    signalled, other = StopRequest(board), StopRequest(board)
+    for step in range(1, 4 + ahead):
+        assert other.leave_after(step) is None  # it may have begun one step more when the signal comes
+    for step in range(1, 4):
+        if step == 3:
+            signalled.note(signal.SIGTERM, None)
+        assert signalled.leave_after(step) is None
+    for request, first in ((signalled, 4), (other, 4 + ahead)):
+        answers = [request.leave_after(step) for step in range(first, 6)]
+        assert answers == [None] * (5 - first) + ["SIGTERM"]
+
+
+def test_a_second_signal_elsewhere_does_not_move_the_step():
+    board = PaperBoard()
+    first, second = StopRequest(board), StopRequest(board)
+    first.note(signal.SIGTERM, None)
+    assert first.leave_after(7) is None
+    second.note(signal.SIGINT, None)
+    assert [second.leave_after(8), second.leave_after(9), first.leave_after(9)] == [None, "SIGTERM", "SIGTERM"]

@@ -24,7 +24,7 @@ def run(program, batches, state=None):
     state, seen = program.init() if state is None else state, []
     for batch in batches:
         state, metrics = program.train_step(state, tiny.on_mesh(program, batch))
-        seen.append({name: value.item() for name, value in jax.device_get(metrics).items()})
+        seen.append({name: value.item() for name, value in jax.device_get(metrics).items() if value.ndim == 0})
     return state, seen
 
 

@@ -1,0 +1,115 @@
+"""A process that is gone, or that stopped with an error, ends the others with its name; leaving well ends nobody."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from jaxscale.exits import Exit
+from jaxscale.hosts import watch
+from jaxscale.hosts.place import Place
+from jaxscale.hosts.watch import Watch
+from jaxscale.hosts.wire import Wire
+
+COUNT = 3
+
+
+class Team:
+    """Three watches, connected as the roll call connects them; `ends` holds the exit codes they end with."""
+
+    def __init__(self):
+        self.ends, pairs = {}, [socket.socketpair(socket.AF_UNIX) for _ in range(COUNT - 1)]
+        self.wires = [{n + 1: pair[0] for n, pair in enumerate(pairs)}] + [{0: pair[1]} for pair in pairs]
+        self.watches = [self.watch(number) for number in range(COUNT)]
+
+    def watch(self, number):
+        place = Place(host="h0", port=1, num_processes=COUNT, process_id=number, found_in="test")
+        wires = {other: (LocalWire(sock), place.name(other, f"h{other}")) for other, sock in self.wires[number].items()}
+        return Watch(place, wires, end=lambda code: self.end(number, code))
+
+    def end(self, number, code):
+        """What the end of a process does to its connections."""
+        self.ends[number] = code
+        for sock in self.wires[number].values():
+            sock.shutdown(socket.SHUT_RDWR)
+
+    def settled(self, *numbers):
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and not set(numbers) <= set(self.ends):
+            time.sleep(0.01)
+        return self.ends
+
+
+class LocalWire(Wire):
+    """A wire over a pair of sockets, which have no keepalive to set."""
+
+    def __init__(self, sock):
+        self.sock, self.buffer = sock, b""
+        sock.settimeout(5)
+
+
+@pytest.fixture
+def team(monkeypatch):
+    monkeypatch.setattr(watch, "GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(watch, "LAST_SECONDS", 3.0)
+    team = Team()
+    yield team
+    for number in range(COUNT):
+        team.watches[number].leaving.set()
+        for sock in team.wires[number].values():
+            sock.close()
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_process_that_is_gone_ends_all_others_with_code_13(team, lost, capfd):
+    team.watches[lost].leaving.set()  # it is dead, and neither ends nor tells anybody
+    team.watches[lost].pass_on = lambda **message: None
+    for sock in team.wires[lost].values():
+        sock.shutdown(socket.SHUT_RDWR)
+    others = [number for number in range(COUNT) if number != lost]
+    assert team.settled(*others) == dict.fromkeys(others, Exit.PEER_LOST)
+    lines = capfd.readouterr().err.splitlines()
+    told = (
+        f"stopped (peer_lost, exit 13): process {lost} of 3 (h{lost}) was lost; start all again with the same command"
+    )
+    assert len(lines) == 2 and all(line.startswith(told) for line in lines)
+
+
+def test_an_error_of_one_is_told_by_all_with_its_own_code(team, capfd):
+    team.watches[2].goodbye(int(Exit.STORAGE), "stopped (storage, exit 14): step 6 was not saved: no space")
+    team.end(2, Exit.STORAGE)
+    assert team.settled(0, 1) == dict.fromkeys(range(COUNT), Exit.STORAGE)
+    told = capfd.readouterr().err
+    assert told.count("process 2 of 3 (h2) has left: stopped (storage, exit 14): step 6 was not saved: no space") == 2
+
+
+def test_a_crash_of_one_is_a_lost_peer_for_the_others(team):
+    team.watches[1].goodbye(int(Exit.ERROR), "IndexError: x")
+    team.end(1, Exit.ERROR)
+    assert team.settled(0, 2) == {1: 1, 0: 13, 2: 13}
+
+
+def test_all_that_stop_with_the_same_error_end_by_themselves(team, capfd):
+    parting = [threading.Thread(target=team.watches[n].goodbye, args=(int(Exit.NON_FINITE), "x")) for n in (1, 2)]
+    for thread in parting:
+        thread.start()
+        thread.join()
+    first = threading.Thread(target=team.watches[0].goodbye, args=(int(Exit.NON_FINITE), "x"))
+    first.start()
+    for number in (1, 2):
+        team.end(number, 17)
+    first.join()
+    time.sleep(0.5)
+    assert team.ends == {1: 17, 2: 17} and capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("code", [Exit.DONE, Exit.PREEMPTED])
+def test_leaving_together_is_no_loss_and_the_first_leaves_last(team, code, capfd):
+    began = time.monotonic()
+    threading.Timer(0.4, lambda: [team.watches[n].goodbye(int(code)) or team.end(n, int(code)) for n in (1, 2)]).start()
+    team.watches[0].goodbye(int(code))
+    waited = time.monotonic() - began
+    assert waited > 0.35 if code else waited < 0.3
+    time.sleep(0.6)
+    assert team.ends == {1: code, 2: code} and capfd.readouterr().err == ""
