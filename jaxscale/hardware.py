@@ -9,29 +9,81 @@ import os
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One accelerator as JAX names it (`device.device_kind`)."""
+    """One accelerator as JAX names it (`device.device_kind`): figures of one JAX device, None where none was found."""
 
     name: str
-    peak_flops: float  # dense bfloat16 FLOP/s of one JAX device
+    peak_flops: float  # dense bfloat16 FLOP/s
     hbm_bytes: int
     hbm_bandwidth: float  # bytes/s
     source: str
+    ici_bandwidth: float | None = None  # bytes/s out of one device over all its fast links (ICI, NVLink); one direction
+    ici_dims: int = 0  # dimensions of the torus that the fast links form; 0 for a switch, which serves any pair
+    dcn_bandwidth: float | None = None  # bytes/s out of one device to other slices (TPU) or hosts (GPU); one direction
+    devices_per_host: int = 8
+    host_bytes: int | None = None  # the host's memory, divided by its devices: what offloading can at most use
+    int8_flops: float | None = None  # dense; None: no faster than bfloat16, or no source
+    fp8_flops: float | None = None
+    links_source: str = ""
 
 
+# Google's pages give ICI as "bidirectional": both directions of all links. One direction is half of it.
 CLOUD = "cloud.google.com/tpu/docs, system architecture page of the version"
+TPU7X = "cloud.google.com/tpu/docs/tpu7x (2025), per chip; a JAX device is half a chip"
+# An 8-card HGX or DGX machine: NVLink through a switch inside, one network port for each GPU outside. Clouds differ in
+# the network. 8-bit peaks are the datasheets' figures with sparsity, halved. Not checked against NVIDIA's own pages:
+# the ports' speeds, and A100's NVLink and 8-bit figures.
+HOPPER_LINKS = "nvidia.com Hopper page: NVLink 900 GB/s, both directions; DGX H100: a 400 Gb/s ConnectX-7 port per GPU"
+AMPERE_LINKS = "NVLink 600 GB/s, both directions; DGX A100: a 200 Gb/s ConnectX-6 port per GPU"
 CHIPS = {
-    "TPU v4": Chip("TPU v4", 275e12, 32 * 2**30, 1.2e12, CLOUD),
-    "TPU v5 lite": Chip("TPU v5e", 197e12, 16 * 2**30, 0.819e12, CLOUD),
-    "TPU v5": Chip("TPU v5p", 459e12, 95 * 2**30, 2.765e12, CLOUD),
-    "TPU v6 lite": Chip("TPU v6e", 918e12, 32 * 2**30, 1.64e12, CLOUD),
-    "NVIDIA H100 80GB HBM3": Chip("H100 SXM", 989.4e12, 80 * 10**9, 3.35e12, "NVIDIA H100 datasheet"),
-    "NVIDIA H200": Chip("H200 SXM", 989.4e12, 141 * 10**9, 4.8e12, "NVIDIA H200 datasheet"),
-    "NVIDIA A100-SXM4-40GB": Chip("A100 40GB", 312e12, 40 * 10**9, 1.555e12, "NVIDIA A100 datasheet"),
-    "NVIDIA A100-SXM4-80GB": Chip("A100 80GB", 312e12, 80 * 10**9, 2.039e12, "NVIDIA A100 datasheet"),
+    "TPU v4": Chip(
+        "TPU v4", 275e12, 32 * 2**30, 1.2e12, CLOUD,
+        ici_bandwidth=300e9, ici_dims=3, devices_per_host=4, int8_flops=275e12,
+        links_source="glennklockwood.com/garden/processors/TPUv4: 6 links, 400 Gb/s a direction; no DCN figure found",
+    ),
+    "TPU v5 lite": Chip(
+        "TPU v5e", 197e12, 16 * 2**30, 0.819e12, CLOUD,
+        ici_bandwidth=200e9, ici_dims=2, dcn_bandwidth=6.4e12 / 8 / 256, devices_per_host=4,
+        host_bytes=512 * 2**30 // 8, int8_flops=393e12,
+        links_source=CLOUD + ": ICI 400 GB/s both directions, DCN 6.4 Tb/s for 256 chips, 512 GiB for 8 chips",
+    ),
+    "TPU v5": Chip(
+        "TPU v5p", 459e12, 95 * 2**30, 2.765e12, CLOUD,
+        ici_bandwidth=600e9, ici_dims=3, dcn_bandwidth=50e9 / 8, devices_per_host=4,
+        host_bytes=448 * 10**9 // 4, fp8_flops=459e12,
+        links_source=CLOUD + ": ICI 1200 GB/s both directions, DCN 50 Gb/s, 448 GB for 4 chips",
+    ),
+    "TPU v6 lite": Chip(
+        "TPU v6e", 918e12, 32 * 2**30, 1.64e12, CLOUD,
+        ici_bandwidth=400e9, ici_dims=2, dcn_bandwidth=100e9 / 8, devices_per_host=4,
+        host_bytes=720 * 10**9 // 4, int8_flops=1836e12, fp8_flops=918e12,
+        links_source=CLOUD + ": ICI 800 GB/s both directions, DCN 100 Gb/s, 720 GB for 4 chips",
+    ),
+    "TPU7x": Chip(
+        "TPU7x", 2307e12 / 2, 192 * 2**30 // 2, 7.38e12 / 2, TPU7X,
+        ici_bandwidth=600e9 / 2, ici_dims=3, dcn_bandwidth=100e9 / 8 / 2, devices_per_host=8,
+        host_bytes=960 * 10**9 // 8, fp8_flops=4614e12 / 2,
+        links_source=TPU7X + ": ICI 1200 GB/s both directions, DCN 100 Gb/s, 960 GB for 4 chips",
+    ),
+    "NVIDIA H100 80GB HBM3": Chip(
+        "H100 SXM", 989.4e12, 80 * 10**9, 3.35e12, "NVIDIA H100 datasheet",
+        ici_bandwidth=450e9, dcn_bandwidth=50e9, int8_flops=1978.9e12, fp8_flops=1978.9e12, links_source=HOPPER_LINKS,
+    ),
+    "NVIDIA H200": Chip(
+        "H200 SXM", 989.4e12, 141 * 10**9, 4.8e12, "NVIDIA H200 datasheet",
+        ici_bandwidth=450e9, dcn_bandwidth=50e9, int8_flops=1978.9e12, fp8_flops=1978.9e12, links_source=HOPPER_LINKS,
+    ),
+    "NVIDIA A100-SXM4-40GB": Chip(
+        "A100 40GB", 312e12, 40 * 10**9, 1.555e12, "NVIDIA A100 datasheet",
+        ici_bandwidth=300e9, dcn_bandwidth=25e9, int8_flops=624e12, links_source=AMPERE_LINKS,
+    ),
+    "NVIDIA A100-SXM4-80GB": Chip(
+        "A100 80GB", 312e12, 80 * 10**9, 2.039e12, "NVIDIA A100 datasheet",
+        ici_bandwidth=300e9, dcn_bandwidth=25e9, int8_flops=624e12, links_source=AMPERE_LINKS,
+    ),
     "Tesla V100-SXM2-16GB": Chip("V100", 125e12, 16 * 10**9, 0.9e12, "NVIDIA V100 datasheet (float16)"),
     "Tesla T4": Chip("T4", 65e12, 16 * 10**9, 0.32e12, "NVIDIA T4 datasheet (float16)"),
     "NVIDIA L4": Chip("L4", 121e12, 24 * 10**9, 0.3e12, "NVIDIA L4 datasheet"),
-}
+}  # fmt: skip
 
 
 def find_chip(device_kind: str) -> Chip | None:

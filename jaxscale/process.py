@@ -26,6 +26,16 @@ def prepare() -> None:
     keep_compiled_programs()
 
 
+def prepare_ahead() -> None:
+    """Sets jax's environment for a program that compiles for devices which are not here, and touches none that are.
+
+    The CPU is jax's only platform, whatever the user has set for training: a client of a TPU or GPU would take the
+    device. jax's compilation cache is off, for what it keeps of such programs cannot be read back.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+
 def keep_compiled_programs() -> None:
     """Turns on jax's compilation cache, in the user's cache folder: the second start of a run compiles nothing.
 

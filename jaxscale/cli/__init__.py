@@ -8,19 +8,24 @@ import importlib
 import sys
 
 from jaxscale.exits import run_and_exit
-from jaxscale.process import prepare
+from jaxscale.process import prepare, prepare_ahead
 
 VERBS = {
     "train": ("jaxscale.main", "train a language model, or go on with one"),
+    "preflight": (
+        "jaxscale.cli.preflight",
+        "compile a config's step for chips that are not here: memory, time, traffic",
+    ),
     "bench": ("jaxscale.cli.bench", "measure the step and the loop, alone and beside other programs"),
     "verify": ("jaxscale.cli.verify", "prove on your config that resuming is exact and that no mesh changes a number"),
 }
+AHEAD = ("preflight",)  # verbs that compile for other devices than those that are here
 
 
 def main() -> None:
     """The console script. Leaves with the verb's exit code."""
     if sys.argv[1:] and sys.argv[1] in VERBS:
-        prepare()  # before the verb imports jax
+        prepare_ahead() if sys.argv[1] in AHEAD else prepare()  # before the verb imports jax
     run_and_exit(dispatch)
 
 

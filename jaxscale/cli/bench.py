@@ -2,6 +2,7 @@
 
   jaxscale bench step                 the compiled step on random tokens: each step waited for, the median
   jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) beside the bare step
+  jaxscale bench collectives          bandwidth along each mesh axis, beside the chip table, and hosts that are slow
   --spec=S                S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256,
                           16 x 256 tokens; both Llama, untied, AdamW, clipped
   --config=FILE           a run's config instead
@@ -11,11 +12,15 @@
   --warmup=2              step: untimed steps after the first
   --devices=8             simulated CPU devices
   --json                  one line of JSON
+  --megabytes=1,16,256    collectives: sizes of the whole array in MiB (on CPU 1,4,16)
+  --repeats=10            collectives: calls, of which the median counts
   --against='COMMAND'     step: runs our step and the command in turn, as processes, and prints the ratio. The command
                           prints a line of JSON with "tok_s" and, if it likes, sys, spec, dtype, loss0, lossN, rss_mb,
                           first_step_s, gflops, params. NAME=VALUE may stand in front. For several commands give the
                           flag again, or put ';;' between them
   --rounds=3              step: turns of each with --against
+
+collectives runs on many hosts as training does, and takes its mesh from --config=FILE or from --config.mesh.AXIS=N:
 
 The exit code does not depend on speed.
 """
@@ -29,14 +34,18 @@ import json  # noqa: E402
 
 import jax  # noqa: E402
 
-from jaxscale import config  # noqa: E402
-from jaxscale.cli import bench_against, bench_loop, bench_step  # noqa: E402
+from jaxscale import config, hosts, schema  # noqa: E402
+from jaxscale.cli import bench_against, bench_collectives, bench_loop, bench_step  # noqa: E402
 from jaxscale.cli.numbers import whole_number  # noqa: E402
 from jaxscale.config import Arguments  # noqa: E402
 from jaxscale.exits import run_and_exit  # noqa: E402
 
 SHARED_OPTIONS = ("spec", "dtype", "steps", "devices")
-OPTIONS = {"step": (*SHARED_OPTIONS, "warmup", "rounds"), "loop": SHARED_OPTIONS}
+OPTIONS = {
+    "step": (*SHARED_OPTIONS, "warmup", "rounds"),
+    "loop": SHARED_OPTIONS,
+    "collectives": ("devices", "megabytes", "repeats", *hosts.FLAGS),
+}
 
 
 def main(argv: list[str]) -> int:
@@ -49,13 +58,13 @@ def main(argv: list[str]) -> int:
         raise ValueError("--against compares steps: jaxscale bench step --against='COMMAND'")
     arguments = config.parse_arguments(rest, OPTIONS[what])
     if arguments.help:
-        print(__doc__)
+        print(__doc__, hosts.HELP, sep="")
     elif commands:
         against(arguments, rest, commands, as_json)
     else:
         if "devices" in arguments.options:
             jax.config.update("jax_num_cpu_devices", number(arguments, "devices", 1, 1))
-        (step if what == "step" else loop)(arguments, as_json)
+        {"step": step, "loop": loop, "collectives": collectives}[what](arguments, as_json)
     return 0
 
 
@@ -71,6 +80,17 @@ def loop(arguments: Arguments, as_json: bool) -> None:
     name, cfg = bench_step.read_config(arguments)
     record = bench_loop.measure_loop(cfg, steps=number(arguments, "steps", 100, 1))
     print(json.dumps(record) if as_json else "\n".join(bench_loop.loop_lines(name, record)))
+
+
+def collectives(arguments: Arguments, as_json: bool) -> None:
+    """`jaxscale bench collectives`."""
+    cfg, text = bench_collectives.read_mesh(arguments), arguments.options.get("megabytes")
+    sizes = None if text is None else bench_collectives.read_sizes(text)
+    repeats = number(arguments, "repeats", 10, 1)
+    facts = schema.flatten({"mesh": schema.to_dict(cfg), "megabytes": text, "repeats": repeats})
+    with hosts.joined(hosts.find_own_place(arguments.options), facts, arguments.options) as say:
+        record = bench_collectives.measure_collectives(cfg, sizes=sizes, repeats=repeats)
+        say(json.dumps(record) if as_json else "\n".join(bench_collectives.collective_lines(record)))
 
 
 def against(arguments: Arguments, argv: list[str], commands: list[str], as_json: bool) -> None:

@@ -11,10 +11,11 @@ from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.pipeline import check_data
 from jaxscale.exits import Exit, Stop
 from jaxscale.hardware import find_chip, host_memory_bytes
-from jaxscale.models import AnyModelConfig
+from jaxscale.models import AnyModelConfig, attention_needs
 from jaxscale.ops.kernels import choose_kernels
 from jaxscale.planner.memory import MemoryNeed, least_memory, memory_need
 
+JOIN = "train with --coordinator=HOST:PORT --num_processes=N --process_id=I on each"
 UNCOUNTED = 10**12  # tokens of an epoch before the data are opened
 
 
@@ -51,14 +52,14 @@ def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str],
 
 
 def check_hosts() -> list[str]:
-    """Several processes would each train alone, into one folder: refused until they can work as one."""
+    """Signs that this process was started as one of several, and stands alone: each would train into one folder."""
     if jax.process_count() > 1:
-        return [f"hosts: this version runs in one process, and there are {jax.process_count()}"]
-    for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        return []
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         if os.environ.get(name, "1") not in ("", "1"):
-            return [f"hosts: this version runs in one process, and {name}={os.environ[name]}; start one task"]
+            return [f"hosts: {name}={os.environ[name]}, and this process works alone; start one task, or {JOIN}"]
     if len(hosts := os.environ.get("TPU_WORKER_HOSTNAMES", "").split(",")) > 1:
-        return [f"hosts: this version runs on one host, and this TPU slice has {len(hosts)}; use a slice of one host"]
+        return [f"hosts: this slice has {len(hosts)}, and this process works alone; use a slice of one host, or {JOIN}"]
     return []
 
 
@@ -70,7 +71,7 @@ def check_kernels(model: AnyModelConfig, platform: str) -> list[str]:
             f"kernel: model.matmul_precision='tf32' exists on NVIDIA GPUs, and this is {platform}; use 'default'"
         )
     try:
-        choose_kernels(platform, model.attention)
+        choose_kernels(platform, model.attention, attention_needs(model))
     except ValueError as error:
         findings.append(f"kernel: {error}")
     return findings
@@ -78,7 +79,7 @@ def check_kernels(model: AnyModelConfig, platform: str) -> list[str]:
 
 def device_bytes(devices: list[jax.Device]) -> int | None:
     """Memory of one device; simulated CPU devices share the machine's. None where it is unknown."""
-    device = devices[0]
+    device = next((device for device in devices if device in jax.local_devices()), devices[0])  # one that can be asked
     if device.platform == "cpu":
         return host_memory_bytes() // len(jax.local_devices())
     stats = device.memory_stats() or {}

@@ -9,7 +9,11 @@ import jax
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.models import num_params
+from jaxscale.models.layers import ModelConfig
 from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE
+from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.sharding.offload import HOST
 
 NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 
@@ -49,8 +53,14 @@ def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
 
 
 def shard_bytes(abstract: Any) -> int:
-    """Bytes of one device's parts of a tree of ShapeDtypeStructs with shardings."""
-    leaves = jax.tree.leaves(abstract)
+    """Bytes of one device's parts of a tree of ShapeDtypeStructs with shardings, but for those in the host's memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind != HOST]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def host_bytes(abstract: Any) -> int:
+    """Bytes of one device's parts of such a tree that are in the host's memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind == HOST]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -58,25 +68,44 @@ def activation_bytes(program: Program) -> int:
     """What the backward pass keeps of one microbatch on one device, and the logits of one chunk of its loss.
 
     Counted for each block: the residual stream and its normalised forms (4 D), attention's inputs and output, and the
-    MLP's inner arrays; with remat only what the policy keeps, and one block whole.
+    MLP's inner arrays; with remat only what the policy keeps, and one block whole. What goes to the host is left out.
     """
     cfg, shape = program.cfg, program.mesh.shape
     model = cfg.model
     tokens = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards * cfg.seq_len
     width = 4 if model.compute_dtype == "float32" else 2
-    D, tensor = model.embed_dim, shape["tensor"]
-    if isinstance(model, LlamaConfig):
-        heads = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
-        inner = heads + 3 * model.mlp_dim
-    else:
-        inner = 4 * D + 2 * 4 * D
-    whole = 4 * D + inner // tensor
-    kept = {"none": whole, "dots": D + inner // tensor, "attention": 2 * D, "full": D}[model.remat]
-    if program.attention == "xla" and model.remat in ("none", "dots"):  # float32 scores and probabilities of each head
+    tensor = shape["tensor"]
+    sizes = activation_sizes(model, tensor)
+    inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + sizes[MLP_UP]
+    whole = 4 * model.embed_dim + inner
+    if program.attention == "xla":  # float32 scores and probabilities of each head
         whole += 2 * (model.num_heads // tensor) * cfg.seq_len * 4 // width
-        kept = whole if model.remat == "none" else kept
-    layers = tokens * width * (model.num_layers * kept + (whole if model.remat != "none" else 0))
+    names = kept_names(model)
+    kept = whole if names is None else sum(sizes[name] for name in names)
+    layers = tokens * width * (model.num_layers * kept + (0 if names is None else whole))
     logits = (
         min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4 * 3
     )  # logits, their exp, their gradient
     return layers + logits
+
+
+def kept_names(model: ModelConfig) -> set[str] | None:
+    """The activations of each block that the device keeps for the backward pass; None: all there are."""
+    if model.remat == "none":
+        return None
+    if model.remat == "dots":  # products of activations with weights
+        return set(model.activation_names) - {ATTENTION_OUT}
+    kept = model.remat_save if model.remat == "save" else SAVED[model.remat]
+    return ({BLOCK_INPUT, *kept} & set(model.activation_names)) - set(model.remat_offload)
+
+
+def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
+    """Elements per token of each named activation of a block on one of `tensor` devices."""
+    D = model.embed_dim
+    if isinstance(model, LlamaConfig):
+        query, key, mlp = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.mlp_dim
+    else:
+        query, key, mlp = D, D, 4 * D
+    sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: query // tensor, ATTENTION_OUT: query // tensor}
+    sizes |= {KEY: key // tensor, VALUE: key // tensor, MLP_GATE: mlp // tensor, MLP_UP: mlp // tensor}
+    return {name: sizes[name] for name in model.activation_names}

@@ -31,7 +31,7 @@ def test_help_does_not_wait_for_jax():
 
 
 @pytest.mark.parametrize(
-    ("verb", "told"), [("verfy", "did you mean 'verify'?"), ("xyz", "it has train, bench, verify")]
+    ("verb", "told"), [("verfy", "did you mean 'verify'?"), ("xyz", "it has train, preflight, bench, verify")]
 )
 def test_an_unknown_verb_is_one_line_with_the_nearest_name(verb, told):
     done = jaxscale(verb)

@@ -106,7 +106,7 @@ def test_activations_that_do_not_fit_are_told_with_their_own_way_out():
     assert "for activations" in lines[1] and "train.num_microbatches" in lines[1] and "such devices" not in lines[1]
 
 
-@pytest.mark.parametrize("name", ["SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"])
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "TPU_WORKER_HOSTNAMES"])
 def test_several_processes_are_refused_and_one_is_not(name, monkeypatch):
     monkeypatch.setenv(name, "one,two" if "TPU" in name else "2")
     code, lines = refused({})

@@ -1,0 +1,234 @@
+"""How fast each mesh axis moves data, and which host is slow: what `jaxscale bench collectives` measures."""
+
+import datetime
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxscale import config, schema, units
+from jaxscale.config import Arguments
+from jaxscale.hardware import Chip, find_chip
+from jaxscale.sharding.mesh import MeshConfig, groups_along, make_mesh, mesh_layout
+from jaxscale.sharding.rules import MESH_AXES
+
+MIB = 2**20
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "permute")
+SLOW = 1.25  # times the median: below that, machines of one kind differ without being ill
+NAME_BYTES = 64  # of a host's name, gathered as numbers
+MEASURES = ("product", "copy", "permute")  # what a process does on its own, and one exchange with its neighbours
+
+
+def read_mesh(arguments: Arguments) -> MeshConfig:
+    """The mesh of --config, with --config.mesh.AXIS=N put in; all devices along fsdp if nothing is said."""
+    if arguments.config:
+        return config.load_config(arguments.config, arguments.overrides).mesh
+    if other := [name for name in arguments.overrides if not name.startswith("mesh.")]:
+        raise ValueError(f"--config.{other[0]} needs --config=FILE; without one there is --config.mesh.AXIS=N only")
+    values = {name.removeprefix("mesh."): value for name, value in arguments.overrides.items()}
+    return schema.from_dict(MeshConfig, values, "mesh")
+
+
+def read_sizes(text: str) -> list[int]:
+    """'1,16' MiB as bytes."""
+    try:
+        sizes = [round(float(part) * MIB) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1024:
+        raise ValueError(f"--megabytes={text} must be sizes in MiB with commas between, such as 1,16,256")
+    return sizes
+
+
+def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats: int) -> dict[str, Any]:
+    """What --json prints: seconds and bandwidth of each kind, size and axis, and each process's own times.
+
+    A collective is timed from its call to its result, a call after the other, and the median of `repeats` counts, at
+    the process where it is longest. bytes_per_s is what one device sends: of an array of S bytes over k devices,
+    S (k - 1) / k for all-gather and reduce-scatter, twice that for all-reduce, S for a permute to the next device.
+    """
+    mesh = make_mesh(cfg)
+    device = mesh.devices.flat[0]
+    chip, (kind, groups) = find_chip(device.device_kind), groups_along(mesh)
+    if sizes is None:
+        sizes = [MIB, 4 * MIB, 16 * MIB] if device.platform == "cpu" else [MIB, 16 * MIB, 256 * MIB]
+    rows = []
+    for axis in [axis for axis in MESH_AXES if mesh.shape[axis] > 1]:
+        for what in KINDS:
+            for size in sizes:
+                size = max(1, size // (4 * mesh.size)) * 4 * mesh.size  # whole float32 numbers on every device
+                seconds = float(gathered(time_collective(mesh, axis, what, size, repeats)).max())
+                rows.append(
+                    {
+                        "axis": axis,
+                        "devices": mesh.shape[axis],
+                        "collective": what,
+                        "bytes": size,
+                        "seconds": seconds,
+                        "bytes_per_s": wire_bytes(what, size, mesh.shape[axis]) / seconds,
+                        "table_bytes_per_s": link_figure(chip, crosses=groups[axis] > 1),
+                        "link": f"between {kind}s" if groups[axis] > 1 else f"within one {kind}",
+                    }
+                )
+    processes = measure_processes(mesh, repeats)
+    return {
+        "mesh": mesh_layout(mesh),
+        "devices": f"{mesh.size} x {device.device_kind}",
+        "num_processes": jax.process_count(),
+        "chip": None if chip is None else chip.name,
+        "table_source": None if chip is None else chip.links_source,
+        "repeats": repeats,
+        "collectives": rows,
+        "processes": processes,
+        "slow": slow_ones(processes),
+        "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "jax": jax.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], jax.Array]:
+    """A compiled f(x): one collective along the axis, on each device's own row of x [devices, numbers]."""
+    size = mesh.shape[axis]
+
+    def own(x_1n: jax.Array) -> jax.Array:
+        if what == "all-gather":
+            return jax.lax.all_gather(x_1n, axis, axis=1, tiled=True)
+        if what == "reduce-scatter":
+            return jax.lax.psum_scatter(x_1n, axis, scatter_dimension=1, tiled=True)
+        if what == "all-reduce":
+            return jax.lax.psum(x_1n, axis)
+        return jax.lax.ppermute(x_1n, axis, [(n, (n + 1) % size) for n in range(size)])
+
+    row = P(MESH_AXES, None)
+    return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=row, out_specs=row, check_vma=False))
+
+
+def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -> float:
+    """Seconds of one collective over arrays of `size` bytes, on this process."""
+    f = make_collective(mesh, axis, what)
+    numbers = own_numbers(what, size, mesh.shape[axis])
+    place = NamedSharding(mesh, P(MESH_AXES, None))
+    x = jax.jit(lambda: jnp.ones((mesh.size, numbers), jnp.float32), out_shardings=place)()
+    return median_seconds(f, x, repeats)
+
+
+def own_numbers(what: str, size: int, devices: int) -> int:
+    """How many float32 numbers a device holds before the collective, if the larger of before and after is `size`."""
+    return size // 4 // (devices if what == "all-gather" else 1)
+
+
+def median_seconds(f: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
+    """The median of so many calls, each waited for, after one that compiles."""
+    jax.block_until_ready(f(jax.block_until_ready(x)))
+    seconds = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(f(x))
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def wire_bytes(what: str, size: int, devices: int) -> float:
+    """Bytes that one device has to send for an array of `size` bytes, by the best way there is around a ring."""
+    return size * {"all-reduce": 2 * (devices - 1) / devices, "permute": 1.0}.get(what, (devices - 1) / devices)
+
+
+def link_figure(chip: Chip | None, *, crosses: bool) -> float | None:
+    """bytes/s out of one device by the chip table: over all its fast links, or between slices or nodes."""
+    if chip is None:
+        return None
+    return chip.dcn_bandwidth if crosses else chip.ici_bandwidth
+
+
+def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
+    """Each process's host, and its seconds for a product on each of its devices, a copy to them, and a permute.
+
+    In a collective all wait for the slowest, so that its time does not tell who that is; the first two do.
+    """
+    axis = max(MESH_AXES, key=lambda axis: mesh.shape[axis])
+    local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
+    product, copy = zip(*[time_device(device, repeats) for device in local])
+    permute = time_collective(mesh, axis, "permute", MIB, repeats) if mesh.size > 1 else 0.0
+    name = socket.gethostname().encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
+    names = gathered(np.frombuffer(name, np.uint8))
+    times = gathered(np.array([max(product), max(copy), permute]))
+    return [
+        {"process": n, "host": bytes(names[n]).rstrip(b"\0").decode(errors="replace")}
+        | {f"{measure}_s": float(seconds) for measure, seconds in zip(MEASURES, times[n])}
+        for n in range(jax.process_count())
+    ]
+
+
+def time_device(device: jax.Device, repeats: int) -> tuple[float, float]:
+    """(seconds of a matrix product on this device alone, seconds of a copy of 16 MiB to it)."""
+    width = 512 if device.platform == "cpu" else 4096
+    dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
+    a_NN = jax.device_put(np.ones((width, width), dtype), device)
+    rows = np.ones((16 * MIB // 4,), np.float32)
+    return median_seconds(multiply, a_NN, repeats), median_seconds(lambda x: jax.device_put(x, device), rows, repeats)
+
+
+@jax.jit
+def multiply(a_NN: jax.Array) -> jax.Array:
+    """Eight products in a row: long enough beside the call."""
+    return jax.lax.fori_loop(0, 8, lambda _, b_NN: jnp.tanh(b_NN @ a_NN), a_NN)
+
+
+def gathered(value: np.ndarray | float) -> np.ndarray:
+    """[processes, ...]: the value of every process, on all of them. Travels as bytes: jax would halve a float64."""
+    value = np.array(value, ndmin=1)
+    rows = multihost_utils.process_allgather(value.view(np.uint8))
+    return np.asarray(rows).reshape(jax.process_count(), -1).view(value.dtype)
+
+
+def slow_ones(processes: Sequence[dict[str, Any]]) -> list[str]:
+    """A line for each process that takes far longer than the median of all: its host, what, and how much longer.
+
+    Of two processes the median is the faster one.
+    """
+    found = []
+    for measure in MEASURES:
+        usual = statistics.median_low(process[f"{measure}_s"] for process in processes)
+        for process in processes:
+            if process[f"{measure}_s"] > SLOW * usual:
+                times = process[f"{measure}_s"] / usual
+                found.append(f"{process['host']} (process {process['process']}): its {measure} takes {times:.2f} times")
+    return found
+
+
+def collective_lines(record: dict[str, Any]) -> list[str]:
+    """The record for people."""
+    lines = [
+        f"{record['devices']}, {record['num_processes']} process(es), mesh {record['mesh']}; median of "
+        f"{record['repeats']} calls; GB/s is what one device sends"
+    ]
+    if not record["collectives"]:
+        lines.append("  one device has nothing to exchange")
+    for row in record["collectives"]:
+        table = row["table_bytes_per_s"]
+        beside = f"of {table / 1e9:g} GB/s in the chip table" if table else "the chip table has no figure"
+        lines.append(
+            f"  {row['axis']:8} x {row['devices']:<5} {row['collective']:15} {units.size(row['bytes']):>9}  "
+            f"{row['seconds'] * 1e3:9.3f} ms  {row['bytes_per_s'] / 1e9:9.3f} GB/s {row['link']}; {beside}"
+        )
+    if record["table_source"]:
+        lines.append(f"  the table's figure is for all links of a device together: {record['table_source']}")
+    for process in record["processes"]:
+        lines.append(
+            f"  process {process['process']} on {process['host']}: slowest device {process['product_s'] * 1e3:.3f} ms "
+            f"for products, {process['copy_s'] * 1e3:.3f} ms for 16 MiB from the host; "
+            f"permute of 1 MiB {process['permute_s'] * 1e3:.3f} ms"
+        )
+    if record["num_processes"] > 1:
+        lines += [f"  slow: {line} the median" for line in record["slow"]] or ["  no host is slow"]
+    return lines

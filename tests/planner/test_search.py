@@ -1,0 +1,197 @@
+"""The search compiles the best guess first, learns from what it compiled, and keeps to its time."""
+
+import dataclasses
+
+import ahead_of_time
+import pytest
+import tiny
+
+from jaxscale import config, schema
+from jaxscale.config import RunConfig
+from jaxscale.planner import search
+from jaxscale.planner.estimate import Estimate, estimate, recomputed_flops
+from jaxscale.planner.preflight import ahead_program
+from jaxscale.planner.report import Report
+from jaxscale.planner.roofline import Roofline
+from jaxscale.planner.search import (
+    Candidate,
+    explore,
+    fitting,
+    is_hopeful,
+    needs_as_much,
+    override_lines,
+    ranked,
+    winner,
+)
+
+GB = 10**9
+LIMIT = 10 * GB
+
+
+@pytest.fixture(scope="module")
+def topology():
+    return ahead_of_time.topology()
+
+
+@pytest.fixture
+def report():
+    """One that fits, whose figures the tests replace by their own."""
+    return Report(
+        config="tiny", topology="simulated:8", platform="cpu", chip="simulated CPU", num_devices=8, num_hosts=1,
+        num_slices=1, layout="fsdp=8", settings={}, memory=(), host_bytes=0, peak_bytes=0, code_bytes=0,
+        chip_bytes=LIMIT,
+        usable_bytes=LIMIT, usable_why="", shortage=None, compiled_flops=1.0, model_flops=1.0, traffic=(),
+        roofline=Roofline(1.0, 0.0, {}, 1.0, 1.0, 0.5, ()), notes=(), lower_seconds=0.0, compile_seconds=0.0,
+        versions={}, date="2026-11-21", kept=False,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def candidates(topology):
+    return search.search_candidates(tiny.config(), topology)
+
+
+def candidate(seconds, gigabytes, **changes):
+    """A candidate with a guess: its step takes so long, and its activations so much."""
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    guess = Estimate(state_bytes=0, activation_bytes=int(gigabytes * GB), compute_s=seconds, link_s=0.0)
+    return Candidate(changes, search.with_changes(tiny.config(), changes), guess)
+
+
+class Machine:
+    """Compiles a candidate in ten seconds of its own clock: its memory is `factor` times the guess."""
+
+    def __init__(self, report, factor=1.0, seconds=None):
+        self.report, self.factor, self.seconds = report, factor, seconds or {}
+        self.time, self.compiled, self.said = 0.0, [], []
+
+    def compile(self, one):
+        self.time += 10.0
+        self.compiled.append(one.label)
+        return self.result(one)
+
+    def result(self, one):
+        took = self.seconds.get(one.label, one.guess.compute_s)
+        line = Roofline(took, 0.0, {}, took, took, 0.5, ())
+        needs = int(self.factor * one.guess.activation_bytes)
+        report = dataclasses.replace(self.report, peak_bytes=needs, usable_bytes=LIMIT, roofline=line)
+        return report if report.fits else dataclasses.replace(report, roofline=None)
+
+    def explore(self, candidates, known=(), seconds=1000.0, enough=None):
+        known = [(one, self.result(one)) for one in known]
+        return explore(candidates, known, self.compile, seconds=seconds, clock=lambda: self.time,
+                       say=self.said.append, enough=enough)  # fmt: skip
+
+
+def test_the_best_guess_is_compiled_first_and_what_cannot_fit_never(report):
+    machine = Machine(report)
+    slow, fast = candidate(2.0, 5, mesh__tensor=2), candidate(1.0, 5, mesh__data=2)
+    large = candidate(0.5, 12, model__remat="full")
+    tried = machine.explore([slow, large, fast], known=[candidate(9.0, 12)], enough=3)
+    assert machine.compiled == ["mesh.data=2", "mesh.tensor=2"]
+    assert winner(tried)[0] is fast
+
+
+def test_the_winner_is_the_best_as_compiled_not_as_guessed(report):
+    one, other = candidate(1.0, 5, mesh__tensor=2), candidate(1.1, 5, mesh__data=2)
+    tried = Machine(report, seconds={"mesh.tensor=2": 3.0, "mesh.data=2": 2.0}).explore([one, other])
+    assert [pair[0] for pair in ranked(tried)] == [other, one]
+    assert winner(tried)[0] is other
+
+
+def test_what_cannot_be_faster_than_the_best_so_far_is_not_compiled(report):
+    machine = Machine(report)
+    machine.explore([candidate(1.0, 5, mesh__tensor=2), candidate(2.0, 5, mesh__data=2)])
+    assert machine.compiled == ["mesh.tensor=2"]
+
+
+def test_a_failure_corrects_the_guesses_of_the_same_policy(report):
+    machine = Machine(report, factor=3.0)
+    first = candidate(1.0, 5, model__remat="full", mesh__tensor=2)  # needs 15 of 10
+    second = candidate(1.1, 4, model__remat="full", mesh__data=2)  # 12: after the first it is known better
+    small = candidate(1.2, 2, model__remat="full", mesh__data=4)
+    tried = machine.explore([first, second, small])
+    assert machine.compiled == [first.label, small.label]
+    assert [one for one, _ in fitting(tried)] == [small]
+
+
+def test_fewer_microbatches_than_failed_are_not_tried(report):
+    failed, fewer = (candidate(1.0, 5, train__num_microbatches=parts) for parts in (4, 2))
+    more, elsewhere = candidate(1.0, 5, train__num_microbatches=8), candidate(1.0, 5, mesh__tensor=2)
+    assert needs_as_much(fewer, failed) and not needs_as_much(more, failed)
+    assert not needs_as_much(elsewhere, failed)
+    report = dataclasses.replace(report, peak_bytes=11 * GB, usable_bytes=LIMIT, roofline=None)
+    assert not is_hopeful(dataclasses.replace(fewer, guess=candidate(1.0, 0.1).guess), [(failed, report)], 2)
+
+
+def test_two_repairs_are_enough_and_none_is_a_part_of_another(report):
+    machine = Machine(report)
+    broken = candidate(1.0, 12)
+    full = candidate(1.2, 4, model__remat="full")
+    full_and_more = candidate(1.2, 3, model__remat="full", mesh__data=2)
+    split = candidate(1.3, 5, mesh__tensor=2)
+    late = candidate(1.4, 5, mesh__tensor=4)
+    tried = machine.explore([late, split, full_and_more, full], known=[broken], enough=2)
+    assert machine.compiled == ["model.remat=full", "mesh.tensor=2"]
+    assert [one for one, _ in fitting(tried)] == [full, split]
+
+
+def test_where_no_guess_fits_the_two_smallest_are_compiled_and_no_more(report):
+    machine = Machine(report)
+    sizes = {2: 40, 4: 30, 8: 35}
+    tried = machine.explore([candidate(1.0, sizes[n], mesh__data=n) for n in sizes], known=[candidate(1, 50)], enough=2)
+    assert machine.compiled == ["mesh.data=4", "mesh.data=8"] and not fitting(tried)
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(9, 0), (10, 1), (25, 2), (1000, 3)])
+def test_no_compilation_is_begun_that_would_end_too_late(report, seconds, count):
+    known = dataclasses.replace(report, lower_seconds=0.0, compile_seconds=10.0)
+    machine = Machine(known)
+    choices = [candidate(1.0, 5, mesh__data=n) for n in (2, 4, 8)]
+    machine.explore(choices, known=[candidate(1.0, 5)], seconds=seconds)
+    assert len(machine.compiled) == count
+    assert any(f"time is up ({seconds} s): {3 - count} more" in line for line in machine.said) == (count < 3)
+
+
+def test_the_candidates_are_all_that_training_would_take_and_the_config_itself(candidates, topology):
+    assert len({one.label for one in candidates}) == len(candidates) > 50
+    assert [one.label for one in candidates if one.cfg == tiny.config()] == ["as it is"]
+    assert not any("mesh.fsdp" in one.changes for one in candidates)  # it is -1, and takes what is left
+    for one in candidates[::17]:
+        ahead_program(one.cfg, topology)
+    shapes = {(one.cfg.mesh.data, one.cfg.mesh.tensor) for one in candidates}
+    assert shapes == {(data, tensor) for data in (1, 2, 4, 8) for tensor in (1, 2) if data * tensor <= 8}  # 2 kv heads
+
+
+def test_the_guess_of_a_candidate_is_that_of_its_own_program(candidates, topology):
+    for one in candidates[5::40]:
+        assert one.guess == estimate(ahead_program(one.cfg, topology), topology)
+
+
+def test_repairs_add_zero3_and_offload_and_change_something(topology):
+    found = search.repair_candidates(tiny.config({"rules": "zero1"}), topology)
+    assert all(one.changes for one in found)
+    assert {one.cfg.rules for one in found} == {"zero1", "zero3"}
+    assert {one.cfg.optim.offload_moments for one in found} == {False, True}
+
+
+def test_flags_are_read_back_as_the_same_config(candidates):
+    for one in [*candidates[::13], candidate(1, 1, model__remat="save", model__remat_save=("query", "mlp_up"))]:
+        lines = override_lines(one.changes)
+        assert not any(" " in line for line in lines)
+        overrides = config.parse_arguments(lines, ()).overrides
+        assert schema.from_dict(RunConfig, schema.merge(tiny.VALUES, overrides)) == one.cfg
+
+
+def test_policies_that_keep_more_compute_less_again():
+    cost = lambda remat: recomputed_flops(tiny.config({"model.remat": remat}).model, 16)
+    assert cost("none") == 0 < cost("minimal") + 1 < cost("qkv") < cost("attention") < cost("full")
+    model = tiny.config().model
+    block = 2 * 16 * (32 + 16 + 16) + 2 * 32 * 16 + 2 * 16 * 32 * 2 + 2 * 16 * 32  # wq wk wv, wo, gate and up, scores
+    assert cost("full") == model.num_layers * block
+
+
+def test_more_microbatches_need_less_memory_and_more_traffic(topology):
+    guesses = [estimate(ahead_program(tiny.config({"train.num_microbatches": n}), topology), topology) for n in (1, 2)]
+    assert guesses[1].memory() < guesses[0].memory()
+    assert guesses[1].link_s > guesses[0].link_s and guesses[1].compute_s == guesses[0].compute_s
