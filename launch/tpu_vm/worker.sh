@@ -1,0 +1,123 @@
+#!/usr/bin/env bash
+# Runs on a worker of a TPU slice, copied there and called by tpu_vm.sh: one training process a worker, kept in $HOME/jaxscale.
+
+set -euo pipefail
+
+usage() {
+  cat <<'TEXT'
+worker.sh install FILE.tar.gz|URL [REF] [EXTRAS]   code and a virtual environment; EXTRAS default tpu,gcs
+worker.sh start [ARGUMENT ...]                     python -m jaxscale.main ARGUMENT ... in the background, unless one runs
+worker.sh status                                   'running', 'exit N', or 'never started'
+worker.sh stop                                     SIGTERM: the run saves and leaves (exit 10); waits for it
+worker.sh logs                                     follows the log
+
+All of it lies in $JAXSCALE_HOME, default ~/jaxscale: code/ venv/ log pid exit. A process that was lost to a peer, a
+failed save, a hang or a signal (exit 13, 14, 15, above 128) is started again, $JAXSCALE_RESTARTS times, default 3.
+TEXT
+}
+
+home="${JAXSCALE_HOME:-$HOME/jaxscale}"
+here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/$(basename "${BASH_SOURCE[0]}")"
+
+# The images of TPU VMs may have a Python older than 3.11: uv brings its own.
+make_venv() {
+  if python3 -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    python3 -m venv "$home/venv"
+  else
+    python3 -m pip install --quiet --user uv
+    python3 -m uv venv --quiet --seed --clear --python 3.12 "$home/venv"
+  fi
+}
+
+install() {
+  local source="$1" ref="${2:-}" extras="${3:-tpu,gcs}"
+  mkdir -p "$home"
+  rm -rf "$home/code"
+  if [[ -f $source ]]; then
+    mkdir "$home/code"
+    tar -xzf "$source" -C "$home/code"
+  else
+    git clone --quiet "$source" "$home/code"
+    if [[ -n $ref ]]; then
+      git -C "$home/code" checkout --quiet "$ref"
+    fi
+  fi
+  if [[ ! -x $home/venv/bin/python ]]; then
+    make_venv
+  fi
+  "$home/venv/bin/python" -m pip install --quiet -e "$home/code[$extras]"
+  echo "$(hostname): installed"
+}
+
+is_running() {
+  [[ -f $home/pid ]] && kill -0 "$(cat "$home/pid")" 2>/dev/null
+}
+
+start() {
+  if is_running; then
+    echo "$(hostname): runs already"
+    return
+  fi
+  rm -f "$home/exit"
+  setsid nohup bash "$here" supervise "$@" >>"$home/log" 2>&1 </dev/null &
+  echo $! >"$home/pid"
+  echo "$(hostname): started"
+}
+
+supervise() {
+  local code restarts=0 training="" told_to_end=""
+  trap 'told_to_end=1; [[ -n $training ]] && kill -TERM "$training" 2>/dev/null' TERM
+  cd "$home/code"
+  while true; do
+    "$home/venv/bin/python" -m jaxscale.main "$@" &
+    training=$!
+    code=0
+    while kill -0 "$training" 2>/dev/null; do # a signal ends wait, not the training
+      code=0
+      wait "$training" || code=$?
+    done
+    case "$code" in
+      13 | 14 | 15) ;;
+      *) [[ $code -gt 128 ]] || break ;;
+    esac
+    if [[ -n $told_to_end || $restarts -ge ${JAXSCALE_RESTARTS:-3} ]]; then
+      break
+    fi
+    restarts=$((restarts + 1))
+    echo "worker.sh: exit $code; started again ($restarts)"
+    sleep 10
+  done
+  echo "$code" >"$home/exit"
+  echo "worker.sh: exit $code"
+}
+
+status() {
+  if is_running; then
+    echo running
+  elif [[ -f $home/exit ]]; then
+    echo "exit $(cat "$home/exit")"
+  elif [[ -f $home/pid ]]; then
+    echo "exit 137" # the supervisor was killed before it could write a code
+  else
+    echo "never started"
+  fi
+}
+
+stop() {
+  if is_running; then
+    kill -TERM "$(cat "$home/pid")"
+    while is_running; do sleep 1; done
+  fi
+  echo "$(hostname): $(status)"
+}
+
+case "${1:-}" in
+  -h | --help) usage ;;
+  install | start | supervise) "$@" ;;
+  status | stop) "$1" ;;
+  logs) exec tail -n 100 -F "$home/log" ;;
+  *)
+    echo "error: worker.sh ${1:-}: no such verb (--help tells more)" >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,98 @@
+"""launch/notebooks/quickstart.ipynb runs from top to bottom on a CPU, on a small text and a smaller model."""
+
+import json
+import os
+import warnings
+
+import pytest
+from scripts import LAUNCH, ROOT
+
+NOTEBOOK = LAUNCH / "notebooks" / "quickstart.ipynb"
+SMALL = dict(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64)
+STEP_TOKENS = 8 * 32
+
+
+def cells(kind):
+    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
+
+
+def text(cell):
+    return "".join(cell["source"])
+
+
+def settings():
+    """The cell whose values a person, or this test, changes."""
+    (cell,) = [cell for cell in cells("code") if "parameters" in cell["metadata"].get("tags", [])]
+    return text(cell)
+
+
+def test_it_is_stored_without_outputs_and_is_valid():
+    nbformat = pytest.importorskip("nbformat")
+    nbformat.validate(nbformat.read(NOTEBOOK, as_version=4))
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells("code"))
+
+
+def test_every_setting_has_a_field_in_colab():
+    lines = [line for line in settings().splitlines() if " = " in line and not line.startswith("OVERRIDES")]
+    assert len(lines) == 4 and all("# @param {type:" in line for line in lines)
+
+
+def run(notebook, folder, **values):
+    """The executed notebook, its settings replaced by `values`; it lies in `folder`, on a path through the checkout."""
+    nbclient = pytest.importorskip("nbclient", reason="needs the extra test: nbclient and ipykernel")
+    pytest.importorskip("ipykernel")
+    pytest.importorskip("matplotlib")
+    nbformat = pytest.importorskip("nbformat")
+    book = nbformat.read(notebook, as_version=4)
+    for cell in book.cells:
+        if "parameters" in cell["metadata"].get("tags", []):
+            cell["source"] = "\n".join(f"{name} = {value!r}" for name, value in values.items())
+    client = nbclient.NotebookClient(book, timeout=240, kernel_name="python3", resources={"metadata": {"path": folder}})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of jupyter's own, about its event loop and its folders
+        client.execute()
+    return book
+
+
+def printed(cell):
+    return "".join(output.get("text", "") for output in cell["outputs"] if output["output_type"] == "stream")
+
+
+def test_it_installs_trains_plots_samples_and_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 600)
+    overrides = [
+        "--config.seq_len=32", f"--config.batch_tokens={STEP_TOKENS}", "--config.data.name=files",
+        f"--config.data.files={tmp_path / 'text.txt'}", "--config.sample.num_tokens=20", "--config.eval.num_rows=8",
+        "--config.eval.every_steps=5", *(f"--config.model.{name}={value}" for name, value in SMALL.items()),
+    ]  # fmt: skip
+    book = run(
+        NOTEBOOK,
+        ROOT / "launch",
+        REPO="",
+        WORKDIR=str(tmp_path / "run"),
+        TRAIN_TOKENS=10 * STEP_TOKENS,
+        MORE_TOKENS=15 * STEP_TOKENS,
+        OVERRIDES=overrides,
+    )
+    install, train, plot, sample, go_on = [cell for cell in book.cells if cell["cell_type"] == "code"][1:]
+    assert printed(install).strip() == f"cpu; code in {ROOT}; the run in {tmp_path / 'run'}"
+    assert "done: 10 steps" in printed(train)
+    assert "going on from step 10" in printed(go_on) and "done: 15 steps" in printed(go_on)
+    assert printed(sample).startswith("def ") and printed(sample) != printed(go_on)
+    for cell in (plot, go_on):
+        assert any("image/png" in output.get("data", {}) for output in cell["outputs"]), "no picture of the loss"
+    assert (tmp_path / "run" / "checkpoints" / "15").is_dir()
+
+
+@pytest.mark.soak
+def test_a_failed_training_stops_the_notebook_and_shows_why(tmp_path, monkeypatch):
+    nbclient = pytest.importorskip("nbclient", reason="needs the extra test: nbclient and ipykernel")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    with pytest.raises(nbclient.exceptions.CellExecutionError, match="training ended with exit code 2") as failed:
+        values = dict(REPO="", WORKDIR=str(tmp_path / "run"), TRAIN_TOKENS=1, MORE_TOKENS=2)
+        run(NOTEBOOK, os.fspath(ROOT / "launch"), **values, OVERRIDES=["--config.optim.peek_lr=1"])
+    assert "did you mean 'peak_lr'" in str(failed.value)
