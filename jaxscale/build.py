@@ -6,26 +6,41 @@ It needs no data and no work folder, so that other tools can compile the very sa
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jaxscale import units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch
-from jaxscale.models import make_model, unembed
+from jaxscale.models import attention_needs, make_model, unembed
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.loss import summed_loss, token_losses
 from jaxscale.ops.kernels import choose_kernels
+from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import freeze, make_optimizer, moment_axes
 from jaxscale.optim.schedules import Schedule, make_schedule
+from jaxscale.sharding.batch_axes import make_batch_axes
+from jaxscale.sharding.compiler_options import CompilerOptions, check_options, compiler_options
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.place import batch_sharding, check_divides, make_constrain, replicated, tree_shardings
+from jaxscale.sharding.offload import check_host_memory, on_host
+from jaxscale.sharding.place import (
+    batch_sharding,
+    check_divides,
+    is_axes,
+    make_constrain,
+    replicated,
+    tree_shardings,
+    whole_already,
+)
 from jaxscale.sharding.rules import RULES, axis_size
+from jaxscale.train.accumulate import Reduction, accumulate
 from jaxscale.train.loss_scale import init_loss_scale, is_dynamic
 from jaxscale.train.state import TrainState, init_state, state_axes
 from jaxscale.train.step import make_train_step
@@ -38,6 +53,7 @@ class Program:
     cfg: RunConfig
     mesh: Mesh
     attention: str  # the kernel that was chosen
+    why_plain: str  # what kept it from the platform's own attention, or ""
     init: Callable[[], TrainState]  # jitted: the whole state is born sharded
     abstract_state: TrainState  # shapes, dtypes and shardings
     train_step: Callable  # jitted: (state, batch) -> (state, metrics); the state is donated
@@ -47,6 +63,7 @@ class Program:
     batch_sharding: jax.sharding.NamedSharding
     batch_shards: int
     parameter_table: list[tuple[str, str, str, str, str]]
+    compiler_options: CompilerOptions  # that train_step is compiled with
 
     @property
     def abstract_batch(self) -> Batch:
@@ -59,14 +76,20 @@ class Program:
 def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None = None) -> Program:
     """The model, optimizer and step of a config over `devices` (all unless given). Compiles nothing yet."""
     mesh = make_mesh(cfg.mesh, devices)
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
+    platform = device.platform
+    options = compiler_options(platform, device.device_kind, cfg.compiler, os.environ)
+    check_options(cfg.compiler, device)
     rules = RULES[cfg.rules]
-    kernels = choose_kernels(platform, cfg.model.attention, one_device=mesh.size == 1)
+    kernels = choose_kernels(platform, cfg.model.attention, attention_needs(cfg.model), mesh=mesh, rules=rules.params)
+    kernels = with_matmul_dtype(kernels, cfg.model.matmul_dtype)
     constrain = make_constrain(mesh, rules.params)
+    batch_axes = make_batch_axes(mesh, rules, cfg.train.reduce_dtype)
+    gather = batch_axes.gather if batch_axes.axes else whole_already
     precision = functools.partial(matmul_precision, cfg.model.matmul_precision)
 
     def make(key: jax.Array):
-        return make_model(cfg.model, key=key, kernels=kernels, constrain=constrain)
+        return make_model(cfg.model, key=key, kernels=kernels, constrain=constrain, gather=gather)
 
     graphdef, shapes, axes = split_model(jax.eval_shape(make, jax.random.key(0)))
     check_layout(cfg, mesh, shapes, axes)
@@ -79,13 +102,15 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         total_steps=budget.total_steps,
         decay_fraction=cfg.optim.decay_fraction,
     )
-    optimizer = make_optimizer(cfg.optim, schedule, groups)
+    is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), axes, is_leaf=is_axes)
+    optimizer = make_optimizer(cfg.optim, schedule, groups, is_stacked)
 
     params_sharding = tree_shardings(mesh, axes, rules.params)
-    grads_sharding = tree_shardings(mesh, axes, rules.grads)
+    grads_sharding = tree_shardings(mesh, axes, rules.moments)  # summed over devices, they are cut as the moments are
     moments_sharding = tree_shardings(mesh, moment_axes(optimizer, shapes, axes), rules.moments)
     state_sharding = tree_shardings(mesh, state_axes((), ()), rules.params)
     state_sharding = state_sharding._replace(params=params_sharding, opt_state=moments_sharding)
+    resting_sharding = at_rest(cfg, state_sharding, mesh)  # between two steps
     rows_sharding = batch_sharding(mesh, rules.params)
 
     def init() -> TrainState:
@@ -94,8 +119,22 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         scale = init_loss_scale(cfg.train.loss_scale, cfg.model.compute_dtype)
         return init_state(params, optimizer, scale, run_key)
 
-    def loss_fn(params: Any, batch: Batch, key: jax.Array):
-        return summed_loss(merge_model(graphdef, freeze(params, groups)), batch, key, cfg.train.aux_losses)
+    def loss_fn(params: Any, batch: Batch, keys_B: jax.Array):
+        return summed_loss(merge_model(graphdef, freeze(params, groups)), batch, keys_B, cfg.train.aux_losses)
+
+    reduction = Reduction(
+        batch_axes.num_shards,
+        batch_axes.first_row,
+        lambda grads: batch_axes.reduce_each(grads, axes),
+        lambda grads: batch_axes.reduce_last(grads, axes),
+        batch_axes.sum,
+    )
+    num_microbatches = cfg.train.num_microbatches
+
+    def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
+        return accumulate(
+            loss_fn, params, batch, key, num_microbatches=num_microbatches, scale=scale, reduction=reduction
+        )
 
     def losses(params: Any, batch: Batch) -> jax.Array:
         with precision():
@@ -109,15 +148,15 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
             h_BD = jax.lax.dynamic_index_in_dim(h_BTD, last, axis=1, keepdims=False)
             return unembed(model, h_BD)
 
+    specs = lambda shardings: jax.tree.map(lambda sharding: sharding.spec, shardings)
+    params_specs, rows_spec = specs(params_sharding), rows_sharding.spec
     train_step = make_train_step(
-        loss_fn,
+        batch_axes.spread(gradients, (params_specs, rows_spec, P(), P()), (P(), specs(grads_sharding))),
         optimizer,
         schedule,
-        num_microbatches=cfg.train.num_microbatches,
         guard_cfg=cfg.train.guard,
         scale_cfg=cfg.train.loss_scale,
         dynamic_scale=is_dynamic(cfg.train.loss_scale, cfg.model.compute_dtype),
-        place_grads=lambda grads: jax.lax.with_sharding_constraint(grads, grads_sharding),
     )
 
     def precise_step(state: TrainState, batch: Batch):
@@ -127,27 +166,41 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     abstract = jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
         jax.eval_shape(init),
-        state_sharding,
+        resting_sharding,
     )
     return Program(
         cfg=cfg,
         mesh=mesh,
         attention=kernels.attention,
-        init=jax.jit(init, out_shardings=state_sharding),
+        why_plain=kernels.why_plain,
+        init=jax.jit(init, out_shardings=resting_sharding),
         abstract_state=abstract,
         train_step=jax.jit(
             precise_step,
-            in_shardings=(state_sharding, rows_sharding),
-            out_shardings=(state_sharding, replicated(mesh)),
+            in_shardings=(resting_sharding, rows_sharding),
+            out_shardings=(resting_sharding, replicated(mesh)),
             donate_argnums=0,
+            compiler_options=options.values or None,
         ),
-        token_losses=losses,
-        next_logits=next_logits,
+        token_losses=batch_axes.spread(losses, (params_specs, rows_spec), rows_spec),
+        next_logits=batch_axes.spread(next_logits, (params_specs, rows_spec, P()), rows_spec),
         schedule=schedule,
         batch_sharding=rows_sharding,
         batch_shards=axis_size("act_batch", rules.params, mesh.shape),
         parameter_table=group_table(shapes, params_sharding, groups),
+        compiler_options=options,
     )
+
+
+def at_rest(cfg: RunConfig, state: TrainState, mesh: Mesh) -> TrainState:
+    """Where the state's arrays live between two steps: as `state` says, or in the host's memory.
+
+    Raises ValueError where the config wants host memory and the devices have none.
+    """
+    if cfg.optim.offload_moments:
+        check_host_memory("optim.offload_moments=true", mesh)
+        state = state._replace(opt_state=on_host(state.opt_state))
+    return state
 
 
 def matmul_precision(name: str):

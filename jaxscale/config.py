@@ -40,6 +40,9 @@ class RunConfig:
     rules: Literal["zero1", "zero2", "zero3"] = setting(
         "zero3", "what the fsdp axis shares: moments; gradients too; parameters too", may_change=True
     )
+    compiler: dict[str, bool | int | float | str] = setting(
+        {}, "options for XLA by name, over our own table of them (sharding/compiler_options.py)", may_change=True
+    )
     optim: OptimConfig = setting(OptimConfig)
     train: TrainConfig = setting(TrainConfig)
     data: DataConfig = setting(DataConfig)

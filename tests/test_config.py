@@ -267,8 +267,9 @@ def test_every_setting_has_a_help_line():
 def test_only_the_horizon_the_cadences_and_the_placement_may_change():
     may = config.schema.changeable(config.RunConfig)
     assert {"train_tokens", "mesh", "rules"} <= may
-    fixed = [name for name in may if name.startswith(("model", "optim", "train.", "seed", "seq_len", "batch_tokens"))]
-    assert not fixed
+    memory = {"model.remat", "model.remat_save", "model.remat_offload", "optim.offload_moments"}  # not what is computed
+    fixed = ("model", "optim", "train.", "seed", "seq_len", "batch_tokens")
+    assert {name for name in may if name.startswith(fixed)} == memory
 
 
 def test_a_run_config_survives_being_written_down():
