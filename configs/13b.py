@@ -3,7 +3,9 @@
     python -m jaxscale.main --config=configs/13b.py --config.data.files='shards/*.bin'
 
 Cost of the whole run at 40% MFU: 2.1e+22 FLOPs, 32,322 chip-hours of TPU v5p (459 TFLOP/s).
-State in float32 (parameters, moments, gradients): 194 GiB over all chips.
+Preflight, 2026-11-21 (jax 0.12.0, libtpu 0.0.51), remat full:
+    v5p:8x8x8: 7.0 GiB a chip; a step 1.91 s at least, MFU 77% at most; 156 GB sent
+    4*v6e:16x16 (data=4): 5.1 GiB a chip; a step 0.46 s at least, MFU 80% at most; 108 GB + 0.4 GB DCN sent
 """
 
 import ml_collections
@@ -11,21 +13,13 @@ import ml_collections
 
 def get_config():
     c = ml_collections.ConfigDict()
-    c.seq_len = 4096
-    c.batch_tokens = 1024 * 4096
+    c.seq_len, c.batch_tokens = 4096, 1024 * 4096
     c.train_tokens = 260_000_000_000  # about 20 a parameter (arXiv:2203.15556)
     c.mesh = dict(fsdp=-1)
     c.model = dict(
-        name="llama",
-        vocab_size=32_768,
-        num_layers=40,
-        embed_dim=5120,
-        num_heads=40,
-        num_kv_heads=40,
-        head_dim=128,
-        mlp_dim=13824,
-        remat="full",
-    )
+        name="llama", vocab_size=32_768, num_layers=40, embed_dim=5120, num_heads=40,
+        num_kv_heads=40, head_dim=128, mlp_dim=13824, remat="full",
+    )  # fmt: skip
     c.optim = dict(peak_lr=3e-4, min_lr=3e-5, warmup_tokens="2000 steps")  # Llama 2's
     c.data = dict(name="tokens", files="shards/*.bin")
     c.eval = dict(every_steps=500, num_rows=1024)

@@ -3,7 +3,8 @@
     python -m jaxscale.main --config=configs/1b.py --config.data.files='shards/*.bin'
 
 Cost of the whole run at 40% MFU: 1.6e+20 FLOPs, 248 chip-hours of TPU v5p (459 TFLOP/s).
-State in float32 (parameters, moments, gradients): 17 GiB over all chips.
+Preflight, 2026-11-21 (jax 0.12.0, libtpu 0.0.51), remat full:
+    v5e:4x4 (8 microbatches): 4.3 GiB a chip; a step 6.73 s at least, MFU 74% at most; 67 GB sent
 """
 
 import ml_collections
@@ -11,21 +12,13 @@ import ml_collections
 
 def get_config():
     c = ml_collections.ConfigDict()
-    c.seq_len = 4096
-    c.batch_tokens = 512 * 4096
+    c.seq_len, c.batch_tokens = 4096, 512 * 4096
     c.train_tokens = 22_000_000_000  # about 20 a parameter (arXiv:2203.15556)
     c.mesh = dict(fsdp=-1)
     c.model = dict(
-        name="llama",
-        vocab_size=32_768,
-        num_layers=22,
-        embed_dim=2048,
-        num_heads=16,
-        num_kv_heads=4,
-        head_dim=128,
-        mlp_dim=5632,
-        remat="full",
-    )
+        name="llama", vocab_size=32_768, num_layers=22, embed_dim=2048, num_heads=16,
+        num_kv_heads=4, head_dim=128, mlp_dim=5632, remat="full",
+    )  # fmt: skip
     c.optim = dict(peak_lr=4e-4, min_lr=4e-5, warmup_tokens="1000 steps")  # TinyLlama's rates
     c.data = dict(name="tokens", files="shards/*.bin")
     c.eval = dict(every_steps=500, num_rows=1024)

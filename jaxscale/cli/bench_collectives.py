@@ -20,6 +20,7 @@ from jaxscale.config import Arguments
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.sharding.mesh import MeshConfig, groups_along, make_mesh, mesh_layout
 from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.sharding.torus import link_stages
 
 MIB = 2**20
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "permute")
@@ -104,7 +105,9 @@ def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], j
         if what == "all-gather":
             return jax.lax.all_gather(x_1n, axis, axis=1, tiled=True)
         if what == "reduce-scatter":
-            return jax.lax.psum_scatter(x_1n, axis, scatter_dimension=1, tiled=True)
+            for groups in link_stages(mesh, axis) or (None,):  # as training does it
+                x_1n = jax.lax.psum_scatter(x_1n, axis, scatter_dimension=1, axis_index_groups=groups, tiled=True)
+            return x_1n
         if what == "all-reduce":
             return jax.lax.psum(x_1n, axis)
         return jax.lax.ppermute(x_1n, axis, [(n, (n + 1) % size) for n in range(size)])

@@ -126,12 +126,12 @@ class Block(nnx.Module):
     def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
         cfg = self.cfg
         key_attention, key_mlp = (None, None) if keys_B is None else split_keys(keys_B, 2)
-        x_BTD = checkpoint_name(self.constrain(x_BTD, "act_batch", "act_seq", "act_embed"), BLOCK_INPUT)
+        x_BTD = checkpoint_name(self.constrain(x_BTD, "act_batch", "act_stream", "act_embed"), BLOCK_INPUT)
         h_BTD = layer_norm(x_BTD, self.scale_attention[...], self.bias_attention[...], cfg.norm_eps)
         x_BTD = x_BTD + dropout(self.attention(h_BTD, segment_ids_BT), cfg.dropout, key_attention)
         h_BTD = layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
         x_BTD = x_BTD + dropout(self.mlp(h_BTD), cfg.dropout, key_mlp)
-        return self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
+        return self.constrain(x_BTD, "act_batch", "act_stream", "act_embed")
 
 
 class Gpt2(nnx.Module):

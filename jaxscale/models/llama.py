@@ -143,10 +143,10 @@ class Block(nnx.Module):
 
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT):
         norm, eps = self.kernels.rms_norm, self.cfg.norm_eps
-        x_BTD = checkpoint_name(self.constrain(x_BTD, "act_batch", "act_seq", "act_embed"), BLOCK_INPUT)
+        x_BTD = checkpoint_name(self.constrain(x_BTD, "act_batch", "act_stream", "act_embed"), BLOCK_INPUT)
         x_BTD = x_BTD + self.attention(norm(x_BTD, self.attention_norm[...], eps), rotation, segment_ids_BT)
         x_BTD = x_BTD + self.mlp(norm(x_BTD, self.mlp_norm[...], eps))
-        return self.constrain(x_BTD, "act_batch", "act_seq", "act_embed")
+        return self.constrain(x_BTD, "act_batch", "act_stream", "act_embed")
 
 
 class Llama(nnx.Module):

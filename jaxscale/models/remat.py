@@ -9,10 +9,12 @@ from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
+from jax import lax
 
 from jaxscale.ops.attention.names import ATTENTION_OUT, kept_by_kernel
 from jaxscale.ops.project import PRODUCT
 from jaxscale.sharding.batch_axes import GATHERED
+from jaxscale.sharding.offload import HOST
 
 BLOCK_INPUT = "block_input"  # the residual stream as a block finds it: the least that must be kept of each layer
 QUERY, KEY, VALUE = "query", "key", "value"  # as attention reads them: rotated and normalised where the model does that
@@ -27,7 +29,6 @@ SAVED: dict[str, tuple[str, ...]] = {
     "qkv": (QUERY, KEY, VALUE, ATTENTION_OUT),
     "minimal": (QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP),
 }
-HOST_MEMORY = "pinned_host"  # JAX's name for memory of the host that the device copies to and from by itself
 
 
 def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...], names: tuple[str, ...]) -> None:
@@ -54,6 +55,13 @@ def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...
         raise ValueError(f"{both[0]!r} is in remat_save and in remat_offload; it can be kept in one place")
 
 
+def all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    """A policy of jax.checkpoint: everything is kept but weights that were gathered, and what is only their cast."""
+    inside = getattr(params.get("call_jaxpr"), "eqns", ())  # of a function with a gradient of its own
+    gathers = primitive is lax.all_gather_p or any(equation.primitive is lax.all_gather_p for equation in inside)
+    return not gathers and primitive is not lax.convert_element_type_p and params.get("name") != GATHERED
+
+
 def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...]) -> Callable[..., Any]:
     """The policy of jax.checkpoint.
 
@@ -61,7 +69,7 @@ def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ..
     weights that were gathered from other devices: of a whole model they would fill each of them.
     """
     if remat == "none":
-        return jax.checkpoint_policies.save_anything_except_these_names(GATHERED)
+        return all_but_gathered
     if remat == "dots":
         return jax.checkpoint_policies.save_only_these_names(PRODUCT)
     kept = [name for name in (save if remat == "save" else SAVED[remat]) if name not in offload]
@@ -70,7 +78,7 @@ def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ..
             names_which_can_be_saved=kept,
             names_which_can_be_offloaded=list(offload),
             offload_src="device",
-            offload_dst=HOST_MEMORY,
+            offload_dst=HOST,
         )
     else:
         policy = jax.checkpoint_policies.save_only_these_names(*kept)

@@ -49,6 +49,8 @@ class OptimConfig:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if not 0 < self.decay_fraction <= 1:
             raise ValueError(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
+        if self.offload_moments and self.name == "sgd" and self.b1 == 0:
+            raise ValueError("offload_moments=true: sgd with b1=0 has no moments; leave it out")
         for name in ("weight_decay", "clip_norm", "eps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")

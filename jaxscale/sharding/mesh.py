@@ -90,6 +90,11 @@ def arrange(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:
     sizes = tuple(shape.values())
     kind, number, group_of = device_groups(devices)
     if len(set(group_of)) == 1:
+        if max(sizes) == len(devices) and devices[0].platform == "tpu":
+            # row by row: XLA:TPU has a reduce-scatter along a dimension of the torus, and none along the snake in which
+            # mesh_utils lays 8 or 16 chips of v5e and v6e
+            in_rows = sorted(devices, key=lambda device: (*device.coords, device.core_on_chip))
+            return np.array(in_rows, dtype=object).reshape(sizes)
         return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
     outer = spanning_shape(shape, kind, group_of)
     inner = tuple(size // outer[axis] for axis, size in shape.items())

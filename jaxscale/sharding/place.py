@@ -1,5 +1,6 @@
 """Placing arrays: shardings for whole trees, and the constraint that models put on their activations."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,19 +26,23 @@ def whole_already(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
 def make_constrain(mesh: Mesh, rules: Mapping[str, Placement]) -> Constrain:
     """constrain(x, *logical_axes), which tells XLA where an activation lives. Nothing is said on a mesh of one.
 
-    Under shard_map only of those mesh axes that are still the partitioner's.
+    Under shard_map only of those mesh axes that are still the partitioner's. A length that they do not divide stays
+    whole, as when a prompt is sampled from.
     """
     if mesh.size == 1:
         return unconstrained
 
     def constrain(x: jax.Array, *axes: str) -> jax.Array:
         assert x.ndim == len(axes), f"{axes} for an array of shape {x.shape}"
-        spec = partition_spec(axes, rules)
-        if not (manual := manual_axes()):
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-        left = PartitionSpec(*[tuple(name for name in names_of(place) if name not in manual) or None for place in spec])
-        free = any(mesh.shape[name] > 1 for place in left for name in names_of(place))
-        return jax.lax.with_sharding_constraint(x, left) if free else x
+        manual = manual_axes()
+        left = [tuple(name for name in names_of(place) if name not in manual) for place in partition_spec(axes, rules)]
+        sizes = [math.prod(mesh.shape[name] for name in names) for names in left]
+        spec = PartitionSpec(
+            *[names or None if n % size == 0 else None for names, size, n in zip(left, sizes, x.shape)]
+        )
+        if manual:
+            return jax.lax.with_sharding_constraint(x, spec) if max(sizes) > 1 else x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return constrain
 

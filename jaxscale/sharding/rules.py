@@ -13,6 +13,7 @@ Placement = str | tuple[str, ...] | None
 ACTIVATIONS: dict[str, Placement] = {
     "act_batch": ("data", "fsdp"),
     "act_seq": "context",
+    "act_stream": ("context", "tensor"),  # positions of the residual stream between products (arXiv:2205.05198)
     "act_embed": None,
     "act_heads": "tensor",
     "act_mlp": "tensor",

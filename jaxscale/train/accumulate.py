@@ -47,9 +47,8 @@ def accumulate(
     needs it).
     """
     num_rows = batch.weights.shape[0]
-    scale = scale / (
-        batch.weights.size * reduction.num_shards
-    )  # near a mean already inside float16's range; exact for powers of two
+    # near a mean already inside float16's range; exact for powers of two
+    scale = scale / (batch.weights.size * reduction.num_shards)
 
     row_key = lambda row: jax.random.fold_in(key, row)  # of the batch's row: it may be on any device, in any part
     keys_B = jax.vmap(row_key)(reduction.first_row(num_rows) + jnp.arange(num_rows))

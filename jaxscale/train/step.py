@@ -40,7 +40,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step, ok=ok)
         params = optax.apply_updates(state.params, updates)
         # A bad step changes nothing. Moments on the host were kept, or not, where they were renewed.
-        keep_one = lambda new, old: new if on_host(new) else jnp.where(ok, new, old)
+        keep_one = lambda new, old: new if is_on_host(new) else jnp.where(ok, new, old)
         keep = lambda new, old: jax.tree.map(keep_one, new, old)
         new_state = state._replace(
             step=state.step + 1,
@@ -63,6 +63,6 @@ def make_train_step(
     return train_step
 
 
-def on_host(x: jax.Array) -> bool:
+def is_on_host(x: jax.Array) -> bool:
     """True for an array in the host's memory, inside a jitted function."""
     return jax.typeof(x).memory_space == jax.memory.Space.Host

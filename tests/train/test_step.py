@@ -1,11 +1,14 @@
 """The step: the same on any mesh, compiled once, and unharmed by bad gradients."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
+from jaxscale.models.remat import RematName
 from jaxscale.optim.groups import GroupConfig
 
 STEPS = 4
@@ -30,6 +33,15 @@ def run(program, batches, state=None):
 
 def column(seen, name):
     return [metrics[name] for metrics in seen]
+
+
+@pytest.mark.parametrize("remat", get_args(RematName))
+def test_gathered_weights_are_gathered_again_for_the_backward_pass(remat):
+    names = {"model.remat": remat} | ({"model.remat_save": ("query",)} if remat == "save" else {})
+    program = tiny.program({"model.embed_dim": 32, "model.num_layers": 3, **names}, 8)
+    jaxpr = str(program.train_step.trace(program.abstract_state, program.abstract_batch).jaxpr)
+    tables, weights = 2, 7  # embedding and head once, the matrices of a layer in the forward and in the backward scan
+    assert jaxpr.count("= all_gather[") == tables + 2 * weights
 
 
 BATCHES = [tiny.packed_batch(n) for n in range(STEPS)]
