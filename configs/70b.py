@@ -6,7 +6,7 @@ Cost of the whole run at 40% MFU: 5.9e+23 FLOPs, 894,492 chip-hours of TPU v5p (
 Preflight, 2026-11-21 (jax 0.12.0, libtpu 0.0.51; GPUs jax 0.10.2), remat full:
     v5p:8x8x8: 17.8 GiB a chip; a step 9.74 s at least, MFU 79% at most; 1,524 GB sent
     4*v6e:16x16 (data=4): 15.4 GiB a chip; a step 4.59 s at least, MFU 42% at most; 1,001 + 1.6 GB DCN sent
-    a100-80gb:32x8 (2 parts, tensor=8): 30.8 GiB a chip; a step 42.69 s at least, MFU 53% at most; 2,464 + 1,067.2 GB DCN sent
+    a100:32x8 (2 parts, tensor=8): 30.8 GiB a chip; a step 42.69 s at least, MFU 53% at most; 2,464 + 1,067 GB DCN sent
 """
 
 import ml_collections
