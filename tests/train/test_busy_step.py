@@ -14,7 +14,8 @@ import tiny
 from jaxscale.run import open_run
 from jaxscale.train import loop
 
-MESH = {"mesh.tensor": 2, "train.num_microbatches": 4}  # as in test_step.py, whose program this then shares
+# a program of its own: jax compiles again under a transfer guard, and test_step.py counts compilations
+MESH = {"mesh.tensor": 2, "train.num_microbatches": 4, "seed": 2}
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 STEPS = 4
 
