@@ -1,4 +1,4 @@
-"""Models by name. A model has hidden(tokens, positions, segment_ids, key) and unembedding(); its file counts
+"""Models by name. A model has hidden(tokens, positions, segment_ids, key) and unembedding(h); its file counts
 its parameters and FLOPs."""
 
 import jax
@@ -66,6 +66,7 @@ def logits(model: nnx.Module, tokens_BT, positions_BT=None, segment_ids_BT=None)
 def unembed(model: nnx.Module, h: jax.Array) -> jax.Array:
     """Logits of hidden states [..., D], float32[..., V]."""
     cfg: ModelConfig = model.cfg
-    w_DV = model.unembedding().astype(cfg.embed_dtype)
-    out = jnp.einsum("...D,DV->...V", h.astype(cfg.embed_dtype), w_DV, preferred_element_type=jnp.float32)
+    h, w_DV = model.unembedding(h)
+    h, w_DV = h.astype(cfg.embed_dtype), w_DV.astype(cfg.embed_dtype)
+    out = jnp.einsum("...D,DV->...V", h, w_DV, preferred_element_type=jnp.float32)
     return out if cfg.logit_softcap is None else cfg.logit_softcap * jnp.tanh(out / cfg.logit_softcap)

@@ -19,6 +19,7 @@ from jaxscale.models.layers import (
     make_stack,
     param,
     run_stack,
+    settle_together,
     split_keys,
 )
 from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
@@ -161,9 +162,10 @@ class Gpt2(nnx.Module):
         x_BTD = run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather)
         return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], cfg.norm_eps)
 
-    def unembedding(self) -> jax.Array:
-        """The output projection [D, V]: the embedding table itself, gathered once for all chunks of a loss."""
-        return self.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype).T
+    def unembedding(self, h_BTD):
+        """(h_BTD as it is, the output projection [D, V]: the embedding table, gathered once for all chunks of a loss)."""
+        h_BTD, table_VD = settle_together(h_BTD, self.embedding[...])
+        return h_BTD, self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
 
 
 def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.models.layers import ModelConfig, check_positive, constant, make_stack, param, run_stack
+from jaxscale.models.layers import ModelConfig, check_positive, constant, make_stack, param, run_stack, settle_together
 from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
 from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.embed import lookup
@@ -174,8 +174,10 @@ class Llama(nnx.Module):
         )
         return self.kernels.rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)
 
-    def unembedding(self) -> jax.Array:
-        """The output projection [D, V], gathered once for all chunks of a loss."""
+    def unembedding(self, h_BTD):
+        """(h_BTD as it is, the output projection [D, V], gathered once for all chunks of a loss)."""
         if self.head is None:
-            return self.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype).T
-        return self.gather(self.head[...], ("embed", "vocab"), self.cfg.embed_dtype)
+            h_BTD, table_VD = settle_together(h_BTD, self.embedding[...])
+            return h_BTD, self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
+        h_BTD, w_DV = settle_together(h_BTD, self.head[...])
+        return h_BTD, self.gather(w_DV, ("embed", "vocab"), self.cfg.embed_dtype)

@@ -15,10 +15,8 @@ def summed_loss(
     model: nnx.Module, batch: Batch, keys_B: jax.Array | None, aux_weights: Mapping[str, float]
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """(what is minimised, its named parts), float32[] sums over the tokens with weight: the caller divides once."""
-    h_BTD = head_input(model, batch, keys_B)
     sums = summed_cross_entropy(
-        h_BTD,
-        model.unembedding(),
+        *logit_factors(model, batch, keys_B),
         batch.targets,
         batch.weights,
         chunk_tokens=model.cfg.loss_chunk_tokens,
@@ -32,8 +30,7 @@ def summed_loss(
 def token_losses(model: nnx.Module, batch: Batch) -> jax.Array:
     """Cross-entropy of each target, float32[B, T] [nats]; where the weight is 0 it means nothing."""
     nats_BT, _ = token_nats(
-        head_input(model, batch, None),
-        model.unembedding(),
+        *logit_factors(model, batch, None),
         batch.targets,
         chunk_tokens=model.cfg.loss_chunk_tokens,
         softcap=model.cfg.logit_softcap,
@@ -41,7 +38,7 @@ def token_losses(model: nnx.Module, batch: Batch) -> jax.Array:
     return nats_BT
 
 
-def head_input(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
-    """The last hidden state in the dtype in which logits are computed."""
-    h_BTD = model.hidden(batch.tokens, batch.positions, batch.segment_ids, keys_B)
-    return h_BTD.astype(model.cfg.embed_dtype)
+def logit_factors(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(the last hidden state, the output projection): the logits are their product, computed in the former's dtype."""
+    h_BTD, w_DV = model.unembedding(model.hidden(batch.tokens, batch.positions, batch.segment_ids, keys_B))
+    return h_BTD.astype(model.cfg.embed_dtype), w_DV

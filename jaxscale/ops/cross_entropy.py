@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxscale.ops.project import matmul_transposed, weight_gradient
+from jaxscale.ops.project import matmul_transposed, separate_on_cpu, weight_gradient
 
 F32 = jnp.float32
 
@@ -83,7 +83,7 @@ def _forward(chunk_tokens, z_loss, softcap, h_BTD, w_DV, targets_BT, weights_BT)
         g_BcV = share_BcV * pull_Bc[..., None] - jnp.where(target_BcV, weights_Bc[..., None], 0.0)
         if softcap is not None:
             g_BcV = g_BcV * (1 - jnp.square(logits_BcV / softcap))
-        g_MV = lax.optimization_barrier((g_BcV * lift(h_BcD.dtype)).astype(h_BcD.dtype).reshape(-1, g_BcV.shape[-1]))
+        g_MV = separate_on_cpu((g_BcV * lift(h_BcD.dtype)).astype(h_BcD.dtype).reshape(-1, g_BcV.shape[-1]))
         dh_MD = matmul_transposed(g_MV, w_cast_DV)
         dw_DV = weight_gradient(h_BcD, g_MV)
         step = (jnp.sum(nats_Bc * weights_Bc), jnp.sum(lse_Bc * lse_Bc * weights_Bc), dw_DV)
@@ -117,7 +117,7 @@ def chunk_logits(h_BcD: jax.Array, w_DV: jax.Array, softcap: float | None) -> ja
     """Logits of one chunk, float32 [B, c, V]; the product is of two matrices, which is the fast form on a CPU."""
     B, c, D = h_BcD.shape
     logits_BcV = jnp.matmul(h_BcD.reshape(-1, D), w_DV, preferred_element_type=F32).reshape(B, c, -1)
-    logits_BcV = lax.optimization_barrier(logits_BcV)
+    logits_BcV = separate_on_cpu(logits_BcV)
     return logits_BcV if softcap is None else softcap * jnp.tanh(logits_BcV / softcap)
 
 

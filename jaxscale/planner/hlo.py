@@ -109,7 +109,7 @@ def read_collective(
     is_fused: bool,
     layout: Layout,
     times: int,
-    starts: Mapping[str, str],
+    starts: Mapping[str, set[str]],
 ) -> Collective | None:
     """The collective that an instruction starts, under any spelling; None for anything else."""
     if instruction.opcode == "send":
@@ -119,7 +119,7 @@ def read_collective(
         return None
     if "async_collective_fusion_config" in instruction.attributes:
         channel = instruction.attribute(r"channel_id=(\d+)") or ""
-        if starts.get(channel, computation.name) != computation.name:
+        if channel in starts and computation.name not in starts[channel]:
             return None  # counted where it starts
     kind = "all-to-all" if opcode == "ragged-all-to-all" else opcode
     shapes = result_shapes(instruction)
@@ -186,19 +186,20 @@ def cross_slice_transfer(
     return make_collective(kind, Span(layout.slice_axes, slices, slices), result, shapes, instruction, times)
 
 
-def asynchronous_starts(module: Module) -> dict[str, str]:
-    """For each asynchronous collective fusion of XLA:TPU, its channel and the computation that starts it.
+def asynchronous_starts(module: Module) -> dict[str, set[str]]:
+    """For each channel of XLA:TPU's asynchronous collective fusions, the computations that start one: a channel may
+    be shared by many.
 
     One such collective is printed in its start, in every fusion that it overlaps with, perhaps inside a loop, and in
     its end. Only the start says how often it runs.
     """
-    found = {}
+    found: dict[str, set[str]] = {}
     for computation in module.computations.values():
         instructions = computation.instructions.values()
         if any(i.opcode == "custom-call" and custom_target(i) == "AsyncCollectiveStart" for i in instructions):
             for instruction in instructions:
                 if instruction.opcode in KINDS and (channel := instruction.attribute(r"channel_id=(\d+)")):
-                    found[channel] = computation.name
+                    found.setdefault(channel, set()).add(computation.name)
     return found
 
 

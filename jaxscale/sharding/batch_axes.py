@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxscale.sharding.place import is_axes
@@ -157,7 +158,9 @@ _gather.defvjp(_gather_forward, _gather_backward)
 def scattered(x: jax.Array, cut: Cut, stages: tuple[tuple[str, tuple[Groups, ...]], ...]) -> jax.Array:
     """This device's part of the sum of x over the axes of the cut, one link after the other."""
     for dimension, names in cut:
+        x = with_layout_constraint(jnp.moveaxis(x, dimension, 0), Layout(tuple(range(x.ndim))))
         for name in names:
             for groups in dict(stages)[name] or (None,):
-                x = lax.psum_scatter(x, name, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
+                x = lax.psum_scatter(x, name, scatter_dimension=0, axis_index_groups=groups, tiled=True)
+        x = jnp.moveaxis(x, 0, dimension)
     return x
