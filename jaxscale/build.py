@@ -34,12 +34,12 @@ from jaxscale.sharding.place import (
     batch_sharding,
     check_divides,
     is_axes,
-    make_constrain,
     replicated,
     tree_shardings,
     whole_already,
 )
 from jaxscale.sharding.rules import RULES, axis_size
+from jaxscale.sharding.tensor_axis import make_tensor_axis
 from jaxscale.train.accumulate import Reduction, accumulate
 from jaxscale.train.loss_scale import init_loss_scale, is_dynamic
 from jaxscale.train.state import TrainState, init_state, state_axes
@@ -56,6 +56,7 @@ class Program:
     why_plain: str  # what kept it from the platform's own attention, or ""
     init: Callable[[], TrainState]  # jitted: the whole state is born sharded
     abstract_state: TrainState  # shapes, dtypes and shardings
+    abstract_grads: Any  # the same, of gradients summed over all devices
     train_step: Callable  # jitted: (state, batch) -> (state, metrics); the state is donated
     token_losses: Callable  # pure: (params, batch) -> nats_BT
     next_logits: Callable  # pure: (params, tokens_BT, last) -> logits_BV
@@ -81,15 +82,15 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     options = compiler_options(platform, device.device_kind, cfg.compiler, os.environ)
     check_options(cfg.compiler, device)
     rules = RULES[cfg.rules]
-    kernels = choose_kernels(platform, cfg.model.attention, attention_needs(cfg.model), mesh=mesh, rules=rules.params)
+    kernels = choose_kernels(platform, cfg.model.attention, attention_needs(cfg.model), device)
     kernels = with_matmul_dtype(kernels, cfg.model.matmul_dtype)
-    constrain = make_constrain(mesh, rules.params)
     batch_axes = make_batch_axes(mesh, rules, cfg.train.reduce_dtype)
     gather = batch_axes.gather if batch_axes.axes else whole_already
+    tensor = make_tensor_axis(mesh)
     precision = functools.partial(matmul_precision, cfg.model.matmul_precision)
 
     def make(key: jax.Array):
-        return make_model(cfg.model, key=key, kernels=kernels, constrain=constrain, gather=gather)
+        return make_model(cfg.model, key=key, kernels=kernels, gather=gather, tensor=tensor)
 
     graphdef, shapes, axes = split_model(jax.eval_shape(make, jax.random.key(0)))
     check_layout(cfg, mesh, shapes, axes)
@@ -142,9 +143,11 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
 
     def next_logits(params: Any, tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
         model = merge_model(graphdef, params)
-        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+        T = tokens_BT.shape[1]
+        tokens_BT = jnp.pad(tokens_BT, ((0, 0), (0, -T % tensor.size)))  # behind `last` nothing matters
+        positions_BT = jnp.broadcast_to(jnp.minimum(jnp.arange(tokens_BT.shape[1]), T - 1)[None], tokens_BT.shape)
         with precision():
-            h_BTD = model.hidden(tokens_BT, positions_BT, jnp.ones_like(tokens_BT))
+            h_BTD = tensor.gather(model.hidden(tokens_BT, positions_BT, jnp.ones_like(tokens_BT)))
             h_BD = jax.lax.dynamic_index_in_dim(h_BTD, last, axis=1, keepdims=False)
             return unembed(model, h_BD)
 
@@ -163,18 +166,15 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         with precision():  # around the backward pass too
             return train_step(state, batch)
 
-    abstract = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        jax.eval_shape(init),
-        resting_sharding,
-    )
+    placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
     return Program(
         cfg=cfg,
         mesh=mesh,
         attention=kernels.attention,
         why_plain=kernels.why_plain,
         init=jax.jit(init, out_shardings=resting_sharding),
-        abstract_state=abstract,
+        abstract_state=jax.tree.map(placed, jax.eval_shape(init), resting_sharding),
+        abstract_grads=jax.tree.map(placed, shapes, grads_sharding),
         train_step=jax.jit(
             precise_step,
             in_shardings=(resting_sharding, rows_sharding),
@@ -224,6 +224,12 @@ def check_layout(cfg: RunConfig, mesh: Mesh, shapes: Any, axes: Any) -> None:
     if uneven:
         raise ValueError(
             f"model and mesh do not fit: {'; '.join(dict.fromkeys(uneven))}; choose a mesh axis that divides"
+        )
+    if cfg.seq_len % (tensor := mesh.shape["tensor"]):
+        fitting = cfg.seq_len // tensor * tensor
+        raise ValueError(
+            f"seq_len={cfg.seq_len} is not a multiple of mesh.tensor={tensor}, which shares the positions of a row; "
+            f"use seq_len={fitting or tensor}, or another mesh"
         )
     rows, parts = cfg.rows_per_step, cfg.train.num_microbatches
     shards = axis_size("act_batch", rules.params, mesh.shape)

@@ -11,7 +11,8 @@ from jaxscale.models.layers import ModelConfig
 from jaxscale.models.llama import Llama, LlamaConfig
 from jaxscale.ops.attention import AttentionNeeds
 from jaxscale.ops.kernels import Kernels
-from jaxscale.sharding.place import Constrain, Gather, unconstrained, whole_already
+from jaxscale.sharding.place import Gather, whole_already
+from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
 MODELS = {LlamaConfig: (Llama, llama), Gpt2Config: (Gpt2, gpt2)}
 AnyModelConfig = LlamaConfig | Gpt2Config
@@ -22,12 +23,12 @@ def make_model(
     *,
     key: jax.Array,
     kernels: Kernels,
-    constrain: Constrain = unconstrained,
     gather: Gather = whole_already,
+    tensor: TensorAxis = ONE,
 ) -> nnx.Module:
     """The model of this config with parameters drawn from `key`. The defaults are for one device."""
     model, _ = MODELS[type(cfg)]
-    return model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, constrain=constrain, gather=gather)
+    return model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, gather=gather, tensor=tensor)
 
 
 def num_params(cfg: AnyModelConfig) -> int:
@@ -64,9 +65,9 @@ def logits(model: nnx.Module, tokens_BT, positions_BT=None, segment_ids_BT=None)
 
 
 def unembed(model: nnx.Module, h: jax.Array) -> jax.Array:
-    """Logits of hidden states [..., D], float32[..., V]."""
+    """Logits of hidden states [..., D] of all positions asked for, float32[..., V]."""
     cfg: ModelConfig = model.cfg
     h, w_DV = model.unembedding(h)
     h, w_DV = h.astype(cfg.embed_dtype), w_DV.astype(cfg.embed_dtype)
-    out = jnp.einsum("...D,DV->...V", h, w_DV, preferred_element_type=jnp.float32)
+    out = model.tensor.gather_last(jnp.einsum("...D,DV->...V", h, w_DV, preferred_element_type=jnp.float32))
     return out if cfg.logit_softcap is None else cfg.logit_softcap * jnp.tanh(out / cfg.logit_softcap)

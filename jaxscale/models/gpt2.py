@@ -25,11 +25,12 @@ from jaxscale.models.layers import (
 from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
 from jaxscale.ops.activation import gelu_tanh
 from jaxscale.ops.attention.names import ATTENTION_OUT
-from jaxscale.ops.embed import lookup
+from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
 from jaxscale.schema import setting
-from jaxscale.sharding.place import Constrain, Gather
+from jaxscale.sharding.place import Gather
+from jaxscale.sharding.tensor_axis import TensorAxis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,10 +74,10 @@ def flops_per_token(cfg: Gpt2Config, seq_len: int) -> float:
 class Attention(nnx.Module):
     """Causal attention within each packed document, with biases."""
 
-    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels):
+    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D, N = cfg.embed_dim, cfg.num_heads
         H = D // N
-        self.kernels = kernels
+        self.kernels, self.tensor = kernels, tensor
         self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=0.02)
         self.wk = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=0.02)
         self.wv = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=0.02)
@@ -88,82 +89,87 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD, segment_ids_BT):
         project = self.kernels.project
+        x_BTD = self.tensor.gather(x_BTD)
         q_BTNH = checkpoint_name(with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...]), QUERY)
         k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
         v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
         out_BTNH = self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT)  # named ATTENTION_OUT within
-        added_BTD = with_bias(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]), self.bias_o[...])
+        added_BTD = with_bias(self.tensor.scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), self.bias_o[...])
         return checkpoint_name(added_BTD, ATTENTION_ADDED)
 
 
 class Mlp(nnx.Module):
     """Two products with a GELU between (its tanh form, as GPT-2 had it)."""
 
-    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels):
+    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D, F = cfg.embed_dim, 4 * cfg.embed_dim
-        self.kernels = kernels
+        self.kernels, self.tensor = kernels, tensor
         self.up = param(rngs, (D, F), ("embed", "mlp"), std=0.02)
         self.bias_up = constant((F,), ("mlp",), 0.0)
         self.down = param(rngs, (F, D), ("mlp", "embed"), std=0.02 * (2 * cfg.num_layers) ** -0.5)
         self.bias_down = constant((D,), ("norm",), 0.0)
 
     def __call__(self, x_BTD):
-        h_BTF = with_bias(self.kernels.project("BTD,DF->BTF", x_BTD, self.up[...]), self.bias_up[...])
+        project = self.kernels.project
+        h_BTF = with_bias(project("BTD,DF->BTF", self.tensor.gather(x_BTD), self.up[...]), self.bias_up[...])
         h_BTF = gelu_tanh(checkpoint_name(h_BTF, MLP_UP))
-        return with_bias(self.kernels.project("BTF,FD->BTD", h_BTF, self.down[...]), self.bias_down[...])
+        return with_bias(self.tensor.scatter(project("BTF,FD->BTD", h_BTF, self.down[...])), self.bias_down[...])
 
 
 class Block(nnx.Module):
     """Attention, then MLP, each normalised first and added to the residual stream."""
 
-    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain):
+    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D = cfg.embed_dim
-        self.cfg, self.constrain = cfg, constrain
+        self.cfg, self.tensor = cfg, tensor
         self.scale_attention, self.bias_attention = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
-        self.attention = Attention(cfg, rngs=rngs, kernels=kernels)
+        self.attention = Attention(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
-        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels)
+        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
 
     def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
         cfg = self.cfg
         key_attention, key_mlp = (None, None) if keys_B is None else split_keys(keys_B, 2)
-        x_BTD = checkpoint_name(self.constrain(x_BTD, "act_batch", "act_stream", "act_embed"), BLOCK_INPUT)
+        x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         h_BTD = layer_norm(x_BTD, self.scale_attention[...], self.bias_attention[...], cfg.norm_eps)
-        x_BTD = x_BTD + dropout(self.attention(h_BTD, segment_ids_BT), cfg.dropout, key_attention)
+        x_BTD = x_BTD + dropout(self.attention(h_BTD, segment_ids_BT), cfg.dropout, key_attention, self.tensor)
         h_BTD = layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
-        x_BTD = x_BTD + dropout(self.mlp(h_BTD), cfg.dropout, key_mlp)
-        return self.constrain(x_BTD, "act_batch", "act_stream", "act_embed")
+        return x_BTD + dropout(self.mlp(h_BTD), cfg.dropout, key_mlp, self.tensor)
 
 
 class Gpt2(nnx.Module):
     """The decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
 
-    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain, gather: Gather):
+    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
-        self.cfg, self.constrain, self.gather = cfg, constrain, gather
+        self.cfg, self.gather, self.tensor = cfg, gather, tensor
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=0.02)
         self.position_embedding = param(rngs, (cfg.max_seq_len, D), ("position", "embed"), std=0.01)  # as GPT-2's code
-        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, constrain=constrain)
+        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
         self.scale_final, self.bias_final = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
 
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """The normalised residual stream after the last block, compute_dtype[B, T, D]. keys_B: for dropout."""
+        """The normalised residual stream after the last block, compute_dtype[B, T, D], of the device's own positions.
+
+        keys_B: for dropout.
+        """
         cfg = self.cfg
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
-        x_BTD = lookup(table_VD, tokens_BT, cfg.embed_dtype) + lookup(positions_PD, positions_BT, cfg.embed_dtype)
-        x_BTD = self.constrain(x_BTD.astype(cfg.compute_dtype), "act_batch", "act_seq", "act_embed")
+        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor)
+        x_BTD = x_BTD + lookup(positions_PD, self.tensor.own(positions_BT), cfg.embed_dtype)
+        x_BTD = x_BTD.astype(cfg.compute_dtype)
         keys_LB = None
         if keys_B is not None and cfg.dropout:
             keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
-            keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, keys_B)
+            keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, keys_B, self.tensor)
         run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
         x_BTD = run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather)
         return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], cfg.norm_eps)
 
     def unembedding(self, h_BTD):
-        """(h_BTD as it is, the output projection [D, V]: the embedding table, gathered once for all chunks of a loss)."""
+        """(h_BTD as it is, the output projection [D, V]: the embedding table, gathered once for all of a loss)."""
         h_BTD, table_VD = settle_together(h_BTD, self.embedding[...])
         return h_BTD, self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
 

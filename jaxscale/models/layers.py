@@ -14,6 +14,7 @@ from jaxscale.ops.attention import AttentionName
 from jaxscale.ops.quantized import MatmulDtype
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather, whole_already
+from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -190,12 +191,14 @@ def split_keys(keys_B: jax.Array, number: int) -> jax.Array:
     return jnp.swapaxes(jax.vmap(lambda key: jax.random.split(key, number))(keys_B), 0, 1)
 
 
-def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None) -> jax.Array:
-    """x [B, ...] with a part `rate` of its entries zero and the rest scaled up; as it is without keys or at rate 0.
+def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorAxis = ONE) -> jax.Array:
+    """x [B, T, ...] with a part `rate` of its entries zero and the rest scaled up; as it is without keys or at rate 0.
 
-    Each row has a key of its own, so that no number depends on which device or microbatch a row is in.
+    Each row has a key of its own, so that no number depends on which device or microbatch a row is in, nor on how its
+    positions are shared.
     """
     if keys_B is None or rate == 0.0:
         return x
-    kept = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))(keys_B)
+    shape = (x.shape[1] * tensor.size, *x.shape[2:])
+    kept = tensor.own(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys_B))
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))

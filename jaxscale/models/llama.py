@@ -13,11 +13,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.models.layers import ModelConfig, check_positive, constant, make_stack, param, run_stack, settle_together
 from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
 from jaxscale.ops.attention.names import ATTENTION_OUT
-from jaxscale.ops.embed import lookup
+from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.rope import RopeScaling, Rotation, make_rotation, rotate
 from jaxscale.schema import setting
-from jaxscale.sharding.place import Constrain, Gather
+from jaxscale.sharding.place import Gather
+from jaxscale.sharding.tensor_axis import TensorAxis
 
 HEAD_STD = 0.02  # GPT-2's: the first loss is near log(vocabulary)
 
@@ -89,9 +90,9 @@ def flops_per_token(cfg: LlamaConfig, seq_len: int) -> float:
 class Attention(nnx.Module):
     """Causal attention within each packed document."""
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels):
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-        self.cfg, self.kernels = cfg, kernels
+        self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
         self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), fan_in=D)
         self.wk = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
         self.wv = param(rngs, (D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
@@ -102,6 +103,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT):
         cfg, project = self.cfg, self.kernels.project
+        x_BTD = self.tensor.gather(x_BTD)
         q_BTNH = project("BTD,DNH->BTNH", x_BTD, self.wq[...])
         k_BSKH = project("BSD,DKH->BSKH", x_BTD, self.wk[...])
         v_BSKH = checkpoint_name(project("BSD,DKH->BSKH", x_BTD, self.wv[...]), VALUE)
@@ -111,63 +113,65 @@ class Attention(nnx.Module):
         q_BTNH = checkpoint_name(rotate(q_BTNH, rotation), QUERY)
         k_BSKH = checkpoint_name(rotate(k_BSKH, rotation), KEY)
         out_BTNH = self.kernels.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)  # named ATTENTION_OUT within
-        return checkpoint_name(project("BTNH,NHD->BTD", out_BTNH, self.wo[...]), ATTENTION_ADDED)
+        return checkpoint_name(self.tensor.scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), ATTENTION_ADDED)
 
 
 class Mlp(nnx.Module):
     """SwiGLU (arXiv:2002.05202)."""
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels):
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D, F = cfg.embed_dim, cfg.mlp_dim
-        self.kernels = kernels
+        self.kernels, self.tensor = kernels, tensor
         self.gate = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
         self.up = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
         self.down = param(rngs, (F, D), ("mlp", "embed"), std=(F * 2 * cfg.num_layers) ** -0.5)
 
     def __call__(self, x_BTD):
         project = self.kernels.project
+        x_BTD = self.tensor.gather(x_BTD)
         gate_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.gate[...]), MLP_GATE)
         up_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.up[...]), MLP_UP)
-        return project("BTF,FD->BTD", self.kernels.swiglu(gate_BTF, up_BTF), self.down[...])
+        return self.tensor.scatter(project("BTF,FD->BTD", self.kernels.swiglu(gate_BTF, up_BTF), self.down[...]))
 
 
 class Block(nnx.Module):
     """Attention, then MLP, each normalised first and added to the residual stream."""
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain):
-        self.cfg, self.kernels, self.constrain = cfg, kernels, constrain
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+        self.cfg, self.kernels = cfg, kernels
         self.attention_norm = constant((cfg.embed_dim,), ("norm",), 1.0)
-        self.attention = Attention(cfg, rngs=rngs, kernels=kernels)
+        self.attention = Attention(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.mlp_norm = constant((cfg.embed_dim,), ("norm",), 1.0)
-        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels)
+        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
 
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT):
         norm, eps = self.kernels.rms_norm, self.cfg.norm_eps
-        x_BTD = checkpoint_name(self.constrain(x_BTD, "act_batch", "act_stream", "act_embed"), BLOCK_INPUT)
+        x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         x_BTD = x_BTD + self.attention(norm(x_BTD, self.attention_norm[...], eps), rotation, segment_ids_BT)
-        x_BTD = x_BTD + self.mlp(norm(x_BTD, self.mlp_norm[...], eps))
-        return self.constrain(x_BTD, "act_batch", "act_stream", "act_embed")
+        return x_BTD + self.mlp(norm(x_BTD, self.mlp_norm[...], eps))
 
 
 class Llama(nnx.Module):
     """The decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, constrain: Constrain, gather: Gather):
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
-        self.cfg, self.kernels, self.constrain, self.gather = cfg, kernels, constrain, gather
+        self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
         # No norm follows the table: unit scale (arXiv:2204.02311, section 5), but where logits use it too.
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=HEAD_STD if cfg.tied_embeddings else 1.0)
-        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, constrain=constrain)
+        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
         self.final_norm = constant((D,), ("norm",), 1.0)
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), std=HEAD_STD)
 
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """The normalised residual stream after the last block, compute_dtype[B, T, D]. No dropout: no keys."""
+        """The normalised residual stream after the last block, compute_dtype[B, T, D], of the device's own positions.
+
+        No dropout: no keys.
+        """
         cfg = self.cfg
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
-        x_BTD = lookup(table_VD, tokens_BT, cfg.embed_dtype)
-        x_BTD = self.constrain(x_BTD.astype(cfg.compute_dtype), "act_batch", "act_seq", "act_embed")
+        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
         rotation = make_rotation(positions_BT, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
         x_BTD = run_stack(
             self.blocks, lambda block, x_BTD, _: block(x_BTD, rotation, segment_ids_BT), x_BTD, None, cfg, self.gather

@@ -22,6 +22,7 @@ def summed_loss(
         chunk_tokens=model.cfg.loss_chunk_tokens,
         z_loss=aux_weights.get("z_loss", 0.0),
         softcap=model.cfg.logit_softcap,
+        tensor=model.tensor,
     )
     parts = {"loss": sums.nats} | ({"z_loss": sums.z} if "z_loss" in aux_weights else {})
     return sums.total, parts
@@ -34,11 +35,13 @@ def token_losses(model: nnx.Module, batch: Batch) -> jax.Array:
         batch.targets,
         chunk_tokens=model.cfg.loss_chunk_tokens,
         softcap=model.cfg.logit_softcap,
+        tensor=model.tensor,
     )
     return nats_BT
 
 
 def logit_factors(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """(the last hidden state, the output projection): the logits are their product, computed in the former's dtype."""
+    """(the last hidden state of all positions, the output projection or the device's part of it): the logits are their
+    product, computed in the former's dtype."""
     h_BTD, w_DV = model.unembedding(model.hidden(batch.tokens, batch.positions, batch.segment_ids, keys_B))
-    return h_BTD.astype(model.cfg.embed_dtype), w_DV
+    return model.tensor.gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV

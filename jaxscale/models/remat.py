@@ -5,7 +5,7 @@ on the device, moves some to the host's memory, and lets the rest be computed ag
 """
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -15,6 +15,7 @@ from jaxscale.ops.attention.names import ATTENTION_OUT, kept_by_kernel
 from jaxscale.ops.project import PRODUCT
 from jaxscale.sharding.batch_axes import GATHERED
 from jaxscale.sharding.offload import HOST
+from jaxscale.sharding.tensor_axis import AXIS
 
 BLOCK_INPUT = "block_input"  # the residual stream as a block finds it: the least that must be kept of each layer
 QUERY, KEY, VALUE = "query", "key", "value"  # as attention reads them: rotated and normalised where the model does that
@@ -58,8 +59,13 @@ def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...
 def all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     """A policy of jax.checkpoint: everything is kept but weights that were gathered, and what is only their cast."""
     inside = getattr(params.get("call_jaxpr"), "eqns", ())  # of a function with a gradient of its own
-    gathers = primitive is lax.all_gather_p or any(equation.primitive is lax.all_gather_p for equation in inside)
+    gathers = any(gathers_weight(one.primitive, one.params) for one in inside) or gathers_weight(primitive, params)
     return not gathers and primitive is not lax.convert_element_type_p and params.get("name") != GATHERED
+
+
+def gathers_weight(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """True for a gather over the batch axes; over the tensor axis it is activations that are gathered."""
+    return primitive is lax.all_gather_p and params["axis_name"] != (AXIS,)
 
 
 def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.ops.project import matmul_transposed, separate_on_cpu, weight_gradient
+from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
 F32 = jnp.float32
 
@@ -26,18 +27,25 @@ class LossSums(NamedTuple):
 
 
 def token_nats(
-    h_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, *, chunk_tokens: int, softcap: float | None = None
+    h_BTD: jax.Array,
+    w_DV: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    chunk_tokens: int,
+    softcap: float | None = None,
+    tensor: TensorAxis = ONE,
 ) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy in nats, logsumexp of the logits), each float32 [B, T]; for evaluation.
 
     h is multiplied in its own dtype (w is cast to it), everything after in float32. chunk_tokens: tokens whose logits
     exist at one time, at least one position of every row. softcap: logits become softcap * tanh(logits / softcap).
+    tensor: the devices among which the columns of w are shared.
     """
     w_DV = w_DV.astype(h_BTD.dtype)
 
     def one_chunk(chunk):
         h_BcD, targets_Bc = chunk
-        return chunk_nats(chunk_logits(h_BcD, w_DV, softcap), targets_Bc)
+        return chunk_nats(chunk_logits(h_BcD, w_DV, softcap), tensor.own_ids(targets_Bc, w_DV.shape[1]), tensor)
 
     T = h_BTD.shape[1]
     nats_nBc, lse_nBc = lax.map(one_chunk, (chunked(h_BTD, chunk_tokens), chunked(targets_BT, chunk_tokens)))
@@ -53,30 +61,33 @@ def summed_cross_entropy(
     chunk_tokens: int,
     z_loss: float = 0.0,
     softcap: float | None = None,
+    tensor: TensorAxis = ONE,
 ) -> LossSums:
     """Sums over all tokens. Differentiated, it forms the gradients of h and w with each chunk's logits in the forward
     pass, so no logits are computed twice; that of w is accumulated in float32. targets and weights have no gradient.
 
-    Arguments as in token_nats. z_loss: coefficient of z in `total`.
+    Arguments as in token_nats. z_loss: coefficient of z in `total`. Where w is shared, the gradient of h is the
+    device's part of a sum.
     """
-    total, nats, z = _summed(chunk_tokens, float(z_loss), softcap, h_BTD, w_DV, targets_BT, weights_BT)
+    total, nats, z = _summed(chunk_tokens, float(z_loss), softcap, tensor, h_BTD, w_DV, targets_BT, weights_BT)
     return LossSums(total, lax.stop_gradient(nats), lax.stop_gradient(z))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _summed(chunk_tokens, z_loss, softcap, h_BTD, w_DV, targets_BT, weights_BT):
-    nats_BT, lse_BT = token_nats(h_BTD, w_DV, targets_BT, chunk_tokens=chunk_tokens, softcap=softcap)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _summed(chunk_tokens, z_loss, softcap, tensor, h_BTD, w_DV, targets_BT, weights_BT):
+    nats_BT, lse_BT = token_nats(h_BTD, w_DV, targets_BT, chunk_tokens=chunk_tokens, softcap=softcap, tensor=tensor)
     nats, z = jnp.sum(nats_BT * weights_BT), jnp.sum(lse_BT * lse_BT * weights_BT)
     return nats + z_loss * z, nats, z
 
 
-def _forward(chunk_tokens, z_loss, softcap, h_BTD, w_DV, targets_BT, weights_BT):
+def _forward(chunk_tokens, z_loss, softcap, tensor, h_BTD, w_DV, targets_BT, weights_BT):
     w_cast_DV = w_DV.astype(h_BTD.dtype)
 
     def one_chunk(sums, chunk):
         h_BcD, targets_Bc, weights_Bc = chunk
+        targets_Bc = tensor.own_ids(targets_Bc, w_DV.shape[1])
         logits_BcV = chunk_logits(h_BcD, w_cast_DV, softcap)
-        nats_Bc, lse_Bc = chunk_nats(logits_BcV, targets_Bc)
+        nats_Bc, lse_Bc = chunk_nats(logits_BcV, targets_Bc, tensor)
         share_BcV = jnp.exp(logits_BcV - lse_Bc[..., None])
         pull_Bc = weights_Bc * (1 + 2 * z_loss * lse_Bc)  # d total / d logsumexp
         target_BcV = targets_Bc[..., None] == lax.broadcasted_iota(jnp.int32, (1, 1, logits_BcV.shape[-1]), 2)
@@ -96,7 +107,7 @@ def _forward(chunk_tokens, z_loss, softcap, h_BTD, w_DV, targets_BT, weights_BT)
     return (nats + z_loss * z, nats, z), saved
 
 
-def _backward(chunk_tokens, z_loss, softcap, saved, cotangents):
+def _backward(chunk_tokens, z_loss, softcap, tensor, saved, cotangents):
     dh_BTD, dw_DV, like_w = saved
     scale = cotangents[0].astype(F32) / lift(dh_BTD.dtype)
     return (dh_BTD.astype(F32) * scale).astype(dh_BTD.dtype), (dw_DV * scale).astype(like_w.dtype), None, None
@@ -121,11 +132,13 @@ def chunk_logits(h_BcD: jax.Array, w_DV: jax.Array, softcap: float | None) -> ja
     return logits_BcV if softcap is None else softcap * jnp.tanh(logits_BcV / softcap)
 
 
-def chunk_nats(logits_BcV: jax.Array, targets_Bc: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(cross-entropy, logsumexp), each float32 [B, c]."""
-    top_Bc1 = jnp.max(logits_BcV, axis=-1, keepdims=True)
-    lse_Bc = jnp.log(jnp.sum(jnp.exp(logits_BcV - top_Bc1), axis=-1)) + top_Bc1[..., 0]
-    return lse_Bc - jnp.take_along_axis(logits_BcV, targets_Bc[..., None], axis=-1)[..., 0], lse_Bc
+def chunk_nats(logits_BcV: jax.Array, own_Bc: jax.Array, tensor: TensorAxis) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy, logsumexp), each float32 [B, c]. own: targets as columns of these logits, or V."""
+    top_Bc1 = tensor.max(jnp.max(logits_BcV, axis=-1, keepdims=True))
+    lse_Bc = jnp.log(tensor.sum(jnp.sum(jnp.exp(logits_BcV - top_Bc1), axis=-1))) + top_Bc1[..., 0]
+    missing = jnp.nan if tensor.size == 1 else 0.0
+    target_Bc1 = jnp.take_along_axis(logits_BcV, own_Bc[..., None], axis=-1, mode="fill", fill_value=missing)
+    return lse_Bc - tensor.sum(target_Bc1[..., 0]), lse_Bc
 
 
 def chunked(x_BT: jax.Array, chunk_tokens: int) -> jax.Array:

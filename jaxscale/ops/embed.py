@@ -1,23 +1,36 @@
 """Rows of a table by number. B batch  T position  V vocab  D embed"""
 
 import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def lookup(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any) -> jax.Array:
-    """dtype[B, T, D]: rows of the table. The gradients of a row are summed in float32, however often it is used."""
-    return jnp.take(table_VD.astype(dtype), ids_BT, axis=0)
+from jaxscale.sharding.tensor_axis import TensorAxis
 
 
-def _forward(table_VD, ids_BT, dtype):
-    return lookup(table_VD, ids_BT, dtype), (ids_BT, jnp.zeros((table_VD.shape[0], 0), table_VD.dtype))
+def lookup_shared(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, tensor: TensorAxis) -> jax.Array:
+    """The device's own positions of lookup(), where each device holds a part of the table's rows."""
+    if tensor.size == 1:
+        return lookup(table_VD, ids_BT, dtype)
+    return tensor.scatter(lookup(table_VD, tensor.own_ids(ids_BT, table_VD.shape[0]), dtype, 0.0))
 
 
-def _backward(dtype, saved, dx_BTD):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def lookup(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, missing: float = math.nan) -> jax.Array:
+    """dtype[B, T, D]: rows of the table; `missing` for an id that is past its end.
+
+    The gradients of a row are summed in float32, however often it is used.
+    """
+    return jnp.take(table_VD.astype(dtype), ids_BT, axis=0, fill_value=missing)
+
+
+def _forward(table_VD, ids_BT, dtype, missing):
+    return lookup(table_VD, ids_BT, dtype, missing), (ids_BT, jnp.zeros((table_VD.shape[0], 0), table_VD.dtype))
+
+
+def _backward(dtype, missing, saved, dx_BTD):
     ids_BT, like_table = saved
     zeros_VD = jnp.zeros((like_table.shape[0], dx_BTD.shape[-1]), jnp.float32)
     return zeros_VD.at[ids_BT].add(dx_BTD.astype(jnp.float32)).astype(like_table.dtype), None

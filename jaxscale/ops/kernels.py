@@ -1,16 +1,14 @@
 """The forms of the costly operations that suit a platform, in one object that a model is given."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import jax
-from jax.sharding import Mesh
 
 from jaxscale.ops.activation import swiglu
 from jaxscale.ops.attention import Attend, AttentionName, AttentionNeeds, choose_attention, xla
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
-from jaxscale.sharding.rules import Placement
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,19 +27,12 @@ PLAIN = Kernels(attend=xla.attend, attention="xla", project=einsum_project)
 
 
 def choose_kernels(
-    platform: str,
-    attention: AttentionName,
-    needs: AttentionNeeds,
-    *,
-    mesh: Mesh | None = None,
-    rules: Mapping[str, Placement] | None = None,
+    platform: str, attention: AttentionName, needs: AttentionNeeds, device: jax.Device | None = None
 ) -> Kernels:
     """The kernels for "cpu", "gpu" or "tpu". Raises ValueError for an attention that the platform lacks.
 
-    mesh, rules: where rows and heads live; one device unless given.
+    device: one of those that the kernels are for, where that is known.
     """
-    attend, resolved, why_plain = choose_attention(attention, platform, needs, mesh=mesh, rules=rules)
-    # The fast form hides its products from the partitioner, which would gather the activations of all devices.
-    one_device = mesh is None or mesh.size == 1
-    project = cpu_project if platform == "cpu" and one_device else einsum_project
+    attend, resolved, why_plain = choose_attention(attention, platform, needs, device)
+    project = cpu_project if platform == "cpu" else einsum_project
     return Kernels(attend=attend, attention=resolved, why_plain=why_plain, project=project)

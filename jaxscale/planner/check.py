@@ -16,7 +16,7 @@ from jaxscale.ops.kernels import choose_kernels
 from jaxscale.planner.memory import MemoryNeed, least_memory, memory_need
 
 JOIN = "train with --coordinator=HOST:PORT --num_processes=N --process_id=I on each"
-UNCOUNTED = 10**12  # tokens of an epoch before the data are opened
+UNCOUNTED = 10**12  # tokens of an epoch of data that are not opened; the compiled step does not depend on it
 
 
 def check_machine(cfg: RunConfig) -> None:
@@ -47,7 +47,7 @@ def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str],
     fits = there is None or need.total <= there
     if not fits:
         smallest = -(-least_memory(cfg, 1).state // there)
-        findings.append(memory_line(need, there, devices, smallest))
+        findings.append(memory_line(need, there, devices, smallest, cfg.model.remat))
     return findings, fits
 
 
@@ -87,7 +87,7 @@ def device_bytes(devices: list[jax.Device]) -> int | None:
     return stats.get("bytes_limit") or (chip.hbm_bytes if chip else None)
 
 
-def memory_line(need: MemoryNeed, there: int, devices: list[jax.Device], smallest: int) -> str:
+def memory_line(need: MemoryNeed, there: int, devices: list[jax.Device], smallest: int, remat: str) -> str:
     """What is needed, what is there, and what to do. smallest: devices of this kind that the state alone fills."""
     parts = (
         f"memory: {units.size(need.state)} a device for the state (parameters {units.size(need.params)}, moments "
@@ -97,7 +97,8 @@ def memory_line(need: MemoryNeed, there: int, devices: list[jax.Device], smalles
         parts += f" and about {units.size(need.activations)} for activations"
     parts += f", and there are {units.size(there)} on each of {len(devices)} ({devices[0].device_kind}); "
     if need.state <= there:
-        return parts + "raise --config.train.num_microbatches, set --config.model.remat=full, or shorten the batch"
+        more = "" if remat == "full" else "set --config.model.remat=full, "
+        return f"{parts}raise --config.train.num_microbatches, {more}or shorten the batch"
     if smallest <= len(devices):
         return parts + "share the state with --config.rules=zero3 and mesh fsdp=-1"
     return (

@@ -42,14 +42,15 @@ def memory_need(program: Program) -> MemoryNeed:
     """Bytes on each device at the peak of a step: float32 parameters, moments and gradients, and activations."""
     state = program.abstract_state
     params = shard_bytes(state.params)
-    # Gradients are cut like the parameters, or more finely (zero2): an upper bound.
-    return MemoryNeed(params, shard_bytes(state.opt_state), params, activation_bytes(program))
+    grads = shard_bytes(program.abstract_grads)
+    return MemoryNeed(params, shard_bytes(state.opt_state), grads, activation_bytes(program))
 
 
 def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
     """A lower bound for a mesh that cannot be made: the state shared evenly by all devices."""
     params = 4 * num_params(cfg.model) // num_devices
-    return MemoryNeed(params, NUM_MOMENTS[cfg.optim.name] * params, params, 0)
+    has_momentum = cfg.optim.name != "sgd" or cfg.optim.b1 > 0
+    return MemoryNeed(params, NUM_MOMENTS[cfg.optim.name] * has_momentum * params, params, 0)
 
 
 def shard_bytes(abstract: Any) -> int:

@@ -9,13 +9,13 @@ from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.models import flops_per_token
 from jaxscale.planner.ahead import Compiled, compile_ahead
-from jaxscale.planner.memory import NUM_MOMENTS, host_bytes, shard_bytes
+from jaxscale.planner.check import UNCOUNTED
+from jaxscale.planner.memory import host_bytes, shard_bytes
 from jaxscale.planner.report import MemoryRow, Report, sum_traffic
 from jaxscale.planner.roofline import Roofline, roofline
 from jaxscale.planner.topology import Topology, link_shares
 from jaxscale.sharding.mesh import mesh_layout
 
-UNCOUNTED = 10**12  # tokens of an epoch of data that are not opened here; the compiled step does not depend on it
 # docs.jax.dev, "GPU memory allocation": the part of a GPU's memory that jax takes at its start, and no program exceeds.
 GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 GPU_FRACTION = 0.75
@@ -108,8 +108,7 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
     """The peak, divided by kind. State is known exactly from its shardings; what XLA makes for itself is the rest."""
     state = program.abstract_state
     params, moments = shard_bytes(state.params), shard_bytes(state.opt_state)
-    # summed over devices, gradients are cut as the moments are, wherever those rest
-    gradients = (moments + host_bytes(state.opt_state)) // NUM_MOMENTS[program.cfg.optim.name]
+    gradients = shard_bytes(program.abstract_grads)
     arguments = compiled.memory.arguments if compiled.memory else params + moments + shard_bytes(program.abstract_batch)
     rows = [
         MemoryRow("parameters", params, "from their shardings"),

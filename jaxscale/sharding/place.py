@@ -1,55 +1,19 @@
-"""Placing arrays: shardings for whole trees, and the constraint that models put on their activations."""
+"""Placing arrays: shardings for whole trees, and the rows of a batch."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
-from jaxscale.sharding.rules import Placement, axis_size, names_of, partition_spec
+from jaxscale.sharding.rules import Placement, axis_size, partition_spec
 
-Constrain = Callable[..., jax.Array]  # constrain(x, "act_batch", "act_seq", ...) -> x
 Gather = Callable[[jax.Array, tuple[str, ...], Any], jax.Array]  # gather(weight, logical_axes, dtype) -> whole weight
-
-
-def unconstrained(x: jax.Array, *axes: str) -> jax.Array:
-    """x as it is: for a model on one device, or outside a mesh."""
-    return x
 
 
 def whole_already(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
     """w as it is: the gather of a model whose weights every device holds."""
     return w
-
-
-def make_constrain(mesh: Mesh, rules: Mapping[str, Placement]) -> Constrain:
-    """constrain(x, *logical_axes), which tells XLA where an activation lives. Nothing is said on a mesh of one.
-
-    Under shard_map only of those mesh axes that are still the partitioner's. A length that they do not divide stays
-    whole, as when a prompt is sampled from.
-    """
-    if mesh.size == 1:
-        return unconstrained
-
-    def constrain(x: jax.Array, *axes: str) -> jax.Array:
-        assert x.ndim == len(axes), f"{axes} for an array of shape {x.shape}"
-        manual = manual_axes()
-        left = [tuple(name for name in names_of(place) if name not in manual) for place in partition_spec(axes, rules)]
-        sizes = [math.prod(mesh.shape[name] for name in names) for names in left]
-        spec = PartitionSpec(
-            *[names or None if n % size == 0 else None for names, size, n in zip(left, sizes, x.shape)]
-        )
-        if manual:
-            return jax.lax.with_sharding_constraint(x, spec) if max(sizes) > 1 else x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
-
-    return constrain
-
-
-def manual_axes() -> frozenset[str]:
-    """The mesh axes over which the function that is being traced is written for one device (jax.shard_map)."""
-    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def tree_shardings(mesh: Mesh, axes_tree: Any, rules: Mapping[str, Placement]) -> Any:

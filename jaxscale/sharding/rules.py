@@ -13,11 +13,6 @@ Placement = str | tuple[str, ...] | None
 ACTIVATIONS: dict[str, Placement] = {
     "act_batch": ("data", "fsdp"),
     "act_seq": "context",
-    "act_stream": ("context", "tensor"),  # positions of the residual stream between products (arXiv:2205.05198)
-    "act_embed": None,
-    "act_heads": "tensor",
-    "act_mlp": "tensor",
-    "act_vocab": "tensor",
 }
 # A copy on every device of data and fsdp; the tensor axis splits the products.
 TENSOR: dict[str, Placement] = ACTIVATIONS | {

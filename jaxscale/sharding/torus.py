@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import jax
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 Groups = tuple[tuple[int, ...], ...]  # positions along a mesh axis that exchange data with each other
@@ -26,6 +27,13 @@ def link_stages(mesh: Mesh, axis: str) -> tuple[Groups, ...]:
     positions = np.arange(len(line)).reshape(sizes)
     groups = [np.moveaxis(positions, stage, -1).reshape(-1, size) for stage, size in enumerate(sizes)]
     return tuple(tuple(tuple(group) for group in stage.tolist()) for stage in groups)
+
+
+def scatter_along(x: jax.Array, axis: str, dimension: int, stages: tuple[Groups, ...]) -> jax.Array:
+    """The device's own part, along `dimension`, of the sum of x over a mesh axis: one link after the other."""
+    for groups in stages or (None,):
+        x = lax.psum_scatter(x, axis, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
+    return x
 
 
 def coordinates(device: jax.Device) -> tuple[int, ...]:

@@ -8,6 +8,8 @@ import signal
 import types
 from typing import Protocol
 
+from jaxscale.exits import Exit, Stop
+
 # Whoever is signalled after step n, before it begins n + 1, posts the step after which all leave. Another process may
 # have begun n + 1 by then, but when it looks at the board after having begun n + 2 it has read the metrics of n + 1,
 # which do not exist before every process has begun that step: so all see the line in time, and no device waits.
@@ -56,7 +58,8 @@ class StopRequest:
         if line is None:
             return None
         last, _, name = line.partition(" ")
-        assert step <= int(last), f"all were to leave after step {last}, and this process has begun step {step}"
+        if step > int(last):
+            raise Stop(Exit.PEER_LOST, f"all were to leave after step {last}, and this process is at {step}; start again")
         return name if step == int(last) else None
 
     def note(self, number: int, frame: types.FrameType | None) -> None:

@@ -1,18 +1,12 @@
 """Every form of attention promises the values and gradients of plain attention."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.ops.attention import AttentionNeeds, blockwise, choose_attention, long, splash, what_lacks, xla
 from jaxscale.ops.attention.names import ATTENTION_OUT
-from jaxscale.ops.attention.spread import spread
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
-from jaxscale.sharding.rules import RULES, partition_spec
 
 SHAPES = {  # B, T, N, K, H, block
     "one block": (2, 16, 2, 2, 8, 16),
@@ -249,40 +243,6 @@ def test_blockwise_attention_takes_the_form_that_is_linear_in_memory_for_long_ro
     )
     assert "dynamic_update_slice" not in traced("cpu", 1024)
     assert "dynamic_update_slice" in traced("cpu", 1025) and "dynamic_update_slice" in traced("tpu", 64)
-
-
-MESHES = {"fsdp=8": dict(fsdp=8), "data=4, tensor=2": dict(data=4, tensor=2)}
-
-
-@pytest.mark.parametrize("mesh", MESHES)
-def test_attention_on_a_mesh_gives_the_same_and_moves_nothing(mesh):
-    rules, shape = RULES["zero3"].params, (8, 24, 4, 2, 8, 16)
-    mesh = make_mesh(MeshConfig(**{"fsdp": 1} | MESHES[mesh]))
-    attend = spread(blockwise.make_attend(block_size=16), mesh, rules)
-    assert_equal_to_plain(attend, make_inputs(shape))
-    place = lambda *axes: NamedSharding(mesh, partition_spec(axes, rules))
-    heads, ids = place("act_batch", "act_seq", "act_heads", "head_dim"), place("act_batch", "act_seq")
-    abstract = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=ids if x.ndim == 2 else heads) for x in make_inputs(shape)
-    ]
-    run = lambda q, k, v, ids, dout: jax.vjp(lambda q, k, v: attend(q, k, v, ids), q, k, v)[1](dout)
-    text = jax.jit(run).lower(*abstract).compile().as_text()
-    assert not re.findall(r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter", text)
-
-
-def test_a_row_that_the_mesh_does_not_divide_is_computed_by_every_device():
-    mesh, rules = make_mesh(MeshConfig(fsdp=4, tensor=2)), RULES["zero3"].params
-    assert_equal_to_plain(spread(long.make_attend(block=16), mesh, rules), make_inputs((1, 24, 4, 2, 8, 16)))
-
-
-def test_attention_works_on_its_own_heads_inside_a_function_that_has_split_the_batch():
-    mesh, rules = make_mesh(MeshConfig(fsdp=4, tensor=2)), RULES["zero3"].params
-    attend = spread(blockwise.make_attend(block_size=16), mesh, rules)
-    rows = PartitionSpec("fsdp")
-    by_hand = jax.shard_map(
-        attend, mesh=mesh, in_specs=(rows,) * 4, out_specs=rows, axis_names={"fsdp"}, check_vma=False
-    )
-    assert_equal_to_plain(by_hand, make_inputs((8, 24, 4, 2, 8, 16)))
 
 
 def forward_passes(attend, policy):

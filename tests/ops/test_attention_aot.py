@@ -49,17 +49,19 @@ def compile_attention(devices, mesh, needs, seq_len=256):
     """(text of the compiled value and gradients, the name of what was chosen): 8 rows, 4 heads, 2 key-value heads."""
     mesh = make_mesh(MeshConfig(**mesh), devices)
     platform = devices[0].platform
-    attend, chosen, _ = choose_attention("auto", platform, needs, mesh=mesh, rules=RULE_TABLE)
-    place = lambda *axes: NamedSharding(mesh, partition_spec(axes, RULE_TABLE))
-    heads = lambda num: jax.ShapeDtypeStruct(
-        (8, seq_len, num, needs.head_dim), needs.dtype, sharding=place("act_batch", "act_seq", "act_heads", "head_dim")
-    )
-    ids = jax.ShapeDtypeStruct((8, seq_len), jnp.int32, sharding=place("act_batch", "act_seq"))
+    attend, chosen, _ = choose_attention("auto", platform, needs, mesh.devices.flat[0])
+    rows_spec = partition_spec(("act_batch", "act_seq"), RULE_TABLE)
+    heads_spec = partition_spec(("act_batch", "act_seq", "heads", "head_dim"), RULE_TABLE)
+    make = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    heads = lambda num: make((8, seq_len, num, needs.head_dim), needs.dtype, heads_spec)
+    ids = make((8, seq_len), jnp.int32, rows_spec)
 
-    def run(q, k, v, ids, dout):
+    def own(q, k, v, ids, dout):
         out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids), q, k, v)
         return out, *pull(dout)
 
+    in_specs = (heads_spec, heads_spec, heads_spec, rows_spec, heads_spec)
+    run = jax.shard_map(own, mesh=mesh, in_specs=in_specs, out_specs=(heads_spec,) * 4, check_vma=False)
     return jax.jit(run).lower(heads(4), heads(2), heads(2), ids, heads(4)).compile().as_text(), chosen
 
 

@@ -163,6 +163,22 @@ def test_an_asynchronous_fusion_counts_where_it_starts_however_often_it_goes_on(
     assert (found.times, found.result_bytes) == (1, 128)
 
 
+def test_asynchronous_fusions_that_share_a_channel_all_count():
+    start = """\
+%start{n} (x: bf16[16]) -> bf16[16] {{
+  %x = bf16[16]{{0}} parameter(0)
+  %g = bf16[64]{{0}} all-gather(%x), channel_id=1, replica_groups=[2,4]<=[8], \
+backend_config={{"async_collective_fusion_config":{{"flag_start":"2"}}}}
+  ROOT %s = bf16[16]{{0}} custom-call(%x, %g), custom_call_target="AsyncCollectiveStart"
+}}
+"""
+    body = """\
+  %a = bf16[16]{0} fusion(%p), kind=kCustom, calls=%start1
+  ROOT %b = bf16[16]{0} fusion(%a), kind=kCustom, calls=%start2"""
+    found = facts_of(body, before=start.format(n=1) + start.format(n=2)).collectives
+    assert [(c.times, c.result_bytes) for c in found] == [(1, 128), (1, 128)]
+
+
 @pytest.mark.parametrize(
     ("kind", "wire", "dcn"),
     [("all-gather", 56, 8), ("all-reduce", 112, 16), ("all-to-all", 56, 32)],

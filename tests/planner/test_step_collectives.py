@@ -11,7 +11,7 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
-from jaxscale.planner.hlo import read_hlo
+from jaxscale.planner.hlo import KINDS, read_hlo
 from jaxscale.planner.topology import link_domains, open_topology
 
 pytestmark = [
@@ -56,13 +56,13 @@ def test_fsdp_gathers_a_layer_at_a_time_and_reduce_scatters_its_gradient(topolog
     found = collectives(topology, (("train.reduce_dtype", "bfloat16"),))
     assert {axes for c in found for axes in c.axes} == {"fsdp"}
     assert max(c.result_bytes for c in found) <= LAYER_BYTES * 1.1  # never the stack, and a little padding
-    sums = [moved(found, kind) for kind in ("reduce-scatter", "collective-permute", "all-reduce")]
-    assert sums[2] < 0.1 * sum(sums)  # of some arrays libtpu 0.0.42 leaves the last stage, the smallest, a whole sum
+    assert moved(found, "all-reduce") == 0
     weights = 2 * (L * (4 * D * D + 3 * D * F) + 2 * VOCAB * D)  # bytes in bfloat16
     # each layer twice (forward, and again for the backward pass), the tables once; a chip holds 1/16 already
     gathers = 2 * 2 * L * (4 * D * D + 3 * D * F) + 2 * 2 * VOCAB * D
     assert moved(found, "all-gather") == pytest.approx(gathers * 15 / 16, rel=0.02)
-    assert sum(sums) == pytest.approx(weights * 15 / 16, rel=0.1)
+    scatters = moved(found, "reduce-scatter", "collective-permute")
+    assert scatters == pytest.approx(weights * 15 / 16, rel=0.05)
 
 
 def test_sums_in_float32_cost_twice_the_bytes_of_bfloat16():
@@ -70,17 +70,21 @@ def test_sums_in_float32_cost_twice_the_bytes_of_bfloat16():
         moved(collectives("v5e:4x4", (("train.reduce_dtype", dtype),)), "reduce-scatter")
         for dtype in ("bfloat16", "float32")
     )
-    assert wide == pytest.approx(2 * narrow, rel=0.1)  # stages that are left a whole sum differ a little
+    assert wide == pytest.approx(2 * narrow, rel=0.05)
 
 
-def test_tensor_parallelism_costs_two_sums_a_layer_and_direction():
-    """A sum is a reduce-scatter and a gather here: between products the residual stream is cut along its positions."""
-    settings = (("mesh.fsdp", 1), ("mesh.tensor", 4), ("mesh.data", -1), ("model.remat", "none"))
+@pytest.mark.parametrize(("remat", "again"), [("none", 0), ("full", 3)])
+def test_tensor_parallelism_costs_two_sums_a_layer_and_direction(remat, again):
+    """A sum is a reduce-scatter and a gather: between products a chip holds its own positions of the residual stream.
+
+    Full remat does three of the four of a layer again; what its MLP adds nobody asks for.
+    """
+    settings = (("mesh.fsdp", 1), ("mesh.tensor", 4), ("mesh.data", -1), ("model.remat", remat))
     found = [c for c in collectives("v5e:2x4", settings) if c.axes == ("tensor",)]
+    assert {c.kind for c in found} == {"all-gather", "reduce-scatter"} and {c.dtype for c in found} == {"bf16"}
     stream = 4 * 8 * 512 // 2 * D * 2  # bytes of the residual stream of one data shard, in bfloat16
-    one_sum = 2 * stream * 3 / 4  # what a chip of 4 sends for it
-    in_layers = [c for c in found if c.times % L == 0]
-    assert moved(in_layers, *{c.kind for c in in_layers}) == pytest.approx(2 * 2 * L * one_sum, rel=0.5)
+    halves = (2 * 4 + again) * L + 4  # of a sum; at the ends the embedding is scattered, the last hidden state gathered
+    assert moved(found, *KINDS) == pytest.approx(halves * stream * 3 / 4, rel=0.01)
 
 
 def test_the_data_axis_sums_gradients_once_a_step_however_many_microbatches():

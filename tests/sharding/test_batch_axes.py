@@ -42,7 +42,7 @@ def spread_gradients(rules, mesh, reduce_dtype="float32", stages=None):
 
     def gradients(params, x_BD):
         loss, grads = jax.value_and_grad(summed)(params, x_BD, batch_axes.gather)
-        return batch_axes.sum(loss), batch_axes.reduce_last(batch_axes.reduce_each(grads, AXES), AXES)
+        return jax.lax.psum(loss, mesh.axis_names), batch_axes.reduce_last(batch_axes.reduce_each(grads, AXES), AXES)
 
     specs = lambda table: {name: partition_spec(axes, table) for name, axes in AXES.items()}
     in_specs = (specs(RULES[rules].params), P(("data", "fsdp")))

@@ -14,10 +14,8 @@ from jaxscale.sharding.place import (
     batch_sharding,
     check_divides,
     local_rows,
-    make_constrain,
     put_rows,
     tree_shardings,
-    unconstrained,
 )
 from jaxscale.sharding.rules import FSDP_TENSOR, RULES, TENSOR, axis_size, partition_spec
 
@@ -111,16 +109,6 @@ def test_gradients_lie_where_their_table_says():
     found = {stage: tree_shardings(mesh, axes, rules.grads)["wq"].spec for stage, rules in RULES.items()}
     cut = PartitionSpec("fsdp", "tensor", None)
     assert found == {"zero1": PartitionSpec(None, "tensor", None), "zero2": cut, "zero3": cut}
-
-
-def test_an_activation_is_not_constrained_on_one_device():
-    assert make_constrain(make_mesh(MeshConfig(), jax.devices()[:1]), TENSOR) is unconstrained
-
-
-def test_an_activation_is_placed_on_many():
-    constrain = make_constrain(make_mesh(MeshConfig()), TENSOR)
-    placed = jax.jit(lambda x: constrain(x, "act_batch", "act_seq", "act_embed"))(np.ones((8, 4, 2)))
-    assert pieces(placed) == {(1, 4, 2)}
 
 
 # Rows of a batch.

@@ -1,15 +1,12 @@
 """Which attention runs where. Every form promises the values of `xla`."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
-from jax.sharding import Mesh
 
 from jaxscale.ops.attention import blockwise, cudnn, long, splash, xla
-from jaxscale.ops.attention.spread import spread
-from jaxscale.sharding.rules import Placement
 from jaxscale.units import or_list
 
 # attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H).
@@ -34,16 +31,11 @@ class AttentionNeeds:
 
 
 def choose_attention(
-    name: AttentionName,
-    platform: str,
-    needs: AttentionNeeds,
-    *,
-    mesh: Mesh | None = None,
-    rules: Mapping[str, Placement] | None = None,
+    name: AttentionName, platform: str, needs: AttentionNeeds, device: jax.Device | None = None
 ) -> tuple[Attend, str, str]:
     """(attend, the name that "auto" became, why "auto" had to be content with xla or "").
 
-    mesh, rules: where rows and heads live; one device unless given.
+    Each device computes its own rows and heads. device: one of them, where that is known.
     Raises ValueError for a form that the platform lacks, or that cannot do what the model needs.
     """
     resolved = BEST.get(platform, "xla") if name == "auto" else name
@@ -51,7 +43,6 @@ def choose_attention(
         raise ValueError(f"attention={name!r} is not known; use {or_list(get_args(AttentionName))}")
     if resolved in HOMES and BEST.get(platform) != resolved:
         raise ValueError(f"attention={name!r} is made for {HOMES[resolved]}, not for {platform}; use 'auto' or 'xla'")
-    device = None if mesh is None else mesh.devices.flat[0]
     if lack := what_lacks(resolved, needs, device):
         if name != "auto":
             raise ValueError(f"attention={name!r}: {lack}; use 'auto' or 'xla'")
@@ -69,8 +60,7 @@ def choose_attention(
         settings["blocks"] = splash.blocks_for(device and device.device_kind)
     if resolved == "blockwise":
         settings["platform"] = platform
-    attend = make[resolved](**settings)
-    return attend if resolved == "xla" else spread(attend, mesh, rules or {}), resolved, lack
+    return make[resolved](**settings), resolved, lack
 
 
 def make_blockwise(*, softcap: float | None, window: int | None, platform: str) -> Attend:

@@ -1,0 +1,87 @@
+"""The tensor axis by hand: each device multiplies with its own heads, its part of the MLP and of the vocabulary.
+
+Between products a device holds some positions of the residual stream (arXiv:2205.05198). It gathers all of them before
+a product with its columns of a weight; after one with its rows, the sum over the devices leaves it with its own again.
+What every device computes whole, but of its own positions or heads, has a gradient that is a part of the sum.
+
+B batch  T position  D embed
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxscale.sharding.torus import Groups, link_stages, scatter_along
+
+AXIS = "tensor"
+POSITIONS = 1  # the dimension of a residual stream [B, T, D] that is cut
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorAxis:
+    """The devices that share a product. With one of them every method leaves things as they are.
+
+    stages: the devices that share each link, where the axis runs along several.
+    """
+
+    size: int = 1
+    stages: tuple[Groups, ...] = ()
+
+    def gather(self, x_BTD: jax.Array) -> jax.Array:
+        """All positions, from the device's own. Going back, its own of the summed gradients."""
+        return x_BTD if self.size == 1 else _gather(self.stages, x_BTD)
+
+    def scatter(self, x_BTD: jax.Array) -> jax.Array:
+        """The device's own positions of the sum over the devices. Going back, all positions of the gradient."""
+        return x_BTD if self.size == 1 else _scatter(self.stages, x_BTD)
+
+    def gather_last(self, x: jax.Array) -> jax.Array:
+        """x with its last axis whole, from the device's part."""
+        return x if self.size == 1 else lax.all_gather(x, AXIS, axis=x.ndim - 1, tiled=True)
+
+    def own(self, x_BT: jax.Array) -> jax.Array:
+        """The device's own positions, from all of them."""
+        if self.size == 1:
+            return x_BT
+        length = x_BT.shape[POSITIONS] // self.size
+        return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(AXIS) * length, length, POSITIONS)
+
+    def own_ids(self, ids_BT: jax.Array, num_own: int) -> jax.Array:
+        """Token ids as rows of the device's part of a table; num_own, one past its end, for what others hold."""
+        if self.size == 1:
+            return ids_BT
+        ids_BT = ids_BT - lax.axis_index(AXIS) * num_own
+        return jnp.where((ids_BT >= 0) & (ids_BT < num_own), ids_BT, num_own)
+
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices. Not to be differentiated."""
+        return x if self.size == 1 else lax.psum(x, AXIS)
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """The largest among the devices. Not to be differentiated."""
+        return x if self.size == 1 else lax.pmax(x, AXIS)
+
+
+ONE = TensorAxis()
+
+
+def make_tensor_axis(mesh: Mesh) -> TensorAxis:
+    """The tensor axis of this mesh."""
+    return TensorAxis(mesh.shape[AXIS], link_stages(mesh, AXIS))
+
+
+def _gathered(x_BTD: jax.Array) -> jax.Array:
+    return lax.all_gather(x_BTD, AXIS, axis=POSITIONS, tiled=True)
+
+
+def _scattered(stages: tuple[Groups, ...], x_BTD: jax.Array) -> jax.Array:
+    return scatter_along(x_BTD, AXIS, POSITIONS, stages)
+
+
+_gather = jax.custom_vjp(lambda stages, x_BTD: _gathered(x_BTD), nondiff_argnums=(0,))
+_gather.defvjp(lambda stages, x_BTD: (_gathered(x_BTD), None), lambda stages, _, dy_BTD: (_scattered(stages, dy_BTD),))
+_scatter = jax.custom_vjp(_scattered, nondiff_argnums=(0,))
+_scatter.defvjp(lambda stages, x_BTD: (_scattered(stages, x_BTD), None), lambda stages, _, dy_BTD: (_gathered(dy_BTD),))
