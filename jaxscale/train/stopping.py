@@ -59,7 +59,7 @@ class StopRequest:
             return None
         last, _, name = line.partition(" ")
         if step > int(last):
-            raise Stop(Exit.PEER_LOST, f"all were to leave after step {last}, and this process is at {step}; start again")
+            raise Stop(Exit.PEER_LOST, f"all were to leave after step {last}, and this one is at {step}; start again")
         return name if step == int(last) else None
 
     def note(self, number: int, frame: types.FrameType | None) -> None:
