@@ -29,7 +29,7 @@ from jaxscale.optim.schedules import Schedule, make_schedule
 from jaxscale.sharding.batch_axes import make_batch_axes
 from jaxscale.sharding.compiler_options import CompilerOptions, check_options, compiler_options
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.offload import check_host_memory, on_host
+from jaxscale.sharding.offload import call_in, check_host_memory, fetching, on_host, stand_ins
 from jaxscale.sharding.place import (
     batch_sharding,
     check_divides,
@@ -86,6 +86,8 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     kernels = with_matmul_dtype(kernels, cfg.model.matmul_dtype)
     batch_axes = make_batch_axes(mesh, rules, cfg.train.reduce_dtype)
     gather = batch_axes.gather if batch_axes.axes else whole_already
+    away = cfg.optim.offload_params
+    gather = fetching(gather) if away else gather
     tensor = make_tensor_axis(mesh)
     precision = functools.partial(matmul_precision, cfg.model.matmul_precision)
 
@@ -120,9 +122,6 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         scale = init_loss_scale(cfg.train.loss_scale, cfg.model.compute_dtype)
         return init_state(params, optimizer, scale, run_key)
 
-    def loss_fn(params: Any, batch: Batch, keys_B: jax.Array):
-        return summed_loss(merge_model(graphdef, freeze(params, groups)), batch, keys_B, cfg.train.aux_losses)
-
     reduction = Reduction(
         batch_axes.num_shards,
         batch_axes.first_row,
@@ -132,17 +131,29 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     )
     num_microbatches = cfg.train.num_microbatches
 
+    def learnable(params: Any):
+        """What gradients are taken by: the parameters, or what stands in for them."""
+        return stand_ins(params) if away else params
+
+    def model_of(params: Any, learned: Any):
+        """The model with these parameters, and learnable(params)."""
+        return merge_model(graphdef, call_in(params, learned) if away else learned)
+
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
+        def loss_fn(learned: Any, batch: Batch, keys_B: jax.Array):
+            return summed_loss(model_of(params, freeze(learned, groups)), batch, keys_B, cfg.train.aux_losses)
+
+        learned = learnable(params)
         return accumulate(
-            loss_fn, params, batch, key, num_microbatches=num_microbatches, scale=scale, reduction=reduction
+            loss_fn, learned, batch, key, num_microbatches=num_microbatches, scale=scale, reduction=reduction
         )
 
     def losses(params: Any, batch: Batch) -> jax.Array:
         with precision():
-            return token_losses(merge_model(graphdef, params), batch)
+            return token_losses(model_of(params, learnable(params)), batch)
 
     def next_logits(params: Any, tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
-        model = merge_model(graphdef, params)
+        model = model_of(params, learnable(params))
         T = tokens_BT.shape[1]
         tokens_BT = jnp.pad(tokens_BT, ((0, 0), (0, -T % tensor.size)))  # behind `last` nothing matters
         positions_BT = jnp.broadcast_to(jnp.minimum(jnp.arange(tokens_BT.shape[1]), T - 1)[None], tokens_BT.shape)
@@ -197,9 +208,10 @@ def at_rest(cfg: RunConfig, state: TrainState, mesh: Mesh) -> TrainState:
 
     Raises ValueError where the config wants host memory and the devices have none.
     """
-    if cfg.optim.offload_moments:
-        check_host_memory("optim.offload_moments=true", mesh)
-        state = state._replace(opt_state=on_host(state.opt_state))
+    for setting, field in (("offload_moments", "opt_state"), ("offload_params", "params")):
+        if getattr(cfg.optim, setting):
+            check_host_memory(f"optim.{setting}=true", mesh)
+            state = state._replace(**{field: on_host(getattr(state, field))})
     return state
 
 

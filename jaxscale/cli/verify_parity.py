@@ -117,7 +117,7 @@ class Parity:
 def settings(cfg: RunConfig) -> RunConfig:
     """The config in float32, under plain SGD with a constant rate, on rows enough for every layout.
 
-    The vocabulary is rounded up, so that 8 devices can share it. Dropout is off: its masks follow the microbatches.
+    The vocabulary is rounded up, so that 8 devices can share it. Dropout is off, so that the losses tell more.
     """
     model = cfg.model
     own = {"dropout": 0.0} if hasattr(model, "dropout") else {}

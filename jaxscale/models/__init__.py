@@ -56,12 +56,12 @@ def max_seq_len(cfg: AnyModelConfig) -> int | None:
 
 
 def logits(model: nnx.Module, tokens_BT, positions_BT=None, segment_ids_BT=None) -> jax.Array:
-    """All logits, float32[B, T, V]: for tests, sampling and small batches. One document a row unless told otherwise."""
+    """All logits, float32[B, T, V]: for tests and small batches. One document a row unless told otherwise."""
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones_like(tokens_BT)
-    return unembed(model, model.hidden(tokens_BT, positions_BT, segment_ids_BT))
+    return unembed(model, model.tensor.gather(model.hidden(tokens_BT, positions_BT, segment_ids_BT)))
 
 
 def unembed(model: nnx.Module, h: jax.Array) -> jax.Array:

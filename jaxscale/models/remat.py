@@ -56,8 +56,11 @@ def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...
         raise ValueError(f"{both[0]!r} is in remat_save and in remat_offload; it can be kept in one place")
 
 
-def all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    """A policy of jax.checkpoint: everything is kept but weights that were gathered, and what is only their cast."""
+def all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """A policy of jax.checkpoint: everything is kept but weights that were gathered or fetched from the host, and what
+    is only their cast."""
+    if any(getattr(one, "memory_space", None) == jax.memory.Space.Host for one in inputs):
+        return False
     inside = getattr(params.get("call_jaxpr"), "eqns", ())  # of a function with a gradient of its own
     gathers = any(gathers_weight(one.primitive, one.params) for one in inside) or gathers_weight(primitive, params)
     return not gathers and primitive is not lax.convert_element_type_p and params.get("name") != GATHERED

@@ -1,7 +1,8 @@
 """Products of activations with weights in 8 bits, by qwix: the operands are rounded, the sums are not.
 
-Each row of the left operand and each column of the right one has a scale of its own, the largest magnitude in it, taken
-anew at every step; nothing is calibrated beforehand. Weights stay float32 in the train state.
+Each row of the left operand and each column of the right one has a scale of its own, the largest magnitude in the
+device's part of it (so that with mesh tensor > 1 the rounding differs a little), taken anew at every step; nothing is
+calibrated beforehand. Weights stay float32 in the train state.
 """
 
 import dataclasses

@@ -14,7 +14,7 @@ import optax
 from jaxscale import units
 from jaxscale.optim.groups import Group, GroupConfig, frozen_mask
 from jaxscale.optim.schedules import Decay, Schedule
-from jaxscale.optim.streamed import streamed
+from jaxscale.optim.streamed import is_masked, renewed, streamed
 from jaxscale.schema import setting
 
 
@@ -39,6 +39,9 @@ class OptimConfig:
     offload_moments: bool = setting(
         False, "true: moments live in the host's memory and visit the device layer by layer", may_change=True
     )
+    offload_params: bool = setting(
+        False, "true: parameters live in the host's memory and visit the device layer by layer", may_change=True
+    )
     groups: tuple[GroupConfig, ...] = setting((), "ordered: pattern, lr, weight_decay, frozen")
 
     def __post_init__(self):
@@ -61,8 +64,9 @@ def make_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """update(grads, state, params, step=..., ok=...) -> (updates, state).
 
-    Args: groups: a tree of Group like the parameters. is_stacked: as streamed() wants it, to offload moments. ok: read
-    where moments are offloaded, which stay as they were if it is False.
+    Args: groups: a tree of Group like the parameters. is_stacked: as streamed() wants it, to offload. ok: read where
+    moments or parameters are offloaded, which stay as they were if it is False. Updates of offloaded parameters are the
+    new parameters, as renewed() says; of frozen ones, zeros.
     """
     moments = {
         "adamw": lambda: optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
@@ -72,7 +76,12 @@ def make_optimizer(
     if cfg.offload_moments:
         moments = streamed(moments, is_stacked)
     clip = optax.clip_by_global_norm(cfg.clip_norm) if cfg.clip_norm else optax.identity()
-    inner = optax.chain(clip, moments, add_decay(groups), scale_by_lr(schedule, groups))
+    last = lambda groups: (add_decay(groups), scale_by_lr(schedule, groups))
+    if cfg.offload_params:  # as many parts as otherwise, for the checkpoint's sake
+        end = (optax.identity(), renewed(lambda group: optax.chain(*last(group)), groups, is_stacked))
+    else:
+        end = last(groups)
+    inner = optax.chain(clip, moments, *end)
     frozen = frozen_mask(groups)
     if not any(jax.tree.leaves(frozen)):
         return inner
@@ -109,11 +118,6 @@ def map_with_groups(f: Callable, groups: Any, *trees: Any) -> Any:
     flat_groups, treedef = jax.tree.flatten(groups, is_leaf=is_group)
     flat = [jax.tree.leaves(tree, is_leaf=is_masked) for tree in trees]
     return jax.tree.unflatten(treedef, [one(*leaves) for leaves in zip(flat_groups, *flat, strict=True)])
-
-
-def is_masked(leaf: Any) -> bool:
-    """True for what optax leaves in the place of a parameter that a transformation is not for."""
-    return isinstance(leaf, optax.MaskedNode)
 
 
 def freeze(params: Any, groups: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Moments that live in the host's memory: those of one layer visit the device at a time, and go back renewed.
+"""Moments and parameters in the host's memory: those of one layer visit the device at a time, and go back renewed.
 
 Brought over all at once they fill the device just when the gradients do: XLA starts every copy as early as it can.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -57,8 +58,42 @@ def streamed(tx: optax.GradientTransformation, is_stacked: Any) -> optax.Gradien
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+def renewed(
+    make_tx: Callable[[Any], optax.GradientTransformation], groups: Any, is_stacked: Any
+) -> optax.GradientTransformationExtraArgs:
+    """For parameters on the host: its updates are the new parameters, on the host, or the old ones if ok is False.
+
+    make_tx: from the group of a parameter to what makes its updates, without moments and for each entry by itself.
+    groups, is_stacked: trees like the parameters; the latter as for streamed().
+    """
+
+    def update(updates, state, params=None, *, ok, **extra):
+        def visit(grad, param, group):
+            here, tx = jax.device_put(param, DEVICE), make_tx(group)
+            added, _ = tx.update(grad, tx.init(here), here, **extra)
+            return jax.device_put(jnp.where(ok, optax.apply_updates(here, added), here), HOST)
+
+        def visit_layers(grads, params, group):
+            def layer(i, params):
+                at = lambda array: jax.lax.dynamic_index_in_dim(array, i, keepdims=False)
+                return jax.lax.dynamic_update_index_in_dim(params, visit(at(grads), at(params), group), i, 0)
+
+            return jax.lax.fori_loop(0, grads.shape[0], layer, params)
+
+        def new(grad, param, group, flag):
+            return grad if is_masked(grad) else (visit_layers if flag else visit)(grad, param, group)
+
+        return jax.tree.map(new, updates, params, groups, is_stacked, is_leaf=is_masked), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def is_masked(leaf: Any) -> bool:
+    """True for what optax leaves in the place of a parameter that a transformation is not for."""
+    return isinstance(leaf, optax.MaskedNode)
+
+
 def flags_like(updates: Any, flags: Any) -> list[bool]:
     """The flags of the parameters that have updates: optax masks the others out."""
-    is_masked = lambda leaf: isinstance(leaf, optax.MaskedNode)
     leaves = jax.tree.leaves(updates, is_leaf=is_masked)
     return [flag for flag, leaf in zip(jax.tree.leaves(flags), leaves, strict=True) if not is_masked(leaf)]

@@ -26,7 +26,7 @@ from jaxscale.planner.hlo import Collective, HloFacts, read_hlo
 from jaxscale.planner.topology import Topology, link_domains
 from jaxscale.sharding.compiler_options import VARIABLES
 
-FORMAT = 1  # of a kept result; another number makes all earlier ones unread
+FORMAT = 2  # of a kept result; another number makes all earlier ones unread
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([0-9.]+)([BKMGT]?)"
@@ -123,11 +123,12 @@ def domains_in_mesh_order(program: Program) -> list[int]:
 
 def read_memory(stats: Any, platform: str) -> Memory:
     """The compiler's CompiledMemoryStats. XLA:CPU's peak leaves temporaries out (jax 0.10.2); there it is an upper
-    bound."""
+    bound. XLA:TPU's has the host's arguments in it (libtpu 0.0.51: more than device arguments and temporaries)."""
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    on_host = stats.host_argument_size_in_bytes if platform == "tpu" else 0
     return Memory(
-        peak=arguments + fresh + temporaries if platform == "cpu" else stats.peak_memory_in_bytes,
+        peak=arguments + fresh + temporaries if platform == "cpu" else stats.peak_memory_in_bytes - on_host,
         arguments=arguments,
         temporaries=temporaries,
         code=stats.generated_code_size_in_bytes,

@@ -41,14 +41,16 @@ def estimate(program: Program, topology: Topology) -> Estimate:
     """The guess for a program. Its cfg may differ in remat and microbatches from the one it was made of."""
     cfg = program.cfg
     state = (program.abstract_state.params, program.abstract_state.opt_state)
-    gradients = shard_bytes(state[0]) if cfg.rules == "zero1" else 4 * num_params(cfg.model) // sharing(program)
+    params = shard_bytes(state[0]) + host_bytes(state[0])
+    gradients = params if cfg.rules == "zero1" else 4 * num_params(cfg.model) // sharing(program)
     flops = flops_per_token(cfg.model, cfg.seq_len) + recomputed_flops(cfg.model, cfg.seq_len)
-    moved = 2 * host_bytes(state) / HOST_LINK  # to the device and back
+    passes = 2 * cfg.train.num_microbatches  # of weights to the device, forward and backward
+    moved = 2 * host_bytes(state) + passes * host_bytes(state[0])  # and there and back when the step renews it
     return Estimate(
         state_bytes=shard_bytes(state) + gradients,
         activation_bytes=activation_bytes(program),
         compute_s=flops * cfg.tokens_per_step / program.mesh.size / topology.chip.peak_flops,
-        link_s=link_seconds(program, topology) + moved,
+        link_s=link_seconds(program, topology) + moved / HOST_LINK,
     )
 
 

@@ -109,7 +109,7 @@ def read_collective(
     is_fused: bool,
     layout: Layout,
     times: int,
-    starts: Mapping[str, set[str]],
+    starts: Mapping[str, set[tuple[str, str]]],
 ) -> Collective | None:
     """The collective that an instruction starts, under any spelling; None for anything else."""
     if instruction.opcode == "send":
@@ -119,7 +119,7 @@ def read_collective(
         return None
     if "async_collective_fusion_config" in instruction.attributes:
         channel = instruction.attribute(r"channel_id=(\d+)") or ""
-        if channel in starts and computation.name not in starts[channel]:
+        if channel in starts and (computation.name, instruction.name) not in starts[channel]:
             return None  # counted where it starts
     kind = "all-to-all" if opcode == "ragged-all-to-all" else opcode
     shapes = result_shapes(instruction)
@@ -186,20 +186,21 @@ def cross_slice_transfer(
     return make_collective(kind, Span(layout.slice_axes, slices, slices), result, shapes, instruction, times)
 
 
-def asynchronous_starts(module: Module) -> dict[str, set[str]]:
-    """For each channel of XLA:TPU's asynchronous collective fusions, the computations that start one: a channel may
-    be shared by many.
+def asynchronous_starts(module: Module) -> dict[str, set[tuple[str, str]]]:
+    """For each channel of XLA:TPU's asynchronous collective fusions, those that start there, by computation and name: a
+    channel may be shared by many.
 
     One such collective is printed in its start, in every fusion that it overlaps with, perhaps inside a loop, and in
     its end. Only the start says how often it runs.
     """
-    found: dict[str, set[str]] = {}
+    found: dict[str, set[tuple[str, str]]] = {}
     for computation in module.computations.values():
-        instructions = computation.instructions.values()
-        if any(i.opcode == "custom-call" and custom_target(i) == "AsyncCollectiveStart" for i in instructions):
-            for instruction in instructions:
-                if instruction.opcode in KINDS and (channel := instruction.attribute(r"channel_id=(\d+)")):
-                    found.setdefault(channel, set()).add(computation.name)
+        for start in computation.instructions.values():
+            if start.opcode != "custom-call" or custom_target(start) != "AsyncCollectiveStart":
+                continue
+            for operand in filter(None, map(computation.instructions.get, start.operands)):
+                if operand.opcode in KINDS and (channel := operand.attribute(r"channel_id=(\d+)")):
+                    found.setdefault(channel, set()).add((computation.name, operand.name))
     return found
 
 

@@ -42,7 +42,8 @@ def memory_need(program: Program) -> MemoryNeed:
     """Bytes on each device at the peak of a step: float32 parameters, moments and gradients, and activations."""
     state = program.abstract_state
     params = shard_bytes(state.params)
-    grads = shard_bytes(program.abstract_grads)
+    # Of a microbatch they are cut like the parameters, or more finely, wherever those rest: an upper bound.
+    grads = params + host_bytes(state.params)
     return MemoryNeed(params, shard_bytes(state.opt_state), grads, activation_bytes(program))
 
 
@@ -68,8 +69,9 @@ def host_bytes(abstract: Any) -> int:
 def activation_bytes(program: Program) -> int:
     """What the backward pass keeps of one microbatch on one device, and the logits of one chunk of its loss.
 
-    Counted for each block: the residual stream and its normalised forms (4 D), attention's inputs and output, and the
-    MLP's inner arrays; with remat only what the policy keeps, and one block whole. What goes to the host is left out.
+    Counted for each block: the residual stream twice and its normalised forms (4 D), attention's inputs and output, and
+    the MLP's inner arrays; with remat only what the policy keeps, and one block whole. What goes to the host is left
+    out.
     """
     cfg, shape = program.cfg, program.mesh.shape
     model = cfg.model
@@ -78,7 +80,7 @@ def activation_bytes(program: Program) -> int:
     tensor = shape["tensor"]
     sizes = activation_sizes(model, tensor)
     inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + sizes[MLP_UP]
-    whole = 4 * model.embed_dim + inner
+    whole = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
     if program.attention == "xla":  # float32 scores and probabilities of each head
         whole += 2 * (model.num_heads // tensor) * cfg.seq_len * 4 // width
     names = kept_names(model)
@@ -107,6 +109,6 @@ def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
         query, key, mlp = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.mlp_dim
     else:
         query, key, mlp = D, D, 4 * D
-    sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: query // tensor, ATTENTION_OUT: query // tensor}
-    sizes |= {KEY: key // tensor, VALUE: key // tensor, MLP_GATE: mlp // tensor, MLP_UP: mlp // tensor}
-    return {name: sizes[name] for name in model.activation_names}
+    sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: query, ATTENTION_OUT: query}
+    sizes |= {KEY: key, VALUE: key, MLP_GATE: mlp, MLP_UP: mlp}
+    return {name: sizes[name] // tensor for name in model.activation_names}

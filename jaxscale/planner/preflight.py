@@ -95,8 +95,9 @@ def settings(program: Program) -> dict[str, Any]:
         "seq_len": cfg.seq_len,
         "rows": cfg.rows_per_step,
     }
-    if cfg.optim.offload_moments:
-        found["offload_moments"] = True
+    for name in ("offload_moments", "offload_params"):
+        if getattr(cfg.optim, name):
+            found[name] = True
     if cfg.model.remat_offload:
         found["remat_offload"] = ",".join(cfg.model.remat_offload)
     if options := str(program.compiler_options):

@@ -28,7 +28,7 @@ Cut = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes that cut 
 
 @dataclasses.dataclass(frozen=True)
 class BatchAxes:
-    """Mesh axes of more than one device along which rows are cut. Without any, every method leaves things as they are.
+    """Mesh axes of more than one device along which rows are cut. On one device every method leaves things as they are.
 
     reduce_dtype: in which gradients travel and are summed. stages: for an axis along several links, the devices that
     share each of them.
@@ -108,7 +108,7 @@ class BatchAxes:
         return jax.tree.map(lambda a, g: f(g, a), axes, grads, is_leaf=is_axes) if self.mesh.size > 1 else grads
 
     def sum(self, tree: Any) -> Any:
-        """The sums over all devices."""
+        """The sums over the devices that hold other rows."""
         return lax.psum(tree, self.axes) if self.axes else tree
 
     def first_row(self, num_rows: int) -> jax.Array | int:

@@ -2,7 +2,8 @@
 
 Between products a device holds some positions of the residual stream (arXiv:2205.05198). It gathers all of them before
 a product with its columns of a weight; after one with its rows, the sum over the devices leaves it with its own again.
-What every device computes whole, but of its own positions or heads, has a gradient that is a part of the sum.
+A parameter that every device holds whole is used for its own positions or heads only: its gradient there is a part of
+a sum (BatchAxes.reduce_last).
 
 B batch  T position  D embed
 """
@@ -50,7 +51,10 @@ class TensorAxis:
         return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(AXIS) * length, length, POSITIONS)
 
     def own_ids(self, ids_BT: jax.Array, num_own: int) -> jax.Array:
-        """Token ids as rows of the device's part of a table; num_own, one past its end, for what others hold."""
+        """Token ids as rows of the device's part of a table; num_own, one past its end, for what others hold.
+
+        An id that nobody holds is like one that others hold: data.checks refuses those before a run.
+        """
         if self.size == 1:
             return ids_BT
         ids_BT = ids_BT - lax.axis_index(AXIS) * num_own

@@ -9,6 +9,7 @@ import optax
 
 from jaxscale.data.batch import Batch
 from jaxscale.optim.schedules import Schedule
+from jaxscale.sharding.offload import is_on_host
 from jaxscale.train import guard, loss_scale
 from jaxscale.train.state import TrainState
 from jaxscale.train.tokens_seen import tokens_seen
@@ -38,8 +39,8 @@ def make_train_step(
         ok, guard_state = guard.inspect(guard_cfg, state.guard, means["objective"], grad_norm, excused)
 
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step, ok=ok)
-        params = optax.apply_updates(state.params, updates)
-        # A bad step changes nothing. Moments on the host were kept, or not, where they were renewed.
+        params = jax.tree.map(add_update, state.params, updates)
+        # A bad step changes nothing. What is on the host was kept, or not, where it was renewed.
         keep_one = lambda new, old: new if is_on_host(new) else jnp.where(ok, new, old)
         keep = lambda new, old: jax.tree.map(keep_one, new, old)
         new_state = state._replace(
@@ -63,6 +64,8 @@ def make_train_step(
     return train_step
 
 
-def is_on_host(x: jax.Array) -> bool:
-    """True for an array in the host's memory, inside a jitted function."""
-    return jax.typeof(x).memory_space == jax.memory.Space.Host
+def add_update(param: jax.Array, update: jax.Array) -> jax.Array:
+    """param + update. For a parameter on the host the update is the new parameter, or on the device if it is frozen."""
+    if is_on_host(param):
+        return update if is_on_host(update) else param
+    return optax.apply_updates(param, update)

@@ -61,6 +61,59 @@ def test_moments_on_the_host_train_to_the_same_numbers(overrides, num_devices):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)  # the same sums, fused otherwise
 
 
+@pytest.mark.parametrize(
+    ("overrides", "num_devices"),
+    [
+        ({"train.num_microbatches": 2}, 8),
+        pytest.param(
+            {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "model.remat": "full"}, 8, marks=pytest.mark.soak
+        ),
+        (
+            {
+                "model": tiny.GPT2,
+                "model.scan_layers": False,
+                "optim.name": "sgd",
+                "optim.groups": [{"pattern": ".*wq", "frozen": True}],
+            },
+            1,
+        ),
+    ],
+    ids=["fsdp", "tensor", "frozen"],
+)
+def test_parameters_on_the_host_train_to_the_same_numbers(overrides, num_devices):
+    plain, losses = run(overrides, num_devices)
+    for moments in ("device", "pinned_host"):
+        settings = {"optim.offload_params": True, "optim.offload_moments": moments == "pinned_host"}
+        offloaded, same_losses = run(overrides | settings, num_devices)
+        assert memory_kinds(offloaded.params) == {"pinned_host"} and memory_kinds(offloaded.opt_state) == {moments}
+        np.testing.assert_allclose(same_losses, losses, rtol=1e-6)
+        for left, right in zip(jax.tree.leaves(offloaded), jax.tree.leaves(plain), strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)  # the same sums, fused otherwise
+
+
+def test_parameters_on_the_host_are_evaluated_and_sampled_from_as_others_are():
+    programs = [tiny.program({"optim.offload_params": offload}, 8) for offload in (False, True)]
+    found = []
+    for program in programs:
+        params, batch = program.init().params, tiny.on_mesh(program, tiny.packed_batch(0))
+        nats = jax.jit(program.token_losses)(params, batch)
+        found.append((nats, jax.jit(program.next_logits)(params, batch.tokens, 5)))
+    for left, right in zip(*found):
+        np.testing.assert_allclose(left, right, rtol=1e-6)
+
+
+def test_a_step_that_is_not_ok_leaves_parameters_on_the_host_as_they_were():
+    program = tiny.program({"optim.offload_params": True}, 8)
+    state = program.init()
+    norm = state.params["final_norm"]
+    broken = jax.device_put(np.full(norm.shape, np.inf, np.float32), norm.sharding)
+    state = state._replace(params=state.params | {"final_norm": broken})
+    before = tiny.host(state.params)
+    after, metrics = program.train_step(state, tiny.on_mesh(program, tiny.packed_batch(0)))
+    assert metrics["skipped"]
+    tiny.assert_same_bits(tiny.host(after.params), before)
+
+
 def test_a_step_that_is_not_ok_leaves_moments_on_the_host_as_they_were():
     tx = streamed(optax.scale_by_adam(), {"stacked": True, "single": False})
     grads = {"stacked": jnp.ones((2, 3)), "single": jnp.ones(3)}
@@ -74,15 +127,17 @@ def test_a_step_that_is_not_ok_leaves_moments_on_the_host_as_they_were():
         np.testing.assert_allclose(left, right, rtol=1e-6)
 
 
-def test_a_checkpoint_of_moments_on_the_host_comes_back_to_the_host(tmp_path):
-    program = tiny.program({"optim.offload_moments": True}, 8)
+@pytest.mark.parametrize(("setting", "field"), [("offload_moments", "opt_state"), ("offload_params", "params")])
+def test_a_checkpoint_of_what_is_on_the_host_comes_back_to_the_host(setting, field, tmp_path):
+    program = tiny.program({f"optim.{setting}": True}, 8)
+    assert jax.tree.structure(program.abstract_state) == jax.tree.structure(tiny.program({}, 8).abstract_state)
     state = program.init()
     checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
     checkpoints.save(1, state, {"step": 1})
     checkpoints.wait()
     restored = checkpoints.restore(1, program.abstract_state)
     checkpoints.close()
-    assert memory_kinds(restored.opt_state) == {"pinned_host"}
+    assert memory_kinds(getattr(restored, field)) == {"pinned_host"}
     tiny.assert_same_bits(tiny.host(restored), tiny.host(state))
 
 

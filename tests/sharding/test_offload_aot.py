@@ -7,11 +7,13 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
+from jaxscale.planner.ahead import read_memory
 from jaxscale.planner.memory import memory_need
 from jaxscale.planner.topology import open_topology
 
 # Larger than the 128 MiB of a v5e's on-chip memory, where a small program's temporaries would be, and not be counted.
-LAYERS, WIDTH, ROWS, LENGTH = 4, 2048, 4, 2048
+# So many layers that the two or three whose arrays are under way at a time do not decide.
+LAYERS, WIDTH, ROWS, LENGTH = 16, 2048, 4, 2048
 MODEL = {"model.num_layers": LAYERS, "model.embed_dim": WIDTH, "model.mlp_dim": 8192, "model.head_dim": 128,
          "model.num_heads": 16, "model.num_kv_heads": 16, "model.vocab_size": 512, "model.compute_dtype": "bfloat16",
          "seq_len": LENGTH, "batch_tokens": f"{8 * ROWS} rows", "model.remat": "full"}  # fmt: skip
@@ -38,6 +40,19 @@ def test_moments_on_the_host_leave_the_device():
     gone = plain.argument_size_in_bytes - offloaded.argument_size_in_bytes
     assert gone == pytest.approx(moved, rel=0.01)
     assert offloaded.temp_size_in_bytes - plain.temp_size_in_bytes < gone / 2  # those of one layer visit at a time
+    assert read_memory(offloaded, "tpu").peak <= offloaded.argument_size_in_bytes + offloaded.temp_size_in_bytes
+
+
+@pytest.mark.aot
+def test_parameters_on_the_host_leave_the_device():
+    (plain, need), (offloaded, need_offloaded) = compiled(), compiled(optim__offload_params=True)
+    assert need_offloaded.params == 0 and need_offloaded.grads == need.grads
+    assert offloaded.host_argument_size_in_bytes == pytest.approx(need.params, rel=0.01)  # tiles are padded
+    assert offloaded.host_alias_size_in_bytes == offloaded.host_argument_size_in_bytes  # renewed where they stand
+    gone = plain.argument_size_in_bytes - offloaded.argument_size_in_bytes
+    assert gone == pytest.approx(need.params, rel=0.01)
+    assert offloaded.temp_size_in_bytes - plain.temp_size_in_bytes < gone / 2  # those of one layer visit at a time
+    assert read_memory(offloaded, "tpu").peak <= offloaded.argument_size_in_bytes + offloaded.temp_size_in_bytes
 
 
 @pytest.mark.aot

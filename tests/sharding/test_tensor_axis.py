@@ -101,8 +101,10 @@ MODELS = {
 }
 
 
-def program_of(model, mesh, num_devices):
-    values = tiny.VALUES | {"model": MODELS[model] | {"remat": "none"}, "mesh": mesh}
+def program_of(model, mesh, num_devices, **train):
+    dtype = train.get("reduce_dtype", "float32")
+    model = MODELS[model] | {"remat": "none", "compute_dtype": dtype}
+    values = tiny.VALUES | {"model": model, "mesh": mesh, "train": train}
     cfg = schema.from_dict(RunConfig, values)
     return make_program(cfg, resolve_budget(cfg, None), jax.devices()[:num_devices])
 
@@ -131,6 +133,17 @@ def test_a_prompt_of_any_length_is_read(model):
         found.append(np.asarray(jax.jit(program.next_logits)(program.init().params, tokens_BT, 6)))
     assert found[0].shape == (1, tiny.VOCAB)
     close(found[1], found[0], rtol=1e-4)
+
+
+def test_sums_in_bfloat16_are_near_those_in_float32():
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        program = program_of("llama", {"data": 2, "fsdp": 2, "tensor": 2}, 8, reduce_dtype=dtype)
+        state, metrics = program.train_step(program.init(), tiny.on_mesh(program, tiny.packed_batch(0)))
+        _, after = program.train_step(state, tiny.on_mesh(program, tiny.packed_batch(0)))
+        losses.append([float(metrics["loss"]), float(after["loss"]), float(metrics["grad_norm"])])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=2e-2)
+    assert losses[0] != losses[1]
 
 
 def test_rows_that_the_axis_does_not_divide_are_refused_with_what_fits():
