@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxscale.sharding import tensor_axis
 from jaxscale.sharding.place import is_axes
 from jaxscale.sharding.rules import Placement, Rules, names_of
-from jaxscale.sharding.torus import Groups, link_stages, scatter_along
+from jaxscale.sharding.torus import Groups, gather_along, link_stages, scatter_along
 
 GATHERED = "gathered"  # the name of gathered weights for remat policies: never to be kept for the backward pass
 Cut = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes that cut it)
@@ -127,7 +127,8 @@ def make_batch_axes(mesh: Mesh, rules: Rules, reduce_dtype: Any = jnp.float32) -
 def _gather(cut: Cut, dtype: Any, reduce_dtype: Any, stages: Any, w: jax.Array) -> jax.Array:
     w = w.astype(dtype)
     for dimension, names in cut:
-        w = lax.all_gather(w, names, axis=dimension, tiled=True)
+        for name in reversed(names):
+            w = gather_along(w, name, dimension, dict(stages)[name])
     return w.astype(jnp.promote_types(dtype, reduce_dtype))
 
 

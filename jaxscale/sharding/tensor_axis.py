@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxscale.sharding.torus import Groups, link_stages, scatter_along
+from jaxscale.sharding.torus import Groups, gather_along, link_stages, scatter_along
 
 AXIS = "tensor"
 POSITIONS = 1  # the dimension of a residual stream [B, T, D] that is cut
@@ -77,15 +77,15 @@ def make_tensor_axis(mesh: Mesh) -> TensorAxis:
     return TensorAxis(mesh.shape[AXIS], link_stages(mesh, AXIS))
 
 
-def _gathered(x_BTD: jax.Array) -> jax.Array:
-    return lax.all_gather(x_BTD, AXIS, axis=POSITIONS, tiled=True)
+def _gathered(stages: tuple[Groups, ...], x_BTD: jax.Array) -> jax.Array:
+    return gather_along(x_BTD, AXIS, POSITIONS, stages)
 
 
 def _scattered(stages: tuple[Groups, ...], x_BTD: jax.Array) -> jax.Array:
     return scatter_along(x_BTD, AXIS, POSITIONS, stages)
 
 
-_gather = jax.custom_vjp(lambda stages, x_BTD: _gathered(x_BTD), nondiff_argnums=(0,))
-_gather.defvjp(lambda stages, x_BTD: (_gathered(x_BTD), None), lambda stages, _, dy_BTD: (_scattered(stages, dy_BTD),))
+_gather = jax.custom_vjp(_gathered, nondiff_argnums=(0,))
 _scatter = jax.custom_vjp(_scattered, nondiff_argnums=(0,))
-_scatter.defvjp(lambda stages, x_BTD: (_scattered(stages, x_BTD), None), lambda stages, _, dy_BTD: (_gathered(dy_BTD),))
+_gather.defvjp(lambda stages, x_BTD: (_gather(stages, x_BTD), None), lambda stages, _, dy: (_scattered(stages, dy),))
+_scatter.defvjp(lambda stages, x_BTD: (_scatter(stages, x_BTD), None), lambda stages, _, dy: (_gathered(stages, dy),))

@@ -25,6 +25,11 @@ PARAMS = {
 X_BD = RNG.normal(size=(8, 16)).astype(np.float32)
 MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
 STAGES = (((0, 2), (1, 3)), ((0, 1), (2, 3)))  # a line of 4 devices as 2 rows of 2
+CUBE = (  # a line of 8 devices as 2 planes of 2 rows of 2
+    ((0, 4), (1, 5), (2, 6), (3, 7)),
+    ((0, 2), (1, 3), (4, 6), (5, 7)),
+    ((0, 1), (2, 3), (4, 5), (6, 7)),
+)
 
 
 def summed(params, x_BD, gather=lambda w, axes, dtype: w):
@@ -62,9 +67,9 @@ def test_the_gradient_is_that_of_one_device(mesh, rules):
 
 
 @pytest.mark.parametrize("rules", ["zero1", "zero3"])
-def test_stages_put_every_part_where_one_go_would(rules):
-    mesh = {"data": 2, "fsdp": 4}
-    staged = spread_gradients(rules, mesh, stages={"data": (), "fsdp": STAGES})(PARAMS, X_BD)
+@pytest.mark.parametrize(("mesh", "stages"), [({"data": 2, "fsdp": 4}, STAGES), ({"fsdp": 8}, CUBE)], ids=["2", "3"])
+def test_stages_put_every_part_where_one_go_would(mesh, stages, rules):
+    staged = spread_gradients(rules, mesh, stages={"data": (), "fsdp": stages})(PARAMS, X_BD)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), staged, alone())
 
 
