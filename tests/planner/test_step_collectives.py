@@ -56,7 +56,7 @@ def test_fsdp_gathers_a_layer_at_a_time_and_reduce_scatters_its_gradient(topolog
     found = collectives(topology, (("train.reduce_dtype", "bfloat16"),))
     assert {axes for c in found for axes in c.axes} == {"fsdp"}
     assert max(c.result_bytes for c in found) <= LAYER_BYTES * 1.1  # never the stack, and a little padding
-    assert moved(found, "all-reduce") == 0
+    assert moved(found, "all-reduce") < 2 * SMALL  # of all norms together
     weights = 2 * (L * (4 * D * D + 3 * D * F) + 2 * VOCAB * D)  # bytes in bfloat16
     # each layer twice (forward, and again for the backward pass), the tables once; a chip holds 1/16 already
     gathers = 2 * 2 * L * (4 * D * D + 3 * D * F) + 2 * 2 * VOCAB * D
