@@ -11,6 +11,7 @@ if __name__ == "__main__":
     prepare()  # before jax is imported
 
 from jaxscale import config, hosts, schema  # noqa: E402
+from jaxscale.command_line import config_name, parse_arguments  # noqa: E402
 from jaxscale.exits import run_and_exit  # noqa: E402
 from jaxscale.planner.check import check_machine  # noqa: E402
 from jaxscale.run import open_run  # noqa: E402
@@ -19,12 +20,12 @@ from jaxscale.train import loop  # noqa: E402
 
 def main(argv: list[str]) -> int:
     """Trains to the end and returns the exit code."""
-    arguments = config.parse_arguments(argv, options=("workdir", *hosts.FLAGS))
+    arguments = parse_arguments(argv, options=("workdir", *hosts.FLAGS))
     if arguments.help:
         print(__doc__, hosts.HELP, "\n\nSettings:\n" + config.settings_help(), sep="")
         return 0
     cfg = config.load_config(arguments.config, arguments.overrides)
-    workdir = arguments.options.get("workdir", f"runs/{config.config_name(arguments.config)}")
+    workdir = arguments.options.get("workdir", f"runs/{config_name(arguments.config)}")
     place = hosts.find_own_place(arguments.options)
     facts = {"--workdir": workdir} | schema.flatten(schema.to_dict(cfg))
     with hosts.joined(place, facts, arguments.options) as say:

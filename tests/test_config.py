@@ -7,7 +7,8 @@ import pytest
 import tiny
 
 from jaxscale import config
-from jaxscale.config import load_config, parse_arguments, resolve_budget
+from jaxscale.command_line import config_name, config_values, parse_arguments
+from jaxscale.config import load_config, resolve_budget
 
 FILE = f"""
 import ml_collections
@@ -255,8 +256,8 @@ def test_help_lists_every_setting(flag):
 
 
 def test_a_run_s_folder_is_named_after_its_config():
-    assert config.config_name("configs/auto.py:depth=8") == "auto-depth8"
-    assert config.config_name("configs/quickstart.py") == "quickstart"
+    assert config_name("configs/auto.py:depth=8") == "auto-depth8"
+    assert config_name("configs/quickstart.py") == "quickstart"
 
 
 def test_every_setting_has_a_help_line():
@@ -298,7 +299,7 @@ def test_a_config_s_path_may_hold_a_colon(tmp_path):
     (folder / "tiny.py").write_text(FILE)
     assert load_config(str(folder / "tiny.py")) == tiny.config()
     assert load_config(f"{folder / 'tiny.py'}:depth=5").model.num_layers == 5
-    assert config.config_name(f"{folder / 'tiny.py'}:depth=5") == "tiny-depth5"
+    assert config_name(f"{folder / 'tiny.py'}:depth=5") == "tiny-depth5"
 
 
 def test_configs_import_each_other_wherever_the_command_runs(tmp_path, monkeypatch):
@@ -309,7 +310,7 @@ def test_configs_import_each_other_wherever_the_command_runs(tmp_path, monkeypat
         text = "import shared_base\ndef get_config():\n    return {'name': shared_base.NAME}\n"
         (tmp_path / name / "run.py").write_text(text)
     before, modules = list(sys.path), set(sys.modules)
-    assert [config.config_values(f"{name}/run.py")["name"] for name in ("one", "two")] == ["one", "two"]
+    assert [config_values(f"{name}/run.py")["name"] for name in ("one", "two")] == ["one", "two"]
     assert sys.path == before and set(sys.modules) == modules
 
 

@@ -8,7 +8,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 ROOMS = {
     "schema": 0, "exits": 0, "units": 0, "paths": 0, "hardware": 0,
-    "process": 1, "hosts": 1, "sharding": 1, "optim": 1, "data": 1, "monitor": 1,
+    "process": 1, "command_line": 1, "hosts": 1, "sharding": 1, "optim": 1, "data": 1, "monitor": 1,
     "ops": 2, "models": 3, "checkpoint": 4, "sample": 4, "eval": 5, "train": 6,
     "config": 7, "build": 8, "run": 9, "planner": 9, "main": 10, "cli": 10,
 }  # fmt: skip

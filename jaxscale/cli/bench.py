@@ -34,10 +34,10 @@ import json  # noqa: E402
 
 import jax  # noqa: E402
 
-from jaxscale import config, hosts, schema  # noqa: E402
+from jaxscale import hosts, schema  # noqa: E402
 from jaxscale.cli import bench_against, bench_collectives, bench_loop, bench_step  # noqa: E402
 from jaxscale.cli.numbers import whole_number  # noqa: E402
-from jaxscale.config import Arguments  # noqa: E402
+from jaxscale.command_line import Arguments, parse_arguments  # noqa: E402
 from jaxscale.exits import run_and_exit  # noqa: E402
 
 SHARED_OPTIONS = ("spec", "dtype", "steps", "devices")
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     rest, as_json, commands = take_flags(rest)
     if commands and what != "step":
         raise ValueError("--against compares steps: jaxscale bench step --against='COMMAND'")
-    arguments = config.parse_arguments(rest, OPTIONS[what])
+    arguments = parse_arguments(rest, OPTIONS[what])
     if arguments.help:
         print(__doc__, hosts.HELP, sep="")
     elif commands:

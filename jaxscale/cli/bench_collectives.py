@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import config, schema, units
-from jaxscale.config import Arguments
+from jaxscale.command_line import Arguments
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.sharding.mesh import MeshConfig, groups_along, make_mesh, mesh_layout
 from jaxscale.sharding.rules import MESH_AXES

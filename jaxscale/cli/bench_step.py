@@ -12,7 +12,8 @@ import jax
 from jaxscale import config, schema, units
 from jaxscale.build import Program, make_program
 from jaxscale.cli.compilations import CompileLog
-from jaxscale.config import Arguments, RunConfig, resolve_budget
+from jaxscale.command_line import Arguments, config_name
+from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch, stack_rows
 from jaxscale.data.synthetic import SyntheticRows
 from jaxscale.hardware import find_chip
@@ -60,7 +61,7 @@ def read_config(arguments: Arguments) -> tuple[str, RunConfig]:
     if arguments.config:
         if "spec" in options:
             raise ValueError("--spec and --config each name a model; give one of them")
-        return config.config_name(arguments.config), config.load_config(arguments.config, overrides)
+        return config_name(arguments.config), config.load_config(arguments.config, overrides)
     spec = options.get("spec", "S")
     if spec not in SPECS:
         raise ValueError(f"--spec={spec} is not known; there is {units.or_list(list(SPECS))}, or --config=FILE")

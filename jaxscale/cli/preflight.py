@@ -27,7 +27,8 @@ from collections.abc import Callable  # noqa: E402
 
 from jaxscale import config  # noqa: E402
 from jaxscale.cli.numbers import whole_number  # noqa: E402
-from jaxscale.config import Arguments, RunConfig  # noqa: E402
+from jaxscale.command_line import Arguments, config_name, parse_arguments  # noqa: E402
+from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.exits import Exit, run_and_exit  # noqa: E402
 from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
 from jaxscale.planner import search  # noqa: E402
@@ -57,14 +58,14 @@ class Request:
 def main(argv: list[str]) -> int:
     """Prints the report and returns the exit code."""
     rest, switches = take_switches(argv)
-    arguments = config.parse_arguments(rest, (*OPTIONS, *SWITCHES))
+    arguments = parse_arguments(rest, (*OPTIONS, *SWITCHES))
     if arguments.help:
         print(__doc__, "\nSettings:\n" + config.settings_help(), sep="")
         return 0
     if "topology" not in arguments.options:
         raise ValueError("--topology must be given, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
     request = Request(
-        config_name=config.config_name(arguments.config),
+        config_name=config_name(arguments.config),
         search="search" in switches,
         fresh="fresh" in switches,
         seconds=whole_number("search_seconds", arguments.options.get("search_seconds", "600"), 1),

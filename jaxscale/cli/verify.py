@@ -24,7 +24,8 @@ from jaxscale import config  # noqa: E402
 from jaxscale.cli import verify_parity, verify_resume  # noqa: E402
 from jaxscale.cli.numbers import whole_number  # noqa: E402
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data  # noqa: E402
-from jaxscale.config import Arguments, RunConfig  # noqa: E402
+from jaxscale.command_line import Arguments, parse_arguments  # noqa: E402
+from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.exits import Exit, run_and_exit  # noqa: E402
 
 SHARED_OPTIONS = ("layers", "small")
@@ -39,7 +40,7 @@ def main(argv: list[str]) -> int:
         return 0
     if what not in OPTIONS:
         raise ValueError(f"jaxscale verify has no proof {what!r}; it has {', '.join(OPTIONS)}")
-    arguments = config.parse_arguments(rest, OPTIONS[what])
+    arguments = parse_arguments(rest, OPTIONS[what])
     if arguments.help:
         print(__doc__)
         return 0

@@ -23,7 +23,8 @@ import numpy as np
 from jaxscale import paths
 from jaxscale.checkpoint.manager import CheckpointConfig, Checkpoints, named_leaves, nest
 from jaxscale.cli.shrink import as_flags, changes, table
-from jaxscale.config import Arguments, RunConfig
+from jaxscale.command_line import Arguments
+from jaxscale.config import RunConfig
 from jaxscale.exits import Exit, Stop
 from jaxscale.sharding.mesh import MeshConfig, mesh_shape
 

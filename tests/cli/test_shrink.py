@@ -6,7 +6,8 @@ import pathlib
 import pytest
 
 from jaxscale.cli.shrink import as_flags, changes, changes_text, is_large, shrink, use_available_data
-from jaxscale.config import load_config, parse_arguments
+from jaxscale.command_line import parse_arguments
+from jaxscale.config import load_config
 from jaxscale.models import num_params
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"

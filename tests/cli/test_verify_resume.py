@@ -12,7 +12,7 @@ import pytest
 
 from jaxscale.checkpoint.manager import CheckpointConfig, Checkpoints, nest
 from jaxscale.cli import verify_resume
-from jaxscale.config import Arguments
+from jaxscale.command_line import Arguments
 from jaxscale.exits import Exit, Stop
 
 STEPS = 12

@@ -6,7 +6,8 @@ import ahead_of_time
 import pytest
 import tiny
 
-from jaxscale import config, schema
+from jaxscale import schema
+from jaxscale.command_line import parse_arguments
 from jaxscale.config import RunConfig
 from jaxscale.planner import search
 from jaxscale.planner.estimate import Estimate, estimate, recomputed_flops
@@ -179,7 +180,7 @@ def test_flags_are_read_back_as_the_same_config(candidates):
     for one in [*candidates[::13], candidate(1, 1, model__remat="save", model__remat_save=("query", "mlp_up"))]:
         lines = override_lines(one.changes)
         assert not any(" " in line for line in lines)
-        overrides = config.parse_arguments(lines, ()).overrides
+        overrides = parse_arguments(lines, ()).overrides
         assert schema.from_dict(RunConfig, schema.merge(tiny.VALUES, overrides)) == one.cfg
 
 

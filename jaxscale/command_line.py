@@ -1,0 +1,142 @@
+"""A command line taken apart, and the config file that it names; nothing here knows what the settings are."""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxscale import schema
+
+
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """A command line taken apart."""
+
+    config: str  # path, with ':argument' where the file takes one
+    overrides: dict[str, str]  # dotted name to text
+    options: dict[str, str]  # the command's own flags
+    help: bool = False
+
+
+def parse_arguments(argv: Sequence[str], options: Sequence[str]) -> Arguments:
+    """--config=FILE, --config.NAME=VALUE, and `options` of the command's own; each as --name=value or --name value.
+
+    Raises ValueError for anything else, with the nearest flag there is.
+    """
+    config, overrides, found, rest = "", {}, {}, list(argv)
+    while rest:
+        flag = rest.pop(0)
+        if flag in ("-h", "--help", "--helpfull"):
+            return Arguments(config, overrides, found, help=True)
+        name, equals, value = flag.removeprefix("--").partition("=")
+        known = name == "config" or name.startswith("config.") or name in options
+        if not flag.startswith("--") or not known:
+            close = difflib.get_close_matches(name, ["config", *options], n=1)
+            hint = (
+                f"; did you mean --{close[0]}?"
+                if close
+                else f"; flags are --config, --config.NAME, {flag_list(options)}"
+            )
+            if not flag.startswith("--") or "." in name:
+                hint = "; settings are written --config.NAME=VALUE"
+            raise ValueError(f"{flag} is not a flag of this command{hint}")
+        if not equals:
+            if not rest:
+                raise ValueError(f"--{name} needs a value: --{name}=VALUE")
+            value = rest.pop(0)
+            if value.startswith("--"):
+                raise ValueError(f"--{name} needs a value: --{name}=VALUE (=true for a switch), not {value}")
+        if not value and (name == "config" or name in options):
+            raise ValueError(f"--{name} needs a value: --{name}=VALUE")
+        if name == "config":
+            config = value
+        elif name in options:
+            found[name] = value
+        else:
+            overrides[name.removeprefix("config.")] = value
+    return Arguments(config, overrides, found)
+
+
+def flag_list(options: Sequence[str]) -> str:
+    """'--workdir, --steps'."""
+    return ", ".join(f"--{name}" for name in options) or "none other"
+
+
+def config_values(path: str) -> dict[str, Any]:
+    """What the file's get_config returns, as nested plain dicts."""
+    if "://" in path:
+        raise ValueError(f"--config={path} must be a local file: a config is code, and code is not run from a bucket")
+    name, argument = split_argument(path)
+    file = pathlib.Path(name)
+    if not name:
+        raise ValueError("--config must be given, such as --config=configs/quickstart.py")
+    if not file.is_file():
+        near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        close = difflib.get_close_matches(str(file), near, n=1)
+        raise ValueError(f"--config={name} is no file{f'; did you mean {close[0]}?' if close else ''}")
+    spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        with neighbours_first(file.parent):
+            spec.loader.exec_module(module)
+            if not hasattr(module, "get_config"):
+                raise ValueError("it has no get_config()")
+            values = module.get_config(argument) if argument else module.get_config()
+        values = values.to_dict() if hasattr(values, "to_dict") else values
+        if not isinstance(values, dict):
+            raise ValueError(f"get_config() must return a ConfigDict or a dict, and returned {values!r}")
+    except Exception as error:  # a config is anybody's code: whatever it raises is told in one line
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        told = " ".join(str(error).split())
+        raise ValueError(f"--config={path} cannot be read: {kind}{told}{line_of(error, str(file))}") from None
+    return values
+
+
+def split_argument(path: str) -> tuple[str, str]:
+    """'configs/auto.py:depth=8' as (file, argument). A colon elsewhere belongs to the file's name."""
+    name, mark, argument = path.partition(".py:")
+    return (f"{name}.py", argument) if mark else (path, "")
+
+
+@contextlib.contextmanager
+def neighbours_first(folder: pathlib.Path) -> Iterator[None]:
+    """Lets a config import those beside it, as a script could, wherever the command runs. Leaves nothing behind."""
+    place, known = str(folder.resolve()), set(sys.modules)
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # taken out by the config itself
+            sys.path.remove(place)
+        for name in set(sys.modules) - known:  # another folder's config may have a neighbour of the same name
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and os.path.dirname(file) == place:  # not what lies deeper: that may be an environment
+                del sys.modules[name]
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """' (line 7)': the last line of `file` that the error went through; '' if it went through none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def config_name(path: str) -> str:
+    """A short name for the work folder: 'configs/auto.py:depth=8' -> 'auto-depth8'."""
+    name, argument = split_argument(path)
+    stem = pathlib.Path(name).stem
+    return f"{stem}-{argument.replace('=', '').replace(os.sep, '_')}" if argument else stem
+
+
+def describe_settings(cls: type) -> str:
+    """Every setting of `cls` with its type, default and meaning, for --help, and the group that has it."""
+    lines = []
+    for group, name, kind, default, text in schema.describe_groups(cls):
+        of = f" ({group})" if group else ""
+        lines.append(f"  --config.{name}={default}{of}\n      {kind}{': ' + text if text else ''}")
+    return "\n".join(lines)
