@@ -28,18 +28,24 @@ def as_path(path: Any) -> Any:
 
 
 def write_text_atomic(path: Any, text: str) -> None:
-    """Replaces the file by `text`; a reader, or a crash at any moment, sees the old file or the new one, never a part.
+    """Replaces the file by `text`, as write_bytes_atomic does."""
+    write_bytes_atomic(path, text.encode())
 
-    An object store replaces an object whole by itself, so there it is a plain write.
+
+def write_bytes_atomic(path: Any, content: Any) -> None:
+    """Replaces the file by `content` (bytes, or a buffer of them).
+
+    A reader, or a crash at any moment, sees the old file or the new one, never a part. An object store replaces an
+    object whole by itself, so there it is a plain write.
     """
     target = as_path(path)
     if is_remote(path):
-        target.write_text(text)
+        target.write_bytes(bytes(content))
         return
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())  # before the rename, or a power cut can leave a renamed empty file
         os.replace(temporary, target)
