@@ -9,17 +9,20 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from jaxscale.data import sources
-from jaxscale.data.sources import SourceFile, list_files, read_documents, stdlib_files
+from jaxscale.data.config import DataConfig
+from jaxscale.data.sources import SourceFile, list_files, read_file, stdlib_files
+from jaxscale.data.sources import text as text_files
 
 
 def read(path, text_field="text", invalid_utf8="skip"):
-    """(texts, what was skipped); each text's number of bytes is checked."""
+    """(texts, what was skipped); the lineage of each is checked."""
     skipped = Counter()
     file = SourceFile(str(path), path.name, "text")
-    found = list(read_documents(file, text_field=text_field, invalid_utf8=invalid_utf8, skipped=skipped))
-    assert all(size == len(text.encode()) for text, size in found)
-    return [text for text, _ in found], dict(skipped)
+    found = list(read_file(file, DataConfig(text_field=text_field, invalid_utf8=invalid_utf8), skipped))
+    assert all((document.file, document.source) == (path.name, "text") for document in found)
+    offsets = [document.offset for document in found]
+    assert offsets == sorted(set(offsets))
+    return [document.text for document in found], dict(skipped)
 
 
 def test_a_text_file_is_one_document_byte_for_byte(tmp_path):
@@ -30,7 +33,7 @@ def test_a_text_file_is_one_document_byte_for_byte(tmp_path):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_long_text_file_is_cut_at_line_ends_and_nothing_is_lost(tmp_path, monkeypatch, packed):
-    monkeypatch.setattr(sources, "DOCUMENT_BYTES", 50)
+    monkeypatch.setattr(text_files, "DOCUMENT_BYTES", 50)
     text = "".join(f"line {i} é\n" for i in range(40)) + "日本語" * 60 + "\nend"
     path = tmp_path / ("a.txt.gz" if packed else "a.txt")
     path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
@@ -61,7 +64,7 @@ def write_invalid(folder):
 def test_a_document_that_is_not_utf8_is_skipped_and_counted(tmp_path):
     write_invalid(tmp_path)
     assert read(tmp_path / "a.txt") == ([], {"invalid UTF-8": 1, "bytes in it": 7})
-    assert read(tmp_path / "b.jsonl") == (["good"], {"invalid UTF-8": 2, "bytes in it": 20})
+    assert read(tmp_path / "b.jsonl") == (["good"], {"invalid UTF-8": 2, "bytes in it": 21})
     assert read(tmp_path / "c.parquet") == (["good"], {"invalid UTF-8": 1, "bytes in it": 1})
 
 
@@ -123,7 +126,7 @@ def test_a_glob_that_gives_nothing_says_why(tmp_path, monkeypatch):
         "data.files.a=none/*.txt matches no file",
         "data.files.b=none.txt does not exist",
         "is a folder",
-        "only local",
+        "only the manifest.json of a prepared set can be read",
     )
     for problem, part in zip(problems, parts):
         assert part in problem and "\n" not in problem
