@@ -1,0 +1,1 @@
+"""Curation: which documents and lines are kept, by rules that are pure functions over documents."""

@@ -1,0 +1,106 @@
+"""The words that the rules of quality count."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxscale.data.curate import words
+from jaxscale.data.curate.english import cut, words_of
+from jaxscale.data.curate.words import block_stats, hash_of, stats_of, text_stats
+from jaxscale.data.document import Document
+
+PIECES = (
+    "cannot Mr. (a) :D word. Word.” x. 2014. (8) 10am don’t 'em “so” café. naïve, С.Ш.А. 漢字。 ... a.b £5 №5 ill. Ill."
+)
+TEXTS = (
+    st.lists(st.sampled_from(PIECES.split()) | st.text(max_size=4), max_size=9).map(" ".join)
+    | st.text(st.sampled_from("aBé漢1 ,.'’\"(-/:$%\n\t\x00 😀\ud800"), max_size=60)
+    | st.text(max_size=60)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", ""),
+        ("plain words", "plain words"),
+        ("(Yes), he said.", "( Yes ) , he said ."),
+        ("don't can't they'll've I'm", "do n't ca n't they 'll 've I 'm"),
+        ("dont cannot gonna", "do nt can not gon na"),
+        ("its well were", "its well were"),
+        ("John’s dogs' O'Brien", "John ’s dogs ' O'Brien"),
+        ("state-of-the-art 10-12 e-mail", "state - of - the - art 10 - 12 e - mail"),
+        ("Mr. Smith of the U.S. left.", "Mr. Smith of the U.S. left ."),
+        ("$5.50 10km 7pm 50%", "$ 5.50 10 km 7 pm 50 %"),
+        ("wait...what… so", "wait ... what … so"),
+        ("see www.example.com/a,b or http://a.org.", "see www.example.com/a,b or http://a.org ."),
+        ("mail me@example.com, and/or call", "mail me@example.com , and/or call"),
+        (":) this one,that one", ":) this one , that one"),
+        ("end.Next either/or", "end . Next either / or"),
+        ("a\x00b", "a\x00b"),
+    ],
+)
+def test_words_are_split_from_marks_and_contractions_are_opened(text, expected):
+    assert words_of(text) == expected.split()
+
+
+@given(TEXTS)
+def test_no_character_of_a_text_is_lost_or_moved(text):
+    assert "".join(words_of(text)) == "".join(text.split())
+
+
+@given(TEXTS)
+def test_the_arrays_say_what_the_words_say(text):
+    stats, expected = text_stats(text), words_of(text)
+    plain = [word for word in expected if any(map(str.isalnum, word))]
+    assert stats.total == len(expected)
+    assert stats.hashes.tolist() == [hash_of(word) for word in expected]
+    assert stats.lengths.tolist() == list(map(len, expected))
+    assert (stats.plain, stats.plain_chars) == (len(plain), sum(map(len, plain)))
+    assert stats.alphabetic == sum(any(map(str.isalpha, word)) for word in expected)
+
+
+@given(st.lists(TEXTS, max_size=5))
+def test_what_was_read_before_changes_nothing(texts):
+    before = [text_stats(text) for text in texts]
+    for stats, text in zip(reversed(before), reversed(texts)):
+        again = text_stats(text)
+        np.testing.assert_array_equal(again.hashes, stats.hashes)
+        assert (again.plain, again.alphabetic) == (stats.plain, stats.alphabetic)
+
+
+def test_a_full_memory_is_begun_anew(monkeypatch):
+    texts = [" ".join(f"w-{place * 7 + n}," for n in range(50)) for place in range(20)]
+    before = [text_stats(text).hashes.tolist() for text in texts]
+    monkeypatch.setattr(words, "MAX_REMEMBERED", 60)
+    first = words._memory
+    assert [text_stats(text).hashes.tolist() for text in texts] == before
+    assert [text_stats(text).hashes.tolist() for text in reversed(texts)] == before[::-1]
+    assert words._memory is not first and len(words._memory.rows) <= 110
+
+
+@given(st.lists(TEXTS, max_size=6), st.integers(1, 40))
+def test_texts_taken_together_or_in_parts_have_the_same_words(texts, batch_chars):
+    expected = [list(map(hash_of, words_of(text))) for text in texts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words, "BATCH_CHARS", batch_chars)
+        assert [stats.hashes.tolist() for stats in block_stats(texts)] == expected
+
+
+def test_stats_are_made_once_and_kept_with_the_document():
+    documents = [Document("one two"), Document(""), Document("three")]
+    alone = documents[0].stats
+    together = stats_of(documents)
+    assert [stats.total for stats in together] == [2, 0, 1]
+    assert together[0] is alone and documents[2].stats is together[2]
+
+
+@pytest.mark.parametrize("piece", ["(" * 1_000_000, "a" * 1_000_000, "a.b-c'd/" * 100_000, "1," * 400_000])
+def test_a_piece_of_a_million_characters_takes_no_time_that_grows_with_its_square(piece):
+    start = time.process_time()
+    assert "".join(cut(piece)) == piece
+    assert text_stats(piece).lengths.sum() == len(piece)
+    assert time.process_time() - start < 10  # 1 s on a quiet core
