@@ -1,14 +1,47 @@
 """What every tokenizer here can do, and how one is chosen by the setting `data.tokenizer`."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-# In the order they are looked for: GPT-2, Llama and SentencePiece, Llama 3, Gemma, ChatML models.
-EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>")
+# In the order they are looked for: GPT-2, Llama and SentencePiece, Llama 3, Gemma, ChatML models, BERT.
+EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
+# BERT, RoBERTa and T5, and the manner of GPT-2's.
+MARK_NAMES = {
+    "mask_id": ("[MASK]", "<mask>", "<|mask|>"),
+    "pad_id": ("[PAD]", "<pad>", "<|pad|>"),
+    "cls_id": ("[CLS]", "<s>", "<|cls|>"),
+    "sep_id": ("[SEP]", "</s>", "<|sep|>"),
+}
+BERT_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in the order of its files
+SENTINEL_NAMES = ("<extra_id_{}>", "<|reserved_special_token_{}|>")  # T5; Llama 3
+
+
+class Block(NamedTuple):
+    """The ids of many texts one after the other."""
+
+    ids: np.ndarray  # uint32[tokens]
+    lengths: np.ndarray  # int64[texts]: tokens of each
+
+    def split(self) -> list[np.ndarray]:
+        """The ids of each text."""
+        return np.split(self.ids, np.cumsum(self.lengths)[:-1]) if len(self.lengths) else []
+
+
+Encode = Callable[[Sequence[str]], Block]
+
+
+class Marks(NamedTuple):
+    """Special tokens that objectives need, found by their usual names; None where a tokenizer has none."""
+
+    mask_id: int | None = None
+    pad_id: int | None = None
+    cls_id: int | None = None
+    sep_id: int | None = None
+    sentinel_ids: tuple[int, ...] = ()  # of span corruption, the first one first
 
 
 class Tokenizer(Protocol):
@@ -19,12 +52,17 @@ class Tokenizer(Protocol):
     eos_id: int  # ends every document
     fingerprint: str  # of the file and the end token: equal fingerprints, equal ids
     token_bytes: np.ndarray  # int32[vocab_size]: bytes of text that each id stands for; 0 for special tokens
+    fallback: np.ndarray  # bool[vocab_size]: ids of a byte out of a longer character, or of whatever is not known
+    marks: Marks
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, without any that begins or ends it."""
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """encode for each text, faster where the library has threads of its own."""
+
+    def encode_block(self, texts: Sequence[str]) -> Block:
+        """encode for each text, as one array: what the preparation of shards calls."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens left out; bytes that are no UTF-8 show as U+FFFD."""
@@ -45,3 +83,42 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
 def fingerprint(kind: str, path: Path, eos_id: int) -> str:
     """sha256 of the file's bytes, of how they are read, and of the end token."""
     return hashlib.sha256(path.read_bytes() + f"|{kind}|{eos_id}".encode()).hexdigest()
+
+
+def find_marks(ids: Mapping[str, int]) -> Marks:
+    """The marks among the special tokens `ids` (name -> id). Sentinels are counted from 0 until a number is missing."""
+    found = {mark: next((ids[name] for name in names if name in ids), None) for mark, names in MARK_NAMES.items()}
+    for pattern in SENTINEL_NAMES:
+        sentinels = []
+        while (name := pattern.format(len(sentinels))) in ids:
+            sentinels.append(ids[name])
+        if sentinels:
+            return Marks(**found, sentinel_ids=tuple(sentinels))
+    return Marks(**found)
+
+
+def block_of(encoded: Iterable[np.ndarray | Sequence[int]]) -> Block:
+    """One block of the ids of each text."""
+    parts = [np.asarray(ids, np.uint32) for ids in encoded]
+    ids = np.concatenate(parts) if parts else np.zeros(0, np.uint32)
+    return Block(ids, np.array([len(part) for part in parts], np.int64))
+
+
+def end_documents(block: Block, eos_id: int, vocab_size: int, dtype: np.dtype) -> Block:
+    """The block with `eos_id` after every document, as `dtype` (of shards.dtype_for).
+
+    Raises: ValueError if an id is not in the vocabulary: the tokenizer and its file do not belong together.
+    """
+    largest = max(int(block.ids.max(initial=0)), eos_id)
+    if largest >= vocab_size or largest > np.iinfo(dtype).max:
+        raise ValueError(
+            f"token id {largest} is not below vocab_size={vocab_size}, or does not fit in {np.dtype(dtype).name}; "
+            "the shards must be made with the tokenizer that they name"
+        )
+    ends = np.cumsum(block.lengths + 1)
+    ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
+    is_text = np.ones(len(ids), bool)
+    is_text[ends - 1] = False
+    ids[ends - 1] = eos_id
+    ids[is_text] = block.ids
+    return Block(ids, block.lengths + 1)

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxscale.data.tokenizer.base import Block, Marks
+
 EOS_ID = 256
 
 
@@ -16,6 +18,8 @@ class ByteTokenizer:
     eos_id = EOS_ID
     fingerprint = hashlib.sha256(b"jaxscale byte tokenizer, end 256").hexdigest()
     token_bytes = np.array([1] * 256 + [0], np.int32)
+    fallback = np.arange(257) // 128 == 1  # bytes of longer characters
+    marks = Marks()
 
     def encode(self, text: str) -> np.ndarray:
         """int32[bytes of the text in UTF-8]."""
@@ -24,6 +28,12 @@ class ByteTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """encode for each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_block(self, texts: Sequence[str]) -> Block:
+        """encode for each text, as one array."""
+        encoded = [text.encode() for text in texts]
+        ids = np.frombuffer(b"".join(encoded), np.uint8).astype(np.uint32)
+        return Block(ids, np.array([len(text) for text in encoded], np.int64))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text; a cut character shows as U+FFFD."""

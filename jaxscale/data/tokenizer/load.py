@@ -5,20 +5,26 @@ from pathlib import Path
 
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.data.tokenizer.fast import EncodeConfig
+
+EXACT_OR_FAST = EncodeConfig()
 
 
-def load_tokenizer(name: str, eos_token: str = "") -> Tokenizer:
-    """name: 'bytes', or the path of a tokenizer.json or a SentencePiece .model. Raises ValueError if it is neither."""
+def load_tokenizer(name: str, eos_token: str = "", encoding: EncodeConfig = EXACT_OR_FAST) -> Tokenizer:
+    """The tokenizer `name`: 'bytes', or the path of a tokenizer.json, a SentencePiece .model or a WordPiece vocab.txt.
+
+    encoding: how a tokenizer.json is applied; the ids are the same. Raises: ValueError if `name` is none of these.
+    """
     if problem := tokenizer_problem(name):
         raise ValueError(problem)
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    return read_tokenizer(str(path), eos_token, path.stat().st_mtime_ns)
+    return read_tokenizer(str(path), eos_token, path.stat().st_mtime_ns, encoding)
 
 
 @functools.lru_cache(maxsize=2)
-def read_tokenizer(path: str, eos_token: str, modified: int) -> Tokenizer:
+def read_tokenizer(path: str, eos_token: str, modified: int, encoding: EncodeConfig) -> Tokenizer:
     """The tokenizer in the file; kept, since a large one takes half a second and is asked for more than once."""
     if path.endswith(".model"):
         from jaxscale.data.tokenizer.sentencepiece import SentencePieceTokenizer  # the package only where it is used
@@ -26,7 +32,7 @@ def read_tokenizer(path: str, eos_token: str, modified: int) -> Tokenizer:
         return SentencePieceTokenizer(path, eos_token)
     from jaxscale.data.tokenizer.huggingface import HuggingFaceTokenizer
 
-    return HuggingFaceTokenizer(path, eos_token)
+    return HuggingFaceTokenizer(path, eos_token, encoding)
 
 
 def tokenizer_problem(name: str) -> str | None:
@@ -35,8 +41,9 @@ def tokenizer_problem(name: str) -> str | None:
         return None
     if "://" in name:
         return f"data.tokenizer={name} is not a local file; copy it to this machine first"
-    if not name.endswith((".json", ".model")):
-        return f"data.tokenizer={name!r} must be 'bytes', a tokenizer.json or a SentencePiece .model"
+    if not name.endswith((".json", ".model", "vocab.txt")):
+        rule = "must be 'bytes', a tokenizer.json or a SentencePiece .model, or a WordPiece vocab.txt"
+        return f"data.tokenizer={name!r} {rule}"
     path = Path(name).expanduser()
     if path.is_dir():
         return f"data.tokenizer={name} is a folder; name the tokenizer.json or the .model inside"
