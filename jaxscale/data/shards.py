@@ -4,7 +4,8 @@ NAME.bin              ids: uint16 if the vocabulary's largest is at most 65535, 
 NAME.idx              int64[documents + 1]: where each document begins, and the end
 NAME.src              uint16[documents]: the source of each document
 NAME.token_bytes.npy  int32[vocabulary]: bytes of text per id; absent where no tokenizer is known
-NAME.json             the header, written last; its "bin" says where the .bin lies
+NAME.docs.parquet     where each document came from, see lineage.py; absent where that is not known
+NAME.json             the header, written last; its "bin" says where the .bin lies, its "sha256" what each file holds
 """
 
 import array
@@ -12,13 +13,18 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.data.digest import file_sha256
+from jaxscale.data.lineage import lineage_bytes, parse_lineage
 from jaxscale.data.packing import DocumentTable
+
+if TYPE_CHECKING:
+    import pyarrow
 
 FORMAT, VERSION = "jaxscale-tokens", 1
 HEADER = {  # what a header holds, and as what
@@ -26,7 +32,9 @@ HEADER = {  # what a header holds, and as what
     "sources": list, "files": list, "skipped": dict, "sha256": dict, "tokenizer": dict,
 }  # fmt: skip
 INNER = {"sha256": ("bin", "idx", "src"), "tokenizer": ("name", "eos_token", "fingerprint")}
+ENDINGS = {"bin": ".bin", "idx": ".idx", "src": ".src", "token_bytes": ".token_bytes.npy", "docs": ".docs.parquet"}
 WAY_OUT = "delete the folder to have it made again, or bring the file back"
+DTYPES = ("uint8", "uint16", "uint32", "int64")  # written are the middle two; files of others may have the rest
 
 
 class Shard(NamedTuple):
@@ -37,6 +45,7 @@ class Shard(NamedTuple):
     offsets: np.ndarray  # int64[documents + 1]
     source_ids: np.ndarray  # uint16[documents], into header["sources"]
     token_bytes: np.ndarray | None
+    docs_path: str | Callable[[], str] = ""  # of the lineage, or what fetches it
 
     @property
     def fingerprint(self) -> str:
@@ -50,6 +59,11 @@ class Shard(NamedTuple):
             *self.header["sources"],
         ]
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
+
+    @property
+    def place(self) -> str:
+        """Where its ids are, for people."""
+        return self.bin_path.partition("#")[0] if "://" in self.bin_path else self.bin_path
 
     def table(self, source_names: Sequence[str]) -> DocumentTable:
         """Its documents, with sources numbered by their place in `source_names`."""
@@ -70,35 +84,124 @@ def dtype_for(largest_id: int) -> np.dtype:
 
 
 class ShardWriter:
-    """Writes NAME.bin as documents come, and the rest at the end; memory grows only with the number of documents."""
+    """Writes NAME.bin as documents come, and the rest at the end; memory grows only with the number of documents.
+
+    A document or block that is refused leaves the shard as it was before.
+    """
 
     def __init__(self, folder: Path, name: str, *, vocab_size: int, eos_id: int, sources: Sequence[str]):
-        self._base, self._dtype = Path(folder) / name, dtype_for(vocab_size - 1)
-        self._eos = np.array([eos_id], self._dtype).tobytes()
+        if not 0 <= eos_id < vocab_size:
+            raise ValueError(f"the end token {eos_id} is not among the {vocab_size:,} ids of the vocabulary")
+        self._base, self._dtype, self._vocab_size = Path(folder) / name, dtype_for(vocab_size - 1), vocab_size
+        self._eos_id, self._eos = eos_id, np.array([eos_id], self._dtype).tobytes()
         self._sources = list(sources)
         self._bin = open(f"{self._base}.bin", "wb")  # noqa: SIM115 - closed by finish
         self._sha256 = hashlib.sha256()
         self._ends, self._document_sources = array.array("q", [0]), array.array("H")
         self._max_id = eos_id
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far, the end tokens among them."""
+        return self._ends[-1]
+
+    @property
+    def num_documents(self) -> int:
+        """Documents so far."""
+        return len(self._document_sources)
+
     def add(self, ids: np.ndarray, source: str) -> None:
-        """Appends one document and its end token."""
+        """Appends one document and its end token. Raises ValueError for an id that the vocabulary does not have."""
+        largest = self._largest(ids, lambda place: self.num_documents)
+        number = self._source_number(source)
         content = ids.astype(self._dtype).tobytes() + self._eos
         self._bin.write(content)
         self._sha256.update(content)
-        self._max_id = max(self._max_id, int(ids.max(initial=0)))
+        self._max_id = max(self._max_id, largest)
         self._ends.append(self._ends[-1] + len(ids) + 1)
-        self._document_sources.append(self._sources.index(source))
+        self._document_sources.append(number)
 
-    def finish(self, token_bytes: np.ndarray | None, header: dict[str, Any]) -> None:
-        """Writes index and header, all of it safe against a power cut. header: what the caller knows of the text."""
+    def add_block(
+        self, ids: np.ndarray, lengths: np.ndarray, sources: str | Sequence[str] | np.ndarray, *, ended: bool = False
+    ) -> None:
+        """Appends many documents with one write, the end token after each.
+
+        Args: ids: of all documents, one after the other. lengths: ids of each. sources: the name of the one they are
+        all of, or a name or a number (into the writer's sources) for each. ended: each document's last id already is
+        its end token, and its length counts it.
+        Raises: ValueError for an id that the vocabulary does not have, for lengths and sources that do not fit.
+        """
+        ids, lengths = np.asarray(ids), np.asarray(lengths, np.int64)
+        if ids.ndim != 1 or lengths.ndim != 1 or (lengths < int(ended)).any() or int(lengths.sum()) != len(ids):
+            raise ValueError(
+                f"{self._base}: {len(ids):,} ids are not the {len(lengths):,} documents that lengths tells"
+            )
+        if not len(lengths):
+            return
+        numbers = self._source_numbers(sources, len(lengths))
+        ends = np.cumsum(lengths if ended else lengths + 1)
+        largest = self._largest(
+            ids, lambda place: self.num_documents + int(np.cumsum(lengths).searchsorted(place, side="right"))
+        )
+        if ended:
+            if not (ids[ends - 1] == self._eos_id).all():
+                raise ValueError(f"{self._base}: a document does not end with the end token {self._eos_id}")
+            content = np.ascontiguousarray(ids, self._dtype)
+        else:
+            content, is_id = np.empty(ends[-1], self._dtype), np.ones(ends[-1], bool)
+            is_id[ends - 1] = False
+            content[is_id] = ids
+            content[ends - 1] = self._eos_id
+        self._bin.write(content.data)
+        self._sha256.update(content)
+        self._max_id = max(self._max_id, largest)
+        self._ends.frombytes((ends + self._ends[-1]).tobytes())
+        self._document_sources.frombytes(numbers.tobytes())
+
+    def _largest(self, ids: np.ndarray, document_at: Callable[[int], int]) -> int:
+        """The largest id, or 0; ValueError for one outside the vocabulary. document_at: which one an id is of."""
+        if not len(ids):
+            return 0
+        largest = int(ids.max())
+        if largest >= self._vocab_size or (ids.dtype.kind != "u" and int(ids.min()) < 0):
+            place = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
+            raise ValueError(
+                f"token id {int(ids[place])} in document {document_at(place):,} of {self._base}.bin is not among the "
+                f"{self._vocab_size:,} ids of the vocabulary; the text was encoded with another tokenizer"
+            )
+        return largest
+
+    def _source_number(self, name: str) -> int:
+        if name not in self._sources:
+            raise ValueError(f"{self._base}: source {name!r} is none of {self._sources}")
+        return self._sources.index(name)
+
+    def _source_numbers(self, sources: str | Sequence[str] | np.ndarray, documents: int) -> np.ndarray:
+        """uint16[documents] out of what add_block takes."""
+        if isinstance(sources, str):
+            return np.full(documents, self._source_number(sources), np.uint16)
+        if not isinstance(sources, np.ndarray) or sources.dtype.kind not in "iu":
+            sources = np.array([self._source_number(str(name)) for name in sources], np.uint16)
+        if len(sources) != documents or (sources >= len(self._sources)).any() or (sources < 0).any():
+            raise ValueError(
+                f"{self._base}: {len(sources):,} source numbers for {documents:,} documents, sources {self._sources}"
+            )
+        return sources.astype(np.uint16)
+
+    def finish(
+        self, token_bytes: np.ndarray | None, header: dict[str, Any], lineage: "pyarrow.Table | None" = None
+    ) -> None:
+        """Writes index and header, all of it safe against a power cut.
+
+        Args: header: what the caller knows of the text. lineage: a row for each document, as lineage.py says.
+        """
         self._bin.flush()
         os.fsync(self._bin.fileno())
         self._bin.close()
         sums = {"bin": self._sha256.hexdigest()}
         about = {"dtype": self._dtype.name, "num_tokens": self._ends[-1], "max_id": self._max_id}
         offsets, source_ids = np.array(self._ends, "<i8"), np.array(self._document_sources, "<u2")
-        write_index(self._base, offsets, source_ids, token_bytes, sums, self._sources, {**about, **header})
+        write_index(self._base, offsets, source_ids, token_bytes, sums, self._sources, {**about, **header}, lineage)
 
     def abandon(self) -> None:
         """Closes the file."""
@@ -113,16 +216,19 @@ def write_index(
     sums: dict[str, str],
     sources: Sequence[str],
     header: dict[str, Any],
+    lineage: "pyarrow.Table | None" = None,
 ) -> None:
     """Everything of a shard but its .bin, whose sha256 is sums['bin']; the header last."""
+    contents = {"idx": offsets.tobytes(), "src": source_ids.tobytes()}
     if token_bytes is not None:
         buffer = io.BytesIO()
         np.save(buffer, token_bytes.astype("<i4"), allow_pickle=False)
-        write_synced(Path(f"{base}.token_bytes.npy"), buffer.getvalue())
-    for ending, values in (("idx", offsets), ("src", source_ids)):
-        content = values.tobytes()
-        sums = {**sums, ending: hashlib.sha256(content).hexdigest()}
-        write_synced(Path(f"{base}.{ending}"), content)
+        contents["token_bytes"] = buffer.getvalue()
+    if lineage is not None:
+        contents["docs"] = lineage_bytes(lineage, len(source_ids))
+    for name, content in contents.items():
+        sums = {**sums, name: hashlib.sha256(content).hexdigest()}
+        write_synced(Path(f"{base}{ENDINGS[name]}"), content)
     whole = {
         "format": FORMAT,
         "version": VERSION,
@@ -161,24 +267,71 @@ def read_header(path: Path) -> dict[str, Any] | None:
         value = header.get(key)
         if not isinstance(value, kind) or not all(name in value for name in INNER.get(key, ())):
             raise ValueError(f"{path} has no good {key!r}; {WAY_OUT}")
-    if header["dtype"] not in ("uint16", "uint32"):
+    if header["dtype"] not in DTYPES:
         raise ValueError(f"{path} has no good 'dtype'; {WAY_OUT}")
     return header
 
 
-def open_shard(path: Path) -> Shard:
-    """The shard of which `path` is the .bin or the .json. Raises ValueError naming the file if sizes do not fit."""
+def open_shard(path: Path, *, with_token_bytes: bool = True, parts: Mapping[str, Any] | None = None) -> Shard:
+    """The shard of which `path` is the .bin or the .json. Raises ValueError naming the file if sizes do not fit.
+
+    Args: parts: where "bin", "idx", "src", "token_bytes" and "docs" are, if not beside the header. A .bin in a bucket
+    is not looked at.
+    """
     header, base = read_header(path), path.with_suffix("")
     if header is None:
         raise ValueError(f"{base}.json is not the header of a token shard; {WAY_OUT}")
-    bin_path = str(base.parent / header["bin"])
+    place: dict[str, Any] = {name: f"{base}{ending}" for name, ending in ENDINGS.items()}
+    place |= {"bin": str(base.parent / header["bin"]), **(parts or {})}
     documents, itemsize = header["num_documents"], np.dtype(header["dtype"]).itemsize
-    expect_size(bin_path, header["num_tokens"] * itemsize)
-    offsets = read_array(f"{base}.idx", "<i8", documents + 1)
-    source_ids = read_array(f"{base}.src", "<u2", documents)
+    if "://" not in place["bin"]:
+        expect_size(place["bin"], header["num_tokens"] * itemsize)
+    offsets = read_array(place["idx"], "<i8", documents + 1)
+    source_ids = read_array(place["src"], "<u2", documents)
     if offsets[0] != 0 or offsets[-1] != header["num_tokens"] or (np.diff(offsets) < 0).any():
-        raise ValueError(f"{base}.idx does not fit {base}.json; {WAY_OUT}")
-    return Shard(header, bin_path, offsets, source_ids, read_token_bytes(f"{base}.token_bytes.npy"))
+        raise ValueError(f"{place['idx']} does not fit {base}.json; {WAY_OUT}")
+    if documents and source_ids.max() >= len(header["sources"]):
+        raise ValueError(f"{place['src']} does not fit {base}.json; {WAY_OUT}")
+    token_bytes = read_token_bytes(place["token_bytes"]) if with_token_bytes else None
+    return Shard(header, place["bin"], offsets, source_ids, token_bytes, place["docs"])
+
+
+def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
+    """Yields (name of the part, its path, its sha256) for each file of a shard but the header, which `path` is."""
+    header, base = read_header(path), path.with_suffix("")
+    if header is None:
+        raise ValueError(f"{base}.json is not the header of a token shard; {WAY_OUT}")
+    for name, sha256 in header["sha256"].items():
+        if name not in ENDINGS:
+            raise ValueError(f"{base}.json knows the sha256 of {name!r}, which is no part of a shard; {WAY_OUT}")
+        yield name, str(base.parent / header["bin"]) if name == "bin" else f"{base}{ENDINGS[name]}", sha256
+
+
+def verify_shard(path: Path) -> None:
+    """Reads every file of the shard whole; raises ValueError naming the first that is not what the header says."""
+    open_shard(path)  # sizes and sense, at no cost
+    for _, file, sha256 in shard_files(path):
+        expect_sha256(file, sha256)
+
+
+def read_lineage(shard: Shard, columns: Sequence[str] | None = None) -> "pyarrow.Table | None":
+    """Where its documents came from, a row for each as lineage.py says, or None if that was not kept.
+
+    Raises: ValueError naming the file if it is missing or not the one that was written.
+    """
+    if "docs" not in shard.header["sha256"]:
+        return None
+    path = Path(shard.docs_path() if callable(shard.docs_path) else shard.docs_path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}; {WAY_OUT}") from None
+    if hashlib.sha256(content).hexdigest() != shard.header["sha256"]["docs"]:
+        raise ValueError(f"{path} was changed after it was written; {WAY_OUT}")
+    try:
+        return parse_lineage(content, columns)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}; {WAY_OUT}") from None
 
 
 def read_token_bytes(path: str) -> np.ndarray | None:
@@ -204,3 +357,9 @@ def expect_size(path: str, size: int) -> None:
     if (actual := os.path.getsize(path)) != size:
         what = "cut short" if actual < size else "too long"
         raise ValueError(f"{path} has {actual:,} bytes where its header says {size:,}: it is {what}; {WAY_OUT}")
+
+
+def expect_sha256(path: str, sha256: str) -> None:
+    """Raises ValueError unless the file holds what was written into it."""
+    if file_sha256(path) != sha256:
+        raise ValueError(f"{path} was changed after it was written: its sha256 is another; {WAY_OUT}")

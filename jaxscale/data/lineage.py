@@ -1,0 +1,112 @@
+"""Where each document of a shard came from: one row per document, as Parquet beside its tokens.
+
+file      dictionary<string>  its file, relative to where the source's glob begins
+offset    int64               where it begins in that file, unpacked: a byte, or the number of its row or record
+id        string              the file's own name for it, or empty; so too url, licence and language
+score.X   float32             one column for each score that a stage has added; null where a document has none
+"""
+
+import dataclasses
+import io
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pyarrow
+
+    from jaxscale.data.document import Document
+
+TEXTS = ("id", "url", "licence", "language")
+COLUMNS = ("file", "offset", *TEXTS)
+ROW_GROUP = 1 << 16  # rows that are read together: some 5 MB
+
+
+def lineage_table(documents: Sequence["Document"]) -> "pyarrow.Table":
+    """The lineage of the documents, in order."""
+    import pyarrow
+
+    columns: dict[str, Any] = {"file": pyarrow.array([doc.file for doc in documents], pyarrow.string())}
+    columns["offset"] = pyarrow.array([doc.offset for doc in documents], pyarrow.int64())
+    for name in TEXTS:
+        columns[name] = pyarrow.array([getattr(doc, name) for doc in documents], pyarrow.string())
+    scores = [dict(doc.scores) for doc in documents]
+    for name in sorted(set().union(*scores)):
+        columns[f"score.{name}"] = pyarrow.array([score.get(name) for score in scores], pyarrow.float32())
+    return canonical(pyarrow.table(columns))
+
+
+def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
+    """The same rows with columns in our order and of our types, in one piece each: equal rows give equal bytes.
+
+    Raises: ValueError for a column that is missing or not of its type.
+    """
+    import pyarrow
+
+    names = table.column_names
+    if missing := [name for name in COLUMNS if name not in names]:
+        raise ValueError(f"the lineage lacks the columns {missing}; it has {names}")
+    if len(set(names)) != len(names):
+        raise ValueError(f"the lineage has a column twice: {names}")
+    kinds = {"file": pyarrow.string(), "offset": pyarrow.int64(), **dict.fromkeys(TEXTS, pyarrow.string())}
+    columns = {}
+    for name in [*COLUMNS, *sorted(set(names) - set(COLUMNS))]:
+        kind = kinds.get(name, pyarrow.float32())
+        try:
+            column = table[name].cast(kind)
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
+            raise ValueError(f"the lineage's column {name!r} is {table[name].type} and no {kind}: {error}") from None
+        # a dictionary numbered by first appearance, however the caller numbered his
+        columns[name] = column.combine_chunks().dictionary_encode() if name == "file" else column.combine_chunks()
+    return pyarrow.table(columns)
+
+
+def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
+    """The table as Parquet; the same bytes for the same rows and release of pyarrow.
+
+    Raises: ValueError if it does not have one row for each of `documents`, or a column is not as the head of this file
+    says.
+    """
+    import pyarrow.parquet
+
+    if table.num_rows != documents:
+        raise ValueError(f"the lineage has {table.num_rows:,} rows for {documents:,} documents")
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(
+        canonical(table), buffer, row_group_size=ROW_GROUP, compression="zstd", compression_level=3
+    )
+    return buffer.getvalue()
+
+
+def parse_lineage(content: bytes, columns: Sequence[str] | None = None) -> "pyarrow.Table":
+    """The table out of `lineage_bytes`, or some of its columns. Raises ValueError if it cannot be read."""
+    import pyarrow.parquet
+
+    try:
+        return pyarrow.parquet.read_table(pyarrow.BufferReader(content), columns=columns)
+    except (pyarrow.ArrowInvalid, OSError) as error:
+        raise ValueError(f"it is no Parquet file: {error}") from None
+
+
+class LineageRows:
+    """Collects the lineage of documents as they come; their texts are not kept."""
+
+    def __init__(self):
+        self._waiting: list[Document] = []
+        self._tables: list[pyarrow.Table] = []
+
+    def add(self, document: "Document") -> None:
+        """Appends the row of a document."""
+        self._waiting.append(dataclasses.replace(document, text=""))
+        if len(self._waiting) >= ROW_GROUP:
+            self._flush()
+
+    def table(self) -> "pyarrow.Table":
+        """The table of all rows."""
+        import pyarrow
+
+        self._flush()
+        return pyarrow.concat_tables(self._tables, promote_options="default").unify_dictionaries()
+
+    def _flush(self) -> None:
+        self._tables.append(lineage_table(self._waiting))
+        self._waiting = []

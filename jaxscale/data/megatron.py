@@ -1,0 +1,180 @@
+"""Megatron's indexed datasets, NAME.bin and NAME.idx, read where they lie and written from shards.
+
+The .idx, version 1 (Megatron-LM, megatron/core/datasets/indexed_dataset.py), all little-endian:
+    "MMIDIDX\\0\\0", uint64 version, uint8 type of the ids, uint64 sequences, uint64 documents + 1,
+    int32[sequences] ids in each, int64[sequences] where each begins in the .bin, in bytes,
+    int64[documents + 1] the first sequence of each document, and their number,
+    and in multimodal sets int8[sequences], the mode of each.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.data.cache import NAME, Say, cached, open_ids, stamp
+from jaxscale.data.cache import cache_folder as folder_of_cache
+from jaxscale.data.config import DataConfig
+from jaxscale.data.digest import READ_BYTES
+from jaxscale.data.remote import map_ids
+from jaxscale.data.shards import Shard, expect_size, write_index, write_synced
+from jaxscale.data.sources import SourceFile
+
+MAGIC, VERSION = b"MMIDIDX\0\0", 1
+HEAD = struct.Struct("<9sQBQQ")
+TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+# The types that a shard has for the same bits: ids are never negative, which is looked at.
+SAME_BITS = {1: "uint8", 2: "uint8", 3: "uint16", 4: "uint32", 5: "int64", 8: "uint16"}
+CODES = {"uint8": 1, "uint16": 8, "uint32": 4, "int64": 5}  # no uint32 there: int32 has the ids below 2**31
+SIGNED_END = {2: 2**7, 3: 2**15, 4: 2**31, 5: 2**63}  # ids from here on are negative ones
+SCAN_TOKENS = 1 << 24
+
+
+class MegatronIndex(NamedTuple):
+    """An .idx, memory-mapped."""
+
+    code: int  # of the type of the ids
+    lengths: np.ndarray  # int32[sequences]
+    pointers: np.ndarray  # int64[sequences], bytes
+    documents: np.ndarray  # int64[documents + 1], sequences
+    modes: np.ndarray | None  # int8[sequences]
+
+    @property
+    def offsets(self) -> np.ndarray:
+        """int64[documents + 1]: where each document begins in ids, and the end."""
+        ends = np.zeros(len(self.lengths) + 1, np.int64)
+        np.cumsum(self.lengths, out=ends[1:])
+        return ends[self.documents]
+
+
+def is_megatron(path: str) -> bool:
+    """True for the .bin or .idx of such a pair, known by how the .idx begins."""
+    if not path.endswith((".bin", ".idx")):
+        return False
+    try:
+        with open(Path(path).with_suffix(".idx"), "rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:
+        return False
+
+
+def read_index(path: Path) -> MegatronIndex:
+    """The index in the file. Raises ValueError naming it if it is damaged or of another version."""
+    try:
+        raw = np.memmap(path, np.uint8, mode="r")
+    except (OSError, ValueError) as error:  # ValueError: it is empty
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if len(raw) < HEAD.size or raw[: len(MAGIC)].tobytes() != MAGIC:
+        raise ValueError(f"{path} is no index of Megatron: it does not begin with {MAGIC!r}")
+    _, version, code, sequences, bounds = HEAD.unpack(raw[: HEAD.size].tobytes())
+    if version != VERSION or code not in TYPES:
+        raise ValueError(f"{path} has version {version} and type {code}; read are version {VERSION} and types 1 to 8")
+    size = HEAD.size + 12 * sequences + 8 * bounds
+    if len(raw) not in (size, size + sequences) or not bounds:
+        what = "cut short" if len(raw) < size else "too long"
+        raise ValueError(f"{path} has {len(raw):,} bytes where its head says {size:,}: it is {what}; copy it again")
+    parts, place = [], HEAD.size
+    for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", bounds)):
+        stop = place + np.dtype(dtype).itemsize * count
+        parts.append(np.asarray(raw[place:stop]).view(dtype))
+        place = stop
+    index = MegatronIndex(
+        code, *parts, np.asarray(raw[place:]).view(np.int8) if sequences and place < len(raw) else None
+    )
+    check_index(path, index)
+    return index
+
+
+def check_index(path: Path, index: MegatronIndex) -> None:
+    """Raises ValueError unless the sequences follow one another and the documents account for all of them."""
+    starts = np.cumsum(index.lengths, dtype=np.int64) - index.lengths
+    itemsize = np.dtype(TYPES[index.code]).itemsize
+    if (index.lengths < 0).any() or (index.pointers != starts * itemsize).any():
+        raise ValueError(f"{path}: its sequences do not lie one after the other in the .bin; write the pair again")
+    documents = index.documents
+    if documents[0] != 0 or documents[-1] != len(index.lengths) or (np.diff(documents) < 0).any():
+        raise ValueError(
+            f"{path}: its documents do not account for its {len(index.lengths):,} sequences; write it again"
+        )
+
+
+def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np.ndarray | None = None) -> bytes:
+    """An .idx for sequences that lie one after the other. documents: the first sequence of each, and their number."""
+    itemsize = np.dtype(TYPES[code]).itemsize
+    pointers = (np.cumsum(lengths, dtype=np.int64) - lengths) * itemsize
+    parts = [HEAD.pack(MAGIC, VERSION, code, len(lengths), len(documents)), lengths.astype("<i4").tobytes()]
+    parts += [pointers.astype("<i8").tobytes(), documents.astype("<i8").tobytes()]
+    return b"".join([*parts, b"" if modes is None else modes.astype(np.int8).tobytes()])
+
+
+def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
+    """A pair of Megatron's as a shard: the .bin stays where it is, and only its index is written into the cache.
+
+    A document of several sequences is one document. Raises ValueError naming the file if the pair is damaged, or holds
+    what are no token ids.
+    """
+    idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
+    made_from = {"megatron": [path, file.name, file.source, *stamp(str(idx)), *stamp(path)], "eos_id": cfg.eos_id}
+    return cached(
+        folder_of_cache(cfg), made_from, lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say)
+    )
+
+
+def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, say: Say) -> None:
+    """Writes into `folder` the index of Megatron's pair as one of ours."""
+    index = read_index(idx)
+    if index.code not in SAME_BITS:
+        raise ValueError(f"{idx}: type {index.code} ({np.dtype(TYPES[index.code])}) is none of token ids")
+    if index.modes is not None and index.modes.any():
+        raise ValueError(f"{idx} is a multimodal set; only text is read")
+    dtype, offsets = SAME_BITS[index.code], index.offsets
+    expect_size(file.path, int(offsets[-1]) * np.dtype(dtype).itemsize)
+    say(f"reading {file.path} once, to know its ids ({int(offsets[-1]):,} tokens)")
+    ids = open_ids(file.path, dtype) if offsets[-1] else np.zeros(0, dtype)
+    sha256, largest = hashlib.sha256(), 0
+    for start in range(0, len(ids), SCAN_TOKENS):
+        part = np.asarray(ids[start : start + SCAN_TOKENS])
+        sha256.update(part)
+        if part.min() < 0 or part.max() >= SIGNED_END.get(index.code, 2**64):
+            raise ValueError(f"{file.path} holds negative ids: it is no file of token ids")
+        largest = max(largest, int(part.max()))
+    documents = len(offsets) - 1
+    header = {
+        "bin": file.path,
+        "dtype": dtype,
+        "num_tokens": int(offsets[-1]),
+        "max_id": largest,
+        "tokenizer": {"name": "", "eos_token": "", "vocab_size": 0, "fingerprint": ""},
+        "eos_id": cfg.eos_id,
+        "text_bytes": 0,
+        "skipped": {},
+        "files": [{"name": file.name, "source": file.source, "documents": documents}],
+    }
+    sums = {"bin": sha256.hexdigest()}
+    write_index(folder / NAME, offsets, np.zeros(documents, "<u2"), None, sums, [file.source], header)
+
+
+def export_megatron(shards: Sequence[Shard], base: Path) -> None:
+    """Writes BASE.bin and BASE.idx of all documents of the shards, a sequence each; the .idx last.
+
+    Raises: ValueError for ids that Megatron's types do not have.
+    """
+    widest = max((shard.header["dtype"] for shard in shards), key=lambda name: np.dtype(name).itemsize)
+    if (largest := max(shard.header["max_id"] for shard in shards)) >= 2**31 and CODES[widest] == 4:
+        raise ValueError(f"{shards[0].bin_path}: id {largest} is beyond int32, which is what Megatron has for ids")
+    base.parent.mkdir(parents=True, exist_ok=True)
+    idx = Path(f"{base}.idx")
+    idx.unlink(missing_ok=True)  # no old index over a new .bin, whenever this ends
+    lengths = []
+    with open(f"{base}.bin", "wb") as file:
+        for shard in shards:
+            lengths.append(np.diff(shard.offsets))
+            ids = map_ids(shard.bin_path, shard.header["dtype"])
+            for start in range(0, int(shard.offsets[-1]), READ_BYTES):
+                file.write(np.ascontiguousarray(ids[start : start + READ_BYTES], TYPES[CODES[widest]]).data)
+        file.flush()
+    all_lengths = np.concatenate(lengths)
+    write_synced(idx, index_bytes(CODES[widest], all_lengths, np.arange(len(all_lengths) + 1)))

@@ -1,0 +1,508 @@
+"""Shards in a bucket: whatever the network, the disk and other processes do, the tokens are the same or it is told."""
+
+import hashlib
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gcs_emulator import Emulator, Fault
+
+from jaxscale.data.bucket import Clock, open_bucket
+from jaxscale.data.manifest import read_manifest, write_manifest
+from jaxscale.data.prepared import open_remote_set
+from jaxscale.data.publish import publish
+from jaxscale.data.remote import ShardCache, locator, map_ids, shard_cache
+from jaxscale.data.shards import ShardWriter, read_lineage
+
+BIG = bytes(np.random.default_rng(0).integers(0, 256, 300_000, dtype=np.uint8))
+
+
+class FakeClock:
+    """Sleeps are noted, not slept."""
+
+    def __init__(self):
+        self.slept = []
+        self.clock = Clock(now=lambda: 1000.0, sleep=self.slept.append, chance=lambda: 1.0)
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    with Emulator() as emulator:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator.endpoint)
+        emulator.put("b", "set/big.bin", BIG)
+        yield emulator
+
+
+@pytest.fixture
+def clock():
+    return FakeClock()
+
+
+@pytest.fixture
+def cache(tmp_path, gcs, clock):
+    cache = ShardCache(tmp_path / "cache", 1_000_000, bucket=open_bucket(clock=clock.clock), say=lambda line: None)
+    yield cache
+    cache.close()
+
+
+def sha256(content):
+    return hashlib.sha256(content).hexdigest()
+
+
+def fetch(cache, content=BIG, name="set/big.bin"):
+    return cache.local(f"gs://b/{name}", len(content), sha256(content))
+
+
+def bytes_in(folder):
+    return sum(file.stat().st_size for file in (folder / "objects").rglob("*") if file.is_file())
+
+
+def test_a_file_is_fetched_once_and_then_found(cache, gcs):
+    path = fetch(cache)
+    assert path.read_bytes() == BIG and path.name == "big.bin"
+    assert fetch(cache) == path and len(gcs.requests("set/big.bin")) == 1
+    other = ShardCache(cache.folder, cache.max_bytes)
+    assert fetch(other) == path and len(gcs.requests("set/big.bin")) == 1
+    other.close()
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
+def test_a_busy_service_is_asked_again_after_growing_waits(cache, gcs, clock, status):
+    gcs.faults.append(Fault("status", status=status, times=7))
+    assert fetch(cache).read_bytes() == BIG
+    assert clock.slept == [0.5, 1, 2, 4, 8, 16, 32]
+
+
+def test_a_service_that_stays_away_is_told(cache, gcs, clock):
+    gcs.faults.append(Fault("status", status=503, times=100))
+    with pytest.raises(ValueError, match="gs://b/set/big.bin: 9 tries in a row failed, the last with: 503"):
+        fetch(cache)
+    assert len(clock.slept) == 8
+
+
+@pytest.mark.parametrize(
+    ("told", "waited"),
+    [("7", 7), ("0", 0.5), ("9999", 300), ("Thu, 01 Jan 1970 00:17:00 GMT", 20), ("Thu, 01 Jan 1970 00:00:00 GMT", 0.5),
+     ("soon", 0.5)],
+)  # fmt: skip
+def test_the_wait_that_the_service_asks_for_is_kept(cache, gcs, clock, told, waited):
+    gcs.faults.append(Fault("status", status=429, retry_after=told))
+    assert fetch(cache).read_bytes() == BIG
+    assert clock.slept == [waited]
+
+
+def test_waits_are_spread_by_chance(gcs):
+    slept = []
+    bucket = open_bucket(clock=Clock(sleep=slept.append, chance=random.Random(0).random))
+    gcs.faults.append(Fault("status", times=5))
+    bucket.read("gs://b/set/big.bin")
+    assert all(longest / 2 <= wait <= longest for wait, longest in zip(slept, [0.5, 1, 2, 4, 8])) and len(slept) == 5
+    assert slept != [0.5, 1, 2, 4, 8]
+
+
+def test_a_broken_connection_goes_on_where_it_stopped(cache, gcs, clock):
+    for after in (0, 100_000, 150_000):
+        gcs.faults.append(Fault("reset", after=after))
+    assert fetch(cache).read_bytes() == BIG
+    ranges = gcs.requests("set/big.bin")
+    starts = [int(text.removeprefix("bytes=").rstrip("-") or 0) for text in ranges]
+    assert len(starts) == 4 and starts == sorted(starts) and starts[-1] == 250_000
+    assert clock.slept[2] == 0.5  # progress was made in between, so that the waits begin anew
+
+
+def test_a_slow_body_arrives_whole(cache, gcs):
+    gcs.faults.append(Fault("slow", seconds=0.01))
+    assert fetch(cache).read_bytes() == BIG
+
+
+def test_a_silent_connection_is_given_up_and_made_anew(tmp_path, gcs, clock):
+    import dataclasses
+
+    bucket = dataclasses.replace(open_bucket(clock=clock.clock), silence=0.3)
+    cache = ShardCache(tmp_path / "cache", 1_000_000, bucket=bucket)
+    gcs.faults.append(Fault("slow", seconds=1.0))
+    assert fetch(cache).read_bytes() == BIG and len(clock.slept) == 1
+    cache.close()
+
+
+def test_a_service_that_knows_no_ranges_is_read_from_the_start(cache, gcs):
+    gcs.faults += [Fault("reset", after=100_000), Fault("ignore_range")]
+    assert fetch(cache).read_bytes() == BIG
+    assert gcs.requests("set/big.bin") == ["", "bytes=100000-"]
+
+
+def test_a_flipped_bit_is_seen_and_the_file_fetched_anew(cache, gcs):
+    gcs.faults.append(Fault("flip", after=77_777))
+    assert fetch(cache).read_bytes() == BIG
+    assert gcs.requests("set/big.bin") == ["", ""]
+
+
+def test_a_file_that_always_arrives_changed_is_refused(cache, gcs):
+    gcs.put("b", "set/big.bin", BIG[:-1] + b"\0" if BIG[-1] else BIG[:-1] + b"\1")
+    with pytest.raises(ValueError, match=r"gs://b/set/big\.bin arrived 3 times with another sha256"):
+        fetch(cache)
+    assert not list(cache.folder.rglob("big.bin"))
+
+
+@pytest.mark.parametrize(("change", "told"), [(BIG + b"x", "has 300001 bytes where 300000"), (BIG[:-1], "has 299999")])
+def test_a_file_of_another_size_is_told_at_once(cache, gcs, clock, change, told):
+    gcs.put("b", "set/big.bin", change)
+    with pytest.raises(ValueError, match=told):
+        fetch(cache)
+    assert not clock.slept
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [(403, "may not be read by this machine .*Storage Object Viewer"), (401, "may not be read"), (404, "not exist"),
+     (400, "the service answers 400")],
+)  # fmt: skip
+def test_what_no_second_try_would_change_is_told_at_once(cache, gcs, clock, status, told):
+    gcs.faults.append(Fault("status", status=status))
+    with pytest.raises(ValueError, match=f"gs://b/set/big.bin .*{told}"):
+        fetch(cache)
+    assert not clock.slept
+    assert fetch(cache).read_bytes() == BIG  # once it is put right
+
+
+def test_a_name_that_needs_quoting_is_found(cache, gcs):
+    gcs.put("b", "set/a b#c%2F?d.bin", b"abc")
+    assert fetch(cache, b"abc", "set/a b#c%2F?d.bin").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut", "longer", "gone"])
+def test_a_local_copy_that_was_damaged_is_found_and_fetched_again(cache, gcs, damage):
+    path = fetch(cache)
+    cache.close()
+    changed = {"flipped": bytes([BIG[0] ^ 1]) + BIG[1:], "cut": BIG[:-1], "longer": BIG + b"x"}
+    path.unlink() if damage == "gone" else path.write_bytes(changed[damage])
+    assert fetch(cache).read_bytes() == BIG
+    assert len(gcs.requests("set/big.bin")) == 2
+
+
+def put_many(gcs, count, size):
+    contents = [bytes([i]) * size for i in range(count)]
+    for i, content in enumerate(contents):
+        gcs.put("b", f"set/{i}.bin", content)
+    return contents
+
+
+def test_the_least_recently_used_goes_first_and_the_bound_holds(cache, gcs):
+    contents = put_many(gcs, 6, 300_000)
+    for i in (0, 1, 2, 0, 3, 4):
+        fetch(cache, contents[i], f"set/{i}.bin")
+        cache.release(sha256(contents[i]))
+        assert bytes_in(cache.folder) <= cache.max_bytes
+        time.sleep(0.01)  # file times tell who was used last
+    left = {file.name for file in (cache.folder / "objects").rglob("*.bin")}
+    assert left == {"0.bin", "3.bin", "4.bin"}
+
+
+def test_what_is_in_use_stays_and_a_full_cache_is_told(cache, gcs):
+    contents = put_many(gcs, 4, 300_000)
+    paths = [fetch(cache, content, f"set/{i}.bin") for i, content in enumerate(contents[:3])]
+    other = ShardCache(cache.folder, cache.max_bytes)
+    with pytest.raises(ValueError, match="no room for 300,000 more: all that is in it is in use; raise data.cache_byt"):
+        fetch(other, contents[3], "set/3.bin")
+    assert all(path.exists() for path in paths)
+    cache.release(sha256(contents[1]))
+    fetch(other, contents[3], "set/3.bin")
+    assert [path.exists() for path in paths] == [True, False, True]
+    other.close()
+
+
+def test_a_file_larger_than_the_cache_is_told(cache, gcs):
+    gcs.put("b", "set/big.bin", BIG * 4)
+    with pytest.raises(ValueError, match="raise data.cache_bytes by 200,000"):
+        fetch(cache, BIG * 4)
+
+
+def test_more_shards_than_fit_are_mapped_one_after_the_other(cache, gcs):
+    contents = put_many(gcs, 5, 400_000)
+    ids = [cache.ids(f"gs://b/set/{i}.bin", 400_000, sha256(c), "<u2") for i, c in enumerate(contents)]
+    kept = []
+    for i in [0, 1, 0, 2, 0, 3, 4, 0, 1]:
+        kept.append(ids[i][10:12])
+        assert kept[-1].tolist() == [i * 257, i * 257]
+        assert bytes_in(cache.folder) <= cache.max_bytes
+    assert [part[0] // 257 for part in kept] == [0, 1, 0, 2, 0, 3, 4, 0, 1]  # what was handed out stays readable
+    assert len(gcs.requests("set/0.bin")) == 2 and len(ids[0]) == 200_000
+
+
+def test_many_threads_that_ask_for_one_file_fetch_it_once(cache, gcs):
+    gcs.faults.append(Fault("slow", seconds=0.01))
+    paths = []
+    threads = [threading.Thread(target=lambda: paths.append(fetch(cache))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(set(paths)) == 1 and len(paths) == 8 and len(gcs.requests("set/big.bin")) == 1
+
+
+# Fetches a file and prints its sha256, then waits until it is told to end.
+FETCHER = """
+import hashlib, pathlib, sys
+from jaxscale.data.remote import ShardCache
+folder, name, size, sha256 = sys.argv[1:]
+print("begun", flush=True)
+cache = ShardCache(pathlib.Path(folder), 1_000_000, say=lambda line: None)
+path = cache.local(f"gs://b/{name}", int(size), sha256)
+print(hashlib.sha256(path.read_bytes()).hexdigest(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def start_fetcher(folder, content=BIG, name="set/big.bin"):
+    return subprocess.Popen(
+        [sys.executable, "-c", FETCHER, str(folder), name, str(len(content)), sha256(content)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+
+
+def test_two_processes_that_ask_for_one_file_fetch_it_once(tmp_path, gcs):
+    gcs.faults.append(Fault("slow", seconds=0.02))
+    fetchers = [start_fetcher(tmp_path / "cache") for _ in range(2)]
+    outputs = [fetcher.communicate("end\n")[0].split() for fetcher in fetchers]
+    assert outputs == [["begun", sha256(BIG)]] * 2
+    assert len(gcs.requests("set/big.bin")) == 1
+
+
+def test_what_another_process_uses_stays_until_it_is_killed(cache, gcs):
+    contents = put_many(gcs, 2, 600_000)
+    fetcher = start_fetcher(cache.folder, contents[0], "set/0.bin")
+    assert [fetcher.stdout.readline().strip() for _ in range(2)] == ["begun", sha256(contents[0])]
+    with pytest.raises(ValueError, match="no room"):
+        fetch(cache, contents[1], "set/1.bin")
+    fetcher.send_signal(signal.SIGKILL)
+    fetcher.communicate()
+    fetch(cache, contents[1], "set/1.bin")
+    assert {file.name for file in (cache.folder / "objects").rglob("*.bin")} == {"1.bin"}
+    assert len(list((cache.folder / "users").iterdir())) == 1
+
+
+def test_what_another_process_is_fetching_has_its_room_set_aside(cache, gcs):
+    contents = put_many(gcs, 2, 600_000)
+    gcs.faults.append(Fault("slow", path="0.bin", seconds=0.1))
+    fetcher = start_fetcher(cache.folder, contents[0], "set/0.bin")
+    while not list(cache.folder.glob("objects/*/.part-600000")):
+        time.sleep(0.01)
+    with pytest.raises(ValueError, match="no room for 600,000 more"):
+        fetch(cache, contents[1], "set/1.bin")
+    fetcher.send_signal(signal.SIGKILL)
+    fetcher.communicate()
+    fetch(cache, contents[1], "set/1.bin")  # what the killed one had set aside is free
+    assert len(list((cache.folder / "objects").iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, gcs):
+    (tmp_path / "file").write_text("in the way")
+    cache = ShardCache(tmp_path / "file" / "cache", 1_000_000)
+    with pytest.raises(ValueError, match="the cache .*file/cache cannot be written: .*set data.cache_dir"):
+        fetch(cache)
+
+
+def test_a_download_that_was_killed_at_any_moment_goes_on(tmp_path, gcs):
+    """kill -9 in the middle, several times: the next process continues, and the content is the same."""
+    chance, gcs.faults = random.Random(1), [Fault("slow", seconds=0.03, times=100)]
+    for _ in range(4):
+        fetcher = start_fetcher(tmp_path / "cache")
+        assert fetcher.stdout.readline() == "begun\n"
+        time.sleep(chance.uniform(0, 0.3))
+        fetcher.send_signal(signal.SIGKILL)
+        fetcher.communicate()
+    gcs.faults.clear()
+    fetcher = start_fetcher(tmp_path / "cache")
+    assert fetcher.communicate("end\n")[0].split() == ["begun", sha256(BIG)]
+    starts = [int(text.removeprefix("bytes=").rstrip("-") or 0) for text in gcs.requests("set/big.bin")]
+    assert starts == sorted(starts) and starts[-1] > 0, "nothing of the killed downloads was used"
+    assert [file.name for file in (tmp_path / "cache" / "objects").rglob("*") if file.is_file()] == ["big.bin"]
+
+
+@pytest.mark.filterwarnings("ignore:os.fork\\(\\) was called:RuntimeWarning")  # jax, if another test has loaded it
+def test_a_forked_process_holds_its_own_files(cache, gcs):
+    contents = put_many(gcs, 2, 600_000)
+    fetch(cache, contents[0], "set/0.bin")
+    context = multiprocessing.get_context("fork")
+
+    def fetch_and_release():
+        fetch(cache, contents[0], "set/0.bin")
+        cache.release(sha256(contents[0]))
+
+    asked = context.Process(target=fetch_and_release)
+    asked.start()
+    asked.join()
+    assert asked.exitcode == 0
+    with pytest.raises(ValueError, match="no room"):  # the child's end has not let go of what the parent uses
+        fetch(cache, contents[1], "set/1.bin")
+
+
+# ---- whole sets
+
+
+def write_set(folder, shards=3, tokens=20_000):
+    folder.mkdir()
+    for number in range(shards):
+        writer = ShardWriter(folder, f"part-{number}", vocab_size=60_000, eos_id=0, sources=["web"])
+        ids = np.random.default_rng(number).integers(1, 60_000, tokens)
+        writer.add_block(ids, [tokens // 4] * 4, "web")
+        tokenizer = {"name": "gone", "eos_token": "", "vocab_size": 60_000, "fingerprint": "f"}
+        files = [{"name": f"part-{number}", "source": "web", "documents": 4}]
+        header = {"tokenizer": tokenizer, "eos_id": 0, "text_bytes": 9, "skipped": {}, "files": files}
+        writer.finish(np.ones(60_000, np.int32), header, lineage())
+    tokenizer = folder / "some.json"
+    tokenizer.write_text("{}")
+    names = [f"part-{number}" for number in range(shards)]
+    return write_manifest(folder, names, recipe={}, tokenizer_file=tokenizer)
+
+
+def lineage():
+    import pyarrow
+
+    texts = {name: [""] * 4 for name in ("id", "url", "licence", "language")}
+    return pyarrow.table({"file": ["f"] * 4, "offset": range(4), **texts})
+
+
+@pytest.fixture
+def published(tmp_path, gcs):
+    manifest = write_set(tmp_path / "set")
+    url = publish(tmp_path / "set", "gs://b/out/", say=lambda line: None)
+    assert url == "gs://b/out/manifest.json"
+    return manifest
+
+
+def test_a_published_set_is_the_local_one_and_nothing_else(gcs, published, tmp_path):
+    (tmp_path / "set" / "note.txt").write_text("not listed")
+    names = [name.removeprefix("out/") for name in gcs.names("b") if name.startswith("out/")]
+    assert sorted(names) == sorted([*published.files, "manifest.json"])
+    assert all(gcs.get("b", f"out/{name}") == (tmp_path / "set" / name).read_bytes() for name in names)
+    uploads = [path for method, path, _ in gcs.log if method == "PUT"]
+    assert len(uploads) >= len(names)
+
+
+def test_publishing_again_sends_only_what_is_missing(gcs, published, tmp_path):
+    del gcs.objects["b", "out/part-1.idx"], gcs.objects["b", "out/manifest.json"]
+    gcs.put("b", "out/part-0.src", b"torn")
+    gcs.put("b", "out/part-2.src", b"\1" * 8)  # as long as the right one
+    said = []
+    publish(tmp_path / "set", "gs://b/out", say=said.append)
+    assert said[-1] == "  4 files sent, 16 were there"
+    assert gcs.get("b", "out/part-2.src") == (tmp_path / "set" / "part-2.src").read_bytes()
+    assert gcs.get("b", "out/part-0.src") == (tmp_path / "set" / "part-0.src").read_bytes()
+
+
+def test_publishing_survives_faults(gcs, tmp_path, clock):
+    write_set(tmp_path / "set", shards=1)
+    gcs.faults += [Fault("status", method=method, status=503, times=3) for method in ("GET", "POST", "PUT")]
+    gcs.faults += [Fault("reset", method="PUT", times=2)]
+    publish(tmp_path / "set", "gs://b/out", bucket=open_bucket(clock=clock.clock), say=lambda line: None)
+    assert len(gcs.names("b")) == 9
+
+
+def test_an_upload_that_was_damaged_on_its_way_is_told(gcs, tmp_path):
+    write_set(tmp_path / "set", shards=1)
+    gcs.faults.append(Fault("flip", path="part-0.idx", method="PUT", times=2))
+    with pytest.raises(ValueError, match="gs://b/out/part-0.idx does not hold what .*part-0.idx does"):
+        publish(tmp_path / "set", "gs://b/out", say=lambda line: None)
+    assert "out/manifest.json" not in gcs.names("b")
+
+
+def test_another_set_at_the_address_is_not_overwritten(gcs, published, tmp_path):
+    write_set(tmp_path / "other", shards=2)
+    with pytest.raises(ValueError, match="gs://b/out/manifest.json lists another set"):
+        publish(tmp_path / "other", "gs://b/out", say=lambda line: None)
+
+
+def test_a_set_that_was_changed_is_not_published(gcs, published, tmp_path):
+    (tmp_path / "set" / "part-0.src").write_bytes(b"\1" * 8)
+    with pytest.raises(ValueError, match="part-0.src was changed after the manifest"):
+        publish(tmp_path / "set", "gs://b/elsewhere", say=lambda line: None)
+    assert not [name for name in gcs.names("b") if name.startswith("elsewhere")]
+
+
+def test_a_bucket_that_may_not_be_written_is_told(gcs, tmp_path):
+    write_set(tmp_path / "set", shards=1)
+    gcs.faults.append(Fault("status", method="POST", status=403, times=9))
+    with pytest.raises(ValueError, match=r"may not be written by this machine \(403\).*Storage Object User"):
+        publish(tmp_path / "set", "gs://b/out", say=lambda line: None)
+
+
+def ids_of(shards):
+    return [map_ids(shard.bin_path, shard.header["dtype"])[0 : 1 << 30].tolist() for shard in shards]
+
+
+def test_a_remote_set_gives_the_same_tokens_and_fetches_them_when_they_are_read(gcs, published, tmp_path, clock):
+    cache = shard_cache(str(tmp_path / "cache"), 400_000)
+    shards = open_remote_set("gs://b/out/manifest.json", cache)
+    assert not [name for name in gcs.names("b") if name.endswith((".bin", ".parquet")) and gcs.requests(name)]
+    local = [np.fromfile(tmp_path / "set" / f"part-{i}.bin", "<u2").tolist() for i in range(3)]
+    assert ids_of(shards[1:2]) == local[1:2]
+    assert [bool(gcs.requests(f"out/part-{i}.bin")) for i in range(3)] == [False, True, False]
+    assert ids_of(shards) == local
+    assert [shard.fingerprint for shard in shards] == [shard["fingerprint"] for shard in published.shards]
+    assert Path(shards[0].header["tokenizer"]["name"]).read_text() == "{}"
+    assert shards[0].token_bytes is shards[2].token_bytes and len(shards[0].token_bytes) == 60_000
+    assert read_lineage(shards[2])["offset"].to_pylist() == [0, 1, 2, 3]
+    cache.close()
+
+
+def test_a_remote_set_is_read_through_faults_to_the_same_tokens(gcs, published, tmp_path, clock):
+    cache = ShardCache(tmp_path / "cache", 1_000_000, bucket=open_bucket(clock=clock.clock), say=lambda line: None)
+    kinds = [Fault("status", times=3), Fault("reset", after=9_000, times=3), Fault("flip", after=5, times=1)]
+    gcs.faults += [Fault("status", path="manifest", status=429), *kinds]
+    shards = open_remote_set("gs://b/out/manifest.json", cache)
+    tokens = [cache.ids(*parse(shard.bin_path), shard.header["dtype"])[0 : 1 << 30].tolist() for shard in shards]
+    assert tokens == [np.fromfile(tmp_path / "set" / f"part-{i}.bin", "<u2").tolist() for i in range(3)]
+    cache.close()
+
+
+def parse(path):
+    url, _, fields = path.rpartition("#")
+    about = dict(pair.split("=") for pair in fields.split("&"))
+    return url, int(about["bytes"]), about["sha256"]
+
+
+@pytest.mark.parametrize("name", ["part-1.json", "part-1.idx", "part-1.bin", "manifest.json"])
+def test_a_part_of_a_remote_set_that_is_missing_is_named(gcs, published, tmp_path, name):
+    del gcs.objects["b", f"out/{name}"]
+    cache = shard_cache(str(tmp_path / "cache"), 1_000_000)
+    with pytest.raises(ValueError, match=rf"gs://b/out/{name} does not exist"):
+        ids_of(open_remote_set("gs://b/out/manifest.json", cache))
+    cache.close()
+
+
+def test_a_remote_shard_edited_after_the_manifest_is_refused_and_named(gcs, published, tmp_path):
+    content = bytearray(gcs.get("b", "out/part-2.bin"))
+    content[5] ^= 1
+    gcs.put("b", "out/part-2.bin", content)
+    cache = shard_cache(str(tmp_path / "cache"), 1_000_000)
+    with pytest.raises(ValueError, match="gs://b/out/part-2.bin arrived 3 times with another sha256"):
+        ids_of(open_remote_set("gs://b/out/manifest.json", cache))
+    cache.close()
+
+
+def test_a_manifest_that_is_torn_in_the_bucket_is_named(gcs, published, tmp_path):
+    gcs.put("b", "out/manifest.json", gcs.get("b", "out/manifest.json")[:-9])
+    with pytest.raises(ValueError, match="gs://b/out/manifest.json is not valid JSON"):
+        open_remote_set("gs://b/out/manifest.json", shard_cache(str(tmp_path / "cache"), 1_000_000))
+
+
+def test_the_address_of_a_shard_tells_all_that_is_needed(tmp_path, gcs):
+    cache = shard_cache(str(tmp_path / "a cache#1"), 1_000_000)
+    path = locator("gs://b/set/big.bin", len(BIG), sha256(BIG), cache)
+    assert map_ids(path, "|u1")[5:8].tobytes() == BIG[5:8]
+    assert map_ids(path, "|u1") is map_ids(path, "|u1")
+    cache.close()
+
+
+def test_the_local_manifest_of_a_set_stays_readable_beside_the_published_one(published, tmp_path):
+    assert read_manifest(tmp_path / "set" / "manifest.json").fingerprint == published.fingerprint
