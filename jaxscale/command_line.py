@@ -63,6 +63,23 @@ def parse_arguments(argv: Sequence[str], options: Sequence[str]) -> Arguments:
     return Arguments(config, overrides, found)
 
 
+def take_switches(argv: Sequence[str], options: Sequence[str], switches: Sequence[str]) -> tuple[list[str], set[str]]:
+    """(the other arguments, the switches that are on). Names may be written with '-' for '_'."""
+    rest, found = [], set()
+    for flag in argv:
+        name, equals, value = flag.removeprefix("--").partition("=")
+        own = name.replace("-", "_")
+        if not flag.startswith("--") or own not in (*options, *switches):
+            rest.append(flag)
+        elif own in options:
+            rest.append(f"--{own}{equals}{value}")
+        elif value not in (("true", "false") if equals else ("",)):
+            raise ValueError(f"--{own}={value} must be true or false; --{own} alone is true")
+        elif value != "false":
+            found.add(own)
+    return rest, found
+
+
 def flag_list(options: Sequence[str]) -> str:
     """'--workdir, --steps'."""
     return ", ".join(f"--{name}" for name in options) or "none other"

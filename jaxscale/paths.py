@@ -1,11 +1,13 @@
 """Files, on a local disk or under gs://, and how they are replaced whole. etils is imported only for gs://."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import pathlib
 import tempfile
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 
 def is_remote(path: Any) -> bool:
@@ -33,19 +35,28 @@ def write_text_atomic(path: Any, text: str) -> None:
 
 
 def write_bytes_atomic(path: Any, content: Any) -> None:
-    """Replaces the file by `content` (bytes, or a buffer of them).
+    """Replaces the file by `content` (bytes, or a buffer of them), as `replacing` does.
 
-    A reader, or a crash at any moment, sees the old file or the new one, never a part. An object store replaces an
-    object whole by itself, so there it is a plain write.
+    An object store replaces an object whole by itself, so there it is a plain write.
+    """
+    if is_remote(path):
+        as_path(path).write_bytes(bytes(content))
+        return
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Any) -> Iterator[BinaryIO]:
+    """A file to write into that takes the place of a local one when the block ends.
+
+    A reader, or a crash at any moment, sees the old file or the new one, never a part.
     """
     target = as_path(path)
-    if is_remote(path):
-        target.write_bytes(bytes(content))
-        return
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())  # before the rename, or a power cut can leave a renamed empty file
         os.replace(temporary, target)

@@ -14,8 +14,10 @@ ROOMS = {
 }  # fmt: skip
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {
-    "etils", "grain", "huggingface_hub", "matplotlib", "orbax", "pyarrow", "qwix", "sentencepiece", "seqio",
-    "tensorboardX", "tensorflow", "tokenizers", "torch", "transformers",
+    "apache_beam", "array_record", "datasets", "etils", "ftfy", "gcsfs", "gigatoken", "google", "grain",
+    "huggingface_hub", "matplotlib", "orbax", "orjson", "profanity_check", "py3langid", "pyarrow", "pydivsufsort",
+    "qwix", "rensa", "resiliparse", "rustbpe", "sentencepiece", "seqio", "tensorboardX", "tensorflow", "tiktoken",
+    "tokenizers", "torch", "trafilatura", "transformers",
 }  # fmt: skip
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 RUNNERS = {"eval", "exec", "compile"}  # the builtins; jax.eval_shape or re.compile are attributes and no concern

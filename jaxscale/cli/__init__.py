@@ -7,26 +7,40 @@ import difflib
 import importlib
 import sys
 
+from jaxscale import process
 from jaxscale.exits import run_and_exit
-from jaxscale.process import prepare, prepare_ahead
 
 VERBS = {
     "train": ("jaxscale.main", "train a language model, or go on with one"),
+    "prepare": (
+        "jaxscale.cli.prepare",
+        "turn raw text into token shards, each document traceable",
+    ),
     "preflight": (
         "jaxscale.cli.preflight",
         "compile a config's step for chips that are not here: memory, time, traffic",
     ),
     "bench": ("jaxscale.cli.bench", "measure the step and the loop, alone and beside other programs"),
+    "trace": ("jaxscale.cli.trace", "list the documents that a step trained on, or the steps that saw a document"),
     "verify": ("jaxscale.cli.verify", "prove on your config that resuming is exact and that no mesh changes a number"),
 }
-AHEAD = ("preflight",)  # verbs that compile for other devices than those that are here
+AHEAD = ("preflight", "trace")  # verbs that use no device that is here
+WITHOUT_JAX = ("prepare",)
 
 
 def main() -> None:
     """The console script. Leaves with the verb's exit code."""
     if sys.argv[1:] and sys.argv[1] in VERBS:
-        prepare_ahead() if sys.argv[1] in AHEAD else prepare()  # before the verb imports jax
+        set_up(sys.argv[1])
     run_and_exit(dispatch)
+
+
+def set_up(verb: str) -> None:
+    """Sets the process up for a verb, before it imports jax."""
+    if verb in AHEAD:
+        process.prepare_ahead()
+    elif verb not in WITHOUT_JAX:
+        process.prepare()
 
 
 def dispatch(argv: list[str]) -> int:

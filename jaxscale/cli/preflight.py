@@ -27,7 +27,7 @@ from collections.abc import Callable  # noqa: E402
 
 from jaxscale import config  # noqa: E402
 from jaxscale.cli.numbers import whole_number  # noqa: E402
-from jaxscale.command_line import Arguments, config_name, parse_arguments  # noqa: E402
+from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.exits import Exit, run_and_exit  # noqa: E402
 from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
@@ -57,7 +57,7 @@ class Request:
 
 def main(argv: list[str]) -> int:
     """Prints the report and returns the exit code."""
-    rest, switches = take_switches(argv)
+    rest, switches = take_switches(argv, OPTIONS, SWITCHES)
     arguments = parse_arguments(rest, (*OPTIONS, *SWITCHES))
     if arguments.help:
         print(__doc__, "\nSettings:\n" + config.settings_help(), sep="")
@@ -96,23 +96,6 @@ def answer(cfg: RunConfig, topology: Topology, request: Request) -> Exit:
         others = [{"changes": one.changes, "report": found.to_dict()} for one, found in search.ranked(tried)]
         write_json(request.json, {"report": report.to_dict(), "others": others})
     return Exit.DONE if report.fits else Exit.NO_GO
-
-
-def take_switches(argv: list[str]) -> tuple[list[str], set[str]]:
-    """(the other arguments, the switches that are on). Names may be written with '-' for '_'."""
-    rest, found = [], set()
-    for flag in argv:
-        name, equals, value = flag.removeprefix("--").partition("=")
-        own = name.replace("-", "_")
-        if not flag.startswith("--") or own not in (*OPTIONS, *SWITCHES):
-            rest.append(flag)
-        elif own in OPTIONS:
-            rest.append(f"--{own}{equals}{value}")
-        elif value not in (("true", "false") if equals else ("",)):
-            raise ValueError(f"--{own}={value} must be true or false; --{own} alone is true")
-        elif value != "false":
-            found.add(own)
-    return rest, found
 
 
 def file_of(name: str, arguments: Arguments) -> pathlib.Path | None:

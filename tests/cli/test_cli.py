@@ -31,7 +31,8 @@ def test_help_does_not_wait_for_jax():
 
 
 @pytest.mark.parametrize(
-    ("verb", "told"), [("verfy", "did you mean 'verify'?"), ("xyz", "it has train, preflight, bench, verify")]
+    ("verb", "told"),
+    [("verfy", "did you mean 'verify'?"), ("xyz", "it has train, prepare, preflight, bench, trace, verify")],
 )
 def test_an_unknown_verb_is_one_line_with_the_nearest_name(verb, told):
     done = jaxscale(verb)

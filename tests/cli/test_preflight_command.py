@@ -12,7 +12,8 @@ import pytest
 import tiny
 
 from jaxscale.cli import preflight
-from jaxscale.cli.preflight import Request, answer, take_switches
+from jaxscale.cli.preflight import OPTIONS, SWITCHES, Request, answer
+from jaxscale.command_line import take_switches
 from jaxscale.exits import Exit, is_for_people
 from jaxscale.hardware import Chip
 from jaxscale.planner import search
@@ -87,7 +88,9 @@ def test_a_wrong_command_line_is_one_clear_line(arguments, told):
 
 def test_switches_stand_alone_and_dashes_are_as_good_as_underscores():
     rest, switches = take_switches(
-        ["--search", "--fresh=false", "--save-executable=a-b", "--config.model.remat=full", "--json", "x"]
+        ["--search", "--fresh=false", "--save-executable=a-b", "--config.model.remat=full", "--json", "x"],
+        OPTIONS,
+        SWITCHES,
     )
     assert switches == {"search"}
     assert rest == ["--save_executable=a-b", "--config.model.remat=full", "--json", "x"]

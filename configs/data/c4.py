@@ -1,0 +1,21 @@
+"""C4 (Raffel et al., arXiv:1910.10683, section 2.2): the rules of the paper on pages of Common Crawl.
+
+    jaxscale prepare --config=configs/data/c4.py --input='crawl/*.warc.gz' --output=shards/c4
+
+Other than there: py3langid instead of langdetect at 0.99; the paper drops repeated spans of three sentences, here the
+later copies of a repeated line are cut; its list of bad words is the user's to name in c4.bad_words. The published
+corpus has about 750 GB of text, under ODC-BY 1.0; what is in it stays under Common Crawl's terms of use.
+"""
+
+import ml_collections
+
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.sources = dict(c4=dict(files="crawl/*.warc.gz", licence="Common Crawl terms of use"))
+    c.stages = ("repair", "c4", "language", "line_dedup")
+    c.c4 = dict(min_sentences=3, min_line_words=5)  # the journal version's; the first one had 5 and 3
+    c.language = dict(keep=("en",), min_probability=0.99)
+    c.line_dedup = dict(min_line_characters=60)
+    c.tokenizer = dict(name="train", train=dict(kind="unigram", vocab_size=32_000))
+    return c

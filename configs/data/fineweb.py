@@ -1,0 +1,25 @@
+"""FineWeb (Penedo et al., arXiv:2406.17557, section 3 and appendix): extraction, filters and MinHash of the paper.
+
+    jaxscale prepare --config=configs/data/fineweb.py --input='crawl/*.warc.gz' --output=shards/fineweb
+
+Other than there: py3langid instead of fastText, at another scale of probability; no list of blocked addresses; run it
+once for each snapshot of the crawl, as the paper deduplicates each by itself. The published corpus (15e12 tokens) is
+under ODC-BY 1.0; what is in it stays under Common Crawl's terms of use.
+"""
+
+import ml_collections
+
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.sources = dict(fineweb=dict(files="crawl/*.warc.gz", licence="Common Crawl terms of use"))
+    c.read = dict(html_text="trafilatura")
+    c.stages = (
+        "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "near_dedup", "pii",
+    )  # fmt: skip
+    c.language = dict(keep=("en",), min_probability=0.65)
+    c.c4 = dict(terminal_punctuation=False)  # it removed too much: the paper, section 3.5
+    c.near_dedup = dict(threshold=0.75, ngram_words=5, permutations=112, bands=14, rows=8)
+    c.pii = dict(phone="off", card="off", iban="off", national_id="off")  # the paper redacts e-mail and IP addresses
+    c.tokenizer = dict(name="train", train=dict(vocab_size=50_257))
+    return c

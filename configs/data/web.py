@@ -1,0 +1,18 @@
+"""A plain web crawl: the rules that most public corpora agree on. Start here, and look at report.html.
+
+    jaxscale prepare --config=configs/data/web.py --input='raw/*.jsonl.gz' --output=shards/web
+
+Then train with --config.data.name=tokens --config.data.files=shards/web/manifest.json.
+"""
+
+import ml_collections
+
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.stages = (
+        "repair", "language", "gopher_repetition", "gopher_quality", "exact_dedup", "near_dedup", "pii",
+    )  # fmt: skip
+    c.language = dict(keep=("en",))
+    c.tokenizer = dict(name="train", train=dict(vocab_size=32_768))
+    return c

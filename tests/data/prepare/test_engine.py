@@ -1,0 +1,266 @@
+"""A preparation gives the same shards for the same recipe, whoever does the work and however often it is killed."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import made_text
+import numpy as np
+import pytest
+
+from jaxscale import schema
+from jaxscale.cli import prepare as command
+from jaxscale.data.locks import locked
+from jaxscale.data.manifest import check_manifest
+from jaxscale.data.prepare.config import PrepareConfig
+from jaxscale.data.prepare.engine import make_plan, prepare
+from jaxscale.data.prepare.local import LocalExecutor
+from jaxscale.data.prepare.progress import Progress
+from jaxscale.data.shards import open_shard, read_lineage
+
+BYTES = {"tokenizer": {"name": "bytes"}, "block_bytes": 4096}
+ROOT = pathlib.Path(command.__file__).parents[2]
+
+
+def recipe(files, **values):
+    sources = {"text": {"files": str(files)}}
+    return schema.from_dict(PrepareConfig, {"sources": sources, "stages": (), **BYTES, **values})
+
+
+def run(cfg, output, workers=1, **options):
+    with LocalExecutor(workers) as executor:
+        prepare(make_plan(cfg), output, executor, Progress(io.StringIO()), **options)
+    return output
+
+
+def contents(folder):
+    """{file: sha256} of everything in a folder."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+
+
+def documents_in(folder):
+    """[(source, file, offset, id, ids)] of all shards in order."""
+    found = []
+    for entry in json.loads((folder / "manifest.json").read_text())["shards"]:
+        shard = open_shard(folder / f"{entry['name']}.json")
+        ids = np.fromfile(shard.bin_path, shard.header["dtype"])
+        lineage = read_lineage(shard).to_pylist()
+        names = [shard.header["sources"][i] for i in shard.source_ids]
+        bounds = zip(shard.offsets[:-1], shard.offsets[1:])
+        found += [
+            (name, row["file"], row["offset"], row["id"], ids[a:b].tolist())
+            for name, row, (a, b) in zip(names, lineage, bounds)
+        ]
+    return found
+
+
+@pytest.fixture(scope="module")
+def texts():
+    made = [made_text.text(i, words=60 + 7 * (i % 11)) for i in range(120)]
+    return [*made, *made[10:20], *(f"{each} One more." for each in made[30:36])]  # exact and near duplicates
+
+
+@pytest.fixture
+def corpus(tmp_path, texts):
+    (tmp_path / "raw").mkdir()
+    made_text.write_jsonl(tmp_path / "raw" / "a.jsonl", texts[: len(texts) // 2])
+    made_text.write_jsonl(tmp_path / "raw" / "b.jsonl", texts[len(texts) // 2 :])
+    return tmp_path / "raw" / "*.jsonl"
+
+
+def test_without_stages_every_token_of_every_document_is_written_once(corpus, texts, tmp_path):
+    found = documents_in(run(recipe(corpus, write={"shard_tokens": 9000}), tmp_path / "out"))
+    assert Counter(bytes(ids[:-1]).decode() for *_, ids in found) == Counter(texts)
+    assert {ids[-1] for *_, ids in found} == {256}
+    assert all(max(ids[:-1]) < 256 for *_, ids in found)
+
+
+def test_each_document_leads_back_to_its_place_in_its_file(corpus, tmp_path):
+    for _, file, offset, id, ids in documents_in(run(recipe(corpus), tmp_path / "out")):
+        with open(corpus.parent / file, "rb") as stream:
+            stream.seek(offset)
+            record = json.loads(stream.readline())
+        assert record == {"id": id, "text": bytes(ids[:-1]).decode()}
+
+
+def test_the_shuffle_depends_on_the_seed_and_leaves_no_order_of_the_input(tmp_path):
+    made_text.write_jsonl(tmp_path / "sorted.jsonl", [f"{i:05d}" for i in range(4000)])
+    order = {}
+    for seed in (0, 1):
+        cfg = recipe(tmp_path / "sorted.jsonl", write={"seed": seed, "shard_tokens": 5000})
+        order[seed] = [int(id) for _, _, _, id, _ in documents_in(run(cfg, tmp_path / f"out{seed}"))]
+        assert sorted(order[seed]) == list(range(4000))
+        assert abs(np.corrcoef(order[seed], np.arange(4000))[0, 1]) < 0.06  # 4 standard errors of no correlation
+    assert abs(np.corrcoef(order[0], order[1])[0, 1]) < 0.06
+
+
+def test_shards_are_the_same_for_any_number_of_processes(corpus, tmp_path):
+    cfg = recipe(corpus, stages=("language", "exact_dedup", "near_dedup", "pii"), write={"shard_tokens": 9000})
+    assert contents(run(cfg, tmp_path / "one", workers=1)) == contents(run(cfg, tmp_path / "two", workers=2))
+
+
+def test_copies_are_found_across_blocks_and_the_first_is_kept(corpus, texts, tmp_path):
+    found = documents_in(run(recipe(corpus, stages=("exact_dedup",)), tmp_path / "exact"))
+    assert Counter(bytes(ids[:-1]).decode() for *_, ids in found) == Counter(set(texts))
+    kept = {(file, int(id)) for _, file, _, id, _ in found}
+    assert {("a.jsonl", i) for i in range(len(texts) // 2)} <= kept
+    near = documents_in(run(recipe(corpus, stages=("exact_dedup", "near_dedup")), tmp_path / "near"))
+    assert len(near) == 120
+    assert not any(bytes(ids[:-1]).decode().endswith("One more.") for *_, ids in near)
+
+
+def test_what_goes_in_comes_out_or_is_counted_with_its_reason(corpus, tmp_path):
+    stages = ("language", "gopher_quality", "exact_dedup", "near_dedup")
+    out = run(recipe(corpus, stages=stages), tmp_path / "out")
+    counts = {tuple(name): n for *name, n in json.loads((out / "report.json").read_text())["tally"]["counts"]}
+    before = counts["in", "read", "text", "documents"]
+    for stage in stages:
+        dropped = sum(n for name, n in counts.items() if name[:2] == ("dropped", stage) and name[-1] == "documents")
+        assert counts["in", stage, "text", "documents"] == before
+        before = counts.get(("out", stage, "text", "documents"), 0)
+        assert counts["in", stage, "text", "documents"] - dropped == before
+    assert before == len(documents_in(out)) == counts["written", "text", "documents"]
+
+
+def test_a_tokenizer_is_trained_on_what_is_left_and_lies_beside_the_shards(corpus, tmp_path):
+    values = {"tokenizer": {"name": "train", "train": {"vocab_size": 400, "trainer": "tokenizers"}}}
+    cfg = schema.from_dict(PrepareConfig, {"sources": {"text": {"files": str(corpus)}}, "stages": (), **values})
+    out = run(cfg, tmp_path / "out")
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["tokenizer"]["vocab_size"] == 400 and (out / manifest["tokenizer"]["file"]).exists()
+    check_manifest(out / "manifest.json", deep=True)
+
+
+def test_a_finished_set_is_left_alone_and_another_recipe_is_refused(corpus, tmp_path):
+    out = run(recipe(corpus), tmp_path / "out")
+    before = contents(out)
+    run(recipe(corpus), out)
+    assert contents(out) == before and not list(out.glob("work-*"))
+    with pytest.raises(ValueError, match="holds another set.*choose another --output"):
+        run(recipe(corpus, stages=("exact_dedup",)), out)
+    (out / "manifest.json").unlink()  # as after a kill: shards of two recipes have the same names
+    with pytest.raises(ValueError, match="holds a part of another set"):
+        run(recipe(corpus, stages=("exact_dedup",)), out)
+
+
+def test_a_finished_set_that_has_lost_a_shard_is_not_called_complete(corpus, tmp_path):
+    out = run(recipe(corpus), tmp_path / "out")
+    (out / "shard-00000-of-00001.bin").unlink()
+    with pytest.raises(ValueError, match="shard-00000-of-00001.bin"):
+        run(recipe(corpus), out)
+
+
+def test_two_processes_do_not_work_in_one_folder(corpus, tmp_path):
+    (tmp_path / "out").mkdir()
+    with locked(tmp_path / "out"), pytest.raises(ValueError, match="another process is at work in"):
+        run(recipe(corpus), tmp_path / "out")
+
+
+def test_a_folder_may_be_named_in_another_way_when_the_work_goes_on(corpus, tmp_path, monkeypatch):
+    cfg = recipe(corpus, stages=("exact_dedup",))
+    monkeypatch.chdir(tmp_path)
+    run(cfg, pathlib.Path("out"), keep_work=True)
+    (work,) = (tmp_path / "out").glob("work-*")
+    shutil.rmtree(work / "shards")
+    for path in [*(tmp_path / "out").glob("*.*"), *work.glob("pass*/000001*")]:
+        path.unlink()
+    run(cfg, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(run(cfg, tmp_path / "calm"))
+
+
+def test_more_blocks_than_files_may_be_open_are_gathered(tmp_path):
+    made_text.write_jsonl(tmp_path / "a.jsonl", [f"{i} " + "x" * 1100 for i in range(150)])
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, len(os.listdir("/proc/self/fd")) + 60), hard))
+    try:
+        out = run(recipe(tmp_path / "a.jsonl", block_bytes=1024), tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(documents_in(out)) == 150
+
+
+def test_a_line_is_kept_once_though_its_first_document_is_a_near_duplicate(tmp_path):
+    line = "This sentence is long enough to be looked at by the stage that compares lines, and it stands here twice."
+    near = made_text.text(1)
+    texts = [f"{near} One.", f"{near} Two.\n{line}", f"{made_text.text(2)}\n{line}"]
+    made_text.write_jsonl(tmp_path / "a.jsonl", texts)
+    cfg = recipe(tmp_path / "a.jsonl", stages=("near_dedup", "line_dedup"), near_dedup={"threshold": 0.5})
+    left = [bytes(ids[:-1]).decode() for *_, ids in documents_in(run(cfg, tmp_path / "out"))]
+    assert sum(text.count(line) for text in left) == 1
+
+
+def test_workers_end_when_their_parent_is_killed_alone(corpus, tmp_path):
+    flags = [f"--input={corpus}", f"--output={tmp_path / 'out'}", "--workers=2", "--config.tokenizer.name=bytes"]
+    command_line = [sys.executable, "-m", "jaxscale.cli.prepare", *flags, "--config.block_bytes=1024"]
+    process = subprocess.Popen(command_line, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    while len(group_of(process.pid)) < 3 and time.monotonic() < deadline and process.poll() is None:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    while group_of(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not group_of(process.pid)
+
+
+def group_of(leader):
+    """Numbers of the living processes of a group."""
+    found = []
+    for folder in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            found += [int(folder.name)] if int(fields[2]) == leader and fields[0] != "Z" else []
+    return found
+
+
+def test_pieces_that_are_done_are_not_done_again(corpus, tmp_path):
+    out = run(recipe(corpus), tmp_path / "out", keep_work=True)
+    (work,) = out.glob("work-*")
+    before = {path: path.stat().st_mtime_ns for path in work.glob("pass0/*")}
+    (out / "manifest.json").unlink()
+    (work / "shards").rename(tmp_path / "shards")
+    run(recipe(corpus), out, keep_work=True)
+    assert {path: path.stat().st_mtime_ns for path in work.glob("pass0/*")} == before
+    check_manifest(out / "manifest.json", deep=True)
+
+
+def test_where_nothing_is_left_it_says_why(corpus, tmp_path):
+    with pytest.raises(ValueError, match="no document is left after .*language: not wanted"):
+        run(recipe(corpus, stages=("language",), language={"keep": ("zh",)}), tmp_path / "out")
+
+
+def killed_and_finished(command_line, output, times, rng, longest):
+    """Runs the command, kills it with -9 at random `times` times, and then lets it finish."""
+    for _ in range(times):
+        process = subprocess.Popen(command_line, cwd=ROOT, start_new_session=True, stdout=subprocess.DEVNULL)
+        time.sleep(rng.uniform(0.3, longest))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (output / "manifest.json").exists() or check_manifest(output / "manifest.json", deep=True)
+    subprocess.run(command_line, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, timeout=300)
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.soak)])
+def test_killed_at_random_it_comes_to_the_same_bytes(corpus, tmp_path, times):
+    stages = "('exact_dedup','near_dedup')"
+    flags = [f"--input={corpus}", f"--config.stages={stages}", "--config.tokenizer.name=bytes", "--workers=2"]
+    flags += ["--config.block_bytes=2048", "--config.write.shard_tokens=3000"]
+    base = [sys.executable, "-m", "jaxscale.cli.prepare", *flags]
+    began = time.monotonic()
+    subprocess.run([*base, f"--output={tmp_path / 'calm'}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    longest = time.monotonic() - began
+    killed_and_finished(
+        [*base, f"--output={tmp_path / 'killed'}"], tmp_path / "killed", times, random.Random(times), longest
+    )
+    assert contents(tmp_path / "killed") == contents(tmp_path / "calm")

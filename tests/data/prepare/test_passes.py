@@ -1,0 +1,175 @@
+"""Passes end where documents must be compared; counts add up; a report shows text without running it."""
+
+import html.parser
+import io
+import json
+
+import pytest
+
+from jaxscale.data.document import Document, Outcome
+from jaxscale.data.prepare.blocks import cut, from_table, read_table, to_table, write_table
+from jaxscale.data.prepare.local import LocalExecutor
+from jaxscale.data.prepare.passes import Pass, plan_passes
+from jaxscale.data.prepare.progress import Progress
+from jaxscale.data.prepare.report import report_page
+from jaxscale.data.prepare.tally import SAMPLES, Tally
+from jaxscale.data.prepare.tokens import shuffle_keys
+
+MANIFEST = {
+    "num_documents": 1, "num_tokens": 10, "text_bytes": 40, "shards": [{}], "fingerprint": "f",
+    "tokenizer": {"name": "bytes", "vocab_size": 257},
+    "recipe": {"stages": ["language"], "sources": {"web": {"licence": "", "synthetic": False}}},
+    "sources": {"web": {"documents": 1, "tokens": 10}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("stages", "train", "expected"),
+    [
+        ((), False, [Pass((), "tokens")]),
+        (("a", "b"), False, [Pass(("a", "b"), "tokens")]),
+        (("a",), True, [Pass(("a",), "sample"), Pass((), "tokens")]),
+        (
+            ("a", "exact_dedup", "near_dedup", "b"),
+            False,
+            [Pass(("a",), "joins", ("exact_dedup", "near_dedup")), Pass(("b",), "tokens")],
+        ),
+        (
+            ("exact_dedup", "line_dedup", "near_dedup"),  # a line's first copy may be in a document that is dropped
+            False,
+            [
+                Pass((), "joins", ("exact_dedup",)),
+                Pass((), "joins", ("line_dedup",)),
+                Pass((), "joins", ("near_dedup",)),
+                Pass((), "tokens"),
+            ],
+        ),
+        (
+            ("exact_dedup", "a", "line_dedup"),
+            False,
+            [Pass((), "joins", ("exact_dedup",)), Pass(("a",), "joins", ("line_dedup",)), Pass((), "tokens")],
+        ),
+    ],
+)
+def test_a_pass_ends_where_documents_are_compared(stages, train, expected):
+    assert plan_passes(stages, train_tokenizer=train) == expected
+
+
+def test_documents_come_back_from_a_block_as_they_were(tmp_path):
+    documents = [
+        Document("a\u00e9", "s", "f", 7, "i", "u", "l", "en", (("toxicity", 0.5),)),
+        Document("", "s", "f", 8),
+        Document("x" * 100, "t", "g", 9, scores=(("a", 0.25), ("b", 1.0))),
+    ]
+    write_table(tmp_path / "b.arrow", to_table(documents))
+    assert from_table(read_table(tmp_path / "b.arrow")) == documents
+
+
+def test_blocks_are_cut_by_size_and_lose_nothing():
+    documents = [Document("x" * (i % 7 + 1)) for i in range(50)]
+    blocks = list(cut(documents, 10))
+    assert [document for block in blocks for document in block] == documents
+    assert all(sum(document.size for document in block[:-1]) < 10 for block in blocks)
+
+
+def test_tallies_add_up_in_any_order_and_keep_the_same_samples():
+    documents = [Document(f"text {i}", "web", "f", i) for i in range(40)]
+    outcomes = [Outcome(None, "too short") if i % 3 else Outcome(document) for i, document in enumerate(documents)]
+    whole = Tally()
+    whole.take("stage", documents, outcomes)
+    parts = [Tally(), Tally()]
+    for part, chosen in zip(parts, (slice(0, 25), slice(25, 40))):
+        part.take("stage", documents[chosen], outcomes[chosen])
+    merged = Tally()
+    for part in reversed(parts):
+        merged.merge(Tally.from_json(json.loads(json.dumps(part.to_json()))))
+    assert merged.to_json() == whole.to_json()
+    assert len(whole.samples["stage", "too short"]) == SAMPLES
+
+
+def test_a_stage_that_loses_a_document_is_our_mistake():
+    with pytest.raises(AssertionError, match="gave 1 outcomes for 2 documents"):
+        Tally().take("stage", [Document("a"), Document("b")], [Outcome(Document("a"))])
+
+
+def test_the_order_of_the_shuffle_never_changes():
+    assert shuffle_keys(0, (3, 1), 2).tolist() == [13372183743840786016, 5652304198128663955]
+    assert shuffle_keys(0, (3, 1), 2).tolist() != shuffle_keys(1, (3, 1), 2).tolist()
+
+
+class Page(html.parser.HTMLParser):
+    """Tags that are opened and never closed, and all that were seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.seen, self.text = [], set(), ""
+
+    def handle_starttag(self, tag, attributes):
+        self.seen.add(tag)
+        assert not [name for name, _ in attributes if name.startswith("on")]
+        if tag not in ("meta", "rect"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.seen.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_a_report_shows_what_was_dropped_and_runs_nothing_of_it():
+    nasty = Document('<script>alert(1)</script><img src=x onerror="y"> \x00 & more', "we<b>b", "a'\"<f>", 3)
+    tally = Tally()
+    tally.add_documents(("in", "read"), [nasty])
+    tally.add_lengths([nasty])
+    tally.add_languages([nasty])
+    tally.take("language", [nasty], [Outcome(None, "language: <not> wanted", detail="de")])
+    tally.take(
+        "decontaminate", [nasty], [Outcome(None, "contamination: evaluation item", detail="a.jsonl:1, a.jsonl:2")]
+    )
+    facts = {"tally": tally.to_json(), "manifest": MANIFEST, "clusters": [], "fertility": []}
+    page = Page()
+    page.feed(report_page(facts))
+    assert page.open in ([], ["html"], ["html", "body"])
+    assert not page.seen & {"script", "img", "b ", "link", "iframe"}
+    for told in ("<script>alert(1)</script>", "<not> wanted", "a.jsonl:2", "no licence is recorded for web", "we<b>b"):
+        assert told in page.text
+
+
+class Clock:
+    """A clock that is wound by hand."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_progress_tells_rates_drops_and_the_time_that_is_left():
+    clock, stream = Clock(), io.StringIO()
+    progress = Progress(stream, clock)
+    progress.begin("pass 1: reading", 4)
+    counts = [["in", "read", "web", "documents", 100], ["in", "read", "web", "bytes", 2_000_000]]
+    counts += [["dropped", "language", "web", "not wanted", "documents", 25]]
+    clock.now = 10.0
+    progress.add({"tally": {"counts": counts}})
+    assert progress.line() == ("pass 1: reading: 1 of 4, 100 documents (10/s, 0.2 MB/s), 25% dropped, 0:30 left")
+    progress.add({"tally": {"counts": counts}, "was_done": True})  # by an earlier run: no part of our speed
+    assert "100 documents" in progress.line() and "0:20 left" in progress.line()
+
+
+def refuse(number):
+    if number == 3:
+        from jaxscale.units import parse
+
+        parse("amount", "three")
+    return number
+
+
+def test_an_error_for_people_stays_one_on_its_way_out_of_another_process():
+    with pytest.raises(ValueError, match="amount='three' is no amount of training"), LocalExecutor(2) as executor:
+        list(executor.run_all(refuse, [1, 2, 3, 4]))

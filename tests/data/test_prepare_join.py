@@ -1,0 +1,184 @@
+"""The join on disk finds what a dictionary would, however the work is divided."""
+
+import collections
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxscale.data.curate.hashes import Sketch, mix
+from jaxscale.data.prepare import join
+from jaxscale.data.prepare.join import (
+    components,
+    duplicate_pairs,
+    group_pairs,
+    item_numbers,
+    num_partitions,
+    of_block,
+    parts,
+    signature_reader,
+    unique_pairs,
+    verified,
+    write_sketch,
+)
+
+BLOCKS = st.lists(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5), st.integers(0, 3)), max_size=12), max_size=5
+)
+
+
+def sketch_of(rows):
+    keys, owners, places = (np.array(column) for column in zip(*rows)) if rows else ([], [], [])
+    return Sketch(mix(np.array(keys, np.uint64)), np.array(owners, np.uint32), np.array(places, np.uint32))
+
+
+def brute_force(blocks, neighbours):
+    """The pairs by a dictionary of sets."""
+    groups = collections.defaultdict(set)
+    for block, rows in enumerate(blocks):
+        for key, owner, place in rows:
+            groups[key].add(block << 44 | owner << 24 | place)
+    pairs = set()
+    for group in map(sorted, groups.values()):
+        for i, item in enumerate(group[1:], 1):
+            pairs |= {(item, group[0])} | {(item, other) for other in group[max(0, i - neighbours) : i]}
+    return sorted(pairs)
+
+
+def linked(pairs):
+    """{item: smallest item that it is linked to}, by walking the graph."""
+    near = collections.defaultdict(set)
+    for a, b in pairs:
+        near[a].add(b)
+        near[b].add(a)
+    keepers, seen = {}, set()
+    for start in sorted(near):
+        stack = [start] if start not in seen else []
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                seen.add(node)
+                keepers[node] = start
+                stack += near[node]
+    return {item: keeper for item, keeper in keepers.items() if item != keeper}
+
+
+@settings(max_examples=60, deadline=None)
+@given(BLOCKS, st.integers(1, 7), st.integers(0, 3), st.randoms(use_true_random=False))
+def test_pairs_are_those_of_a_dictionary_for_any_number_of_partitions(
+    tmp_path_factory, blocks, count, neighbours, random
+):
+    folder = tmp_path_factory.mktemp("sketches")
+    paths = [folder / f"{block}.npy" for block in range(len(blocks))]
+    for path, rows in random.sample(list(zip(paths, blocks)), len(blocks)):
+        random.shuffle(rows)
+        write_sketch(path, sketch_of(rows))
+    found = [duplicate_pairs(paths, part, count, neighbours) for part in range(count)]
+    items, firsts = unique_pairs(*(np.concatenate(column) for column in zip(*found)))
+    expected = brute_force(blocks, neighbours)
+    assert list(zip(items.tolist(), firsts.tolist())) == expected
+    removed, keepers = components(items, firsts)
+    assert dict(zip(removed.tolist(), keepers.tolist())) == linked(expected)
+
+
+def test_keys_at_the_edges_of_partitions_are_in_one_of_them(tmp_path):
+    keys = np.repeat(np.array([0, (1 << 63) - 1, 1 << 63, (1 << 64) - 1], np.uint64), 2)
+    write_sketch(tmp_path / "0.npy", Sketch(keys, np.arange(8, dtype=np.uint32), np.zeros(8, np.uint32)))
+    found = [duplicate_pairs([tmp_path / "0.npy"], part, 2)[0] for part in range(2)]
+    assert [parts(items).documents.tolist() for items in found] == [[1, 3], [5, 7]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).filter(lambda pair: pair[0] > pair[1]), max_size=80))
+def test_the_keeper_is_the_smallest_item_that_an_item_is_linked_to(pairs):
+    items, firsts = (np.array([pair[i] for pair in pairs], np.uint64) for i in (0, 1))
+    removed, keepers = components(items, firsts)
+    assert dict(zip(removed.tolist(), keepers.tolist())) == linked(pairs)
+    assert np.all(np.diff(removed.astype(np.int64)) > 0)
+
+
+def test_a_chain_of_a_hundred_thousand_links_has_one_keeper():
+    order = np.random.default_rng(0).permutation(100_000).astype(np.uint64)
+    ends = np.stack([order[1:], order[:-1]])
+    removed, keepers = components(ends.max(0), ends.min(0))
+    assert np.array_equal(removed, np.arange(1, 100_000)) and not keepers.any()
+
+
+@given(st.lists(st.integers(0, 2**50), unique=True, min_size=1, max_size=20), st.integers(0, 4))
+def test_one_key_gives_the_same_pairs_by_itself(items, neighbours):
+    group = sorted(items)
+    expected = {(b, group[0]) for b in group[1:]}
+    expected |= {(group[i], group[j]) for i in range(len(group)) for j in range(max(0, i - neighbours), i)}
+    assert group_pairs(items, neighbours) == sorted(expected)
+
+
+def test_an_item_number_is_in_the_order_of_the_input_and_can_be_taken_apart():
+    numbers = item_numbers(3, [0, 0, 1, 2**20 - 1], [0, 5, 0, 2**24 - 1])
+    assert numbers.tolist() == [3 << 44, 3 << 44 | 5, 3 << 44 | 1 << 24, (4 << 44) - 1]
+    blocks, documents, places = parts(numbers)
+    assert blocks.tolist() == [3] * 4
+    assert documents.tolist() == [0, 0, 1, 2**20 - 1] and places.tolist() == [0, 5, 0, 2**24 - 1]
+    everything = np.sort(np.concatenate([item_numbers(block, [0, 7]) for block in (0, 1, 2**20 - 1)]))
+    assert [of_block(everything, block) for block in (0, 1, 2, 2**20 - 1)] == [
+        slice(0, 2), slice(2, 4), slice(4, 4), slice(4, 6)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("too_large", [(1 << 20, [0], [0]), (0, [1 << 20], [0]), (0, [0], [1 << 24])])
+def test_a_number_that_has_no_room_is_refused(too_large):
+    with pytest.raises(ValueError, match="must be below"):
+        item_numbers(*too_large)
+
+
+def test_partitions_grow_with_the_input_and_shrink_with_the_memory():
+    assert num_partitions(0, 1 << 30) == 1
+    assert num_partitions(1 << 30, 1 << 34) == 1
+    assert num_partitions(1 << 40, 1 << 30) == 5120  # 4 times the bytes, a fifth of the memory free
+
+
+def test_a_sketch_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    sketch = sketch_of([(1, 0, 0), (1, 1, 0)])
+    monkeypatch.setattr(join.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("killed")))
+    with pytest.raises(OSError, match="killed"):
+        write_sketch(tmp_path / "0.npy", sketch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_signatures_are_there_before_their_sketch(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(join, "save_whole", lambda path, array: written.append(path.name))
+    write_sketch(tmp_path / "0.npy", Sketch(*sketch_of([])[:3], np.zeros((1, 4), np.uint32)))
+    assert written == ["0.signatures.npy", "0.npy"]
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-9], lambda data: b"", lambda data: b"x" + data[1:]])
+def test_a_torn_sketch_is_named(tmp_path, damage):
+    write_sketch(tmp_path / "0.npy", sketch_of([(1, 0, 0), (1, 1, 0)]))
+    (tmp_path / "0.npy").write_bytes(damage((tmp_path / "0.npy").read_bytes()))
+    with pytest.raises(ValueError, match=r"0\.npy"):
+        duplicate_pairs([tmp_path / "0.npy"], 0, 1)
+
+
+def test_a_file_of_other_numbers_is_no_sketch(tmp_path):
+    np.save(tmp_path / "0.npy", np.zeros(3))
+    with pytest.raises(ValueError, match="not the keys and items"):
+        duplicate_pairs([tmp_path / "0.npy"], 0, 1)
+
+
+def test_candidates_are_kept_by_the_share_of_equal_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(join, "PAIRS_AT_ONCE", 2)
+    rng = np.random.default_rng(0)
+    paths, whole = {}, {}
+    for block in (2, 0):
+        whole[block] = rng.integers(0, 3, (5, 10)).astype(np.uint32)
+        paths[block] = tmp_path / f"{block}.npy"
+        write_sketch(paths[block], Sketch(*sketch_of([])[:3], whole[block]))
+    items = np.concatenate([item_numbers(2, [4, 0, 3, 1, 2]), item_numbers(0, [4, 3])])
+    firsts = np.concatenate([item_numbers(0, [0, 4, 1, 2, 2]), item_numbers(0, [0, 0])])
+    read = signature_reader(paths)
+    assert np.array_equal(read(items), np.concatenate([whole[2][[4, 0, 3, 1, 2]], whole[0][[4, 3]]]))
+    shares = (read(items) == read(firsts)).mean(1)
+    for threshold in (0.1, 0.3, 0.5, 1.0):
+        kept, _ = verified(items, firsts, read, threshold)
+        assert kept.tolist() == items[shares >= threshold - 1e-12].tolist()
+    assert len(verified(items[:0], firsts[:0], read, 0.5)[0]) == 0
