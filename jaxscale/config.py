@@ -1,14 +1,18 @@
 """RunConfig: the rooms' own settings side by side, the checks that span them, and how a file and flags become one."""
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 from jaxscale import schema, units
 from jaxscale.checkpoint.manager import CheckpointConfig
-from jaxscale.command_line import config_values, describe_settings
+from jaxscale.command_line import Arguments, config_values, describe_settings
 from jaxscale.data.config import DataConfig
+from jaxscale.data.objectives import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
 from jaxscale.eval.perplexity import EvalConfig
-from jaxscale.models import AnyModelConfig, max_seq_len
+from jaxscale.models import DECODERS, AnyModelConfig, flops_per_token, max_seq_len
+from jaxscale.models.encoder import EncoderConfig
+from jaxscale.models.t5 import T5Config
 from jaxscale.monitor.writers import MonitorConfig
 from jaxscale.optim.optimizers import OptimConfig
 from jaxscale.sample.generate import SampleConfig
@@ -16,6 +20,8 @@ from jaxscale.schema import setting
 from jaxscale.sharding.mesh import MeshConfig
 from jaxscale.train.config import TrainConfig
 from jaxscale.units import divisors, or_list
+
+SKIPPED = re.compile(r"([0-9]+):([0-9]+)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +53,11 @@ class RunConfig:
     def __post_init__(self):
         if self.seq_len < 2:
             raise ValueError(f"seq_len={self.seq_len} must be at least 2")
+        check_objective(self)
         longest = max_seq_len(self.model)
-        if longest and self.seq_len > longest:
-            raise ValueError(f"seq_len={self.seq_len} is longer than model.max_seq_len={longest}; raise that one")
+        if longest and self.row_lengths.row > longest:
+            made = "" if self.row_lengths.row == self.seq_len else f", which makes rows of {self.row_lengths.row},"
+            raise ValueError(f"seq_len={self.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
         rows, rest = divmod(self.tokens_per_step, self.seq_len)
         if rest or not rows:
             nearest = max(1, round(self.tokens_per_step / self.seq_len)) * self.seq_len
@@ -73,6 +81,39 @@ class RunConfig:
     def rows_per_step(self) -> int:
         """Rows of a batch, over all devices."""
         return self.tokens_per_step // self.seq_len
+
+    @property
+    def row_lengths(self) -> Lengths:
+        """Of the rows that the model reads: the objective makes them of rows of seq_len tokens."""
+        return row_lengths(self.data.objective, self.seq_len)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Floating-point operations of one training step per token of text, recomputation left out."""
+        rows = self.row_lengths
+        return flops_per_token(self.model, rows.row, rows.encoder) * rows.row / self.seq_len
+
+
+def check_objective(cfg: RunConfig) -> None:
+    """Raises ValueError for a model that cannot learn what data.objective asks for."""
+    objective, model = cfg.data.objective, cfg.model
+    needed, way_out = DECODERS, "a decoder: llama or gpt2"
+    if isinstance(objective, MaskedLmConfig):
+        needed, way_out = EncoderConfig, "model.name='encoder'"
+    if isinstance(objective, (SpanCorruptionConfig, Ul2Config)):
+        if objective.layout == "encoder_decoder":
+            needed, way_out = T5Config, "model.name='t5', or data.objective.layout='one_row' with a decoder"
+        else:
+            way_out += ", or data.objective.layout='encoder_decoder' with model.name='t5'"
+    if not isinstance(model, needed):
+        raise ValueError(
+            f"data.objective.name={objective.name!r} cannot train model.name={model.name!r}; use {way_out}"
+        )
+    if cfg.row_lengths.prefix and getattr(model, "attention_window", None) is not None:
+        raise ValueError(
+            f"data.objective.name={objective.name!r} lets all of a document see its prefix, and model.attention_window="
+            f"{model.attention_window} would not; set that to none"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +147,22 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
             f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}"
         )
     return Budget(batch, train_tokens, total_steps, warmup_steps)
+
+
+def with_skipped(arguments: Arguments) -> dict[str, Any]:
+    """The overrides, with the batches of --skip-data=A:B,C:D as data.skip_batches.
+
+    Raises ValueError unless the ranges are written so, and where both the flag and the setting are given.
+    """
+    name, text = "data.skip_batches", arguments.options.get("skip-data")
+    if text is None:
+        return dict(arguments.overrides)
+    if name in arguments.overrides:
+        raise ValueError(f"--skip-data={text} and --config.{name} say the same thing; give one of them")
+    found = [SKIPPED.fullmatch(part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise ValueError(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
+    return {**arguments.overrides, name: tuple((int(part[1]), int(part[2])) for part in found)}
 
 
 def load_config(path: str, overrides: dict[str, Any] | None = None) -> RunConfig:

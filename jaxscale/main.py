@@ -2,6 +2,7 @@
 
 --config=FILE           a file with get_config(); FILE.py:TEXT hands TEXT to it
 --config.NAME=VALUE     sets any setting by its dotted name, named in the file or not
+--skip-data=A:B,C:D     batches [A, B) and [C, D) are never trained on; the same as --config.data.skip_batches
 --workdir=FOLDER        where checkpoints and metrics go, and from where a run goes on; default runs/<config>
 """
 
@@ -20,11 +21,11 @@ from jaxscale.train import loop  # noqa: E402
 
 def main(argv: list[str]) -> int:
     """Trains to the end and returns the exit code."""
-    arguments = parse_arguments(argv, options=("workdir", *hosts.FLAGS))
+    arguments = parse_arguments(argv, options=("workdir", "skip-data", *hosts.FLAGS))
     if arguments.help:
         print(__doc__, hosts.HELP, "\n\nSettings:\n" + config.settings_help(), sep="")
         return 0
-    cfg = config.load_config(arguments.config, arguments.overrides)
+    cfg = config.load_config(arguments.config, config.with_skipped(arguments))
     workdir = arguments.options.get("workdir", f"runs/{config_name(arguments.config)}")
     place = hosts.find_own_place(arguments.options)
     facts = {"--workdir": workdir} | schema.flatten(schema.to_dict(cfg))

@@ -17,13 +17,14 @@ from jaxscale import paths, schema, units
 from jaxscale.build import Program, make_program
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import Budget, RunConfig, resolve_budget
-from jaxscale.data.order import batch_index, merge_skips
+from jaxscale.data.mixture import Mixture, mixture_names, same_past
+from jaxscale.data.order import ORDER, batch_index, merge_skips
 from jaxscale.data.pipeline import Corpus, open_data
 from jaxscale.eval.perplexity import evaluate, make_eval_step
 from jaxscale.exits import Exit, Stop
 from jaxscale.hardware import find_chip
 from jaxscale.hosts.agree import agreed, check_shared, open_board
-from jaxscale.models import flops_per_token, num_params
+from jaxscale.models import DECODERS, num_params
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
@@ -33,6 +34,8 @@ from jaxscale.sharding.place import put_rows, replicated
 from jaxscale.train.feed import Feed
 from jaxscale.train.loop import Run
 from jaxscale.train.state import TrainState
+
+DATA_SECONDS = 24 * 3600.0  # the first process may still be tokenising when another is done
 
 
 def open_run(cfg: RunConfig, workdir: str, say: Callable[[str], None] = print) -> Run | None:
@@ -49,12 +52,18 @@ def open_run(cfg: RunConfig, workdir: str, say: Callable[[str], None] = print) -
     check_same_run(cfg, folder, recorded)
     corpus = open_data(cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=say)
     say(corpus.summary)
+    check_hosts_agree(corpus)
     budget = resolve_budget(cfg, corpus.epoch_tokens)
     skipped = check_same_data(cfg, corpus, recorded, start_step or 0)
     if start_step is not None and start_step >= budget.total_steps:
         say(f"{workdir}: this run is complete at step {start_step}; a larger --config.train_tokens goes on from there")
         checkpoints.close()
         return None
+    num_batches = batch_index(budget.total_steps - 1, skipped) + 1
+    mixture = corpus.plan_mixture(cfg.rows_per_step, budget.total_steps, num_batches)
+    check_same_past(cfg, mixture, recorded, start_step or 0, say)
+    for line in mixture.lines if mixture else ():
+        say(f"data: {line}")
 
     program = make_program(cfg, budget)
     announce(program, budget, say)
@@ -82,9 +91,10 @@ def open_run(cfg: RunConfig, workdir: str, say: Callable[[str], None] = print) -
 
     def position(step: int) -> dict[str, Any]:
         data = {"batch_index": batch_index(step, skipped), "skipped": [list(r) for r in skipped], "seed": cfg.seed}
-        return resolved | {"step": step, "data": data | {"fingerprint": corpus.fingerprint}}
+        data |= {"fingerprint": corpus.fingerprint, "order": ORDER, "mixture": mixture.record() if mixture else None}
+        return resolved | {"step": step, "data": data}
 
-    batches = corpus.batches(cfg.rows_per_step)
+    batches = corpus.batches(cfg.rows_per_step, mixture)
     return Run(
         state=state,
         start_step=start_step or 0,
@@ -106,11 +116,10 @@ def open_run(cfg: RunConfig, workdir: str, say: Callable[[str], None] = print) -
         save_every_steps=cfg.checkpoint.save_every_steps,
         position=position,
         writer=writer,
-        throughput=Throughput(
-            flops_per_token(cfg.model, cfg.seq_len), chip.peak_flops if chip else None, program.mesh.size
-        ),
+        throughput=Throughput(cfg.flops_per_token, chip.peak_flops if chip else None, program.mesh.size),
         max_skipped_in_row=cfg.train.guard.max_skipped_in_row,
         finish=lambda state: finish(program, corpus, state, folder, writer),
+        source_names=mixture_names(cfg.data.mixture),
         board=open_board(),
     )
 
@@ -149,10 +158,45 @@ def check_same_data(cfg: RunConfig, corpus: Corpus, recorded: dict[str, Any] | N
         raise Stop(
             Exit.DATA_MISMATCH,
             f"the data have changed since the run began: fingerprint {corpus.fingerprint[:16]} now, "
-            f"{data['fingerprint'][:16]} then (text, tokenizer or held-out part differ); bring the old data "
-            "back, or begin another --workdir",
+            f"{data['fingerprint'][:16]} then (text, tokenizer, held-out part or the order of a release differ); bring "
+            "the old ones back, or begin another --workdir",
         )
     return merge_skips([tuple(r) for r in data["skipped"]], cfg.data.skip_batches, start_step)
+
+
+def check_hosts_agree(corpus: Corpus) -> None:
+    """Raises Stop(DATA_MISMATCH) at a process whose data are not those of the first one."""
+    first = agreed(lambda: corpus.fingerprint, DATA_SECONDS)
+    if first != corpus.fingerprint:
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"the data of process {jax.process_index()} are not those of process 0: fingerprint "
+            f"{corpus.fingerprint[:16]} here, {first[:16]} there; give all hosts the same files, and where a cache of "
+            "tokenised text is older than the text, delete it",
+        )
+
+
+def check_same_past(
+    cfg: RunConfig,
+    mixture: Mixture | None,
+    recorded: dict[str, Any] | None,
+    start_step: int,
+    say: Callable[[str], None],
+) -> None:
+    """Raises Stop(DATA_MISMATCH) if the mixture would have given other rows to steps that are done."""
+    if not start_step:
+        return
+    old, new = recorded["data"].get("mixture"), mixture.record() if mixture else None
+    last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
+    if not same_past(old, new, (last + 1) * cfg.rows_per_step):
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"data.mixture and data.max_epochs give other rows to the {start_step} steps that are done; only stages "
+            f"that start after batch {last} may change (write their starts in tokens or steps: '%' follows "
+            "train_tokens); set these back, or begin another --workdir",
+        )
+    if old != new:
+        say("data: the mixture has changed for what lies ahead; the change is recorded with the next checkpoint")
 
 
 def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> None:
@@ -171,7 +215,7 @@ def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> No
     peak = (
         f"{chip.peak_flops / 1e12:g} TFLOP/s a chip ({chip.source})" if chip else "unknown for this device: MFU is n/a"
     )
-    flops = flops_per_token(cfg.model, cfg.seq_len)
+    flops = cfg.flops_per_token
     say(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
     widths = [max(len(row[i]) for row in program.parameter_table) for i in range(5)]
     for row in program.parameter_table:
@@ -199,7 +243,9 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
 def finish(program: Program, corpus: Corpus, state: TrainState, folder: Any, writer: Writer) -> None:
     """Says that the run is done, and samples text if the config asks for it."""
     cfg = program.cfg.sample
-    if cfg.num_tokens and corpus.tokenizer is not None:
+    if cfg.num_tokens and not isinstance(program.cfg.model, DECODERS):
+        writer.say(f"no sample: {program.cfg.model.name} writes no text from left to right")
+    elif cfg.num_tokens and corpus.tokenizer is not None:
         text = sample_text(program, corpus.tokenizer, state)  # computed by all processes together
         if jax.process_index() == 0:
             paths.write_text_atomic(folder / "sample.txt", text)

@@ -8,6 +8,17 @@ import numpy as np
 HASH_SALTS = (np.uint32(0), np.uint32(0x27D4EB2F))  # two sums of 32 bits
 
 
+class EncoderInput(NamedTuple):
+    """What the encoder of an encoder-decoder reads: [rows, S], or [S] for a single row.
+
+    A document has one segment number here and in the decoder's row.
+    """
+
+    tokens: Any  # int32
+    positions: Any  # int32
+    segment_ids: Any  # int32
+
+
 class Batch(NamedTuple):
     """Packed rows of T tokens: numpy on the host, jax on the device. Every field is [rows, T], or [T] for a single row.
 
@@ -16,29 +27,62 @@ class Batch(NamedTuple):
     """
 
     tokens: Any  # int32
-    targets: Any  # int32, the next token of the stream
+    targets: Any  # int32, the next token of the stream, or what the objective asks for in its place
     positions: Any  # int32
     segment_ids: Any  # int32
     weights: Any  # float32
+    sources: Any = None  # int32: the mixture's number of the row's source, all along the row; None without a mixture
+    prefix: Any = None  # int32: 1 where all of the document sees the position, the tokens before it too; or none
+    encoder: Any = None  # EncoderInput, where the model has an encoder that these rows are decoded from
 
 
 def stack_rows(rows: Sequence[Batch]) -> Batch:
-    """Single rows of [T] as one batch of [rows, T]."""
-    return Batch(*(np.stack(column) for column in zip(*rows)))
+    """Single rows of [T] as one batch of [rows, T]. All of them have the same fields."""
+    return stack_fields(rows)
 
 
-def padding_row(seq_len: int) -> Batch:
-    """One row of [T] that nothing is learned from: segment 0 and weight 0 everywhere."""
+def stack_fields(rows: Sequence[Any]) -> Any:
+    """Named tuples of arrays, of None and of such tuples again as one, each array with the rows as its first axis."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        if any((field is None) != (column[0] is None) for field in column):
+            raise ValueError("some rows of a batch have a prefix or an encoder's input and some have none")
+        nested = isinstance(column[0], tuple)
+        columns.append(None if column[0] is None else stack_fields(column) if nested else np.stack(column))
+    return type(rows[0])(*columns)
+
+
+def padding_row(seq_len: int, *, prefix: bool = False, encoder_len: int | None = None) -> Batch:
+    """One row of [T] that nothing is learned from: segment 0 and weight 0 everywhere.
+
+    With a prefix, or with encoder_len tokens for an encoder, where the rows that it is stacked with have these.
+    """
     zeros_T = np.zeros(seq_len, np.int32)
-    return Batch(zeros_T, zeros_T, zeros_T, zeros_T, np.zeros(seq_len, np.float32))
+    encoder = None if encoder_len is None else EncoderInput(*[np.zeros(encoder_len, np.int32)] * 3)
+    weights_T = np.zeros(seq_len, np.float32)
+    own = dict(prefix=zeros_T if prefix else None, encoder=encoder)
+    return Batch(zeros_T, zeros_T, zeros_T, zeros_T, weights_T, **own)
 
 
 def tokens_hash(batch: Batch) -> str:
-    """Sixteen hexadecimal digits that stand for the token ids of a batch: equal batches, equal text, on any machine."""
-    words_BT = np.asarray(batch.tokens).astype(np.uint32)
-    rows, columns = (np.arange(size, dtype=np.uint32) for size in words_BT.shape)
-    mixed = [mixed_tokens(words_BT, rows[:, None], columns[None, :], salt) for salt in HASH_SALTS]
-    return hash_text([int(words.sum(dtype=np.uint32)) for words in mixed])
+    """Sixteen hexadecimal digits that stand for the token ids of a batch: equal batches, equal text, on any machine.
+
+    The encoder's tokens count as columns behind the others.
+    """
+    sums = [0, 0]
+    for words_BT, first_column in hashed_parts(batch):
+        words_BT = np.asarray(words_BT).astype(np.uint32)
+        rows, columns = (np.arange(size, dtype=np.uint32) for size in words_BT.shape)
+        columns = columns + np.uint32(first_column)
+        mixed = [mixed_tokens(words_BT, rows[:, None], columns[None, :], salt) for salt in HASH_SALTS]
+        sums = [so_far + int(words.sum(dtype=np.uint32)) for so_far, words in zip(sums, mixed)]
+    return hash_text([number % 2**32 for number in sums])
+
+
+def hashed_parts(batch: Batch) -> list[tuple[Any, int]]:
+    """(token ids, number of the first column) of each part of a batch that is hashed."""
+    parts = [(batch.tokens, 0)]
+    return parts if batch.encoder is None else [*parts, (batch.encoder.tokens, batch.tokens.shape[1])]
 
 
 def hash_text(sums: Sequence[int]) -> str:

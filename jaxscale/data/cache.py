@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import time
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,8 +14,13 @@ from typing import Any
 import numpy as np
 
 from jaxscale.data.config import DataConfig
+from jaxscale.data.document import Document
+from jaxscale.data.lineage import LineageRows
 from jaxscale.data.shards import VERSION, Shard, ShardWriter, open_shard, write_index
-from jaxscale.data.sources import SourceFile, read_documents
+from jaxscale.data.sources import SourceFile, read_file
+from jaxscale.data.sources.decode import REPAIRED, is_repair
+from jaxscale.data.sources.files import file_stamp
+from jaxscale.data.sources.settings import read_settings
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.paths import cache_dir, make_private
 
@@ -39,13 +43,12 @@ def cache_folder(cfg: DataConfig) -> Path:
 def tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> Shard:
     """The documents of all files as one shard, from the cache if these very files were tokenised before.
 
-    Raises: ValueError if no document is left, or as read_documents does.
+    Raises: ValueError if no document is left, or as read_file does.
     """
     made_from = {
         "files": [[*file, *stamp(file.path)] for file in files],
         "tokenizer": tokenizer.fingerprint,
-        "text_field": cfg.text_field,
-        "invalid_utf8": cfg.invalid_utf8,
+        "read": read_settings(cfg),
     }
     return cached(cache_folder(cfg), made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say))
 
@@ -57,21 +60,24 @@ def tokenise(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cf
     writer = ShardWriter(folder, NAME, **ids, sources=sources)
     skipped: Counter = Counter()
     documents_of: Counter = Counter()
-    waiting: list[tuple[SourceFile, str]] = []
+    waiting: list[tuple[SourceFile, Document]] = []
+    lineage = LineageRows()
     text_bytes = waiting_bytes = documents = counted = damaged = 0
     started = said = time.monotonic()
     say(f"tokenising {count(len(files), 'file')} with {tokenizer.name} (once; then kept in the cache)")
 
     def encode_waiting() -> None:
-        for (file, _), encoded in zip(waiting, tokenizer.encode_many([text for _, text in waiting])):
+        for (file, document), encoded in zip(waiting, tokenizer.encode_many([part.text for _, part in waiting])):
             writer.add(encoded, file.source)
+            lineage.add(document)
             documents_of[file] += 1
         waiting.clear()
 
     try:
         for file in files:
-            for text, size in read_or_say(file, cfg, skipped):
-                waiting.append((file, text))
+            for document in read_or_say(file, cfg, skipped):
+                size = document.size
+                waiting.append((file, document))
                 text_bytes, waiting_bytes, documents = text_bytes + size, waiting_bytes + size, documents + 1
                 if waiting_bytes >= CHUNK_BYTES:
                     encode_waiting()
@@ -101,15 +107,15 @@ def tokenise(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cf
         "skipped": dict(skipped),
         "files": [{"name": file.name, "source": file.source, "documents": documents_of[file]} for file in files],
     }
-    writer.finish(tokenizer.token_bytes, header)
+    writer.finish(tokenizer.token_bytes, header, lineage=lineage.table())
     say(f"  {rates(documents, text_bytes, time.monotonic() - started)}; skipped: {describe_skipped(skipped) or 'none'}")
 
 
-def read_or_say(file: SourceFile, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[str, int]]:
-    """read_documents, with a ValueError that names the file where reading it fails; writing fails elsewhere."""
+def read_or_say(file: SourceFile, cfg: DataConfig, skipped: Counter) -> Iterator[Document]:
+    """read_file, with a ValueError that names the file where reading it fails; writing fails elsewhere."""
     try:
-        yield from read_documents(file, text_field=cfg.text_field, invalid_utf8=cfg.invalid_utf8, skipped=skipped)
-    except (OSError, EOFError, zlib.error) as error:
+        yield from read_file(file, cfg, skipped)
+    except OSError as error:
         raise unreadable(file.path, error) from None
 
 
@@ -183,13 +189,18 @@ def looks_wider(ids: np.ndarray) -> bool:
 
 
 def cached(root: Path, made_from: dict[str, Any], make: Callable[[Path], None]) -> Shard:
-    """The shard in the folder named by the sha256 of `made_from`, made beside it and renamed if it is not there.
+    """The shard in the folder that stands for `made_from`, made first if it is not there."""
+    return open_shard(made_folder(root, "tokens", made_from, make) / f"{NAME}.json")
+
+
+def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable[[Path], None]) -> Path:
+    """The folder KIND-(sha256 of `made_from`), made beside it and renamed if it is not there.
 
     So a folder under its final name is always whole: whoever is killed leaves only a folder that nobody looks into, and
     of two that make the same one, the second to finish throws its own away.
     """
     key = hashlib.sha256(json.dumps([VERSION, made_from], sort_keys=True).encode()).hexdigest()[:32]
-    folder = root / f"tokens-{key}"
+    folder = root / f"{kind}-{key}"
     if not folder.is_dir():
         remove_leftovers(root)
         making = root / f"making-{key}-{socket.gethostname()}-{os.getpid()}"
@@ -207,7 +218,7 @@ def cached(root: Path, made_from: dict[str, Any], make: Callable[[Path], None]) 
             raise ValueError(f"the cache {root} cannot be written: {error}; set data.cache_dir") from None
         finally:
             shutil.rmtree(making, ignore_errors=True)
-    return open_shard(folder / f"{NAME}.json")
+    return folder
 
 
 def remove_leftovers(root: Path) -> None:
@@ -223,17 +234,18 @@ def remove_leftovers(root: Path) -> None:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """(bytes, nanoseconds of the last change): a file with another stamp is tokenised anew."""
+    """(bytes, nanoseconds of the last change): a file with another stamp is tokenised anew; a stream has (0, 0)."""
     try:
-        status = os.stat(path)
+        return file_stamp(path)
     except OSError as error:
         raise unreadable(path, error) from None
-    return status.st_size, status.st_mtime_ns
 
 
 def describe_skipped(skipped: dict[str, int]) -> str:
-    """'3 invalid UTF-8, 1 empty'."""
-    return ", ".join(f"{number:,} {reason}" for reason, number in skipped.items())
+    """'3 invalid UTF-8, 1 empty; repaired 2 windows-1252'."""
+    counts = [f"{number:,} {reason}" for reason, number in skipped.items() if number and not is_repair(reason)]
+    repairs = [f"{number:,} {reason.removeprefix(REPAIRED)}" for reason, number in skipped.items() if is_repair(reason)]
+    return "; ".join(filter(None, [", ".join(counts), "repaired " * bool(repairs) + ", ".join(repairs)]))
 
 
 def rates(documents: int, text_bytes: int, seconds: float) -> str:

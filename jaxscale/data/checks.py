@@ -5,11 +5,18 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxscale.data.array_record import is_array_record
 from jaxscale.data.cache import cache_folder, count
-from jaxscale.data.config import DataConfig, Globs
+from jaxscale.data.config import DataConfig
+from jaxscale.data.manifest import NAME as MANIFEST
+from jaxscale.data.manifest import SHOWN, is_manifest
+from jaxscale.data.megatron import is_megatron, read_index
+from jaxscale.data.objectives import find_ids
 from jaxscale.data.packing import DocumentTable
+from jaxscale.data.prepared import prepared_problems
 from jaxscale.data.shards import read_header
 from jaxscale.data.sources import SourceFile, list_files, stdlib_files, text_problem
+from jaxscale.data.sources.files import STREAMS, Globs, is_saved_dataset, size_of
 from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
 
 
@@ -19,15 +26,15 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
         return []
     (files, val_files), problems = corpus_files(cfg)
     everything = [*files, *val_files]
-    if cfg.name == "files":
+    if cfg.name in ("files", "hf"):
         problems += filter(None, map(text_problem, everything))
-    if cfg.name != "tokens" and not problems and not any(Path(file.path).stat().st_size for file in files):
+    if cfg.name != "tokens" and not problems and all(size_of(file.path) == 0 for file in files):
         problems.append(f"data.files is an empty corpus: {count(len(files), 'file')} of 0 bytes; name other files")
     if cfg.name == "tokens" and files and not problems:
         problems += token_file_problems(cfg, files, everything, seq_len, vocab_size)
     name = cfg.tokenizer or ("" if cfg.name == "tokens" else "bytes")
     if name:
-        problems += tokenizer_problems(cfg, name, vocab_size)
+        problems += tokenizer_problems(cfg, name, vocab_size) or objective_problems(cfg, name, vocab_size, seq_len)
     folder = cache_folder(cfg)
     if folder.exists() and not folder.is_dir():
         problems.append(f"data.cache_dir={folder} is a file; name a folder")
@@ -55,10 +62,10 @@ def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFi
     elif is_empty(cfg.files):
         return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
     else:
-        files, problems = list_files(cfg.files, "data.files", "text")
+        files, problems = list_files(named(cfg.files, cfg.name), "data.files", "text")
     if is_empty(cfg.val_files):
         return (files, []), problems
-    val_files, more = list_files(cfg.val_files, "data.val_files", "validation")
+    val_files, more = list_files(named(cfg.val_files, cfg.name), "data.val_files", "validation")
     if twice := sorted({file.path for file in files} & {file.path for file in val_files}):
         more = [*more, f"{twice[0]} is in data.files and in data.val_files; take it out of one ({len(twice)} in all)"]
     return (files, val_files), problems + more
@@ -80,16 +87,45 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int) -> list[str]
     return []
 
 
+def objective_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:
+    """Why the objective cannot do with the ids of its settings and of this tokenizer, which can be loaded."""
+    tokenizer = load_tokenizer(name, cfg.eos_token)
+    try:
+        find_ids(cfg.objective, tokenizer, tokenizer.token_bytes, vocab_size, seq_len)
+    except ValueError as error:
+        return [str(error)]
+    return []
+
+
 def token_file_problems(
     cfg: DataConfig, files: Sequence[SourceFile], everything: Sequence[SourceFile], seq_len: int, vocab_size: int
 ) -> list[str]:
     """What the names, sizes and headers of token files tell."""
     problems, tokens = [], 0
     for file in everything:
+        if is_manifest(file.path):
+            manifest, more = prepared_problems(file.path, cfg)
+            problems += more[:SHOWN]
+            if manifest is not None and manifest.content["max_id"] >= vocab_size:
+                problems.append(vocabulary_problem(file.path, manifest.content["max_id"], vocab_size))
+            tokens += manifest.content["num_tokens"] if manifest is not None and file in files else 0
+            continue
+        if is_megatron(file.path):
+            try:
+                tokens += int(read_index(Path(file.path).with_suffix(".idx")).offsets[-1]) * (file in files)
+            except ValueError as error:
+                problems.append(str(error))
+            continue
         try:
             header, size = read_header(Path(file.path)), Path(file.path).stat().st_size
         except ValueError as error:
             problems.append(str(error))
+            continue
+        if header is not None and (beside := Path(file.path).parent / MANIFEST).exists():
+            problems.append(
+                f"{file.path} belongs to a prepared set, whose hashes are in its manifest; name that: {beside}"
+            )
+        if is_array_record(file.path):
             continue
         if header is None and not file.path.endswith(".bin"):
             problems.append(f"{file.path} is no .bin of token ids; for text set data.name='files'")
@@ -115,6 +151,17 @@ def raw_dtype(cfg: DataConfig, vocab_size: int) -> str:
     if cfg.token_dtype != "auto":
         return cfg.token_dtype
     return "uint16" if vocab_size - 1 <= np.iinfo(np.uint16).max else "uint32"
+
+
+def named(globs: Globs, name: str) -> Globs:
+    """The globs; where data.name is 'hf', names of the hub get its scheme and saved data sets stay paths."""
+    if name != "hf":
+        return globs
+    if isinstance(globs, dict):
+        return {source: named(inner, name) for source, inner in globs.items()}
+    if isinstance(globs, tuple):
+        return tuple(named(inner, name) for inner in globs)
+    return globs if globs.startswith(STREAMS) or is_saved_dataset(globs) else f"hf://{globs}"
 
 
 def is_empty(globs: Globs) -> bool:

@@ -1,27 +1,35 @@
 """Settings of the data room."""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
+from jaxscale.data.gate import GateConfig
+from jaxscale.data.mixture import MixtureSetting, check_mixture
+from jaxscale.data.objectives import NextTokenConfig, ObjectiveConfig
 from jaxscale.data.order import check_skips
+from jaxscale.data.sources.files import Globs
+from jaxscale.data.sources.settings import ReadConfig
 from jaxscale.schema import setting
-
-Globs = str | tuple[str, ...] | dict[str, str | tuple[str, ...]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Which text or tokens a run reads, and how they become ids."""
+class DataConfig(ReadConfig):
+    """Which text or tokens a run reads, and how they become ids; with what ReadConfig says of reading text."""
 
-    name: Literal["stdlib", "files", "tokens", "synthetic"] = setting(
+    where: ClassVar[str] = "data."
+
+    name: Literal["stdlib", "files", "hf", "tokens", "synthetic"] = setting(
         "files",
-        "stdlib: source of this Python's standard library; files: text, tokenised once into the cache; "
+        "stdlib: source of this Python's standard library; files: text, tokenised once into the cache; hf: the same "
+        "of data sets of the Hugging Face hub, files being their names; "
         "tokens: .bin files of ids, memory-mapped; synthetic: uniform random ids, for throughput",
     )
     files: Globs = setting(
         "",
-        "glob or list of globs; or {source: globs}, for a loss per source. files: .jsonl, .parquet, any text, "
-        "each also .gz but parquet; tokens: raw ids, or the shards of this program (known by the .json beside)",
+        "glob or list of globs; or {source: globs}, for a loss per source. files: .jsonl, .parquet, .arrow, "
+        ".array_record, .warc, .html, any text, each also .gz or .zst but tables and records; hf://NAME?split=train; "
+        "seqio://TASK?module=MODULE; tokens: the manifest.json of a prepared set, here or under gs://; shards of this "
+        "program (known by the .json beside), Megatron's .bin with its .idx, or raw ids",
     )
     val_files: Globs = setting("", "the same, for validation; empty: a part of files is held out, see val_fraction")
     val_fraction: float = setting(
@@ -41,20 +49,47 @@ class DataConfig:
     token_dtype: Literal["auto", "uint16", "uint32"] = setting(
         "auto", "tokens: type of a raw .bin; auto: uint16 if the model's largest id is at most 65535, else uint32"
     )
-    text_field: str = setting("text", "name of the text field or column in .jsonl and .parquet")
-    invalid_utf8: Literal["skip", "stop"] = setting(
-        "skip", "a document that is not UTF-8: skip and count it, or stop and name the file and the byte"
+    packing: Literal["best_fit", "concat"] = setting(
+        "best_fit",
+        "how documents become rows. best_fit: one that fits into a row lies whole in one, about 99% of positions are "
+        "real; concat: rows are cut from the documents end to end, all positions real. Neither drops a token",
+    )
+    mixture: MixtureSetting = setting(
+        {},
+        "{source: weight}, or {start: {source: weight}} with starts such as '0', '10e9' (tokens), '80%', '2000 steps'; "
+        "sources are the names in files. Empty: all documents together. Only what lies ahead of a run may change",
+        may_change=True,
+    )
+    max_epochs: dict[str, float] = setting(
+        {}, "{source: epochs} after which a source of the mixture leaves its share to the others", may_change=True
+    )
+    gate: GateConfig = setting(GateConfig)
+    objective: ObjectiveConfig = setting(NextTokenConfig)
+    verify: Literal["size", "hash"] = setting(
+        "hash",
+        "tokens: what is compared with the manifest of a prepared set; hash: everything is read once on each machine, "
+        "and again where it changed; size: only the sizes of its files",
+        may_change=True,
+    )
+    cache_bytes: int = setting(
+        100_000_000_000, "tokens: bound of the local cache of shards that lie in a bucket", may_change=True
     )
     cache_dir: str = setting(
-        "", "folder for tokenised text; empty: $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale", may_change=True
+        "",
+        "folder for tokenised text and row plans; empty: $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale",
+        may_change=True,
     )
     skip_batches: tuple[tuple[int, int], ...] = setting(
         (), "batch ranges [from, to) that are never trained on, such as ((1200, 1204),)", may_change=True
     )
 
     def __post_init__(self):
+        super().__post_init__()
         if not 0 <= self.val_fraction <= 0.5:
             raise ValueError(f"val_fraction={self.val_fraction} must lie from 0 to 0.5")
         if self.eos_id is not None and self.eos_id < 0:
             raise ValueError(f"eos_id={self.eos_id} must be a token id, 0 or more")
+        if self.cache_bytes <= 0:
+            raise ValueError(f"cache_bytes={self.cache_bytes} must be more than 0")
         check_skips(self.skip_batches)
+        check_mixture(self.mixture, self.max_epochs)

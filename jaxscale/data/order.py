@@ -1,33 +1,102 @@
 """Which rows make up batch n: a pure function of the seed and n, and the list of batches never trained on."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxscale.data.batch import Batch, stack_rows
+from jaxscale.data.batch import Batch
+from jaxscale.data.gate import Gate
+from jaxscale.data.mixture import Mixture
+from jaxscale.data.permutation import permuted, unpermuted
 
+ORDER = 2  # another number where the same settings give other batches; 1 was the order of Grain's shuffle
+Transform = Callable[[Batch, int, Sequence[int]], Batch]
 Ranges = tuple[tuple[int, int], ...]
 
 
-def shuffled_rows(rows: Any, seed: int) -> Any:
-    """An endless grain.MapDataset over `rows`: each epoch is another permutation of all rows, by a cipher of the index.
+def as_they_are(batch: Batch, n: int, row_indices: Sequence[int]) -> Batch:
+    """The transform that changes nothing."""
+    return batch
 
-    Grain gives epoch k the seed + k, so that neighbouring seeds would share their epochs; a hash spaces them out.
+
+class RowOrder:
+    """An endless stream of rows: each epoch of a group is another permutation of all its rows, found by arithmetic.
+
+    Without a mixture there is one group; with one, it says which group each place of the stream takes a row from.
     """
-    import grain  # takes 0.8 s, and a run that only looks at its settings has no use for it
 
-    spaced = int.from_bytes(hashlib.blake2b(f"row order {seed}".encode(), digest_size=4).digest(), "little")
-    return grain.MapDataset.source(rows).shuffle(seed=spaced).repeat()
+    def __init__(self, rows: Any, seed: int, mixture: Mixture | None = None):
+        """rows: with `locate` and `read`, and `group_rows` where there is a mixture."""
+        self.rows, self.seed, self.mixture = rows, seed, mixture
+
+    def row_numbers(self, places: np.ndarray) -> np.ndarray:
+        """int64[m]: the row at each place int64[m] of the stream."""
+        if self.mixture is None:
+            return self.shuffled(places, 0, len(self.rows), "")
+        groups, turns = self.mixture.locate(places)
+        numbers = np.empty(len(places), np.int64)
+        for group in np.unique(groups):
+            here = groups == group
+            numbers[here] = self.shuffled(turns[here], *self.group(group))
+        return numbers
+
+    def places_of(self, row: int, stop: int) -> np.ndarray:
+        """The places below `stop` at which the stream has this row, in order: the inverse of row_numbers."""
+        if self.mixture is None:
+            return self.turns_of(row, 0, len(self.rows), "", stop)
+        group = int(np.searchsorted(self.rows.group_rows, row, side="right")) - 1
+        turns = self.turns_of(row, *self.group(group), self.mixture.taken(stop)[group])
+        return self.mixture.find(group, turns)
+
+    def group(self, group: int) -> tuple[int, int, str]:
+        """(first row, number of rows, name) of a group."""
+        first, stop = (int(bound) for bound in self.rows.group_rows[group : group + 2])
+        return first, stop - first, self.mixture.names[group]
+
+    def shuffled(self, turns: np.ndarray, first: int, size: int, name: str) -> np.ndarray:
+        """The rows that a group of `size` rows from `first` on gives at its turns 0, 1, 2, ..."""
+        epochs, places = np.divmod(turns, size)
+        numbers = np.empty(len(turns), np.int64)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            numbers[here] = first + permuted(places[here], size, order_key(self.seed, name, epoch))
+        return numbers
+
+    def turns_of(self, row: int, first: int, size: int, name: str, stop: int) -> np.ndarray:
+        """The turns below `stop` at which the group gives this row: one in each epoch."""
+        turns = [
+            epoch * size + int(unpermuted(row - first, size, order_key(self.seed, name, epoch)))
+            for epoch in range(-(-int(stop) // size))
+        ]
+        return np.array([turn for turn in turns if turn < stop], np.int64)
+
+
+def order_key(seed: int, name: str, epoch: int) -> str:
+    """What the order of a group's rows in one epoch hangs on."""
+    return f"row order {seed} {epoch} {name}"
 
 
 class Batches:
-    """Batches by number. Any host may read any rows of any batch, in any order, and nothing has to be remembered."""
+    """Batches by number. Any host may read any rows of any batch, in any order, and nothing has to be remembered.
 
-    def __init__(self, dataset: Any, rows_per_batch: int):
-        """dataset: [row index] -> Batch of [T], without end. rows_per_batch: of the whole batch, over all hosts."""
-        self.dataset, self.rows_per_batch = dataset, rows_per_batch
+    Where the rows of a batch lie is found for the batches around it at once, since a call of numpy costs as much for a
+    thousand numbers as for one.
+    """
+
+    LOCATED = 1024  # rows
+
+    def __init__(
+        self, order: RowOrder, rows_per_batch: int, gate: Gate | None = None, transform: Transform = as_they_are
+    ):
+        """rows_per_batch: of the whole batch, over all hosts. gate: which rows weigh nothing, by their text.
+
+        transform(rows, n, row_indices): what becomes of these rows of batch n.
+        """
+        self.order, self.rows_per_batch, self.gate, self.transform = order, rows_per_batch, gate, transform
+        self._together = max(1, self.LOCATED // rows_per_batch)  # batches
+        self._recent: tuple[int, Any] = (-1, None)  # of any thread, replaced whole
 
     def rows(self, n: int, row_indices: Sequence[int] | slice) -> Batch:
         """The given rows, numbered from 0 within batch n, in the order given: fields of [len(row_indices), T]."""
@@ -35,12 +104,51 @@ class Batches:
             row_indices = range(*row_indices.indices(self.rows_per_batch))
         if outside := [row for row in row_indices if not 0 <= row < self.rows_per_batch]:
             raise ValueError(f"rows {outside} are not among the {self.rows_per_batch} rows of a batch")
-        first = int(n) * self.rows_per_batch
-        return stack_rows([self.dataset[first + int(row)] for row in row_indices])
+        located, sources, first = self.whereabouts(n)
+        chosen = [first + int(row) for row in row_indices]
+        text = self.order.rows.read(located, chosen)
+        made = self.transform(text, n, row_indices)
+        if self.gate is not None and (bad := self.gate(text, located, chosen)).any():
+            made = made._replace(weights=np.where(bad[:, None], np.float32(0), made.weights))
+        if sources is not None:
+            sources_BT = np.empty(made.tokens.shape, np.int32)
+            sources_BT[:] = sources[chosen, None]
+            made = made._replace(sources=sources_BT)
+        return made
 
     def batch(self, n: int) -> Batch:
         """The whole batch n: fields of [rows_per_batch, T]."""
         return self.rows(n, range(self.rows_per_batch))
+
+    def text(self, n: int) -> Batch:
+        """The packed rows of batch n as they are before the transform and the gate: fields of [rows_per_batch, T]."""
+        located, _, first = self.whereabouts(n)
+        return self.order.rows.read(located, range(first, first + self.rows_per_batch))
+
+    def row_numbers(self, n: int) -> np.ndarray:
+        """int64[rows_per_batch]: which rows of the corpus batch n is made of."""
+        first = int(n) * self.rows_per_batch
+        return self.order.row_numbers(np.arange(first, first + self.rows_per_batch))
+
+    def whereabouts(self, n: int) -> tuple[Any, np.ndarray | None, int]:
+        """(what located gives for the batches around n, and where among it batch n begins)."""
+        part, batch = divmod(int(n), self._together)
+        return (*self.located(part), batch * self.rows_per_batch)
+
+    def located(self, part: int) -> tuple[Any, np.ndarray | None]:
+        """(where the rows of batches [part * together, (part + 1) * together) lie, the source of each in a mixture)."""
+        known, found = self._recent
+        if known != part:
+            size = self._together * self.rows_per_batch
+            places = np.arange(part * size, (part + 1) * size)
+            mixture = self.order.mixture
+            sources = None if mixture is None else mixture.told(places).astype(np.int32)
+            found = self.order.rows.locate(self.order.row_numbers(places)), sources
+            self._recent = (part, found)
+        return found
+
+    def __getstate__(self) -> dict:
+        return self.__dict__ | {"_recent": (-1, None)}
 
 
 def batch_index(step: int, skipped: Iterable[Sequence[int]]) -> int:
@@ -51,6 +159,16 @@ def batch_index(step: int, skipped: Iterable[Sequence[int]]) -> int:
             break
         n += stop - start
     return n
+
+
+def step_of(n: int, skipped: Iterable[Sequence[int]]) -> int | None:
+    """The step that trains on batch n: the inverse of batch_index; None if the batch is skipped."""
+    before = 0
+    for start, stop in normalise(skipped):
+        if start <= n < stop:
+            return None
+        before += max(0, min(stop, n) - start)
+    return n - before
 
 
 def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence[int]], at_step: int) -> Ranges:
@@ -98,7 +216,7 @@ def without(ranges: Ranges, removed: Ranges) -> Ranges:
     return ranges
 
 
-def document_order(num_documents: int, seed: int) -> np.ndarray:
+def document_order(num_documents: int, seed: int | str) -> np.ndarray:
     """int64[num_documents]: a permutation that depends on the seed and the count alone, whatever the numpy version.
 
     numpy promises the raw output of Philox for good, but not the method of Generator.permutation.

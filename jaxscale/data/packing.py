@@ -1,5 +1,6 @@
-"""Packed rows: windows of T tokens over a stream of documents in a shuffled order, each row found by arithmetic."""
+"""Documents as rows of T tokens: what any packing offers, and the windows over a stream of shuffled documents."""
 
+import abc
 import dataclasses
 import functools
 import hashlib
@@ -9,6 +10,8 @@ import numpy as np
 
 from jaxscale.data.batch import Batch
 from jaxscale.data.order import document_order
+from jaxscale.data.remote import map_ids
+from jaxscale.data.rows import Located, Pieces, TokenFiles, locate, read_rows
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,78 +58,133 @@ def join_tables(tables: Sequence[DocumentTable]) -> DocumentTable:
     )
 
 
-class PackedRows:
-    """Row r holds tokens [r T, (r + 1) T) of the stream; its targets are the next tokens of the stream.
+class DocumentRows(abc.ABC):
+    """Rows by number, read in any order; a pickle carries the table, not the tokens. What all packings have in common.
 
-    Every token but the first of its document is a target with weight 1 exactly once. The last row is padded. A
-    grain.sources.RandomAccessDataSource; a pickle of it carries the table, not the tokens.
+    The rows of group g are numbers [group_rows[g], group_rows[g + 1]): one group of all documents, or one per source.
     """
 
-    def __init__(self, table: DocumentTable, *, seq_len: int, seed: int):
-        order = document_order(len(table), seed)
-        self.table, self.seq_len, self.seed = table, seq_len, seed
-        self._starts, self._file_ids = table.starts[order], table.file_ids[order]
-        self._source_ids = table.source_ids[order]
-        self._stream = np.zeros(len(table) + 1, np.int64)  # where each document begins in the stream, and the end
-        np.cumsum(table.lengths[order], out=self._stream[1:])
-        self.num_tokens = int(self._stream[-1])
-        self._num_rows = -(-self.num_tokens // seq_len)
-        self._ramp_T = np.arange(seq_len, dtype=np.int32)
+    table: DocumentTable
+    seq_len: int
+    group_rows: np.ndarray  # int64[groups + 1]
+
+    @abc.abstractmethod
+    def pieces(self, rows: np.ndarray) -> Pieces:
+        """What the rows int64[m] are made of."""
+
+    @abc.abstractmethod
+    def rows_of(self, document: int) -> np.ndarray:
+        """int64: the rows that hold a piece of the table's document, in order. Looks through all documents."""
 
     def __len__(self) -> int:
-        return self._num_rows
-
-    def __repr__(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
-        for array in (self._starts, self._file_ids, self._stream):
-            digest.update(np.ascontiguousarray(array).tobytes())
-        return f"PackedRows(seq_len={self.seq_len}, seed={self.seed}, {digest.hexdigest()})"
+        return int(self.group_rows[-1])
 
     def __getstate__(self) -> dict:
-        return {key: value for key, value in self.__dict__.items() if key != "_files"}
+        return {key: value for key, value in self.__dict__.items() if key not in ("_files", "_ramp_T", "_plan")}
 
     @functools.cached_property
-    def _files(self) -> list[np.ndarray]:
-        """Ids of each file, memory-mapped at the first read; plain arrays, as slicing an np.memmap costs far more."""
-        pairs = zip(self.table.paths, self.table.dtypes)
-        return [np.asarray(np.memmap(path, dtype=dtype, mode="r")) for path, dtype in pairs]
+    def num_tokens(self) -> int:
+        """Tokens of all documents; the rows hold each once."""
+        return self.table.num_tokens
 
-    def _window(self, row: int) -> tuple[int, int, list[int]]:
-        """(first document, number of documents, where they begin and the last ends, seen from the row's start)."""
-        start = row * self.seq_len
-        stop = min(start + self.seq_len + 1, self.num_tokens)
-        first = int(self._stream.searchsorted(start, side="right")) - 1
-        last = int(self._stream.searchsorted(stop, side="left"))
-        return first, last - first, (self._stream[first : last + 1] - start).tolist()
+    @functools.cached_property
+    def _files(self) -> TokenFiles:
+        return TokenFiles(self.table.paths, self.table.dtypes, map_ids)
+
+    @functools.cached_property
+    def _ramp_T(self) -> np.ndarray:
+        return np.arange(self.seq_len, dtype=np.int32)
+
+    def locate(self, rows: np.ndarray) -> Located:
+        """Where the rows int64[m] lie in the files, for `read`."""
+        return locate(self.pieces(rows), self.table.starts, self.table.file_ids)
+
+    def read(self, located: Located, chosen: Sequence[int]) -> Batch:
+        """Some of the located rows, by their places among them: a Batch of [len(chosen), T]."""
+        return read_rows(located, chosen, self.seq_len, self._files, self._ramp_T)
 
     def __getitem__(self, row: int) -> Batch:
         """Row `row` as a Batch of [T]."""
-        T, row = self.seq_len, int(row)
-        if not 0 <= row < self._num_rows:
-            raise IndexError(f"row {row} of {self._num_rows}")
-        first, count, bounds = self._window(row)
-        files, starts = self._file_ids[first : first + count].tolist(), self._starts[first : first + count].tolist()
-        ids = np.zeros(T + 1, np.int32)
-        positions_T, segments_T = np.zeros(T, np.int32), np.zeros(T, np.int32)
-        weights_T = np.ones(T, np.float32)
-        for i in range(count):
-            begin, end = bounds[i], bounds[i + 1]
-            skipped = -begin if begin < 0 else 0  # the part that lies in earlier rows
-            begin += skipped
-            offset = starts[i] + skipped
-            length = min(end, T + 1) - begin
-            ids[begin : begin + length] = self._files[files[i]][offset : offset + length]
-            positions_T[begin:end] = self._ramp_T[: min(end, T) - begin] if begin < T else 0
-            segments_T[begin:end] = i + 1
-            if end <= T:
-                weights_T[end - 1] = 0  # what follows belongs to another document
-        weights_T[bounds[-1] :] = 0  # past the end of the stream; an empty slice in every row but the last
-        return Batch(ids[:-1], ids[1:], positions_T, segments_T, weights_T)
+        if not 0 <= int(row) < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        batch = self.read(self.locate(np.array([int(row)])), [0])
+        return Batch(*(field if field is None else field[0] for field in batch))
 
     def row_sources(self, row: int) -> np.ndarray:
         """int32[T]: the source of each token's document, which is its target's document wherever the weight is 1."""
-        first, count, bounds = self._window(int(row))
-        edges = np.clip(bounds, 0, self.seq_len)
+        pieces = self.pieces(np.array([int(row)]))
         sources_T = np.zeros(self.seq_len, np.int32)
-        sources_T[: edges[-1]] = np.repeat(self._source_ids[first : first + count], np.diff(edges))
+        sources_T[: pieces.lengths.sum()] = np.repeat(self.table.source_ids[pieces.documents], pieces.lengths)
         return sources_T
+
+
+def group_members(table: DocumentTable, num_groups: int) -> list[np.ndarray]:
+    """The documents of each group, by number: all in one, or those of each source. Empty documents are in none."""
+    real = table.lengths > 0
+    if num_groups == 1:
+        return [np.flatnonzero(real)]
+    return [np.flatnonzero(real & (table.source_ids == group)) for group in range(num_groups)]
+
+
+class PackedRows(DocumentRows):
+    """`concat`: row r holds tokens [r T, (r + 1) T) of the stream; its targets are the next tokens of the stream.
+
+    Every token but the first of its document is a target with weight 1 exactly once. The last row of a group is padded.
+    """
+
+    def __init__(self, table: DocumentTable, *, seq_len: int, seed: int, num_groups: int = 1):
+        members = group_members(table, num_groups)
+        names = [str(seed)] if num_groups == 1 else [f"{seed} {group}" for group in range(num_groups)]
+        orders = [documents[document_order(len(documents), name)] for documents, name in zip(members, names)]
+        self.table, self.seq_len, self.seed = table, seq_len, seed
+        self._order = np.concatenate(orders)
+        lengths = table.lengths[self._order]
+        tokens = np.array([table.lengths[documents].sum() for documents in members], np.int64)
+        self.group_rows = np.concatenate([[0], np.cumsum(-(-tokens // seq_len))])
+        shifts = self.group_rows[:-1] * seq_len - (np.cumsum(tokens) - tokens)  # a group begins with a row
+        self._begins = np.cumsum(lengths) - lengths + np.repeat(shifts, [len(order) for order in orders])
+
+    def __repr__(self) -> str:
+        digest = hashlib.blake2b(digest_size=8)
+        for array in (self.table.starts[self._order], self.table.file_ids[self._order], self._begins):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return f"PackedRows(seq_len={self.seq_len}, seed={self.seed}, {digest.hexdigest()})"
+
+    def pieces(self, rows: np.ndarray) -> Pieces:
+        """What the rows int64[m] are made of."""
+        T, begins = self.seq_len, self._begins
+        starts = rows * T
+        first, last = begins.searchsorted(starts, side="right") - 1, begins.searchsorted(starts + T, side="left")
+        bounds, places = ranges(first, last)
+        documents = self._order[places]
+        begin = begins[places] - np.repeat(starts, last - first)
+        end = begin + self.table.lengths[documents]
+        skipped = np.maximum(-begin, 0)
+        lengths = np.minimum(end, T) - np.maximum(begin, 0)
+        goes_on = end[bounds[1:] - 1] > T
+        group = self.group_rows.searchsorted(rows, side="right") - 1
+        something = goes_on | (rows + 1 < self.group_rows[group + 1])
+        behind = np.minimum(np.where(goes_on, last - 1, last), len(begins) - 1)
+        return Pieces(
+            first=bounds,
+            documents=documents,
+            skipped=skipped,
+            lengths=lengths,
+            ended=end <= T,
+            after_documents=np.where(something, self._order[behind], -1),
+            after_skipped=np.where(goes_on, (skipped + lengths)[bounds[1:] - 1], 0),
+        )
+
+    def rows_of(self, document: int) -> np.ndarray:
+        """int64: the rows that hold a piece of the table's document, in order. Looks through all documents."""
+        begins = self._begins[self._order == document]
+        ends = begins + self.table.lengths[document]
+        return np.concatenate(
+            [np.arange(a // self.seq_len, -(-b // self.seq_len)) for a, b in zip(begins, ends)] or [[]]
+        )
+
+
+def ranges(first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(where each range's part begins in what follows, and the end; the numbers of all ranges [first, last))."""
+    bounds = np.concatenate([[0], np.cumsum(last - first)])
+    return bounds, np.arange(bounds[-1]) + np.repeat(first - bounds[:-1], last - first)

@@ -1,7 +1,11 @@
 """From the settings to a corpus: the one door through which the rest of the program gets its batches."""
 
 import dataclasses
+import datetime
+import functools
 import hashlib
+import json
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -9,12 +13,30 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.data.array_record import array_record_shard, is_array_record
 from jaxscale.data.batch import Batch, padding_row, stack_rows
-from jaxscale.data.cache import Say, count, describe_skipped, scanned, tokenised
+from jaxscale.data.best_fit import BestFitRows, plan_settings, write_plan
+from jaxscale.data.cache import Say, cache_folder, count, describe_skipped, made_folder, scanned, tokenised
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, raw_dtype, vocabulary_problem
 from jaxscale.data.config import DataConfig
-from jaxscale.data.order import Batches, shuffled_rows
-from jaxscale.data.packing import PackedRows, join_tables
+from jaxscale.data.gate import make_gate
+from jaxscale.data.manifest import is_manifest
+from jaxscale.data.megatron import is_megatron, megatron_shard
+from jaxscale.data.mixture import Mixture, check_sources, plan_mixture, stages_of
+from jaxscale.data.objectives import (
+    NextTokenConfig,
+    ObjectiveConfig,
+    SpecialIds,
+    StandIn,
+    apply,
+    apply_with_origin,
+    find_ids,
+    reads_text_in_order,
+    stand_in_ids,
+)
+from jaxscale.data.order import ORDER, Batches, RowOrder
+from jaxscale.data.packing import DocumentRows, DocumentTable, PackedRows, join_tables
+from jaxscale.data.prepared import open_prepared
 from jaxscale.data.shards import Shard, open_shard, read_header
 from jaxscale.data.sources import SourceFile
 from jaxscale.data.split import hold_out
@@ -30,8 +52,9 @@ VALIDATION_ROWS_SYNTHETIC = 4096
 class Corpus:
     """Training and validation rows, and what is known of them."""
 
-    train_rows: Any  # PackedRows or SyntheticRows
+    train_rows: Any  # DocumentRows or SyntheticRows
     valid_rows: Any | None
+    cfg: DataConfig
     seq_len: int
     seed: int
     source_names: tuple[str, ...]
@@ -39,21 +62,58 @@ class Corpus:
     token_bytes: np.ndarray | None  # int32[vocabulary]: bytes of text that each id stands for
     fingerprint: str  # equal wherever the same tokens are divided the same way
     summary: str  # one line for people
+    shards: tuple[Shard, ...] = ()  # that the training rows are read from
+    objective: ObjectiveConfig = NextTokenConfig()
+    ids: SpecialIds | None = None  # that the objective needs
 
     @property
     def epoch_tokens(self) -> int:
         """Tokens in all rows of training, the padding of the last one included."""
         return len(self.train_rows) * self.seq_len
 
-    def batches(self, rows_per_batch: int) -> Batches:
-        """The endless training batches, each epoch shuffled anew."""
-        return Batches(shuffled_rows(self.train_rows, self.seed), rows_per_batch)
+    def batches(self, rows_per_batch: int, mixture: Mixture | None = None) -> Batches:
+        """The endless training batches, each epoch shuffled anew.
+
+        mixture: of plan_mixture; else that of the settings as for a run of one epoch, without caps.
+        """
+        if self.cfg.mixture and mixture is None:
+            mixture = self.plan_mixture(rows_per_batch, max(1, len(self.train_rows) // rows_per_batch), capped=False)
+        gate = make_gate(self.cfg.gate, self.tokenizer) if self.shards else None
+        transform = functools.partial(apply, self.objective, self.ids, seed=self.seed)
+        return Batches(RowOrder(self.train_rows, self.seed, mixture), rows_per_batch, gate, transform)
+
+    def plan_mixture(
+        self, rows_per_batch: int, total_steps: int, num_batches: int | None = None, *, capped: bool = True
+    ) -> Mixture | None:
+        """The stages of a run of so many steps; None where the settings have no mixture.
+
+        num_batches: up to the end of the run, those that it skips counted too. Raises ValueError as the function does.
+        """
+        if not self.cfg.mixture:
+            return None
+        return plan_mixture(
+            self.cfg.mixture,
+            self.cfg.max_epochs if capped else {},
+            names=self.source_names,
+            sizes=np.diff(self.train_rows.group_rows).tolist(),
+            seq_len=self.seq_len,
+            rows_per_batch=rows_per_batch,
+            total_steps=total_steps,
+            num_batches=total_steps if num_batches is None else num_batches,
+        )
+
+    def as_grain(self, rows_per_batch: int, num_batches: int = sys.maxsize) -> Any:
+        """A grain.MapDataset whose element n is batch n, for pipelines that go on from here."""
+        import grain  # takes 0.8 s, and training does without it
+
+        return grain.MapDataset.source(BatchSource(self.batches(rows_per_batch), num_batches))
 
     def valid_batches(self, num_rows: int, rows_per_batch: int) -> Iterator[tuple[Batch, np.ndarray, np.ndarray]]:
         """Yields (batch, sources int32[rows, T], target_bytes int32[rows, T]) over at most num_rows rows.
 
         They are spread evenly over the validation set and always the same. Rows that fill up the last batch weigh 0.
-        target_bytes: what each target stands for in bytes of text; 0 where the weight is 0, or no tokenizer is known.
+        target_bytes: what each target stands for in bytes of text; 0 where the weight is 0, no tokenizer is known, or
+        the objective does not read the text in its order.
         """
         assert self.valid_rows is not None, "there is no validation set"
         chosen = evenly_spread(len(self.valid_rows), num_rows)
@@ -63,8 +123,28 @@ class Corpus:
             batch = stack_rows([self.valid_rows[row] for row in part] + [padding_row(self.seq_len)] * missing)
             nowhere = [np.zeros(self.seq_len, np.int32)] * missing
             sources = np.stack([self.valid_rows.row_sources(row) for row in part] + nowhere)
-            sizes = np.zeros_like(batch.targets) if self.token_bytes is None else self.token_bytes[batch.targets]
+            places = [*part, *range(-missing, 0)]
+            batch, origin = apply_with_origin(self.objective, self.ids, batch, 0, places, VALIDATION_SEED)
+            sources = np.take_along_axis(sources, origin, axis=1)
+            is_told = self.token_bytes is not None and reads_text_in_order(self.objective)
+            sizes = self.token_bytes[batch.targets] if is_told else np.zeros_like(batch.targets)
             yield batch, sources, np.where(batch.weights > 0, sizes, 0).astype(np.int32)
+
+
+class BatchSource:
+    """Batches as a grain.sources.RandomAccessDataSource."""
+
+    def __init__(self, batches: Batches, num_batches: int):
+        self.batches, self.num_batches = batches, num_batches
+
+    def __len__(self) -> int:
+        return self.num_batches
+
+    def __getitem__(self, n: int) -> Batch:
+        return self.batches.batch(int(n))
+
+    def __repr__(self) -> str:
+        return f"BatchSource({self.batches.order.rows!r}, {self.batches.rows_per_batch})"
 
 
 def evenly_spread(total: int, wanted: int) -> list[int]:
@@ -85,18 +165,40 @@ def open_data(
     if problems := check_data(cfg, seq_len, vocab_size):
         raise ValueError(problems[0])
     if cfg.name == "synthetic":
-        return synthetic_corpus(seq_len=seq_len, vocab_size=vocab_size, seed=seed)
+        return with_objective(synthetic_corpus(cfg, seq_len=seq_len, vocab_size=vocab_size, seed=seed), vocab_size)
     files, val_files = corpus_files(cfg)[0]
     if cfg.name == "tokens":
         shards, val_shards, tokenizer = open_tokens(cfg, files, val_files, vocab_size, say)
     else:
         tokenizer = load_tokenizer(cfg.tokenizer or "bytes", cfg.eos_token)
         shards = [tokenised(files, tokenizer, cfg, say)]
+        for line in unpinned(files, shards[0]):
+            say(line)
         val_shards = [tokenised(val_files, tokenizer, cfg, say)] if val_files else []
     for shard in [*shards, *val_shards]:
         if shard.header["max_id"] >= vocab_size:
-            raise ValueError(vocabulary_problem(shard.bin_path, shard.header["max_id"], vocab_size))
-    return assemble(cfg, shards, val_shards, tokenizer, seq_len, seed)
+            raise ValueError(vocabulary_problem(shard.place, shard.header["max_id"], vocab_size))
+    return with_objective(assemble(cfg, shards, val_shards, tokenizer, seq_len, seed), vocab_size)
+
+
+def unpinned(files: Sequence[SourceFile], shard: Shard) -> list[str]:
+    """A line for each data set of a hub that may have changed since its copy in the cache was made."""
+    made = datetime.date.fromtimestamp(Path(shard.bin_path).stat().st_mtime)
+    return [
+        f"{file.path}: as it was on {made}, when it was tokenised; a newer one is not looked for. "
+        "revision=COMMIT pins one"
+        for file in files
+        if file.path.startswith("hf://") and "revision=" not in file.path
+    ]
+
+
+def with_objective(corpus: Corpus, vocab_size: int) -> Corpus:
+    """The corpus whose batches are made for its objective. Raises ValueError where an id that it needs is unknown."""
+    cfg, tokenizer = corpus.cfg, corpus.tokenizer
+    if tokenizer is None:
+        tokenizer = stand_in_ids(vocab_size) if cfg.name == "synthetic" else StandIn("unknown", cfg.eos_id)
+    ids = find_ids(cfg.objective, tokenizer, corpus.token_bytes, vocab_size, corpus.seq_len)
+    return dataclasses.replace(corpus, objective=cfg.objective, ids=ids)
 
 
 def assemble(
@@ -120,11 +222,20 @@ def assemble(
         content += [str(cfg.val_fraction), *(f"{name}:{documents}" for name, documents in files)]
     check_lengths(cfg, train, valid, seq_len)
 
-    train_rows = PackedRows(train, seq_len=seq_len, seed=seed)
+    content += [f"order {ORDER}", cfg.packing]
+    content += [json.dumps(plan_settings(), sort_keys=True)] if cfg.packing == "best_fit" else []
+    fingerprint = hashlib.sha256("|".join(content).encode(errors="surrogateescape")).hexdigest()
+    groups = len(names) if cfg.mixture else 1
+    if cfg.mixture:
+        tokens = np.bincount(train.source_ids, weights=train.lengths, minlength=len(names))
+        for _, weights in stages_of(cfg.mixture):
+            check_sources("mixture", weights, names, tokens)
+    train_rows = make_rows(cfg, train, fingerprint, seq_len=seq_len, seed=seed, num_groups=groups)
     skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
     text_bytes = sum(shard.header["text_bytes"] for shard in shards)
     facts = [
-        f"{count(len(train), 'document')}, {train.num_tokens:,} tokens, {count(len(train_rows), 'row')} of {seq_len}"
+        f"{count(len(train), 'document')}, {train.num_tokens:,} tokens, {count(len(train_rows), 'row')} of {seq_len}",
+        f"packing {cfg.packing}, {train.num_tokens / (len(train_rows) * seq_len):.2%} of positions real",
     ]
     if valid is not None:
         facts.append(f"validation {count(len(valid), 'document')}, {valid.num_tokens:,} tokens ({rule})")
@@ -136,28 +247,46 @@ def assemble(
     return Corpus(
         train_rows=train_rows,
         valid_rows=PackedRows(valid, seq_len=seq_len, seed=VALIDATION_SEED) if valid is not None else None,
+        cfg=cfg,
         seq_len=seq_len,
         seed=seed,
         source_names=names,
         tokenizer=tokenizer,
         token_bytes=tokenizer.token_bytes if tokenizer else common_token_bytes(shards),
-        fingerprint=hashlib.sha256("|".join(content).encode(errors="surrogateescape")).hexdigest(),
+        fingerprint=fingerprint,
         summary=f"data.{cfg.name}: " + "; ".join(facts),
+        shards=tuple(trained),
     )
 
 
-def synthetic_corpus(*, seq_len: int, vocab_size: int, seed: int) -> Corpus:
+def make_rows(
+    cfg: DataConfig, table: DocumentTable, fingerprint: str, *, seq_len: int, seed: int, num_groups: int
+) -> DocumentRows:
+    """The training rows. A plan of best_fit is made once and found again by all that it depends on.
+
+    Validation rows are always `concat`: of a small set it wastes nothing, and they stay comparable between runs.
+    """
+    make = dict(seq_len=seq_len, seed=seed, num_groups=num_groups)
+    if cfg.packing == "concat":
+        return PackedRows(table, **make)
+    made_from = plan_settings(fingerprint=fingerprint, **make)
+    folder = made_folder(cache_folder(cfg), "rows", made_from, lambda folder: write_plan(folder, table, **make))
+    return BestFitRows(table, folder, seq_len=seq_len)
+
+
+def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> Corpus:
     """Uniform random tokens; there is nothing to read."""
     make = dict(seq_len=seq_len, vocab_size=vocab_size)
     return Corpus(
         train_rows=SyntheticRows(**make, seed=seed),
         valid_rows=SyntheticRows(**make, seed=~seed, num_rows=VALIDATION_ROWS_SYNTHETIC),
+        cfg=cfg,
         seq_len=seq_len,
         seed=seed,
         source_names=("synthetic",),
         tokenizer=None,
         token_bytes=None,
-        fingerprint=f"synthetic-{vocab_size}",
+        fingerprint=f"synthetic-{vocab_size}-order-{ORDER}",
         summary=f"data.synthetic: uniform ids below {vocab_size:,}; its loss cannot fall below log(vocabulary)",
     )
 
@@ -169,12 +298,19 @@ def open_tokens(
     tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token) if cfg.tokenizer else None
     eos_id = cfg.eos_id if cfg.eos_id is not None or tokenizer is None else tokenizer.eos_id
 
-    def open_one(file: SourceFile) -> Shard:
+    def open_one(file: SourceFile) -> list[Shard]:
+        if is_manifest(file.path):
+            return open_prepared(file.path, cfg, say)
+        if is_megatron(file.path):
+            return [megatron_shard(file, cfg, say)]
+        if is_array_record(file.path):
+            return [array_record_shard(file, raw_dtype(cfg, vocab_size), eos_id, vocab_size, cfg)]
         if read_header(Path(file.path)) is None:
-            return scanned(file, raw_dtype(cfg, vocab_size), eos_id, cfg, say)
-        return open_shard(Path(file.path))
+            return [scanned(file, raw_dtype(cfg, vocab_size), eos_id, cfg, say)]
+        return [open_shard(Path(file.path))]
 
-    shards, val_shards = [open_one(file) for file in files], [open_one(file) for file in val_files]
+    shards = [shard for file in files for shard in open_one(file)]
+    val_shards = [shard for file in val_files for shard in open_one(file)]
     headers = [shard.header["tokenizer"] for shard in [*shards, *val_shards]]
     made_with = {header["fingerprint"]: header for header in headers if header["fingerprint"]}
     if len(made_with) > 1:
@@ -183,7 +319,7 @@ def open_tokens(
     for fingerprint, header in made_with.items():
         if tokenizer and tokenizer.fingerprint != fingerprint:
             raise ValueError(
-                f"data.tokenizer={cfg.tokenizer} is not the one that {shards[0].bin_path} was made with, which is "
+                f"data.tokenizer={cfg.tokenizer} is not the one that {shards[0].place} was made with, which is "
                 f"{header['name']} with end token {shards[0].header['eos_id']}; name that, or leave it empty"
             )
         if tokenizer is None and tokenizer_problem(header["name"]) is None:
@@ -192,7 +328,7 @@ def open_tokens(
     for shard in [*shards, *val_shards]:
         if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
             raise ValueError(
-                f"{shard.bin_path} holds token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
+                f"{shard.place} holds token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
                 f"not have (its largest is {tokenizer.vocab_size - 1}); name the one it was made with, or none"
             )
     return shards, val_shards, tokenizer

@@ -1,10 +1,11 @@
 """Random tokens: a throughput run that needs no file and no tokenizer."""
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
-from jaxscale.data.batch import Batch
+from jaxscale.data.batch import Batch, stack_rows
 
 NUM_ROWS = 1 << 24  # an epoch; large enough that no run meets a row twice
 
@@ -30,6 +31,14 @@ class SyntheticRows:
         drawn = ((raw.astype(np.uint64) * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int32)
         ones_T = np.ones(T, np.int32)
         return Batch(drawn[:-1], drawn[1:], np.arange(T, dtype=np.int32), ones_T, np.ones(T, np.float32))
+
+    def locate(self, rows: np.ndarray) -> np.ndarray:
+        """The rows themselves: they are nowhere but in their numbers."""
+        return rows
+
+    def read(self, located: np.ndarray, chosen: Sequence[int]) -> Batch:
+        """Some of the located rows, by their places among them: a Batch of [len(chosen), T]."""
+        return stack_rows([self[located[place]] for place in chosen])
 
     def row_sources(self, row: int) -> np.ndarray:
         """int32[T]: there is one source, 0."""

@@ -26,18 +26,18 @@ class Count:
     number = 0
 
 
-def agreed(decide: Callable[[], Any]) -> Any:
+def agreed(decide: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
     """What decide() returns at the first process, on all of them. All must call it at the same place of the program.
 
     Args: decide: returns plain data that JSON can hold. Where it raises, it raises at the first process only, whose
-    end then ends the others.
+    end then ends the others. seconds: how long the first process may take.
     """
     if jax.process_count() == 1:
         return decide()
     client, key = distributed.global_state.client, next_key("agreed")
     if jax.process_index() == 0:
         client.key_value_set(key, json.dumps(decide()))
-    return json.loads(client.blocking_key_value_get(key, WAIT_SECONDS * 1000))
+    return json.loads(client.blocking_key_value_get(key, round(seconds * 1000)))
 
 
 def all_here() -> None:

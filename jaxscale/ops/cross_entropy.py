@@ -24,6 +24,7 @@ class LossSums(NamedTuple):
     total: jax.Array  # nats + z_loss * z: what training minimises, before the division by the token count
     nats: jax.Array  # weight * cross-entropy
     z: jax.Array  # weight * logsumexp**2 (arXiv:2204.02311, section 5), without the coefficient
+    row_nats: jax.Array | None = None  # float32[B]: nats of each row, where asked for
 
 
 def token_nats(
@@ -62,25 +63,27 @@ def summed_cross_entropy(
     z_loss: float = 0.0,
     softcap: float | None = None,
     tensor: TensorAxis = ONE,
+    per_row: bool = False,
 ) -> LossSums:
     """Sums over all tokens. Differentiated, it forms the gradients of h and w with each chunk's logits in the forward
     pass, so no logits are computed twice; that of w is accumulated in float32. targets and weights have no gradient.
 
     Arguments as in token_nats. z_loss: coefficient of z in `total`. Where w is shared, the gradient of h is the
-    device's part of a sum.
+    device's part of a sum. per_row: also the nats of each row.
     """
-    total, nats, z = _summed(chunk_tokens, float(z_loss), softcap, tensor, h_BTD, w_DV, targets_BT, weights_BT)
-    return LossSums(total, lax.stop_gradient(nats), lax.stop_gradient(z))
+    fixed = (chunk_tokens, float(z_loss), softcap, tensor, per_row)
+    total, *sums = _summed(*fixed, h_BTD, w_DV, targets_BT, weights_BT)
+    return LossSums(total, *jax.tree.map(lax.stop_gradient, sums))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _summed(chunk_tokens, z_loss, softcap, tensor, h_BTD, w_DV, targets_BT, weights_BT):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _summed(chunk_tokens, z_loss, softcap, tensor, per_row, h_BTD, w_DV, targets_BT, weights_BT):
     nats_BT, lse_BT = token_nats(h_BTD, w_DV, targets_BT, chunk_tokens=chunk_tokens, softcap=softcap, tensor=tensor)
     nats, z = jnp.sum(nats_BT * weights_BT), jnp.sum(lse_BT * lse_BT * weights_BT)
-    return nats + z_loss * z, nats, z
+    return nats + z_loss * z, nats, z, jnp.sum(nats_BT * weights_BT, axis=1) if per_row else None
 
 
-def _forward(chunk_tokens, z_loss, softcap, tensor, h_BTD, w_DV, targets_BT, weights_BT):
+def _forward(chunk_tokens, z_loss, softcap, tensor, per_row, h_BTD, w_DV, targets_BT, weights_BT):
     w_cast_DV = w_DV.astype(h_BTD.dtype)
 
     def one_chunk(sums, chunk):
@@ -97,17 +100,19 @@ def _forward(chunk_tokens, z_loss, softcap, tensor, h_BTD, w_DV, targets_BT, wei
         g_MV = separate_on_cpu((g_BcV * lift(h_BcD.dtype)).astype(h_BcD.dtype).reshape(-1, g_BcV.shape[-1]))
         dh_MD = matmul_transposed(g_MV, w_cast_DV)
         dw_DV = weight_gradient(h_BcD, g_MV)
-        step = (jnp.sum(nats_Bc * weights_Bc), jnp.sum(lse_Bc * lse_Bc * weights_Bc), dw_DV)
+        rows_B = jnp.sum(nats_Bc * weights_Bc, axis=1) if per_row else None
+        step = (jnp.sum(nats_Bc * weights_Bc), jnp.sum(lse_Bc * lse_Bc * weights_Bc), rows_B, dw_DV)
         return jax.tree.map(jnp.add, sums, step), dh_MD.astype(h_BcD.dtype).reshape(h_BcD.shape)
 
-    zeros = (jnp.zeros((), F32), jnp.zeros((), F32), jnp.zeros(w_DV.shape, F32))
+    rows_B = jnp.zeros(h_BTD.shape[0], F32) if per_row else None
+    zeros = (jnp.zeros((), F32), jnp.zeros((), F32), rows_B, jnp.zeros(w_DV.shape, F32))
     chunks = tuple(chunked(array, chunk_tokens) for array in (h_BTD, targets_BT, weights_BT))  # padding weighs 0
-    (nats, z, dw_DV), dh_nBcD = lax.scan(one_chunk, zeros, chunks)
+    (nats, z, rows_B, dw_DV), dh_nBcD = lax.scan(one_chunk, zeros, chunks)
     saved = (unchunked(dh_nBcD, h_BTD.shape[1]), dw_DV, jnp.zeros((), w_DV.dtype))
-    return (nats + z_loss * z, nats, z), saved
+    return (nats + z_loss * z, nats, z, rows_B), saved
 
 
-def _backward(chunk_tokens, z_loss, softcap, tensor, saved, cotangents):
+def _backward(chunk_tokens, z_loss, softcap, tensor, per_row, saved, cotangents):
     dh_BTD, dw_DV, like_w = saved
     scale = cotangents[0].astype(F32) / lift(dh_BTD.dtype)
     return (dh_BTD.astype(F32) * scale).astype(dh_BTD.dtype), (dw_DV * scale).astype(like_w.dtype), None, None

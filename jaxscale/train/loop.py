@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,12 +40,14 @@ class Run:
     throughput: Throughput
     max_skipped_in_row: int
     finish: Callable[[TrainState], None]  # after the last step
+    source_names: Sequence[str] = ()  # of the mixture, as the step numbers them
     board: Board | None = None  # of several processes
 
 
 def train(run: Run) -> TrainState:
     """The state after the last step. Raises Stop: PREEMPTED after a signal, NON_FINITE after too many skips."""
     state, waiting = run.state, None
+    sums: Counter[str] = Counter()  # over the steps since this start; those before it are not in them
     if run.evaluate and run.start_step == 0:
         validate(run, 0, state)
     feed = run.open_feed(run.start_step, run.total_steps)
@@ -59,18 +62,18 @@ def train(run: Run) -> TrainState:
                 if step == run.start_step:
                     run.checkpoints.prepare()  # imports what saving needs while the first step runs
                 if waiting:
-                    report(run, *waiting)  # the step before this one: the device is never idle while the host reads
+                    report(run, sums, *waiting)  # of the step before: the device is never idle while the host reads
                 waiting = (step + 1, metrics, fed, waited)
                 run.checkpoints.poll()
                 now = step + 1
                 leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
                 last = now == run.total_steps or leaving is not None
                 if run.evaluate and (last or due(now, run.eval_every_steps)):
-                    waiting = report(run, *waiting)
+                    waiting = report(run, sums, *waiting)
                     if leaving is None:
                         validate(run, now, state)
                 if last or due(now, run.save_every_steps):
-                    waiting = report(run, *waiting) if waiting else None
+                    waiting = report(run, sums, *waiting) if waiting else None
                     save(run, now, state)
                 if leaving and now < run.total_steps:
                     run.checkpoints.wait()
@@ -89,11 +92,13 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def report(run: Run, step: int, metrics: dict[str, jax.Array], fed: Fed, waited: float) -> None:
-    """Fetches the metrics of a step that is done or nearly so, and writes them when they are due."""
+def report(run: Run, sums: Counter[str], step: int, metrics: dict[str, jax.Array], fed: Fed, waited: float) -> None:
+    """Fetches the metrics of a step that is done or nearly so, adds to the sums, and writes all when they are due."""
     fetched = jax.device_get(metrics)
     seen = hash_text(fetched.pop("tokens_seen"))
+    sources = source_losses(run.source_names, fetched)
     values = {name: value.item() for name, value in fetched.items()}
+    sums["gated_rows"] += values.get("gated_rows", 0)
     run.throughput.add(run.tokens_per_step, waited)
     run.writer.tick(step)
     if values["skipped_in_row"] > run.max_skipped_in_row:
@@ -118,7 +123,18 @@ def report(run: Run, step: int, metrics: dict[str, jax.Array], fed: Fed, waited:
         **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
     }
     values.pop("skipped_in_row")
-    run.writer.write(step, record | {f"train/{name}": value for name, value in values.items()})
+    if "gated_rows" in values:
+        record["gated_rows"] = values.pop("gated_rows")
+        record["gated_rows_total"] = sums["gated_rows"]
+    run.writer.write(step, record | {f"train/{name}": value for name, value in (values | sources).items()})
+
+
+def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, float]:
+    """{'NAME/loss': nats per token} of each source that the step had tokens of; taken out of `fetched`."""
+    if "source_nats" not in fetched:
+        return {}
+    sums = zip(names, fetched.pop("source_nats").tolist(), fetched.pop("source_tokens").tolist())
+    return {f"{name}/loss": nats / tokens for name, nats, tokens in sums if tokens}
 
 
 def validate(run: Run, step: int, state: TrainState) -> None:

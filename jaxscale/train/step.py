@@ -27,8 +27,12 @@ def make_train_step(
     guard_cfg: guard.GuardConfig,
     scale_cfg: loss_scale.LossScaleConfig,
     dynamic_scale: bool,
+    count_gated: bool = False,
 ) -> TrainStep:
-    """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state."""
+    """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
+
+    count_gated: also count the rows that the data's gate has left without weight, as gated_rows does.
+    """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
@@ -57,11 +61,21 @@ def make_train_step(
             "skipped": ~ok,
             "skipped_total": guard_state.skipped,
             "skipped_in_row": guard_state.skipped_in_row,
-            "tokens_seen": tokens_seen(batch.tokens),
+            "tokens_seen": tokens_seen(batch),
         }
+        if count_gated:
+            metrics["gated_rows"] = gated_rows(batch)
         return new_state, metrics
 
     return train_step
+
+
+def gated_rows(batch: Batch) -> jax.Array:
+    """int32[]: rows of the whole batch that hold text and weigh nothing, on any mesh.
+
+    These are the gate's, and the few that have no target without it: only documents of one token, or none to mask.
+    """
+    return jnp.sum(jnp.any(batch.segment_ids > 0, axis=1) & ~jnp.any(batch.weights > 0, axis=1), dtype=jnp.int32)
 
 
 def add_update(param: jax.Array, update: jax.Array) -> jax.Array:

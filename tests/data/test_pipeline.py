@@ -113,7 +113,7 @@ def test_sources_follow_their_documents_into_validation_and_bytes_their_targets(
     corpus = open_quietly(files={"doc": "doc*.txt", "web": ["web*.txt"]}, val_fraction=0.2)
     assert corpus.source_names == ("doc", "web")
     seen = list(corpus.valid_batches(num_rows=1000, rows_per_batch=8))
-    assert all(array.shape == (8, T) for batch, *rest in seen for array in [*batch, *rest])
+    assert all(array.shape == (8, T) for batch, *rest in seen for array in [*batch[:5], *rest])
     rows = sum((batch.segment_ids.any(axis=1).sum() for batch, *_ in seen), 0)
     assert rows == len(corpus.valid_rows)
     for batch, sources, sizes in seen:
@@ -230,7 +230,7 @@ def test_synthetic_tokens_need_no_file_and_cover_the_vocabulary():
         (dict(files=""), "data.files is empty"),
         (dict(files="none.txt"), "data.files=none.txt does not exist"),
         (dict(files="none/*.txt"), "data.files=none/\\*.txt matches no file"),
-        (dict(files="gs://bucket/*.txt"), "only local files"),
+        (dict(files="gs://bucket/*.txt"), "only the manifest.json of a prepared set"),
         (dict(files="empty.txt"), "empty corpus: 1 file of 0 bytes"),
         (dict(files="a.json"), "may be one JSON value or many; name it .jsonl"),
         (dict(files="x.bin"), "x.bin is not text by its name.*data.name='tokens'"),

@@ -81,6 +81,19 @@ class TestTrain:
         )
         assert [record["tokens_hash"] for record in found] == [tokens_hash(rows.batch(n)) for n in range(7)]
 
+    def test_gated_rows_of_steps_that_are_not_logged_are_in_the_total_since_the_start(self, tmp_path):
+        often = {"monitor.log_every_steps": 3, "checkpoint.save_every_steps": 8}
+        for steps, expected in ((8, [(3, 3, 6), (6, 6, 21), (8, 8, 36)]), (12, [(9, 9, 9), (12, 12, 42)])):
+            run = open_tiny(tmp_path / "run", often | {"train_tokens": f"{steps} steps"})
+
+            def train_step(state, batch, run=run):
+                state, metrics = run.train_step(state, batch)
+                return state, metrics | {"gated_rows": np.array(state.step)}  # as many as the number of the step
+
+            loop.train(dataclasses.replace(run, train_step=train_step))
+            found = [(r["step"], r["gated_rows"], r["gated_rows_total"]) for r in records(tmp_path / "run")]
+            assert found[-len(expected) :] == expected
+
     def test_too_many_bad_steps_in_a_row_end_the_run_with_their_own_code(self, tmp_path):
         run = open_tiny(tmp_path / "run", {"train.guard.max_skipped_in_row": 3})
 

@@ -16,8 +16,8 @@ from jaxscale.train.tokens_seen import tokens_seen
 def test_it_does_not_depend_on_the_mesh(mesh):
     batch = tiny.packed_batch(5)
     sharding = batch_sharding(make_mesh(MeshConfig(**mesh)), RULES["zero3"].params)
-    tokens_BT = jax.device_put(batch.tokens, sharding)
-    assert hash_text(np.asarray(jax.jit(tokens_seen)(tokens_BT))) == tokens_hash(batch)
+    placed = jax.tree.map(lambda field: jax.device_put(field, sharding), batch)
+    assert hash_text(np.asarray(jax.jit(tokens_seen)(placed))) == tokens_hash(batch)
 
 
 def test_one_token_or_two_that_change_places_change_both_halves_of_it():

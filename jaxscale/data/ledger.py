@@ -1,0 +1,179 @@
+"""Which documents a step has trained on, and which steps saw a document: nothing is logged, both are computed.
+
+A place of the stream leads to a row, a row to its pieces, a piece to its shard and its number there, and the shard's
+lineage to source, file, offset and id; each way can be walked back. Places in a row are those of the packed row of
+text, before an objective makes inputs and targets of it.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data.order import Batches, batch_index, step_of
+from jaxscale.data.pipeline import Corpus
+from jaxscale.data.shards import Shard, read_lineage
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A piece of a document in a packed row of a batch."""
+
+    row: int  # in the batch
+    begin: int  # in the row, before the objective changes it
+    tokens: int
+    first_token: int  # of the piece, in its document
+    source: str
+    shard: str
+    number: int  # of the document in its shard
+    file: str  # empty where the shard does not tell
+    offset: int  # in that file; -1 where the shard does not tell
+    id: str
+
+    @property
+    def name(self) -> str:
+        """The document, as --doc takes it."""
+        if self.id:
+            return self.id
+        return f"{self.file}:{self.offset}" if self.offset >= 0 else f"{self.shard}:{self.number}"
+
+
+class Ledger:
+    """The books of a run. Opening one reads nothing but the corpus's indexes."""
+
+    def __init__(self, corpus: Corpus, batches: Batches, skipped: Iterable[Sequence[int]] = ()):
+        """batches: of the run, with its mixture. skipped: its skipped ranges of batches, as its checkpoint has them."""
+        if not corpus.shards:
+            raise ValueError(f"data.name={corpus.cfg.name!r} has no documents to list: its tokens are drawn at random")
+        self.corpus, self.batches, self.skipped = corpus, batches, tuple(skipped)
+        self._shards = {shard.bin_path: shard for shard in corpus.shards}
+        self._rows = corpus.train_rows
+
+    def step(self, step: int) -> list[Entry]:
+        """The documents of the batch that a step trains on, row by row and in each row from its start."""
+        return self.batch(self.batch_of(step))
+
+    def batch_of(self, step: int) -> int:
+        """The number of the batch that a step trains on."""
+        return batch_index(step, self.skipped)
+
+    def batch(self, n: int) -> list[Entry]:
+        """The documents of batch n."""
+        pieces = self._rows.pieces(self.batches.row_numbers(n))
+        rows = np.repeat(np.arange(self.batches.rows_per_batch), np.diff(pieces.first))
+        begins = np.cumsum(pieces.lengths) - pieces.lengths
+        begins -= begins[pieces.first[:-1]][rows]
+        columns = (rows, begins, pieces.lengths, pieces.skipped, pieces.documents)
+        return [self.entry(*(int(value) for value in values)) for values in zip(*columns)]
+
+    def tokens(self, n: int) -> np.ndarray:
+        """int32[rows, T]: the text of batch n in which entries have their places, before the objective changes it."""
+        return self.batches.text(n).tokens
+
+    def steps_of(self, document: str, stop: int) -> list[tuple[int, Entry]]:
+        """(step, the piece) for every sight of a document in the steps below `stop`, in order.
+
+        document: its id, FILE:OFFSET or SHARD:NUMBER; all that are named so count. Raises ValueError if there is none,
+        or none in training.
+        """
+        stop_place = batch_index(stop - 1, self.skipped) * self.batches.rows_per_batch + self.batches.rows_per_batch
+        found = self.find(document)
+        numbers = np.unique(np.concatenate([self.in_table(*place) for place in found]))
+        if not len(numbers):
+            path, number = found[0]
+            each = f"each of the {len(found)} documents of this name, such as " if len(found) > 1 else ""
+            raise ValueError(
+                f"--doc={document}: {each}document {number} of {self._shards[path].place} is empty or held out for "
+                "validation: no step trains on it; name one that --step lists"
+            )
+        sights = []
+        for number in numbers.tolist():
+            for row in self._rows.rows_of(number).tolist():
+                pieces = self._rows.pieces(np.array([row]))
+                ends = np.cumsum(pieces.lengths)
+                (at,) = np.flatnonzero(pieces.documents == number)
+                piece = [int(column[at]) for column in (ends - pieces.lengths, pieces.lengths, pieces.skipped)]
+                for place in self.batches.order.places_of(row, max(0, stop_place)).tolist():
+                    n, in_batch = divmod(place, self.batches.rows_per_batch)
+                    step = step_of(n, self.skipped)
+                    if step is not None and step < stop:
+                        sights.append((step, self.entry(in_batch, *piece, number)))
+        return sorted(sights, key=lambda sight: (sight[0], sight[1].row))
+
+    def entry(self, row: int, begin: int, tokens: int, skipped: int, number: int) -> Entry:
+        """What is known of a piece. skipped: tokens before it. number: of the document in the table."""
+        table = self._rows.table
+        path = table.paths[table.file_ids[number]]
+        shard = self._shards[path]
+        start = int(table.starts[number])
+        place = int(shard.offsets.searchsorted(start, side="right")) - 1
+        first = start - int(shard.offsets[place]) + skipped  # a part of it may be held out
+        source = self.corpus.source_names[table.source_ids[number]]
+        return Entry(row, begin, tokens, first, source, shard.place, place, *self.origin(path, place))
+
+    def origin(self, path: str, number: int) -> tuple[str, int, str]:
+        """(file, offset, id) of a shard's document, as far as the shard tells."""
+        lineage = self.lineage(path)
+        if lineage is not None:
+            return tuple(lineage[name][number].as_py() for name in ("file", "offset", "id"))
+        return (*file_of(self._shards[path], number), "")
+
+    @functools.cache  # noqa: B019 - a ledger lives as long as its command
+    def lineage(self, path: str) -> Any:
+        """The lineage of a shard as a pyarrow.Table, or None."""
+        return read_lineage(self._shards[path], columns=["file", "offset", "id"])
+
+    def find(self, document: str) -> list[tuple[str, int]]:
+        """(shard, number in it) of every document of this name; several where the corpus has a file or an id twice.
+
+        Raises: ValueError if there is none.
+        """
+        import pyarrow
+        import pyarrow.compute
+
+        file, _, offset = document.rpartition(":")
+        offset = int(offset) if offset.isdecimal() else None
+        found = []
+        for path, shard in self._shards.items():
+            if file == shard.place and offset is not None and offset < len(shard.source_ids):
+                found.append((path, offset))
+            lineage = self.lineage(path)
+            if lineage is None:
+                continue
+            here = pyarrow.compute.equal(lineage["id"], document)
+            if file and offset is not None:
+                names = lineage["file"].cast(pyarrow.string())
+                there = pyarrow.compute.and_(
+                    pyarrow.compute.equal(names, file), pyarrow.compute.equal(lineage["offset"], offset)
+                )
+                here = pyarrow.compute.or_(here, there)
+            found += [(path, number) for number in np.flatnonzero(here.to_numpy()).tolist()]
+        if not found and document:
+            raise ValueError(
+                f"--doc={document}: no document of the corpus has this id or place; write an id, FILE:OFFSET, or "
+                "SHARD.bin:NUMBER as --step lists them"
+            )
+        return found
+
+    def in_table(self, path: str, number: int) -> np.ndarray:
+        """The rows of the training table that hold parts of a shard's document: none if it is empty or held out."""
+        table, shard = self._rows.table, self._shards[path]
+        begin, end = shard.offsets[number], shard.offsets[number + 1]
+        inside = (table.file_ids == table.paths.index(path)) & (table.starts >= begin) & (table.starts < end)
+        return np.flatnonzero(inside)
+
+    def text(self, entry: Entry, tokens_BT: np.ndarray, characters: int) -> str | None:
+        """The beginning of what the piece says, or None where no tokenizer is known."""
+        if self.corpus.tokenizer is None:
+            return None
+        ids = tokens_BT[entry.row, entry.begin : entry.begin + min(entry.tokens, 8 * characters + 8)]
+        return self.corpus.tokenizer.decode(ids)[:characters]
+
+
+def file_of(shard: Shard, number: int) -> tuple[str, int]:
+    """(the file that a document came from, -1): all that the header alone tells; ('', -1) if not that."""
+    ends = np.cumsum([file["documents"] for file in shard.header["files"]])
+    at = int(np.searchsorted(ends, number, side="right"))
+    return (shard.header["files"][at]["name"], -1) if at < len(ends) else ("", -1)

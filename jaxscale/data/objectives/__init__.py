@@ -1,0 +1,153 @@
+"""What a model is asked for: the next token, or what these transforms of packed rows make of them.
+
+Each is a pure function of a row and of (seed, batch, place of the row in it), so that any host makes the same rows.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxscale.data.batch import Batch, stack_rows
+from jaxscale.data.objectives.corrupt import Lengths, corrupted, denoised_lengths, denoisers, most_spans
+from jaxscale.data.objectives.ids import (
+    SpecialIds,
+    StandIn,
+    check_apart,
+    check_in_vocabulary,
+    known_id,
+    special_ids,
+    stand_in_ids,
+    why_none,
+)
+from jaxscale.data.objectives.masked_lm import MaskedLmConfig, masked_row
+from jaxscale.data.objectives.prefix_lm import PrefixLmConfig, prefix_row
+from jaxscale.data.objectives.span_corruption import SpanCorruptionConfig, length_for_inputs
+from jaxscale.data.objectives.ul2 import Ul2Config
+from jaxscale.data.tokenizer.base import Marks
+from jaxscale.schema import setting
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NextTokenConfig:
+    """Every token of a document from those before it."""
+
+    name: Literal["next_token"] = setting("next_token", "which objective this is")
+
+
+ObjectiveConfig = NextTokenConfig | PrefixLmConfig | MaskedLmConfig | SpanCorruptionConfig | Ul2Config
+Denoising = SpanCorruptionConfig | Ul2Config
+
+__all__ = [
+    "Lengths",
+    "MaskedLmConfig",
+    "NextTokenConfig",
+    "ObjectiveConfig",
+    "PrefixLmConfig",
+    "SpanCorruptionConfig",
+    "SpecialIds",
+    "StandIn",
+    "Ul2Config",
+    "apply",
+    "apply_with_origin",
+    "find_ids",
+    "length_for_inputs",
+    "reads_text_in_order",
+    "row_lengths",
+    "stand_in_ids",
+]
+
+
+def row_lengths(cfg: ObjectiveConfig, seq_len: int) -> Lengths:
+    """Of the rows that the objective makes of packed rows of seq_len tokens."""
+    if isinstance(cfg, Denoising):
+        return denoised_lengths(cfg, seq_len)
+    return Lengths(seq_len, prefix=isinstance(cfg, PrefixLmConfig))
+
+
+def reads_text_in_order(cfg: ObjectiveConfig) -> bool:
+    """True if every target follows all that was read of its document: then its bits count the text's bytes."""
+    return isinstance(cfg, (NextTokenConfig, PrefixLmConfig))
+
+
+def find_ids(
+    cfg: ObjectiveConfig, tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int, seq_len: int
+) -> SpecialIds:
+    """The ids that the objective needs. token_bytes: int32[ids of the tokenizer], 0 for special ones, or None.
+
+    Raises ValueError, with the setting to mend, where one is not known, is not the model's, or stands for text.
+    """
+    known = dict(tokenizer=tokenizer, token_bytes=token_bytes, vocab_size=vocab_size)
+    if isinstance(cfg, MaskedLmConfig):
+        mask_id = known_id("mask_id", cfg.mask_id, marks_of(tokenizer).mask_id, tokenizer, vocab_size)
+        check_apart({"mask_id": [mask_id]}, token_bytes)
+        return special_ids(**known, mask_id=mask_id)
+    if not isinstance(cfg, Denoising):
+        return special_ids(**known)
+    end_id = known_id("end_id", cfg.end_id, getattr(tokenizer, "eos_id", None), tokenizer, vocab_size)
+    start_id = end_id if cfg.start_id is None else known_id("start_id", cfg.start_id, None, None, vocab_size)
+    sentinels = find_sentinels(cfg, tokenizer, vocab_size, seq_len)
+    modes = find_modes(cfg, vocab_size)
+    check_apart({"first_sentinel_id": sentinels, "mode_ids": modes.values(), "end_id": [end_id]}, token_bytes)
+    return special_ids(**known, sentinels=sentinels, start_id=start_id, end_id=end_id, modes=modes)
+
+
+def marks_of(tokenizer: Any | None) -> Marks:
+    """The special tokens that the tokenizer has; none where there is no tokenizer."""
+    return Marks() if tokenizer is None else tokenizer.marks
+
+
+def find_sentinels(cfg: Denoising, tokenizer: Any | None, vocab_size: int, seq_len: int) -> list[int]:
+    """The sentinels, first to last."""
+    if cfg.first_sentinel_id is not None:
+        sentinels = [cfg.first_sentinel_id + i * cfg.sentinel_step for i in range(cfg.num_sentinels)]
+    else:
+        sentinels = [int(id) for id in marks_of(tokenizer).sentinel_ids]
+    if not sentinels:
+        raise ValueError(
+            f"data.objective.first_sentinel_id must be given ({why_none(tokenizer)}): the first of "
+            f"data.objective.num_sentinels ids that no text uses, below model.vocab_size={vocab_size}"
+        )
+    check_in_vocabulary("first_sentinel_id", sentinels, vocab_size)
+    if (needed := most_spans(cfg, seq_len)) > len(sentinels):
+        raise ValueError(
+            f"seq_len={seq_len} has up to {needed} spans, and there are {len(sentinels)} sentinels; shorten the row, "
+            "raise data.objective.mean_span, or set first_sentinel_id and num_sentinels"
+        )
+    return sentinels
+
+
+def find_modes(cfg: Denoising, vocab_size: int) -> dict[str, int]:
+    """The id of each mode that a denoiser has."""
+    wanted = sorted({denoiser.mode for denoiser in denoisers(cfg)} - {""})
+    given = getattr(cfg, "mode_ids", {})
+    if missing := [mode for mode in wanted if mode not in given]:
+        raise ValueError(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; it needs one for each")
+    check_in_vocabulary("mode_ids", list(given.values()), vocab_size)
+    return {mode: given[mode] for mode in wanted}
+
+
+def apply(cfg: ObjectiveConfig, ids: SpecialIds, batch: Batch, n: int, row_indices: Sequence[int], seed: int) -> Batch:
+    """Batch n's rows `row_indices`, as they are packed in `batch`, turned into what the objective asks for."""
+    return apply_with_origin(cfg, ids, batch, n, row_indices, seed)[0]
+
+
+def apply_with_origin(
+    cfg: ObjectiveConfig, ids: SpecialIds, batch: Batch, n: int, row_indices: Sequence[int], seed: int
+) -> tuple[Batch, np.ndarray]:
+    """(what apply returns, int32[rows, T]: the place in its packed row that each target belongs to)."""
+    rows = [Batch(*fields) for fields in zip(*batch[:5], strict=True)]
+    numbered = list(zip(rows, map(int, row_indices), strict=True))
+    origin_BT = np.broadcast_to(np.arange(batch.tokens.shape[1], dtype=np.int32), batch.tokens.shape)
+    if isinstance(cfg, Denoising):
+        made, origin_BT = corrupted(cfg, ids, batch, seed, int(n), list(map(int, row_indices)))
+    elif isinstance(cfg, PrefixLmConfig):
+        made = stack_rows([prefix_row(row, seed, int(n), number) for row, number in numbered])
+    elif isinstance(cfg, MaskedLmConfig):
+        made = stack_rows([masked_row(cfg, ids, row, seed, int(n), number) for row, number in numbered])
+    else:
+        return batch, origin_BT
+    counts_B1 = np.any(batch.weights > 0, axis=1, keepdims=True)  # nothing is to be learned from the other rows
+    sources = None if batch.sources is None else np.take_along_axis(batch.sources, origin_BT, axis=1)
+    return made._replace(weights=made.weights * counts_B1, sources=sources), origin_BT

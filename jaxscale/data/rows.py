@@ -1,0 +1,111 @@
+"""Rows of T tokens out of pieces of documents: where the pieces lie, and how they are read."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.data.batch import Batch
+
+OpenIds = Callable[[str, str], Any]  # (path, dtype) -> what gives the ids of the file in slices
+
+
+class Pieces(NamedTuple):
+    """What fills each of m rows: p pieces in all, those of row r from `first[r]` to `first[r + 1]`, side by side from
+    the row's start on. What they leave is padding. As arrays.
+
+    A piece is `lengths` tokens of a document from its token `skipped` on. `after` is where the token behind the row is
+    found, the target of its last position: a document and its token, or -1.
+    """
+
+    first: np.ndarray  # int64[m + 1]
+    documents: np.ndarray  # int64[p]
+    skipped: np.ndarray  # int64[p]
+    lengths: np.ndarray  # int64[p]
+    ended: np.ndarray  # bool[p]: the document ends with the piece
+    after_documents: np.ndarray  # int64[m]
+    after_skipped: np.ndarray  # int64[m]
+
+
+class Located(NamedTuple):
+    """The same with offsets in files, as lists where a loop goes over them: Python reads these faster."""
+
+    first: list[int]
+    files: list[int]
+    offsets: list[int]  # in the file
+    begins: list[int]  # in the row
+    lengths: list[int]
+    ended: list[bool]
+    after_files: list[int]  # -1: there is nothing behind the row
+    after_offsets: list[int]
+    depths: np.ndarray  # int64[m]: tokens of the first piece's document that lie before the row
+
+
+class TokenFiles(dict):
+    """{file number: its ids}, each opened when it is first asked for."""
+
+    def __init__(self, paths: Sequence[str], dtypes: Sequence[str], open_ids: OpenIds):
+        super().__init__()
+        self.paths, self.dtypes, self.open_ids = paths, dtypes, open_ids
+
+    def __missing__(self, number: int) -> Any:
+        self[number] = self.open_ids(self.paths[number], self.dtypes[number])
+        return self[number]
+
+
+def locate(pieces: Pieces, starts: np.ndarray, file_ids: np.ndarray) -> Located:
+    """The pieces in their files. starts, file_ids: of every document."""
+    first, documents = pieces.first, pieces.documents
+    ends = np.cumsum(pieces.lengths)
+    rows_begin = np.concatenate([[0], ends])[first[:-1]]
+    begins = ends - pieces.lengths - np.repeat(rows_begin, np.diff(first))
+    behind = pieces.after_documents
+    nothing = behind < 0
+    return Located(
+        first.tolist(),
+        file_ids[documents].tolist(),
+        (starts[documents] + pieces.skipped).tolist(),
+        begins.tolist(),
+        pieces.lengths.tolist(),
+        pieces.ended.tolist(),
+        np.where(nothing, -1, file_ids[behind].astype(np.int64)).tolist(),
+        np.where(nothing, 0, starts[behind] + pieces.after_skipped).tolist(),
+        pieces.skipped[first[:-1]],
+    )
+
+
+def read_rows(located: Located, chosen: Sequence[int], T: int, files: TokenFiles, ramp_T: np.ndarray) -> Batch:
+    """The chosen rows as a Batch of [len(chosen), T]: each token is copied once, straight to its place.
+
+    ramp_T: 0, 1, 2, ...: it is asked for so that it is made once.
+    """
+    first, of_file, offsets, begins, lengths, ended, after_files, after_offsets, _ = located
+    fields_FBT = np.empty((5, len(chosen), T), np.int32)  # one block, which malloc keeps for the next
+    tokens_BT, targets_BT, positions_BT, segments_BT = fields_FBT[:4]
+    weights_BT = fields_FBT[4].view(np.float32)
+    weights_BT[:] = 1
+    tokens, positions, segments, weights = (  # flat: a slice of one dimension costs half of one of two
+        array.reshape(-1) for array in (tokens_BT, positions_BT, segments_BT, weights_BT)
+    )
+    last = []
+    for place, row in enumerate(chosen):
+        base = stop = place * T
+        number = 0
+        for piece in range(first[row], first[row + 1]):
+            number += 1
+            length, offset = lengths[piece], offsets[piece]
+            start = base + begins[piece]
+            stop = start + length
+            tokens[start:stop] = files[of_file[piece]][offset : offset + length]
+            positions[start:stop] = ramp_T[:length]
+            segments[start:stop] = number
+            if ended[piece]:
+                weights[stop - 1] = 0  # what follows belongs to another document
+        if stop < base + T:
+            for array in (tokens, positions, segments, weights):
+                array[stop : base + T] = 0
+        file = after_files[row]
+        last.append(0 if file < 0 else files[file][after_offsets[row]])
+    targets_BT[:, :-1] = tokens_BT[:, 1:]
+    targets_BT[:, -1] = last
+    return Batch(tokens_BT, targets_BT, positions_BT, segments_BT, weights_BT)

@@ -1,0 +1,295 @@
+"""A run on a mixture with the gate on, told in metrics, traced afterwards, and gone on with only where it may."""
+
+import dataclasses
+import json
+import pathlib
+import random
+import shutil
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale import config, main, schema
+from jaxscale.checkpoint.manager import CheckpointConfig, Checkpoints
+from jaxscale.cli import trace
+from jaxscale.command_line import parse_arguments
+from jaxscale.data.pipeline import open_data
+from jaxscale.exits import Exit, Stop
+from jaxscale.run import check_same_past, open_run
+
+STEPS = 12
+STAGES = {"0": {"web": 0.75, "code": 0.25}, "6 steps": {"web": 0.5, "code": 0.5}}
+VALUES = tiny.VALUES | dict(
+    model=tiny.LLAMA | dict(vocab_size=272, num_layers=1),
+    train_tokens=f"{STEPS} steps",
+    monitor=dict(progress="off", tensorboard=False, log_every_steps=1),
+    eval=dict(num_rows=0),
+    checkpoint=dict(save_every_steps=5),
+    mesh=dict(data=8, fsdp=1),
+)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a config and two sources, one document of which repeats a letter."""
+    folder, draw = tmp_path_factory.mktemp("home"), random.Random(1)
+    for name, alphabet, number in (("web", "abcdefghijklm ", 60), ("code", "0123456789+-", 30)):
+        for i in range(number):
+            (folder / f"{name}{i:02}.txt").write_text("".join(draw.choices(alphabet, k=draw.randint(4, 90))))
+    (folder / "web99.txt").write_text("z" * 300)
+    data = dict(
+        files={"web": str(folder / "web*.txt"), "code": str(folder / "code*.txt")},
+        val_fraction=0.0,
+        mixture=STAGES,
+        cache_dir=str(folder / "cache"),
+        gate=dict(on=True, max_run=8, max_top_share=1.0, min_distinct_share=0.0),
+    )
+    (folder / "tiny.py").write_text(f"def get_config():\n    return {VALUES | dict(data=data)!r}\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(home, tmp_path_factory):
+    """The work folder of the finished run, batches 3 and 4 left out."""
+    workdir = tmp_path_factory.mktemp("runs") / "run"
+    assert train(home, workdir) == 0
+    return workdir
+
+
+def train(home, workdir, *flags):
+    flags = flags or ("--skip-data=3:5",)
+    return main.main([f"--config={home / 'tiny.py'}", f"--workdir={workdir}", *flags])
+
+
+def told(capsys, *flags):
+    capsys.readouterr()
+    assert trace.main(list(flags)) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def batches_of(home):
+    cfg = config.load_config(str(home / "tiny.py"))
+    corpus = open_data(cfg.data, seq_len=16, vocab_size=272, seed=1, say=lambda line: None)
+    return corpus, corpus.batches(16, corpus.plan_mixture(16, STEPS, STEPS + 2))
+
+
+def test_the_metrics_tell_the_loss_of_each_source_and_the_gated_rows(home, run):
+    _, batches = batches_of(home)
+    found = records(run)
+    assert [record["batch_index"] for record in found] == [0, 1, 2, *range(5, 14)]
+    gated = 0
+    for record in found:
+        batch = batches.batch(record["batch_index"])
+        tokens = [batch.weights[batch.sources == source].sum() for source in (0, 1)]
+        mean = (record["train/web/loss"] * tokens[0] + record["train/code/loss"] * tokens[1]) / sum(tokens)
+        assert record["loss"] == pytest.approx(mean, rel=1e-5)
+        assert record["gated_rows"] == (~batch.weights.any(axis=1) & batch.segment_ids.any(axis=1)).sum()
+        gated += record["gated_rows"]
+        assert (batch.sources == batch.sources[:, :1]).all()
+    assert gated > 0
+    shares = [np.mean(batches.batch(n).sources[:, 0] == 0) for n in range(12)]
+    assert np.mean(shares[:6]) == 0.75 and np.mean(shares[6:]) == 0.5
+
+
+def test_a_step_lists_its_documents_with_their_text(home, run, capsys):
+    corpus, batches = batches_of(home)
+    lines = told(capsys, f"--workdir={run}", "--step=3", "--json")
+    batch = batches.batch(5)  # 3 and 4 were skipped
+    pieces = [json.loads(line) for line in lines]
+    assert {piece["batch"] for piece in pieces} == {5} and {piece["row"] for piece in pieces} == set(range(16))
+    for piece in pieces:
+        ids = batch.tokens[piece["row"], piece["begin"] : piece["begin"] + piece["tokens"]]
+        assert piece["text"] == corpus.tokenizer.decode(ids)
+        file = home / piece["file"].rpartition("/")[2]
+        whole = file.read_text()
+        assert piece["text"] == whole[piece["first_token"] :][: piece["tokens"]] and file.name.startswith(
+            piece["source"]
+        )
+    row = told(capsys, f"--workdir={run}", "--batch=5", "--row=2", "--text=5")
+    assert len(row) == sum(piece["row"] == 2 for piece in pieces)
+    assert all(line.startswith("row 2 [") and ".txt" in line for line in row)
+    bare = told(capsys, f"--workdir={run}", "--batch=5", "--text=0", "--json")
+    assert not any("text" in json.loads(line) for line in bare)
+
+
+def test_a_document_lists_its_steps(run, capsys):
+    by_step = {}
+    for step in range(STEPS):
+        for line in told(capsys, f"--workdir={run}", f"--step={step}", "--text=0", "--json"):
+            piece = json.loads(line)
+            by_step.setdefault(f"{piece['shard']}:{piece['number']}", []).append(piece)
+    for name in random.Random(0).sample(sorted(by_step), 8):
+        found = [json.loads(line) for line in told(capsys, f"--workdir={run}", f"--doc={name}", "--json")]
+        key = lambda piece: (piece["step"], piece["row"])
+        assert sorted(found, key=key) == sorted(by_step[name], key=key)
+    assert told(capsys, f"--workdir={run}", f"--doc={name}")[0].startswith("step ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--step=1"], "--workdir must be given"),
+        (["--workdir={run}"], "give one of --step, --batch and --doc"),
+        (["--workdir={run}", "--step=1", "--doc=x"], "give one of --step, --batch and --doc"),
+        (["--workdir={run}", "--step=-1"], "--step=-1 must be a whole number"),
+        (["--workdir={run}", "--doc=x"], "no document of the corpus has this id or place"),
+        (["--workdir=nowhere", "--step=1"], "holds no config.json"),
+        (["--workdir={run}", "--step=1", "--config.seed=3"], "only settings of data may be given"),
+        (["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"], "is read from its work folder"),
+        (["--workdir={run}", "--step=1", "--row=16"], "--row=16 is not among the 16 rows of a batch; give 0 to 15"),
+        (
+            ["--workdir={run}", "--step=12"],
+            "--step=12 lies behind the end of the run, which has 12 steps .*give 0 to 11",
+        ),
+        (["--workdir={run}", "--batch=14"], "--batch=14 lies behind the end of the run.*give 0 to 13"),
+    ],
+)
+def test_what_is_wrong_with_the_command_is_one_line(run, flags, message):
+    with pytest.raises(ValueError, match=message):
+        trace.main([flag.format(run=run) for flag in flags])
+
+
+def copied(run, tmp_path, *, upto, **data):
+    """A copy of the run without what came after step `upto`, and with other settings of data in its config.json."""
+    copy = pathlib.Path(shutil.copytree(run, tmp_path / "copy"))
+    for checkpoint in (copy / "checkpoints").iterdir():
+        if checkpoint.name.isdecimal() and int(checkpoint.name) > upto:
+            shutil.rmtree(checkpoint)
+    lines = [json.dumps(record) for record in records(run) if record["step"] <= upto]
+    (copy / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
+    written = json.loads((copy / "config.json").read_text())
+    written["config"]["data"] |= data
+    (copy / "config.json").write_text(json.dumps(written))
+    return copy
+
+
+def test_what_a_start_changed_ahead_counts_before_its_first_save(home, run, tmp_path, capsys):
+    copy = copied(run, tmp_path, upto=10)
+    later = STAGES | {"14 steps": {"code": 1.0}}
+    flags = {"data.skip_batches": ((13, 17),), "data.mixture": later}
+    started = open_run(config.load_config(str(home / "tiny.py"), flags), str(copy), say=lambda line: None)
+    assert (started.start_step, started.total_steps) == (10, 12)
+    feed = started.open_feed(10, 12)
+    fed = [next(feed) for _ in range(2)]
+    feed.close()
+    started.checkpoints.close()
+    started.writer.close()
+    corpus = open_data(started_config(copy).data, seq_len=16, vocab_size=272, seed=1, say=lambda line: None)
+    for step, one in zip((10, 11), fed):
+        flags = (f"--workdir={copy}", f"--step={step}", "--json")
+        pieces = [json.loads(line) for line in told(capsys, *flags)]
+        assert {piece["batch"] for piece in pieces} == {one.batch_index}
+        assert {piece["done"] for piece in pieces} == {False}
+        tokens_BT = np.asarray(one.batch.tokens)
+        for piece in pieces:
+            ids = tokens_BT[piece["row"], piece["begin"] : piece["begin"] + piece["tokens"]]
+            assert piece["text"] == corpus.tokenizer.decode(ids)
+    assert [one.batch_index for one in fed] == [12, 17] and {piece["source"] for piece in pieces} == {"code"}
+
+
+def started_config(folder):
+    written = json.loads((folder / "config.json").read_text())
+    return schema.from_dict(config.RunConfig, written["config"])
+
+
+def test_a_stage_that_only_skipped_batches_reach_counts_before_the_first_checkpoint(run, tmp_path, capsys):
+    stages = STAGES | {"12 steps": {"code": 1.0}}
+    copy = copied(run, tmp_path, upto=0, mixture=stages, skip_batches=[[3, 8]])
+    pieces = [json.loads(line) for line in told(capsys, f"--workdir={copy}", "--step=8", "--json")]
+    assert {(piece["batch"], piece["source"]) for piece in pieces} == {(13, "code")}
+
+
+def test_a_config_that_gives_another_past_is_refused(run, tmp_path):
+    copy = copied(run, tmp_path, upto=10, mixture=STAGES | {"8 steps": {"web": 1.0}})
+    with pytest.raises(Stop, match="give other rows to the 10 steps that are done") as stop:
+        trace.main([f"--workdir={copy}", "--step=1"])
+    assert stop.value.code is Exit.DATA_MISMATCH
+
+
+def test_a_batch_that_is_not_the_one_in_the_metrics_is_called_so(run, tmp_path, capsys):
+    flags = ("--row=0", "--text=0")
+    assert trace.main([f"--workdir={run}", "--step=4", *flags]) == 0 and not capsys.readouterr().err
+    copy = copied(run, tmp_path, upto=12)
+    lines = records(copy)
+    assert lines[4]["step"] == 5
+    lines[4]["tokens_hash"] = "0123456789abcdef"
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 13, "tok')
+    assert trace.main([f"--workdir={copy}", "--step=4", *flags]) == Exit.DATA_MISMATCH
+    listed, said = capsys.readouterr()
+    assert listed.startswith("row 0 [") and said.count("\n") == 1
+    assert "what is listed is NOT what step 4 trained on: metrics.jsonl has tokens_hash 0123456789abcdef" in said
+    assert trace.main([f"--workdir={copy}", "--step=3", *flags]) == 0 and not capsys.readouterr().err
+
+
+def test_a_step_that_is_to_come_and_a_skipped_batch_are_called_so(run, tmp_path, capsys):
+    copy = copied(run, tmp_path, upto=7)  # the checkpoint of step 5, and two more lines of metrics
+    for flag, note in (
+        ("--step=6", ""),
+        ("--step=7", "step 7 is still to come: the run has done 7 steps"),
+        ("--batch=9", "step 7 is still to come"),
+        ("--batch=4", "batch 4 is skipped: no step trains on it"),
+    ):
+        assert trace.main([f"--workdir={copy}", flag, "--json"]) == 0
+        listed, said = capsys.readouterr()
+        assert note in said and bool(said) == bool(note)
+        assert {json.loads(line)["done"] for line in listed.splitlines()} == {not note}
+    name = "{shard}:{number}".format_map(json.loads(listed.splitlines()[0]))
+    lines = told(capsys, f"--workdir={copy}", f"--doc={name}")
+    ahead = [int(line.split()[1]) >= 7 for line in lines]
+    assert any(ahead) and [", still to come)" in line for line in lines] == ahead
+
+
+def test_a_mixture_may_not_change_behind(home, run):
+    stages = lambda start, **weights: f"--config.data.mixture={STAGES | {start: weights}!r}"
+    with pytest.raises(Stop, match="data.mixture and data.max_epochs give other rows to the 12 steps") as stop:
+        train(home, run, stages("4 steps", web=1.0, code=1.0), "--config.train_tokens=13 steps")
+    assert stop.value.code is Exit.DATA_MISMATCH
+    with pytest.raises(Stop, match="only stages that start after batch 13 may change"):
+        train(home, run, "--config.data.max_epochs.code=0.5", "--config.train_tokens=13 steps")
+
+
+def test_a_change_ahead_is_told_and_let_through(home, run):
+    cfg = config.load_config(str(home / "tiny.py"))
+    checkpoints = Checkpoints(run / "checkpoints", cfg.checkpoint)
+    recorded = checkpoints.read_run(checkpoints.latest_step())
+    later = dataclasses.replace(cfg.data, mixture=STAGES | {"14 steps": {"web": 1.0}})
+    corpus = open_data(later, seq_len=16, vocab_size=272, seed=1, say=lambda line: None)
+    said = []
+    check_same_past(cfg, corpus.plan_mixture(16, 20), recorded, STEPS, said.append)
+    assert "the mixture has changed for what lies ahead" in said[0]
+    said.clear()
+    check_same_past(cfg, corpus.plan_mixture(16, STEPS, STEPS + 2), recorded, STEPS, said.append)
+    assert not said  # a stage behind the end of the run is none yet
+    with pytest.raises(Stop, match="only stages that start after batch 13"):
+        check_same_past(cfg, None, recorded, STEPS, said.append)
+
+
+@pytest.mark.soak
+def test_a_run_goes_on_with_a_mixture_that_changes_ahead(home, run, tmp_path, capsys):
+    copy = pathlib.Path(shutil.copytree(run, tmp_path / "copy"))
+    mixture = f"--config.data.mixture={STAGES | {'14 steps': {'web': 1.0}}!r}"
+    assert train(home, copy, mixture, "--config.train_tokens=14 steps") == 0
+    assert "the mixture has changed for what lies ahead" in capsys.readouterr().out
+    checkpoints = Checkpoints(copy / "checkpoints", CheckpointConfig())
+    recorded = checkpoints.read_run(checkpoints.latest_step())["data"]["mixture"]
+    assert [first for first, _ in recorded] == [0, 6 * 16, 14 * 16]
+    assert {"train/code/loss"}.isdisjoint(records(copy)[-1])
+    pieces = [json.loads(line) for line in told(capsys, f"--workdir={copy}", "--step=13", "--text=0", "--json")]
+    assert {piece["source"] for piece in pieces} == {"web"}
+
+
+def test_skip_data_is_shorthand_for_the_setting():
+    parse = lambda *flags: config.with_skipped(parse_arguments(["--config=x", *flags], ("skip-data",)))
+    assert parse("--skip-data=3:5,9:10")["data.skip_batches"] == ((3, 5), (9, 10))
+    assert parse() == {}
+    for flags, message in (
+        (["--skip-data=3-5"], "must be ranges of batches"),
+        (["--skip-data=3:5", "--config.data.skip_batches=((1,2),)"], "say the same thing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            parse(*flags)

@@ -1,0 +1,167 @@
+"""From shards to batches: each token of an epoch exactly once, whatever the packing, mixture, hosts and kills."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxscale.data import best_fit
+from jaxscale.data.config import DataConfig
+from jaxscale.data.order import batch_index, step_of
+from jaxscale.data.pipeline import open_data
+
+T = 32
+GROUPS = {"letters": "a*.txt", "digits": "d*.txt", "signs": "s*.txt"}
+MIXTURES = {"none": {}, "flat": {"letters": 0.5, "digits": 0.3, "signs": 0.2}, "staged": {
+    "0": {"letters": 0.9, "digits": 0.1}, "9 steps": {"letters": 0.2, "digits": 0.3, "signs": 0.5}}}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Three sources of documents of 1 to 120 bytes."""
+    folder, draw = tmp_path_factory.mktemp("texts"), random.Random(0)
+    for prefix, alphabet, number in (("a", "abcdefgh", 90), ("d", "01234567", 40), ("s", "+-*/=<>!", 25)):
+        for i in range(number):
+            (folder / f"{prefix}{i:03}.txt").write_text("".join(draw.choices(alphabet, k=draw.randint(1, 120))))
+    return folder
+
+
+def open_corpus(folder, packing="best_fit", mixture="flat", seed=0, **more):
+    files = {name: str(folder / pattern) for name, pattern in GROUPS.items()}
+    cfg = DataConfig(
+        files=files, packing=packing, mixture=MIXTURES[mixture], cache_dir=str(folder / "cache"), val_fraction=0, **more
+    )
+    return open_data(cfg, seq_len=T, vocab_size=257, seed=seed, say=lambda line: None)
+
+
+def real_tokens(batch):
+    return batch.tokens[batch.segment_ids > 0]
+
+
+def corpus_tokens(folder):
+    texts = [path.read_bytes() for path in sorted(folder.glob("*.txt"))]
+    return np.sort(np.concatenate([[*text, 256] for text in texts]))
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+@pytest.mark.parametrize("mixture", ["none", "flat"])
+def test_the_tokens_of_an_epoch_are_those_of_the_corpus(folder, packing, mixture):
+    corpus = open_corpus(folder, packing, mixture)
+    rows = corpus.train_rows
+    every = rows.read(rows.locate(np.arange(len(rows))), range(len(rows)))
+    np.testing.assert_array_equal(np.sort(real_tokens(every)), corpus_tokens(folder))
+    assert every.weights.sum() == len(corpus_tokens(folder)) - len(rows.table)
+    numbers = corpus.batches(4).order.row_numbers(np.arange(len(rows) * 3))
+    for group, (first, stop) in enumerate(zip(rows.group_rows, rows.group_rows[1:])):
+        seen = numbers[(numbers >= first) & (numbers < stop)]
+        size = stop - first
+        for epoch in range(len(seen) // size):  # of each source, and another order each time
+            assert np.array_equal(np.sort(seen[epoch * size : (epoch + 1) * size]), np.arange(first, stop)), group
+        assert not np.array_equal(seen[:size], seen[size : 2 * size])
+
+
+@given(
+    st.sampled_from([1, 2, 3, 4, 6, 12]),
+    st.lists(st.tuples(st.integers(1, 9), st.sampled_from([1, 2, 3, 4, 6, 12])), max_size=4),
+    st.sampled_from(["best_fit", "concat"]),
+    st.sampled_from(list(MIXTURES)),
+)
+@settings(max_examples=12, deadline=None)
+def test_kills_and_other_numbers_of_hosts_change_nothing(folder, hosts, kills, packing, mixture):
+    whole = open_corpus(folder, packing, mixture).batches(12)
+    done = 0
+    for steps, hosts_after in [*kills, (2, 1)]:
+        readers = [open_corpus(folder, packing, mixture).batches(12) for _ in range(hosts)]  # new processes
+        for n in range(done, done + steps):
+            share = 12 // hosts
+            parts = [reader.rows(n, slice(h * share, (h + 1) * share)) for h, reader in enumerate(readers)]
+            for i, field in enumerate(whole.batch(n)):
+                if field is not None:
+                    np.testing.assert_array_equal(np.concatenate([part[i] for part in parts]), field)
+        done, hosts = done + steps, hosts_after
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+@pytest.mark.parametrize("mixture", list(MIXTURES))
+def test_places_and_rows_lead_to_each_other(folder, packing, mixture):
+    corpus = open_corpus(folder, packing, mixture)
+    order = corpus.batches(4).order
+    stop = 2 * len(corpus.train_rows) + 5
+    numbers = order.row_numbers(np.arange(stop))
+    for row in range(len(corpus.train_rows)):
+        np.testing.assert_array_equal(order.places_of(row, stop), np.flatnonzero(numbers == row))
+
+
+def test_a_row_of_a_mixture_is_of_one_source_and_a_source_keeps_its_order_when_others_come(folder):
+    alphabets = ("abcdefgh", "01234567", "+-*/=<>!")
+    batches = open_corpus(folder, "best_fit", "staged").batches(8)
+    for n in range(20):
+        for row in batches.batch(n).tokens:
+            kinds = {next(i for i, a in enumerate(alphabets) if chr(t) in a) for t in row if t not in (0, 256)}
+            assert len(kinds) == 1
+    letters = lambda mixture: [
+        row.tobytes()
+        for n in range(8)
+        for row in open_corpus(folder, "best_fit", mixture).batches(8).batch(n).tokens
+        if chr(row[0]) in alphabets[0]
+    ]
+    one, other = letters("flat"), letters("staged")
+    shorter = min(len(one), len(other))
+    assert shorter > 20 and one[:shorter] == other[:shorter]
+
+
+def test_seeds_give_other_rows_and_a_plan_is_made_once(folder):
+    one, same, other = (open_corpus(folder, "best_fit", "none", seed=seed) for seed in (0, 0, 1))
+    assert one.train_rows.folder == same.train_rows.folder != other.train_rows.folder
+    made = (one.train_rows.folder / "first").stat().st_mtime_ns
+    assert (open_corpus(folder, "best_fit", "none").train_rows.folder / "first").stat().st_mtime_ns == made
+    assert not np.array_equal(one.batches(4).batch(0).tokens, other.batches(4).batch(0).tokens)
+    assert open_corpus(folder, "concat", "none").fingerprint != one.fingerprint
+
+
+@pytest.mark.parametrize(("name", "value"), [("VERSION", 0), ("WINDOW", 7)])
+def test_a_change_of_the_packing_is_a_change_of_the_data(folder, monkeypatch, name, value):
+    before = {packing: open_corpus(folder, packing).fingerprint for packing in ("best_fit", "concat")}
+    monkeypatch.setattr(best_fit, name, value)
+    after = {packing: open_corpus(folder, packing).fingerprint for packing in ("best_fit", "concat")}
+    assert after["best_fit"] != before["best_fit"] and after["concat"] == before["concat"]
+
+
+def test_grain_sees_the_same_batches(folder):
+    pytest.importorskip("grain")
+    corpus = open_corpus(folder)
+    batches, dataset = corpus.batches(4), corpus.as_grain(4, num_batches=50)
+    assert len(dataset) == 50
+    for n in (0, 3, 49):
+        for ours, theirs in zip(batches.batch(n), dataset[n]):
+            assert ours is None or np.array_equal(ours, theirs)
+    assert np.array_equal(next(iter(dataset.to_iter_dataset())).tokens, batches.batch(0).tokens)
+
+
+def test_a_batch_that_was_read_is_not_written_again(folder):
+    batches = open_corpus(folder).batches(4)
+    first = batches.batch(0)
+    copy = [np.array(field) for field in first if field is not None]
+    batches.batch(1)
+    assert all(np.array_equal(a, b) for a, b in zip([field for field in first if field is not None], copy))
+
+
+def test_a_mixture_of_unknown_sources_or_without_an_end_is_refused(folder):
+    files = {name: str(folder / pattern) for name, pattern in GROUPS.items()}
+    cfg = DataConfig(files=files, mixture={"letters": 1.0, "books": 1.0}, cache_dir=str(folder / "cache"))
+    with pytest.raises(ValueError, match="data.mixture names 'books', which is no source of the training data"):
+        open_data(cfg, seq_len=T, vocab_size=257, seed=0, say=lambda line: None)
+    corpus = open_corpus(folder, max_epochs={"letters": 1.0, "digits": 1.0, "signs": 1.0})
+    with pytest.raises(ValueError, match="lets every source of data.mixture run out"):
+        corpus.plan_mixture(4, 10_000)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda r: (r[0], r[0] + r[1])), max_size=4))
+@settings(max_examples=100, deadline=None)
+def test_the_step_of_a_batch_undoes_the_batch_of_a_step(skipped):
+    for step in range(40):
+        assert step_of(batch_index(step, skipped), skipped) == step
+    for start, stop in skipped:
+        assert step_of(start, skipped) is None and step_of(stop - 1, skipped) is None

@@ -1,0 +1,166 @@
+"""The ledger says what a batch holds, letter for letter, and both of its directions agree over a whole epoch."""
+
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+
+from jaxscale.data.config import DataConfig
+from jaxscale.data.document import Document
+from jaxscale.data.ledger import Ledger
+from jaxscale.data.lineage import lineage_table
+from jaxscale.data.objectives import MaskedLmConfig, NextTokenConfig, SpanCorruptionConfig
+from jaxscale.data.pipeline import open_data
+from jaxscale.data.shards import ShardWriter
+from jaxscale.data.tokenizer.bytes import ByteTokenizer
+
+T, ROWS = 32, 6
+OBJECTIVES = {
+    "next_token": NextTokenConfig(),
+    "masked_lm": MaskedLmConfig(mask_id=257),
+    "span_corruption": SpanCorruptionConfig(first_sentinel_id=257, num_sentinels=32),
+}
+
+
+def documents():
+    """70 documents of 1 to 150 letters from two sources and three files."""
+    draw = random.Random(5)
+    for number in range(70):
+        source = ("web", "books")[number % 2]
+        text = "".join(draw.choices("abcdefghij \n", k=draw.randint(1, 150)))
+        yield Document(text, source, f"{source}/{number % 3}.jsonl", offset=100 * number, id=f"id-{number}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The documents as three shards, the last without lineage."""
+    folder, every = tmp_path_factory.mktemp("shards"), list(documents())
+    for name, part in (("a", every[:30]), ("b", every[30:55]), ("c", every[55:])):
+        write_shard(folder, name, part, lineage=name != "c")
+    return folder
+
+
+def write_shard(folder, name, part, lineage=True):
+    writer, tokenizer = ShardWriter(folder, name, vocab_size=257, eos_id=256, sources=["web", "books"]), ByteTokenizer()
+    for document in part:
+        writer.add(tokenizer.encode(document.text), document.source)
+    made_by = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": tokenizer.fingerprint}
+    header = {"tokenizer": made_by, "eos_id": 256, "text_bytes": 0, "skipped": {}}
+    header["files"] = [{"name": "part of " + name, "source": "web", "documents": len(part)}]
+    writer.finish(tokenizer.token_bytes, header, lineage=lineage_table(part) if lineage else None)
+
+
+def open_ledger(folder, packing="best_fit", mixture=None, skipped=(), val_fraction=0.0, objective="next_token"):
+    cfg = DataConfig(
+        name="tokens", files=str(folder / "*.bin"), tokenizer="bytes", packing=packing, mixture=mixture or {},
+        val_fraction=val_fraction, cache_dir=str(folder / "cache"), objective=OBJECTIVES[objective],
+    )  # fmt: skip
+    corpus = open_data(cfg, seq_len=T, vocab_size=300, seed=3, say=lambda line: None)
+    return Ledger(corpus, corpus.batches(ROWS), skipped)
+
+
+def text_of(folder, entry):
+    """The text of the listed piece, found by its id, or by its number where the shard does not know more."""
+    every = {document.id: document for document in documents()}
+    if not entry.id:
+        assert entry.shard == str(folder / "c.bin") and (entry.file, entry.offset) == ("part of c", -1)
+    found = every[entry.id or f"id-{55 + entry.number}"]
+    assert entry.source == found.source
+    assert not entry.id or (entry.file, entry.offset) == (found.file, found.offset)
+    return (found.text + "$")[entry.first_token : entry.first_token + entry.tokens]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+@pytest.mark.parametrize("mixture", [None, {"web": 0.7, "books": 0.3}], ids=["together", "mixture"])
+@pytest.mark.parametrize("val_fraction", [0.0, 0.2])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_listed_documents_are_the_tokens_of_the_batch(folder, packing, mixture, val_fraction, objective):
+    ledger = open_ledger(folder, packing, mixture, val_fraction=val_fraction, objective=objective)
+    for step in random.Random(1).sample(range(1000), 12):
+        batch, packed = ledger.batches.batch(step), ledger.batches.text(step)
+        if objective == "next_token":
+            assert np.array_equal(batch.tokens, packed.tokens)
+        else:  # of which only BERT's has the text as it was, in its targets
+            assert not np.array_equal(batch.tokens, packed.tokens)
+            assert objective != "masked_lm" or np.array_equal(batch.targets, packed.tokens)
+        written = [["" for _ in range(T)] for _ in range(ROWS)]
+        for entry in ledger.step(step):
+            text = text_of(folder, entry)
+            assert len(text) == entry.tokens
+            for i, letter in enumerate(text):
+                written[entry.row][entry.begin + i] = letter
+            assert ledger.text(entry, ledger.tokens(step), 20) == text.rstrip("$")[:20]
+        for row in range(ROWS):
+            shown = [chr(t) if t < 256 else "$" for t in packed.tokens[row][packed.segment_ids[row] > 0]]
+            assert shown == [letter for letter in written[row] if letter]
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "concat"])
+@pytest.mark.parametrize("mixture", [None, {"0": {"web": 1.0}, "9 steps": {"web": 0.4, "books": 0.6}}], ids=["", "mix"])
+def test_the_steps_of_a_document_are_those_that_list_it(folder, packing, mixture):
+    skipped = [(2, 4), (10, 11)]
+    ledger = open_ledger(folder, packing, mixture, skipped)
+    steps = len(ledger.corpus.train_rows) * 2 // ROWS + 2  # two epochs
+    listed = {}
+    for step in range(steps):
+        for entry in ledger.step(step):
+            listed.setdefault((entry.shard, entry.number), []).append((step, entry))
+    for shard, count in (("a", 30), ("b", 25), ("c", 15)):
+        for number in range(count):
+            path = str(folder / f"{shard}.bin")
+            expected = sorted(listed.get((path, number), []), key=lambda sight: (sight[0], sight[1].row))
+            names = [f"{path}:{number}"] + ([expected[0][1].name] if expected else [])
+            for name in names:
+                assert ledger.steps_of(name, steps) == expected
+    one = next(entry for _, entry in listed[(str(folder / "a.bin"), 4)])
+    assert ledger.steps_of(f"{one.file}:{one.offset}", steps) == ledger.steps_of(one.id, steps)
+
+
+def test_a_document_that_is_not_there_or_held_out_is_an_error(folder):
+    ledger = open_ledger(folder, val_fraction=0.2)
+    with pytest.raises(ValueError, match="no document of the corpus has this id or place"):
+        ledger.steps_of("id-999", 5)
+    held = open_ledger(folder).corpus.train_rows.table.starts
+    kept = ledger.corpus.train_rows.table
+    assert len(kept) < len(held)
+    of_a = set(kept.starts[kept.file_ids == 0].tolist())
+    shard = ledger.corpus.shards[0]
+    missing = next(n for n, start in enumerate(shard.offsets[:-1].tolist()) if start not in of_a)
+    with pytest.raises(ValueError, match="is empty or held out for validation"):
+        ledger.steps_of(f"{shard.bin_path}:{missing}", 5)
+
+
+def test_synthetic_tokens_have_no_documents():
+    corpus = open_data(DataConfig(name="synthetic"), seq_len=T, vocab_size=9, seed=0, say=lambda line: None)
+    with pytest.raises(ValueError, match="has no documents to list"):
+        Ledger(corpus, corpus.batches(2))
+
+
+def test_ids_and_places_are_taken_literally(folder):
+    ledger = open_ledger(folder)
+    steps = len(ledger.corpus.train_rows) // ROWS + 1
+    sights = ledger.steps_of("id-7", steps)
+    assert sights and {entry.id for _, entry in sights} == {"id-7"}
+    assert ledger.steps_of("books/1.jsonl:700", steps) == sights
+    for name in ("id-.", "id-*", "ID-7", "-7", "books/1.jsonl:70", "books/.*:700", "1.jsonl:700"):
+        with pytest.raises(ValueError, match="no document of the corpus"):
+            ledger.steps_of(name, steps)
+
+
+def test_of_documents_with_one_id_those_in_training_are_listed(tmp_path):
+    twins = [dataclasses.replace(document, id=f"id-{n % 24}") for n, document in enumerate(documents())]
+    write_shard(tmp_path, "a", twins)
+    ledger = open_ledger(tmp_path, val_fraction=0.4)
+    steps, kinds = len(ledger.corpus.train_rows) // ROWS + 1, set()
+    for name in sorted({twin.id for twin in twins}):
+        trained = [len(ledger.in_table(*place)) > 0 for place in ledger.find(name)]
+        kinds.add((trained[0], any(trained)))
+        if any(trained):
+            offsets = {entry.offset for _, entry in ledger.steps_of(name, steps)}
+            numbers = [n for n, twin in enumerate(twins) if twin.id == name]
+            assert offsets == {100 * n for n, inside in zip(numbers, trained) if inside}
+        else:
+            with pytest.raises(ValueError, match="each of the [23] documents of this name.* held out for validation"):
+                ledger.steps_of(name, steps)
+    assert {(False, True), (True, True), (False, False)} <= kinds

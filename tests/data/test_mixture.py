@@ -1,0 +1,143 @@
+"""Mixtures: the stated share in every window, no row of a source lost or met twice, and arithmetic both ways."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxscale.data.mixture import check_mixture, from_record, pattern_of, plan_mixture, same_past, whole_counts
+
+NAMES = ("web", "code", "math")
+weights = st.lists(st.floats(0.01, 1), min_size=1, max_size=6)
+
+
+def plan(mixture, max_epochs=None, sizes=(1000, 200, 60), total_steps=100, num_batches=None, rows_per_batch=8):
+    return plan_mixture(
+        mixture,
+        max_epochs or {},
+        names=NAMES,
+        sizes=list(sizes),
+        seq_len=16,
+        rows_per_batch=rows_per_batch,
+        total_steps=total_steps,
+        num_batches=num_batches or total_steps,
+    )
+
+
+def stream(mixture, rows):
+    return mixture.locate(np.arange(rows))
+
+
+@given(weights, st.data())
+@settings(max_examples=60, deadline=None)
+def test_every_window_holds_each_share_to_within_two_rows(values, data):
+    pattern = pattern_of(whole_counts(np.array(values) / sum(values)))
+    L = len(pattern.sources_L)
+    each = np.tile(pattern.sources_L, 3)[:, None] == np.arange(len(values))
+    share = pattern.counts_G / L
+    drift = np.concatenate([np.zeros((1, len(values))), np.cumsum(each - share, axis=0)])
+    assert np.abs(drift).max() < 1 + 1e-9  # so that the difference of any two, which is a window, is below 2
+    start = data.draw(st.integers(0, 2 * L))
+    length = data.draw(st.integers(1, L))
+    window = each[start : start + length].sum(axis=0)
+    assert np.abs(window - share * length).max() <= 2
+    assert np.abs(share - np.array(values) / sum(values)).max() < 1 / 1024
+
+
+def test_usual_weights_are_met_exactly():
+    for values in ([0.5, 0.5], [0.7, 0.2, 0.1], [0.82, 0.12, 0.06], [0.125, 0.875], [0.333, 0.333, 0.334]):
+        counts = whole_counts(np.array(values))
+        np.testing.assert_allclose(counts / counts.sum(), values, atol=1e-12)
+    counts = whole_counts(np.array([0.9999, 0.0001]))
+    assert counts[1] >= 1 and counts[1] / counts.sum() == pytest.approx(0.0001, rel=0.01)
+    with pytest.raises(ValueError, match="less than 1 in 16384"):
+        whole_counts(np.array([1 - 1e-6, 1e-6]))
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 40), st.lists(st.integers(0, 5), min_size=3, max_size=3)), min_size=1, max_size=4
+    ),
+    st.integers(1, 12),
+)
+@settings(max_examples=60, deadline=None)
+def test_sources_go_on_over_every_change_and_both_ways_of_reckoning_agree(stages, rows_per_batch):
+    start, mixture = 0, {}
+    for length, values in stages:
+        if any(values):
+            mixture[f"{start} steps"] = dict(zip(NAMES, map(float, values)))
+            start += length
+    if not mixture:
+        return
+    made = plan(mixture, rows_per_batch=rows_per_batch, total_steps=start)
+    rows = start * rows_per_batch
+    sources, turns = stream(made, rows)
+    for source in range(3):
+        places = np.flatnonzero(sources == source)
+        np.testing.assert_array_equal(turns[places], np.arange(len(places)))  # none lost, none twice
+        np.testing.assert_array_equal(made.find(source, np.arange(len(places))), places)
+        assert made.taken(rows)[source] == len(places)
+        for stop in (0, 1, rows // 2, rows):
+            assert made.taken(stop)[source] == np.count_nonzero(sources[:stop] == source)
+    again = from_record(made.record(), NAMES)
+    np.testing.assert_array_equal(stream(again, rows), stream(made, rows))
+
+
+def test_a_capped_source_stops_at_its_cap_and_leaves_its_share_to_the_others():
+    made = plan({"web": 0.6, "code": 0.2, "math": 0.2}, {"math": 1.5, "code": 0.6}, total_steps=200)
+    sources, _ = stream(made, 1600)
+    counts = np.bincount(sources, minlength=3)
+    assert counts.tolist() == [1600 - 120 - 90, 120, 90]  # 0.6 of 200 rows, 1.5 of 60
+    assert [line.split(" epochs")[0] for line in made.lines if "has had" in line] == [
+        "math has had its 1.5", "code has had its 0.6"
+    ]  # fmt: skip
+    last_math = np.flatnonzero(sources == 2)[-1]
+    after = sources[last_math + 1 :][:100]
+    assert 0.2 < (after == 1).mean() < 0.3  # 0.25 of what the two others share
+    assert "epochs of each source in this run: web 1.39, code 0.6, math 1.5" in made.lines
+
+
+def test_a_run_that_outlasts_all_its_sources_is_refused_before_it_begins():
+    with pytest.raises(ValueError, match=r"lets every source of data.mixture run out after .* tokens, and the run has"):
+        plan({"web": 0.5, "math": 0.5}, {"web": 0.1, "math": 2}, total_steps=100)
+    plan({"web": 0.5, "math": 0.5}, {"web": 0.1, "math": 2}, total_steps=25)
+
+
+@pytest.mark.parametrize("start", ["1280", "10 steps", "10%", "1280 tokens", "80 rows"])
+def test_stages_start_at_amounts_of_training(start):
+    made = plan({"0": {"web": 1.0}, start: {"math": 1.0}})
+    assert [first for first, _ in made.record()] == [0, 80]
+
+
+@pytest.mark.parametrize(
+    ("mixture", "max_epochs", "message"),
+    [
+        ({"web": 1.0, "books": 1.0}, {}, "names 'books', which is no source of the training data; there are web, code"),
+        ({"web": 1.0}, {"books": 1.0}, "data.max_epochs names 'books'"),
+        ({"10 steps": {"web": 1.0}}, {}, "begins at batch 10; its first stage must start at '0'"),
+        ({"0": {"web": 1.0}, "0%": {"web": 1.0}}, {}, "two stages that start at one batch"),
+        ({"0": {"web": 1.0}, "soon": {"web": 1.0}}, {}, "is no amount of training"),
+        ({"0": {"web": 1.0}, "web": 0.5}, {}, "not both in one"),
+        ({"web": 0.0}, {}, "at least 0, and one above"),
+        ({"web": -1.0, "code": 2.0}, {}, "at least 0, and one above"),
+    ],
+)
+def test_what_is_wrong_with_a_mixture_is_one_line(mixture, max_epochs, message):
+    with pytest.raises(ValueError, match=message):
+        plan(mixture, max_epochs)
+
+
+def test_caps_need_a_mixture_and_a_positive_number():
+    for settings_ in (({}, {"web": 1.0}), ({"web": 1.0}, {"web": 0.0})):
+        with pytest.raises(ValueError, match="max_epochs"):
+            check_mixture(*settings_)
+
+
+def test_only_what_lies_ahead_may_change():
+    before = plan({"0": {"web": 1.0}, "50 steps": {"math": 1.0}}).record()
+    later = plan({"0": {"web": 1.0}, "60 steps": {"code": 1.0}}).record()
+    other = plan({"0": {"web": 1.0, "code": 1.0}}).record()
+    for rows, same in ((0, True), (1, True), (400, True), (401, False)):
+        assert same_past(before, later, rows) is same
+    assert not same_past(before, other, 1) and same_past(before, other, 0)
+    assert not same_past(None, before, 8) and same_past(None, None, 8)
