@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import units
 from jaxscale.config import Budget, RunConfig
-from jaxscale.data.batch import Batch
+from jaxscale.data.batch import Batch, EncoderInput
+from jaxscale.data.mixture import mixture_names
 from jaxscale.models import attention_needs, make_model, unembed
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.loss import summed_loss, token_losses
@@ -69,9 +70,15 @@ class Program:
     @property
     def abstract_batch(self) -> Batch:
         """The batch that train_step is compiled for."""
-        shape = (self.cfg.rows_per_step, self.cfg.seq_len)
-        make = lambda dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=self.batch_sharding)
-        return Batch(*[make(jnp.int32)] * 4, weights=make(jnp.float32))
+        rows, lengths = self.cfg.rows_per_step, self.cfg.row_lengths
+        make = lambda length, dtype: jax.ShapeDtypeStruct((rows, length), dtype, sharding=self.batch_sharding)
+        ids, encoder = make(lengths.row, jnp.int32), None
+        if lengths.encoder is not None:
+            encoder = EncoderInput(*[make(lengths.encoder, jnp.int32)] * 3)
+        prefix = ids if lengths.prefix else None
+        sources = ids if self.cfg.data.mixture else None
+        weights = make(lengths.row, jnp.float32)
+        return Batch(ids, ids, ids, ids, weights, sources=sources, prefix=prefix, encoder=encoder)
 
 
 def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None = None) -> Program:
@@ -82,7 +89,9 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     options = compiler_options(platform, device.device_kind, cfg.compiler, os.environ)
     check_options(cfg.compiler, device)
     rules = RULES[cfg.rules]
-    kernels = choose_kernels(platform, cfg.model.attention, attention_needs(cfg.model), device)
+    kernels = choose_kernels(
+        platform, cfg.model.attention, attention_needs(cfg.model, prefix=cfg.row_lengths.prefix), device
+    )
     kernels = with_matmul_dtype(kernels, cfg.model.matmul_dtype)
     batch_axes = make_batch_axes(mesh, rules, cfg.train.reduce_dtype)
     gather = batch_axes.gather if batch_axes.axes else whole_already
@@ -129,7 +138,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         lambda grads: batch_axes.reduce_last(grads, axes),
         batch_axes.sum,
     )
-    num_microbatches = cfg.train.num_microbatches
+    num_microbatches, num_sources = cfg.train.num_microbatches, len(mixture_names(cfg.data.mixture))
 
     def learnable(params: Any):
         """What gradients are taken by: the parameters, or what stands in for them."""
@@ -141,7 +150,8 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
         def loss_fn(learned: Any, batch: Batch, keys_B: jax.Array):
-            return summed_loss(model_of(params, freeze(learned, groups)), batch, keys_B, cfg.train.aux_losses)
+            model = model_of(params, freeze(learned, groups))
+            return summed_loss(model, batch, keys_B, cfg.train.aux_losses, num_sources)
 
         learned = learnable(params)
         return accumulate(
@@ -171,6 +181,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         guard_cfg=cfg.train.guard,
         scale_cfg=cfg.train.loss_scale,
         dynamic_scale=is_dynamic(cfg.train.loss_scale, cfg.model.compute_dtype),
+        count_gated=cfg.data.gate.on,
     )
 
     def precise_step(state: TrainState, batch: Batch):
@@ -237,7 +248,15 @@ def check_layout(cfg: RunConfig, mesh: Mesh, shapes: Any, axes: Any) -> None:
         raise ValueError(
             f"model and mesh do not fit: {'; '.join(dict.fromkeys(uneven))}; choose a mesh axis that divides"
         )
-    if cfg.seq_len % (tensor := mesh.shape["tensor"]):
+    tensor, lengths = mesh.shape["tensor"], cfg.row_lengths
+    made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
+    if made_rows and any((length or 0) % tensor for length in lengths[:2]):
+        raise ValueError(
+            f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, no "
+            f"multiples of mesh.tensor={tensor}, which shares the positions of a row; use data.objective.multiple_of="
+            f"{tensor}, or another mesh"
+        )
+    if not made_rows and cfg.seq_len % tensor:
         fitting = cfg.seq_len // tensor * tensor
         raise ValueError(
             f"seq_len={cfg.seq_len} is not a multiple of mesh.tensor={tensor}, which shares the positions of a row; "

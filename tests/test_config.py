@@ -79,7 +79,10 @@ def test_a_whole_number_written_with_an_exponent_is_an_integer(path):
         ({"optim.peek_lr": "9"}, "optim.peek_lr is not a setting of OptimConfig; did you mean 'peak_lr'?"),
         ({"peak_lr": "9"}, "peak_lr is not a setting of RunConfig; did you mean 'optim.peak_lr'?"),
         ({"optm.peak_lr": "9"}, "optm is not a setting of RunConfig; did you mean 'optim'?"),
-        ({"model.name": "lama"}, "model.name='lama' must be one of ['gpt2', 'llama']; did you mean 'llama'?"),
+        (
+            {"model.name": "lama"},
+            "model.name='lama' must be one of ['encoder', 'gpt2', 'llama', 't5']; did you mean 'llama'?",
+        ),
         ({"optim.peak_lr": "fast"}, "optim.peak_lr='fast' is not a number"),
         ({"seq_len": "16.5"}, "seq_len=16.5 is not an integer"),
         ({"model.scan_layers": "3"}, "model.scan_layers=3 is not true or false"),
@@ -317,5 +320,6 @@ def test_configs_import_each_other_wherever_the_command_runs(tmp_path, monkeypat
 def test_help_says_which_model_a_setting_belongs_to():
     text = config.settings_help()
     lines = [line for line in text.splitlines() if line.startswith("  --config.model.num_layers=")]
-    assert len(lines) == 2 and "(llama)" in lines[0] + lines[1] and "(gpt2)" in lines[0] + lines[1]
+    models = ("llama", "gpt2", "encoder", "t5")
+    assert len(lines) == len(models) and all(any(f"({model})" in line for line in lines) for model in models)
     assert "(" not in next(line for line in text.splitlines() if "--config.seq_len=" in line)

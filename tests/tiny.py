@@ -24,6 +24,14 @@ GPT2 = dict(
     name="gpt2", vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=2, max_seq_len=32, compute_dtype="float32",
     attention="xla",
 )  # fmt: skip
+ENCODER = dict(
+    name="encoder", vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32, max_seq_len=32,
+    num_token_types=2, compute_dtype="float32", attention="xla",
+)  # fmt: skip
+T5 = dict(
+    name="t5", vocab_size=VOCAB, num_layers=2, num_decoder_layers=1, embed_dim=16, num_heads=2, head_dim=8, mlp_dim=32,
+    num_buckets=8, max_distance=16, compute_dtype="float32", attention="xla",
+)  # fmt: skip
 VALUES = dict(
     seq_len=SEQ_LEN,
     batch_tokens=ROWS * SEQ_LEN,

@@ -5,17 +5,25 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.models import gpt2, llama
+from jaxscale.models import encoder, gpt2, llama, t5
+from jaxscale.models.encoder import Encoder, EncoderConfig
 from jaxscale.models.gpt2 import Gpt2, Gpt2Config
 from jaxscale.models.layers import ModelConfig
 from jaxscale.models.llama import Llama, LlamaConfig
+from jaxscale.models.t5 import T5, T5Config
 from jaxscale.ops.attention import AttentionNeeds
 from jaxscale.ops.kernels import Kernels
 from jaxscale.sharding.place import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
-MODELS = {LlamaConfig: (Llama, llama), Gpt2Config: (Gpt2, gpt2)}
-AnyModelConfig = LlamaConfig | Gpt2Config
+MODELS = {
+    LlamaConfig: (Llama, llama),
+    Gpt2Config: (Gpt2, gpt2),
+    EncoderConfig: (Encoder, encoder),
+    T5Config: (T5, t5),
+}
+AnyModelConfig = LlamaConfig | Gpt2Config | EncoderConfig | T5Config
+DECODERS = (LlamaConfig, Gpt2Config)  # models that read one row from left to right
 
 
 def make_model(
@@ -36,32 +44,57 @@ def num_params(cfg: AnyModelConfig) -> int:
     return MODELS[type(cfg)][1].num_params(cfg)
 
 
-def flops_per_token(cfg: AnyModelConfig, seq_len: int) -> float:
-    """Floating-point operations of one training step per token, recomputation left out."""
+def flops_per_token(cfg: AnyModelConfig, seq_len: int, encoder_len: int | None = None) -> float:
+    """Floating-point operations of one training step per token of a row of seq_len, recomputation left out.
+
+    encoder_len: tokens of the encoder's row that goes with it, where the model has an encoder and a decoder.
+    """
+    if isinstance(cfg, T5Config):
+        assert encoder_len is not None, "T5 has two rows, and the length of one is missing"
+        return t5.flops_per_token(cfg, seq_len, encoder_len)
     return MODELS[type(cfg)][1].flops_per_token(cfg, seq_len)
 
 
-def attention_needs(cfg: AnyModelConfig) -> AttentionNeeds:
-    """What the model asks of its attention kernel."""
-    if isinstance(cfg, Gpt2Config):
-        return AttentionNeeds(head_dim=cfg.embed_dim // cfg.num_heads, dtype=cfg.compute_dtype)
+def attention_needs(cfg: AnyModelConfig, *, prefix: bool = False) -> AttentionNeeds:
+    """What the model asks of its attention kernel. prefix: whether its rows have one."""
+    if isinstance(cfg, (Gpt2Config, EncoderConfig)):
+        head_dim, bidirectional = cfg.embed_dim // cfg.num_heads, isinstance(cfg, EncoderConfig)
+        return AttentionNeeds(head_dim=head_dim, dtype=cfg.compute_dtype, prefix=prefix, bidirectional=bidirectional)
+    if isinstance(cfg, T5Config):
+        return AttentionNeeds(head_dim=cfg.head_dim, dtype=cfg.compute_dtype, bidirectional=True, bias=True)
     return AttentionNeeds(
-        head_dim=cfg.head_dim, dtype=cfg.compute_dtype, window=cfg.attention_window, softcap=cfg.attention_softcap
+        head_dim=cfg.head_dim,
+        dtype=cfg.compute_dtype,
+        window=cfg.attention_window,
+        softcap=cfg.attention_softcap,
+        prefix=prefix,
     )
 
 
 def max_seq_len(cfg: AnyModelConfig) -> int | None:
     """The longest row the model can read, or None where it has no limit of its own."""
-    return cfg.max_seq_len if isinstance(cfg, Gpt2Config) else None
+    return cfg.max_seq_len if isinstance(cfg, (Gpt2Config, EncoderConfig)) else None
 
 
-def logits(model: nnx.Module, tokens_BT, positions_BT=None, segment_ids_BT=None) -> jax.Array:
-    """All logits, float32[B, T, V]: for tests and small batches. One document a row unless told otherwise."""
+def layer_widths(cfg: AnyModelConfig) -> tuple[int, int, int]:
+    """Numbers per token in (the queries, the keys, the inner array of the MLP) of a block."""
+    if isinstance(cfg, LlamaConfig):
+        return cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim, cfg.mlp_dim
+    if isinstance(cfg, T5Config):
+        return cfg.num_heads * cfg.head_dim, cfg.num_heads * cfg.head_dim, cfg.mlp_dim
+    return cfg.embed_dim, cfg.embed_dim, cfg.mlp_dim if isinstance(cfg, EncoderConfig) else 4 * cfg.embed_dim
+
+
+def logits(model: nnx.Module, tokens_BT, positions_BT=None, segment_ids_BT=None, **more) -> jax.Array:
+    """All logits, float32[B, T, V]: for tests and small batches. One document a row unless told otherwise.
+
+    segment_ids_BT: or a Scope with a prefix. more: encoder, for a model that has one.
+    """
     if positions_BT is None:
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
     if segment_ids_BT is None:
         segment_ids_BT = jnp.ones_like(tokens_BT)
-    return unembed(model, model.tensor.gather(model.hidden(tokens_BT, positions_BT, segment_ids_BT)))
+    return unembed(model, model.tensor.gather(model.hidden(tokens_BT, positions_BT, segment_ids_BT, **more)))
 
 
 def unembed(model: nnx.Module, h: jax.Array) -> jax.Array:

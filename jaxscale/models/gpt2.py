@@ -21,6 +21,7 @@ from jaxscale.models.layers import (
     run_stack,
     settle_together,
     split_keys,
+    with_bias,
 )
 from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
 from jaxscale.ops.activation import gelu_tanh
@@ -172,8 +173,3 @@ class Gpt2(nnx.Module):
         """(h_BTD as it is, the output projection [D, V]: the embedding table, gathered once for all of a loss)."""
         h_BTD, table_VD = settle_together(h_BTD, self.embedding[...])
         return h_BTD, self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
-
-
-def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    """x plus a bias along its last axes, in x's dtype."""
-    return x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)

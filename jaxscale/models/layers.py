@@ -202,3 +202,8 @@ def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorA
     shape = (x.shape[1] * tensor.size, *x.shape[2:])
     kept = tensor.own(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys_B))
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
+
+
+def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """x plus a bias along its last axes, in x's dtype."""
+    return x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)

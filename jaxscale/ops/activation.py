@@ -30,3 +30,8 @@ swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """GELU in the tanh form that GPT-2 was trained with (arXiv:1606.08415)."""
     return jax.nn.gelu(x.astype(F32), approximate=True).astype(x.dtype)
+
+
+def gelu(x: jax.Array) -> jax.Array:
+    """GELU as it is defined, with the normal distribution's own integral (arXiv:1606.08415)."""
+    return jax.nn.gelu(x.astype(F32), approximate=False).astype(x.dtype)

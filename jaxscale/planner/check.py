@@ -34,7 +34,9 @@ def check_machine(cfg: RunConfig) -> None:
 def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str], bool]:
     """(one line a problem, whether the state fits in memory)."""
     findings = check_hosts()
-    if kernels := check_kernels(cfg.model, devices[0].platform):  # what follows can be told with another kernel
+    if kernels := check_kernels(
+        cfg.model, devices[0].platform, prefix=cfg.row_lengths.prefix
+    ):  # what follows can be told with another kernel
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="auto"))
     findings += kernels + [f"data: {line}" for line in check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)]
     program = None
@@ -63,15 +65,15 @@ def check_hosts() -> list[str]:
     return []
 
 
-def check_kernels(model: AnyModelConfig, platform: str) -> list[str]:
-    """Settings of the model that this platform cannot honour."""
+def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False) -> list[str]:
+    """Settings of the model that this platform cannot honour. prefix: whether its rows have one."""
     findings = []
     if model.matmul_precision == "tf32" and platform != "gpu":
         findings.append(
             f"kernel: model.matmul_precision='tf32' exists on NVIDIA GPUs, and this is {platform}; use 'default'"
         )
     try:
-        choose_kernels(platform, model.attention, attention_needs(model))
+        choose_kernels(platform, model.attention, attention_needs(model, prefix=prefix))
     except ValueError as error:
         findings.append(f"kernel: {error}")
     return findings

@@ -7,7 +7,7 @@ bytes of the collectives that the layout needs at the least.
 import dataclasses
 
 from jaxscale.build import Program
-from jaxscale.models import flops_per_token, num_params
+from jaxscale.models import num_params
 from jaxscale.models.layers import ModelConfig
 from jaxscale.models.remat import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
 from jaxscale.ops.attention.names import ATTENTION_OUT
@@ -43,7 +43,7 @@ def estimate(program: Program, topology: Topology) -> Estimate:
     state = (program.abstract_state.params, program.abstract_state.opt_state)
     params = shard_bytes(state[0]) + host_bytes(state[0])
     gradients = params if cfg.rules == "zero1" else 4 * num_params(cfg.model) // sharing(program)
-    flops = flops_per_token(cfg.model, cfg.seq_len) + recomputed_flops(cfg.model, cfg.seq_len)
+    flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
     passes = 2 * cfg.train.num_microbatches  # of weights to the device, forward and backward
     moved = 2 * host_bytes(state) + passes * host_bytes(state[0])  # and there and back when the step renews it
     return Estimate(

@@ -8,9 +8,8 @@ import jax
 
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
-from jaxscale.models import num_params
+from jaxscale.models import layer_widths, num_params
 from jaxscale.models.layers import ModelConfig
-from jaxscale.models.llama import LlamaConfig
 from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE
 from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.sharding.offload import HOST
@@ -74,15 +73,17 @@ def activation_bytes(program: Program) -> int:
     out.
     """
     cfg, shape = program.cfg, program.mesh.shape
-    model = cfg.model
-    tokens = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards * cfg.seq_len
+    model, lengths = cfg.model, cfg.row_lengths
+    tokens = (
+        cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards * (lengths.row + (lengths.encoder or 0))
+    )
     width = 4 if model.compute_dtype == "float32" else 2
     tensor = shape["tensor"]
     sizes = activation_sizes(model, tensor)
     inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + sizes[MLP_UP]
     whole = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
     if program.attention == "xla":  # float32 scores and probabilities of each head
-        whole += 2 * (model.num_heads // tensor) * cfg.seq_len * 4 // width
+        whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
     names = kept_names(model)
     kept = whole if names is None else sum(sizes[name] for name in names)
     layers = tokens * width * (model.num_layers * kept + (0 if names is None else whole))
@@ -104,11 +105,7 @@ def kept_names(model: ModelConfig) -> set[str] | None:
 
 def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
     """Elements per token of each named activation of a block on one of `tensor` devices."""
-    D = model.embed_dim
-    if isinstance(model, LlamaConfig):
-        query, key, mlp = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim, model.mlp_dim
-    else:
-        query, key, mlp = D, D, 4 * D
+    D, (query, key, mlp) = model.embed_dim, layer_widths(model)
     sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: query, ATTENTION_OUT: query}
     sizes |= {KEY: key, VALUE: key, MLP_GATE: mlp, MLP_UP: mlp}
     return {name: sizes[name] // tensor for name in model.activation_names}

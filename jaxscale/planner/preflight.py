@@ -7,7 +7,6 @@ from typing import Any
 
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig, resolve_budget
-from jaxscale.models import flops_per_token
 from jaxscale.planner.ahead import Compiled, compile_ahead
 from jaxscale.planner.check import UNCOUNTED
 from jaxscale.planner.memory import host_bytes, shard_bytes
@@ -45,7 +44,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
     """What was found out about a program, put together."""
     cfg, facts, shortage = program.cfg, compiled.facts, compiled.shortage
     num_devices = len(topology.devices)
-    model_flops = flops_per_token(cfg.model, cfg.seq_len) * cfg.tokens_per_step / num_devices
+    model_flops = cfg.flops_per_token * cfg.tokens_per_step / num_devices
     shares = link_shares(program.mesh, topology.chip)
     bounds = facts and roofline(facts, topology.chip, topology.num_slices, model_flops, shares)
     usable, why = usable_memory(topology)

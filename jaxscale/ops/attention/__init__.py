@@ -10,8 +10,9 @@ from jaxscale.ops.attention import blockwise, cudnn, long, splash, xla
 from jaxscale.units import or_list
 
 # attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H).
+# Only `xla` takes a Scope in place of the segments, and the keywords of xla.attend: other forms refuse the needs.
 # What its backward pass needs of its results bears the name ATTENTION_OUT, for remat policies.
-Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+Attend = Callable[..., jax.Array]
 AttentionName = Literal["auto", "xla", "splash", "cudnn", "blockwise"]
 BEST = {"tpu": "splash", "gpu": "cudnn", "cpu": "blockwise"}
 HOMES = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}  # forms that run on one kind of machine only
@@ -28,6 +29,9 @@ class AttentionNeeds:
     dtype: str  # of queries, keys and values
     window: int | None = None
     softcap: float | None = None
+    prefix: bool = False  # some keys are seen by queries before them
+    bidirectional: bool = False  # every key is seen by all queries of its document
+    bias: bool = False  # scores have a bias, and keys may come from another row
 
 
 def choose_attention(
@@ -74,6 +78,14 @@ def make_blockwise(*, softcap: float | None, window: int | None, platform: str) 
 
 def what_lacks(name: str, needs: AttentionNeeds, device: jax.Device | None) -> str:
     """Why this form cannot serve these needs on this device, or ""."""
+    if name != "xla":
+        for needed, what in (
+            (needs.prefix, "reads a prefix in both directions"),
+            (needs.bidirectional, "reads a row in both directions"),
+            (needs.bias, "adds a bias to its scores"),
+        ):
+            if needed:
+                return f"{name} is causal and plain, and this model {what}"
     dtypes = {"splash": splash.DTYPES, "cudnn": cudnn.DTYPES}.get(name, (needs.dtype,))
     if needs.dtype not in dtypes:
         return f"{name} computes in {' or '.join(dtypes)}, not in {needs.dtype}"

@@ -1,6 +1,7 @@
 """Attention as XLA compiles it from the definition: the reference for every other form.
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
+N = K * G query heads
 """
 
 import functools
@@ -10,12 +11,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.ops.attention.scope import Scope, as_scope
 
 HIDDEN = -1e30  # a score that softmax turns into exactly 0, finite so that no row becomes nan
 
 
 def make_attend(*, softcap: float | None = None, window: int | None = None):
-    """attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, within the segment, scale 1/sqrt(H).
+    """attend(q_BTNH, k_BSKH, v_BSKH, segments) -> out_BTNH: causal, within the segment, scale 1/sqrt(H).
 
     softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118).
     window: a query sees the newest `window` keys up to its own (arXiv:2310.06825); None: all of them.
@@ -24,20 +26,50 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
 
 
 def attend(
-    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, *, softcap: float | None = None, window: int | None = None
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    segments: jax.Array | Scope,
+    *,
+    softcap: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    bias_NTS: jax.Array | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
-    """Softmax attention with float32 scores and probabilities rounded to v.dtype before the product; in q.dtype."""
+    """Softmax attention with float32 scores and probabilities rounded to v.dtype before the product; in q.dtype.
+
+    segments: of the queries, or a Scope. causal: a query sees no later key, but for those of a prefix. bias_NTS: added
+    to the scores. scale: of the products of queries and keys, in place of 1/sqrt(H).
+    """
+    scope = as_scope(segments)
     B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
+    S, K = k_BSKH.shape[1:3]
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    score_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32) * H**-0.5
+    score_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
+    if scale != 1.0:
+        score_BKGTS *= H**-0.5 if scale is None else scale
     if softcap is not None:
         score_BKGTS = softcap * jnp.tanh(score_BKGTS / softcap)
-    seen_TS = jnp.tri(T, dtype=bool)
-    if window is not None:
-        seen_TS &= ~jnp.tri(T, k=-window, dtype=bool)
-    seen_BTS = (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]) & seen_TS[None]
-    score_BKGTS = jnp.where(seen_BTS[:, None, None], score_BKGTS, HIDDEN)
-    share_BKGTS = jax.nn.softmax(score_BKGTS, axis=-1).astype(v_BSKH.dtype)
+    if bias_NTS is not None:
+        score_BKGTS += bias_NTS.astype(jnp.float32).reshape(1, K, N // K, T, S)
+    seen_B11TS = seen(scope, T, S, causal, window)[:, None, None]
+    share_BKGTS = jax.nn.softmax(jnp.where(seen_B11TS, score_BKGTS, HIDDEN), axis=-1).astype(v_BSKH.dtype)
+    if scope.key_segment_ids_BS is not None:  # a query may have no key in another row, as padding has none
+        share_BKGTS = jnp.where(seen_B11TS, share_BKGTS, 0)
     out_BTNH = jnp.einsum("BKGTS,BSKH->BTKGH", share_BKGTS, v_BSKH).reshape(B, T, N, H)
     return checkpoint_name(out_BTNH, ATTENTION_OUT)
+
+
+def seen(scope: Scope, T: int, S: int, causal: bool, window: int | None) -> jax.Array:
+    """bool[B, T, S]: whether a query may look at a key."""
+    key_ids_BS = scope.segment_ids_BT if scope.key_segment_ids_BS is None else scope.key_segment_ids_BS
+    same_BTS = scope.segment_ids_BT[:, :, None] == key_ids_BS[:, None, :]
+    if not causal:
+        return same_BTS
+    seen_TS = jnp.tri(T, S, dtype=bool)
+    if window is not None:
+        seen_TS &= ~jnp.tri(T, S, k=-window, dtype=bool)
+    if scope.prefix_BT is None:
+        return same_BTS & seen_TS[None]
+    return same_BTS & (seen_TS[None] | (scope.prefix_BT[:, None, :] > 0))

@@ -1,0 +1,36 @@
+"""BERT's masked language modelling on the source of Python's standard library, byte by byte: 3.3e6 parameters.
+
+    python -m jaxscale.main --config=configs/masked_lm.py
+
+With WordPiece: data.tokenizer=PATH of a vocab.txt or of a tokenizer.json of `jaxscale prepare`; then mask_id=None finds
+the tokenizer's [MASK], and model.vocab_size is the tokenizer's. docs/objectives.md tells the rest.
+
+Cost: 20 steps took 91 s on a busy CPU, compilation included, to a validation loss of 3.36 from 5.68 (2026-11-21); the
+whole run is 489 steps and was not timed.
+"""
+
+import ml_collections
+
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.seq_len = 256
+    c.batch_tokens = 8 * 256
+    c.train_tokens = 1_000_000
+    c.train = dict(num_microbatches=2)
+    c.model = dict(
+        name="encoder",
+        vocab_size=264,
+        num_layers=4,
+        embed_dim=256,
+        num_heads=4,
+        mlp_dim=1024,
+        max_seq_len=256,
+        compute_dtype="float32",
+    )
+    c.optim = dict(peak_lr=1e-3, min_lr=1e-4, warmup_tokens="5%")
+    # Bytes are 0 to 255 and the end of a document 256, so that 257 is free for the mask.
+    c.data = dict(name="stdlib", tokenizer="bytes", objective=dict(name="masked_lm", mask_id=257))
+    c.eval = dict(every_steps=100, num_rows=128)
+    c.checkpoint = dict(save_every_steps=100)
+    return c

@@ -1,0 +1,214 @@
+"""BERT's encoder for masked language modelling (arXiv:1810.04805): learned positions, norms after each part, GELU.
+
+B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  P positions
+"""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.models.layers import (
+    ModelConfig,
+    check_positive,
+    constant,
+    dropout,
+    make_stack,
+    param,
+    run_stack,
+    settle_together,
+    split_keys,
+    with_bias,
+)
+from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
+from jaxscale.ops.activation import gelu
+from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.ops.embed import lookup, lookup_shared
+from jaxscale.ops.kernels import Kernels
+from jaxscale.ops.norm import layer_norm
+from jaxscale.schema import setting
+from jaxscale.sharding.place import Gather
+from jaxscale.sharding.tensor_axis import TensorAxis
+
+STD = 0.02  # of every matrix and table, as in BERT
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(ModelConfig):
+    """BERT; the base model is 12 layers of width 768 with 12 heads over 512 positions and 30522 tokens."""
+
+    name: Literal["encoder"] = setting("encoder", "which model this is")
+    mlp_dim: int = setting(help="width of the MLP; BERT has 4 * embed_dim")
+    max_seq_len: int = setting(512, "learned positions: the longest row")
+    num_token_types: int = setting(0, "rows of BERT's table of token types, of which every token here has type 0")
+    dropout: float = setting(0.0, "of embeddings and of what each block adds; BERT had 0.1")
+    norm_eps: float = setting(1e-12, "added to the variance in norms")
+
+    activation_names: ClassVar[tuple[str, ...]] = (
+        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_UP
+    )  # fmt: skip
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "max_seq_len", "mlp_dim")
+        if self.embed_dim % self.num_heads:
+            raise ValueError(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+        if self.num_token_types < 0:
+            raise ValueError(f"num_token_types={self.num_token_types} must not be negative")
+
+
+def num_params(cfg: EncoderConfig) -> int:
+    """Parameters in all, embeddings and the head's bias included."""
+    D, F = cfg.embed_dim, cfg.mlp_dim
+    biases_and_norms = cfg.num_layers * (4 * D + F + D + 4 * D) + 2 * D + 3 * D + cfg.vocab_size
+    return matmul_params(cfg) + (cfg.max_seq_len + cfg.num_token_types) * D + biases_and_norms
+
+
+def matmul_params(cfg: EncoderConfig) -> int:
+    """Parameters that each token is multiplied with; the tied table counts once, as the output projection."""
+    D = cfg.embed_dim
+    return cfg.num_layers * (4 * D * D + 2 * D * cfg.mlp_dim) + D * D + cfg.vocab_size * D
+
+
+def flops_per_token(cfg: EncoderConfig, seq_len: int) -> float:
+    """Floating-point operations of one training step per token; a query sees all keys of a row."""
+    return 6 * matmul_params(cfg) + 12 * cfg.num_layers * cfg.embed_dim * seq_len
+
+
+class Attention(nnx.Module):
+    """Attention in both directions within each packed document, with biases."""
+
+    def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+        D, N = cfg.embed_dim, cfg.num_heads
+        H = D // N
+        self.kernels, self.tensor = kernels, tensor
+        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
+        self.wk = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
+        self.wv = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
+        self.bias_q = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.bias_k = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.bias_v = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=STD)
+        self.bias_o = constant((D,), ("norm",), 0.0)
+
+    def __call__(self, x_BTD, segment_ids_BT):
+        project = self.kernels.project
+        x_BTD = self.tensor.gather(x_BTD)
+        q_BTNH = checkpoint_name(with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...]), QUERY)
+        k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
+        v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
+        out_BTNH = self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, causal=False)
+        added_BTD = with_bias(self.tensor.scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), self.bias_o[...])
+        return checkpoint_name(added_BTD, ATTENTION_ADDED)
+
+
+class Mlp(nnx.Module):
+    """Two products with a GELU between."""
+
+    def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+        D, F = cfg.embed_dim, cfg.mlp_dim
+        self.kernels, self.tensor = kernels, tensor
+        self.up = param(rngs, (D, F), ("embed", "mlp"), std=STD)
+        self.bias_up = constant((F,), ("mlp",), 0.0)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), std=STD)
+        self.bias_down = constant((D,), ("norm",), 0.0)
+
+    def __call__(self, x_BTD):
+        project = self.kernels.project
+        h_BTF = with_bias(project("BTD,DF->BTF", self.tensor.gather(x_BTD), self.up[...]), self.bias_up[...])
+        h_BTF = gelu(checkpoint_name(h_BTF, MLP_UP))
+        return with_bias(self.tensor.scatter(project("BTF,FD->BTD", h_BTF, self.down[...])), self.bias_down[...])
+
+
+class Block(nnx.Module):
+    """Attention, then MLP, each added to the residual stream, which is normalised after that."""
+
+    def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+        D = cfg.embed_dim
+        self.cfg, self.tensor = cfg, tensor
+        self.attention = Attention(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.scale_attention, self.bias_attention = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+
+    def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
+        cfg = self.cfg
+        key_attention, key_mlp = (None, None) if keys_B is None else split_keys(keys_B, 2)
+        x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
+        x_BTD = x_BTD + dropout(self.attention(x_BTD, segment_ids_BT), cfg.dropout, key_attention, self.tensor)
+        x_BTD = layer_norm(x_BTD, self.scale_attention[...], self.bias_attention[...], cfg.norm_eps)
+        x_BTD = x_BTD + dropout(self.mlp(x_BTD), cfg.dropout, key_mlp, self.tensor)
+        return layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
+
+
+class Head(nnx.Module):
+    """What the last hidden states go through before they meet the table: a product, GELU and a norm.
+
+    Every device works on its own positions with the whole of it.
+    """
+
+    def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather):
+        D = cfg.embed_dim
+        self.cfg, self.kernels, self.gather = cfg, kernels, gather
+        self.dense = param(rngs, (D, D), ("embed", "channels"), std=STD)
+        self.bias_dense = constant((D,), ("norm",), 0.0)
+        self.scale, self.bias = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+
+    def __call__(self, h_BTD):
+        dense_DD = self.gather(self.dense[...], ("embed", "channels"), self.cfg.compute_dtype)
+        h_BTD = gelu(with_bias(self.kernels.project("BTD,DE->BTE", h_BTD, dense_DD), self.bias_dense[...]))
+        return layer_norm(h_BTD, self.scale[...], self.bias[...], self.cfg.norm_eps)
+
+
+class Encoder(nnx.Module):
+    """The encoder. hidden() is all but the head, so that a loss can chunk the logits."""
+
+    def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
+        D, V = cfg.embed_dim, cfg.vocab_size
+        self.cfg, self.gather, self.tensor = cfg, gather, tensor
+        self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=STD)
+        self.position_embedding = param(rngs, (cfg.max_seq_len, D), ("position", "embed"), std=STD)
+        types = cfg.num_token_types
+        self.type_embedding = param(rngs, (types, D), ("position", "embed"), std=STD) if types else None
+        self.scale_embedding, self.bias_embedding = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
+        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
+        self.head = Head(cfg, rngs=rngs, kernels=kernels, gather=gather)
+        self.bias_vocab = constant((V,), ("vocab",), 0.0)
+
+    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """The residual stream after the last block, compute_dtype[B, T, D], of the device's own positions.
+
+        keys_B: for dropout.
+        """
+        cfg = self.cfg
+        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
+        positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
+        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor)
+        x_BTD = x_BTD + lookup(positions_PD, self.tensor.own(positions_BT), cfg.embed_dtype)
+        if self.type_embedding is not None:
+            types_2D = self.gather(self.type_embedding[...], ("position", "embed"), cfg.embed_dtype)
+            x_BTD = with_bias(x_BTD, types_2D[0])
+        x_BTD = layer_norm(x_BTD, self.scale_embedding[...], self.bias_embedding[...], cfg.norm_eps)
+        x_BTD = x_BTD.astype(cfg.compute_dtype)
+        keys_LB = None
+        if keys_B is not None and cfg.dropout:
+            keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
+            keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, keys_B, self.tensor)
+        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
+        return run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather)
+
+    def unembedding(self, h_BTD):
+        """(the head's hidden states with a 1 behind each, the embedding table [D, V] with the bias of the logits
+        below it): their product has the bias in it, so that the loss need not know of one."""
+        h_BTD, table_VD = settle_together(h_BTD, self.embedding[...])
+        h_BTD = self.head(h_BTD).astype(self.cfg.embed_dtype)
+        ones = jnp.ones((*h_BTD.shape[:-1], 1), h_BTD.dtype)
+        w_DV = self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
+        bias_1V = self.bias_vocab[...].astype(w_DV.dtype)[None]
+        return jnp.concatenate([h_BTD, ones], axis=-1), jnp.concatenate([w_DV, bias_1V])

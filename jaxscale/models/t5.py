@@ -1,0 +1,282 @@
+"""T5's encoder-decoder (arXiv:1910.10683): RMSNorm, relative positions as a bias of the scores, no biases else.
+
+Version 1.0 has a ReLU and one table for all; 1.1 a gated GELU (arXiv:2002.05202) and an output projection of its own.
+
+B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  R buckets
+"""
+
+import dataclasses
+import math
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.data.batch import EncoderInput
+from jaxscale.models.layers import (
+    ModelConfig,
+    check_positive,
+    constant,
+    dropout,
+    make_stack,
+    param,
+    run_stack,
+    settle_together,
+    split_keys,
+)
+from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
+from jaxscale.ops.activation import gelu_tanh
+from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.ops.attention.scope import Scope
+from jaxscale.ops.embed import lookup_shared
+from jaxscale.ops.kernels import Kernels
+from jaxscale.schema import setting
+from jaxscale.sharding.place import Gather
+from jaxscale.sharding.tensor_axis import TensorAxis
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class T5Config(ModelConfig):
+    """T5; the small model is 6 and 6 layers of width 512 with 8 heads of 64 over 32128 tokens."""
+
+    name: Literal["t5"] = setting("t5", "which model this is")
+    num_decoder_layers: int | None = setting(None, "blocks of the decoder; none: as many as the encoder's num_layers")
+    head_dim: int = setting(help="size of one head")
+    mlp_dim: int = setting(help="width of the MLP")
+    mlp: Literal["relu", "gated_gelu"] = setting("gated_gelu", "relu: T5 1.0; gated_gelu: T5 1.1")
+    tied_embeddings: bool = setting(
+        False, "true: the embedding table is also the output projection, and states shrink by embed_dim**-0.5 (1.0)"
+    )
+    num_buckets: int = setting(32, "of relative positions")
+    max_distance: int = setting(128, "positions that are this far apart, or farther, share a bucket")
+    dropout: float = setting(0.0, "of embeddings, of what each block adds and of the last states; T5 1.0 had 0.1")
+    norm_eps: float = setting(1e-6, "added to the mean square in norms")
+
+    activation_names: ClassVar[tuple[str, ...]] = (
+        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP
+    )  # fmt: skip
+
+    @property
+    def decoder_layers(self) -> int:
+        """Blocks of the decoder."""
+        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "head_dim", "mlp_dim")
+        if self.decoder_layers < 1:
+            raise ValueError(f"num_decoder_layers={self.num_decoder_layers} must be at least 1, or none")
+        if self.num_buckets < 4 or self.num_buckets % 2:
+            raise ValueError(f"num_buckets={self.num_buckets} must be even and at least 4")
+        if self.max_distance <= self.num_buckets // 2:
+            raise ValueError(
+                f"max_distance={self.max_distance} must be above half of num_buckets={self.num_buckets}: "
+                "nearer positions have a bucket each"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+
+
+def num_params(cfg: T5Config) -> int:
+    """Parameters in all, embeddings included."""
+    D, encoder, decoder = cfg.embed_dim, cfg.num_layers, cfg.decoder_layers
+    matrices = encoder * encoder_block_params(cfg) + decoder * decoder_block_params(cfg)
+    norms, tables = (2 * encoder + 3 * decoder + 2) * D, 2 * cfg.num_buckets * cfg.num_heads
+    return matrices + norms + tables + cfg.vocab_size * D * (1 if cfg.tied_embeddings else 2)
+
+
+def attention_params(cfg: T5Config) -> int:
+    """The four matrices of one attention."""
+    return 4 * cfg.embed_dim * cfg.num_heads * cfg.head_dim
+
+
+def mlp_params(cfg: T5Config) -> int:
+    """The matrices of one MLP."""
+    return (3 if cfg.mlp == "gated_gelu" else 2) * cfg.embed_dim * cfg.mlp_dim
+
+
+def encoder_block_params(cfg: T5Config) -> int:
+    """The matrices of a block of the encoder."""
+    return attention_params(cfg) + mlp_params(cfg)
+
+
+def decoder_block_params(cfg: T5Config) -> int:
+    """The matrices of a block of the decoder, which also reads what was encoded."""
+    return 2 * attention_params(cfg) + mlp_params(cfg)
+
+
+def flops_per_token(cfg: T5Config, seq_len: int, encoder_len: int) -> float:
+    """Floating-point operations of one training step per token of the decoder's row of seq_len tokens.
+
+    The encoder's row, of encoder_len tokens, is counted with them: 6 per matrix parameter and token that meets it
+    (the keys and values of what was encoded are its tokens' own), and attention's products over the keys that are seen.
+    """
+    D, width = cfg.embed_dim, cfg.num_heads * cfg.head_dim
+    across = 2 * D * width  # keys and values for the decoder
+    encoded = encoder_len * (cfg.num_layers * encoder_block_params(cfg) + cfg.decoder_layers * across)
+    decoded = seq_len * (cfg.decoder_layers * (decoder_block_params(cfg) - across) + cfg.vocab_size * D)
+    seen = cfg.num_layers * encoder_len**2 + cfg.decoder_layers * seq_len * (seq_len / 2 + encoder_len)
+    return (6 * (encoded + decoded) + 12 * width * seen) / seq_len
+
+
+class Attention(nnx.Module):
+    """Attention of a row on itself or on another, its scores as they are and with a bias.
+
+    T5 scales no score: queries begin smaller by as much (its code, and the mesh of arXiv:1910.10683).
+    """
+
+    def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+        D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_dim
+        self.kernels, self.tensor = kernels, tensor
+        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=(D * H) ** -0.5)
+        self.wk = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), fan_in=D)
+        self.wv = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), fan_in=D)
+        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), fan_in=N * H)
+
+    def __call__(self, x_BTD, read_BSD, segments: jax.Array | Scope, *, causal: bool, bias_NTS: jax.Array | None):
+        """read_BSD: all positions of the row that is read, or None for the row itself."""
+        project = self.kernels.project
+        x_BTD = self.tensor.gather(x_BTD)
+        read_BSD = x_BTD if read_BSD is None else read_BSD
+        q_BTNH = checkpoint_name(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), QUERY)
+        k_BSNH = checkpoint_name(project("BSD,DNH->BSNH", read_BSD, self.wk[...]), KEY)
+        v_BSNH = checkpoint_name(project("BSD,DNH->BSNH", read_BSD, self.wv[...]), VALUE)
+        out_BTNH = self.kernels.attend(
+            q_BTNH, k_BSNH, v_BSNH, segments, causal=causal, bias_NTS=bias_NTS, scale=1.0
+        )  # named ATTENTION_OUT within
+        return checkpoint_name(self.tensor.scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), ATTENTION_ADDED)
+
+
+class Mlp(nnx.Module):
+    """Two products with a ReLU between, or three with a gated GELU (its tanh form)."""
+
+    def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+        D, F = cfg.embed_dim, cfg.mlp_dim
+        self.kernels, self.tensor = kernels, tensor
+        self.gate = param(rngs, (D, F), ("embed", "mlp"), fan_in=D) if cfg.mlp == "gated_gelu" else None
+        self.up = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), fan_in=F)
+
+    def __call__(self, x_BTD):
+        project = self.kernels.project
+        x_BTD = self.tensor.gather(x_BTD)
+        h_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.up[...]), MLP_UP)
+        if self.gate is None:
+            h_BTF = jax.nn.relu(h_BTF)
+        else:
+            gate_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.gate[...]), MLP_GATE)
+            h_BTF = gelu_tanh(gate_BTF) * h_BTF
+        return self.tensor.scatter(project("BTF,FD->BTD", h_BTF, self.down[...]))
+
+
+class Block(nnx.Module):
+    """Attention on the row itself, in the decoder on the encoded row too, then MLP; each normalised first and added."""
+
+    def __init__(self, cfg: T5Config, *, decodes: bool, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+        D = cfg.embed_dim
+        make = dict(rngs=rngs, kernels=kernels, tensor=tensor)
+        self.cfg, self.kernels, self.tensor, self.decodes = cfg, kernels, tensor, decodes
+        self.attention_norm, self.attention = constant((D,), ("norm",), 1.0), Attention(cfg, **make)
+        if decodes:
+            self.across_norm, self.across = constant((D,), ("norm",), 1.0), Attention(cfg, **make)
+        self.mlp_norm, self.mlp = constant((D,), ("norm",), 1.0), Mlp(cfg, **make)
+
+    def __call__(self, x_BTD, segment_ids_BT, bias_NTS, keys_B, read_BSD=None, across: Scope | None = None):
+        cfg, norm = self.cfg, self.kernels.rms_norm
+        keys = (None, None, None) if keys_B is None else split_keys(keys_B, 3)
+        drop = lambda added_BTD, key_B: dropout(added_BTD, cfg.dropout, key_B, self.tensor)
+        x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
+        h_BTD = norm(x_BTD, self.attention_norm[...], cfg.norm_eps)
+        added_BTD = self.attention(h_BTD, None, segment_ids_BT, causal=self.decodes, bias_NTS=bias_NTS)
+        x_BTD = x_BTD + drop(added_BTD, keys[0])
+        if self.decodes:
+            h_BTD = norm(x_BTD, self.across_norm[...], cfg.norm_eps)
+            x_BTD = x_BTD + drop(self.across(h_BTD, read_BSD, across, causal=False, bias_NTS=None), keys[1])
+        return x_BTD + drop(self.mlp(norm(x_BTD, self.mlp_norm[...], cfg.norm_eps)), keys[2])
+
+
+class T5(nnx.Module):
+    """The encoder-decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
+
+    def __init__(self, cfg: T5Config, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
+        D, V, N, R = cfg.embed_dim, cfg.vocab_size, cfg.num_heads, cfg.num_buckets
+        self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
+        self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=1.0)
+        make_block = lambda decodes: lambda rngs: Block(cfg, decodes=decodes, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.encoder_bias = param(rngs, (R, N), ("position", "heads"), fan_in=D)
+        self.encoder_blocks = make_stack(make_block(False), rngs, cfg.num_layers, cfg.scan_layers)
+        self.encoder_norm = constant((D,), ("norm",), 1.0)
+        self.decoder_bias = param(rngs, (R, N), ("position", "heads"), fan_in=D)
+        self.decoder_blocks = make_stack(make_block(True), rngs, cfg.decoder_layers, cfg.scan_layers)
+        self.decoder_norm = constant((D,), ("norm",), 1.0)
+        self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), fan_in=D)
+
+    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None, encoder=None):
+        """The decoder's normalised residual stream after the last block, compute_dtype[B, T, D], of the device's own
+        positions.
+
+        positions_BT: not read, since in a packed document places tell as much. keys_B: for dropout. encoder:
+        EncoderInput.
+        """
+        assert encoder is not None, "T5 decodes what an encoder has read; the batch has none"
+        cfg = self.cfg
+        keys = (None, None) if keys_B is None or not cfg.dropout else split_keys(keys_B, 2)
+        read_BSD = self.tensor.gather(self.encode(encoder, keys[0]))  # once for all blocks
+        across = Scope(segment_ids_BT, key_segment_ids_BS=encoder.segment_ids)
+        bias_NTS = self.relative_bias(self.decoder_bias[...], tokens_BT.shape[1], bidirectional=False)
+        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, bias_NTS, keys_B, read_BSD, across)
+        return self.run(self.decoder_blocks, run, tokens_BT, cfg.decoder_layers, self.decoder_norm[...], keys[1])
+
+    def encode(self, encoder: EncoderInput, keys_B: jax.Array | None):
+        """The encoder's normalised residual stream, compute_dtype[B, S, D], of the device's own positions."""
+        bias_NSS = self.relative_bias(self.encoder_bias[...], encoder.tokens.shape[1], bidirectional=True)
+        run = lambda block, x_BSD, keys_B: block(x_BSD, encoder.segment_ids, bias_NSS, keys_B)
+        layers = self.cfg.num_layers
+        return self.run(self.encoder_blocks, run, encoder.tokens, layers, self.encoder_norm[...], keys_B)
+
+    def run(self, blocks, run_block, tokens_BT, num_layers: int, scale_D, keys_B: jax.Array | None):
+        """The normalised residual stream of tokens after these blocks."""
+        cfg = self.cfg
+        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
+        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
+        keys_LB = last_B = None
+        if keys_B is not None:
+            first_B, last_B, *keys_LB = split_keys(keys_B, num_layers + 2)
+            keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, first_B, self.tensor)
+        x_BTD = run_stack(blocks, run_block, x_BTD, keys_LB, cfg, self.gather)
+        return dropout(self.kernels.rms_norm(x_BTD, scale_D, cfg.norm_eps), cfg.dropout, last_B, self.tensor)
+
+    def relative_bias(self, table_RN, length: int, *, bidirectional: bool):
+        """float32[N, length, length]: of the device's own heads."""
+        buckets = relative_buckets(length, self.cfg.num_buckets, self.cfg.max_distance, bidirectional)
+        return jnp.take(table_RN.T, buckets, axis=1)
+
+    def unembedding(self, h_BTD):
+        """(h_BTD, made smaller where the table is shared, the output projection [D, V])."""
+        if self.head is None:
+            h_BTD, table_VD = settle_together(h_BTD * self.cfg.embed_dim**-0.5, self.embedding[...])
+            return h_BTD, self.gather(table_VD, ("vocab", "embed"), self.cfg.embed_dtype).T
+        h_BTD, w_DV = settle_together(h_BTD, self.head[...])
+        return h_BTD, self.gather(w_DV, ("embed", "vocab"), self.cfg.embed_dtype)
+
+
+def relative_buckets(length: int, num_buckets: int, max_distance: int, bidirectional: bool) -> np.ndarray:
+    """int32[T, S]: the bucket of each pair of a query and a key (section 2.1 of the paper, as in its code).
+
+    Half of the buckets hold one distance each, the others ever more up to max_distance. In both directions, keys before
+    and after the query have half of the buckets each; in one, all keys after it have the first.
+    """
+    ahead_TS = np.arange(length)[None, :] - np.arange(length)[:, None]
+    first_TS = np.zeros_like(ahead_TS)
+    if bidirectional:
+        num_buckets //= 2
+        first_TS = np.where(ahead_TS > 0, num_buckets, 0)
+    far_TS = np.abs(ahead_TS) if bidirectional else np.maximum(-ahead_TS, 0)
+    exact = num_buckets // 2
+    scaled_TS = np.log(np.maximum(far_TS, exact).astype(np.float32) / np.float32(exact))
+    scaled_TS = scaled_TS / np.float32(math.log(max_distance / exact)) * np.float32(num_buckets - exact)
+    wide_TS = np.minimum(exact + scaled_TS.astype(np.int64), num_buckets - 1)
+    return (first_TS + np.where(far_TS < exact, far_TS, wide_TS)).astype(np.int32)
