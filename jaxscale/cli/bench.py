@@ -3,6 +3,7 @@
   jaxscale bench step                 the compiled step on random tokens: each step waited for, the median
   jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) beside the bare step
   jaxscale bench collectives          bandwidth along each mesh axis, beside the chip table, and hosts that are slow
+  jaxscale bench data                 preparing and reading data, on one core: each stage, a recipe, shards, batches
   --spec=S                S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256,
                           16 x 256 tokens; both Llama, untied, AdamW, clipped
   --config=FILE           a run's config instead
@@ -20,6 +21,11 @@
                           flag again, or put ';;' between them
   --rounds=3              step: turns of each with --against
 
+  --input=GLOB            data: text to measure with; else a recipe's sources, else this Python's standard library
+  --recipe=FILE           data: a recipe of jaxscale prepare, for stages and tokenizer
+  --seq_len=2048          data: tokens of a row that is read
+  --batch_rows=64         data: rows of a batch
+
 collectives runs on many hosts as training does, and takes its mesh from --config=FILE or from --config.mesh.AXIS=N:
 
 The exit code does not depend on speed.
@@ -35,15 +41,17 @@ import json  # noqa: E402
 import jax  # noqa: E402
 
 from jaxscale import hosts, schema  # noqa: E402
-from jaxscale.cli import bench_against, bench_collectives, bench_loop, bench_step  # noqa: E402
+from jaxscale.cli import bench_against, bench_collectives, bench_data, bench_loop, bench_step  # noqa: E402
 from jaxscale.cli.numbers import whole_number  # noqa: E402
-from jaxscale.command_line import Arguments, parse_arguments  # noqa: E402
+from jaxscale.command_line import Arguments, config_values, parse_arguments  # noqa: E402
+from jaxscale.data.prepare.config import PrepareConfig  # noqa: E402
 from jaxscale.exits import run_and_exit  # noqa: E402
 
 SHARED_OPTIONS = ("spec", "dtype", "steps", "devices")
 OPTIONS = {
     "step": (*SHARED_OPTIONS, "warmup", "rounds"),
     "loop": SHARED_OPTIONS,
+    "data": ("input", "recipe", "seq_len", "batch_rows", "rounds"),
     "collectives": ("devices", "megabytes", "repeats", *hosts.FLAGS),
 }
 
@@ -64,7 +72,7 @@ def main(argv: list[str]) -> int:
     else:
         if "devices" in arguments.options:
             jax.config.update("jax_num_cpu_devices", number(arguments, "devices", 1, 1))
-        {"step": step, "loop": loop, "collectives": collectives}[what](arguments, as_json)
+        {"step": step, "loop": loop, "collectives": collectives, "data": data}[what](arguments, as_json)
     return 0
 
 
@@ -91,6 +99,23 @@ def collectives(arguments: Arguments, as_json: bool) -> None:
     with hosts.joined(hosts.find_own_place(arguments.options), facts, arguments.options) as say:
         record = bench_collectives.measure_collectives(cfg, sizes=sizes, repeats=repeats)
         say(json.dumps(record) if as_json else "\n".join(bench_collectives.collective_lines(record)))
+
+
+def data(arguments: Arguments, as_json: bool) -> None:
+    """`jaxscale bench data`."""
+    options, cfg = arguments.options, None
+    if "input" in options or "recipe" in options:
+        values = config_values(options["recipe"]) if "recipe" in options else {"stages": bench_data.CURATION}
+        if "input" in options:
+            values["sources"] = {"text": {"files": options["input"]}}
+        cfg = schema.from_dict(PrepareConfig, schema.merge(values, arguments.overrides))
+    record = bench_data.measure_data(
+        cfg,
+        seq_len=number(arguments, "seq_len", 2048, 2),
+        batch_rows=number(arguments, "batch_rows", 64, 2),
+        rounds=number(arguments, "rounds", 3, 1),
+    )
+    print(json.dumps(record) if as_json else "\n".join(bench_data.data_lines(record)))
 
 
 def against(arguments: Arguments, argv: list[str], commands: list[str], as_json: bool) -> None:
