@@ -126,6 +126,7 @@ def token_file_problems(
                 f"{file.path} belongs to a prepared set, whose hashes are in its manifest; name that: {beside}"
             )
         if is_array_record(file.path):
+            tokens += seq_len  # how many there are is known when they are read
             continue
         if header is None and not file.path.endswith(".bin"):
             problems.append(f"{file.path} is no .bin of token ids; for text set data.name='files'")

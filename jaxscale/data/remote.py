@@ -19,6 +19,7 @@ import shutil
 import socket
 import threading
 import urllib.parse
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -173,6 +174,7 @@ class ShardCache:
                 name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
                 self._user = open(self.folder / "users" / name, "xb", buffering=0)  # noqa: SIM115 - as long as we run
                 fcntl.flock(self._user, fcntl.LOCK_EX)
+                weakref.finalize(self, self._user.close)  # also where nobody calls close
             self._write_use(f"+{sha256}")
 
     def _write_use(self, line: str) -> None:

@@ -94,7 +94,7 @@ def test_an_edited_shard_is_refused_by_its_hash_and_a_cut_one_by_its_size(folder
 
 def test_a_shard_of_a_set_is_not_read_past_its_manifest(folder, tmp_path):
     with pytest.raises(ValueError, match="belongs to a prepared set, whose hashes are in its manifest; name that"):
-        open_corpus(config(folder / "*.bin", tmp_path))
+        open_data(config(folder / "*.bin", tmp_path), seq_len=SEQ_LEN, vocab_size=257, seed=0)
 
 
 def test_what_is_wrong_with_a_set_is_told_before_anything_is_read(folder, tmp_path, monkeypatch):

@@ -36,6 +36,7 @@ from jaxscale.data.tokenizer.load import tokenizer_problem
 from jaxscale.paths import make_private, write_text_atomic
 
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
+LOCK = ".lock"  # left behind: who deletes a lock takes it from somebody else
 FORMAT = 1  # raised when the same recipe would give other bytes
 
 
@@ -75,7 +76,7 @@ def prepare(
     """
     output = output.absolute()
     make_output(output)
-    with locked(output, functools.partial(in_use, output)):
+    with locked(output / LOCK, functools.partial(in_use, output)):
         folder = output / f"work-{plan.key}-{hash_of(versions())[:8]}"  # other versions may give other bytes
         if is_open(plan, output, folder, progress.say):
             make_set(plan, output, folder, executor, progress)

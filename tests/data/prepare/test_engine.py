@@ -24,7 +24,7 @@ from jaxscale.cli import prepare as command
 from jaxscale.data.locks import locked
 from jaxscale.data.manifest import check_manifest
 from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.data.prepare.engine import make_plan, prepare
+from jaxscale.data.prepare.engine import LOCK, make_plan, prepare
 from jaxscale.data.prepare.local import LocalExecutor
 from jaxscale.data.prepare.progress import Progress
 from jaxscale.data.shards import open_shard, read_lineage
@@ -163,7 +163,7 @@ def test_a_finished_set_that_has_lost_a_shard_is_not_called_complete(corpus, tmp
 
 def test_two_processes_do_not_work_in_one_folder(corpus, tmp_path):
     (tmp_path / "out").mkdir()
-    with locked(tmp_path / "out"), pytest.raises(ValueError, match="another process is at work in"):
+    with locked(tmp_path / "out" / LOCK), pytest.raises(ValueError, match="another process is at work in"):
         run(recipe(corpus), tmp_path / "out")
 
 
