@@ -15,6 +15,7 @@ import base64
 import dataclasses
 import hashlib
 import json
+import random
 import re
 import threading
 import time
@@ -22,6 +23,7 @@ import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 CHUNK = 256 * 1024  # a resumable upload comes in multiples of it
+BIG = random.Random(0).randbytes(300_000)  # an object of more than one piece
 PIECE = 16 * 1024  # of a body that is sent slowly or cut
 
 
