@@ -11,7 +11,7 @@ import pytest
 from jaxscale.data.sources import ReadConfig, SourceFile, parts, read_file
 
 ROOT = pathlib.Path(__file__).parents[2]
-SEQIO = pathlib.Path(os.environ.get("JAXSCALE_SEQIO_PYTHON", "/opt/venv/seqio/bin/python"))
+SEQIO = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")
 
 
 def read(path, **changes):
@@ -131,8 +131,8 @@ print("all as told")
 
 @pytest.mark.peer
 def test_tasks_of_seqio_are_read_in_their_order(tmp_path):
-    if not SEQIO.exists():
-        pytest.skip(f"{SEQIO} is not there; name a Python with seqio in JAXSCALE_SEQIO_PYTHON")
+    if not SEQIO:
+        pytest.skip("JAXSCALE_SEQIO_PYTHON names no Python with seqio")
     (tmp_path / "a_task.py").write_text(TASK)
     done = subprocess.run(
         [SEQIO, "-c", READ_TASKS],
