@@ -87,6 +87,11 @@ def main(argv: list[str]) -> int:
     if is_remote(output):
         progress.say(f"copying to {output}")
         publish(folder, output, beside=(FACTS, PAGE))
+    made = read_manifest(folder / MANIFEST).content
+    progress.say(
+        f"{made['num_documents']:,} documents, {made['num_tokens']:,} tokens in {len(made['shards']):,} shards; "
+        f"tokenizer {made['tokenizer']['name']}"
+    )
     progress.say(f"{output}: complete; look at report.html, train with --config.data.files={output}/manifest.json")
     return 0
 

@@ -102,7 +102,7 @@ class Progress:
 
     def end(self) -> None:
         """The last thing is done."""
-        if self.title and self.total > 1:
+        if self.title and (self.total > 1 or self.seen):
             self.wipe()
             seconds = self.clock() - self.since
             print(f"  {self.line()}, {clock_time(seconds)}", file=self.stream, flush=True)
