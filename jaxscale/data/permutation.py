@@ -13,6 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
+from jaxscale.data.curate.hashes import mix
+
 ROUNDS = 8  # four are known to be few for small sizes; each costs about 12 ns an index
 LARGEST = 1 << 62  # a b stays below 2**63
 Halves = tuple[np.ndarray, np.ndarray]
@@ -52,9 +54,9 @@ def forwards(halves: Halves, a: int, b: int, *, key: str) -> Halves:
     low, high = halves
     for number, salt in enumerate(round_keys(key)):
         if number % 2:
-            high = (high + mixed(low, salt) % np.uint64(b)) % np.uint64(b)
+            high = (high + mix(low + salt) % np.uint64(b)) % np.uint64(b)
         else:
-            low = (low + mixed(high, salt) % np.uint64(a)) % np.uint64(a)
+            low = (low + mix(high + salt) % np.uint64(a)) % np.uint64(a)
     return low, high
 
 
@@ -63,9 +65,9 @@ def backwards(halves: Halves, a: int, b: int, *, key: str) -> Halves:
     low, high = halves
     for number, salt in reversed(list(enumerate(round_keys(key)))):
         if number % 2:
-            high = (high + np.uint64(b) - mixed(low, salt) % np.uint64(b)) % np.uint64(b)
+            high = (high + np.uint64(b) - mix(low + salt) % np.uint64(b)) % np.uint64(b)
         else:
-            low = (low + np.uint64(a) - mixed(high, salt) % np.uint64(a)) % np.uint64(a)
+            low = (low + np.uint64(a) - mix(high + salt) % np.uint64(a)) % np.uint64(a)
     return low, high
 
 
@@ -74,11 +76,3 @@ def round_keys(key: str) -> tuple[np.uint64, ...]:
     """A number for each round. A hash, so that seeds which differ by one share nothing."""
     digest = hashlib.blake2b(key.encode(errors="surrogateescape"), digest_size=8 * ROUNDS).digest()
     return tuple(np.frombuffer(digest, "<u8").astype(np.uint64))
-
-
-def mixed(x: np.ndarray, salt: np.uint64) -> np.ndarray:
-    """A hash of each x: the finaliser of splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195)."""
-    x = x + salt  # unsigned arrays wrap around
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxscale.data.curate.hashes import mix
 from jaxscale.data.packing import DocumentTable
 
 FEWEST_DOCUMENTS = 5  # expected from a source; with fewer, chance would decide whether it has any validation
@@ -37,9 +38,5 @@ def hold_out(
 def held_out(file_name: str, num_documents: int, fraction: float) -> np.ndarray:
     """bool[num_documents]: which documents of a file are held out, each with probability `fraction`."""
     seed = int.from_bytes(hashlib.blake2b(file_name.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
-    x = np.arange(num_documents, dtype=np.uint64) + np.uint64(seed)
-    # The finaliser of splitmix64 (Steele, Lea, Flood 2014, doi:10.1145/2660193.2660195); unsigned products wrap around.
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
+    x = mix(np.arange(num_documents, dtype=np.uint64) + np.uint64(seed))
     return x < np.uint64(min(int(fraction * 2**64), 2**64 - 1))

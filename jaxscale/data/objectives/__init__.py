@@ -23,7 +23,7 @@ from jaxscale.data.objectives.ids import (
 )
 from jaxscale.data.objectives.masked_lm import MaskedLmConfig, masked_row
 from jaxscale.data.objectives.prefix_lm import PrefixLmConfig, prefix_row
-from jaxscale.data.objectives.span_corruption import SpanCorruptionConfig, length_for_inputs
+from jaxscale.data.objectives.span_corruption import SpanCorruptionConfig
 from jaxscale.data.objectives.ul2 import Ul2Config
 from jaxscale.data.tokenizer.base import Marks
 from jaxscale.schema import setting
@@ -52,7 +52,6 @@ __all__ = [
     "apply",
     "apply_with_origin",
     "find_ids",
-    "length_for_inputs",
     "reads_text_in_order",
     "row_lengths",
     "stand_in_ids",

@@ -79,14 +79,6 @@ def corrupted_lengths(length: int, cut: Amount) -> tuple[int, int]:
     return length - cut.noise + cut.spans + 1, cut.noise + cut.spans + 1
 
 
-def length_for_inputs(inputs_length: int, noise_density: float, mean_span: float | None) -> int:
-    """The most tokens of a row whose inputs are at most `inputs_length` long; 512 gives 568, whose targets have 114."""
-    length = 1
-    while corrupted_lengths(length + 1, amount(length + 1, noise_density, mean_span))[0] <= inputs_length:
-        length += 1
-    return length
-
-
 class Rows(NamedTuple):
     """The documents of R rows, D in all, and what each row is to lose."""
 

@@ -110,7 +110,7 @@ class PrepareConfig:
     pii: PIIConfig = setting(PIIConfig)
     tokenizer: TokenizerConfig = setting(TokenizerConfig)
     write: WriteConfig = setting(WriteConfig)
-    block_bytes: int = setting(16 << 20, "of text that a process works on at a time; memory is about 12 times this")
+    block_bytes: int = setting(16 << 20, "of text that a process works on at a time")
 
     def __post_init__(self):
         if self.block_bytes < 1 << 10:

@@ -5,7 +5,8 @@ import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxscale import units
+from jaxscale import schema, units
+from jaxscale.data.curate.minhash import NearConfig, detection_table
 from jaxscale.data.prepare.tally import Sample, Tally
 from jaxscale.data.prepare.warnings import find_warnings
 from jaxscale.data.tokenizer.fertility import Row
@@ -35,6 +36,7 @@ def report_page(facts: Mapping[str, Any]) -> str:
         reading(tally),
         histogram_section(tally),
         clusters(facts.get("clusters", ())),
+        error_curve(manifest["recipe"]),
         contamination(tally),
         fertility(facts.get("fertility", ())),
     ]
@@ -70,7 +72,7 @@ def share(part: float, whole: float) -> str:
 
 def summary(manifest: Mapping[str, Any], tally: Tally) -> str:
     """What the set is."""
-    read = total(tally, "in", "read")
+    read = tally.total("in", "read")
     kept, tokens = manifest["num_documents"], manifest["num_tokens"]
     rows = [
         ("documents", f"{kept:,} of {read:,} read ({share(kept, read)})"),
@@ -88,11 +90,6 @@ def warnings(lines: Sequence[str]) -> str:
     if not lines:
         return "<h2>Warnings</h2><p>None.</p>"
     return "<h2>Warnings</h2>" + "".join(f'<div class="warn">{escape(line)}</div>' for line in lines)
-
-
-def total(tally: Tally, *name: str, unit: str = "documents") -> int:
-    """Sum over all counts that begin with `name` and end with the unit."""
-    return sum(n for key, n in tally.counts.items() if key[: len(name)] == name and key[-1] == unit)
 
 
 def funnel(tally: Tally, stages: Sequence[str]) -> str:
@@ -192,6 +189,16 @@ def clusters(found: Sequence[Mapping[str, Any]]) -> str:
             text = f"<pre>{escape(group['text'])}</pre>"
             parts.append(f"<details><summary>{group['size']:,} alike; kept: {where}</summary>{text}</details>")
     return "".join(parts)
+
+
+def error_curve(recipe: Mapping[str, Any]) -> str:
+    """How surely near duplicates of each similarity were found, by the settings of the recipe."""
+    if "near_dedup" not in recipe["stages"]:
+        return ""
+    rows = detection_table(schema.from_dict(NearConfig, recipe["near_dedup"]))
+    shown = [(f"{jaccard:.2f}", f"{found:.3f}", f"{found * passed:.3f}") for jaccard, found, passed in rows]
+    head = ("Jaccard similarity", "becomes a candidate", "is dropped")
+    return f"<h2>How surely near duplicates are found</h2>{table(head, shown)}"
 
 
 def contamination(tally: Tally) -> str:

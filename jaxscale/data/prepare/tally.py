@@ -108,6 +108,10 @@ class Tally:
         """Counts what reading left out."""
         self.counts.update({("read", source, reason): number for reason, number in skipped.items()})
 
+    def total(self, *name: str) -> int:
+        """The documents of all counts that begin with `name`."""
+        return sum(n for key, n in self.counts.items() if key[: len(name)] == name and key[-1] == "documents")
+
     def merge(self, other: "Tally") -> None:
         """Adds what another one counted."""
         self.counts.update(other.counts)

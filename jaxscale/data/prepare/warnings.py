@@ -31,17 +31,17 @@ def find_warnings(tally: Tally, manifest: Mapping[str, Any], facts: Mapping[str,
 
 def kept_lines(tally: Tally, manifest: Mapping[str, Any]) -> Iterator[str]:
     """How much was kept, and what is known of it."""
-    read = documents(tally, "in", "read")
+    read = tally.total("in", "read")
     kept = manifest["num_documents"] / read if read else 1.0
     if kept < FEW_KEPT:
         yield f"only {kept:.1%} of the documents are kept; look at the largest drops below"
     if kept > NEARLY_ALL_KEPT and len(manifest["recipe"]["stages"]) > 1:
         yield f"{kept:.1%} of the documents are kept: the text was clean already, or the rules do not touch it"
     for join in ("exact_dedup", "near_dedup"):
-        before, after = documents(tally, "in", join), documents(tally, "out", join)
+        before, after = tally.total("in", join), tally.total("out", join)
         if before and 1 - after / before > MANY_DUPLICATES:
             yield f"{1 - after / before:.0%} of the documents before {join} were duplicates"
-    if hits := documents(tally, "dropped", "decontaminate") + documents(tally, "edited", "decontaminate"):
+    if hits := tally.total("dropped", "decontaminate") + tally.total("edited", "decontaminate"):
         yield f"{hits:,} documents held text of evaluation items; the list is below"
     unknown = sum(n for key, n in tally.counts.items() if key[0] == "language" and not key[2])
     total = sum(n for key, n in tally.counts.items() if key[0] == "language")
@@ -70,8 +70,3 @@ def tokenizer_lines(facts: Mapping[str, Any]) -> Iterator[str]:
         if row["source"] != "all" and (row["bytes_per_token"] or 9) < FEW_BYTES_PER_TOKEN and row["documents"] >= 10:
             what = f"{row['source']} in {row['language'] or 'unknown language'}"
             yield f"the tokenizer has {row['bytes_per_token']:.2f} bytes a token for {what}: rows hold little text"
-
-
-def documents(tally: Tally, *name: str) -> int:
-    """Sum over all counts of documents that begin with `name`."""
-    return sum(n for key, n in tally.counts.items() if key[: len(name)] == name and key[-1] == "documents")

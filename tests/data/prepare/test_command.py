@@ -37,6 +37,7 @@ def test_a_set_is_prepared_described_and_trained_on(raw, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "complete" in said and f"--config.data.files={out}/manifest.json" in said
     report = (out / "report.html").read_text()
+    assert "becomes a candidate" in report and "0.924" in report  # at the threshold: the error curve
     assert "exact duplicate" in report and "no decontamination" in report
     corpus = corpus_of(out / "manifest.json", tmp_path)
     assert corpus.source_names == ("text",) and corpus.tokenizer.name == "bytes"

@@ -17,7 +17,7 @@ from jaxscale.cli import prepare as command
 ROOT = pathlib.Path(command.__file__).parents[2]
 TOTAL_BYTES = 2_000_000_000
 WORKERS = 2
-BOUND = 900 << 20  # of one process: a block of 16 MiB is about 12 times that in memory, the packages 250 MB
+BOUND = 900 << 20  # of one process; 633 MiB were seen
 
 
 def write_text(path):
