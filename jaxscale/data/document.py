@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.curate.hashes import word_hashes
+from jaxscale.data.curate.hashes import word_hashes, word_hashes_of
 from jaxscale.data.curate.words import TextStats, text_stats
 
 
@@ -39,6 +39,14 @@ class Document:
     def stats(self) -> TextStats:
         """Its words, lines and characters as the quality rules count them."""
         return text_stats(self.text)
+
+
+def hash_words(documents: Sequence[Document]) -> list[np.ndarray]:
+    """The words of each document. Those that are not known yet are found together, which is faster."""
+    unknown = [document for document in documents if "words" not in document.__dict__]
+    for document, words in zip(unknown, word_hashes_of([document.text for document in unknown])):
+        document.__dict__["words"] = words  # where cached_property keeps it
+    return [document.words for document in documents]
 
 
 class Outcome(NamedTuple):

@@ -9,8 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.data.curate import hashes
-from jaxscale.data.curate.hashes import line_hashes, ngram_hashes, ngram_table, text_hash, word_hashes, word_spans
-from jaxscale.data.document import Document
+from jaxscale.data.curate.hashes import (
+    line_hashes,
+    ngram_hashes,
+    ngram_table,
+    text_hash,
+    word_hashes,
+    word_hashes_of,
+    word_spans,
+)
+from jaxscale.data.document import Document, hash_words
 
 MIXED = st.text(
     st.sampled_from("abzAZ019 .,'\n\t_éÉßΣσςİı\u0301中文字ー한국кирилл\U0001d400\U0001f600\u00a0\u3000\x00")
@@ -80,6 +88,15 @@ def test_a_long_text_is_hashed_in_pieces_as_if_at_once(text, piece):
         assert np.array_equal(word_spans(text), whole[1])
 
 
+@given(st.lists(MIXED | st.text("ab\ud800", max_size=9), max_size=9), st.integers(1, 40), st.integers(1, 40))
+def test_texts_that_are_hashed_together_have_the_words_of_each(texts, together, piece):
+    alone = [word_hashes(text).tolist() for text in texts]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hashes, "HASHED_TOGETHER", together)
+        patch.setattr(hashes, "PIECE", piece)
+        assert [row.tolist() for row in word_hashes_of(texts)] == alone
+
+
 def test_different_words_have_different_hashes_in_all_bits():
     found = np.array([word_hashes(f"w{i}")[0] for i in range(10_000)], np.uint64)
     assert len(np.unique(found)) == len(found)
@@ -139,3 +156,6 @@ def test_a_document_keeps_its_words_but_not_those_of_another_text():
     document = Document("one two")
     assert document.words is document.words
     assert len(dataclasses.replace(document, text="one").words) == 1
+    other = Document("three")
+    assert [len(words) for words in hash_words([document, other])] == [2, 1]
+    assert hash_words([other])[0] is other.words

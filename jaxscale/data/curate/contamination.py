@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxscale.data.curate.evaluation import Evaluation, may_hold
 from jaxscale.data.curate.hashes import ngram_groups, ngram_hashes, word_spans
-from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.data.document import Document, Outcome, Stage, hash_words
 from jaxscale.schema import setting
 
 
@@ -60,7 +60,7 @@ def make_contamination(cfg: ContaminationConfig, evaluation: Evaluation) -> Stag
     """A stage that drops or cuts documents which hold evaluation items, and names the items in `detail`."""
 
     def stage(documents: Sequence[Document]) -> list[Outcome]:
-        hits = find_hits([document.words for document in documents], evaluation)
+        hits = find_hits(hash_words(documents), evaluation)
         outcomes = [Outcome(document) for document in documents]
         for place in np.unique(hits.documents).tolist():
             own = select(hits, hits.documents == place)

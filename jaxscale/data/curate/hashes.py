@@ -21,6 +21,7 @@ PIECE = 1 << 20  # a longer text is hashed in pieces of about this many characte
 WHITESPACE = b" \t\n\r\x0b\x0c\x1c\x1d\x1e\x1f"
 NO_BREAK_SPACE, IDEOGRAPHIC_SPACE = "\xa0".encode(), "\u3000".encode()
 SPACE = re.compile(r"[ \n]")
+HASHED_TOGETHER = 1 << 16  # characters of several texts whose words are hashed at once
 TOGETHER = 1 << 14  # words that are hashed into n-grams at once: the arrays stay in the cache
 LOWER = bytes(range(256)).lower()
 SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
@@ -57,15 +58,39 @@ def word_hashes(text: str) -> np.ndarray:
     return runs_of_letters(text)
 
 
+def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
+    """word_hashes of each text. Several times faster where texts are short: array operations span many of them."""
+    rows: list[np.ndarray] = []
+    begin, size = 0, 0
+    for end, text in enumerate(texts, 1):
+        size += len(text) + 1
+        if size < HASHED_TOGETHER and end < len(texts):
+            continue
+        group = texts[begin:end]
+        if len(group) == 1 or size > PIECE:
+            rows += map(word_hashes, group)
+        else:
+            hashes, starts = runs_and_starts("\n".join(group))  # which is in no word
+            ends = starts.searchsorted(np.cumsum([len(part) + 1 for part in group]))
+            rows += np.split(hashes, ends[:-1])
+        begin, size = end, 0
+    return rows
+
+
 def runs_of_letters(text: str) -> np.ndarray:
     """uint64[n]: word_hashes of a text that is short enough to be hashed at once."""
+    return runs_and_starts(text)[0]
+
+
+def runs_and_starts(text: str) -> tuple[np.ndarray, np.ndarray]:
+    """(uint64[n] hashes, int64[n] where in the text they begin) of its words."""
     values = word_values(text)
     inside = values != 0
     starts = (inside[1:] > inside[:-1]).nonzero()[0]
     starts += 1
     if inside.size and inside[0]:
         starts = np.concatenate([[0], starts])
-    return hash_runs(values, starts)
+    return hash_runs(values, starts), starts
 
 
 def word_spans(text: str) -> np.ndarray:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxscale.data.curate.hashes import MULTIPLIER, Sketch, mix, ngram_hashes, ngram_table
-from jaxscale.data.document import Document
+from jaxscale.data.document import Document, hash_words
 from jaxscale.schema import setting
 
 
@@ -59,7 +59,7 @@ def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], Sketch]:
     bands, rows = bands_and_rows(cfg)
 
     def sketch(documents: Sequence[Document]) -> Sketch:
-        words = [document.words for document in documents]
+        words = hash_words(documents)
         found = signatures(words, cfg)
         owners = np.flatnonzero([len(row) > 0 for row in words])
         keys = band_keys(found[owners], bands, rows)
@@ -127,7 +127,6 @@ def verification_curve(jaccard: float | np.ndarray, threshold: float, permutatio
     return np.exp(log_ways + counts * np.log(jaccard) + (permutations - counts) * np.log1p(-jaccard)).sum(-1)
 
 
-@functools.cache
 @functools.cache
 def choose_bands(threshold: float, permutations: int, miss_weight: float = 0.5) -> tuple[int, int]:
     """(bands, rows) with bands * rows <= permutations for which the weighted area of the two errors is smallest.
