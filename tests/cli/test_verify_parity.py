@@ -49,7 +49,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT2], ids=lambda model: model["name"])
+@pytest.mark.parametrize("model", [LLAMA, pytest.param(GPT2, marks=pytest.mark.soak)], ids=lambda model: model["name"])
 def test_losses_and_gradients_do_not_depend_on_the_layout(model):
     told = []
     found = vp.verify(config(model), [ONE, *LAYOUTS[model["name"]]], told.append)

@@ -68,7 +68,7 @@ def test_moments_on_the_host_train_to_the_same_numbers(overrides, num_devices):
         pytest.param(
             {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "model.remat": "full"}, 8, marks=pytest.mark.soak
         ),
-        (
+        pytest.param(
             {
                 "model": tiny.GPT2,
                 "model.scan_layers": False,
@@ -76,6 +76,7 @@ def test_moments_on_the_host_train_to_the_same_numbers(overrides, num_devices):
                 "optim.groups": [{"pattern": ".*wq", "frozen": True}],
             },
             1,
+            marks=pytest.mark.soak,
         ),
     ],
     ids=["fsdp", "tensor", "frozen"],

@@ -110,7 +110,9 @@ def program_of(model, mesh, num_devices, **train):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("mesh", [{"fsdp": 1, "tensor": 4}, {"fsdp": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param({"fsdp": 1, "tensor": 4}, marks=pytest.mark.soak), {"fsdp": 2, "tensor": 4}], ids=str
+)
 def test_a_step_gives_every_parameter_the_gradient_of_one_device(model, mesh):
     """Moments after one step are gradients: those of norms, biases and positions are sums over the devices too."""
     steps = [program_of(model, {"fsdp": 1}, 1), program_of(model, mesh, mesh["fsdp"] * 4)]
