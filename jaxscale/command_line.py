@@ -6,12 +6,15 @@ import difflib
 import importlib.util
 import os
 import pathlib
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxscale import schema
+
+LONGEST_NAME = 128  # characters of a run's name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +81,13 @@ def take_switches(argv: Sequence[str], options: Sequence[str], switches: Sequenc
         elif value != "false":
             found.add(own)
     return rest, found
+
+
+def whole_number(name: str, text: str, least: int) -> int:
+    """The value of --name as a number. Raises ValueError if it is none, or too small."""
+    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+        raise ValueError(f"--{name}={text} must be a whole number, {least} or more")
+    return int(text)
 
 
 def flag_list(options: Sequence[str]) -> str:
@@ -147,7 +157,9 @@ def config_name(path: str) -> str:
     """A short name for the work folder: 'configs/auto.py:depth=8' -> 'auto-depth8'."""
     name, argument = split_argument(path)
     stem = pathlib.Path(name).stem
-    return f"{stem}-{argument.replace('=', '').replace(os.sep, '_')}" if argument else stem
+    name = f"{stem}-{argument.replace('=', '')}" if argument else stem
+    plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)  # a folder's name, and never a way into another
+    return plain[:LONGEST_NAME].lstrip(".") or "run"
 
 
 def describe_settings(cls: type) -> str:

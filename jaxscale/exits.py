@@ -4,9 +4,13 @@ import contextlib
 import enum
 import os
 import select
+import signal
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from typing import TextIO
+
+from jaxscale.redact import shown, shown_traceback
 
 INTERRUPTED = 130  # Ctrl-C, and a reader of our output that went away: what a shell calls death by these signals
 READER_GONE = 141
@@ -27,9 +31,55 @@ class Exit(enum.IntEnum):
     STORAGE = 14  # a save failed for good
     HANG = 15
     SILENT_CORRUPTION = 16
-    NON_FINITE = 17  # too many steps in a row had a non-finite or absurd gradient
+    NON_FINITE = 17  # too many steps were refused, and all remedies are used up
     LOCK_HELD = 18
     CHECKPOINT_CORRUPT = 19  # a committed checkpoint cannot be read back
+
+
+STARTED_AGAIN = (Exit.PREEMPTED, Exit.PEER_LOST, Exit.STORAGE, Exit.HANG)
+BY_A_PERSON = (INTERRUPTED, READER_GONE)
+
+# code: (what happened, what a person does). docs/survive.md has the long form, and a test holds the two together.
+ADVICE: dict[Exit, tuple[str, str]] = {
+    Exit.DONE: ("done", "nothing"),
+    Exit.ERROR: ("an unexpected error, with a traceback", "report the traceback; or a supervisor gave up and said why"),
+    Exit.BAD_INPUT: ("a setting, a file or a combination is wrong", "correct what the line names"),
+    Exit.NO_GO: ("a check or a rehearsal found that the run cannot work here", "change what the table names"),
+    Exit.PREEMPTED: ("saved on a signal", "start it again"),
+    Exit.CONFIG_MISMATCH: ("the work folder belongs to another config", "set the named settings back, or begin anew"),
+    Exit.DATA_MISMATCH: ("the data are not those the run began with", "bring the old data back, or begin anew"),
+    Exit.PEER_LOST: ("another process was lost", "start all again; look at the machine that is named"),
+    Exit.STORAGE: ("saves kept failing", "make room or mend the permission that is named, then start again"),
+    Exit.HANG: ("nothing moved for too long", "start again; if it comes back, read WORKDIR/stacks"),
+    Exit.SILENT_CORRUPTION: ("a device computes wrong bits", "take the named device out, then start again"),
+    Exit.NON_FINITE: ("training diverged and its remedies are used up", "look at the named steps; lower the rate"),
+    Exit.LOCK_HELD: ("another process trains in this folder", "end the one that is named, or use another folder"),
+    Exit.CHECKPOINT_CORRUPT: ("no checkpoint can be read back", "bring one back from a copy; never begin over it"),
+}
+
+
+def may_start_again(code: int) -> bool:
+    """True if the same command may do better: saved on a signal, a lost process, storage, a hang, death by a signal.
+
+    Args: code: negative for death by a signal, as Python has it, or above 128, as shells do. Ctrl-C and a closed pipe
+    are a person's wish.
+    """
+    code = 128 - code if code < 0 else code
+    return code in STARTED_AGAIN or (128 < code < 128 + signal.NSIG and code not in BY_A_PERSON)
+
+
+def meaning(code: int) -> str:
+    """'exit 13, another process was lost', 'killed by SIGKILL': a code as in may_start_again, for people."""
+    number = -code if code < 0 else code - 128
+    if code < 0 or code > 128:
+        name = signal.Signals(number).name if number in list(signal.Signals) else f"signal {number}"
+        return f"killed by {name}" if code < 0 else f"exit {code}, {name}"
+    return f"exit {code}, {ADVICE[Exit(code)][0]}" if code in list(Exit) else f"exit {code}, no code of jaxscale"
+
+
+def codes_help() -> str:
+    """A line for each exit code: what happened, and what a person does."""
+    return "\n".join(f"  {int(code):3}  {what}: {do}" for code, (what, do) in ADVICE.items())
 
 
 class Stop(Exception):
@@ -45,19 +95,37 @@ def run_and_exit(main: Callable[[list[str]], int | None]) -> None:
 
     Where nobody reads our output any more, as after `| head`, it leaves without a word.
     """
-    try:
-        code = main(sys.argv[1:])
-    except BrokenPipeError:
-        if not (has_no_reader(sys.stdout) or has_no_reader(sys.stderr)):
-            raise  # another pipe than our output
-        code = READER_GONE
-    except BaseException as error:
-        code, line = verdict(error)
-        if line is None:
-            raise  # our mistake, and its traceback is the evidence
-        tell(line)
+    with tracebacks_shown():
+        try:
+            code = main(sys.argv[1:])
+        except BrokenPipeError:
+            if not (has_no_reader(sys.stdout) or has_no_reader(sys.stderr)):
+                raise  # another pipe than our output
+            code = READER_GONE
+        except BaseException as error:
+            code, line = verdict(error)
+            if line is None:
+                raise  # our mistake, and its traceback is the evidence
+            tell(line)
     silence_closed_streams()
     sys.exit(int(code or 0))
+
+
+@contextlib.contextmanager
+def tracebacks_shown() -> Iterator[None]:
+    """Tracebacks that end the program or one of its threads are printed as `tell` prints a line, without secrets."""
+    old, threading.excepthook = threading.excepthook, thread_ended
+    sys.excepthook = lambda kind, error, frames: tell(shown_traceback(error).rstrip("\n"))  # stays: it is called last
+    try:
+        yield
+    finally:
+        threading.excepthook = old
+
+
+def thread_ended(end: threading.ExceptHookArgs) -> None:
+    """Prints what ended a thread."""
+    if end.exc_value is not None and end.exc_type is not SystemExit:
+        tell(f"in thread {end.thread.name if end.thread else '?'}: " + shown_traceback(end.exc_value).rstrip("\n"))
 
 
 def verdict(error: BaseException) -> tuple[int, str | None]:
@@ -72,9 +140,9 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
 
 
 def tell(line: str) -> None:
-    """Prints a line to stderr, if anybody reads it."""
+    """Prints a line to stderr, if anybody reads it, without secrets and what could drive a terminal."""
     with contextlib.suppress(BrokenPipeError):
-        print(f"{line}\n", end="", file=sys.stderr)  # in one piece, where several processes write to one file
+        print(f"{shown(line)}\n", end="", file=sys.stderr)  # in one piece: several processes may write to one file
 
 
 def silence_closed_streams() -> None:

@@ -2,12 +2,23 @@
 
 import contextlib
 import importlib.util
+import ipaddress
 import json
+import logging
 import os
 import pathlib
-import tempfile
+import secrets
+import urllib.parse
 from collections.abc import Iterator
 from typing import Any, BinaryIO
+
+# Where TensorFlow is installed, epath would take 6 s to import it and go to the bucket its way; and gcsfs would ask a
+# second service, over gRPC, what kind of bucket it is, with rights that a run does not need otherwise.
+OWN_CLIENT = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+# TensorStore, gcsfs and Google's own client send this machine's credentials to the address that these hold.
+OVERRIDES = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST")
+GOOGLE = "https://storage.googleapis.com"
+PRIVATE = 0o700  # of a folder that is its owner's alone
 
 
 def is_remote(path: Any) -> bool:
@@ -18,15 +29,51 @@ def is_remote(path: Any) -> bool:
 def as_path(path: Any) -> Any:
     """A pathlib.Path, or an epath.Path (which has the same methods) for gs://.
 
-    Raises ValueError for gs:// where the package that reads it is not installed.
+    Raises ValueError for gs:// where the package that reads it is not installed, or where the environment would send
+    the machine's credentials to another one.
     """
     if is_remote(path):
+        prepare_remote()
         if os.fspath(path).startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
             raise ValueError(f"{os.fspath(path)} needs gcsfs: pip install 'jaxscale[gcs]'")
         from etils import epath  # only runs in a bucket pay for it
 
         return epath.Path(path)
     return pathlib.Path(path).expanduser()
+
+
+def prepare_remote() -> None:
+    """To be called before a package that reads object stores is imported: sets what they read from the environment.
+
+    Raises ValueError if the environment would send what is meant for Google, credentials included, to another machine.
+    """
+    for name, value in OWN_CLIENT.items():
+        os.environ.setdefault(name, value)
+    for name in ("gcsfs", "google.auth._default"):  # a traceback for each refusal, which the caller puts into one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for variable in OVERRIDES:
+        value = os.environ.get(variable, "")
+        if not value or value.rstrip("/") == GOOGLE:
+            continue
+        host = urllib.parse.urlsplit(value if "://" in value else f"http://{value}").hostname or ""
+        if not is_loopback(host):
+            raise ValueError(
+                f"{variable}={value} would send this machine's credentials for Google Cloud to {host or 'nowhere'}; "
+                "only an emulator on this machine (http://127.0.0.1:PORT) may be named: unset it"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that no packet leaves this machine for."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def absolute(path: Any) -> Any:
+    """The path as it is from the root: epath's own absolute() puts the working folder before gs://."""
+    return as_path(path) if is_remote(path) else as_path(path).absolute()
 
 
 def write_text_atomic(path: Any, text: str) -> None:
@@ -53,7 +100,9 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
     A reader, or a crash at any moment, sees the old file or the new one, never a part.
     """
     target = as_path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
+    # as readable as the umask lets any other file be, which mkstemp would not ask
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -61,7 +110,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
             os.fsync(file.fileno())  # before the rename, or a power cut can leave a renamed empty file
         os.replace(temporary, target)
     except BaseException:
-        pathlib.Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
 
@@ -94,20 +143,20 @@ def write_json(path: Any, value: Any) -> None:
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def make_run_dir(path: Any) -> Any:
-    """The folder of a run as a path. If missing it is made, private to its owner (0700) on a local disk.
+def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
+    """The folder of a run as a path. If missing it is made, on a local disk private to its owner unless `mode` differs.
 
-    A folder that is there keeps its mode, which its owner chose.
+    A folder that is there keeps its mode, which its owner chose. An object store has no folders, and nothing is asked.
     Raises ValueError if the path is empty, a file is in the way, or the folder may not be made or written.
     """
     if not os.fspath(path).strip():
         raise ValueError(f"workdir={path!r} is empty; name a folder, such as --workdir=runs/first")
     folder = as_path(path)
+    if is_remote(path):
+        return folder
     try:
-        if is_remote(path):
-            folder.mkdir(parents=True, exist_ok=True)
-        elif not folder.is_dir():
-            make_private(folder)  # a run holds data samples and settings; Orbax itself would leave 0755
+        if not folder.is_dir():
+            make_private(folder, mode)  # a run holds data samples and settings; Orbax itself would leave 0755
     except (FileExistsError, NotADirectoryError):
         raise ValueError(
             f"workdir={path} runs through a file where a folder is needed; choose another workdir"
@@ -115,15 +164,15 @@ def make_run_dir(path: Any) -> Any:
     except OSError as error:
         cause = error.strerror or error
         raise ValueError(f"workdir={path} cannot be created ({cause}); choose another workdir") from None
-    if not is_remote(path) and not os.access(folder, os.W_OK | os.X_OK):
+    if not os.access(folder, os.W_OK | os.X_OK):
         raise ValueError(f"workdir={path} cannot be written by this user; choose another workdir")
     return folder
 
 
-def make_private(folder: pathlib.Path) -> None:
-    """Makes a local folder with mode 0700, and with the usual mode those above it. One that is there stays as it is."""
+def make_private(folder: pathlib.Path, mode: int = PRIVATE) -> None:
+    """Makes a local folder with this mode, and with the usual mode those above it. One that is there stays as it is."""
     try:
-        folder.mkdir(parents=True, mode=0o700)
+        folder.mkdir(parents=True, mode=mode)
     except FileExistsError:  # perhaps another process has just made it
         if not folder.is_dir():
             raise

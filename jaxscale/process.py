@@ -1,11 +1,14 @@
 """What must be set before jax is imported, and kept out of everything else."""
 
+import contextlib
 import errno
 import os
 import pathlib
+import re
 import sys
+from collections.abc import Iterator
 
-from jaxscale.paths import cache_dir, make_private
+from jaxscale.paths import PRIVATE, cache_dir, make_private
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
 
@@ -68,6 +71,27 @@ def use_huge_pages() -> None:
         return
     os.environ["GLIBC_TUNABLES"] = environment()["GLIBC_TUNABLES"]
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def folder_mode(text: str | None) -> int:
+    """The mode that --run_dir_mode names; 0700 without it. Raises ValueError for one that shuts out the owner."""
+    if text is None:
+        return PRIVATE
+    if not re.fullmatch("0?7[0-7][0-7]", text):
+        raise ValueError(
+            f"--run_dir_mode={text} must be an octal mode that leaves everything to the owner, such as 0700 or 0750"
+        )
+    return int(text, 8)
+
+
+@contextlib.contextmanager
+def files_as(mode: int) -> Iterator[None]:
+    """Every file and folder made inside is as closed to others as a folder of this mode; libraries' files as well."""
+    old = os.umask(0o777 & ~mode)
+    try:
+        yield
+    finally:
+        os.umask(old)
 
 
 def has_accelerator() -> bool:

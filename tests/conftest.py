@@ -1,6 +1,8 @@
 """Eight simulated CPU devices for every test; broadcasting by accident and warnings are errors."""
 
+import json
 import os
+import pathlib
 import re
 
 flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
@@ -14,6 +16,8 @@ os.environ["JAXSCALE_HUGE_PAGES"] = "0"
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from jaxscale.redact import is_secret  # noqa: E402
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
@@ -21,3 +25,44 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def private_cache(tmp_path_factory, monkeypatch):
     """Tokenised text and compiled programs of a test are its own, never the user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fault_results", help="a file for what each test marked with `fault` came to, as JSON lines")
+
+
+def pytest_collection_modifyitems(items):
+    """What a test covers travels with its report, also out of another process."""
+    for item in items:
+        faults = [fault for mark in item.iter_markers("fault") for fault in mark.args]
+        if faults:
+            item.user_properties.append(("faults", faults))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_of_ours_in_the_environment():
+    """A secret of whoever runs the tests is no part of them: its value would be taken out of what is compared."""
+    for name in [name for name, value in os.environ.items() if is_secret(name, value)]:
+        del os.environ[name]
+
+
+class FaultResults:
+    """Writes the outcomes; lives in the process that collects the reports of all others."""
+
+    def __init__(self, path):
+        self.path, self.lines = path, []
+
+    def pytest_runtest_logreport(self, report):
+        faults = dict(report.user_properties).get("faults")
+        if faults and (report.when == "call" or report.outcome != "passed"):
+            test = report.nodeid.partition("[")[0].removeprefix("tests/")
+            self.lines.append(json.dumps({"test": test, "faults": faults, "outcome": report.outcome}) + "\n")
+
+    def pytest_sessionfinish(self):
+        pathlib.Path(self.path).write_text("".join(self.lines))
+
+
+def pytest_configure(config):
+    path = config.getoption("--fault_results")
+    if path and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(FaultResults(path))

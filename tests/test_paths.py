@@ -38,6 +38,7 @@ def test_nan_is_refused_and_nothing_is_written(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.fault("H7")
 def test_a_run_folder_is_private_and_may_exist(tmp_path):
     for _ in range(2):
         folder = paths.make_run_dir(tmp_path / "runs" / "a")

@@ -1,0 +1,125 @@
+"""Text made fit for others' eyes: every place that writes takes secrets out, and what could drive a terminal.
+
+A secret is known by the name of the environment variable that holds it, or by its own form. One that is short, or that
+a library keeps for itself, is not known.
+"""
+
+import functools
+import html
+import json
+import os
+import re
+import traceback
+import unicodedata
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+HIDDEN = "[redacted]"
+WORDS = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "PAT", "APIKEY", "CREDENTIAL", "CREDENTIALS", "DSN"}
+KEYS = re.compile(r"(?:API|ACCESS|AUTH|PRIVATE|SECRET|ACCOUNT|ENCRYPTION|SIGNING|SERVICE)_?KEY(?:$|_)")
+FEWEST_CHARACTERS = 8  # a shorter value, such as 'true' or 'fake', would blank ordinary words
+FORMS = re.compile(
+    r"(?:(?<![A-Za-z0-9])(?:"
+    r"hf_[A-Za-z0-9]{16,}"  # Hugging Face
+    r"|sk-[A-Za-z0-9_-]{20,}"  # OpenAI and others
+    r"|AIza[A-Za-z0-9_-]{30,}|ya29\.[A-Za-z0-9._-]{10,}|1//0[A-Za-z0-9_-]{20,}"  # Google: keys, access, refresh
+    r"|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_[A-Za-z0-9_]{20,}|glpat-[A-Za-z0-9_-]{16,}"  # GitHub, GitLab
+    r"|xox[abeprs]-[A-Za-z0-9-]{10,}"  # Slack
+    r"|eyJ[A-Za-z0-9_-]{8,}\.eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]*"  # JSON web tokens
+    r"))"
+    r"|(?P<kept>(?i:\bbearer )|(?i:[?&](?:access_token|token|key|sig|signature|x-goog-signature|x-amz-signature)=))"
+    r"[^\s&'\"]{8,}"
+    r"|(?P<scheme>://)[^/\s:@'\"]*:[^/\s@'\"]+(?=@)"  # name and password in an address
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
+
+
+def redact(text: str) -> str:
+    """The text with `[redacted]` for each secret in it: the values of secret variables, and what looks like one."""
+    return without(known_values(frozenset(secret_values(os.environ))), text)
+
+
+def redacted(value: Any) -> Any:
+    """Nested plain data with redact() on every text in it, names included; numbers stay as they are."""
+    return cleaned(value, known_values(frozenset(secret_values(os.environ))))
+
+
+def cleaned(value: Any, values: re.Pattern | None) -> Any:
+    """Nested plain data without what the pattern finds, and without what looks like a secret."""
+    if isinstance(value, str):
+        return without(values, value)
+    if isinstance(value, Mapping):
+        return {
+            without_again(values, name) if isinstance(name, str) else name: cleaned(inner, values)
+            for name, inner in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [cleaned(inner, values) for inner in value]
+    return value
+
+
+def without(values: re.Pattern | None, text: str) -> str:
+    """The text without what the pattern finds, and without what looks like a secret."""
+    if values:
+        text = values.sub(HIDDEN, text)
+    return FORMS.sub(lambda found: (found["kept"] or found["scheme"] or "") + HIDDEN, text)
+
+
+# a record's names are those of the record before: 26 take 0.13 ms to search, 0.01 ms to remember (one core)
+without_again = functools.lru_cache(maxsize=1024)(without)
+
+
+def secret_values(environment: Mapping[str, str]) -> set[str]:
+    """The values of those variables whose names say that they hold a secret."""
+    named = [environment.get(name, "").strip() for name in environment if names_secret(name)]
+    return {value for value in named if may_be_secret(value)}
+
+
+def is_secret(name: str, value: str) -> bool:
+    """True for HF_TOKEN, WANDB_API_KEY and their like. A path that is there says where a secret lies, and is none."""
+    return names_secret(name) and may_be_secret(value)
+
+
+@functools.lru_cache(maxsize=1024)
+def names_secret(name: str) -> bool:
+    """True if a variable of this name holds a secret, unless its value cannot be one."""
+    return bool(WORDS & set(name.upper().split("_")) or KEYS.search(name.upper()))
+
+
+def may_be_secret(value: str) -> bool:
+    """False for what is too short to be one, and for a path that is there."""
+    return len(value) >= FEWEST_CHARACTERS and not os.path.exists(value)
+
+
+@functools.lru_cache(maxsize=4)
+def known_values(values: frozenset[str]) -> re.Pattern | None:
+    """What finds any of the values, also as JSON, an address or a page would spell them; None without values."""
+    spelt = {form for value in values for form in (value, json.dumps(value)[1:-1], quoted(value), html.escape(value))}
+    return re.compile("|".join(re.escape(form) for form in sorted(spelt, key=len, reverse=True))) if spelt else None
+
+
+def quoted(value: str) -> str:
+    """The value as a part of an address."""
+    return urllib.parse.quote(value, safe="", errors="surrogateescape")
+
+
+def printable(text: str) -> str:
+    """The text without what could move the cursor, recolour, ring or reorder a terminal; newlines and tabs stay.
+
+    Data decide what a sample or an error says, so escape sequences in it must not reach the terminal of who watches.
+    """
+    text = ESCAPE_SEQUENCE.sub("", text.replace("\r\n", "\n"))
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs"))
+
+
+def shown(text: str) -> str:
+    """Text for a person: printable, then without secrets, which a sequence in their middle would have hidden."""
+    return redact(printable(text))
+
+
+def shown_traceback(error: BaseException) -> str:
+    """The traceback that Python would print, with all that it was raised from, as `shown`."""
+    return shown("".join(traceback.format_exception(error)))
