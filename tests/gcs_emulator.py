@@ -1,18 +1,20 @@
-"""A small server that speaks as much of the Google Cloud Storage JSON API as gcsfs and jaxscale need, with faults.
+"""A small server that speaks as much of the Google Cloud Storage JSON API as gcsfs, TensorStore and jaxscale need.
 
     with Emulator() as gcs:
         gcs.put("bucket", "name", b"content")
         gcs.faults.append(Fault("status", path="name", status=503, times=2))
-        ...  # with STORAGE_EMULATOR_HOST=gcs.endpoint
+        ...  # in an environment with gcs.environment()
 
 Objects: metadata, media with ranges, upload (simple, multipart, resumable), list, delete, rewrite, copy,
-move, compose, patch.
+move, compose, patch; reads, uploads and deletes with ifGenerationMatch, reads with ifGenerationNotMatch.
+`faults` meet single requests, `weather` meets all of them.
 What a request does is taken from cloud.google.com/storage/docs/json_api. It keeps everything in memory and checks no
 credentials: tests against it prove the protocol, not Google's service.
 """
 
 import base64
 import dataclasses
+import datetime
 import hashlib
 import json
 import random
@@ -20,32 +22,17 @@ import re
 import threading
 import time
 import urllib.parse
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from gcs_weather import Fault, Weather
+
+from jaxscale.paths import prepare_remote
+
+prepare_remote()  # before gcsfs is imported
 CHUNK = 256 * 1024  # a resumable upload comes in multiples of it
 BIG = random.Random(0).randbytes(300_000)  # an object of more than one piece
 PIECE = 16 * 1024  # of a body that is sent slowly or cut
-
-
-@dataclasses.dataclass
-class Fault:
-    """Something that goes wrong with the next `times` requests that it fits.
-
-    status: answers with `status`, and Retry-After if set. reset: cuts the connection after `after` bytes of the body.
-    slow: sleeps `seconds` before each piece of the body. flip: one bit of the body is another one, at byte `after`, or
-    in the first byte of a body that is sent to the server.
-    ignore_range: sends the whole object where a part was asked for.
-    """
-
-    kind: str
-    path: str = ""  # part of the object's name or of the path
-    method: str = "GET"
-    media: bool | None = None  # only requests for content (True), or only those for metadata (False)
-    times: int = 1
-    status: int = 503
-    retry_after: str = ""
-    after: int = 0
-    seconds: float = 0.0
 
 
 @dataclasses.dataclass
@@ -55,14 +42,16 @@ class Stored:
     content: bytes
     metadata: dict
     generation: int
+    updated: float = 0.0
 
 
 class Emulator:
     """A server on a free port of this machine, while the `with` block runs. Any thread may look into it."""
 
-    def __init__(self):
+    def __init__(self, clock: Callable[[], float] = time.time):
         self.objects: dict[tuple[str, str], Stored] = {}
         self.faults: list[Fault] = []
+        self.weather, self.clock = Weather(), clock
         self.log: list[tuple[str, str, str]] = []  # (method, object's name or path, Range header)
         self.sent = 0  # bytes of media
         self.lock = threading.RLock()
@@ -71,6 +60,11 @@ class Emulator:
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Bound", (Handler,), {"gcs": self}))
         self._server.daemon_threads = True
         self.endpoint = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def environment(self) -> dict[str, str]:
+        """What leads a process of ours here, and no further: nobody needs any of it for a real bucket."""
+        endpoints = {name: self.endpoint for name in ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST")}
+        return endpoints | {"GOOGLE_AUTH_TOKEN_FOR_TESTING": "fake", "NO_GCE_CHECK": "true"}
 
     def __enter__(self) -> "Emulator":
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -86,7 +80,8 @@ class Emulator:
         """Stores an object."""
         with self.lock:
             self.generation += 1
-            stored = self.objects[bucket, name] = Stored(bytes(content), dict(metadata or {}), self.generation)
+            made = Stored(bytes(content), dict(metadata or {}), self.generation, self.clock())
+            stored = self.objects[bucket, name] = made
             return stored
 
     def get(self, bucket: str, name: str) -> bytes:
@@ -118,10 +113,15 @@ class Handler(BaseHTTPRequestHandler):
 
     gcs: Emulator
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or header and body wait for each other, 40 ms a request
     timeout = 20
 
     def log_message(self, *_) -> None:
         pass
+
+    def date_time_string(self, timestamp: float | None = None) -> str:
+        """The Date header, by the emulator's clock."""
+        return super().date_time_string(self.gcs.clock() if timestamp is None else timestamp)
 
     def handle(self) -> None:
         try:
@@ -155,6 +155,14 @@ class Handler(BaseHTTPRequestHandler):
         name = parts[3] if len(parts) > 3 else url.path
         with self.gcs.lock:
             self.gcs.log.append((method, f"media {name}" if media else name, self.headers.get("Range", "")))
+        with self.gcs.lock:
+            exists = len(parts) > 2 and (parts[1], self.query.get("name", name)) in self.gcs.objects
+        weather = self.gcs.weather
+        time.sleep(weather.latency)
+        if met := weather.answer(method, parts, f"{url.path} {self.query.get('name', name)}", exists):
+            if not met[0]:
+                return self.cut()
+            return self.send(met[0], {"error": {"code": met[0], "message": met[1]}})
         fault = self.gcs.take_fault(method, urllib.parse.unquote(self.path), media)
         if fault and fault.kind == "status":
             headers = {"Retry-After": fault.retry_after} if fault.retry_after else {}
@@ -197,8 +205,10 @@ class Handler(BaseHTTPRequestHandler):
                     return self.missing(name)
                 made = self.gcs.put(bucket, name, b"".join(piece.content for piece in pieces))
                 return self.send(200, resource(bucket, name, made))
-            if stored is None:
+            if stored is None or self.query.get("generation", str(stored.generation)) != str(stored.generation):
                 return self.missing(f"{bucket}/{name}")
+            if self.unwanted(stored):
+                return None
             if verb in ("copyTo", "rewriteTo"):
                 made = self.gcs.put(parts[6], parts[8], stored.content, stored.metadata)
                 there = resource(parts[6], parts[8], made)
@@ -219,6 +229,17 @@ class Handler(BaseHTTPRequestHandler):
             if not media:
                 return self.send(200, resource(bucket, name, stored))
         return self.send_media(stored, fault)
+
+    def unwanted(self, stored: Stored | None) -> bool:
+        """True if the request has asked for another generation, and has been told so."""
+        generation = str(stored.generation) if stored else "0"
+        if self.query.get("ifGenerationMatch", generation) != generation:
+            self.send(412, {"error": {"code": 412, "message": "conditionNotMet"}})
+        elif self.query.get("ifGenerationNotMatch") == generation:
+            self.send(304, None)
+        else:
+            return False
+        return True
 
     def send_media(self, stored: Stored, fault: Fault | None) -> None:
         """The content or the range that is asked for, and what a fault makes of it."""
@@ -280,8 +301,8 @@ class Handler(BaseHTTPRequestHandler):
             metadata = json.loads(body)
         name = metadata.pop("name", None) or self.query["name"]
         with self.gcs.lock:
-            if self.query.get("ifGenerationMatch") == "0" and (bucket, name) in self.gcs.objects:
-                return self.send(412, {"error": {"code": 412, "message": "exists"}})
+            if self.unwanted(self.gcs.objects.get((bucket, name))):
+                return None
             if kind != "resumable":
                 return self.send(200, resource(bucket, name, self.gcs.put(bucket, name, content, metadata)))
             session = f"s{len(self.gcs.uploads)}"
@@ -345,7 +366,7 @@ class Handler(BaseHTTPRequestHandler):
         for key, text in (headers or {}).items():
             self.send_header(key, text)
         self.send_header("Content-Type", "application/json; charset=UTF-8")
-        if status != 204:
+        if status not in (204, 304):
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)
@@ -358,7 +379,7 @@ def after_headers(part: bytes) -> bytes:
 
 def resource(bucket: str, name: str, stored: Stored) -> dict:
     """What the API says of an object."""
-    now = "2026-01-01T00:00:00.000Z"
+    now = datetime.datetime.fromtimestamp(stored.updated, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     digest = base64.b64encode(hashlib.md5(stored.content).digest()).decode()
     return {
         "kind": "storage#object", "id": f"{bucket}/{name}/{stored.generation}", "name": name, "bucket": bucket,

@@ -1,9 +1,13 @@
-"""The emulator speaks the protocol well enough for gcsfs, which was written against the real service."""
+"""The emulator speaks the protocol well enough for gcsfs, TensorStore and epath, written against the real service."""
 
 import os
+import subprocess
+import sys
+import time
 
 import pytest
 from gcs_emulator import CHUNK, Emulator, Fault
+from gcs_weather import Weather
 
 core = pytest.importorskip("gcsfs.core", reason="gcsfs is not installed")
 
@@ -58,3 +62,54 @@ def test_a_long_listing_comes_in_pages(gcs, files):
         gcs.put("b", f"many/{number:04}", b"")
     assert len(files.find("b/many")) == 2500
     assert len([path for method, path, _ in gcs.log if method == "GET"]) >= 3
+
+
+TENSORSTORE = """
+import tensorstore
+
+store = tensorstore.KvStore.open("gs://bucket/folder/").result()
+first = store.write("a", b"one").result().generation
+assert store.read("a").result().value == b"one" and store.read("none").result().state == "missing"
+second = store.write("a", b"two", if_equal=first).result().generation
+refused = store.write("a", b"three", if_equal=first).result().generation
+assert second not in (first, refused) and store.read("a").result().value == b"two"
+assert store.read("a", if_not_equal=second).result().state == "unspecified"
+store.write("b/c", bytes(range(256)) * 4096).result()
+assert store.read("b/c", byte_range=slice(10, 12)).result().value == bytes([10, 11])
+assert sorted(store.list().result()) == [b"a", b"b/c"]
+store.delete_range(tensorstore.KvStore.KeyRange("b/", "b0")).result()
+assert store.list().result() == [b"a"]
+"""
+EPATH = """
+from jaxscale.paths import as_path
+
+folder = as_path("gs://bucket/run")
+assert not folder.exists()
+(folder / "deep" / "x").write_text("text")
+assert folder.is_dir() and (folder / "deep" / "x").read_text() == "text"
+assert [path.name for path in folder.iterdir()] == ["deep"]
+folder.rmtree()
+assert not folder.exists()
+"""
+
+
+@pytest.mark.parametrize("program", [TENSORSTORE, EPATH], ids=["tensorstore", "epath"])
+@pytest.mark.parametrize("busy", [{}, {"burst": 3, "status": 429}], ids=["fair", "429"])
+def test_the_clients_of_a_checkpoint_work_against_it_and_get_through_faults(gcs, program, busy):
+    gcs.weather = Weather(**busy)
+    env = os.environ | gcs.environment()
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_weather_is_that_of_every_request(gcs, files):
+    gcs.weather = Weather(lacks={"storage.objects.list"})
+    with pytest.raises(OSError, match="does not have storage.objects.list"):
+        files.ls("b/folder")
+    gcs.weather = Weather(down=True, only="one")
+    files.pipe("b/two", b"2")
+    assert files.cat("b/two") == b"2"
+    gcs.weather = Weather(latency=0.2)
+    began = time.monotonic()
+    files.cat("b/two")
+    assert time.monotonic() - began >= 0.2

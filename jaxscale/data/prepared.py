@@ -3,7 +3,7 @@
 import json
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxscale.data.bucket import Bucket, open_bucket
+from jaxscale.bucket import Bucket, open_bucket
 from jaxscale.data.cache import Say, cache_folder
 from jaxscale.data.config import DataConfig
 from jaxscale.data.manifest import (

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from jaxscale.data.bucket import Bucket, open_bucket
+from jaxscale.bucket import Bucket, open_bucket
 from jaxscale.data.manifest import NAME, check_manifest, parse_manifest
 
 AT_ONCE = 4  # uploads

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.bucket import Bucket, Transient, open_bucket
+from jaxscale.bucket import Bucket, Transient, open_bucket
 from jaxscale.data.digest import READ_BYTES, file_sha256
 from jaxscale.data.locks import locked
 from jaxscale.paths import make_private, sync_folder

@@ -3,7 +3,7 @@
 import pytest
 from gcs_emulator import BIG, Emulator
 
-from jaxscale.data.bucket import Clock
+from jaxscale.bucket import Clock
 
 
 class FakeClock:

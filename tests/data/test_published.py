@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gcs_emulator import BIG, Fault
 
-from jaxscale.data.bucket import open_bucket
+from jaxscale.bucket import open_bucket
 from jaxscale.data.manifest import read_manifest, write_manifest
 from jaxscale.data.prepared import open_remote_set
 from jaxscale.data.publish import publish
@@ -146,6 +146,7 @@ def test_a_part_of_a_remote_set_that_is_missing_is_named(gcs, published, tmp_pat
     cache.close()
 
 
+@pytest.mark.fault("H10")
 def test_a_remote_shard_edited_after_the_manifest_is_refused_and_named(gcs, published, tmp_path):
     content = bytearray(gcs.get("b", "out/part-2.bin"))
     content[5] ^= 1

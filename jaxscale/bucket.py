@@ -1,4 +1,5 @@
-"""Objects of gs:// buckets over the JSON API: reads from any byte on, resumable uploads, and patience with faults.
+"""Objects of gs:// buckets over the JSON API: reads from any byte on, uploads that go on or that take the place of one
+known generation only, and patience with faults.
 
 gcsfs finds the credentials; the requests are made here, since a large object has to go on where it stopped, in this
 process or the next. Documented at cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
@@ -6,6 +7,7 @@ process or the next. Documented at cloud.google.com/storage/docs/json_api/v1/obj
 
 import base64
 import dataclasses
+import datetime
 import email.utils
 import hashlib
 import http.client
@@ -13,6 +15,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import ssl
 import time
 import urllib.error
@@ -21,6 +24,8 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+from jaxscale.paths import prepare_remote
 
 T = TypeVar("T")
 GOOGLE = "https://storage.googleapis.com"
@@ -31,10 +36,13 @@ FIRST_WAIT, LONGEST_WAIT, LONGEST_TOLD = 0.5, 32.0, 300.0  # seconds; the last: 
 SILENCE = 60.0  # seconds without a byte after which a connection counts as dead
 PIECE = 1 << 20  # bytes read at once
 UPLOAD_CHUNK = 32 << 20  # a multiple of 256 KiB, as the API wants
-ROLES = {
-    "read": "its account needs the role Storage Object Viewer there",
-    "written": "its account needs the role Storage Object User there",
+NEEDED = {  # what is done: what it takes, and the least role that has it (cloud.google.com/storage/docs/access-control)
+    "read": ("storage.objects.get", "Storage Object Viewer"),
+    "written": ("storage.objects.create and storage.objects.delete", "Storage Object User"),
+    "deleted": ("storage.objects.delete", "Storage Object User"),
 }
+PERMISSION = re.compile(r"storage\.(objects|buckets|folders|managedFolders|multipartUploads)\.[a-zA-Z]+")
+LONGEST_REFUSAL = 1 << 16  # bytes of an answer that are looked through for the name of a permission
 
 
 class Clock(NamedTuple):
@@ -56,14 +64,35 @@ class Transient(Exception):
         self.wait = wait
 
 
+class Forbidden(ValueError):
+    """The machine's account may not do this; the line names the permission that it lacks."""
+
+
+class Unreachable(ValueError):
+    """The service has not answered in so many tries; a later one may do better."""
+
+
+class Changed(Exception):
+    """The object is not of the generation that was expected."""
+
+
+class Look(NamedTuple):
+    """An object as it was at one moment. age: seconds since it was written, all by the service's own clocks."""
+
+    content: bytes
+    generation: int
+    age: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A door to all buckets. authorise: adds the headers that say who asks."""
+    """A door to all buckets. authorise: adds the headers that say who asks. attempts: before `patiently` gives up."""
 
     endpoint: str
     authorise: Callable[[dict[str, str]], None]
     clock: Clock = REAL
     silence: float = SILENCE
+    attempts: int = ATTEMPTS
 
     def metadata(self, url: str) -> dict[str, Any] | None:
         """What the service says of an object, such as its size and md5Hash; None if there is no such object."""
@@ -91,6 +120,40 @@ class Bucket:
             return self.patiently(ask, url)
         except FileNotFoundError as error:
             raise ValueError(str(error)) from None
+
+    def look(self, url: str) -> Look | None:
+        """A small object with its generation and age, or None if there is none."""
+
+        def ask() -> Look | None:
+            try:
+                with self.request("GET", self.object_url(url), url, "read") as response:
+                    told, now = json.load(response), response.headers.get("Date", "")
+                where = self.object_url(url, alt="media", generation=told["generation"])
+                with self.request("GET", where, url, "read") as response:
+                    return Look(response.read(), int(told["generation"]), age(told["updated"], now))
+            except FileNotFoundError:  # or replaced between the two questions, in which case a caller looks again
+                return None
+
+        return self.patiently(ask, url)
+
+    def put(self, url: str, content: bytes, generation: int | None = None) -> int:
+        """Writes a small object whole, in one try; its new generation. generation: which it may replace; 0: none.
+
+        Raises: Transient, Forbidden, FileNotFoundError if there is no such bucket, Changed for another generation.
+        """
+        bucket, name = split(url)
+        query = {"uploadType": "media", "name": name}
+        query |= {} if generation is None else {"ifGenerationMatch": str(generation)}
+        where = f"{self.endpoint}/upload/storage/v1/b/{urllib.parse.quote(bucket)}/o?{urllib.parse.urlencode(query)}"
+        headers = {"Content-Type": "application/octet-stream"}
+        with self.request("POST", where, url, "written", headers, content) as response:
+            return int(json.load(response)["generation"])
+
+    def delete(self, url: str, generation: int) -> None:
+        """Removes an object, in one try. Raises as put does, FileNotFoundError if it is not there."""
+        where = self.object_url(url, ifGenerationMatch=str(generation))
+        with self.request("DELETE", where, url, "deleted"):
+            pass
 
     def stream(self, url: str, start: int, size: int) -> Iterator[bytes]:
         """Yields the bytes [start, size) of an object of this size, from one request.
@@ -208,12 +271,28 @@ class Bucket:
         if error.code == 404:
             return FileNotFoundError(f"{url} does not exist (404); look for a wrong name, or publish the set again")
         if error.code in (401, 403):
-            return ValueError(f"{url} may not be {what} by this machine ({error.code}); {ROLES[what]}")
+            return self.forbidden(error, url, what)
+        if error.code == 412:
+            return Changed(url)
         if error.code == 416:
             return ValueError(f"{url} is shorter than expected: it was replaced since")
         if error.code == 410:
             return ValueError(f"{url}: the upload was given up by the service (410); run it again")
         return ValueError(f"{url} cannot be {what}: the service answers {error.code} {error.reason}")
+
+    def forbidden(self, error: urllib.error.HTTPError, url: str, what: str) -> Forbidden:
+        """The error for 401 and 403: what is missing as the service says it, else as its documentation does."""
+        try:
+            text = error.read(LONGEST_REFUSAL).decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException):
+            text = ""
+        needed, role = NEEDED[what]
+        lack = (
+            "it has no valid credentials: gcloud auth application-default login"
+            if error.code == 401
+            else (f"its account needs {missing_permission(text) or needed} there, as the role {role} has")
+        )
+        return Forbidden(f"{url} may not be {what} by this machine ({error.code}); {lack}")
 
     def told_wait(self, retry_after: str) -> float:
         """Seconds that a Retry-After header asks for: a number, or a date (RFC 9110, section 10.2.3)."""
@@ -236,9 +315,10 @@ class Bucket:
                 self.wait(fault, failures, url)
 
     def wait(self, fault: Transient, failures: int, url: str) -> None:
-        """Sleeps before the next try; ValueError if there were too many. failures: in a row, without any progress."""
-        if failures >= ATTEMPTS:
-            raise ValueError(f"{url}: {failures} tries in a row failed, the last with: {fault}; try again later")
+        """Sleeps before the next try; Unreachable if there were too many. failures: in a row, without any progress."""
+        if failures >= self.attempts:
+            tries = f"{failures} tries in a row failed, the last" if failures > 1 else "the try failed"
+            raise Unreachable(f"{url}: {tries} with: {fault}; try again later")
         longest = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
         self.clock.sleep(max(fault.wait, longest * (0.5 + 0.5 * self.clock.chance())))
 
@@ -262,13 +342,30 @@ def split(url: str) -> tuple[str, str]:
     return bucket, name
 
 
-def open_bucket(*, writing: bool = False, clock: Clock = REAL) -> Bucket:
+def missing_permission(text: str) -> str | None:
+    """The permission that a refusal of the service names, such as storage.objects.create; None if it names none."""
+    found = PERMISSION.search(text.replace("storage.googleapis.com", ""))
+    return found.group() if found else None
+
+
+def age(updated: str, now: str) -> float:
+    """Seconds from an RFC 3339 time to that of an HTTP Date header, which has whole seconds; 0 where either is odd."""
+    try:
+        then = datetime.datetime.fromisoformat(updated)
+        return max(0.0, (email.utils.parsedate_to_datetime(now) - then).total_seconds())
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def open_bucket(*, writing: bool = False, clock: Clock = REAL, silence: float = SILENCE) -> Bucket:
     """The door to Google's service with this machine's credentials, or to the emulator that the environment names.
 
-    Raises: ValueError if the package that finds credentials is not installed.
+    Raises: ValueError if the package that finds credentials is not installed, or the environment names another machine.
     """
+    prepare_remote()
     if endpoint := os.environ.get(ENDPOINT, ""):
-        return Bucket(endpoint if "://" in endpoint else f"http://{endpoint}", lambda headers: None, clock)
+        endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
+        return Bucket(endpoint, lambda headers: None, clock, silence)
     if importlib.util.find_spec("gcsfs") is None:
         raise ValueError("gs:// needs gcsfs: pip install 'jaxscale[gcs]'")
     import gcsfs.credentials
@@ -280,7 +377,9 @@ def open_bucket(*, writing: bool = False, clock: Clock = REAL) -> Bucket:
     def authorise(headers: dict[str, str]) -> None:
         try:
             credentials.apply(headers)
+        except google.auth.exceptions.TransportError as error:
+            raise Transient(f"no new access token: {error}") from None
         except (gcsfs.credentials.HttpError, google.auth.exceptions.GoogleAuthError) as error:
-            raise ValueError(f"this machine's credentials for gs:// are of no use: {error}") from None
+            raise Forbidden(f"this machine's credentials for gs:// are of no use: {error}") from None
 
-    return Bucket(GOOGLE, authorise, clock)
+    return Bucket(GOOGLE, authorise, clock, silence)

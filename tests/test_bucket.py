@@ -1,0 +1,118 @@
+"""Objects that take each other's place only in a known generation, refusals that name a right, and no way abroad."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from gcs_emulator import Emulator, Fault
+from gcs_weather import Weather
+
+from jaxscale import paths
+from jaxscale.bucket import Changed, Forbidden, Transient, age, missing_permission, open_bucket
+
+URL = "gs://bucket/run/lock"
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    with Emulator() as emulator:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", emulator.endpoint)
+        yield emulator
+
+
+def test_an_object_is_replaced_and_deleted_only_in_the_generation_that_was_seen(gcs):
+    door = open_bucket(writing=True)
+    assert door.look(URL) is None
+    first = door.put(URL, b"one", 0)
+    with pytest.raises(Changed):
+        door.put(URL, b"two", 0)
+    second = door.put(URL, b"two", first)
+    assert door.look(URL)[:2] == (b"two", second)
+    for change in (lambda: door.put(URL, b"three", first), lambda: door.delete(URL, first)):
+        with pytest.raises(Changed):
+            change()
+    door.delete(URL, second)
+    assert door.look(URL) is None
+    with pytest.raises(FileNotFoundError):
+        door.delete(URL, second)
+
+
+def test_the_age_of_an_object_is_what_the_service_says_it_is(monkeypatch):
+    now = [1e9]
+    with Emulator(clock=lambda: now[0]) as gcs:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", gcs.endpoint)
+        gcs.put("bucket", "run/lock", b"")
+        now[0] += 77
+        assert open_bucket().look(URL).age == pytest.approx(77, abs=1)
+    assert age("nonsense", "") == 0.0 and age("2026-01-01T00:00:00Z", "Thu, 01 Jan 2025 00:00:00 GMT") == 0.0
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_one_try_says_that_the_next_may_do_better(gcs, status):
+    gcs.faults.append(Fault("status", method="POST", status=status, retry_after="7"))
+    with pytest.raises(Transient, match=str(status)) as fault:
+        open_bucket(writing=True).put(URL, b"")
+    assert fault.value.wait == 7
+    gcs.weather = Weather(down=True)
+    with pytest.raises(Transient):
+        open_bucket(writing=True).put(URL, b"")
+
+
+@pytest.mark.fault("F18")
+def test_a_refusal_names_the_right_that_the_service_names(gcs):
+    gcs.weather = Weather(lacks={"storage.objects.delete"})
+    assert open_bucket(writing=True).put(URL, b"", 0)
+    with pytest.raises(Forbidden, match=r"may not be written by this machine \(403\).* needs storage.objects.delete "):
+        open_bucket(writing=True).put(URL, b"")
+    assert missing_permission("PERMISSION_DENIED: at https://storage.googleapis.com/storage/v1") is None
+    assert missing_permission("'storage.objects.list' denied on storage.googleapis.com") == "storage.objects.list"
+
+
+@pytest.mark.fault("H11")
+@pytest.mark.parametrize("variable", ["TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST"])
+@pytest.mark.parametrize(
+    "value",
+    ["http://203.0.113.5:9023", "https://storage.example", "attacker:80", "http://127.0.0.1.example", "http://[2001:db8::1]",
+     "http://user@127.0.0.1@203.0.113.5/", "//x", "http://"],
+)  # fmt: skip
+def test_an_environment_that_would_send_credentials_to_another_machine_is_refused(variable, value, monkeypatch):
+    monkeypatch.setenv(variable, value)
+    for use in (lambda: paths.as_path("gs://bucket/run"), open_bucket, lambda: paths.make_run_dir("gs://bucket/run")):
+        with pytest.raises(ValueError, match=rf"{variable}=.* would send this machine's credentials .*unset it"):
+            use()
+
+
+@pytest.mark.fault("H11")
+@pytest.mark.parametrize(
+    "value", ["http://127.0.0.1:1", "localhost:9023", "http://[::1]:80", "https://storage.googleapis.com"]
+)
+def test_an_emulator_on_this_machine_and_google_itself_are_fine(value, monkeypatch):
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", value)
+    paths.prepare_remote()
+
+
+@pytest.mark.fault("H11")
+def test_training_refuses_before_anything_is_sent(tmp_path):
+    env = os.environ | {"TENSORSTORE_GCS_HTTP_URL": "http://203.0.113.5:9023"}
+    program = (
+        "from jaxscale.checkpoint.lock import RunLock\nfrom jaxscale.exits import run_and_exit\n"
+        "run_and_exit(lambda argv: RunLock('gs://bucket/run').__enter__())"
+    )
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "203.0.113.5" in done.stderr
+
+
+def test_what_our_clients_read_from_the_environment_is_set_for_the_user_and_not_over_him(monkeypatch):
+    for name in paths.OWN_CLIENT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("EPATH_USE_TF", "true")
+    paths.prepare_remote()
+    assert os.environ["EPATH_USE_TF"] == "true" and os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] == "false"
+
+
+def test_a_path_from_the_root_stays_in_its_bucket(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert os.fspath(paths.absolute("gs://bucket/run")) == "gs://bucket/run"
+    assert paths.absolute("run") == pathlib.Path(tmp_path / "run")
