@@ -1,7 +1,15 @@
 """The true cause of a storage error as one short line; Orbax reports the same through pages of tracebacks."""
 
+import errno
 import re
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+from jaxscale import paths
+from jaxscale.bucket import Unreachable, missing_permission
+from jaxscale.exits import Exit, Stop
+
+T = TypeVar("T")
 MAX_LETTERS = 240
 # what operating systems and object stores call the causes that people can do something about
 TELLING = re.compile(
@@ -9,11 +17,27 @@ TELLING = re.compile(
     r"|Input/output error|Stale file handle|Too many open files|PERMISSION_DENIED|UNAUTHENTICATED|RESOURCE_EXHAUSTED"
     r"|DATA_LOSS|Too many requests)"
 )
+# Of the way to the storage, not of what lies there: a checkpoint that cannot be read for these is not damaged.
+TROUBLE = {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT,
+    errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTUNREACH, errno.ECONNREFUSED, errno.ECONNRESET,
+}  # fmt: skip
+TROUBLE_TEXT = re.compile(
+    r"PERMISSION_DENIED|UNAUTHENTICATED|UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|ABORTED"
+    r"|Too many (requests|open files)|Permission denied"
+    r"|^Forbidden: "
+)
+DENIED = re.compile(r"PERMISSION_DENIED|UNAUTHENTICATED|Permission denied|Operation not permitted|\b40[13]\b")
+READ_ONLY = "Read-only file system"
+CLIENTS = ("gcsfs", "aiohttp", "requests", "google")  # whose errors are of the way, and often no OSError
 
 
 def short_cause(error: BaseException) -> str:
     """The most telling message in the error's chain, one line of at most MAX_LETTERS letters."""
     chain = list(errors_behind(error))
+    for link in chain:
+        if permission := missing_permission(str(link)):
+            return f"this machine's account lacks the permission {permission} (403)"
     for link in chain:
         if isinstance(link, OSError) and link.strerror:
             return clip(f"{link.strerror}: {link.filename}" if link.filename else link.strerror)
@@ -41,3 +65,38 @@ def clip(text: str) -> str:
     """The text on one line, shortened."""
     line = " ".join(text.split())
     return line if len(line) <= MAX_LETTERS else line[: MAX_LETTERS - 3] + "..."
+
+
+def is_trouble(error: BaseException) -> bool:
+    """True if the storage could not be reached, or may not be read: it says nothing about what is stored."""
+    for link in errors_behind(error):
+        if isinstance(link, MemoryError | TimeoutError) or getattr(link, "errno", None) in TROUBLE:
+            return True
+        if isinstance(link, Unreachable) or type(link).__module__.partition(".")[0] in CLIENTS:
+            return True
+        if TROUBLE_TEXT.search(str(link)):
+            return True
+    return False
+
+
+def reached(ask: Callable[[], T], folder: Any) -> T:
+    """What ask() gives. Raises Stop (STORAGE), in one line, where a remote folder cannot be reached for it."""
+    try:
+        return ask()
+    except Exception as error:
+        if isinstance(error, Stop) or not paths.is_remote(folder) or not is_trouble(error):
+            raise
+        cause = short_cause(error)
+        way_out = what_to_grant(cause, folder) or "; start again when it answers"
+        raise Stop(Exit.STORAGE, f"{folder} cannot be reached: {cause}{way_out}") from None
+
+
+def what_to_grant(cause: str, directory: Any) -> str:
+    """What is to be granted where the cause is that something is not allowed, as the end of a line; else ''."""
+    if READ_ONLY in cause:
+        return f"; mount {directory} for writing"
+    if not DENIED.search(cause):
+        return ""
+    if paths.is_remote(directory):
+        return f"; this account needs storage.objects.create, get, list and delete on {directory}"
+    return f"; this user needs the right to write in {directory}"

@@ -4,165 +4,138 @@ A folder per step holds two items: `state`, the arrays as nested dicts of plain 
 `run`, a JSON object with what else a run needs (resolved config, data position) and with the name, shape, dtype and
 fingerprint of every array, sealed by a sha256. Orbax is the only heavy import of a run that is not needed before the
 first save, so it is imported at first use; `prepare()` starts that in the background once the first step is running.
+
+The step thread only hands over a copy of the state (snapshot.py); a thread writes it, commits it, reads it back and
+removes what need not stay (saver.py). A save that fails is news for the loop one step later, and is tried again.
 """
 
-import dataclasses
-import hashlib
+import contextlib
+import functools
 import json
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
-import numpy as np
 
 from jaxscale import paths
-from jaxscale.checkpoint.cause import short_cause
-from jaxscale.checkpoint.fingerprint import fingerprints
+from jaxscale.checkpoint import folders, restore, space, verified
+from jaxscale.checkpoint.cause import is_trouble, short_cause
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.failures import Failures, Reports
 from jaxscale.checkpoint.quiet_orbax import import_orbax
+from jaxscale.checkpoint.record import named_leaves
+from jaxscale.checkpoint.retention import read_facts
+from jaxscale.checkpoint.saver import Job, Note, Saver
+from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
 from jaxscale.exits import Exit, Stop
-from jaxscale.hosts.agree import agreed
-from jaxscale.schema import setting
+from jaxscale.hosts.agree import agreed, next_key
 
-OWN_ENTRIES = ("_CHECKPOINT_METADATA", "commit_success.txt", "state", "run")
-COMMITTED = "commit_success.txt"  # an object store has no rename, so there Orbax writes this last
-SAVE_TIMEOUT_SECONDS = 300  # Orbax's default of 1200 would hide a dead disk or peer for 20 minutes
-SHOWN_MISMATCHES = 4
+T = TypeVar("T")
+RETRY_SECONDS = 0.5  # between two attempts at the last save of a run
+ASIDE_SECONDS = 3600.0  # for a step to be moved away: in a bucket every object of it is copied
+CLEAN = "clean"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When the state is saved, and which checkpoints stay."""
+def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
+    """Notes nothing."""
 
-    save_every_steps: int = setting(500, "steps between two checkpoints; 0: only at the end", may_change=True)
-    keep_last: int = setting(3, "newest checkpoints that are kept", may_change=True)
-    keep_every_steps: int = setting(
-        0, "checkpoints of steps divisible by this are kept for good; 0: none", may_change=True
-    )
 
-    def __post_init__(self):
-        for name in ("save_every_steps", "keep_every_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
-        if self.keep_last < 1:
-            raise ValueError(f"keep_last={self.keep_last} must be at least 1, or there would be nothing to go on from")
+def unwatched(name: str, step: int) -> contextlib.AbstractContextManager[None]:
+    """A phase that nobody watches."""
+    return contextlib.nullcontext()
 
 
 class Checkpoints:
     """The checkpoints in a folder. Making one touches no file and imports nothing heavy.
 
-    Raises (all methods): Stop with code STORAGE if a save fails, CHECKPOINT_CORRUPT if what was saved cannot be read
-    back as it was, CONFIG_MISMATCH if it does not fit the state that is asked for.
+    Raises (all methods): Stop with code STORAGE if saves fail for good, CHECKPOINT_CORRUPT if what was saved cannot be
+    read back as it was, CONFIG_MISMATCH if it does not fit the state that is asked for.
     """
 
-    def __init__(self, directory: Any, cfg: CheckpointConfig):
-        self.directory, self.cfg = paths.as_path(directory).absolute(), cfg
-        self.manager, self.pending_step = None, None
+    def __init__(
+        self,
+        directory: Any,
+        cfg: CheckpointConfig,
+        *,
+        note: Note = ignore,
+        may_commit: Callable[[], None] = lambda: None,
+        reports: Reports | None = None,
+        phase: Callable[..., Any] = unwatched,
+    ):
+        """note: is told of every event. may_commit: raises Stop if the run's lock is not ours any more.
 
-    def prepare(self) -> None:
-        """Starts the import of Orbax (0.5 to 2 s) in a thread of its own; the first save waits for it."""
-        threading.Thread(target=import_orbax, name="import-orbax", daemon=True).start()
+        reports: how all processes of a run learn of a failure after the same step; None for a single process. phase:
+        the watchdog's, for the thread that saves.
+        """
+        self.directory, self.cfg, self.note = paths.absolute(directory), cfg, note
+        self.reports = reports or Failures()
+        self.saver = Saver(self.directory, cfg, note, may_commit, self.reports, phase)
+        self.preparing: threading.Thread | None = None
+        self.due, self.postponed = False, False
+        self.failed_in_row, self.last_failed = 0, -1
+        self.told: set[int] = set()  # steps whose failure is known here
+
+    def prepare(self, state: Any = None) -> None:
+        """Starts in a thread what the first save needs: Orbax imported (0.5 to 2 s), the copy of `state` compiled."""
+        arrays = [leaf for leaf in named_leaves(state).values() if isinstance(leaf, jax.Array)]
+        described = layout(arrays)  # the arrays themselves may be gone by then
+
+        def work() -> None:
+            import_orbax()
+            if described:
+                copy_program(described)
+
+        self.preparing = threading.Thread(target=work, name="prepare-saving", daemon=True)
+        self.preparing.start()
+
+    # What is there.
 
     def latest_step(self) -> int | None:
         """The newest committed step from a fresh look at the folder, or None if there is none."""
         return max(self.all_steps(), default=None)
 
     def all_steps(self) -> list[int]:
-        """All committed steps, ascending, from a fresh look. Unfinished saves and foreign folders do not count.
-
-        On a disk a save is committed by renaming its folder to the bare number. A number that holds only a part of our
-        files was damaged later, so it does count: reading it says so, where going on from an older step, or from
-        nothing, would lose work without a word.
-        """
-        if not self.directory.exists():
-            return []
-        if not self.directory.is_dir():
-            raise ValueError(f"{self.directory} is a file where the folder of checkpoints belongs; move it away")
-        return sorted(int(child.name) for child in self.directory.iterdir() if self.is_committed(child))
+        """All committed steps, ascending, from a fresh look. Unfinished saves and foreign folders do not count."""
+        return folders.all_steps(self.directory)
 
     def is_committed(self, folder: Any) -> bool:
         """True if the folder is named by a step and holds a checkpoint of ours."""
-        if not (folder.name.isascii() and folder.name.isdecimal() and folder.name == str(int(folder.name))):
-            return False
-        if paths.is_remote(folder):
-            return (folder / COMMITTED).exists()
-        return any((folder / entry).exists() for entry in OWN_ENTRIES)
+        return folders.is_committed(folder)
 
-    def save(self, step: int, state: Any, run: Mapping[str, Any]) -> float:
-        """Starts to save in the background; seconds for which the caller was blocked.
+    def newest(self, before: int | None = None, health: str | None = None) -> int | None:
+        """The newest committed step, below `before` and of that health if they are given; None if there is none."""
+        for step in reversed(self.all_steps()):
+            if before is None or step < before:
+                if health is None or self.health_of(step) == health:
+                    return step
+        return None
 
-        Blocked means: an earlier save that still runs, one pass over the state for its fingerprints, and the copy from
-        the devices to the host, after which the state may be donated.
-        Args: state: any pytree of arrays and Python numbers. run: plain data that JSON can hold.
-        Raises: Stop (STORAGE) if the step cannot be saved, or if the save before it failed.
-        """
-        began = time.monotonic()
-        self.wait()
-        orbax, manager = import_orbax(), self.open()
-        if agreed(lambda: self.clear_the_way(step)):
-            manager.reload()
-        leaves = named_leaves(state)
-        prints = fingerprints(list(leaves.values()))
-        described = {name: describe_leaf(leaf) + [mark] for (name, leaf), mark in zip(leaves.items(), prints)}
-        items = orbax.args.Composite(
-            state=orbax.args.PyTreeSave(nest(leaves)), run=orbax.args.JsonSave(seal({"run": run, "leaves": described}))
-        )
+    def health_of(self, step: int) -> str | None:
+        """The health in a step's record; None if it cannot be read. Raises Stop (STORAGE) where that may pass."""
         try:
-            # force: Orbax's own opinion of when a save is due would otherwise drop it without a word
-            started = manager.save(step, args=items, force=True)
+            return read_facts(self.directory / str(step)).health
         except Exception as error:
-            raise self.storage_error(step, error) from error
-        if not started:
-            raise Stop(
-                Exit.STORAGE, f"step {step} was not saved: Orbax refused it in {self.directory} and gave no reason"
-            )
-        self.pending_step = step
-        return time.monotonic() - began
+            if is_trouble(error):
+                restore.raise_for(self.directory / str(step), "run", short_cause(error), trouble=True)
+            return None
 
-    def clear_the_way(self, step: int) -> bool:
-        """True if an empty folder was removed. Raises Stop if this or a later step exists, or its folder is taken."""
-        newest = self.latest_step()
-        if newest is not None and newest >= step:
-            raise Stop(
-                Exit.STORAGE,
-                f"step {step} was not saved because {self.directory} already holds step {newest}; "
-                f"move steps {step} and later away, or go on from step {newest}",
-            )
-        folder = self.directory / str(step)
-        if paths.is_remote(folder) or not folder.exists():
-            return False
-        try:
-            folder.rmdir()
-        except OSError:
-            raise Stop(
-                Exit.STORAGE, f"step {step} was not saved because {folder} is in the way; move it away"
-            ) from None
-        return True
-
-    def poll(self) -> None:
-        """To be called every step: raises Stop (STORAGE) with the true cause if the save under way has failed."""
-        if self.pending_step is not None and not self.manager.is_saving_in_progress():
-            self.wait()  # returns at once; Orbax reports a failure nowhere else before the next save
-
-    def wait(self) -> None:
-        """Returns when the save in the background, if any, is committed. Raises as poll does."""
-        if self.pending_step is None:
-            return
-        step, self.pending_step = self.pending_step, None
-        try:
-            self.manager.wait_until_finished()
-        except Exception as error:
-            raise self.storage_error(step, error) from error
-        # the others may see it a moment later, and the first process speaks for them
-        if jax.process_index() == 0 and step not in self.all_steps():
-            raise Stop(
-                Exit.STORAGE, f"step {step} was saved but {self.directory / str(step)} is not there; is the disk well?"
-            )
+    def last_good(self) -> dict[str, Any] | None:
+        """{step, verified, health, sha256} of the last step that was written whole, if it is still there."""
+        found = verified.read_last_good(self.directory)
+        return found if found and folders.is_committed(self.directory / str(found["step"])) else None
 
     def read_run(self, step: int) -> dict[str, Any]:
         """What `save` was given as `run`. Needs no Orbax. Raises Stop (CHECKPOINT_CORRUPT) if one bit of it changed."""
         return self.read_record(step)["run"]
+
+    def read_record(self, step: int) -> dict[str, Any]:
+        """The sealed JSON object of a step: {run, leaves: {name: [shape, dtype, fingerprint]}, health, metrics}."""
+        try:
+            return restore.load_record(self.directory / str(step))
+        except restore.Unreadable as error:
+            raise self.corrupt(step, *error.args) from None
 
     def restore(self, step: int, abstract_state: Any, *, partial: bool = False) -> Any:
         """The saved state, in the structure of `abstract_state` and placed as the shardings of its leaves say.
@@ -171,171 +144,237 @@ class Checkpoints:
         Args: abstract_state: pytree of jax.ShapeDtypeStruct (without a sharding: the first local device), arrays or
         Python numbers. partial: leaves that only the checkpoint has are left out, as when sampling needs no moments.
         """
-        record = self.read_record(step)
-        saved, wanted = record["leaves"], named_leaves(abstract_state)
-        self.check_fit(step, saved, {name: describe_leaf(leaf) for name, leaf in wanted.items()}, partial)
-        orbax = import_orbax()
-        restore_args = {name: restore_arg(orbax, leaf) for name, leaf in wanted.items()}
-        reader = orbax.Checkpointer(orbax.PyTreeCheckpointHandler())
         try:
-            arguments = orbax.args.PyTreeRestore(
-                item=nest(wanted), restore_args=nest(restore_args), partial_restore=partial
-            )
-            restored = named_leaves(reader.restore(self.directory / str(step) / "state", args=arguments))
-        except (MemoryError, jax.errors.JaxRuntimeError):  # too little memory here says nothing about the files
-            raise
-        except Exception as error:
-            raise self.corrupt(step, "state", short_cause(error)) from error
-        leaves = [restored[name] for name in wanted]
-        for name, found in zip(wanted, fingerprints(leaves)):
-            if found != saved[name][2]:
-                raise self.corrupt(step, "state", f"the bits of {name} are not those that were saved")
-        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+            return restore.restore_state(self.directory / str(step), abstract_state, partial)
+        except restore.Unreadable as error:
+            raise self.corrupt(step, *error.args) from error
+
+    def restore_newest(self, attempt: Callable[[int | None], T], say: Callable[[str], None] = print) -> T:
+        """attempt(step) for the newest step that can be read; attempt(None) where there never was one.
+
+        A step whose record or arrays are damaged (attempt raises Stop with CHECKPOINT_CORRUPT) is moved aside, with a
+        line and an event that say so, and the next older one is tried; the oldest is left where it is, and its error
+        raised: what was lost is never made up for by beginning anew in silence. All processes call it together.
+        """
+        while True:
+            step = agreed(self.latest_step)  # one look at the folder: another host may see a save a moment later
+            if step is None:
+                return attempt(None)
+            try:
+                agreed_record(functools.partial(self.read_record, step))
+                return attempt(step)
+            except Stop as error:
+                if error.code != Exit.CHECKPOINT_CORRUPT or self.cfg.on_corrupt == "stop":
+                    raise
+                older = agreed(functools.partial(self.newest, step))
+                if older is None:
+                    raise
+                place = self.set_aside(step, "damaged")
+                self.note("fallback", step, to=older, cause=str(error), moved_to=place)
+                say(f"WARNING: {error}. It is now {place}; going on from step {older}: {step - older} steps are lost")
+
+    def set_aside(self, step: int, why: str) -> str:
+        """Moves a step to '<why>-<step>-<UTC time>', where it does not count; the new place. For all processes."""
+        self.join()
+        place = agreed(lambda: self.move_away(step, why), ASIDE_SECONDS)
+        self.note("set_aside", step, why=why, place=place)
+        return place
+
+    def move_away(self, step: int, why: str) -> str:
+        """The new place of a step, if the folder is this run's. Raises as may_commit does."""
+        self.saver.may_commit()
+        return str(folders.set_aside(self.directory, step, why))
+
+    def set_aside_after(self, step: int, why: str) -> list[int]:
+        """Moves all later steps aside; their numbers. The newest goes first, so that a crash leaves no gap."""
+        self.join()
+        later = agreed(lambda: [found for found in self.all_steps() if found > step])
+        for found in reversed(later):
+            self.set_aside(found, why)
+        return later
+
+    def check_room(self, abstract_state: Any, say: Callable[[str], None] = print) -> None:
+        """Says of a run that goes on if not all checkpoints that stay would have room, and how to make some.
+
+        Raises Stop (NO_GO) if that is so of a new run, or if checkpoints of this state cannot be written at all.
+        """
+        needed = space.state_bytes(named_leaves(abstract_state).values())
+        check = functools.partial(space.check_before_run, self.directory, needed, self.cfg.keep_last)
+        if warning := agreed(lambda: check(self.all_steps())):
+            if jax.process_index() == 0:
+                say(f"WARNING: {warning}")
+
+    # Saving.
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is under way in this process."""
+        return self.saver.busy
+
+    @property
+    def retry_due(self) -> bool:
+        """True if this step should be saved, whatever the schedule says: the last save failed, or was put off."""
+        return self.due and not self.postponed
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        run: Mapping[str, Any],
+        *,
+        health: str = CLEAN,
+        metrics: Mapping[str, float] | None = None,
+        wait: bool = False,
+    ) -> float:
+        """Starts to save in the background; seconds for which the caller was blocked.
+
+        The state may be donated right afterwards. If the save before still runs, the call waits for its end; after
+        wait_seconds it starts nothing, and `retry_due` becomes true when that one has ended: training goes on while
+        storage is slow or away. A failure is told by `poll`.
+        Args: state: any pytree of arrays and Python numbers. run: plain data that JSON can hold. health: "clean" or
+        "suspect". metrics: of this state, such as validation/loss. wait: for the last save of a run: returns when it is
+        committed, after several attempts if need be.
+        """
+        began = time.monotonic()
+        if wait:
+            self.save_now(step, state, run, health, dict(metrics or {}))
+            return time.monotonic() - began
+        late, waiting = self.busy, 0.0 if self.postponed else self.cfg.wait_seconds
+        if agreed(lambda: not self.saver.join(waiting)):
+            self.due = self.postponed = True
+            self.note("alarm", step, cause="the save before is still under way; this one is made when it has ended")
+            return time.monotonic() - began
+        if late:
+            waited = round(time.monotonic() - began, 3)
+            self.note("alarm", step, cause="the save before was still under way", waited=waited)
+        self.start(step, state, run, health, dict(metrics or {}))
+        return time.monotonic() - began
+
+    def save_now(self, step: int, state: Any, run: Mapping[str, Any], health: str, metrics: dict[str, float]) -> None:
+        """Saves and waits, up to max_failed_saves times. Raises Stop (STORAGE) if none of them worked."""
+        self.join()
+        self.take_failure()
+        for attempt in range(1, self.cfg.max_failed_saves + 1):
+            self.told.discard(step)
+            self.start(step, state, run, health, metrics)
+            self.join()
+            if (failure := self.take_failure()) is None:
+                return
+            if attempt < self.cfg.max_failed_saves:
+                time.sleep(RETRY_SECONDS)
+        raise self.storage_error(*failure)
+
+    def start(self, step: int, state: Any, run: Mapping[str, Any], health: str, metrics: dict[str, float]) -> None:
+        """Hands a copy of the state over to the thread that saves."""
+        self.due = self.postponed = False
+        if self.preparing is not None:
+            self.preparing.join()
+        snapshot = take_snapshot(named_leaves(state))
+        self.saver.start(Job(next_key("save"), step, snapshot, json.dumps(run), health, metrics))
+
+    def poll(self, step: int) -> None:
+        """To be called after every step: learns of a save that has failed since, and costs next to nothing.
+
+        Raises Stop (STORAGE) with the true cause after max_failed_saves failures in a row, or at once where trying
+        again cannot help, or when a save takes longer than max_save_seconds.
+        """
+        if self.saver.fatal:
+            raise self.saver.fatal
+        if self.busy and time.monotonic() - self.saver.began > self.cfg.max_save_seconds:
+            raise self.no_answer()
+        if news := self.reports.news(step):
+            self.learn(*news)
+            if self.failed_in_row >= self.cfg.max_failed_saves:
+                raise self.storage_error(*news)
+        if self.postponed:
+            self.postponed = agreed(lambda: self.busy)
+
+    def learn(self, step: int, cause: str) -> None:
+        """Takes note of a failed save, once."""
+        if step in self.told:
+            return
+        self.told.add(step)
+        last_saved = -1 if self.saver.last_saved is None else self.saver.last_saved
+        self.failed_in_row = 1 if last_saved > self.last_failed else self.failed_in_row + 1
+        self.last_failed, self.due = step, True
+        self.note("save_failed", step, cause=cause, in_row=self.failed_in_row)
+
+    def wait(self) -> None:
+        """Returns when no save is under way. Raises Stop (STORAGE) if one has failed and poll has not said so."""
+        self.join()
+        if failure := self.take_failure():
+            raise self.storage_error(*failure)
+
+    def join(self) -> None:
+        """Returns when no save is under way. Raises Stop where the storage does not answer, or all is in vain."""
+        left = self.cfg.max_save_seconds - (time.monotonic() - self.saver.began)
+        if not self.saver.join(max(0.0, left)):
+            raise self.no_answer()
+        if self.saver.fatal:
+            raise self.saver.fatal
+
+    def take_failure(self) -> tuple[int, str] | None:
+        """(step, cause) if the last save failed and nobody has been told; it is noted then."""
+        failure, self.saver.failure = self.saver.failure, None
+        if failure is None or failure[0] in self.told:
+            return None
+        self.learn(*failure)
+        return failure
 
     def close(self) -> None:
-        """Waits for the save in the background and ends Orbax's threads. Raises as poll does."""
-        try:
+        """Waits for the save in the background, unless the storage does not answer. Raises as wait does."""
+        if self.preparing is not None:
+            self.preparing.join()  # an interpreter that ends while it compiles dies of a signal
+        if self.busy and time.monotonic() - self.saver.began > self.cfg.max_save_seconds:
+            return  # poll has said so
+        if not self.saver.fatal:
             self.wait()
-        finally:
-            if self.manager is not None:
-                self.manager.close()
-            self.manager = None
 
-    def open(self) -> Any:
-        """Orbax's manager, made at the first save, when leftovers of killed saves are removed as well."""
-        if self.manager is None:
-            orbax = import_orbax()
-            options = orbax.CheckpointManagerOptions(
-                preservation_policy=Preserve(self),
-                cleanup_tmp_directories=True,
-                async_options=orbax.AsyncOptions(timeout_secs=SAVE_TIMEOUT_SECONDS),
-            )
-            # compressing float32 weights and moments saves 8% of the bytes for twice the CPU time (192 MB, 2 cores)
-            arrays = orbax.PyTreeCheckpointHandler(use_compression=False)
-            handlers = {"state": arrays, "run": orbax.JsonCheckpointHandler()}
-            try:
-                self.manager = orbax.CheckpointManager(self.directory, options=options, item_handlers=handlers)
-            except Exception as error:
-                raise Stop(Exit.STORAGE, f"cannot save into {self.directory}: {short_cause(error)}") from error
-        return self.manager
-
-    def read_record(self, step: int) -> dict[str, Any]:
-        """The sealed JSON object of a step: {run, leaves: {name: [shape, dtype, fingerprint]}}."""
-        try:
-            record = paths.read_json(self.directory / str(step) / "run" / "metadata")
-        except (OSError, ValueError) as error:
-            raise self.corrupt(step, "run", short_cause(error)) from None
-        if not is_sealed(record):
-            raise self.corrupt(step, "run", "its sha256 does not match its content")
-        return record
-
-    def check_fit(self, step: int, saved: Mapping, wanted: Mapping, partial: bool) -> None:
-        """Raises Stop (CONFIG_MISMATCH) listing leaves that differ in name, shape or dtype: Orbax casts silently."""
-        differences = []
-        for name in sorted(wanted | saved):
-            old, new = (list(side[name][:2]) if name in side else None for side in (saved, wanted))
-            if old != new and not (partial and new is None):
-                differences.append(f"{name} is {leaf_text(old)} in the checkpoint and {leaf_text(new)} in this config")
-        if differences:
-            more = f"; and {len(differences) - SHOWN_MISMATCHES} more" if len(differences) > SHOWN_MISMATCHES else ""
-            raise Stop(
-                Exit.CONFIG_MISMATCH,
-                f"{self.directory / str(step)} does not fit: {'; '.join(differences[:SHOWN_MISMATCHES])}{more}; "
-                "use the config it was trained with, or another workdir",
-            )
+    # Errors.
 
     def corrupt(self, step: int, item: str, cause: str) -> Stop:
         """The error for a checkpoint that cannot be read: step, item, path, cause, and what can be done."""
         folder = self.directory / str(step)
-        older = max((other for other in self.all_steps() if other < step), default=None)
+        older = self.newest(before=step)
         way_out = f"move {folder} away to go on from step {older}" if older is not None else "there is no older step"
         return Stop(
             Exit.CHECKPOINT_CORRUPT, f"step {step} cannot be read: {item} in {folder / item}: {cause}; {way_out}"
         )
 
-    def storage_error(self, step: int, error: BaseException) -> Stop:
-        """The error for a save that failed, with the newest step that is safe."""
-        safe = max((other for other in self.all_steps() if other != step), default=None)
-        kept = f"step {safe} is the newest that is safe" if safe is not None else "there is no earlier checkpoint"
-        return Stop(Exit.STORAGE, f"saving step {step} to {self.directory} failed: {short_cause(error)}; {kept}")
+    def storage_error(self, step: int, cause: str) -> Stop:
+        """The error for saves that failed, with the newest step that is safe."""
+        times = f" {self.failed_in_row} times in a row" if self.failed_in_row > 1 else ""
+        return Stop(
+            Exit.STORAGE, f"saving step {step} to {self.directory} failed{times}: {cause}; {self.what_is_safe()}"
+        )
+
+    def no_answer(self) -> Stop:
+        """The error for a save that does not end."""
+        seconds = time.monotonic() - self.saver.began
+        return Stop(
+            Exit.STORAGE,
+            f"a save to {self.directory} has not ended after {seconds:.0f} s (checkpoint.max_save_seconds); is the "
+            "storage well? start again when it answers",
+        )
+
+    def what_is_safe(self) -> str:
+        """The newest step that is there, in words."""
+        try:
+            safe = self.newest()
+        except (OSError, ValueError):
+            return "what is there cannot be listed"
+        return f"step {safe} is the newest that is safe" if safe is not None else "there is no earlier checkpoint"
 
 
-@dataclasses.dataclass(frozen=True)
-class Preserve:
-    """Says which steps Orbax may delete once a newer one is committed.
+def agreed_record(read: Callable[[], Any]) -> None:
+    """Reads a record at the first process and raises its Stop (CHECKPOINT_CORRUPT) in all of them alike."""
 
-    Orbax's own rules count, and delete, any folder with a number for a name; this one touches committed steps only.
-    """
+    def attempt() -> list | None:
+        try:
+            read()
+        except Stop as stop:
+            return [int(stop.code), str(stop)]
+        return None
 
-    checkpoints: Checkpoints
-
-    def should_preserve(self, checkpoints: Any, *, context: Any) -> list[bool]:
-        """True for every folder that stays; the last one is being saved."""
-        cfg, steps = self.checkpoints.cfg, [info.step for info in checkpoints]
-        ours = set(self.checkpoints.all_steps()) | set(steps[-1:])
-        keep = kept_steps(ours, cfg.keep_last, cfg.keep_every_steps)
-        return [step in keep or step not in ours for step in steps]
-
-
-def kept_steps(steps: set[int], keep_last: int, keep_every_steps: int) -> set[int]:
-    """The newest keep_last of the steps, and those divisible by keep_every_steps."""
-    forever = {step for step in steps if keep_every_steps and step % keep_every_steps == 0}
-    return set(sorted(steps)[-keep_last:]) | forever
-
-
-def named_leaves(tree: Any) -> dict[str, Any]:
-    """{"params/layers/wq": leaf} in the order of the tree; containers leave no other trace, so empty ones vanish."""
-    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
-    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
-    assert len(named) == len(flat), "two leaves of the state have the same name"
-    return named
-
-
-def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """{"a/b": leaf} as {"a": {"b": leaf}}."""
-    nested: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *outer, last = name.split("/")
-        group = nested
-        for part in outer:
-            group = group.setdefault(part, {})
-        group[last] = leaf
-    return nested
-
-
-def describe_leaf(leaf: Any) -> list:
-    """[shape, dtype] of an array, [[], 'int'] of a Python number."""
-    return [list(leaf.shape), str(leaf.dtype)] if hasattr(leaf, "dtype") else [[], type(leaf).__name__]
-
-
-def leaf_text(described: list | None) -> str:
-    """'float32[64,64]', or 'missing'."""
-    return f"{described[1]}[{','.join(map(str, described[0]))}]" if described else "missing"
-
-
-def restore_arg(orbax: Any, leaf: Any) -> Any:
-    """How Orbax should bring this leaf back: a Python number as one, an array placed by its sharding."""
-    if not hasattr(leaf, "dtype"):
-        return orbax.RestoreArgs(restore_type=type(leaf))
-    if isinstance(leaf, np.ndarray):
-        return orbax.RestoreArgs(restore_type=np.ndarray)
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return orbax.ArrayRestoreArgs(sharding=sharding, dtype=leaf.dtype, global_shape=leaf.shape)
-
-
-def seal(content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content as JSON will give it back (tuples are lists there), with the sha256 of its canonical text."""
-    content = json.loads(json.dumps(content))
-    return content | {"sha256": digest(content)}
-
-
-def is_sealed(record: Any) -> bool:
-    """True if the record's sha256 is that of the rest of it."""
-    return isinstance(record, dict) and record.get("sha256") == digest(
-        {k: v for k, v in record.items() if k != "sha256"}
-    )
-
-
-def digest(content: Any) -> str:
-    """sha256 of the JSON text with sorted keys."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    if found := agreed(attempt):
+        raise Stop(Exit(found[0]), found[1])

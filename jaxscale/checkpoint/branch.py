@@ -1,0 +1,316 @@
+"""A new run that begins with the weights of another: what is taken, under which names, and what stays fresh."""
+
+import dataclasses
+import difflib
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxscale import paths, units
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.record import leaf_text, named_leaves
+from jaxscale.hosts.agree import agreed
+from jaxscale.schema import setting
+
+ARROW = "=>"
+SHOWN_PROBLEMS = 4
+WHAT = {"params": ("params",), "ema": ("ema",), "state": ("params", "opt_state", "ema")}  # groups of leaves in a file
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """What a new run begins with. Read once, before step 0: a run that has a checkpoint goes on from its own."""
+
+    from_path: str | None = setting(
+        None, "work folder of another run, or WORKDIR/checkpoints/STEP: begin with its weights; none: with random ones"
+    )
+    what: Literal["params", "ema", "state"] = setting(
+        "params", "its weights, their running average, or its weights and the optimizer's state (and average)"
+    )
+    rename: tuple[str, ...] = setting(
+        (), "'REGEX=>REPLACEMENT', in order, for names of the checkpoint's arrays that are others here"
+    )
+    skip: tuple[str, ...] = setting((), "regexes: arrays here that stay random, and arrays there that are left out")
+    resize_vocab: bool = setting(False, "true: the vocabulary may have another size; rows are added or cut at its end")
+    new_rows: Literal["mean", "init"] = setting(
+        "mean", "what rows are added: the mean of the old ones, or as a new model has them"
+    )
+
+    def __post_init__(self):
+        for rule in self.rename:
+            if ARROW not in rule:
+                raise ValueError(f"rename={rule!r} must be 'REGEX{ARROW}REPLACEMENT'")
+        for pattern in (*(rule.partition(ARROW)[0] for rule in self.rename), *self.skip):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        if self.from_path is None and changed:
+            raise ValueError(f"{changed[0]} is for a run that begins with another's weights; give from_path too")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint of another run."""
+
+    checkpoints: Checkpoints
+    step: int
+    record: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return str(self.checkpoints.directory / str(self.step))
+
+    @property
+    def ancestry(self) -> list[dict[str, Any]]:
+        """Where its weights come from, itself first: what a branch records of its descent."""
+        run = self.record["run"]
+        own = {"path": str(self.checkpoints.directory), "step": self.step, "sha256": self.record["sha256"]}
+        return [own, *run.get("ancestry", ())]
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of its embedding table, as its config says."""
+        return self.record["run"].get("config", {}).get("model", {}).get("vocab_size")
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Which of the checkpoint's leaves becomes which of ours."""
+
+    loaded: dict[str, str]  # our name -> name there
+    resized: dict[str, int]  # our name -> axis of the vocabulary, among the loaded
+    fresh: tuple[str, ...]
+    left_out: tuple[str, ...]  # names there
+
+
+def open_source(path: str, ancestor: Mapping[str, Any] | None = None) -> Source:
+    """The checkpoint that `path` names: that step, or the newest of a work folder. The same in all processes.
+
+    ancestor: the one with which the run began before; then it must be that, step and content.
+    Raises ValueError where no checkpoint is there, and Stop (CHECKPOINT_CORRUPT) for one that cannot be read.
+    """
+    folder = paths.as_path(path)
+    if folder.name.isdecimal() and not (folder / "checkpoints").exists():  # a run may be called 2026
+        folder, step = folder.parent, int(folder.name)
+    else:
+        folder, step = folder if folder.name == "checkpoints" else folder / "checkpoints", None
+    checkpoints = Checkpoints(folder, CheckpointConfig())
+    steps = agreed(checkpoints.all_steps)
+    if not steps:
+        raise ValueError(f"init.from_path={path} holds no checkpoint: {folder} has none that was completed")
+    if step is not None and step not in steps:
+        near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
+        raise ValueError(f"init.from_path={path} is no checkpoint; {folder} has {units.or_list(near)}")
+    if step is None:
+        step = ancestor["step"] if ancestor else steps[-1]
+        if step not in steps:
+            raise ValueError(f"init.from_path={path}: this run began with its step {step}, and that is no longer there")
+    source = Source(checkpoints, step, checkpoints.read_record(step))
+    if ancestor and ancestor["sha256"] != source.record["sha256"]:
+        raise ValueError(
+            f"init.from_path={path}: step {step} is not the checkpoint this run began with "
+            f"({source.record['sha256'][:16]} now, {ancestor['sha256'][:16]} then); use another --workdir"
+        )
+    return source
+
+
+def branch_state(program: Any, cfg: InitConfig, say: Callable[[str], None], source: Source | None = None) -> Any:
+    """The state before step 0 of a run that begins with another's weights, placed as the program wants it.
+
+    Each array is read straight into its sharding, and what is drawn at random is given up first where it is replaced,
+    so that at most one state is in memory. step, random key, guard and loss scale are a new run's.
+    Args: program: as build.py makes it (init, abstract_state, cfg.model.vocab_size). source: open_source's, if opened.
+    Raises: ValueError with one line for all that does not fit. Stop (CHECKPOINT_CORRUPT) where a bit there has changed.
+    """
+    source = source or open_source(cfg.from_path)
+    own = named_leaves(program.abstract_state)
+    plan = plan_branch(cfg, source, own, program.cfg.model.vocab_size)
+    state = program.init()
+    leaves = named_leaves(state)
+    for name in plan.loaded:
+        if name not in plan.resized:
+            leaves[name].delete()
+    there = {plan.loaded[name]: own[name] for name in plan.loaded if name not in plan.resized}
+    found = source.checkpoints.restore(source.step, there, partial=True) if there else {}
+    leaves |= {name: found[there_name] for name, there_name in plan.loaded.items() if name not in plan.resized}
+    for name, axis in plan.resized.items():  # one after the other: each is for a moment in memory twice
+        leaves[name] = resized(source, plan.loaded[name], leaves[name], own[name], axis, cfg.new_rows)
+    if state.ema is not None and not any(name.startswith("ema/") for name in plan.loaded):
+        begin_average(leaves, own)
+    for line in describe(cfg, source, plan, own):
+        say(line)
+    return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
+
+
+def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_size: int) -> Plan:
+    """What goes where. Raises ValueError, one line, if a leaf on either side is neither used nor skipped."""
+    saved = {name: leaf for name, leaf in source.record["leaves"].items() if group_of(name) in WHAT[cfg.what]}
+    check_rules(cfg, source, saved, own)
+    is_skipped = lambda name: any(re.search(pattern, name) for pattern in cfg.skip)
+    renamed = {name: new_name(cfg, name) for name in saved}
+    if clash := [name for name, number in Counter(renamed.values()).items() if number > 1]:
+        raise ValueError(f"init.rename gives several arrays of {source} the name {clash[0]}")
+    available = {new: old for old, new in renamed.items() if not is_skipped(new) and not is_skipped(old)}
+    wanted = [name for name in own if group_of(name) in receivers(cfg, available) and not is_skipped(name)]
+    loaded, resized, problems = {}, {}, []
+    for name in wanted:
+        if name not in available:
+            near = nearest(name, [old for new, old in available.items() if new not in own] or available)
+            problems.append(f"{name} is not there (nearest: {near})")
+            continue
+        old, new = saved[available[name]][:2], describe_wanted(own[name])
+        axis = vocab_axis(old[0], new[0], source.vocab_size, vocab_size)
+        loaded[name] = available[name]
+        if old == new:
+            continue
+        if old[1] == new[1] and axis is not None and cfg.resize_vocab:
+            resized[name] = axis
+            continue
+        way_out = " (init.resize_vocab=true resizes it)" if old[1] == new[1] and axis is not None else ""
+        problems.append(f"{name} is {leaf_text(old)} there and {leaf_text(new)} here{way_out}")
+    unused = [old for new, old in available.items() if new not in loaded and group_of(new) not in unneeded(cfg, own)]
+    problems += [f"{name} is there and has no place here (nearest: {nearest(name, own)})" for name in unused]
+    if problems:
+        more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
+        raise ValueError(
+            f"init.from_path: {source} does not fit this config: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}; "
+            "use init.rename or init.skip, or the model it was trained with"
+        )
+    return Plan(
+        loaded,
+        resized,
+        fresh=tuple(name for name in own if name not in loaded),
+        left_out=tuple(name for name in saved if name not in loaded.values()),
+    )
+
+
+def check_rules(cfg: InitConfig, source: Source, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    """Raises ValueError for a rule that nothing matches, or where the checkpoint has not what is asked for."""
+    first = WHAT[cfg.what][0]
+    if not any(group_of(name) == first for name in saved):
+        has = sorted({group_of(name) for name in source.record["leaves"]})
+        raise ValueError(f"init.what={cfg.what!r}: {source} has no {first}, only {', '.join(has)}")
+    for rule in cfg.rename:
+        pattern = rule.partition(ARROW)[0]
+        if not any(re.search(pattern, name) for name in saved):
+            raise ValueError(f"init.rename={rule!r} matches nothing in {source}; nearest: {nearest(pattern, saved)}")
+    for pattern in cfg.skip:
+        if not any(re.search(pattern, name) for name in (*saved, *own)):
+            raise ValueError(f"init.skip={pattern!r} matches nothing there or here; nearest: {nearest(pattern, own)}")
+
+
+def group_of(name: str) -> str:
+    """'params' of 'params/head'."""
+    return name.partition("/")[0]
+
+
+def new_name(cfg: InitConfig, name: str) -> str:
+    """What a leaf of the checkpoint is called here."""
+    if cfg.what == "ema":
+        name = "params" + name.removeprefix("ema")
+    for rule in cfg.rename:
+        pattern, _, replacement = rule.partition(ARROW)
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def receivers(cfg: InitConfig, available: Iterable[str]) -> tuple[str, ...]:
+    """The groups of our leaves that must be filled. An average that is not there begins as the weights."""
+    has_average = any(group_of(name) == "ema" for name in available)
+    return {"state": ("params", "opt_state", *(["ema"] * has_average))}.get(cfg.what, ("params",))
+
+
+def unneeded(cfg: InitConfig, own: Iterable[str]) -> tuple[str, ...]:
+    """The groups that may be there without a place here: an average, where this run keeps none."""
+    return () if any(group_of(name) == "ema" for name in own) else ("ema",)
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Up to two of the names that are most like this one."""
+    return " or ".join(difflib.get_close_matches(name, list(names), n=2, cutoff=0.3)) or "none"
+
+
+def describe_wanted(leaf: Any) -> list:
+    """[shape, dtype], as a record has them."""
+    return [list(leaf.shape), str(leaf.dtype)]
+
+
+def vocab_axis(old: list[int], new: list[int], old_size: int | None, new_size: int) -> int | None:
+    """The one axis in which two shapes differ, if it is that of the vocabulary; else None."""
+    if len(old) != len(new):
+        return None
+    axes = [axis for axis, (a, b) in enumerate(zip(old, new)) if a != b]
+    return axes[0] if len(axes) == 1 and (old[axes[0]], new[axes[0]]) == (old_size, new_size) else None
+
+
+def resized(source: Source, name: str, fresh: jax.Array, own: Any, axis: int, new_rows: str) -> jax.Array:
+    """The leaf `name` of the checkpoint with as many rows as `own` has along the vocabulary's axis."""
+    shape = source.record["leaves"][name][0]
+    spec = list(own.sharding.spec) + [None] * (len(shape) - len(own.sharding.spec))
+    spec[axis] = None  # the devices that share the vocabulary need not divide its old size
+    place = NamedSharding(own.sharding.mesh, PartitionSpec(*spec), memory_kind=own.sharding.memory_kind)
+    wanted = {name: jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=place)}
+    old = source.checkpoints.restore(source.step, wanted, partial=True)[name]
+
+    @functools.partial(jax.jit, out_shardings=own.sharding)
+    def resize(old: jax.Array, fresh: jax.Array) -> jax.Array:
+        old, fresh = (jax.device_put(array, jax.memory.Space.Device) for array in (old, fresh))
+        kept = jax.lax.slice_in_dim(old, 0, min(old.shape[axis], fresh.shape[axis]), axis=axis)
+        added = jax.lax.slice_in_dim(fresh, kept.shape[axis], fresh.shape[axis], axis=axis)
+        if new_rows == "mean":
+            added = jnp.broadcast_to(jnp.mean(old, axis=axis, keepdims=True, dtype=jnp.float32), added.shape)
+        return jnp.concatenate([kept, added.astype(kept.dtype)], axis=axis)
+
+    return resize(old, fresh)
+
+
+def begin_average(leaves: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Makes the average in `leaves` equal to the parameters there: bits of its own, for both are donated."""
+    names = [name for name in own if group_of(name) == "ema"]
+    params = [leaves["params" + name.removeprefix("ema")] for name in names]
+    copy = jax.jit(lambda arrays: [jnp.copy(array) for array in arrays], out_shardings=[own[n].sharding for n in names])
+    leaves |= dict(zip(names, copy(params)))
+
+
+def describe(cfg: InitConfig, source: Source, plan: Plan, own: Mapping[str, Any]) -> list[str]:
+    """Lines for people: what was loaded, resized and left random, by group, and what was left out."""
+    health = source.record.get("health", "clean")
+    lines = [f"init: {cfg.what} of {source}" + ("" if health == "clean" else f", a checkpoint marked {health!r}")]
+    lines += [f"init: loaded   {line}" for line in grouped(plan.loaded, own)]
+    for name, axis in plan.resized.items():
+        old, new = source.record["leaves"][plan.loaded[name]][0][axis], own[name].shape[axis]
+        how = {"mean": "the mean of the old ones", "init": "as a new model has them"}[cfg.new_rows]
+        added = f"the {new - old} added rows are {how}" if new > old else f"the last {old - new} rows are cut off"
+        lines.append(f"init: resized  {name}: {old} -> {new}; {added}")
+    fresh = [name for name in plan.fresh if group_of(name) in ("params", "opt_state")]
+    lines += [f"init: fresh    {line}" for line in grouped(fresh, own)]
+    if any(name.startswith("ema/") for name in plan.fresh):
+        lines.append("init: fresh    ema: begins as the weights")
+    if plan.left_out:
+        lines.append(f"init: left out {', '.join(plan.left_out)}")
+    return lines
+
+
+def grouped(names: Iterable[str], own: Mapping[str, Any]) -> list[str]:
+    """One line for each folder of arrays: 'params/blocks/mlp: down, gate, up; 12.6M numbers'.
+
+    Layers that are numbered are one folder, params/blocks/*/mlp, and a whole optimizer state is one line.
+    """
+    names, folders = list(names), {}
+    whole = {group for group in ("opt_state", "ema") if all(n in names for n in own if group_of(n) == group)}
+    for name in names:
+        folder, _, last = name.rpartition("/")
+        if group_of(name) in whole:
+            folder, last = group_of(name), "all of it"
+        folder = re.sub(r"(?<=/)[0-9]+(?=/|$)", "*", folder)
+        members, size = folders.get(folder, ((), 0))
+        folders[folder] = (*members, *(() if last in members else (last,))), size + own[name].size
+    return [f"{folder}: {', '.join(found)}; {units.count(size)} numbers" for folder, (found, size) in folders.items()]

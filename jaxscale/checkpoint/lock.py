@@ -1,0 +1,246 @@
+"""One writer for a run's folder: who comes second is told who is first, and who has lost the folder writes no more.
+
+A holder renews its lock every lease_seconds. It is dead when its kernel says so, or when nothing has been renewed for
+three leases: watched by one's own steady clock, or measured by the bucket's, never by comparing those of two machines.
+"""
+
+import contextlib
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale import paths
+from jaxscale.bucket import Changed, Unreachable
+from jaxscale.checkpoint.cause import short_cause
+from jaxscale.checkpoint.holder import Holder, lives, this_process
+from jaxscale.checkpoint.lock_stores import FileLock, Look, ObjectLock
+from jaxscale.exits import Exit, Stop
+from jaxscale.schema import setting
+
+LEASES = 3  # without a sign of life, after which a holder counts as dead
+LOOKS = 8  # at a lock during one lease
+JOIN_SECONDS = 5.0  # for a renewal that is under way when the run ends
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LockConfig:
+    """How long a run may be silent, and how long its storage."""
+
+    lease_seconds: float = setting(
+        20.0, "the lock of the work folder is renewed so often, and void after three times that", may_change=True
+    )
+    outage_seconds: float = setting(
+        3600.0, "the run stops (exit 14) when its work folder could not be reached for so long; 0: never",
+        may_change=True,
+    )  # fmt: skip
+
+    def __post_init__(self):
+        if self.lease_seconds <= 0:
+            raise ValueError(f"lease_seconds={self.lease_seconds} must be above 0")
+        if self.outage_seconds < 0:
+            raise ValueError(f"outage_seconds={self.outage_seconds} must be 0 or more")
+
+
+def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
+    """Takes an event and does nothing with it."""
+
+
+class RunLock:
+    """The lock of a work folder, for a `with` block.
+
+    Args: steal: takes it from whoever has it. primary: False for all processes of a run but the first; they have no
+    lock of their own. me, clock: who asks, and a monotonic clock, passed in for tests.
+    Raises: Stop (LOCK_HELD) where another run has it, ValueError where the folder cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        workdir: Any,
+        cfg: LockConfig = LockConfig(),
+        *,
+        steal: bool = False,
+        primary: bool = True,
+        note: Callable[..., None] = ignore,
+        say: Callable[[str], None] = print,
+        mode: int = paths.PRIVATE,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+        me: Holder | None = None,
+    ):
+        self.workdir, self.cfg, self.steal, self.primary = workdir, cfg, steal, primary
+        self.note, self.say, self.clock, self.sleep = note, say, clock, sleep
+        self.me = dataclasses.replace(me or this_process(), lease_seconds=cfg.lease_seconds)
+        self.mode = mode
+        self.store: FileLock | ObjectLock | None = None
+        self.taken_from: Holder | None = None  # of whom the lock was when this run began
+        self.lost: str | None = None  # the line that says so
+        self.reached, self.cause = clock(), ""  # when the folder was last reached, and why not since
+        self.using = threading.Lock()  # one request at a time
+        self.ended, self.thread = threading.Event(), None
+
+    def __enter__(self) -> "RunLock":
+        if not self.primary:
+            return self
+        self.store = open_store(self.workdir, self.say, self.mode)
+        if self.store is not None:
+            try:
+                self.acquire()
+            except Unreachable as error:
+                raise Stop(Exit.STORAGE, f"{self.workdir} cannot be reached: {error}") from None
+            self.reached = self.clock()
+            self.thread = threading.Thread(target=self.work, name="run-lock", daemon=True)
+            self.thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.ended.set()
+        if self.thread is None:
+            return
+        self.thread.join(JOIN_SECONDS)
+        if not self.thread.is_alive() and self.lost is None and not self.cause:
+            with contextlib.suppress(OSError, ValueError):  # it runs out by itself
+                self.store.remove(self.me)
+
+    def acquire(self) -> None:
+        """Returns once the lock is ours. Raises Stop (LOCK_HELD) once it is known that its holder lives."""
+        first, since = None, self.clock()
+        while True:
+            look = self.store.look()
+            if look is None:
+                if self.store.create(self.me):
+                    return
+                continue
+            alive = self.alive(look)
+            if alive and not self.steal:
+                raise self.held(look)
+            if alive is None and not self.steal:
+                if first is None:
+                    first, since = look, self.clock()
+                    self.announce_wait(look)
+                if look.version != first.version:  # it was renewed, or another one came first
+                    raise self.held(look)
+                if max(look.age, self.clock() - since) < self.silence_of(look):
+                    self.sleep(self.cfg.lease_seconds / LOOKS)
+                    continue
+            if self.store.replace(self.me, look, steal=self.steal):
+                return self.took_over(look, "stolen" if alive is not False and self.steal else "its holder is gone")
+
+    def alive(self, look: Look) -> bool | None:
+        """Whether the holder is there: True, False, or None where only its next renewal can tell."""
+        if look.holder is None:
+            return None
+        living = lives(look.holder, self.me)
+        if look.holder.same_kernel(self.me) and look.guarded is False and living is not True:
+            return False  # whatever ends a process ends its flock
+        return living  # a flock that is held may be that of a child which its trainer left behind
+
+    def silence_of(self, look: Look) -> float:
+        """Seconds without a renewal after which the holder counts as dead: by its own lease, or ours if longer."""
+        theirs = look.holder.lease_seconds if look.holder else None
+        return LEASES * max(self.cfg.lease_seconds, theirs or 0.0)
+
+    def announce_wait(self, look: Look) -> None:
+        left = self.silence_of(look) - look.age
+        if left > 0:
+            self.say(
+                f"{self.workdir} is locked by {look.holder or 'an unknown process'}, of which nothing is known here: "
+                f"it is taken over if that does not renew its lock for {left:.0f} s (at once with --steal_lock)"
+            )
+
+    def took_over(self, look: Look, why: str) -> None:
+        """Says from whom the lock was taken."""
+        self.taken_from = look.holder
+        self.say(f"{self.workdir}: the lock of {look.holder or 'an unknown process'} was taken over: {why}")
+        self.note("lock_stolen", holder=str(look.holder), why=why)
+
+    def held(self, look: Look) -> Stop:
+        """The error for a folder that another run writes."""
+        return Stop(
+            Exit.LOCK_HELD,
+            f"{self.workdir} is in use by {look.holder or 'an unknown process'}; stop that run, or choose another "
+            "--workdir (--steal_lock takes it from a run that can no longer end by itself)",
+        )
+
+    def work(self) -> None:
+        """Renews the lock until the run ends or the lock is another's."""
+        while not self.ended.wait(self.cfg.lease_seconds / (LOOKS if self.cause else 1)):
+            try:
+                with self.using:
+                    self.me = self.me.renewed()
+                    self.store.renew(self.me)
+                self.reached, self.cause = self.clock(), ""
+            except Changed:
+                self.lose()
+                return
+            except Exception as error:  # of the disk or the network: the next renewal may do better
+                self.cause = short_cause(error)
+
+    def lose(self) -> None:
+        """Notes that the lock is no longer ours, once."""
+        if self.lost is not None:
+            return
+        now = None
+        with contextlib.suppress(Exception):  # who it is, is only of interest
+            look = self.store.look()
+            now = look.holder if look else None
+        who = f"by {now}" if now else "while this process stood still, or deleted"
+        self.lost = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
+        self.note("lock_stolen", holder=str(now), why="taken from this process")
+
+    def poll(self) -> None:
+        """To be called every step. It looks at no file, unless this process has just stood still for three leases.
+
+        Even then it asks once and quickly, or not at all where the thread that renews is asking already.
+        Raises: Stop with LOCK_HELD if the lock was lost, with STORAGE if the folder could not be reached for too long.
+        """
+        silent = self.clock() - self.reached
+        if self.store is not None and not self.cause and silent > LEASES * self.cfg.lease_seconds:
+            self.glance()
+        if self.lost is not None:
+            raise Stop(Exit.LOCK_HELD, self.lost)
+        if self.cause and 0 < self.cfg.outage_seconds < silent:
+            raise Stop(
+                Exit.STORAGE,
+                f"{self.workdir} could not be reached for {silent:.0f} s (lock.outage_seconds="
+                f"{self.cfg.outage_seconds:g}): {self.cause}; the run goes on from its last checkpoint once it can",
+            )
+
+    def glance(self) -> None:
+        """Looks whether the lock is still ours: the thread that renews has slept as well, and a step writes."""
+        if self.lost is not None or not self.using.acquire(blocking=False):
+            return
+        try:
+            if not self.store.is_own_at_a_glance(self.me):
+                self.lose()
+            self.reached = self.clock()
+        except Exception as error:  # of the disk or the network
+            self.cause = short_cause(error)
+        finally:
+            self.using.release()
+
+    def check(self) -> None:
+        """To be called in the thread that saves, before anything that makes a checkpoint count: asks the storage.
+
+        Raises: Stop (LOCK_HELD) if the lock is another's or gone; OSError or ValueError if the storage does not answer.
+        """
+        if self.store is None:
+            return
+        if self.lost is None:
+            with self.using:
+                if not self.store.is_own(self.me):
+                    self.lose()
+        if self.lost is not None:
+            raise Stop(Exit.LOCK_HELD, self.lost)
+
+
+def open_store(workdir: Any, say: Callable[[str], None], mode: int) -> FileLock | ObjectLock | None:
+    """Where the lock of this folder is kept, which is made if it is missing; None for a storage that has no locks."""
+    folder = paths.make_run_dir(workdir, mode)
+    if not paths.is_remote(workdir):
+        return FileLock(folder)
+    if str(workdir).startswith("gs://"):
+        return ObjectLock(str(workdir))
+    say(f"{workdir}: this kind of storage has no lock; see to it that no other run writes there")
+    return None

@@ -1,0 +1,208 @@
+"""Where a lock is kept: a file that the kernel guards too, or an object that is replaced only in a known generation.
+
+Both have look, create, replace, renew, is_own, is_own_at_a_glance and remove. The version of a file is its inode and
+content, that of an object its generation.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import pathlib
+import time
+from typing import Any, NamedTuple
+
+from jaxscale import paths
+from jaxscale.bucket import Bucket, Changed, Transient, open_bucket
+from jaxscale.checkpoint.holder import PADDED, Holder, read_holder
+
+SETTLE_SECONDS = 0.2  # where two take over at once and the file system has no flock, the later rename wins
+LOOK_SECONDS = 0.01
+SILENCE_SECONDS = 20.0  # without a byte from the service, after which a try is given up
+QUICK_SECONDS = 5.0  # the same where a step waits for the answer
+
+
+class Look(NamedTuple):
+    """A lock at one moment."""
+
+    holder: Holder | None  # None: what is there is no lock of ours, or not yet
+    version: Any
+    guarded: bool | None  # True: a process of this kernel has the file flocked; None: nobody can tell
+    age: float  # seconds since it was written, where one clock has measured both ends; else 0
+
+
+class FileLock:
+    """A file `lock`, held open and flocked by its holder."""
+
+    def __init__(self, folder: pathlib.Path):
+        self.path, self.handle = folder / "lock", None
+
+    def look(self) -> Look | None:
+        """What is there, None if nothing is."""
+        try:
+            handle = os.open(self.path, os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            content = os.pread(handle, PADDED, 0)
+            version = (os.fstat(handle).st_ino, content)
+            taken = flock(handle)
+            return Look(read_holder(content), version, None if taken is None else not taken, 0.0)
+        finally:
+            os.close(handle)  # gives a flock back
+
+    def create(self, holder: Holder) -> bool:
+        """True if the lock is the holder's now, False if there was one."""
+        try:
+            handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        except FileExistsError:
+            return False
+        self.keep(handle, holder)
+        paths.sync_folder(self.path.parent)
+        return True
+
+    def replace(self, holder: Holder, look: Look, *, steal: bool) -> bool:
+        """True if the lock is the holder's now, False if it was no longer what the look had seen (unless it is stolen).
+
+        It becomes another file, so that nothing its old holder still writes can be seen.
+        """
+        own = self.path.with_name(f".lock.{holder.token}")
+        self.keep(os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), holder)
+        try:
+            handle = os.open(self.path, os.O_RDWR)
+        except FileNotFoundError:
+            handle = None
+        try:
+            if handle is not None and flock(handle) is False:  # of several that take over, one at a time
+                time.sleep(SETTLE_SECONDS)  # perhaps one of them; perhaps a child that its trainer left behind
+            now = self.look_again()
+            if not steal and now != look.version:
+                own.unlink()
+                self.let_go()
+                return False
+            os.replace(own, self.path)
+        finally:
+            if handle is not None:
+                os.close(handle)
+        paths.sync_folder(self.path.parent)
+        time.sleep(SETTLE_SECONDS)
+        return self.is_own(holder)
+
+    def look_again(self) -> tuple[int, bytes] | None:
+        """The version now, without a flock. Raises FileNotFoundError if the whole folder is gone."""
+        try:
+            with open(self.path, "rb") as file:
+                return os.fstat(file.fileno()).st_ino, file.read(PADDED)
+        except FileNotFoundError:
+            os.stat(self.path.parent)  # a disk that went away is no other holder
+            return None
+
+    def renew(self, holder: Holder) -> None:
+        """Writes the holder's new beat. Raises Changed if the lock is another's."""
+        if not self.is_own(holder):
+            raise Changed(str(self.path))
+        os.pwrite(self.handle, holder.content(), 0)
+        os.fsync(self.handle)
+
+    def is_own(self, holder: Holder) -> bool:
+        """True if the lock names this holder."""
+        now = self.look_again()
+        found = read_holder(now[1]) if now else None
+        return found is not None and found.token == holder.token
+
+    is_own_at_a_glance = is_own
+
+    def remove(self, holder: Holder) -> None:
+        """Gives the lock back."""
+        try:
+            if self.is_own(holder):
+                self.path.unlink()
+        finally:
+            self.let_go()
+
+    def keep(self, handle: int, holder: Holder) -> None:
+        """Flocks the open file and writes the holder into it."""
+        self.handle = handle
+        while flock(handle) is False:  # whoever looks at the lock has it for a moment
+            time.sleep(LOOK_SECONDS)
+        os.pwrite(handle, holder.content(), 0)
+        os.fsync(handle)
+
+    def let_go(self) -> None:
+        if self.handle is not None:
+            os.close(self.handle)
+        self.handle = None
+
+
+class ObjectLock:
+    """An object `lock` in a bucket."""
+
+    def __init__(self, url: str, door: Bucket | None = None):
+        self.url = f"{url.rstrip('/')}/lock"
+        self.door = door or open_bucket(writing=True, silence=SILENCE_SECONDS)
+        self.once = dataclasses.replace(self.door, attempts=1)
+        self.generation = 0
+
+    def look(self, door: Bucket | None = None) -> Look | None:
+        """What is there, None if nothing is. The age is measured by the service alone. door: another than its own."""
+        found = (door or self.door).look(self.url)
+        return None if found is None else Look(read_holder(found.content), found.generation, None, found.age)
+
+    def create(self, holder: Holder) -> bool:
+        """True if the lock is the holder's now, False if there was one."""
+        return self.write(holder, 0)
+
+    def replace(self, holder: Holder, look: Look, *, steal: bool) -> bool:
+        """True if the lock is the holder's now, False if it was no longer what the look had seen: look again."""
+        return self.write(holder, look.version)
+
+    def renew(self, holder: Holder) -> None:
+        """Writes the holder's new beat, in one try. Raises Changed if the lock is another's."""
+        if not self.write(holder, self.generation, self.once):
+            raise Changed(self.url)
+
+    def is_own(self, holder: Holder) -> bool:
+        """True if the lock names this holder."""
+        return self.names(holder, self.door)
+
+    def is_own_at_a_glance(self, holder: Holder) -> bool:
+        """As is_own, in one quick try."""
+        return self.names(holder, dataclasses.replace(self.once, silence=QUICK_SECONDS))
+
+    def names(self, holder: Holder, door: Bucket) -> bool:
+        """True if the lock, seen through this door, names this holder."""
+        found = self.look(door)
+        return found is not None and found.holder is not None and found.holder.token == holder.token
+
+    def write(self, holder: Holder, generation: int, door: Bucket | None = None) -> bool:
+        """True if the object of this generation (0: none) is replaced."""
+        door = door or self.door
+
+        def attempt() -> bool:
+            try:
+                self.generation = door.put(self.url, holder.content(), generation)
+                return True
+            except Changed:
+                found = self.look(door)  # perhaps by a try of our own whose answer was lost
+                if found is None or found.holder is None or found.holder.token != holder.token:
+                    return False
+                self.generation = found.version
+                return True
+
+        return door.patiently(attempt, self.url)
+
+    def remove(self, holder: Holder) -> None:
+        """Gives the lock back, if one try is enough: else it runs out by itself."""
+        with contextlib.suppress(Changed, Transient, FileNotFoundError):
+            self.door.delete(self.url, self.generation)
+
+
+def flock(handle: int) -> bool | None:
+    """True if the file is flocked by this handle now, False if by another; None where the file system has no flock."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None

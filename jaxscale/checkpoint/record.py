@@ -1,0 +1,72 @@
+"""What a checkpoint says of itself: names and fingerprints of its arrays, and what the run needs, under a sha256."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxscale import paths
+
+RECORD = ("run", "metadata")  # where it lies in the folder of a step: Orbax's JSON item of the name `run`
+
+
+def read_record(folder: Any) -> dict[str, Any]:
+    """The sealed JSON object of a step: {run, leaves: {name: [shape, dtype, fingerprint]}, health, metrics, sha256}.
+
+    Checkpoints of earlier versions have no health and no metrics. Needs no Orbax.
+    Raises: OSError if it is not there, ValueError if one bit of it has changed.
+    """
+    record = paths.read_json(folder.joinpath(*RECORD))
+    if not is_sealed(record):
+        raise ValueError("its sha256 does not match its content")
+    return record
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """{"params/layers/wq": leaf} in the order of the tree; containers leave no other trace, so empty ones vanish."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
+    assert len(named) == len(flat), "two leaves of the state have the same name"
+    return named
+
+
+def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """{"a/b": leaf} as {"a": {"b": leaf}}."""
+    nested: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        *outer, last = name.split("/")
+        group = nested
+        for part in outer:
+            group = group.setdefault(part, {})
+        group[last] = leaf
+    return nested
+
+
+def describe_leaf(leaf: Any) -> list:
+    """[shape, dtype] of an array, [[], 'int'] of a Python number."""
+    return [list(leaf.shape), str(leaf.dtype)] if hasattr(leaf, "dtype") else [[], type(leaf).__name__]
+
+
+def leaf_text(described: list | None) -> str:
+    """'float32[64,64]', or 'missing'."""
+    return f"{described[1]}[{','.join(map(str, described[0]))}]" if described else "missing"
+
+
+def seal(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The content as JSON will give it back (tuples are lists there), with the sha256 of its canonical text."""
+    content = json.loads(json.dumps(content))
+    return content | {"sha256": digest(content)}
+
+
+def is_sealed(record: Any) -> bool:
+    """True if the record's sha256 is that of the rest of it."""
+    return isinstance(record, dict) and record.get("sha256") == digest(
+        {k: v for k, v in record.items() if k != "sha256"}
+    )
+
+
+def digest(content: Any) -> str:
+    """sha256 of the JSON text with sorted keys."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

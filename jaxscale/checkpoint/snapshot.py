@@ -1,0 +1,82 @@
+"""A copy of the state that the next step cannot touch, with a fingerprint of every array, by one compiled program.
+
+The caller only dispatches it: the step thread goes on at once, the devices copy between two steps, and the next step
+may have the old buffers. Where the platform has memory of the host that devices can write (TPU, GPU), the copy goes
+there and costs no device memory; on a CPU both are the same memory.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.checkpoint.fingerprint import fingerprint, fingerprints, replicated
+
+HOST = "pinned_host"
+
+
+@dataclasses.dataclass
+class Snapshot:
+    """Copies of leaves, perhaps still being made."""
+
+    leaves: dict[str, Any]
+    device_prints: jax.Array | None  # of the device arrays, in order
+
+    def prints(self) -> dict[str, int]:
+        """{name: fingerprint}; waits for the devices."""
+        found = iter(np.asarray(self.device_prints).tolist() if self.device_prints is not None else ())
+        on_host = [leaf for leaf in self.leaves.values() if not isinstance(leaf, jax.Array)]
+        others = iter([fingerprints([leaf])[0] for leaf in on_host])
+        return {name: next(found if isinstance(leaf, jax.Array) else others) for name, leaf in self.leaves.items()}
+
+
+def take_snapshot(leaves: Mapping[str, Any]) -> Snapshot:
+    """Dispatches the copy of all arrays. Numbers and numpy arrays are copied at once."""
+    arrays = [leaf for leaf in leaves.values() if isinstance(leaf, jax.Array)]
+    copies, prints = (), None
+    if arrays:
+        copies, prints = copy_program(layout(arrays))(arrays)
+    made = iter(copies)
+    copied = {
+        name: next(made) if isinstance(leaf, jax.Array) else leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+        for name, leaf in leaves.items()
+    }
+    return Snapshot(copied, prints)
+
+
+def layout(arrays: Sequence[Any]) -> tuple:
+    """What the program depends on: may be kept after the arrays are gone."""
+    return tuple((tuple(array.shape), array.dtype, array.sharding) for array in arrays)
+
+
+@functools.lru_cache(maxsize=8)
+def copy_program(described: tuple) -> Any:
+    """The compiled function (arrays) -> (copies, uint32[number of arrays])."""
+    abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype, place in described]
+    places = [resting_place(place) for *_, place in described]
+
+    def copy(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        near = [on_device(array) for array in arrays]
+        return [jnp.copy(array) for array in near], jnp.stack([fingerprint(array) for array in near])
+
+    program = jax.jit(copy, out_shardings=(places, replicated(abstract)))
+    return program.lower(abstract).compile()  # here and now, in whichever thread: a jit would compile at its first call
+
+
+def on_device(array: jax.Array) -> jax.Array:
+    """The array where it can be computed with."""
+    if jax.typeof(array).memory_space == jax.memory.Space.Host:
+        return jax.device_put(array, jax.memory.Space.Device)
+    return array
+
+
+def resting_place(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The same sharding in the memory of the host, where the platform tells them apart."""
+    device = next(iter(place.device_set))
+    if device.platform == "cpu" or HOST not in {memory.kind for memory in device.addressable_memories()}:
+        return place
+    return place.with_memory_kind(HOST)

@@ -1,0 +1,217 @@
+"""A step copied to another folder or bucket: checked on the way, gone on with after a kill, never over another run.
+
+A local copy grows in `copying-STEP` and is renamed once every leaf was read back from it; in a bucket the object that
+makes a step count is written last. `copied/STEP.json` beside the steps names the source and, once the copy is whole,
+each file with its md5, so that `verify` sees any flipped bit of a copy, even in bytes that a restore never looks at.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxscale import paths
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.files import copy_file, files_under, mark_of
+from jaxscale.checkpoint.folders import COMMITTED
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.reading import COPIED, read_optional, read_record
+from jaxscale.checkpoint.record import digest
+from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.exits import Exit, Stop
+from jaxscale.faults import crash_point
+from jaxscale.monitor.events import NAME as EVENTS
+
+GROWING = "copying-"  # never a number, so it never counts as a step
+
+
+@dataclasses.dataclass(frozen=True)
+class Copied:
+    """What a copy did."""
+
+    num_files: int
+    num_bytes: int
+    kept_bytes: int  # of them that an earlier, killed copy had brought already
+
+
+def copy_step(
+    source: Checkpoints, step: int, workdir: Any, on_bytes: Callable[[int, int], None] = lambda done, total: None
+) -> Copied:
+    """Copies a committed step into the run folder `workdir`, with events.jsonl, and config.json if that has none.
+
+    Args: on_bytes: called with the bytes that are there and those there will be.
+    Raises: Stop (CHECKPOINT_CORRUPT) if a leaf is not what was saved, before the copy counts as a step; ValueError if
+    the destination belongs to another run, cannot be written, or the source is not there (any more).
+    """
+    run, folder = source.directory.parent, source.directory / str(step)
+    record = read_step(folder)
+    destination = check_destination(run, record, step, workdir)
+    for where in (destination.parent, destination, destination / COPIED):
+        paths.make_run_dir(where)
+    note, final = destination / COPIED / f"{step}.json", destination / str(step)
+    claim = {"from": os.fspath(run), "step": step, "run": run_identity(record), "files": {}}
+    if Checkpoints(destination, CheckpointConfig()).is_committed(final):
+        found = read_optional(note)
+        files = found.get("files", {})
+        require_whole(final, step, files)
+        if found.get("record") != record["sha256"]:  # killed when the step counted and its note was not yet written
+            files = marks_as_in(final, folder, step)
+            paths.write_json(note, claim | {"files": files, "record": record["sha256"]})
+        copy_events(run, destination.parent)
+        return Copied(len(files), *[sum(size for size, _ in files.values())] * 2)
+    remote = paths.is_remote(destination)
+    if remote:
+        require_whole(folder, step)  # what arrives is compared with this by md5, and not read back
+    paths.write_json(note, claim)
+    growing = final if remote else destination / f"{GROWING}{step}"
+    claim["files"], kept = copy_files(folder, growing, on_bytes)
+    crash_point("copy.read_back")
+    if not remote:
+        require_whole(growing, step, claim["files"])
+    if not (workdir_path := destination.parent / "config.json").exists() and (run / "config.json").exists():
+        copy_file(run / "config.json", workdir_path)
+    copy_events(run, destination.parent)  # before the step counts: what it binds a run to is never missing beside it
+    claim["files"][COMMITTED] = commit(growing, final, folder)
+    paths.write_json(note, claim | {"record": record["sha256"]})
+    crash_point("copy.done")
+    sizes = [size for size, _ in claim["files"].values()]
+    return Copied(len(sizes), sum(sizes), kept)
+
+
+def read_step(folder: Any) -> dict[str, Any]:
+    """The record of a step that is to be read. Raises Stop (CHECKPOINT_CORRUPT)."""
+    try:
+        return read_record(folder)
+    except ValueError as error:
+        raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {folder.name} cannot be read: {error}; take another step") from None
+
+
+def require_whole(folder: Any, step: int, files: Mapping[str, list] | None = None) -> None:
+    """Raises Stop (CHECKPOINT_CORRUPT) naming what is damaged."""
+    damages = verify_folder(folder, files).damages
+    if damages:
+        more = f"; and {len(damages) - 2} more" if len(damages) > 2 else ""
+        told = "; ".join(str(damage) for damage in damages[:2])
+        raise Stop(
+            Exit.CHECKPOINT_CORRUPT,
+            f"step {step} in {folder} is damaged: {told}{more}; remove that folder, or copy another step",
+        )
+
+
+def run_identity(record: Mapping[str, Any]) -> str:
+    """What all steps of a run have in common and can never change: its seed, its data and the shapes of its state."""
+    data = record["run"].get("data") or {}
+    config = record["run"].get("config") or {}
+    leaves = {name: described[:2] for name, described in record["leaves"].items()}
+    return digest([config.get("seed"), data.get("fingerprint"), leaves])
+
+
+def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: Any) -> Any:
+    """The folder of checkpoints below `workdir`. Raises ValueError if another run lives there, and touches nothing.
+
+    It is this run's if it is empty, if a copy of this run was begun there, or if both hold one and the same step.
+    """
+    folder = paths.as_path(workdir)
+    folder = folder if paths.is_remote(workdir) else folder.absolute()
+    if os.fspath(folder).rstrip("/") == os.fspath(run).rstrip("/"):
+        raise ValueError(f"--to={workdir} is the run itself; name another folder")
+    destination, own = folder / "checkpoints", run_identity(record)
+    other = Checkpoints(destination, CheckpointConfig())
+    steps, shared = other.all_steps(), False
+    for theirs in steps:
+        try:
+            found = read_record(destination / str(theirs))
+        except ValueError:
+            continue  # damaged: it says nothing of whose it is
+        if run_identity(found) != own:
+            raise ValueError(f"--to={workdir} holds step {theirs} of another run; name an empty folder")
+        mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / "run" / "metadata")
+        if mine and mine["sha256"] != found["sha256"]:
+            raise ValueError(
+                f"--to={workdir} has another step {theirs} than {run}: it is another run; name an empty one"
+            )
+        shared |= bool(mine)
+    begun = [read_optional(destination / COPIED / name) for name in copies(destination)]
+    if any(note.get("run", own) != own for note in begun):
+        raise ValueError(f"--to={workdir} holds a copy of another run, {begun[0].get('from')}; name an empty folder")
+    if not begun and not shared and (steps or (folder / "config.json").exists()):
+        raise ValueError(f"--to={workdir} holds a run that shares no step with {run}; name an empty folder")
+    return destination
+
+
+def copies(destination: Any) -> list[str]:
+    """The notes of copies that were begun there."""
+    folder = destination / COPIED
+    return sorted(path.name for path in folder.iterdir() if path.name.endswith(".json")) if folder.exists() else []
+
+
+def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -> tuple[dict[str, list], int]:
+    """({name: [bytes, md5]} of all files of a step but the one that commits it, bytes that were there already)."""
+    sizes = {name: size for name, size in files_under(source).items() if name != COMMITTED}
+    there = files_under(target)
+    for stray in set(there) - set(sizes):
+        (target / stray).unlink()  # another version of this step was being copied
+    files, done, kept = {}, 0, 0
+    for name, size in sizes.items():
+        mark = mark_of(source / name)
+        if mark is None:
+            raise ValueError(f"{source / name} is gone: training deletes old steps; pin the step first")
+        if there.get(name) == size and mark_of(target / name) == mark:
+            kept += size
+        else:
+            copy_file(source / name, target / name)
+            if mark_of(target / name) != mark:
+                raise Stop(
+                    Exit.STORAGE, f"{target / name} is not what was written there; is the disk well? run it again"
+                )
+        files[name] = list(mark)
+        done += size
+        on_bytes(done, sum(sizes.values()))
+        crash_point("copy.file")
+    return files, kept
+
+
+def marks_as_in(final: Any, source: Any, step: int) -> dict[str, list]:
+    """{name: [bytes, md5]} of a copied step. Raises Stop (CHECKPOINT_CORRUPT) if a file is not as in the source."""
+    names = sorted({*files_under(final), *files_under(source)} - {COMMITTED})
+    files = {name: mark_of(final / name) for name in names}
+    if wrong := [name for name in names if files[name] is None or files[name] != mark_of(source / name)]:
+        raise Stop(
+            Exit.CHECKPOINT_CORRUPT, f"step {step} in {final} is damaged: {wrong[0]} is not as in {source}; remove it"
+        )
+    if mark := mark_of(final / COMMITTED):
+        files[COMMITTED] = mark
+    return {name: list(mark) for name, mark in files.items()}
+
+
+def copy_events(run: Any, folder: Any) -> None:
+    """Brings events.jsonl up to the run's, the whole file at once: a run that goes on is bound by its rewinds.
+
+    One that holds all of the run's events and more stays: training has gone on from the copy.
+    """
+    source, target = run / EVENTS, folder / EVENTS
+    if not source.exists():
+        return
+    if target.exists() and target.read_bytes().startswith(source.read_bytes()):
+        return
+    copy_file(source, target)
+
+
+def commit(growing: Any, final: Any, source: Any) -> list:
+    """Makes the copy count as a step; [bytes, md5] of the file that does."""
+    crash_point("copy.commit")
+    marker = (source / COMMITTED).read_bytes() if (source / COMMITTED).exists() else b"copied\n"
+    paths.write_bytes_atomic(growing / COMMITTED, marker)
+    mark = list(mark_of(growing / COMMITTED))
+    if paths.is_remote(final):
+        return mark
+    for root, _, _ in os.walk(growing):
+        paths.sync_folder(pathlib.Path(root))
+    try:
+        os.rename(growing, final)
+    except OSError as error:
+        cause = error.strerror or error
+        raise ValueError(f"{final} is in the way of the copy in {growing} ({cause}); move it away") from None
+    paths.sync_folder(final.parent)
+    return mark

@@ -1,0 +1,119 @@
+"""Whether a checkpoint still is what training saved: every bit of every array, read from the files."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxscale import paths
+from jaxscale.checkpoint import reading
+from jaxscale.checkpoint.cause import is_trouble, short_cause
+from jaxscale.checkpoint.files import mark_of
+from jaxscale.checkpoint.index import Locations, index_damages, named_files
+from jaxscale.checkpoint.reading import read_record
+from jaxscale.checkpoint.stored import TREE, Arrays, compare_leaf
+from jaxscale.exits import Exit, Stop
+
+DICT_KEY = 2  # how Orbax writes that a level of the tree is a dict
+KINDS = ("jax.Array", "np.ndarray", "scalar")
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """Something that is not as it was saved."""
+
+    what: str  # a leaf, or a file of the step's folder
+    cause: str
+    files: tuple[str, ...] = ()  # below the step's folder, where the leaf's bytes lie
+
+    def __str__(self):
+        return f"{self.what}: {self.cause}" + (f" (in {', '.join(self.files)})" if self.files else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What the check of a step found."""
+
+    num_leaves: int
+    num_bytes: int
+    damages: tuple[Damage, ...]
+
+
+def verify_folder(
+    folder: Any, files: Mapping[str, list] | None = None, on_bytes: Callable[[int], None] = lambda done: None
+) -> Verdict:
+    """Reads the whole step and compares every leaf with the fingerprint that was taken on the devices.
+
+    The bytes of what restoring never looks at, such as the times of the save, are only compared where there is a list.
+    Raises: Stop (STORAGE) where a bucket or disk does not let itself be read.
+    Args: files: {name: [bytes, md5]} as a copy has it. on_bytes: called with the bytes of arrays read so far.
+    """
+    try:
+        return look_through(folder, files or {}, on_bytes)
+    except Stop:
+        raise
+    except Exception as error:
+        require_reachable(error, folder)
+        raise
+
+
+def look_through(folder: Any, files: Mapping[str, list], on_bytes: Callable[[int], None]) -> Verdict:
+    """As verify_folder; what is wrong with the storage itself is raised as it came."""
+    try:
+        record = read_record(folder)
+    except ValueError as error:
+        require_reachable(error, folder)
+        return Verdict(0, 0, (Damage(reading.RECORD, str(error)),))
+    damages, done = [], 0
+    damages += tree_damages(folder, record["leaves"])
+    arrays, located = Arrays(folder), Locations(folder)
+    for name, described in record["leaves"].items():
+        try:
+            cause, size = compare_leaf(arrays, name, *described)
+        except Exception as error:  # whatever TensorStore makes of spoilt bytes
+            require_reachable(error, folder)
+            cause, size = short_cause(error), 0
+        if cause:
+            damages.append(Damage(name, cause, located.files(name) or named_files(cause)))
+        done += size
+        on_bytes(done)
+    damages += [Damage(*told) for told in index_damages(folder)]
+    damages += file_damages(folder, files)
+    return Verdict(len(record["leaves"]), done, tuple(damages))
+
+
+def require_reachable(error: Exception, folder: Any) -> None:
+    """Raises Stop (STORAGE) if the error says that nothing could be read, which is no word on what is there."""
+    if is_trouble(error):
+        raise Stop(
+            Exit.STORAGE, f"{folder} cannot be read now: {short_cause(error)}; whether it is whole is not known"
+        ) from None
+
+
+def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[Damage]:
+    """Yields what would make Orbax read other leaves than the record has."""
+    name = TREE
+    try:
+        tree = paths.read_json(folder / name)
+        if not isinstance(tree, dict) or tree.get("use_ocdbt") is not True or type(tree.get("use_zarr3")) is not bool:
+            yield Damage(name, "it does not say how the arrays are kept")
+        described = {}
+        for entry in tree["tree_metadata"].values():
+            if any(part["key_type"] != DICT_KEY for part in entry["key_metadata"]):
+                yield Damage(name, f"a level of {entry['key_metadata']} is no dict")
+            value = entry["value_metadata"]
+            if value["value_type"] not in KINDS or value["skip_deserialize"] is not False:
+                yield Damage(name, f"a leaf is described as {value}")
+            described["/".join(str(part["key"]) for part in entry["key_metadata"])] = entry
+        if wrong := sorted(set(described) ^ set(leaves)):
+            yield Damage(name, f"its leaves are not those of the record: {', '.join(wrong[:4])}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        require_reachable(error, folder)
+        yield Damage(name, f"it cannot be understood: {short_cause(error)}")
+
+
+def file_damages(folder: Any, files: Mapping[str, list]) -> Iterator[Damage]:
+    """Yields the files that are not those of the list."""
+    for name, (size, mark) in files.items():
+        found = mark_of(folder / name)
+        if found != (size, mark):
+            yield Damage(name, "it is missing" if found is None else "it is not what was copied: its md5 differs")

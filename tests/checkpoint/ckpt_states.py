@@ -1,0 +1,82 @@
+"""Small states on many meshes, and how to damage what is saved of them: for the tests of checkpoints."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxscale.exits import Stop
+
+
+class State(NamedTuple):
+    step: Any
+    params: Any
+    opt_state: Any
+    epoch: int
+
+
+def shardings(mesh_shape, tree):
+    devices = jax.devices()[: int(np.prod(mesh_shape))]
+    mesh = jax.make_mesh(mesh_shape, ("data", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=devices)
+    spec = lambda leaf: jax.sharding.PartitionSpec("data", "tensor") if leaf.ndim == 2 else jax.sharding.PartitionSpec()
+    return jax.tree.map(lambda leaf: jax.sharding.NamedSharding(mesh, spec(leaf)), tree)
+
+
+def init(seed=0, width=16):
+    key = jax.random.key(seed)
+    params = {
+        "block": {"w": jax.random.normal(key, (32, width)), "b": jnp.full((4,), 0.1, jnp.bfloat16)},
+        "flags": jnp.array([True, False, True]),
+    }
+    frozen = {"block": {"w": True, "b": False}, "flags": False}  # masked: MaskedNode and EmptyState among the leaves
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.masked(optax.adam(1e-3), frozen))
+    return jnp.int32(3), params, optimizer.init(params)
+
+
+@functools.cache
+def make_state(mesh_shape=(4, 2), **settings):
+    shape = jax.eval_shape(lambda: init(**settings))
+    return State(*jax.jit(lambda: init(**settings), out_shardings=shardings(mesh_shape, shape))(), epoch=7)
+
+
+def abstract(mesh_shape=(4, 2), **settings):
+    shape = jax.eval_shape(lambda: init(**settings))
+    return State(
+        *jax.tree.map(
+            lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+            shape,
+            shardings(mesh_shape, shape),
+        ),
+        epoch=0,
+    )
+
+
+def assert_same_bits(left, right):
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    for a, b in zip(jax.tree.leaves(left), jax.tree.leaves(right)):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.dtype, a.shape, a.tobytes()) == (b.dtype, b.shape, b.tobytes())
+
+
+def stop_of(action, *arguments, **settings):
+    with pytest.raises(Stop) as caught:
+        action(*arguments, **settings)
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+def data_files(directory, step):
+    """The files that hold array data, largest first."""
+    folder = directory / str(step) / "state"
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name == "d"]
+    return sorted(files, key=lambda path: -path.stat().st_size)
+
+
+def flip_bit(path, bit):
+    raw = bytearray(path.read_bytes())
+    raw[bit // 8] ^= 1 << (bit % 8)
+    path.write_bytes(raw)

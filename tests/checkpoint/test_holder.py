@@ -1,0 +1,19 @@
+"""What one process can know of another."""
+
+import dataclasses
+import json
+
+from jaxscale.checkpoint.holder import PADDED, lives, read_holder, this_process
+
+
+def test_what_a_kernel_says_of_a_process():
+    me = this_process()
+    assert lives(me, me) is True
+    assert lives(dataclasses.replace(me, ticks=me.ticks + 1), me) is False  # the number was used again
+    assert lives(dataclasses.replace(me, pid=2**22 + 1), me) is False
+    assert lives(dataclasses.replace(me, namespace="pid:[0]"), me) is None  # a container beside this one
+    assert lives(dataclasses.replace(me, kernel="x"), me) is None
+    for letter, expected in (("R", True), ("T", None), ("Z", False)):
+        assert lives(me, me, lambda pid, letter=letter: (letter, me.ticks)) is expected
+    assert len(me.content()) == PADDED and read_holder(me.content()) == me
+    assert read_holder(json.dumps({"token": 1}).encode()) is None and read_holder(b"") is None

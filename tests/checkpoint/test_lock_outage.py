@@ -1,0 +1,122 @@
+"""A lock while its storage does not answer, or while another one only looks at it."""
+
+import dataclasses
+import fcntl
+import json
+import os
+import threading
+import time
+
+import pytest
+from gcs_emulator import Emulator
+from gcs_weather import Weather
+
+from jaxscale.checkpoint.holder import read_holder, this_process
+from jaxscale.checkpoint.lock import LEASES, LockConfig, RunLock
+from jaxscale.checkpoint.lock_stores import FileLock
+from jaxscale.exits import Exit, Stop
+
+FAR = dict(host="far", pid=1, kernel="another boot", namespace="pid:[1]")
+
+
+class Steady:
+    """A monotonic clock that a sleep moves on."""
+
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+@pytest.fixture
+def gcs(monkeypatch):
+    pytest.importorskip("gcsfs", reason="gcsfs is not installed")
+    with Emulator() as emulator:
+        for name, value in emulator.environment().items():
+            monkeypatch.setenv(name, value)
+        yield emulator
+
+
+def quiet(workdir, lease=20.0, **how):
+    return RunLock(workdir, LockConfig(lease_seconds=lease), say=lambda line: None, **how)
+
+
+@pytest.mark.fault("F18")
+def test_a_step_asks_a_bucket_that_is_away_once_and_quickly(gcs):
+    clock = Steady()
+    with quiet("gs://bucket/run", clock=clock) as held:
+        gcs.weather = Weather(down=True)
+        clock.now += LEASES * 20 + 1
+        began = time.monotonic()
+        held.poll()
+        assert time.monotonic() - began < 5 and "closed connection" in held.cause
+        gcs.weather = Weather()
+
+
+@pytest.mark.fault("F18")
+def test_a_step_does_not_wait_for_a_renewal_that_is_under_way(tmp_path):
+    clock = Steady()
+    with quiet(str(tmp_path), clock=clock) as held, held.using:
+        clock.now += LEASES * 20 + 1
+        done = threading.Thread(target=held.poll, daemon=True)
+        done.start()
+        done.join(5)
+        assert not done.is_alive() and not held.cause
+
+
+@pytest.mark.fault("F18")
+def test_the_first_renewal_that_fails_says_so_and_is_tried_again_soon(gcs):
+    with quiet("gs://bucket/run", lease=0.5) as held:
+        gcs.weather = Weather(down=True)
+        began = time.monotonic()
+        while not held.cause:
+            assert time.monotonic() - began < 5
+            time.sleep(0.01)
+        gcs.weather = Weather()
+        while held.cause:
+            assert time.monotonic() - began < 10
+            time.sleep(0.01)
+        held.check()
+
+
+def test_who_only_looks_at_a_new_lock_leaves_its_holder_the_flock(tmp_path):
+    lock, me = FileLock(tmp_path), this_process()
+    (tmp_path / "new").touch()
+    looker = os.open(tmp_path / "new", os.O_RDWR)
+    fcntl.flock(looker, fcntl.LOCK_EX)
+    look_ends = threading.Timer(0.3, os.close, (looker,))
+    look_ends.start()
+    lock.keep(os.open(tmp_path / "new", os.O_RDWR), me)
+    look_ends.join()
+    (tmp_path / "new").rename(tmp_path / "lock")
+    assert FileLock(tmp_path).look().guarded is True
+    lock.let_go()
+
+
+def test_a_process_that_lives_keeps_its_lock_even_without_its_flock(tmp_path):
+    lock = FileLock(tmp_path)
+    lock.create(this_process())
+    lock.let_go()
+    with pytest.raises(Stop, match="in use by process") as stop:
+        quiet(str(tmp_path)).__enter__()
+    assert stop.value.code == Exit.LOCK_HELD
+
+
+@pytest.mark.fault("F15")
+@pytest.mark.parametrize(("theirs", "waited"), [(60.0, 180), (1.0, 60), (None, 60)])
+def test_a_holder_is_dead_after_three_of_the_longer_lease(tmp_path, theirs, waited):
+    FileLock(tmp_path).create(dataclasses.replace(this_process(), lease_seconds=theirs, **FAR))
+    clock = Steady()
+    with quiet(str(tmp_path), clock=clock, sleep=clock.sleep) as held:
+        assert waited - 0.1 <= clock.now - 100 <= waited + 3
+        assert FileLock(tmp_path).look().holder.lease_seconds == 20 and held.me.lease_seconds == 20
+
+
+def test_the_lock_of_an_older_version_has_no_lease():
+    me = this_process()
+    old = {name: value for name, value in dataclasses.asdict(me).items() if name != "lease_seconds"}
+    assert read_holder(json.dumps(old).encode()) == me

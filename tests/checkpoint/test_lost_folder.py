@@ -1,0 +1,126 @@
+"""What a save may still do when its folder is another run's, or its storage answers no more."""
+
+import errno
+import threading
+import time
+
+import jax.numpy as jnp
+import pytest
+from ckpt_states import stop_of
+
+from jaxscale import paths
+from jaxscale.checkpoint import saver, verified, write
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.exits import Exit, Stop
+
+STATE = {"w": jnp.arange(100.0)}
+
+
+class Lock:
+    """A lock that is lost at its n-th question; what the new holder writes is there from then on."""
+
+    def __init__(self, folder, at):
+        self.folder, self.at, self.asked = folder, at, 0
+
+    def __call__(self):
+        self.asked += 1
+        if self.asked >= self.at:
+            (self.folder / "7.orbax-checkpoint-tmp" / "theirs").mkdir(parents=True, exist_ok=True)
+            raise Stop(Exit.LOCK_HELD, "the lock is held by another run")
+
+
+class Notes(list):
+    """Events, as they come."""
+
+    def __call__(self, kind, step=None, **facts):
+        self.append((kind, step, facts))
+
+    def of(self, kind):
+        return [facts for found, _, facts in self if found == kind]
+
+
+def broken(*arguments, **settings):
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.fault("F21")
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_who_has_lost_the_folder_removes_nothing_of_the_new_holder(saved, at):
+    saved.cfg = saved.saver.cfg = CheckpointConfig(keep_last=1)
+    lock = saved.saver.may_commit = Lock(saved.directory, at)  # before the folder is made, the commit, the tidying
+    error = stop_of(saved.save, 30, STATE, {}, wait=True)
+    assert error.code == Exit.LOCK_HELD and lock.asked == at
+    assert (saved.directory / "7.orbax-checkpoint-tmp" / "theirs").exists()
+    assert saved.all_steps() == ([10, 20] if at < 3 else [10, 20, 30]) and saved.last_good()["step"] == 20
+
+
+@pytest.mark.fault("F21")
+def test_a_save_that_fails_after_the_folder_was_lost_leaves_what_is_there(saved, monkeypatch):
+    saved.saver.may_commit = Lock(saved.directory, 2)
+    monkeypatch.setattr(write, "write_arrays", broken)
+    theirs = saved.directory / "30.orbax-checkpoint-tmp"
+    assert stop_of(saved.save, 30, STATE, {}, wait=True).code == Exit.LOCK_HELD
+    assert theirs.exists()
+
+
+@pytest.mark.fault("F21")
+def test_nothing_is_moved_aside_without_the_lock(saved):
+    saved.saver.may_commit = Lock(saved.directory, 1)
+    assert stop_of(saved.set_aside, 20, "damaged").code == Exit.LOCK_HELD
+    assert saved.all_steps() == [10, 20]
+
+
+def test_trouble_with_reading_back_is_an_alarm_and_the_save_counts(tmp_path, monkeypatch):
+    notes = Notes()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes)
+    monkeypatch.setattr(verified, "verify_leaves", broken)
+    checkpoints.save(5, STATE, {}, wait=True)
+    assert checkpoints.all_steps() == [5] and checkpoints.saver.last_saved == 5
+    assert checkpoints.last_good()["verified"] is False and notes.of("saved")[0]["verified"] is False
+    assert "saved, but it could not be read back: Stale file handle" in notes.of("alarm")[0]["cause"]
+
+
+def test_damage_is_told_before_trouble(tmp_path, monkeypatch):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(max_failed_saves=1))
+    real = saver.gathered
+
+    def gathered(key, mine, seconds):
+        others = [["late", "TimeoutError"], ["w is another", "Damaged"]] if key.endswith("/verify") else []
+        return [*real(key, mine, seconds), *others]
+
+    monkeypatch.setattr(saver, "gathered", gathered)
+    assert "process 2: w is another" in str(stop_of(checkpoints.save, 5, STATE, {}, wait=True))
+    assert checkpoints.all_steps() == []
+
+
+def test_a_try_after_a_commit_that_was_told_as_a_failure_is_no_error(tmp_path, monkeypatch):
+    checkpoints, real, failing = Checkpoints(tmp_path, CheckpointConfig()), paths.sync_folder, [True]
+    sync = lambda folder: broken() if folder == tmp_path and failing and failing.pop() else real(folder)
+    monkeypatch.setattr(paths, "sync_folder", sync)
+    checkpoints.save(5, STATE, {"a": 1}, metrics={"validation/loss": 1.0}, wait=True)
+    assert not failing and checkpoints.all_steps() == [5] and checkpoints.last_good()["verified"]
+    checkpoints.save(5, STATE, {"a": 1}, metrics={"validation/loss": 1.0}, wait=True)
+    other = stop_of(checkpoints.save, 5, STATE, {"a": 2}, wait=True)
+    assert other.code == Exit.STORAGE and "already holds step 5" in str(other)
+
+
+def test_leaving_waits_for_what_is_still_being_compiled(tmp_path):
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig())
+    checkpoints.preparing = threading.Thread(target=time.sleep, args=(0.5,), daemon=True)
+    checkpoints.preparing.start()
+    checkpoints.saver.fatal = Stop(Exit.LOCK_HELD, "lost")
+    checkpoints.close()
+    assert not checkpoints.preparing.is_alive()
+
+
+def test_the_end_of_a_run_can_ask_how_its_save_went_without_an_error(tmp_path, monkeypatch):
+    notes = Notes()
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes)
+    monkeypatch.setattr(write, "write_arrays", broken)
+    checkpoints.save(5, STATE, {})
+    checkpoints.join()
+    step, cause = checkpoints.take_failure()
+    assert step == 5 and "Stale file handle" in cause and checkpoints.retry_due
+    assert checkpoints.take_failure() is None and len(notes.of("save_failed")) == 1
+    checkpoints.close()
