@@ -5,26 +5,28 @@ import hashlib
 import importlib.metadata
 import os
 import pathlib
+import re
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
 from jaxscale.exits import Exit, Stop, silence_closed_streams, tell, verdict
+from jaxscale.hosts.backstop import linger_on_abort
 from jaxscale.hosts.place import FLAGS, Place, find_place, number, tpu_metadata
 from jaxscale.hosts.roll_call import SECONDS, call_roll, interface
-from jaxscale.hosts.watch import Watch
+from jaxscale.hosts.watch import HEARTBEAT_SECONDS, Watch
+from jaxscale.redact import redact, shown_traceback
 
-HEARTBEAT_SECONDS = 10  # jax's default of 100 leaves the others waiting for a dead machine for that long
 SHUTDOWN_SECONDS = 60
 SWITCH_SECONDS = 0.0005  # Python's own 0.005 would be how late the watch is where another thread computes
+BROKEN = re.compile(r"Gloo|NCCL|Connection (reset|closed|refused)|Read timeout|[Hh]eartbeat|UNAVAILABLE|coordination")
 NEWS_SECONDS = 3.0  # a collective that broke tells of a lost process before anybody has named it
 SAME_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")  # where they differ, the programs do
 
-__all__ = ["FLAGS", "HELP", "Place", "find_own_place", "joined"]
+__all__ = ["FLAGS", "HELP", "Place", "Team", "find_own_place", "joined"]
 
 HELP = """\
 --coordinator=HOST:PORT  of several processes: where process 0 listens, with the next port too
@@ -38,29 +40,46 @@ def find_own_place(flags: Mapping[str, str]) -> Place | None:
     return find_place(flags, os.environ, tpu_metadata())
 
 
+class Team:
+    """The processes of a run. Called with a text it prints it, at the first one only: the first has said it for all."""
+
+    def __init__(self, watch: Watch | None = None, process: int = 0, speaks: bool = True):
+        self.watch, self.process, self.speaks = watch, process, speaks
+
+    def __call__(self, text: str) -> None:
+        if self.speaks:
+            print(text)
+
+    def tell_hang(self, line: str) -> None:
+        """Tells all others that this process ends because of a hang, so that they leave their stacks and end too."""
+        if self.watch:
+            self.watch.tell_hang(line)
+
+    def on_hang(self, heard: Callable[[str], None]) -> None:
+        """heard(line) is called, in a thread, when another process has told of a hang."""
+        if self.watch:
+            self.watch.heard_hang = heard
+
+
 @contextlib.contextmanager
-def joined(place: Place | None, facts: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[Callable[[str], None]]:
-    """The body runs once all processes are there and run the same; gives what prints a line, at the first one only.
+def joined(place: Place | None, facts: Mapping[str, Any], flags: Mapping[str, str]) -> Iterator[Team]:
+    """The body runs once all processes are there and run the same; gives the team, which prints at the first one only.
 
     If the body fails, this process ends here and now, and the others with it: Python's own way out would wait for them.
     Args: place: None for a run of one process, where nothing of this happens. facts: must be the same everywhere.
     """
     if place is None:
-        yield print
+        yield Team()
         return
     seconds = float(number("--roll_call_seconds", flags.get("roll_call_seconds", f"{SECONDS:.0f}")))
-    watch = Watch(place, call_roll(place, facts | own_facts(), seconds))
+    watch = Watch(place, call_roll(place, facts | own_facts(), seconds), aborts=linger_on_abort())
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
         start_jax(place)
-        yield print if jax.process_index() == 0 else silent  # on a TPU, its own wiring numbers the processes
+        yield Team(watch, place.process_id, jax.process_index() == 0)  # on a TPU, its own wiring numbers the processes
     except BaseException as error:
         end_with(watch, error)
     watch.goodbye(Exit.DONE)
-
-
-def silent(text: str) -> None:
-    """Prints nothing: the first process has said it."""
 
 
 def own_facts() -> dict[str, Any]:
@@ -119,12 +138,16 @@ def address(host: str, port: int) -> str:
 def end_with(watch: Watch, error: BaseException) -> None:
     """Tells the others what has happened, prints it, and ends the process. Does not return."""
     code, line = verdict(error)
-    if line is None:  # perhaps only the echo of another process's end, which the watch then puts into words
-        time.sleep(NEWS_SECONDS if isinstance(error, jax.errors.JaxRuntimeError) else 0)
-        traceback.print_exception(error)
-    else:
-        tell(line)
+    if isinstance(error, jax.errors.JaxRuntimeError):
+        time.sleep(NEWS_SECONDS)  # perhaps only the echo of another process's end, which the watch then puts into words
+        if BROKEN.search(str(error)):
+            cause = str(error).splitlines()[0][:200]
+            code = Exit.PEER_LOST
+            line = (
+                f"stopped (peer_lost, exit {int(code)}): work with the other processes broke: {cause}; start all again"
+            )
+    tell(line or shown_traceback(error).rstrip("\n"))
     silence_closed_streams()
-    watch.goodbye(code, line or f"{type(error).__name__}: {str(error)[:500]}")
+    watch.goodbye(code, redact(line or f"{type(error).__name__}: {str(error)[:500]}"))
     sys.stderr.flush()
     os._exit(int(code))

@@ -16,8 +16,9 @@ from jaxscale.exits import Exit, Stop
 
 WAIT_SECONDS = 300  # for another process to come to the same place; one that died is noticed long before
 SEEN_SECONDS = 30  # for a file to be seen by other machines: network file systems remember that it was not there
+ALL_SECONDS = 10
 BOARD = "jaxscale/board"
-ALREADY, NOTHING = "ALREADY_EXISTS", "NOT_FOUND"  # how the service's errors begin
+ALREADY, NOTHING, LATE = "ALREADY_EXISTS", "NOT_FOUND", "DEADLINE_EXCEEDED"  # how the service's errors begin
 
 
 class Count:
@@ -46,8 +47,45 @@ def all_here() -> None:
         distributed.global_state.client.wait_at_barrier(next_key("all_here"), WAIT_SECONDS * 1000)
 
 
+def gathered(key: str, mine: Any, seconds: float = WAIT_SECONDS) -> list[Any]:
+    """What each process gave under this key, in their order: the same list for all, once all have given theirs.
+
+    May be called in any thread. Args: key: from next_key in the main thread, so that all have the same, and with an
+    ending of its own for each use. mine: plain data that JSON can hold. seconds: how long the slowest may take.
+    Raises: TimeoutError that names the process that said nothing.
+    """
+    if jax.process_count() == 1:
+        return [mine]
+    client, index, count = distributed.global_state.client, jax.process_index(), jax.process_count()
+    deadline = time.monotonic() + seconds
+
+    def get(name: str, whom: int) -> Any:
+        left = max(1, round((deadline - time.monotonic()) * 1000))
+        try:
+            return json.loads(client.blocking_key_value_get(f"{key}/{name}", left))
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            raise TimeoutError(f"process {whom} said nothing for {seconds:g} s") from None
+
+    if index:
+        client.key_value_set(f"{key}/from/{index}", json.dumps(mine))
+        deadline += ALL_SECONDS  # the first process waits for the slowest, and only then speaks
+        told = get("all", 0)
+    else:
+        try:
+            told = {"all": [mine, *(get(f"from/{other}", other) for other in range(1, count))]}
+        except TimeoutError as error:
+            told = {"late": str(error)}
+        client.key_value_set(f"{key}/all", json.dumps(told))
+        client.key_value_delete(f"{key}/from")  # all of them; the service would keep them for as long as the run lasts
+    if "late" in told:
+        raise TimeoutError(told["late"])
+    return told["all"]
+
+
 def next_key(name: str) -> str:
-    """A key that no earlier agreement had."""
+    """A key that no earlier agreement had. To be called in the main thread, at the same place in all processes."""
     Count.number += 1
     return f"jaxscale/{name}/{Count.number}"
 
@@ -81,25 +119,63 @@ def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
         mark.unlink(missing_ok=True)
 
 
-class Board:
-    """One line that all processes can read, written by whoever is first."""
+class Keys:
+    """A few lines that all processes can read and write under keys of their own, kept by the first process."""
 
-    def post(self, line: str) -> None:
-        """Writes the line if there is none yet."""
+    def __init__(self, client: Any = None):
+        """client: jax's own, unless another is given."""
+        self.client = client or distributed.global_state.client
+
+    def post(self, key: str, line: str) -> bool:
+        """True if the line was written; False if there is one already, which stays."""
         try:
-            distributed.global_state.client.key_value_set(BOARD, line)
+            self.client.key_value_set(key, line)
         except jax.errors.JaxRuntimeError as error:
             if ALREADY not in str(error):
                 raise
+            return False
+        return True
 
-    def read(self) -> str | None:
+    def read(self, key: str) -> str | None:
         """The line, or None: one question to the first process, and none to a device."""
         try:
-            return distributed.global_state.client.key_value_try_get(BOARD)
+            return self.client.key_value_try_get(key)
         except jax.errors.JaxRuntimeError as error:
             if NOTHING not in str(error):
                 raise
             return None
+
+    def wait(self, key: str, seconds: float) -> str | None:
+        """The line as soon as there is one, or None after so long."""
+        try:
+            return self.client.blocking_key_value_get(key, max(1, round(seconds * 1000)))
+        except jax.errors.JaxRuntimeError as error:
+            if LATE not in str(error):
+                raise
+            return None
+
+    def below(self, folder: str) -> dict[str, str]:
+        """{last part of the key: line} of all keys in a folder."""
+        return {key.rpartition("/")[2]: line for key, line in self.client.key_value_dir_get(folder)}
+
+    def forget(self, folder: str) -> None:
+        """Removes all keys in a folder."""
+        self.client.key_value_delete(folder)
+
+
+class Board:
+    """One line that all processes can read, written by whoever is first."""
+
+    def __init__(self):
+        self.keys = Keys()
+
+    def post(self, line: str) -> None:
+        """Writes the line if there is none yet."""
+        self.keys.post(BOARD, line)
+
+    def read(self) -> str | None:
+        """The line, or None."""
+        return self.keys.read(BOARD)
 
 
 def open_board() -> Board | None:

@@ -211,18 +211,32 @@ def number(name: str, text: str) -> int:
 
 
 def tpu_metadata(env: Mapping[str, str] = os.environ) -> Callable[[str], str | None] | None:
-    """How to ask the metadata server, where this looks like a Cloud TPU VM; None elsewhere, where nobody is asked."""
+    """How to ask for an attribute of this machine, where it looks like a Cloud TPU VM; None elsewhere."""
+    server = env.get("GCE_METADATA_IP", "metadata.google.internal")
+    return (lambda attribute: ask_metadata(server, attribute)) if is_tpu_machine(env) else None
+
+
+def is_tpu_machine(env: Mapping[str, str]) -> bool:
+    """True where this looks like a Cloud TPU VM whose TPUs are to be used."""
     on_cpu = env.get("JAX_PLATFORMS", "tpu").split(",")[0] != "tpu"
     chips = any(os.path.exists(path) for path in ("/dev/accel0", "/dev/vfio/0"))
-    if on_cpu or not chips or os.path.exists("/dev/nvidia0") or "TPU_SKIP_MDS_QUERY" in env:
-        return None
-    server = env.get("GCE_METADATA_IP", "metadata.google.internal")
-    return lambda attribute: ask_metadata(server, attribute)
+    return chips and not (on_cpu or os.path.exists("/dev/nvidia0") or "TPU_SKIP_MDS_QUERY" in env)
+
+
+def metadata_server(env: Mapping[str, str]) -> str | None:
+    """Where the events of this machine are told: as GCE_METADATA_HOST says, or on a Cloud TPU VM; None elsewhere."""
+    named = env.get("GCE_METADATA_HOST")
+    return named or (env.get("GCE_METADATA_IP", "metadata.google.internal") if is_tpu_machine(env) else None)
 
 
 def ask_metadata(server: str, attribute: str) -> str | None:
     """An attribute of this virtual machine, or None where the server has none, or there is no server."""
-    url = f"http://{server}/computeMetadata/v1/instance/attributes/{attribute}"
+    return ask_instance(server, f"attributes/{attribute}")
+
+
+def ask_instance(server: str, name: str) -> str | None:
+    """A value of this virtual machine, or None where the server has none, or there is no server."""
+    url = f"http://{server}/computeMetadata/v1/instance/{name}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this address
     try:
         request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})

@@ -4,10 +4,10 @@ jax notices a dead process after its heartbeats have failed, and ends the others
 in a collective notices nothing. The connections of the roll call stay open instead: the kernel closes them with the
 process, whatever killed it.
 
-With the first process dies jax's coordination service, and jax then ends the others at once, with exit code 1, which
-tells a supervisor not to start again. Nothing in Python can keep it from that (a callback that jax takes for this
-cannot be called, up to 0.12: its argument has no Python type). So this is a race, which the watch is made to win: its
-connections are the older ones, which the kernel closes first, and it prints and leaves before anything else.
+A process that is frozen (a stopped virtual machine, SIGSTOP) keeps its connections, and only jax's heartbeats tell.
+Then, and when jax's coordination service dies with the first process, jax aborts all others from a thread of C++.
+Nothing in Python can keep it from that, but the abort is made to take six seconds (backstop.py), in which the watch
+asks around by a ping who is silent, says so, and leaves with exit code 13.
 """
 
 import os
@@ -24,6 +24,8 @@ from jaxscale.hosts.wire import Wire
 GRACE_SECONDS = 5.0  # where one has stopped with an error, the others may be about to stop with the same
 LAST_SECONDS = 10.0  # the first process leaves last, or jax would end the others for its sake; not longer than this
 LOST_SECONDS = 1.5  # the same where a process is lost: the others have only a line to print
+PING_SECONDS = 2.0  # for the answer to a ping; an abort leaves six
+HEARTBEAT_SECONDS = 10  # jax's default of 100 leaves the others waiting for a dead machine for that long
 AGAIN = "the run goes on from its last checkpoint"
 QUIET_CODES = (Exit.DONE, Exit.PREEMPTED)  # all processes end with these together
 OWN_CODES = (Exit.ERROR, Exit.PEER_LOST, INTERRUPTED)  # of one process alone; for the others they mean a lost peer
@@ -32,9 +34,20 @@ OWN_CODES = (Exit.ERROR, Exit.PEER_LOST, INTERRUPTED)  # of one process alone; f
 class Watch:
     """A thread that reads the connections to the other processes until this one leaves."""
 
-    def __init__(self, place: Place, wires: Mapping[int, tuple[Wire, str]], end: Callable[[int], None] = os._exit):
-        """wires: as call_roll gives them. end: called with the exit code where another process is lost."""
-        self.place, self.end = place, end
+    def __init__(
+        self,
+        place: Place,
+        wires: Mapping[int, tuple[Wire, str]],
+        end: Callable[[int], None] = os._exit,
+        aborts: int | None = None,
+    ):
+        """wires: as call_roll gives them. end: called with the exit code where another process is lost.
+
+        aborts: a file that can be read when this process has begun to abort, as linger_on_abort gives it.
+        """
+        self.place, self.end, self.aborts = place, end, aborts
+        self.heard_hang: Callable[[str], None] | None = None  # what to do when another process tells of a hang
+        self.answered: set[int] = set()  # to the last ping
         self.names = {number: name for number, (_, name) in wires.items()}
         self.wires = {number: wire for number, (wire, _) in wires.items()}
         self.leaving = threading.Event()  # this process is on its way out, so that nobody is missed any more
@@ -49,8 +62,14 @@ class Watch:
         with selectors.DefaultSelector() as selector:
             for number, wire in self.wires.items():
                 selector.register(wire, selectors.EVENT_READ, number)
-            while selector.get_map():
+            if self.aborts is not None:
+                selector.register(self.aborts, selectors.EVENT_READ)
+            while any(key.data is not None for key in selector.get_map().values()):
                 for key, _ in selector.select():
+                    if key.data is None:
+                        selector.unregister(self.aborts)
+                        threading.Thread(target=self.aborting, name="watch-abort", daemon=True).start()
+                        continue
                     messages = key.fileobj.read()
                     for message in messages or ():
                         self.hear(key.data, message)
@@ -62,21 +81,27 @@ class Watch:
 
     def hear(self, number: int, message: Mapping) -> None:
         """A goodbye of process `number`, or what the first process has to tell of another."""
-        if "goodbye" in message:
+        if "ping" in message:
+            self.wires[number].send(pong=True)
+        elif "pong" in message:
+            self.answered.add(number)
+        elif "hang" in message:
+            self.hangs(str(message["hang"]))
+        elif "goodbye" in message:
             self.said_goodbye.add(number)
             if message["goodbye"] not in QUIET_CODES:
                 self.stopped(self.names[number], message["goodbye"], message.get("line"))
         elif "stopped" in message:
             self.stopped(message["name"], message["stopped"], message.get("line"))
         elif "lost" in message:
-            self.lost(message["lost"])
+            self.lost(message["lost"], message.get("how", "was lost"))
 
-    def lost(self, name: str) -> None:
+    def lost(self, name: str, how: str = "was lost") -> None:
         """Another process ended without a word: ends this one, after passing it on."""
         if self.following.is_set():  # it followed the same error a moment earlier, and that is what this one will tell
             return
-        self.pass_on(lost=name)
-        self.leave(Exit.PEER_LOST, f"{name} was lost; start all again with the same command: {AGAIN}", LOST_SECONDS)
+        self.pass_on(lost=name, how=how)
+        self.leave(Exit.PEER_LOST, f"{name} {how}; start all again with the same command: {AGAIN}", LOST_SECONDS)
 
     def stopped(self, name: str, code: int, line: str | None) -> None:
         """Another process stopped with an error: ends this one with the same, unless it does so itself in time."""
@@ -89,6 +114,38 @@ class Watch:
                 self.leave(own, f"{name} has left: {line or f'exit {code}'}", LOST_SECONDS)
 
         threading.Thread(target=follow, name="watch-grace", daemon=True).start()
+
+    def aborting(self) -> None:
+        """This process has a few seconds left: ends it with the name of who is silent, if that is why."""
+        self.answered.clear()
+        for wire in self.wires.values():
+            wire.send(ping=True)
+        time.sleep(PING_SECONDS)
+        # one that has begun to answer and then died is named by its connection
+        silent = [number for number in self.wires if number not in self.answered | self.said_goodbye]
+        if silent and not self.following.is_set():
+            names = ", ".join(self.names[number] for number in silent)
+            self.lost(names, f"has not answered for {HEARTBEAT_SECONDS} s or more (frozen, or cut off)")
+
+    def hangs(self, line: str) -> None:
+        """Another process ends because of a hang: this one leaves its stacks and ends as well."""
+        if self.following.is_set():
+            return
+        self.following.set()
+        self.pass_on(hang=line)
+
+        def follow() -> None:
+            if self.heard_hang:
+                self.heard_hang(line)
+            self.leave(Exit.HANG, line, LOST_SECONDS)
+
+        threading.Thread(target=follow, name="watch-hang", daemon=True).start()
+
+    def tell_hang(self, line: str) -> None:
+        """Tells all others that this process ends because of a hang: those at other ends of the star by the first."""
+        self.following.set()
+        for wire in self.wires.values():
+            wire.send(hang=line)
 
     def pass_on(self, **message: object) -> None:
         """Tells all others, if this is the first process, the only one that they are connected with."""

@@ -1,6 +1,7 @@
 """Leaving well on SIGTERM and SIGINT: the first asks the loop to save and leave, the second leaves at once.
 
-Where there are several processes, all leave after the same step, whichever of them was signalled.
+Word from a cloud that the machine is about to be taken away asks for the same. Where there are several processes, all
+leave after the same step, whichever of them was told.
 """
 
 import os
@@ -9,6 +10,7 @@ import types
 from typing import Protocol
 
 from jaxscale.exits import Exit, Stop
+from jaxscale.hosts.maintenance import Maintenance
 
 # Whoever is signalled after step n, before it begins n + 1, posts the step after which all leave. Another process may
 # have begun n + 1 by then, but when it looks at the board after having begun n + 2 it has read the metrics of n + 1,
@@ -33,14 +35,17 @@ class StopRequest:
         """board: shared by all processes; None where there is one."""
         self.board = board
         self.requested: str | None = None
-        self.posted = False
+        self.posted = self.signalled = False
         self.previous: dict[signal.Signals, object] = {}
+        self.maintenance = Maintenance(self.request)
 
     def __enter__(self) -> "StopRequest":
         self.previous = {number: signal.signal(number, self.note) for number in self.SIGNALS}
+        self.maintenance.__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.maintenance.__exit__()
         for number, handler in self.previous.items():
             signal.signal(number, handler)
 
@@ -62,9 +67,17 @@ class StopRequest:
             raise Stop(Exit.PEER_LOST, f"all were to leave after step {last}, and this one is at {step}; start again")
         return name if step == int(last) else None
 
+    def request(self, reason: str) -> None:
+        """Asks the loop to save and leave; from any thread."""
+        self.requested = self.requested or reason
+
     def note(self, number: int, frame: types.FrameType | None) -> None:
-        """The handler. A second signal restores the default action and raises it again."""
-        if self.requested:
+        """The handler. A second signal restores the default action and raises it again.
+
+        The first after word of the machine's end is not yet a second one: the save it asked for is under way.
+        """
+        if self.signalled:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        self.requested = signal.Signals(number).name
+        self.signalled = True
+        self.request(signal.Signals(number).name)

@@ -99,6 +99,7 @@ def test_a_port_that_is_taken_is_one_line():
             call_roll(place, FACTS, 1.0)
 
 
+@pytest.mark.fault("H8")
 @pytest.mark.parametrize(
     ("host", "address", "listens"),
     [("localhost", "127.0.0.1", "127.0.0.1"), ("127.0.0.1", "127.0.0.1", "127.0.0.1"), ("::1", "::1", "::1"),
@@ -108,6 +109,7 @@ def test_it_listens_where_the_name_leads_and_nowhere_else(host, address, listens
     assert interface(host, lambda *args, **more: [(0, 0, 0, "", (address, 0))]) == listens
 
 
+@pytest.mark.fault("H8")
 def test_the_roll_call_of_a_local_run_is_closed_to_other_machines():
     port = processes.free_ports()
     place = Place(host="localhost", port=port, num_processes=2, process_id=0, found_in="test")

@@ -11,7 +11,8 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.checkpoint.manager import CheckpointConfig, Checkpoints
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.exits import Exit
 
 STEPS = 40
@@ -72,6 +73,8 @@ def assert_same_run(workdir, straight, last=STEPS):
     assert hashes == {step: expected[step] for step in hashes} and len(set(expected.values())) == STEPS
 
 
+@pytest.mark.fault("F12")
+@pytest.mark.fault("F5")
 def test_a_signal_to_one_of_two_saves_both_at_one_step_and_one_process_goes_on(home, straight, tmp_path):
     workdir = tmp_path / "run"
     with start(2, 2, home, workdir, "--config.checkpoint.save_every_steps=0") as both:
@@ -110,6 +113,7 @@ def test_losses_and_tokens_are_those_of_one_process(home, straight, tmp_path, co
     assert one.read_run(STEPS)["data"] == other.read_run(STEPS)["data"]
 
 
+@pytest.mark.fault("F12")
 @pytest.mark.soak
 @pytest.mark.parametrize("mesh", [{"data": 1, "fsdp": 2, "tensor": 2}, {"data": 4, "fsdp": 1}], ids=str)
 def test_other_meshes_over_processes_train_the_same(home, straight, tmp_path, mesh):
@@ -119,6 +123,8 @@ def test_other_meshes_over_processes_train_the_same(home, straight, tmp_path, me
     assert_same_run(tmp_path / "run", straight)
 
 
+@pytest.mark.fault("F7")
+@pytest.mark.fault("F22")
 @pytest.mark.soak
 @pytest.mark.parametrize(("count", "killed"), [(2, 0), (2, 1), (4, 2)])
 def test_a_killed_process_ends_the_others_at_once_and_the_run_goes_on(home, straight, tmp_path, count, killed):

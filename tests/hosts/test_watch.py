@@ -1,5 +1,7 @@
 """A process that is gone, or that stopped with an error, ends the others with its name; leaving well ends nobody."""
 
+import contextlib
+import os
 import socket
 import threading
 import time
@@ -15,24 +17,26 @@ from jaxscale.hosts.wire import Wire
 COUNT = 3
 
 
-class Team:
+class Three:
     """Three watches, connected as the roll call connects them; `ends` holds the exit codes they end with."""
 
     def __init__(self):
-        self.ends, pairs = {}, [socket.socketpair(socket.AF_UNIX) for _ in range(COUNT - 1)]
+        self.ends, self.aborts, pairs = {}, {}, [socket.socketpair(socket.AF_UNIX) for _ in range(COUNT - 1)]
         self.wires = [{n + 1: pair[0] for n, pair in enumerate(pairs)}] + [{0: pair[1]} for pair in pairs]
         self.watches = [self.watch(number) for number in range(COUNT)]
 
     def watch(self, number):
         place = Place(host="h0", port=1, num_processes=COUNT, process_id=number, found_in="test")
+        self.aborts[number] = os.pipe()
         wires = {other: (LocalWire(sock), place.name(other, f"h{other}")) for other, sock in self.wires[number].items()}
-        return Watch(place, wires, end=lambda code: self.end(number, code))
+        return Watch(place, wires, end=lambda code: self.end(number, code), aborts=self.aborts[number][0])
 
     def end(self, number, code):
         """What the end of a process does to its connections."""
         self.ends[number] = code
         for sock in self.wires[number].values():
-            sock.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # the test may be over
+                sock.shutdown(socket.SHUT_RDWR)
 
     def settled(self, *numbers):
         deadline = time.monotonic() + 10
@@ -53,14 +57,18 @@ class LocalWire(Wire):
 def team(monkeypatch):
     monkeypatch.setattr(watch, "GRACE_SECONDS", 0.3)
     monkeypatch.setattr(watch, "LAST_SECONDS", 3.0)
-    team = Team()
+    team = Three()
     yield team
     for number in range(COUNT):
         team.watches[number].leaving.set()
         for sock in team.wires[number].values():
             sock.close()
+        for file in team.aborts[number]:
+            os.close(file)
 
 
+@pytest.mark.fault("F7")
+@pytest.mark.fault("F22")
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_process_that_is_gone_ends_all_others_with_code_13(team, lost, capfd):
     team.watches[lost].leaving.set()  # it is dead, and neither ends nor tells anybody
@@ -113,3 +121,36 @@ def test_leaving_together_is_no_loss_and_the_first_leaves_last(team, code, capfd
     assert waited > 0.35 if code else waited < 0.3
     time.sleep(0.6)
     assert team.ends == {1: code, 2: code} and capfd.readouterr().err == ""
+
+
+@pytest.mark.fault("F21")
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_who_is_silent_when_jax_gives_up_is_named_by_all(team, frozen, capfd, monkeypatch):
+    monkeypatch.setattr(watch, "PING_SECONDS", 1.0)
+    team.watches[frozen].hear = lambda number, message: None  # it neither hears nor answers
+    team.watches[frozen].lost = lambda *name: None
+    others = [number for number in range(COUNT) if number != frozen]
+    for number in others:  # jax's heartbeats end all that are alive
+        os.write(team.aborts[number][1], b"Fatal Python error: Aborted")
+    assert team.settled(*others) == dict.fromkeys(others, Exit.PEER_LOST)
+    told = f"stopped (peer_lost, exit 13): process {frozen} of 3 (h{frozen}) has not answered for 10 s or more (frozen"
+    assert capfd.readouterr().err.count(told) == 2
+
+
+def test_an_abort_of_ones_own_making_is_blamed_on_nobody(team, capfd, monkeypatch):
+    monkeypatch.setattr(watch, "PING_SECONDS", 0.3)
+    os.write(team.aborts[1][1], b"Fatal Python error: Aborted")
+    time.sleep(0.8)
+    assert team.ends == {} and capfd.readouterr().err == ""
+
+
+@pytest.mark.fault("F8")
+@pytest.mark.parametrize("hanging", [0, 1])
+def test_a_hang_of_one_is_heard_by_all_others(team, hanging, capfd):
+    heard = {}
+    for number in range(COUNT):
+        team.watches[number].heard_hang = lambda line, number=number: heard.update({number: line})
+    team.watches[hanging].tell_hang("process 1: data of step 3 has not got on")
+    others = [number for number in range(COUNT) if number != hanging]
+    assert team.settled(*others) == dict.fromkeys(others, Exit.HANG)
+    assert heard == dict.fromkeys(others, "process 1: data of step 3 has not got on")
