@@ -23,13 +23,13 @@ import os
 import pathlib
 
 from jaxscale import schema
-from jaxscale.cli.numbers import whole_number
 from jaxscale.command_line import (
     Arguments,
     config_values,
     describe_settings,
     parse_arguments,
     take_switches,
+    whole_number,
 )
 from jaxscale.data.array_record import export_array_record
 from jaxscale.data.manifest import NAME as MANIFEST

@@ -31,6 +31,7 @@ SCAN_TOKENS = 1 << 24  # of a raw .bin looked at at once
 SAY_SECONDS = 10.0
 DAMAGED_SHOWN = 5  # files named one by one; the sum tells the rest
 NAME = "tokens"
+END = b"\xff" * 4  # between documents: no id is that large
 PROBED_IDS = 1 << 16  # of a raw .bin, to see whether its type is the right one
 FEWEST_PROBED = 32  # fewer prove nothing
 
@@ -60,6 +61,7 @@ def tokenise(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cf
     writer = ShardWriter(folder, NAME, **ids, sources=sources)
     skipped: Counter = Counter()
     documents_of: Counter = Counter()
+    contents = {file: hashlib.sha256() for file in files}
     waiting: list[tuple[SourceFile, Document]] = []
     lineage = LineageRows()
     text_bytes = waiting_bytes = documents = counted = damaged = 0
@@ -71,6 +73,7 @@ def tokenise(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cf
             writer.add(encoded, file.source)
             lineage.add(document)
             documents_of[file] += 1
+            contents[file].update(np.asarray(encoded, "<u4").tobytes() + END)
         waiting.clear()
 
     try:
@@ -105,7 +108,15 @@ def tokenise(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cf
         "eos_id": tokenizer.eos_id,
         "text_bytes": text_bytes,
         "skipped": dict(skipped),
-        "files": [{"name": file.name, "source": file.source, "documents": documents_of[file]} for file in files],
+        "files": [
+            {
+                "name": file.name,
+                "source": file.source,
+                "documents": documents_of[file],
+                "sha256": contents[file].hexdigest(),  # of its documents' ids, so that a change can be named
+            }
+            for file in files
+        ],
     }
     writer.finish(tokenizer.token_bytes, header, lineage=lineage.table())
     say(f"  {rates(documents, text_bytes, time.monotonic() - started)}; skipped: {describe_skipped(skipped) or 'none'}")
@@ -190,7 +201,7 @@ def looks_wider(ids: np.ndarray) -> bool:
 
 def cached(root: Path, made_from: dict[str, Any], make: Callable[[Path], None]) -> Shard:
     """The shard in the folder that stands for `made_from`, made first if it is not there."""
-    return open_shard(made_folder(root, "tokens", made_from, make) / f"{NAME}.json")
+    return open_shard(made_folder(root, "tokens", made_from, make) / f"{NAME}.json", outside=True)
 
 
 def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable[[Path], None]) -> Path:

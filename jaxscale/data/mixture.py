@@ -20,6 +20,7 @@ PATTERN_ROWS = (512, 2048)  # lengths that are tried: the one whose whole number
 LONGEST_PATTERN = 16_384  # where a weight is smaller than one row of the usual ones
 NEAR = 1024
 Weights = Mapping[str, float]
+Detour = tuple[int, int, str]  # first batch, number of batches, source
 MixtureSetting = dict[str, float | dict[str, float]]
 
 
@@ -221,10 +222,12 @@ def plan_mixture(
     rows_per_batch: int,
     total_steps: int,
     num_batches: int,
+    detours: Sequence[Detour] = (),
 ) -> Mixture:
     """The stages of a run, with one more wherever a source has used up its epochs and leaves its share to the others.
 
     Args: sizes: rows of each source. total_steps: what '80%' refers to. num_batches: batches up to the run's end.
+    detours: stages of one source in between.
     Raises: ValueError for a source that is not there, and where all have used up their epochs before the end.
     """
     batch_tokens = seq_len * rows_per_batch
@@ -232,7 +235,7 @@ def plan_mixture(
         check_sources("mixture", weights, names, sizes)
     check_sources("max_epochs", max_epochs, names, sizes)
     known = dict(batch_tokens=batch_tokens, train_tokens=total_steps * batch_tokens, epoch_tokens=sum(sizes) * seq_len)
-    starts = start_batches(mixture, seq_len=seq_len, **known)
+    starts = with_detours(start_batches(mixture, seq_len=seq_len, **known), detours)
     caps = {names.index(name): int(number * sizes[names.index(name)]) for name, number in max_epochs.items()}
     ends = [start for start, _ in starts[1:]] + [max(num_batches, starts[-1][0] + 1)]
     stages: list[Stage] = []
@@ -285,6 +288,16 @@ def start_batches(mixture: MixtureSetting, **known: int) -> list[tuple[int, Weig
         raise ValueError(f"data.mixture begins at batch {starts[0][0]}; its first stage must start at '0'")
     if len({start for start, _ in starts}) < len(starts):
         raise ValueError(f"data.mixture has two stages that start at one batch: {[start for start, _ in starts]}")
+    return starts
+
+
+def with_detours(starts: list[tuple[int, Weights]], detours: Sequence[Detour]) -> list[tuple[int, Weights]]:
+    """The stages with one of a single source for each detour, after which what would be then goes on."""
+    for first, batches, source in detours:
+        before = [stage for stage in starts if stage[0] < first]
+        after = [stage for stage in starts if stage[0] > first + batches]
+        back = [weights for start, weights in starts if start <= first + batches][-1]
+        starts = [*before, (first, {source: 1.0}), (first + batches, back), *after]
     return starts
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from jaxscale.data.batch import Batch
 from jaxscale.data.order import document_order
 from jaxscale.data.remote import map_ids
-from jaxscale.data.rows import Located, Pieces, TokenFiles, locate, read_rows
+from jaxscale.data.rows import Located, Pieces, TokenFiles, broken_piece, locate, read_rows
+from jaxscale.exits import Exit, Stop
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +102,12 @@ class DocumentRows(abc.ABC):
 
     def read(self, located: Located, chosen: Sequence[int]) -> Batch:
         """Some of the located rows, by their places among them: a Batch of [len(chosen), T]."""
-        return read_rows(located, chosen, self.seq_len, self._files, self._ramp_T)
+        try:
+            return read_rows(located, chosen, self.seq_len, self._files, self._ramp_T)
+        except (OSError, ValueError, IndexError) as error:
+            if problem := broken_piece(located, chosen, self._files):
+                raise Stop(Exit.DATA_MISMATCH, problem) from error
+            raise
 
     def __getitem__(self, row: int) -> Batch:
         """Row `row` as a Batch of [T]."""

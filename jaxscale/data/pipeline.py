@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.gate import make_gate
 from jaxscale.data.manifest import is_manifest
 from jaxscale.data.megatron import is_megatron, megatron_shard
-from jaxscale.data.mixture import Mixture, check_sources, plan_mixture, stages_of
+from jaxscale.data.mixture import Detour, Mixture, check_sources, plan_mixture, stages_of
 from jaxscale.data.objectives import (
     NextTokenConfig,
     ObjectiveConfig,
@@ -36,6 +36,7 @@ from jaxscale.data.objectives import (
 )
 from jaxscale.data.order import ORDER, Batches, RowOrder
 from jaxscale.data.packing import DocumentRows, DocumentTable, PackedRows, join_tables
+from jaxscale.data.parts import data_parts, digest
 from jaxscale.data.prepared import open_prepared
 from jaxscale.data.shards import Shard, open_shard, read_header
 from jaxscale.data.sources import SourceFile
@@ -65,6 +66,7 @@ class Corpus:
     shards: tuple[Shard, ...] = ()  # that the training rows are read from
     objective: ObjectiveConfig = NextTokenConfig()
     ids: SpecialIds | None = None  # that the objective needs
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the fingerprint, see parts.py
 
     @property
     def epoch_tokens(self) -> int:
@@ -83,11 +85,18 @@ class Corpus:
         return Batches(RowOrder(self.train_rows, self.seed, mixture), rows_per_batch, gate, transform)
 
     def plan_mixture(
-        self, rows_per_batch: int, total_steps: int, num_batches: int | None = None, *, capped: bool = True
+        self,
+        rows_per_batch: int,
+        total_steps: int,
+        num_batches: int | None = None,
+        *,
+        capped: bool = True,
+        detours: Sequence[Detour] = (),
     ) -> Mixture | None:
         """The stages of a run of so many steps; None where the settings have no mixture.
 
-        num_batches: up to the end of the run, those that it skips counted too. Raises ValueError as the function does.
+        num_batches: up to the end of the run, those that it skips counted too. detours: of its rewinds.
+        Raises ValueError as the function does.
         """
         if not self.cfg.mixture:
             return None
@@ -100,6 +109,7 @@ class Corpus:
             rows_per_batch=rows_per_batch,
             total_steps=total_steps,
             num_batches=total_steps if num_batches is None else num_batches,
+            detours=detours,
         )
 
     def as_grain(self, rows_per_batch: int, num_batches: int = sys.maxsize) -> Any:
@@ -225,6 +235,13 @@ def assemble(
     content += [f"order {ORDER}", cfg.packing]
     content += [json.dumps(plan_settings(), sort_keys=True)] if cfg.packing == "best_fit" else []
     fingerprint = hashlib.sha256("|".join(content).encode(errors="surrogateescape")).hexdigest()
+    settings = {
+        "data.packing": cfg.packing,
+        "the rules of packing": digest(content[-1:]),
+        "the order of rows": str(ORDER),
+    }
+    settings |= {"data.val_fraction": "val_files" if held else str(cfg.val_fraction)}
+    made_with = tokenizer.fingerprint if tokenizer else trained[0].header["tokenizer"]["fingerprint"]
     groups = len(names) if cfg.mixture else 1
     if cfg.mixture:
         tokens = np.bincount(train.source_ids, weights=train.lengths, minlength=len(names))
@@ -256,6 +273,7 @@ def assemble(
         fingerprint=fingerprint,
         summary=f"data.{cfg.name}: " + "; ".join(facts),
         shards=tuple(trained),
+        parts=data_parts(trained, held, made_with, settings),
     )
 
 

@@ -109,3 +109,21 @@ def read_rows(located: Located, chosen: Sequence[int], T: int, files: TokenFiles
     targets_BT[:, :-1] = tokens_BT[:, 1:]
     targets_BT[:, -1] = last
     return Batch(tokens_BT, targets_BT, positions_BT, segments_BT, weights_BT)
+
+
+def broken_piece(located: Located, chosen: Sequence[int], files: TokenFiles) -> str:
+    """The line for a file that was there when the run began and cannot give these rows; '' if all of them can."""
+    for row in chosen:
+        for piece in range(located.first[row], located.first[row + 1]):
+            path, begin = files.paths[located.files[piece]].partition("#")[0], located.offsets[piece]
+            where = f"tokens {begin:,} to {begin + located.lengths[piece]:,}"
+            try:
+                size = len(files[located.files[piece]])
+            except OSError as error:
+                return f"{path}: {where} cannot be read: {error.strerror or error}; bring the file back and start again"
+            if size < begin + located.lengths[piece]:
+                return (
+                    f"{path}: {where} are not there, it ends after {size:,}: it was cut short after the run began; "
+                    "bring it back and start again"
+                )
+    return ""

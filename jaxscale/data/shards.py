@@ -272,16 +272,22 @@ def read_header(path: Path) -> dict[str, Any] | None:
     return header
 
 
-def open_shard(path: Path, *, with_token_bytes: bool = True, parts: Mapping[str, Any] | None = None) -> Shard:
+def open_shard(
+    path: Path, *, with_token_bytes: bool = True, parts: Mapping[str, Any] | None = None, outside: bool = False
+) -> Shard:
     """The shard of which `path` is the .bin or the .json. Raises ValueError naming the file if sizes do not fit.
 
     Args: parts: where "bin", "idx", "src", "token_bytes" and "docs" are, if not beside the header. A .bin in a bucket
-    is not looked at.
+    is not looked at. outside: its .bin may lie anywhere, as it does where our cache holds the index of a raw one.
     """
     header, base = read_header(path), path.with_suffix("")
     if header is None:
         raise ValueError(f"{base}.json is not the header of a token shard; {WAY_OUT}")
     place: dict[str, Any] = {name: f"{base}{ending}" for name, ending in ENDINGS.items()}
+    if not outside and (header["bin"] != os.path.basename(header["bin"]) or header["bin"] in ("", ".", "..")):
+        raise ValueError(
+            f"{base}.json names {header['bin']!r} as its .bin, which must lie beside it; {WAY_OUT}"
+        )  # it may come from anywhere
     place |= {"bin": str(base.parent / header["bin"]), **(parts or {})}
     documents, itemsize = header["num_documents"], np.dtype(header["dtype"]).itemsize
     if "://" not in place["bin"]:

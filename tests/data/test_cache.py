@@ -151,6 +151,7 @@ def test_ids_are_two_bytes_up_to_65535_and_four_above(tmp_path, largest, dtype):
     assert shard.header["max_id"] == largest
 
 
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize("name", ["tokens.bin", "tokens.idx", "tokens.src"])
 def test_a_damaged_shard_is_an_error_that_names_the_file(tmp_path, name):
     globs = write_texts(tmp_path, a="some text")

@@ -87,6 +87,7 @@ def test_a_set_can_be_moved(folder, tmp_path):
     assert len(open_set(check_manifest(tmp_path / "moved" / "manifest.json", deep=True))) == 2
 
 
+@pytest.mark.fault("H10")
 @pytest.mark.parametrize("name", [f"part-1{ending}" for ending in ENDINGS] + ["tokenizer.model"])
 @pytest.mark.parametrize("damage", ["gone", "cut", "longer", "flipped"])
 def test_every_change_after_the_manifest_is_refused_and_named(folder, name, damage):
@@ -110,6 +111,7 @@ def test_every_change_after_the_manifest_is_refused_and_named(folder, name, dama
             check_manifest(folder / "manifest.json", deep=False)
 
 
+@pytest.mark.fault("H10")
 def test_a_shard_made_anew_after_the_manifest_is_refused_when_opened(folder):
     manifest = read_manifest(folder / "manifest.json")
     write_shard(folder, "part-1", [[6], []])
@@ -148,6 +150,7 @@ def rename_shard(content, old, new):
     shard["name"] = new
 
 
+@pytest.mark.fault("H4")
 @pytest.mark.parametrize(
     ("change", "told"),
     [

@@ -5,7 +5,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.mixture import check_mixture, from_record, pattern_of, plan_mixture, same_past, whole_counts
+from jaxscale.data.mixture import (
+    check_mixture,
+    from_record,
+    pattern_of,
+    plan_mixture,
+    same_past,
+    whole_counts,
+    with_detours,
+)
 
 NAMES = ("web", "code", "math")
 weights = st.lists(st.floats(0.01, 1), min_size=1, max_size=6)
@@ -141,3 +149,13 @@ def test_only_what_lies_ahead_may_change():
         assert same_past(before, later, rows) is same
     assert not same_past(before, other, 1) and same_past(before, other, 0)
     assert not same_past(None, before, 8) and same_past(None, None, 8)
+
+
+def test_a_detour_is_a_stage_of_one_source_after_which_the_plan_goes_on():
+    starts = [(0, {"a": 1.0, "b": 1.0}), (10, {"a": 3.0, "b": 1.0}), (20, {"b": 1.0})]
+    found = with_detours(starts, [(4, 2, "b"), (9, 3, "a")])
+    assert found == [
+        (0, {"a": 1.0, "b": 1.0}), (4, {"b": 1.0}), (6, {"a": 1.0, "b": 1.0}), (9, {"a": 1.0}),
+        (12, {"a": 3.0, "b": 1.0}), (20, {"b": 1.0}),
+    ]  # fmt: skip
+    assert with_detours(starts, [(8, 2, "b")])[2:] == [(10, {"a": 3.0, "b": 1.0}), (20, {"b": 1.0})]

@@ -76,6 +76,7 @@ def test_a_set_in_a_bucket_gives_the_same_rows_as_the_one_in_the_folder(folder, 
         assert there.fingerprint == here.fingerprint
 
 
+@pytest.mark.fault("H10")
 @pytest.mark.parametrize("verify", ["hash", "size"])
 def test_an_edited_shard_is_refused_by_its_hash_and_a_cut_one_by_its_size(folder, tmp_path, verify):
     cfg = config(folder / "manifest.json", tmp_path, verify=verify)

@@ -62,6 +62,7 @@ def test_the_parts_of_a_parquet_file_are_the_whole(tmp_path_factory, texts, rows
     assert_parts_are_the_whole(path, part_bytes, invalid_utf8="repair")
 
 
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize("name", ["a.parquet", "a.arrow", "b.arrow"])
 def test_a_table_that_is_cut_short_or_broken_is_named_or_counted(tmp_path, name):
     path = tmp_path / name
@@ -89,6 +90,7 @@ def test_a_table_that_is_cut_short_or_broken_is_named_or_counted(tmp_path, name)
         assert 5000 < len(read(path, damaged="skip")[0]) < 15_000
 
 
+@pytest.mark.fault("H5")
 def test_a_table_whose_few_bytes_hold_much_text_is_read_in_little_memory(tmp_path):
     path = tmp_path / "a.parquet"
     many = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 300, "int32"), pyarrow.array(["ab" * (1 << 19)]))
@@ -101,6 +103,7 @@ def test_a_table_whose_few_bytes_hold_much_text_is_read_in_little_memory(tmp_pat
     assert size == 300 << 20 and pool.max_memory() - before < 60 << 20
 
 
+@pytest.mark.fault("F24", "H5")
 def test_a_table_that_unpacks_to_too_much_is_refused(tmp_path):
     path = tmp_path / "a.parquet"
     table = pyarrow.table({"text": ["a" * (1 << 20) + str(i) for i in range(80)]})
@@ -157,6 +160,7 @@ def test_array_records_are_read_whole_and_in_parts(tmp_path, form):
         assert_parts_are_the_whole(path, part_bytes, record_format=form)
 
 
+@pytest.mark.fault("F24")
 def test_array_records_that_are_not_as_told_are_named(tmp_path):
     path = tmp_path / "a.array_record"
     write_records(path, [b'{"text": "a"}', b"plain", b'{"body": 1}'])

@@ -133,6 +133,7 @@ def test_a_byte_order_mark_before_json_lines_is_no_part_of_them(tmp_path):
     assert [document.text for document in documents] == ["one", "two"] and not skipped
 
 
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize(
     ("line", "told"),
     [
@@ -161,6 +162,7 @@ def test_a_line_in_a_later_part_is_named_by_its_place_in_it(tmp_path):
         list(read_file(file, cfg, Counter(), last))
 
 
+@pytest.mark.fault("F24", "H5")
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.zst", "a.txt"])
 def test_a_line_of_100_mb_is_counted_and_never_held(tmp_path, name):
     path, good = tmp_path / name, b'{"text": "good"}\n'
@@ -184,6 +186,7 @@ def test_a_line_of_100_mb_is_counted_and_never_held(tmp_path, name):
     assert grown < 40, f"{grown} MiB"
 
 
+@pytest.mark.fault("F24", "H5")
 def test_a_document_that_is_too_long_is_counted(tmp_path):
     path = write_json(tmp_path / "a.jsonl", {"text": "é" * 50}, {"text": "é" * 51}, {"text": "a" * 101})
     documents, skipped = read(path, max_document_bytes=100)
@@ -203,6 +206,7 @@ def test_lines_and_paragraphs_are_documents_where_told(tmp_path):
     assert found == [(0, "one\ntwo"), (18, "  three")]
 
 
+@pytest.mark.fault("F24")
 def test_nul_bytes_are_no_text(tmp_path):
     path = tmp_path / "a.txt"
     path.write_bytes(b"one \x00two")
@@ -217,6 +221,7 @@ def test_nul_bytes_are_no_text(tmp_path):
     assert read(path, invalid_utf8="repair") == ([], {"no text in any encoding": 1})
 
 
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize(
     ("content", "encoding", "text", "how"),
     [
@@ -242,6 +247,7 @@ def test_json_lines_in_another_encoding_are_repaired_and_counted(tmp_path):
     assert skipped == {"repaired: windows-1252": 1, "repaired: half a surrogate pair": 1}
 
 
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_a_packed_file_that_is_cut_short_is_named_or_counted(tmp_path, codec):
     content = packed(b"".join(b'{"text": "%d"}\n' % (i * 7919 % 99991) for i in range(50_000)), codec)
@@ -261,6 +267,7 @@ def test_a_packed_file_that_is_cut_short_is_named_or_counted(tmp_path, codec):
     assert read(path) == ([], {})
 
 
+@pytest.mark.fault("F24", "H5")
 @pytest.mark.parametrize("codec", ["gzip", "zstd"])
 def test_a_bomb_is_refused_by_name_before_it_is_unpacked(tmp_path, codec):
     content = packed(bytes(1 << 20), codec)
@@ -281,6 +288,7 @@ def test_packed_files_of_many_members_are_read_whole(tmp_path):
         assert texts(tmp_path / name) == ["".join(f"part {i}\n" for i in range(50))]
 
 
+@pytest.mark.fault("F24")
 def test_an_empty_file_of_any_kind_holds_nothing(tmp_path):
     for name in ("a.txt", "a.jsonl", "a.html", "a.warc", "a.txt.zst", "a.json.gz"):
         (tmp_path / name).write_bytes(b"")

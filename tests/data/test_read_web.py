@@ -96,6 +96,7 @@ def test_a_page_is_read_in_the_encoding_it_has(tmp_path, content, header):
         assert [document.text for document in read(tmp_path / "a.html")[0]] == ["Grüße aus Köln – schön"]
 
 
+@pytest.mark.fault("F24")
 def test_a_warc_file_that_is_cut_short_or_broken_is_named_or_counted(tmp_path):
     path, whole = tmp_path / "a.warc", record("response", answer(page(LONG).encode()))
     for content, told in (
@@ -129,6 +130,7 @@ def test_pages_that_are_too_long_or_no_text_are_counted(tmp_path):
     assert read(tmp_path / "a.html", max_line_bytes=250_000) == ([], {"longer than max_line_bytes": 1})
 
 
+@pytest.mark.fault("H5")
 @pytest.mark.parametrize("extractor", ["resiliparse", "trafilatura"])
 def test_a_page_of_endless_depth_does_no_harm(tmp_path, extractor):
     if extractor == "trafilatura":

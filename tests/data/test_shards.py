@@ -91,6 +91,7 @@ def test_a_block_may_be_of_one_source_or_tell_numbers(tmp_path):
         assert open_shard(tmp_path / f"{name}.json").source_ids.tolist() == [1, 1]
 
 
+@pytest.mark.fault("F24")
 @pytest.mark.parametrize("bad", [300, 256 + 2**16, 257, -1])
 def test_an_id_beyond_the_vocabulary_is_named_and_nothing_of_it_is_written(tmp_path, bad):
     writer = ShardWriter(tmp_path, "s", vocab_size=257, eos_id=256, sources=["web"])
@@ -183,6 +184,7 @@ def shard_path(tmp_path):
     return write_shard(tmp_path, [[1, 2, 3], [4]], lineage=lineage_table([Doc(), Doc()]))
 
 
+@pytest.mark.fault("H10")
 @pytest.mark.parametrize("ending", ENDINGS.values())
 @pytest.mark.parametrize("damage", ["gone", "cut", "longer", "flipped"])
 def test_every_damage_to_every_file_is_found_and_named(shard_path, ending, damage):

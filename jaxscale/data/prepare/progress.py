@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TextIO
 
+from jaxscale.redact import shown
+
 SECONDS = 0.5  # between two looks at a terminal
 LINE_SECONDS = 30.0  # and between two lines where there is none
 
@@ -44,7 +46,7 @@ class Progress:
     def say(self, line: str) -> None:
         """Prints a line of its own."""
         self.wipe()
-        print(line, file=self.stream, flush=True)
+        print(shown(line), file=self.stream, flush=True)
 
     def begin(self, title: str, total: int) -> None:
         """Another thing is done from now on, in `total` pieces."""

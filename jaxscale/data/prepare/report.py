@@ -10,6 +10,7 @@ from jaxscale.data.curate.minhash import NearConfig, detection_table
 from jaxscale.data.prepare.tally import Sample, Tally
 from jaxscale.data.prepare.warnings import find_warnings
 from jaxscale.data.tokenizer.fertility import Row
+from jaxscale.redact import redact
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
@@ -21,6 +22,7 @@ pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f8fa;padding:.6rem
 overflow:auto;font-size:12.5px}summary{cursor:pointer}.warn{background:#fff4dc;padding:.4rem .8rem;border-left:4px solid
 #d99a1c;margin:.4rem 0}.bar{fill:#3b77c2}.muted{color:#57606a}svg text{font:11px system-ui,sans-serif;fill:#57606a}
 """
+CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser runs and loads nothing for this page
 MOST_ROWS = 40  # of a table that could be long; the rest is summed up
 
 
@@ -43,14 +45,15 @@ def report_page(facts: Mapping[str, Any]) -> str:
     body = "\n".join(section for section in sections if section)
     return (
         '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
         f"<title>Data report</title><style>{STYLE}</style><body>{body}</body></html>\n"
     )
 
 
 def escape(value: Any) -> str:
-    """Text as HTML shows it; what no page can show, such as NUL, as U+FFFD."""
+    """Text as HTML shows it, without secrets; what no page can show, such as NUL, as U+FFFD."""
     text = "".join(c if c in "\n\t" or c.isprintable() or not c.isascii() else "\ufffd" for c in str(value))
-    return html.escape(text.encode(errors="replace").decode())
+    return html.escape(redact(text.encode(errors="replace").decode()))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -200,6 +200,7 @@ def test_a_line_is_kept_once_though_its_first_document_is_a_near_duplicate(tmp_p
     assert sum(text.count(line) for text in left) == 1
 
 
+@pytest.mark.fault("F23")
 def test_workers_end_when_their_parent_is_killed_alone(corpus, tmp_path):
     flags = [f"--input={corpus}", f"--output={tmp_path / 'out'}", "--workers=2", "--config.tokenizer.name=bytes"]
     command_line = [sys.executable, "-m", "jaxscale.cli.prepare", *flags, "--config.block_bytes=1024"]

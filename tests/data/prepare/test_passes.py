@@ -11,7 +11,7 @@ from jaxscale.data.prepare.blocks import cut, from_table, read_table, to_table, 
 from jaxscale.data.prepare.local import LocalExecutor
 from jaxscale.data.prepare.passes import Pass, plan_passes
 from jaxscale.data.prepare.progress import Progress
-from jaxscale.data.prepare.report import report_page
+from jaxscale.data.prepare.report import CONTENT_POLICY, report_page
 from jaxscale.data.prepare.tally import SAMPLES, Tally
 from jaxscale.data.prepare.tokens import shuffle_keys
 
@@ -120,6 +120,7 @@ class Page(html.parser.HTMLParser):
         self.text += data
 
 
+@pytest.mark.fault("F29", "H9")
 def test_a_report_shows_what_was_dropped_and_runs_nothing_of_it():
     nasty = Document('<script>alert(1)</script><img src=x onerror="y"> \x00 & more', "we<b>b", "a'\"<f>", 3)
     tally = Tally()
@@ -131,8 +132,12 @@ def test_a_report_shows_what_was_dropped_and_runs_nothing_of_it():
         "decontaminate", [nasty], [Outcome(None, "contamination: evaluation item", detail="a.jsonl:1, a.jsonl:2")]
     )
     facts = {"tally": tally.to_json(), "manifest": MANIFEST, "clusters": [], "fertility": []}
-    page = Page()
-    page.feed(report_page(facts))
+    page, content = Page(), report_page(facts)
+    page.feed(content)
+    assert CONTENT_POLICY == "default-src 'none'; style-src 'unsafe-inline'"  # and if one got through, it would not run
+    head = content.partition("<body>")[0]
+    assert f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">' in head
+    assert " src=" not in head and "url(" not in content
     assert page.open in ([], ["html"], ["html", "body"])
     assert not page.seen & {"script", "img", "b ", "link", "iframe"}
     for told in ("<script>alert(1)</script>", "<not> wanted", "a.jsonl:2", "no licence is recorded for web", "we<b>b"):
