@@ -1,20 +1,18 @@
-"""What a person sees: a one-line progress bar on a terminal, plain lines elsewhere, and text made safe to print."""
+"""What a person sees: a one-line progress bar on a terminal, and plain lines elsewhere."""
 
 import collections
 import os
-import re
 import shutil
 import sys
 import time
-import unicodedata
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from jaxscale import units
+from jaxscale.redact import printable, redact
 
 Style = Literal["bar", "lines", "off"]
 VALIDATION = "validation/"  # metrics under this name are printed on a line of their own
-ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad"}
 ETA_WINDOW = 50  # reports over which the speed is averaged: long enough to smooth, short enough to follow a change
 
@@ -104,12 +102,12 @@ class Console:
         self.emit(f"\r{self.bar}\x1b[K")
 
     def emit(self, text: str) -> None:
-        """Writes and flushes, with '?' for characters that the stream cannot encode."""
+        """Writes and flushes, without secrets, and with '?' for characters that the stream cannot encode."""
         if self.stream is None:
             return
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         try:
-            self.stream.write(text.encode(encoding, "replace").decode(encoding))
+            self.stream.write(redact(text).encode(encoding, "replace").decode(encoding))
             self.stream.flush()
         except OSError:
             self.stream = None  # nobody is reading any more; metrics.jsonl still has everything
@@ -148,12 +146,3 @@ def plain_number(value: Any) -> str:
     if value is None:
         return "n/a"
     return f"{value:#.4g}".rstrip(".") if isinstance(value, float) else str(value)
-
-
-def printable(text: str) -> str:
-    """The text without what could move the cursor, recolour, ring or reorder a terminal; newlines and tabs stay.
-
-    Data decide what a sample says, so escape sequences in it must not reach the terminal of the person who watches.
-    """
-    text = ESCAPE_SEQUENCE.sub("", text.replace("\r\n", "\n"))
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs"))

@@ -1,10 +1,45 @@
 """TensorBoard event files, local only. The one file that imports tensorboardX."""
 
+import contextlib
 import pathlib
 import time
 from collections.abc import Callable, Mapping
 
 FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too dear for every write
+
+
+class Scalars:
+    """Scalars for TensorBoard in a folder. A disk that fails ends no run: what it did not take is missing there.
+
+    Its reader gives up a file at the first torn record, so a new file follows one that could not be written.
+    """
+
+    def __init__(self, folder: pathlib.Path, start_step: int = 0, clock: Callable[[], float] = time.time):
+        self.folder, self.start_step, self.clock = folder, start_step, clock
+        self.file: EventFile | None = None
+        self.problem: str | None = None
+
+    def write(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Adds one event with all scalars of a step."""
+        try:
+            if self.file is None:
+                self.file = EventFile(self.folder, self.start_step, self.clock)
+            self.file.write(step, scalars)
+            self.problem = None
+        except OSError as error:
+            self.problem = f"{self.folder} lacks metrics that metrics.jsonl has: {error.strerror or error}"
+            if self.file is not None:
+                self.file.abandon()
+                self.file, self.start_step = None, step  # what the next file says to hide is not what this one held
+
+    def close(self) -> None:
+        """Flushes and closes."""
+        if self.file is not None:
+            try:
+                self.file.close()
+            except OSError as error:
+                self.problem = f"{self.folder} lacks its last metrics: {error.strerror or error}"
+        self.file = None
 
 
 class EventFile:
@@ -19,16 +54,26 @@ class EventFile:
         from tensorboardX.record_writer import RecordWriter
 
         self.event_type, self.summary_type, self.clock = event_pb2.Event, summary_pb2.Summary, clock
+        self.session_type = event_pb2.SessionLog
         folder.mkdir(parents=True, exist_ok=True)
         stem = f"events.out.tfevents.{int(clock())}.jaxscale"
         names = (folder / f"{stem}.{number}" for number in range(1_000_000))
         self.path = next(name for name in names if not name.exists())  # a second start within a second
         self.records, self.flushed_at = RecordWriter(str(self.path)), clock()
-        self.add(self.event_type(wall_time=clock(), file_version="brain.Event:2"))
+        try:
+            self.begin(start_step)
+        except OSError:
+            self.abandon()
+            self.path.unlink(missing_ok=True)  # an empty one for each try would be many
+            raise
+
+    def begin(self, start_step: int) -> None:
+        """Writes what a file begins with."""
+        self.add(self.event_type(wall_time=self.clock(), file_version="brain.Event:2"))
         # TensorBoard hides what an earlier process wrote from this step on: it is computed again
-        restart = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        restart = self.session_type(status=self.session_type.START)
         first = start_step + 1 if start_step else 0  # a new run has a validation before its first step
-        self.add(self.event_type(wall_time=clock(), step=first, session_log=restart))
+        self.add(self.event_type(wall_time=self.clock(), step=first, session_log=restart))
         self.records.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -45,5 +90,12 @@ class EventFile:
 
     def close(self) -> None:
         """Flushes and closes."""
-        self.records.flush()
-        self.records.close()
+        try:
+            self.records.flush()
+        finally:
+            self.records.close()
+
+    def abandon(self) -> None:
+        """Closes a file that cannot be written."""
+        with contextlib.suppress(OSError):
+            self.records.close()

@@ -1,5 +1,6 @@
 """The one door for metrics: metrics.jsonl, TensorBoard and the console get the same numbers at the same step."""
 
+import collections
 import dataclasses
 import json
 import math
@@ -9,11 +10,15 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from jaxscale import paths
+from jaxscale.monitor.appending import append
 from jaxscale.monitor.console import Console, choose_style
-from jaxscale.monitor.tensorboard import EventFile
+from jaxscale.monitor.tensorboard import Scalars
+from jaxscale.monitor.upload import LAST_SECONDS, Uploader
+from jaxscale.redact import redacted
 from jaxscale.schema import setting
 
-REMOTE_SECONDS = 60.0  # an object cannot be appended to: it is written again whole, so not too often
+REMOTE_SECONDS = 10.0  # an object cannot be appended to: it is written again whole, so not too often
+MOST_UNWRITTEN = 10_000  # lines that wait in memory for a disk that is full, about 10 MB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +61,7 @@ class Writer:
         self.workdir = paths.as_path(workdir)
         style = choose_style(cfg.progress, stream or sys.stdout) if primary else "off"
         self.console = Console(style, total_steps, stream, clock)
-        self.lines, self.events = None, None
+        self.lines, self.events, self.told = None, None, set()
         if not primary:
             return
         self.lines = JsonLines(self.workdir / "metrics.jsonl", start_step, clock)
@@ -79,14 +84,24 @@ class Writer:
         """
         if not self.primary:
             return
-        plain = {name: plain_value(value) for name, value in metrics.items()}
+        plain = redacted({name: plain_value(value) for name, value in metrics.items()})
         self.lines.write(step, plain)
         if self.cfg.tensorboard and not paths.is_remote(self.workdir):
             if self.events is None:
-                self.events = EventFile(self.workdir / "tensorboard", self.start_step)
+                self.events = Scalars(self.workdir / "tensorboard", self.start_step)
             scalars = {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
             self.events.write(step, scalars)
         self.console.metrics(step, plain)
+        problems = [sink.problem for sink in (self.lines, self.events) if sink is not None and sink.problem]
+        for problem in problems:
+            if problem not in self.told:
+                self.say(problem)
+        self.told = set(problems)
+
+    def upload_soon(self) -> None:
+        """Starts to bring what there is to a bucket now, as before a save that these metrics belong to. Never waits."""
+        if self.lines is not None:
+            self.lines.upload_soon()
 
     def tick(self, step: int) -> None:
         """Moves the progress bar; costs nothing else."""
@@ -99,49 +114,82 @@ class Writer:
 
     def close(self) -> None:
         """Writes out what is buffered and ends the bar. May be called twice."""
-        self.console.close()
+        if self.lines is not None and not self.lines.flush(LAST_SECONDS):
+            self.say(f"{self.workdir / 'metrics.jsonl'} lacks the last lines: {self.lines.problem or 'no answer yet'}")
         for sink in (self.lines, self.events):
             if sink is not None:
                 sink.close()
+        if self.events is not None and self.events.problem and self.events.problem not in self.told:
+            self.say(self.events.problem)
+        self.console.close()
         self.lines = self.events = None
         self.primary = False
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a line, the step first, then names in the order given; flushed at each write."""
+    """metrics.jsonl: one JSON object a line, the step first, then names in the order given; there after each write.
+
+    Where the disk fails, the lines wait in memory for the next write.
+    """
 
     def __init__(self, path: Any, start_step: int, clock: Callable[[], float]):
-        self.path, self.clock, self.written_at, self.file = path, clock, clock(), None
+        self.path, self.uploader, self.cause = path, None, None
+        self.unwritten: collections.deque[str] = collections.deque(maxlen=MOST_UNWRITTEN)
         kept, self.dropped_steps, self.damaged, changed = kept_lines(path, start_step)
-        if changed:
-            paths.write_text_atomic(path, "".join(kept))
         if paths.is_remote(path):
-            self.text = kept  # a bucket's copy is at most REMOTE_SECONDS behind
+            self.uploader = Uploader(path, every_seconds=REMOTE_SECONDS, clock=clock)
+            self.uploader.put("".join(kept))
+        elif changed:
+            paths.write_text_atomic(path, "".join(kept))
         else:
-            self.file = path.open("a", encoding="utf-8")
+            append(path, b"")
+
+    @property
+    def problem(self) -> str | None:
+        """Why the file is behind, if it is so for other reasons than the pause between uploads to a bucket."""
+        if self.uploader is not None:
+            return self.uploader.problem
+        if self.cause is None:
+            return None
+        lost = "; the oldest of its lines are lost" if len(self.unwritten) == MOST_UNWRITTEN else ""
+        return f"{self.path} is behind and tried again: {self.cause}{lost}"
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Appends a record."""
         line = json_line(step, metrics)
-        if self.file is not None:
-            self.file.write(line)
-            self.file.flush()
+        if self.uploader is not None:
+            self.uploader.append(line)
             return
-        self.text.append(line)
-        if self.clock() - self.written_at >= REMOTE_SECONDS:
-            self.upload()
+        self.unwritten.append(line)
+        self.write_out()
 
-    def upload(self) -> None:
-        """Replaces the object in the bucket by all lines so far."""
-        paths.write_text_atomic(self.path, "".join(self.text))
-        self.written_at = self.clock()
+    def write_out(self) -> None:
+        """Brings the lines that wait to the disk, if it takes them."""
+        try:
+            append(self.path, "".join(self.unwritten).encode())
+        except OSError as error:
+            self.cause = error.strerror or str(error)
+        else:
+            self.unwritten.clear()
+            self.cause = None
+
+    def upload_soon(self) -> None:
+        """Leaves out the pause between uploads, once."""
+        if self.uploader is not None:
+            self.uploader.hurry()
+
+    def flush(self, seconds: float) -> bool:
+        """True if all lines are where they belong within so many seconds."""
+        if self.uploader is not None:
+            return self.uploader.flush(seconds)
+        if self.unwritten:
+            self.write_out()
+        return not self.unwritten
 
     def close(self) -> None:
-        """Ends the file."""
-        if self.file is not None:
-            self.file.close()
-        else:
-            self.upload()
+        """Ends the file: nothing is written any more."""
+        if self.uploader is not None:
+            self.uploader.close()
 
 
 def json_line(step: int, metrics: Mapping[str, Any]) -> str:

@@ -88,6 +88,7 @@ def test_a_bar_only_on_a_terminal_that_can_show_one(monkeypatch):
     assert choose_style("auto", Terminal()) == "lines"
 
 
+@pytest.mark.fault("H13")
 @pytest.mark.parametrize(
     ("raw", "shown"),
     [

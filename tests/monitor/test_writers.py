@@ -2,6 +2,8 @@
 
 import io
 import json
+import resource
+import shutil
 
 import pytest
 
@@ -14,6 +16,7 @@ def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.fault("H13")
 def test_a_line_holds_the_step_first_and_the_names_in_the_order_given(tmp_path):
     writer = Writer(tmp_path, PLAIN, 10)
     writer.write(1, {"loss": 2.5, "mfu": None, "note": "a\nb"})
@@ -122,3 +125,51 @@ def test_tensorboard_gets_the_numbers_and_hides_the_steps_run_again(tmp_path):
     scalars = [(event.step, value.tag, value.simple_value) for event in events for value in event.summary.value]
     assert scalars == [(1, "loss", 2.5), (2, "loss", 2.25), (2, "loss", 2.125)]
     assert [event.step for event in events if event.session_log.status == 1] == [0, 2]  # 1: START, hide from here on
+
+
+@pytest.mark.fault("F4")
+def test_a_full_disk_is_said_once_and_every_record_is_there_when_it_has_room_again(tmp_path):
+    stream = io.StringIO()
+    writer = Writer(tmp_path, MonitorConfig(progress="off"), 100, stream=stream)
+    writer.write(1, {"loss": 1.0})
+    writer.events.file.records.flush()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "metrics.jsonl").stat().st_size + 9, hard))
+    writer.events.clock = writer.events.file.clock = lambda: 2e9  # every write is also a flush
+    try:
+        for step in range(2, 6):
+            writer.write(step, {"loss": 1.0})
+        assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 1.0}\n'
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert stream.getvalue().count("metrics.jsonl is behind and tried again: File too large") == 1
+    assert stream.getvalue().count("tensorboard lacks metrics that metrics.jsonl has: File too large") == 1
+    writer.write(6, {"loss": 1.0})
+    writer.close()
+    assert [record["step"] for record in records(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 2  # of before and after
+
+
+@pytest.mark.fault("F26")
+def test_a_folder_that_was_removed_ends_no_run_and_its_loss_is_said(tmp_path):
+    (tmp_path / "run").mkdir()
+    stream = io.StringIO()
+    writer = Writer(tmp_path / "run", PLAIN, 100, stream=stream)
+    shutil.rmtree(tmp_path / "run")
+    writer.write(1, {"loss": 1.0})
+    writer.close()
+    assert "metrics.jsonl lacks the last lines" in stream.getvalue() and "No such file" in stream.getvalue()
+
+
+def test_what_waits_for_a_disk_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxscale.monitor.writers.MOST_UNWRITTEN", 3)
+    (tmp_path / "run").mkdir()
+    stream = io.StringIO()
+    writer = Writer(tmp_path / "run", PLAIN, 100, stream=stream)
+    (tmp_path / "run").rename(tmp_path / "away")
+    for step in range(1, 6):
+        writer.write(step, {"loss": 1.0})
+    assert stream.getvalue().count("the oldest of its lines are lost") == 1
+    (tmp_path / "away").rename(tmp_path / "run")
+    writer.close()
+    assert [record["step"] for record in records(tmp_path / "run")] == [3, 4, 5]

@@ -1,0 +1,33 @@
+"""Text at the end of a local file: all of it or nothing, whatever the disk does."""
+
+import contextlib
+import os
+from typing import Any
+
+from jaxscale import paths
+
+
+def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = False) -> None:
+    """Adds the content to the file, which is made with this mode if it is missing.
+
+    Args: durable: returns when it would survive a power cut.
+    Raises: OSError, after what was written of the content is taken away again, unless the disk refuses that as well.
+    """
+    is_new = durable and not path.exists()
+    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
+    try:
+        before, written = os.fstat(handle).st_size, 0
+        try:
+            while written < len(content):  # once, unless the disk is full: other writers' lines stay whole
+                written += os.write(handle, content[written:])
+            if durable:
+                os.fsync(handle)
+            if is_new:
+                paths.sync_folder(path.parent)
+        except OSError:
+            with contextlib.suppress(OSError):
+                if os.fstat(handle).st_size == before + written:  # nobody has written behind it
+                    os.ftruncate(handle, before)
+            raise
+    finally:
+        os.close(handle)
