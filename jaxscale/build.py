@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxscale import units
+from jaxscale import faults, units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.mixture import mixture_names
@@ -42,9 +43,10 @@ from jaxscale.sharding.place import (
 from jaxscale.sharding.rules import RULES, axis_size
 from jaxscale.sharding.tensor_axis import make_tensor_axis
 from jaxscale.train.accumulate import Reduction, accumulate
+from jaxscale.train.ema import init_ema
 from jaxscale.train.loss_scale import init_loss_scale, is_dynamic
 from jaxscale.train.state import TrainState, init_state, state_axes
-from jaxscale.train.step import make_train_step
+from jaxscale.train.step import gradients_at, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Program:
     abstract_state: TrainState  # shapes, dtypes and shardings
     abstract_grads: Any  # the same, of gradients summed over all devices
     train_step: Callable  # jitted: (state, batch) -> (state, metrics); the state is donated
+    gradient_norms: Callable  # jitted: (state, batch) -> {name: norm} of each gradient; compiled if it is ever called
     token_losses: Callable  # pure: (params, batch) -> nats_BT
     next_logits: Callable  # pure: (params, tokens_BT, last) -> logits_BV
     schedule: Schedule
@@ -121,7 +124,8 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     grads_sharding = tree_shardings(mesh, axes, rules.moments)  # summed over devices, they are cut as the moments are
     moments_sharding = tree_shardings(mesh, moment_axes(optimizer, shapes, axes), rules.moments)
     state_sharding = tree_shardings(mesh, state_axes((), ()), rules.params)
-    state_sharding = state_sharding._replace(params=params_sharding, opt_state=moments_sharding)
+    ema_sharding = init_ema(cfg.train.ema, tree_shardings(mesh, axes, rules.moments))  # nothing but the step reads it
+    state_sharding = state_sharding._replace(params=params_sharding, opt_state=moments_sharding, ema=ema_sharding)
     resting_sharding = at_rest(cfg, state_sharding, mesh)  # between two steps
     rows_sharding = batch_sharding(mesh, rules.params)
 
@@ -129,7 +133,9 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         params_key, run_key = jax.random.split(jax.random.key(cfg.seed))
         _, params, _ = split_model(make(params_key))
         scale = init_loss_scale(cfg.train.loss_scale, cfg.model.compute_dtype)
-        return init_state(params, optimizer, scale, run_key)
+        return init_state(
+            params, optimizer, scale, run_key, init_ema(cfg.train.ema, params), cfg.train.guard.window_steps
+        )
 
     reduction = Reduction(
         batch_axes.num_shards,
@@ -174,15 +180,25 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
 
     specs = lambda shardings: jax.tree.map(lambda sharding: sharding.spec, shardings)
     params_specs, rows_spec = specs(params_sharding), rows_sharding.spec
+    spread_gradients = batch_axes.spread(gradients, (params_specs, rows_spec, P(), P()), (P(), specs(grads_sharding)))
+    spoil = gradient_spoiler()
     train_step = make_train_step(
-        batch_axes.spread(gradients, (params_specs, rows_spec, P(), P()), (P(), specs(grads_sharding))),
+        spread_gradients,
         optimizer,
         schedule,
         guard_cfg=cfg.train.guard,
         scale_cfg=cfg.train.loss_scale,
         dynamic_scale=is_dynamic(cfg.train.loss_scale, cfg.model.compute_dtype),
+        clip_norm=cfg.optim.clip_norm,
+        ema_cfg=cfg.train.ema,
         count_gated=cfg.data.gate.on,
+        spoil=spoil,
     )
+
+    def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
+        with precision():
+            _, grads = gradients_at(spread_gradients, state, batch, spoil)
+        return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
 
     def precise_step(state: TrainState, batch: Batch):
         with precision():  # around the backward pass too
@@ -204,6 +220,9 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
             donate_argnums=0,
             compiler_options=options.values or None,
         ),
+        gradient_norms=jax.jit(
+            gradient_norms, in_shardings=(resting_sharding, rows_sharding), out_shardings=replicated(mesh)
+        ),
         token_losses=batch_axes.spread(losses, (params_specs, rows_spec), rows_spec),
         next_logits=batch_axes.spread(next_logits, (params_specs, rows_spec, P()), rows_spec),
         schedule=schedule,
@@ -212,6 +231,26 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         parameter_table=group_table(shapes, params_sharding, groups),
         compiler_options=options,
     )
+
+
+def leaf_name(path: Any) -> str:
+    """'blocks/mlp/up', as checkpoints name it behind 'params/'."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def gradient_spoiler() -> Callable[[Any, jax.Array], Any]:
+    """(gradients, steps done) -> the gradients, one of them NaN where a test asks for that."""
+    fault = faults.spoilt_gradient()
+    if fault is None:
+        return lambda grads, step: grads
+
+    def spoil(grads: Any, step: jax.Array) -> Any:
+        at = lambda path, grad: (
+            jnp.where(step + 1 == fault.step, jnp.nan, grad) if leaf_name(path) == fault.leaf else grad
+        )
+        return jax.tree_util.tree_map_with_path(at, grads)
+
+    return spoil
 
 
 def at_rest(cfg: RunConfig, state: TrainState, mesh: Mesh) -> TrainState:

@@ -5,16 +5,21 @@ import re
 from typing import Any, Literal
 
 from jaxscale import schema, units
-from jaxscale.checkpoint.manager import CheckpointConfig
+from jaxscale.checkpoint.branch import InitConfig
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.lock import LockConfig
 from jaxscale.command_line import Arguments, config_values, describe_settings
 from jaxscale.data.config import DataConfig
+from jaxscale.data.mixture import mixture_names
 from jaxscale.data.objectives import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
 from jaxscale.eval.perplexity import EvalConfig
+from jaxscale.hosts.watchdog import HangConfig
 from jaxscale.models import DECODERS, AnyModelConfig, flops_per_token, max_seq_len
 from jaxscale.models.encoder import EncoderConfig
 from jaxscale.models.t5 import T5Config
 from jaxscale.monitor.writers import MonitorConfig
 from jaxscale.optim.optimizers import OptimConfig
+from jaxscale.redact import redacted
 from jaxscale.sample.generate import SampleConfig
 from jaxscale.schema import setting
 from jaxscale.sharding.mesh import MeshConfig
@@ -47,17 +52,22 @@ class RunConfig:
     data: DataConfig = setting(DataConfig)
     eval: EvalConfig = setting(EvalConfig)
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
+    lock: LockConfig = setting(LockConfig, may_change=True)
     monitor: MonitorConfig = setting(MonitorConfig)
     sample: SampleConfig = setting(SampleConfig)
+    init: InitConfig = setting(InitConfig)
+    hang: HangConfig = setting(HangConfig)
 
     def __post_init__(self):
         if self.seq_len < 2:
             raise ValueError(f"seq_len={self.seq_len} must be at least 2")
         check_objective(self)
+        check_clean_source(self)
         longest = max_seq_len(self.model)
         if longest and self.row_lengths.row > longest:
             made = "" if self.row_lengths.row == self.seq_len else f", which makes rows of {self.row_lengths.row},"
             raise ValueError(f"seq_len={self.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
+        check_ema(self)
         rows, rest = divmod(self.tokens_per_step, self.seq_len)
         if rest or not rows:
             nearest = max(1, round(self.tokens_per_step / self.seq_len)) * self.seq_len
@@ -116,6 +126,26 @@ def check_objective(cfg: RunConfig) -> None:
         )
 
 
+def check_clean_source(cfg: RunConfig) -> None:
+    """Raises ValueError for a train.ladder.clean_source that data.mixture does not have."""
+    source, names = cfg.train.ladder.clean_source, mixture_names(cfg.data.mixture)
+    if source is not None and source not in names:
+        raise ValueError(
+            f"train.ladder.clean_source={source!r} is no source of data.mixture, which has {or_list(names) or 'none'}"
+        )
+
+
+def check_ema(cfg: RunConfig) -> None:
+    """Raises ValueError where something needs the average of the parameters that is not kept, or cannot be."""
+    if cfg.train.ema.on and cfg.optim.offload_params:
+        raise ValueError(
+            "train.ema.decay keeps an average on the devices, and optim.offload_params keeps the parameters off them; "
+            "set one of them back"
+        )
+    if cfg.sample.ema and not cfg.train.ema.on:
+        raise ValueError("sample.ema=true samples from an average that train.ema.decay=0 does not keep; set the decay")
+
+
 @dataclasses.dataclass(frozen=True)
 class Budget:
     """The amounts of a run as numbers."""
@@ -149,20 +179,27 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
     return Budget(batch, train_tokens, total_steps, warmup_steps)
 
 
-def with_skipped(arguments: Arguments) -> dict[str, Any]:
-    """The overrides, with the batches of --skip-data=A:B,C:D as data.skip_batches.
+def with_flags(arguments: Arguments) -> dict[str, Any]:
+    """The overrides, with --skip-data=A:B,C:D as data.skip_batches and --init_from=PATH as init.from_path.
 
-    Raises ValueError unless the ranges are written so, and where both the flag and the setting are given.
+    Raises ValueError unless the ranges are written so, and where both a flag and its setting are given.
     """
-    name, text = "data.skip_batches", arguments.options.get("skip-data")
-    if text is None:
-        return dict(arguments.overrides)
-    if name in arguments.overrides:
-        raise ValueError(f"--skip-data={text} and --config.{name} say the same thing; give one of them")
+    overrides = dict(arguments.overrides)
+    for flag, name in (("skip-data", "data.skip_batches"), ("init_from", "init.from_path")):
+        if (text := arguments.options.get(flag)) is None:
+            continue
+        if name in overrides:
+            raise ValueError(f"--{flag}={text} and --config.{name} say the same thing; give one of them")
+        overrides[name] = skipped_batches(text) if flag == "skip-data" else text
+    return overrides
+
+
+def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
+    """The ranges of --skip-data."""
     found = [SKIPPED.fullmatch(part.strip()) for part in text.split(",")]
     if not all(found):
         raise ValueError(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
-    return {**arguments.overrides, name: tuple((int(part[1]), int(part[2])) for part in found)}
+    return tuple((int(part[1]), int(part[2])) for part in found)
 
 
 def load_config(path: str, overrides: dict[str, Any] | None = None) -> RunConfig:
@@ -170,7 +207,19 @@ def load_config(path: str, overrides: dict[str, Any] | None = None) -> RunConfig
 
     'configs/auto.py:depth=8' calls get_config('depth=8'). A config is code: it is run, so it must be a local file.
     """
-    return schema.from_dict(RunConfig, schema.merge(config_values(path), overrides or {}))
+    cfg = schema.from_dict(RunConfig, schema.merge(config_values(path), overrides or {}))
+    check_no_secrets(schema.flatten(schema.to_dict(cfg)))
+    return cfg
+
+
+def check_no_secrets(settings: dict[str, Any]) -> None:
+    """Raises ValueError for a setting that holds a secret: every checkpoint and the command line would show it."""
+    for name, value in settings.items():
+        if redacted([value, name]) != [value, name]:
+            raise ValueError(
+                f"{name}={value!r} holds a secret, or the value of an environment variable that is named like one; "
+                "libraries read secrets from the environment, where they belong"
+            )
 
 
 def settings_help() -> str:

@@ -62,7 +62,7 @@ class OptimConfig:
 def make_optimizer(
     cfg: OptimConfig, schedule: Schedule, groups: Any, is_stacked: Any = None
 ) -> optax.GradientTransformationExtraArgs:
-    """update(grads, state, params, step=..., ok=...) -> (updates, state).
+    """update(grads, state, params, step=..., ok=..., lr_factor=1.0) -> (updates, state).
 
     Args: groups: a tree of Group like the parameters. is_stacked: as streamed() wants it, to offload. ok: read where
     moments or parameters are offloaded, which stay as they were if it is False. Updates of offloaded parameters are the
@@ -99,10 +99,10 @@ def add_decay(groups: Any) -> optax.GradientTransformation:
 
 
 def scale_by_lr(schedule: Schedule, groups: Any) -> optax.GradientTransformationExtraArgs:
-    """Multiplies by minus the learning rate of `step`, times the group's multiplier."""
+    """Multiplies by minus the learning rate of `step`, times lr_factor and the group's multiplier."""
 
-    def update(updates, state, params=None, *, step, **extra):
-        lr = schedule(step)
+    def update(updates, state, params=None, *, step, lr_factor=1.0, **extra):
+        lr = schedule(step) * lr_factor
         return map_with_groups(lambda u, group: -lr * group.lr_multiplier * u, groups, updates), state
 
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)

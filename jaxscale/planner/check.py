@@ -17,18 +17,23 @@ from jaxscale.planner.memory import MemoryNeed, least_memory, memory_need
 
 JOIN = "train with --coordinator=HOST:PORT --num_processes=N --process_id=I on each"
 UNCOUNTED = 10**12  # tokens of an epoch of data that are not opened; the compiled step does not depend on it
+DATA = "data: "  # how a line about the data begins
 
 
-def check_machine(cfg: RunConfig) -> None:
+def check_machine(cfg: RunConfig, begun: bool = False) -> None:
     """Raises Stop if this config cannot run on the devices of this process: one line each, with what to change.
 
-    The code is NO_GO where memory is among the reasons, else BAD_INPUT.
+    The code is NO_GO where memory is among the reasons, else BAD_INPUT; where data alone are, and the run has `begun`
+    with them, DATA_MISMATCH.
     """
     findings, fits = find_problems(cfg, jax.devices())
     if findings:
         head = f"{len(findings)} reason{'s' * (len(findings) > 1)} why this config cannot run here"
         lines = "".join(f"\n  {number}. {finding}" for number, finding in enumerate(findings, 1))
-        raise Stop(Exit.BAD_INPUT if fits else Exit.NO_GO, head + lines)
+        code = Exit.BAD_INPUT if fits else Exit.NO_GO
+        if begun and all(finding.startswith(DATA) for finding in findings):
+            code = Exit.DATA_MISMATCH
+        raise Stop(code, head + lines)
 
 
 def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str], bool]:
@@ -38,7 +43,7 @@ def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str],
         cfg.model, devices[0].platform, prefix=cfg.row_lengths.prefix
     ):  # what follows can be told with another kernel
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="auto"))
-    findings += kernels + [f"data: {line}" for line in check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)]
+    findings += kernels + [f"{DATA}{line}" for line in check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)]
     program = None
     try:  # the horizon may be in epochs of data that nobody has counted yet; shapes do not depend on it
         program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), devices)

@@ -40,7 +40,7 @@ class Estimate:
 def estimate(program: Program, topology: Topology) -> Estimate:
     """The guess for a program. Its cfg may differ in remat and microbatches from the one it was made of."""
     cfg = program.cfg
-    state = (program.abstract_state.params, program.abstract_state.opt_state)
+    state = (program.abstract_state.params, program.abstract_state.opt_state, program.abstract_state.ema)
     params = shard_bytes(state[0]) + host_bytes(state[0])
     gradients = params if cfg.rules == "zero1" else 4 * num_params(cfg.model) // sharing(program)
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)

@@ -22,7 +22,7 @@ class MemoryNeed:
     """Bytes on one device."""
 
     params: int
-    moments: int
+    moments: int  # and the average of the parameters, where one is kept
     grads: int
     activations: int  # an estimate: XLA decides
 
@@ -43,14 +43,15 @@ def memory_need(program: Program) -> MemoryNeed:
     params = shard_bytes(state.params)
     # Of a microbatch they are cut like the parameters, or more finely, wherever those rest: an upper bound.
     grads = params + host_bytes(state.params)
-    return MemoryNeed(params, shard_bytes(state.opt_state), grads, activation_bytes(program))
+    return MemoryNeed(params, shard_bytes((state.opt_state, state.ema)), grads, activation_bytes(program))
 
 
 def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
     """A lower bound for a mesh that cannot be made: the state shared evenly by all devices."""
     params = 4 * num_params(cfg.model) // num_devices
     has_momentum = cfg.optim.name != "sgd" or cfg.optim.b1 > 0
-    return MemoryNeed(params, NUM_MOMENTS[cfg.optim.name] * has_momentum * params, params, 0)
+    copies = NUM_MOMENTS[cfg.optim.name] * has_momentum + cfg.train.ema.on
+    return MemoryNeed(params, copies * params, params, 0)
 
 
 def shard_bytes(abstract: Any) -> int:

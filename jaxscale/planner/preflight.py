@@ -107,14 +107,17 @@ def settings(program: Program) -> dict[str, Any]:
 def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple[MemoryRow, ...]:
     """The peak, divided by kind. State is known exactly from its shardings; what XLA makes for itself is the rest."""
     state = program.abstract_state
-    params, moments = shard_bytes(state.params), shard_bytes(state.opt_state)
+    params, moments, average = (shard_bytes(tree) for tree in (state.params, state.opt_state, state.ema))
     gradients = shard_bytes(program.abstract_grads)
-    arguments = compiled.memory.arguments if compiled.memory else params + moments + shard_bytes(program.abstract_batch)
+    known = params + moments + average
+    arguments = compiled.memory.arguments if compiled.memory else known + shard_bytes(program.abstract_batch)
     rows = [
         MemoryRow("parameters", params, "from their shardings"),
         MemoryRow("moments", moments, "from their shardings"),
-        MemoryRow("batch, counters, padding", max(0, arguments - params - moments), "the rest of the arguments"),
+        MemoryRow("batch, counters, padding", max(0, arguments - known), "the rest of the arguments"),
     ]
+    if average:
+        rows.insert(2, MemoryRow("average of parameters", average, "from their shardings"))
     if peak is None:
         return (*rows, MemoryRow("gradients", gradients, "from their shardings"))
     inside = max(0, peak - arguments)  # gradients may be used up one by one, and then are less than all of them

@@ -16,6 +16,7 @@ class SampleConfig:
     """What is written by the model at the end of a run."""
 
     num_tokens: int = setting(0, "tokens to sample at the end of the run; 0: none", may_change=True)
+    ema: bool = setting(False, "true: with the average that train.ema keeps", may_change=True)
     prompt: str = setting("\n", "text to go on from", may_change=True)
     temperature: float = setting(0.8, "1: as the model says; towards 0: always the likeliest", may_change=True)
     top_k: int = setting(40, "sample among the k likeliest tokens; 0: among all", may_change=True)

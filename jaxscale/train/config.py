@@ -5,8 +5,11 @@ from typing import Literal
 
 from jaxscale.models.loss import AUX_LOSSES
 from jaxscale.schema import setting
+from jaxscale.train.ema import EmaConfig
 from jaxscale.train.guard import GuardConfig
+from jaxscale.train.ladder import LadderConfig
 from jaxscale.train.loss_scale import LossScaleConfig
+from jaxscale.train.replica_watch import ReplicaConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,7 +22,10 @@ class TrainConfig:
     )
     aux_losses: dict[str, float] = setting({}, f"weight by name of auxiliary losses; there is {', '.join(AUX_LOSSES)}")
     guard: GuardConfig = setting(GuardConfig)
+    ladder: LadderConfig = setting(LadderConfig)
     loss_scale: LossScaleConfig = setting(LossScaleConfig)
+    ema: EmaConfig = setting(EmaConfig)
+    replicas: ReplicaConfig = setting(ReplicaConfig)
 
     def __post_init__(self):
         if self.num_microbatches < 1:

@@ -1,21 +1,25 @@
-"""The loop around the step: feed, step, report one step late, validate, save, leave well."""
+"""The loop around the step: feed, step, report one step late, answer trouble, validate, save, leave well."""
 
+import contextlib
 import dataclasses
-import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.data.batch import hash_text
 from jaxscale.exits import Exit, Stop
-from jaxscale.monitor.memory import memory_metrics
+from jaxscale.faults import crash_point
+from jaxscale.hosts.agree import gathered, next_key
+from jaxscale.monitor.events import Note
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
-from jaxscale.train.feed import Fed, Feed
+from jaxscale.train.autopilot import Autopilot, Pilot, Rewound
+from jaxscale.train.ema import evaluated
+from jaxscale.train.feed import Feed
+from jaxscale.train.replica_watch import spoilt
+from jaxscale.train.report import Reporter, Unread, seconds_since
+from jaxscale.train.services import UNATTENDED, Services
 from jaxscale.train.state import TrainState
 from jaxscale.train.step import TrainStep
 from jaxscale.train.stopping import Board, StopRequest
@@ -38,53 +42,105 @@ class Run:
     position: Callable[[int], dict[str, Any]]  # step -> what a checkpoint holds beside the state
     writer: Writer
     throughput: Throughput
-    max_skipped_in_row: int
+    pilot: Pilot
     finish: Callable[[TrainState], None]  # after the last step
+    program: Any = None  # for the next opening of the same run
+    stop_after: int | None = None  # leave after this step, with the horizon as it is
+    services: Services = UNATTENDED
     source_names: Sequence[str] = ()  # of the mixture, as the step numbers them
     board: Board | None = None  # of several processes
 
 
-def train(run: Run) -> TrainState:
-    """The state after the last step. Raises Stop: PREEMPTED after a signal, NON_FINITE after too many skips."""
-    state, waiting = run.state, None
-    sums: Counter[str] = Counter()  # over the steps since this start; those before it are not in them
+@contextlib.contextmanager
+def saves_finished(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
+    """Finishes the save that is under way, whatever ends the block: its failure is the outcome of a good end alone."""
+    try:
+        yield
+    except BaseException:
+        try:
+            checkpoints.close()
+        except Stop as failure:
+            if failure.code != Exit.STORAGE:
+                raise
+            note("alarm", None, cause=str(failure))
+        raise
+    checkpoints.close()
+
+
+def train(run: Run) -> TrainState | Rewound:
+    """The state after the last step; or Rewound where the run is to be opened again, at an older step.
+
+    Raises Stop: PREEMPTED after a signal, NON_FINITE after too many bad steps, and what saving and data raise.
+    """
+    with saves_finished(run.checkpoints, run.services.note):
+        return run_steps(run)
+
+
+def run_steps(run: Run) -> TrainState | Rewound:
+    """As train(), which then waits for the save that is under way."""
+    state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
+    reporter = Reporter(run.writer, run.throughput, run.tokens_per_step, run.source_names, Counter())
+    pilot = Autopilot(run.pilot, checkpoints)
+    last_step = min(run.total_steps, run.stop_after or run.total_steps)
+
+    def read(unread: Unread) -> None:
+        """Fetches and reports a step's metrics: where the host waits for the devices."""
+        with phase("step", unread.step):
+            pilot.read(unread.step, reporter.report(unread), unread.fed.batch)
+
     if run.evaluate and run.start_step == 0:
-        validate(run, 0, state)
-    feed = run.open_feed(run.start_step, run.total_steps)
+        validate(run, reporter, 0, state)
+    feed = run.open_feed(run.start_step, last_step)
     run.throughput.start()
     try:
         with StopRequest(run.board) as stop:
-            for step in range(run.start_step, run.total_steps):
+            for step in range(run.start_step, last_step):
                 began = time.monotonic()
-                fed = next(feed)
-                waited = time.monotonic() - began
-                state, metrics = run.train_step(state, fed.batch)
+                with phase("data", step + 1):
+                    fed = next(feed)
+                waited = seconds_since(began)
+                state = pilot.steer(step, state)
+                with phase("compile" if step == run.start_step else "step", step + 1):
+                    state, metrics = run.train_step(spoilt(state, step), fed.batch)
                 if step == run.start_step:
-                    run.checkpoints.prepare()  # imports what saving needs while the first step runs
-                if waiting:
-                    report(run, sums, *waiting)  # of the step before: the device is never idle while the host reads
-                waiting = (step + 1, metrics, fed, waited)
-                run.checkpoints.poll()
-                now = step + 1
-                leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
-                last = now == run.total_steps or leaving is not None
-                if run.evaluate and (last or due(now, run.eval_every_steps)):
-                    waiting = report(run, sums, *waiting)
-                    if leaving is None:
-                        validate(run, now, state)
-                if last or due(now, run.save_every_steps):
-                    waiting = report(run, sums, *waiting) if waiting else None
-                    save(run, now, state)
-                if leaving and now < run.total_steps:
-                    run.checkpoints.wait()
+                    checkpoints.prepare(state)  # makes ready what saving needs, while the first step runs
+                if unread:
+                    read(unread)  # of the step before: the device is never idle while the host reads
+                unread, now = Unread(step + 1, metrics, fed, waited), step + 1
+                with phase("step", now):
+                    checkpoints.poll(now)
+                    run.services.poll()
+                    leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
+                last = now == last_step or leaving is not None
+                validating = run.evaluate and leaving is None and (last or due(now, run.eval_every_steps))
+                saving = last or due(now, run.save_every_steps) or checkpoints.retry_due
+                if validating or saving or pilot.action:
+                    unread = read(unread)
+                with phase("eval", now):
+                    if pilot.action:
+                        state = pilot.act(now, state)  # before it is saved
+                    pilot.check_replicas(now, state, saving, leaving)
+                validated = validate(run, reporter, now, state) if validating else {}
+                if saving:
+                    save(run, now, state, pilot.health(now), validated, last)
+                crash_point("step")
+                if leaving and now < last_step:
                     raise Stop(Exit.PREEMPTED, f"{leaving}: saved step {now}; the same command goes on from there")
-            run.checkpoints.wait()  # still guarded: a signal now must not cost the last save
-        run.finish(state)
+        with phase("eval"):
+            run.finish(state)
+    except Rewound as outcome:
+        if leaving := asked_anywhere(stop.requested):  # it would be forgotten with the signal's handler
+            raise Stop(Exit.PREEMPTED, f"{leaving}: going back to an older step; the same command does that") from None
+        return outcome
     finally:
         feed.close()
         run.writer.close()
-        run.checkpoints.close()  # a save that is under way is finished, whatever ended the loop
     return state
+
+
+def asked_anywhere(requested: str | None) -> str | None:
+    """The first process's signal of those that have one, or None: the same in all, which call it together."""
+    return next(filter(None, gathered(next_key("leaving"), requested)), None)
 
 
 def due(step: int, every: int) -> bool:
@@ -92,68 +148,19 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def report(run: Run, sums: Counter[str], step: int, metrics: dict[str, jax.Array], fed: Fed, waited: float) -> None:
-    """Fetches the metrics of a step that is done or nearly so, adds to the sums, and writes all when they are due."""
-    fetched = jax.device_get(metrics)
-    seen = hash_text(fetched.pop("tokens_seen"))
-    sources = source_losses(run.source_names, fetched)
-    values = {name: value.item() for name, value in fetched.items()}
-    sums["gated_rows"] += values.get("gated_rows", 0)
-    run.throughput.add(run.tokens_per_step, waited)
-    run.writer.tick(step)
-    if values["skipped_in_row"] > run.max_skipped_in_row:
-        raise Stop(
-            Exit.NON_FINITE,
-            f"{values['skipped_in_row']} steps in a row had a non-finite or absurd gradient, up to step {step} "
-            f"(loss {values['loss']:.4g}, gradient norm {values['grad_norm']:.4g}); lower optim.peak_lr, lengthen "
-            "optim.warmup_tokens, or look at the data of these steps",
-        )
-    if not run.writer.due(step):
-        return
-    record = {
-        "loss": values.pop("loss"),
-        **run.throughput.report(),
-        "learning_rate": values.pop("lr"),
-        "grad_norm": values.pop("grad_norm"),
-        "tokens_seen": step * run.tokens_per_step,
-        "batch_index": fed.batch_index,
-        "tokens_hash": seen,  # of the global batch, as the devices had it
-        "skipped": int(values.pop("skipped")),
-        "skipped_total": values.pop("skipped_total"),
-        **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
-    }
-    values.pop("skipped_in_row")
-    if "gated_rows" in values:
-        record["gated_rows"] = values.pop("gated_rows")
-        record["gated_rows_total"] = sums["gated_rows"]
-    run.writer.write(step, record | {f"train/{name}": value for name, value in (values | sources).items()})
-
-
-def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, float]:
-    """{'NAME/loss': nats per token} of each source that the step had tokens of; taken out of `fetched`."""
-    if "source_nats" not in fetched:
-        return {}
-    sums = zip(names, fetched.pop("source_nats").tolist(), fetched.pop("source_tokens").tolist())
-    return {f"{name}/loss": nats / tokens for name, nats, tokens in sums if tokens}
-
-
-def validate(run: Run, step: int, state: TrainState) -> None:
-    """Measures held-out loss and writes it; the time does not count as training. Raises Stop if it is not finite."""
+def validate(run: Run, reporter: Reporter, step: int, state: TrainState) -> dict[str, float]:
+    """Held-out losses, measured and written. Raises Stop if the loss is not finite."""
     began = time.monotonic()
-    metrics = run.evaluate(state.params)
-    seconds = time.monotonic() - began
-    run.writer.write(step, metrics | {"validation_seconds": seconds})
-    run.throughput.exclude(seconds)
-    if not math.isfinite(metrics.get("validation/loss", 0.0)):
-        raise Stop(
-            Exit.NON_FINITE,
-            f"the validation loss at step {step} is {metrics['validation/loss']}: a model that computes this cannot be "
-            "saved; lower optim.peak_lr, or set model.embed_compute_dtype=float32",
-        )
+    with run.services.watchdog.phase("eval", step):
+        metrics = evaluated(run.evaluate, state)
+    reporter.validation(step, metrics, seconds_since(began))
+    return metrics
 
 
-def save(run: Run, step: int, state: TrainState) -> None:
-    """Starts an asynchronous save of the state after `step` steps."""
+def save(run: Run, step: int, state: TrainState, health: str, metrics: dict[str, float], last: bool) -> None:
+    """Starts a save of the state after `step` steps in the background; waits for the last, which nobody tries again."""
     began = time.monotonic()
-    run.checkpoints.save(step, state, run.position(step))
-    run.throughput.exclude(time.monotonic() - began)
+    run.writer.upload_soon()  # a run that goes on from this checkpoint has its metrics up to here
+    with run.services.watchdog.phase("save", step):
+        run.checkpoints.save(step, state, run.position(step), health=health, metrics=metrics, wait=last)
+    run.throughput.exclude(seconds_since(began))

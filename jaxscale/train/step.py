@@ -11,6 +11,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.offload import is_on_host
 from jaxscale.train import guard, loss_scale
+from jaxscale.train.ema import EmaConfig, update_ema
 from jaxscale.train.state import TrainState
 from jaxscale.train.tokens_seen import tokens_seen
 
@@ -27,22 +28,31 @@ def make_train_step(
     guard_cfg: guard.GuardConfig,
     scale_cfg: loss_scale.LossScaleConfig,
     dynamic_scale: bool,
+    clip_norm: float = 0.0,
+    ema_cfg: EmaConfig | None = None,
     count_gated: bool = False,
+    spoil: Callable[[Any, jax.Array], Any] = lambda grads, step: grads,
 ) -> TrainStep:
     """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
 
-    count_gated: also count the rows that the data's gate has left without weight, as gated_rows does.
+    clip_norm: of the optimizer, for the guard. ema_cfg: of the average, where the state has one. count_gated: also
+    count the rows that the data's gate has left without weight, as gated_rows does. spoil: a fault on purpose, in the
+    gradients of a step.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        means, grads = gradients(state.params, batch, key, state.loss_scale.value)
+        means, grads = gradients_at(gradients, state, batch, spoil)
         grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
         finite = jnp.isfinite(grad_norm)
         excused = dynamic_scale & ~finite & (state.loss_scale.value > scale_cfg.min)
-        ok, guard_state = guard.inspect(guard_cfg, state.guard, means["objective"], grad_norm, excused)
+        ok, verdict, guard_state = guard.inspect(
+            guard_cfg, state.guard, means["objective"], grad_norm, excused, clip_norm
+        )
 
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params, step=state.step, ok=ok)
+        lr_factor = guard.lr_factor(state.guard, state.step)  # below 1 for a while after the ladder has cut it
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, step=state.step, ok=ok, lr_factor=lr_factor
+        )
         params = jax.tree.map(add_update, state.params, updates)
         # A bad step changes nothing. What is on the host was kept, or not, where it was renewed.
         keep_one = lambda new, old: new if is_on_host(new) else jnp.where(ok, new, old)
@@ -53,11 +63,14 @@ def make_train_step(
             opt_state=keep(opt_state, state.opt_state),
             loss_scale=loss_scale.adjust(scale_cfg, state.loss_scale, finite) if dynamic_scale else state.loss_scale,
             guard=guard_state,
+            ema=keep(update_ema(ema_cfg, state.ema, params, state.step), state.ema),
         )
         metrics = means | {
             "grad_norm": grad_norm,
-            "lr": schedule(state.step),
+            "lr": schedule(state.step) * lr_factor,
             "loss_scale": state.loss_scale.value,
+            "loss_median": guard.loss_median(state.guard),
+            "verdict": verdict,
             "skipped": ~ok,
             "skipped_total": guard_state.skipped,
             "skipped_in_row": guard_state.skipped_in_row,
@@ -68,6 +81,15 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def gradients_at(
+    gradients: Gradients, state: TrainState, batch: Batch, spoil: Callable[[Any, jax.Array], Any]
+) -> tuple[dict[str, jax.Array], Any]:
+    """(mean of each named loss, gradients) of a batch, at the step that the state has come to."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    means, grads = gradients(state.params, batch, key, state.loss_scale.value)
+    return means, spoil(grads, state.step)
 
 
 def gated_rows(batch: Batch) -> jax.Array:

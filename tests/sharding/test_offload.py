@@ -10,7 +10,8 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
-from jaxscale.checkpoint.manager import CheckpointConfig, Checkpoints
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import resolve_budget
 from jaxscale.optim.streamed import DEVICE, HOST, streamed
 from jaxscale.sharding.offload import check_host_memory
@@ -40,7 +41,7 @@ def memory_kinds(tree):
             8,
             marks=pytest.mark.soak,
         ),
-        (
+        pytest.param(
             {
                 "model": tiny.GPT2,
                 "model.scan_layers": False,
@@ -48,6 +49,7 @@ def memory_kinds(tree):
                 "optim.groups": [{"pattern": ".*wq", "frozen": True}],
             },
             1,
+            marks=pytest.mark.soak,
         ),
     ],
     ids=["adamw", "lion", "frozen"],

@@ -39,6 +39,7 @@ def test_batches_come_in_order_and_placed():
         assert {shard.data.shape for shard in item.batch.tokens.addressable_shards} == {(2, tiny.SEQ_LEN)}
 
 
+@pytest.mark.fault("F23")
 def test_an_error_of_the_reader_is_raised_where_the_batch_is_asked_for():
     def read(n, rows):
         if n == 2:

@@ -30,7 +30,9 @@ def compiled_once(monkeypatch):
 def program_for(cfg, budget):
     made = make_program(cfg, budget)
     shared = tiny.program({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8)
-    return dataclasses.replace(made, init=shared.init, train_step=shared.train_step)
+    return dataclasses.replace(
+        made, init=shared.init, train_step=shared.train_step, gradient_norms=shared.gradient_norms
+    )
 
 
 def open_tiny(folder, overrides=None):
@@ -100,11 +102,13 @@ class TestTrain:
         def train_step(state, batch):
             return run.train_step(state, batch._replace(weights=batch.weights * np.nan))
 
-        with pytest.raises(Stop, match="4 steps in a row had a non-finite or absurd gradient, up to step 4") as stop:
+        with pytest.raises(
+            Stop, match="5 steps in a row were refused, up to step 5, which had a loss or gradient"
+        ) as stop:
             loop.train(dataclasses.replace(run, train_step=train_step))
         assert stop.value.code is Exit.NON_FINITE
         assert [(r["skipped"], r["skipped_total"], r["loss"]) for r in records(tmp_path / "run")] == [
-            (1, 1, None), (1, 2, None), (1, 3, None)
+            (1, 1, None), (1, 2, None), (1, 3, None), (1, 4, None), (1, 5, None)  # the last was under way already
         ]  # fmt: skip
 
     def test_a_validation_loss_that_is_not_finite_ends_the_run_before_it_is_saved(self, tmp_path):
@@ -147,6 +151,28 @@ def test_a_stop_request_notes_the_first_signal_and_gives_the_old_handlers_back()
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested == "SIGTERM"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("theirs", [None, "SIGTERM"])
+def test_a_signal_during_a_rewind_is_known_to_all_processes(theirs, monkeypatch):
+    monkeypatch.setattr(loop, "gathered", lambda key, mine: [mine, theirs])
+    assert loop.asked_anywhere(None) == theirs and loop.asked_anywhere("SIGINT") == "SIGINT"
+
+
+@pytest.mark.parametrize(("failure", "outcome"), [(Exit.STORAGE, 17), (Exit.CHECKPOINT_CORRUPT, 13)])
+def test_a_save_that_fails_at_the_end_does_not_hide_why_a_run_stopped(failure, outcome):
+    class Failing:
+        def close(self):
+            raise Stop(failure, "no space left")
+
+    told = []
+    with pytest.raises(Stop) as stop:
+        with loop.saves_finished(Failing(), lambda kind, step=None, **facts: told.append(facts["cause"])):
+            raise Stop(Exit.NON_FINITE, "5 steps in a row")
+    assert stop.value.code == (Exit.NON_FINITE if outcome == 17 else failure)
+    assert told == (["no space left"] if outcome == 17 else [])
+    with pytest.raises(Stop, match="no space left"), loop.saves_finished(Failing(), lambda kind, step=None, **facts: 0):
+        pass
 
 
 class PaperBoard:

@@ -1,0 +1,349 @@
+"""A run that meets bad batches: it skips, cuts, goes back, and can be repeated bit for bit without them."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale.build import make_program
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.exits import Exit, Stop
+from jaxscale.monitor.events import read_events
+from jaxscale.run import open_run
+from jaxscale.start import Wishes
+from jaxscale.train import guard, loop
+from jaxscale.train.autopilot import Autopilot, Pilot, Rewound
+from jaxscale.train.ladder import LadderConfig
+
+VALUES = {
+    "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,
+    "mesh.data": 2, "mesh.fsdp": 1, "checkpoint.save_every_steps": 4, "train.guard.window_steps": 10,
+}  # fmt: skip
+FRAGILE = {"train.guard.max_skipped_in_row": 2, "train.ladder.rewind_margin_steps": 2}
+COMPILED = {name: VALUES[name] for name in ("mesh.data", "mesh.fsdp", "train.guard.window_steps")}
+
+
+def shared_program(cfg, budget):
+    shared = tiny.program(COMPILED, 2)
+    parts = {name: getattr(shared, name) for name in ("init", "train_step", "gradient_norms")}
+    return dataclasses.replace(make_program(cfg, budget, jax.devices()[:2]), **parts)
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch):
+    """All runs here share one compiled program: they differ in what the host does alone."""
+    monkeypatch.setattr("jaxscale.run.make_program", shared_program)
+
+
+@pytest.fixture
+def spoil(monkeypatch):
+    return lambda text: monkeypatch.setenv("JAXSCALE_SPOIL_BATCHES", text)
+
+
+def opened(folder, overrides=None, before=None, **wishes):
+    cfg = tiny.config(VALUES | (overrides or {}))
+    return open_run(cfg, str(folder), say=lambda text: None, wishes=Wishes(**wishes), before=before)
+
+
+def trained(folder, overrides=None, **wishes):
+    """The state at the end, as main comes to it."""
+    run = opened(folder, overrides, **wishes)
+    while isinstance(outcome := loop.train(run), Rewound):
+        run = opened(folder, overrides, run, **wishes)
+    return tiny.host(outcome)
+
+
+def learned(state):
+    return state.params, state.opt_state
+
+
+def told(folder, kind):
+    return [event for event in read_events(folder) if event["event"] == kind]
+
+
+def lines(folder, name="metrics.jsonl"):
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    """What a run learns that never trains on batches [8, 13)."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr("jaxscale.run.make_program", shared_program)
+    state = trained(tmp_path_factory.mktemp("straight") / "run", {"data.skip_batches": ((8, 13),)})
+    patch.undo()
+    return learned(state)
+
+
+def health(folder):
+    checkpoints = Checkpoints(folder / "checkpoints", tiny.config().checkpoint)
+    return {step: checkpoints.read_record(step)["health"] for step in checkpoints.all_steps()}
+
+
+@pytest.mark.fault("F11")
+def test_a_run_goes_back_before_the_bad_steps_and_leaves_their_batches_out(tmp_path, spoil, straight):
+    spoil("10:13:nan")  # steps 11 to 13; the ladder answers when step 13 is read, while 14 is under way
+    tiny.assert_same_bits(learned(trained(tmp_path / "run", FRAGILE)), straight)
+    (rewind,) = told(tmp_path / "run", "rewind")
+    assert [rewind[name] for name in ("step", "to", "first_bad", "last_bad", "skip_batches")] == [
+        14,
+        8,
+        11,
+        13,
+        [[8, 13]],
+    ]
+    assert [event["step"] for event in told(tmp_path / "run", "skipped")] == [11, 12, 13]
+    assert {event["why"] for event in told(tmp_path / "run", "skipped")} == {"not finite"}
+    # those saved after step 8 are of the new line, and the one of the old line was moved away
+    assert health(tmp_path / "run") == {12: "clean", 16: "clean", 20: "clean"}
+    assert [path.name[:11] for path in (tmp_path / "run" / "checkpoints").glob("rewound-*")] == ["rewound-12-"]
+    assert [line["batch_index"] for line in lines(tmp_path / "run")] == [*range(8), *range(13, 25)]
+    abandoned = lines(tmp_path / "run", "abandoned.jsonl")
+    assert [(line["rewind"], line["step"], line["skipped"]) for line in abandoned] == [
+        (1, 9, 0), (1, 10, 0), (1, 11, 1), (1, 12, 1), (1, 13, 1), (1, 14, 0)
+    ]  # fmt: skip
+
+
+@pytest.mark.fault("F11")
+@pytest.mark.parametrize("moment", ["signalled meanwhile", "half carried out", "after the next steps"])
+def test_a_rewind_binds_a_run_that_was_killed_after_it(tmp_path, spoil, straight, moment, monkeypatch):
+    spoil("10:13:nan")
+    run = opened(tmp_path / "run", FRAGILE)
+
+    def train_step(state, batch):
+        if int(state.step) == 13:  # step 14, in which the ladder answers
+            os.kill(os.getpid(), signal.SIGTERM)
+        return run.train_step(state, batch)
+
+    if moment == "signalled meanwhile":
+        with pytest.raises(Stop, match="SIGTERM: going back to an older step") as stop:
+            loop.train(dataclasses.replace(run, train_step=train_step))
+        assert stop.value.code is Exit.PREEMPTED
+    else:
+        assert isinstance(loop.train(run), Rewound)
+    if moment == "half carried out":
+        Checkpoints(tmp_path / "run" / "checkpoints", run.checkpoints.cfg).set_aside_after(8, "rewound")
+    if moment == "after the next steps":
+        loop.train(opened(tmp_path / "run", FRAGILE, stop_after=9))
+    tiny.assert_same_bits(learned(trained(tmp_path / "run", FRAGILE)), straight)
+    assert len(lines(tmp_path / "run", "abandoned.jsonl")) == 6
+
+
+@pytest.mark.fault("F11")
+def test_replayed_without_the_fault_a_rewound_run_is_the_same_bit_for_bit(tmp_path, spoil, straight, monkeypatch):
+    spoil("10:13:nan")
+    trained(tmp_path / "old", FRAGILE)
+    monkeypatch.delenv("JAXSCALE_SPOIL_BATCHES")
+    tiny.assert_same_bits(learned(trained(tmp_path / "new", FRAGILE, replay=str(tmp_path / "old"))), straight)
+    same = lambda folder: [(line["step"], line["batch_index"], line["loss"]) for line in lines(folder)]
+    assert same(tmp_path / "new") == same(tmp_path / "old")
+
+
+def test_skips_and_cuts_are_replayed_bit_for_bit(tmp_path, spoil, monkeypatch):
+    """The old run skipped by its own judgement, the new one because it is told to: its batches are good."""
+    ladder = {"train.ladder.rungs": ("cut_lr",), "train.ladder.cut_steps": 4, "train.guard.max_skipped_in_row": 1}
+    spoil("5:7:nan")
+    old = trained(tmp_path / "old", ladder)
+    (cut,) = told(tmp_path / "old", "lr_cut")
+    assert (cut["step"], cut["factor"], cut["until"]) == (9, 0.1, 12)  # step 7 is read while step 8 is under way
+    rates = [line["learning_rate"] for line in lines(tmp_path / "old")]
+    assert all(rates[step - 1] < 0.2 * rates[7] for step in range(9, 13)) and rates[12] > 5 * rates[11]
+    monkeypatch.delenv("JAXSCALE_SPOIL_BATCHES")
+    tiny.assert_same_bits(learned(trained(tmp_path / "new", ladder, replay=str(tmp_path / "old"))), learned(old))
+    for kind in ("skipped", "lr_cut"):
+        decided = [
+            [(event["step"], event.get("factor")) for event in told(tmp_path / name, kind)] for name in ("old", "new")
+        ]
+        assert decided[0] == decided[1]
+    assert [event["why"] for event in told(tmp_path / "new", "skipped")] == ["ordered"] * 2
+    # another order of the same decisions is another run
+    other = learned(trained(tmp_path / "other", ladder))
+    with pytest.raises(AssertionError):
+        tiny.assert_same_bits(other, learned(old))
+
+
+def test_what_a_replay_has_saved_goes_on_by_its_own_judgement(tmp_path, spoil):
+    trained(tmp_path / "old")
+    loop.train(opened(tmp_path / "new", replay=str(tmp_path / "old"), stop_after=4))
+    state = loop.train(opened(tmp_path / "new", stop_after=6))
+    assert int(state.guard.order) == 0
+
+
+def test_a_replay_of_another_config_is_refused(tmp_path):
+    opened(tmp_path / "old").writer.close()
+    with pytest.raises(Stop, match="optim.peak_lr") as stop:
+        opened(tmp_path / "new", {"optim.peak_lr": 2e-2}, replay=str(tmp_path / "old"))
+    assert stop.value.code is Exit.CONFIG_MISMATCH
+    with pytest.raises(ValueError, match="--replay=.* holds no config.json"):
+        opened(tmp_path / "new", replay=str(tmp_path / "nowhere"))
+
+
+def test_checkpoints_after_a_skip_are_suspect_for_a_window_also_where_the_run_was_stopped_meanwhile(tmp_path, spoil):
+    keep = {"checkpoint.keep_last": 9}
+    spoil("5:6:nan")
+    loop.train(opened(tmp_path / "run", keep, stop_after=8))
+    trained(tmp_path / "run", keep)
+    assert health(tmp_path / "run") == {4: "clean", 8: "suspect", 12: "suspect", 16: "clean", 20: "clean"}
+    assert [event["step"] for event in told(tmp_path / "run", "skipped")] == [6]
+
+
+@pytest.mark.fault("F11")
+@pytest.mark.parametrize("fault", ["comes again", "is gone"])
+def test_a_replay_ends_as_the_run_did(tmp_path, spoil, fault, monkeypatch):
+    spoil("10:99:nan")
+    unhealed = FRAGILE | {"train.ladder.rungs": ()}
+    with pytest.raises(Stop):
+        trained(tmp_path / "old", unhealed)
+    if fault == "is gone":
+        monkeypatch.delenv("JAXSCALE_SPOIL_BATCHES")
+    with pytest.raises(Stop, match="which had been skipped in the run that is replayed|not finite") as stop:
+        trained(tmp_path / "new", FRAGILE | {"train.ladder.max_rewinds": 1}, replay=str(tmp_path / "old"))
+    assert stop.value.code is Exit.NON_FINITE and not told(tmp_path / "new", "rewind")
+
+
+def test_behind_the_end_of_the_old_run_a_replay_judges_for_itself(tmp_path, spoil):
+    loop.train(opened(tmp_path / "old", stop_after=6))
+    spoil("10:11:nan")
+    state = trained(tmp_path / "new", replay=str(tmp_path / "old"))
+    assert int(state.guard.order) == 0
+    assert [event["why"] for event in told(tmp_path / "new", "skipped")] == ["not finite"]
+
+
+def test_a_replay_that_could_not_be_the_same_is_refused(tmp_path):
+    loop.train(opened(tmp_path / "old", stop_after=2))
+    with pytest.raises(ValueError, match="--replay=.* is the workdir itself"):
+        opened(tmp_path / "old", replay=f"{tmp_path}/./old/")
+    with pytest.raises(Stop, match="that run has 20 steps and this one 30") as stop:
+        opened(tmp_path / "new", {"train_tokens": "30 steps"}, replay=str(tmp_path / "old"))
+    assert stop.value.code is Exit.CONFIG_MISMATCH
+    changed = {"optim.peak_lr": 2e-2}
+    opened(tmp_path / "old", changed, allow_change=("optim.peak_lr",)).writer.close()
+    with pytest.raises(Stop, match="with other settings than it began with .optim.peak_lr") as stop:
+        opened(tmp_path / "new", changed, replay=str(tmp_path / "old"))
+    assert stop.value.code is Exit.CONFIG_MISMATCH
+
+
+@pytest.mark.fault("F11")
+def test_a_start_that_is_refused_moves_nothing(tmp_path, spoil):
+    spoil("10:13:nan")
+    run = opened(tmp_path / "run", FRAGILE)
+    assert isinstance(loop.train(run), Rewound)
+    before = health(tmp_path / "run"), (tmp_path / "run" / "metrics.jsonl").read_text()
+    with pytest.raises(Stop, match="optim.peak_lr") as stop:
+        opened(tmp_path / "run", FRAGILE | {"optim.peak_lr": 2e-2})
+    assert stop.value.code is Exit.CONFIG_MISMATCH
+    assert (health(tmp_path / "run"), (tmp_path / "run" / "metrics.jsonl").read_text()) == before
+    evaluate = lambda params: {}
+    again = opened(tmp_path / "run", FRAGILE, dataclasses.replace(run, evaluate=evaluate))
+    again.writer.close()
+    assert again.evaluate is evaluate and health(tmp_path / "run") == {4: "clean", 8: "clean"}
+
+
+@pytest.mark.fault("F11")
+def test_a_save_that_fails_meanwhile_does_not_keep_a_run_from_going_back(tmp_path, spoil):
+    spoil("10:13:nan")
+    run = opened(tmp_path / "run", FRAGILE)
+
+    def train_step(state, batch):
+        if int(state.step) == 13:  # step 14, in which the ladder answers
+            run.checkpoints.join()
+            run.checkpoints.saver.failure = (12, "no space left")
+        return run.train_step(state, batch)
+
+    assert isinstance(loop.train(dataclasses.replace(run, train_step=train_step)), Rewound)
+    assert [event["cause"] for event in told(tmp_path / "run", "save_failed")] == ["no space left"]
+
+
+@pytest.mark.fault("F11")
+@pytest.mark.parametrize(("most", "to"), [(0, 4), (9, 12)])
+def test_a_clean_checkpoint_that_is_too_old_is_passed_over(tmp_path, most, to):
+    keep = {"checkpoint.keep_last": 9, "train.ladder.max_rewind_steps": most}
+    run = opened(tmp_path / "run", FRAGILE | keep)
+
+    def train_step(state, batch):
+        bad = int(state.step) in (5, 13, 14, 15)
+        return run.train_step(state, batch._replace(weights=batch.weights * np.nan) if bad else batch)
+
+    assert isinstance(loop.train(dataclasses.replace(run, train_step=train_step)), Rewound)
+    (rewind,) = told(tmp_path / "run", "rewind")
+    assert (rewind["first_bad"], rewind["to"]) == (14, to)
+
+
+def pilot_that_has_read(*readings, **settings):
+    """(an autopilot after these verdicts of steps, each with how many are skipped in a row; its events)"""
+    events = []
+    note = lambda kind, step, **facts: events.append((kind, step, facts.get("why") or facts.get("what")))
+    pilot = Autopilot(Pilot(LadderConfig(rungs=()), guard.GuardConfig(**settings), note), None)
+    for step, (verdict, in_row) in enumerate(readings, 1):
+        values = {"objective": 3.0, "grad_norm": 1.0, "loss_median": 3.0, "skipped_in_row": in_row}
+        pilot.read(step, values | {"verdict": verdict, "skipped": verdict not in (guard.GOOD, guard.NEW_LEVEL)}, None)
+    return pilot, events
+
+
+def test_a_new_level_is_told_and_an_excused_overflow_is_not_a_bad_step():
+    pilot, events = pilot_that_has_read((guard.LOSS_RATIO, 1), (guard.LOSS_SCALE, 1), (guard.NEW_LEVEL, 0))
+    assert events == [("skipped", 1, "loss by median"), ("alarm", 3, "new level")]
+    assert pilot.trouble.bad == (1,)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "line"),
+    [
+        (guard.NOT_FINITE, r"1 step in a row was refused, .* not finite .*look at the data of these steps$"),
+        (guard.LOSS_RATIO, r"had a loss too far above .* or raise train\.guard\.spike_ratio if"),
+        (guard.NORM_RATIO, r"had a gradient norm too far above .* or raise train\.guard\.grad_ratio if"),
+    ],
+)
+def test_the_last_line_names_what_was_refused_and_by_which_setting(verdict, line):
+    pilot, _ = pilot_that_has_read((verdict, 1), max_skipped_in_row=0)
+    with pytest.raises(Stop, match=line):
+        pilot.act(1, None)
+
+
+@pytest.mark.fault("F11")
+def test_a_run_that_cannot_be_healed_stops_after_so_many_rewinds(tmp_path, spoil):
+    spoil("10:99:nan")
+    with pytest.raises(Stop, match=r"in a row were refused.*, after 0 cuts of the learning rate and 1 rewinds") as stop:
+        trained(tmp_path / "run", FRAGILE | {"train.ladder.max_rewinds": 1})
+    assert stop.value.code is Exit.NON_FINITE
+    (rewind,) = told(tmp_path / "run", "rewind")
+    assert rewind["last_bad"] == 14  # the step that was under way when 13 was read was bad too
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path, spoil):
+    spoil("1:9:nan")
+    with pytest.raises(Stop, match="no checkpoint before step 2 to go back to"):
+        trained(tmp_path / "run", FRAGILE)
+
+
+def test_a_run_leaves_after_a_step_with_its_horizon_unchanged(tmp_path):
+    whole = trained(tmp_path / "whole")
+    assert int(loop.train(opened(tmp_path / "run", stop_after=7)).step) == 7
+    assert opened(tmp_path / "run", stop_after=7) is None
+    tiny.assert_same_bits(trained(tmp_path / "run"), whole)
+    assert not (tmp_path / "run" / "abandoned.jsonl").exists()
+
+
+@pytest.mark.fault("F10")
+def test_a_gradient_that_is_not_finite_is_skipped_once_or_ends_the_run_with_its_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAXSCALE_SPOIL_GRADIENT", "5:blocks/mlp/up")
+    made = []
+
+    def make(cfg, budget):
+        made.append(made[0] if made else make_program(cfg, budget, jax.devices()[:2]))
+        return made[0]
+
+    monkeypatch.setattr("jaxscale.run.make_program", make)
+    state = loop.train(opened(tmp_path / "skips", stop_after=7))
+    assert (int(state.step), int(state.guard.skipped)) == (7, 1)
+    assert np.isfinite(np.asarray(state.guard.losses)).all() and int(state.guard.seen) == 6
+    assert [line["skipped"] for line in lines(tmp_path / "skips")] == [0, 0, 0, 0, 1, 0, 0]
+    strict = {"train.guard.max_skipped_in_row": 0, "train.ladder.rungs": ()}
+    with pytest.raises(Stop, match="up to step 5,.*first not finite in blocks/mlp/up") as stop:
+        trained(tmp_path / "stops", strict)
+    assert stop.value.code is Exit.NON_FINITE
