@@ -1,103 +1,184 @@
 """RunConfig -> a run ready to train: data, checkpoints and reports around the program that build.py makes.
 
-It decides whether a run begins, goes on, or is refused.
+It decides whether a run begins or goes on; same_run.py, whether it may.
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxscale import paths, schema, units
+from jaxscale import paths, schema
 from jaxscale.build import Program, make_program
+from jaxscale.checkpoint.branch import Source, branch_state, open_source
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config import Budget, RunConfig, resolve_budget
-from jaxscale.data.mixture import Mixture, mixture_names, same_past
-from jaxscale.data.order import ORDER, batch_index, merge_skips
-from jaxscale.data.pipeline import Corpus, open_data
+from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.data.mixture import mixture_names
+from jaxscale.data.order import ORDER, batch_index
+from jaxscale.data.pipeline import Corpus
 from jaxscale.eval.perplexity import evaluate, make_eval_step
-from jaxscale.exits import Exit, Stop
 from jaxscale.hardware import find_chip
-from jaxscale.hosts.agree import agreed, check_shared, open_board
-from jaxscale.models import DECODERS, num_params
+from jaxscale.hosts.agree import check_shared, open_board
+from jaxscale.monitor.events import Events
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
-from jaxscale.sample.generate import make_sampler
-from jaxscale.sharding.mesh import mesh_layout
+from jaxscale.redact import redacted
+from jaxscale.same_run import (
+    check_hosts_agree,
+    check_same_data,
+    check_same_past,
+    check_same_run,
+    open_same_data,
+    record_changes,
+    version_changes,
+)
 from jaxscale.sharding.place import put_rows, replicated
+from jaxscale.start import NO_WISHES, Wishes, carry_out, check_same_length, read_decisions, with_replayed
+from jaxscale.telling import announce, announce_return, finish
+from jaxscale.train import loop
+from jaxscale.train.autopilot import Pilot, Rewound, under_no_orders
+from jaxscale.train.decisions import Decisions
 from jaxscale.train.feed import Feed
 from jaxscale.train.loop import Run
+from jaxscale.train.replica_watch import ReplicaWatch
+from jaxscale.train.replicas import coverage, make_replica_check
+from jaxscale.train.services import Services
 from jaxscale.train.state import TrainState
 
-DATA_SECONDS = 24 * 3600.0  # the first process may still be tokenising when another is done
+
+def train_through(
+    cfg: RunConfig,
+    workdir: str,
+    say: Callable[[str], None] = print,
+    *,
+    services: Services | None = None,
+    wishes: Wishes = NO_WISHES,
+) -> None:
+    """Trains to the end, going back to an older step as often as the run decides to. Raises as open_run does."""
+    services = services or with_events(workdir)
+    run = open_run(cfg, workdir, say, services=services, wishes=wishes)
+    while run is not None and isinstance(loop.train(run), Rewound):
+        run = open_run(cfg, workdir, say, services=services, wishes=wishes, before=run)
 
 
-def open_run(cfg: RunConfig, workdir: str, say: Callable[[str], None] = print) -> Run | None:
+def open_run(
+    cfg: RunConfig,
+    workdir: str,
+    say: Callable[[str], None] = print,
+    *,
+    services: Services | None = None,
+    wishes: Wishes = NO_WISHES,
+    before: Run | None = None,
+) -> Run | None:
     """A run ready to train, new or gone on from its last checkpoint; None if it is complete already.
 
+    Args: before: the same run, opened earlier in this process, that goes back to an older step.
     Raises ValueError for input that a person can mend, and Stop with CONFIG_MISMATCH, DATA_MISMATCH or
     CHECKPOINT_CORRUPT where the work folder holds something else. Never begins anew over an old run.
     """
-    folder = paths.as_path(workdir)
-    check_shared(folder, prepare=lambda: paths.make_run_dir(workdir))
-    checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
-    start_step = agreed(checkpoints.latest_step)  # one look at the folder: another host may see a save a moment later
-    recorded = None if start_step is None else checkpoints.read_run(start_step)
-    check_same_run(cfg, folder, recorded)
-    corpus = open_data(cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=say)
+    folder, services = paths.as_path(workdir), services or with_events(workdir)
+    check_shared(folder, prepare=lambda: paths.make_run_dir(workdir, wishes.mode))
+    checkpoints = Checkpoints(
+        folder / "checkpoints",
+        cfg.checkpoint,
+        note=services.note,
+        may_commit=services.may_commit,
+        reports=services.reports,
+        phase=services.watchdog.phase,
+    )
+    cfg, replayed = with_replayed(cfg, folder, wishes.replay) if wishes.replay else (cfg, None)
+    if pending := read_decisions(folder).pending:
+        check_same_run(cfg, folder, None, wishes.allow_change)  # a start that is refused moves nothing
+        carry_out(pending, folder, checkpoints)
+    return checkpoints.restore_newest(
+        lambda step: open_at(step, cfg, folder, checkpoints, say, services, wishes, before, replayed), say
+    )
+
+
+def open_at(
+    start_step: int | None,
+    cfg: RunConfig,
+    folder: Any,
+    checkpoints: Checkpoints,
+    say: Callable[[str], None],
+    services: Services,
+    wishes: Wishes,
+    before: Run | None,
+    replayed: Decisions | None,
+) -> Run | None:
+    """The run from a checkpoint's step on, or from its beginning (None). Raises as open_run does."""
+    begun, recorded = start_step or 0, None if start_step is None else checkpoints.read_run(start_step)
+    decisions = read_decisions(folder).with_recorded(recorded and recorded["data"])
+    changes = check_same_run(cfg, folder, recorded, wishes.allow_change)
+    source = open_ancestor(cfg, folder, recorded)
+    corpus = open_same_data(
+        cfg.data, recorded, say, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed
+    )
     say(corpus.summary)
     check_hosts_agree(corpus)
     budget = resolve_budget(cfg, corpus.epoch_tokens)
-    skipped = check_same_data(cfg, corpus, recorded, start_step or 0)
-    if start_step is not None and start_step >= budget.total_steps:
-        say(f"{workdir}: this run is complete at step {start_step}; a larger --config.train_tokens goes on from there")
+    if wishes.replay:
+        check_same_length(budget.total_steps, wishes.replay)
+    skipped = check_same_data(cfg, corpus, recorded, begun, decisions)
+    if why := nothing_to_do(begun, budget.total_steps, wishes):
+        say(f"{folder}: {why}")
         checkpoints.close()
         return None
     num_batches = batch_index(budget.total_steps - 1, skipped) + 1
-    mixture = corpus.plan_mixture(cfg.rows_per_step, budget.total_steps, num_batches)
-    check_same_past(cfg, mixture, recorded, start_step or 0, say)
-    for line in mixture.lines if mixture else ():
-        say(f"data: {line}")
-
-    program = make_program(cfg, budget)
-    announce(program, budget, say)
+    detours = (replayed or decisions).detours
+    mixture = corpus.plan_mixture(cfg.rows_per_step, budget.total_steps, num_batches, detours=detours)
+    check_same_past(cfg, mixture, recorded, begun, say)
+    program = before.program if before else make_program(cfg, budget)
+    if not before:
+        for line in mixture.lines if mixture else ():
+            say(f"data: {line}")
+        announce(program, budget, say)
+    checkpoints.check_room(program.abstract_state)  # before anything is compiled
     if recorded is not None:
-        if recorded["budget"]["total_steps"] != budget.total_steps:
-            last = recorded["budget"]["total_steps"]
-            rates = ", ".join(
-                f"{float(program.schedule(s)):.3g} at step {s}" for s in (start_step, budget.total_steps - 1)
-            )
-            say(f"the learning rate follows the new horizon, {budget.total_steps} steps instead of {last}: {rates}")
-        say(f"going on from step {start_step}")
-    state = program.init() if start_step is None else checkpoints.restore(start_step, program.abstract_state)
+        announce_return(program, recorded, begun, budget, say)
+    with services.watchdog.phase("restore"):
+        state = first_state(program, checkpoints, start_step, source, say)
     chip = find_chip(program.mesh.devices.flat[0].device_kind)
     resolved = {
         "config": schema.to_dict(cfg),
         "budget": dataclasses.asdict(budget),
         "devices": {"kind": program.mesh.devices.flat[0].device_kind, "number": program.mesh.size},
         "peak": dataclasses.asdict(chip) if chip else None,  # what MFU is measured against
+        "ancestry": source.ancestry if source else (recorded or {}).get("ancestry", []),  # newest first
         **run_info(),
+        "allowed_changes": record_changes(changes, folder, recorded, begun, say),
     }
+    say("versions: " + ", ".join(f"{name} {version}" for name, version in resolved["versions"].items() if version))
+    for line in version_changes(recorded, resolved["versions"]):
+        say(line)
+    resolved = redacted(resolved)
     primary = jax.process_index() == 0
     if primary:
         paths.write_json(folder / "config.json", resolved)
-    writer = Writer(folder, cfg.monitor, budget.total_steps, start_step or 0, primary=primary)
+    writer = Writer(folder, cfg.monitor, budget.total_steps, begun, primary=primary)
 
     def position(step: int) -> dict[str, Any]:
         data = {"batch_index": batch_index(step, skipped), "skipped": [list(r) for r in skipped], "seed": cfg.seed}
-        data |= {"fingerprint": corpus.fingerprint, "order": ORDER, "mixture": mixture.record() if mixture else None}
+        data |= {
+            "fingerprint": corpus.fingerprint,
+            "parts": dict(corpus.parts),
+            "order": ORDER,
+            "mixture": mixture.record() if mixture else None,
+            "detours": [list(detour) for detour in detours],
+        }
         return resolved | {"step": step, "data": data}
 
     batches = corpus.batches(cfg.rows_per_step, mixture)
+    if source:
+        services.note("branch", 0, ancestor=redacted(source.ancestry[0]))
+    facts = {"changed": [dataclasses.asdict(change) for change in changes], "replay": wishes.replay}
+    services.note("started" if start_step is None else "resumed", begun, **redacted(facts), devices=resolved["devices"])
     return Run(
         state=state,
-        start_step=start_step or 0,
+        start_step=begun,
         total_steps=budget.total_steps,
         tokens_per_step=budget.batch_tokens,
         train_step=program.train_step,
@@ -110,116 +191,76 @@ def open_run(cfg: RunConfig, workdir: str, say: Callable[[str], None] = print) -
             start=start,
             stop=stop,
         ),
-        evaluate=make_evaluate(program, corpus),
+        evaluate=before.evaluate if before else make_evaluate(program, corpus),  # compiled, with its rows in place
         eval_every_steps=cfg.eval.every_steps,
         checkpoints=checkpoints,
         save_every_steps=cfg.checkpoint.save_every_steps,
         position=position,
         writer=writer,
         throughput=Throughput(cfg.flops_per_token, chip.peak_flops if chip else None, program.mesh.size),
-        max_skipped_in_row=cfg.train.guard.max_skipped_in_row,
+        pilot=Pilot(
+            ladder=cfg.train.ladder,
+            guard=cfg.train.guard,
+            note=services.note,
+            past=decisions.up_to(begun),
+            replayed=replayed,
+            start_step=begun,
+            batch_of=lambda step: batch_index(step, skipped),
+            gradient_norms=program.gradient_norms,
+            replicas=before.pilot.replicas if before else make_watch(program, services, say),
+        ),
+        program=program,
+        stop_after=wishes.stop_after,
+        services=services,
         finish=lambda state: finish(program, corpus, state, folder, writer),
         source_names=mixture_names(cfg.data.mixture),
         board=open_board(),
     )
 
 
-def check_same_run(cfg: RunConfig, folder: Any, recorded: dict[str, Any] | None) -> None:
-    """Raises Stop(CONFIG_MISMATCH) with a line for each setting in which the folder's run differs and may not."""
-    if recorded is None:
-        if not (folder / "config.json").exists():
-            return
-        recorded = paths.read_json(folder / "config.json")  # begun, and stopped before its first checkpoint
-    old = recorded["config"]
-    with contextlib.suppress(ValueError):
-        old = schema.to_dict(
-            schema.from_dict(RunConfig, old)
-        )  # settings that are newer than the run get their defaults
-    may = schema.changeable(RunConfig)
-    changed = {
-        name: values
-        for name, values in schema.difference(old, schema.to_dict(cfg)).items()
-        if not any(name == free or name.startswith(free + ".") for free in may)
-    }
-    if changed:
-        lines = "; ".join(f"{name}: {was!r} -> {now!r}" for name, (was, now) in changed.items())
-        raise Stop(
-            Exit.CONFIG_MISMATCH,
-            f"{folder} belongs to another config: {lines}; use another --workdir, or set these back",
-        )
+def with_events(workdir: str) -> Services:
+    """What a run needs that nobody attends: its log of events, which a rewind is read from."""
+    return Services(Events(workdir, primary=jax.process_index() == 0).note)
 
 
-def check_same_data(cfg: RunConfig, corpus: Corpus, recorded: dict[str, Any] | None, start_step: int):
-    """The skipped ranges of the run. Raises Stop(DATA_MISMATCH) if the tokens are not those the run began with."""
-    if recorded is None:
-        return merge_skips((), cfg.data.skip_batches, 0)
-    data = recorded["data"]
-    if data["fingerprint"] != corpus.fingerprint:
-        raise Stop(
-            Exit.DATA_MISMATCH,
-            f"the data have changed since the run began: fingerprint {corpus.fingerprint[:16]} now, "
-            f"{data['fingerprint'][:16]} then (text, tokenizer, held-out part or the order of a release differ); bring "
-            "the old ones back, or begin another --workdir",
-        )
-    return merge_skips([tuple(r) for r in data["skipped"]], cfg.data.skip_batches, start_step)
+def nothing_to_do(step: int, total_steps: int, wishes: Wishes) -> str:
+    """Why a run at this step trains no more, or ''."""
+    if step >= total_steps:
+        return f"this run is complete at step {step}; a larger --config.train_tokens goes on from there"
+    if wishes.stop_after is not None and step >= wishes.stop_after:
+        return f"this run is at step {step} already, and --stop_after={wishes.stop_after}"
+    return ""
 
 
-def check_hosts_agree(corpus: Corpus) -> None:
-    """Raises Stop(DATA_MISMATCH) at a process whose data are not those of the first one."""
-    first = agreed(lambda: corpus.fingerprint, DATA_SECONDS)
-    if first != corpus.fingerprint:
-        raise Stop(
-            Exit.DATA_MISMATCH,
-            f"the data of process {jax.process_index()} are not those of process 0: fingerprint "
-            f"{corpus.fingerprint[:16]} here, {first[:16]} there; give all hosts the same files, and where a cache of "
-            "tokenised text is older than the text, delete it",
-        )
+def first_state(
+    program: Program, checkpoints: Checkpoints, step: int | None, source: Source | None, say: Callable[[str], None]
+) -> TrainState:
+    """The state that this start begins with: a checkpoint's, another run's, or a random one."""
+    if step is not None:
+        return under_no_orders(checkpoints.restore(step, program.abstract_state))
+    return branch_state(program, program.cfg.init, say, source) if source else program.init()
 
 
-def check_same_past(
-    cfg: RunConfig,
-    mixture: Mixture | None,
-    recorded: dict[str, Any] | None,
-    start_step: int,
-    say: Callable[[str], None],
-) -> None:
-    """Raises Stop(DATA_MISMATCH) if the mixture would have given other rows to steps that are done."""
-    if not start_step:
-        return
-    old, new = recorded["data"].get("mixture"), mixture.record() if mixture else None
-    last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
-    if not same_past(old, new, (last + 1) * cfg.rows_per_step):
-        raise Stop(
-            Exit.DATA_MISMATCH,
-            f"data.mixture and data.max_epochs give other rows to the {start_step} steps that are done; only stages "
-            f"that start after batch {last} may change (write their starts in tokens or steps: '%' follows "
-            "train_tokens); set these back, or begin another --workdir",
-        )
-    if old != new:
-        say("data: the mixture has changed for what lies ahead; the change is recorded with the next checkpoint")
+def open_ancestor(cfg: RunConfig, folder: Any, recorded: dict[str, Any] | None) -> Source | None:
+    """The checkpoint that a run begins with; None for one that begins at random, or has a checkpoint of its own.
+
+    A run that stopped before its first checkpoint begins with the same one again, whatever the other run has saved
+    since.
+    """
+    if cfg.init.from_path is None or recorded is not None:
+        return None
+    begun = paths.read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    return open_source(cfg.init.from_path, next(iter(begun.get("ancestry", ())), None))
 
 
-def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> None:
-    """Says what is about to run: model, mesh, horizon, and a table of the parameters."""
-    cfg, mesh = program.cfg, program.mesh
-    device = mesh.devices.flat[0]
-    why = f" ({program.why_plain})" if program.why_plain else ""
-    say(
-        f"{cfg.model.name}: {units.count(num_params(cfg.model))} parameters, {cfg.model.compute_dtype}, "
-        f"{program.attention} attention{why}; {mesh.size} x {device.device_kind}"
-        + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
-    )
-    if options := str(program.compiler_options):
-        say(f"compiler options: {options}")
-    chip = find_chip(device.device_kind)
-    peak = (
-        f"{chip.peak_flops / 1e12:g} TFLOP/s a chip ({chip.source})" if chip else "unknown for this device: MFU is n/a"
-    )
-    flops = cfg.flops_per_token
-    say(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
-    widths = [max(len(row[i]) for row in program.parameter_table) for i in range(5)]
-    for row in program.parameter_table:
-        say("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+def make_watch(program: Program, services: Services, say: Callable[[str], None]) -> ReplicaWatch | None:
+    """What compares the copies of the state, if the config asks for it; says how much of the state has copies."""
+    cfg = program.cfg.train.replicas
+    if not cfg.every_steps:
+        return None
+    say(f"replicas: {coverage(program.abstract_state)}")
+    check = make_replica_check(program.mesh, program.abstract_state)
+    return ReplicaWatch(cfg, check, note=services.note, say=say)
 
 
 def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str, float]] | None:
@@ -238,33 +279,3 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
         return [on_mesh(batch) for batch in corpus.valid_batches(cfg.eval.num_rows, rows)]
 
     return lambda params: evaluate(step, params, placed(), corpus.source_names)
-
-
-def finish(program: Program, corpus: Corpus, state: TrainState, folder: Any, writer: Writer) -> None:
-    """Says that the run is done, and samples text if the config asks for it."""
-    cfg = program.cfg.sample
-    if cfg.num_tokens and not isinstance(program.cfg.model, DECODERS):
-        writer.say(f"no sample: {program.cfg.model.name} writes no text from left to right")
-    elif cfg.num_tokens and corpus.tokenizer is not None:
-        text = sample_text(program, corpus.tokenizer, state)  # computed by all processes together
-        if jax.process_index() == 0:
-            paths.write_text_atomic(folder / "sample.txt", text)
-        writer.say(f"--- sample, {len(text)} characters ---\n{text}\n---")
-    writer.say(f"done: {int(state.step)} steps; checkpoints, metrics.jsonl and config.json are in {folder}")
-
-
-def sample_text(program: Program, tokenizer: Any, state: TrainState) -> str:
-    """The prompt and sample.num_tokens tokens that the model adds to it; the end of a document is never chosen."""
-    cfg = program.cfg
-    prompt = list(tokenizer.encode(cfg.sample.prompt)) or [tokenizer.eos_id]  # from nothing: from where a document ends
-    tokens_BT = np.zeros((program.batch_shards, len(prompt) + cfg.sample.num_tokens), np.int32)  # one row is shown
-    tokens_BT[:, : len(prompt)] = prompt
-    ids_1V = np.arange(cfg.model.vocab_size)[None]
-    is_text_1V = (ids_1V < tokenizer.vocab_size) & (ids_1V != tokenizer.eos_id)
-    text_logits = lambda params, tokens, last: jnp.where(
-        is_text_1V, program.next_logits(params, tokens, last), -jnp.inf
-    )
-    sampler = make_sampler(text_logits, window=cfg.seq_len, temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
-    sampler = jax.jit(sampler, out_shardings=replicated(program.mesh))
-    rows = sampler(state.params, tokens_BT, len(prompt), jax.random.key(cfg.seed))
-    return tokenizer.decode([id for id in np.asarray(rows)[0] if id != tokenizer.eos_id])

@@ -154,6 +154,7 @@ def test_an_epoch_ends_inside_the_run_and_inside_a_batch(home):
     assert 3 < batches < 10 and rest  # the runs below are stopped before and after it
 
 
+@pytest.mark.fault("F3")
 def test_stopped_three_times_and_gone_on_with_it_equals_never_stopping(home, finished, tmp_path):
     workdir = tmp_path / "run"
     for stop_after in (3, 7, 12, None):
@@ -163,6 +164,7 @@ def test_stopped_three_times_and_gone_on_with_it_equals_never_stopping(home, fin
     tiny.assert_same_bits(final_state(home, workdir), final_state(home, finished))
 
 
+@pytest.mark.fault("F12")
 def test_another_mesh_goes_on_with_the_same_data_and_nearly_the_same_losses(home, finished, tmp_path):
     workdir = tmp_path / "run"
     train(home, workdir, stop_after=6)
@@ -191,6 +193,7 @@ def test_more_tokens_go_on_and_the_new_horizon_is_told(home, copy, capsys):
     assert found[STEPS + 4] == (STEPS + 3, pytest.approx(1e-3)) and found[STEPS + 1][1] > 1.1e-3
 
 
+@pytest.mark.fault("F13")
 def test_a_changed_setting_is_refused_with_what_differs(home, copy):
     code, told = refusal(home, copy, "--config.optim.peak_lr=2e-2", "--config.seed=3", "--config.train_tokens=99 steps")
     assert code is Exit.CONFIG_MISMATCH == 11
@@ -198,12 +201,14 @@ def test_a_changed_setting_is_refused_with_what_differs(home, copy):
     assert "train_tokens" not in told
 
 
+@pytest.mark.fault("F13")
 def test_a_run_that_was_stopped_before_its_first_checkpoint_is_still_that_run(home, tmp_path):
     run = open_run(config(home), str(tmp_path / "run"), say=lambda text: None)
     run.writer.close()
     assert refusal(home, tmp_path / "run", "--config.seed=3")[0] is Exit.CONFIG_MISMATCH
 
 
+@pytest.mark.fault("F14")
 def test_changed_data_are_refused(home, copy):
     text = (home / "03.txt").read_text()
     try:
@@ -220,11 +225,26 @@ def test_a_damaged_checkpoint_is_an_error_and_never_a_new_beginning(home, copy, 
         if file.is_file():
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(Stop) as stop:
-        command(home, copy, "--config.train_tokens=99 steps")
+        command(home, copy, "--config.train_tokens=99 steps", "--config.checkpoint.on_corrupt=stop")
     assert stop.value.code is Exit.CHECKPOINT_CORRUPT == 19
     assert f"step {STEPS} cannot be read: {item}" in str(stop.value)
     assert "to go on from step 12" in str(stop.value)
     assert len(metrics(copy, "loss")) == STEPS
+
+
+@pytest.mark.fault("F2")
+def test_from_a_damaged_checkpoint_it_falls_back_aloud_and_ends_as_if_it_never_was(home, copy, tmp_path, capsys):
+    without = pathlib.Path(shutil.copytree(copy, tmp_path / "without"))
+    shutil.rmtree(without / "checkpoints" / str(STEPS))
+    for file in (copy / "checkpoints" / str(STEPS) / "state").rglob("d/*"):
+        file.write_bytes(file.read_bytes()[:-40])
+    for workdir in (copy, without):
+        command(home, workdir, f"--config.train_tokens={STEPS + 2} steps")
+        out = capsys.readouterr().out
+        assert (f"going on from step 12: {STEPS - 12} steps are lost" in out) == (workdir == copy)
+    names = "loss", "tokens_hash"
+    assert metrics(copy, *names) == metrics(without, *names)
+    tiny.assert_same_bits(final_state(home, copy), final_state(home, without))
 
 
 def test_a_sample_is_written_at_the_end(home, copy, capsys):
@@ -252,6 +272,7 @@ def process(*arguments, **more):
     )  # fmt: skip
 
 
+@pytest.mark.fault("F6")
 def test_a_process_that_is_told_to_stop_saves_and_leaves_with_code_10(home, tmp_path):
     flags = ["--config.train_tokens=100000 steps", "--config.eval.num_rows=0", "--config.checkpoint.save_every_steps=0"]
     with process(f"--config={home / 'tiny.py'}", f"--workdir={tmp_path / 'run'}", *flags) as running:
@@ -274,3 +295,14 @@ def test_a_wrong_setting_is_one_line_and_code_2(home, tmp_path):
     assert running.returncode == Exit.BAD_INPUT == 2
     assert told == "error: optim.peek_lr is not a setting of OptimConfig; did you mean 'peak_lr'?\n"
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.fault("F18")
+def test_a_start_whose_bucket_is_away_is_one_line_and_the_code_for_storage(home, monkeypatch):
+    def away(workdir):
+        raise type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})("Service Unavailable, 503")
+
+    monkeypatch.setattr(main, "has_begun", away)
+    with pytest.raises(Stop, match="^gs://bucket/run cannot be reached: .*503; start again") as stop:
+        command(home, "gs://bucket/run")
+    assert stop.value.code == Exit.STORAGE

@@ -1,0 +1,90 @@
+"""What a run says of itself before its first step and after its last: the program, the way back, a sample of text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale import paths, units
+from jaxscale.build import Program
+from jaxscale.config import Budget
+from jaxscale.data.pipeline import Corpus
+from jaxscale.hardware import find_chip
+from jaxscale.models import DECODERS, num_params
+from jaxscale.monitor.writers import Writer
+from jaxscale.redact import redact
+from jaxscale.sample.generate import make_sampler
+from jaxscale.sharding.mesh import mesh_layout
+from jaxscale.sharding.place import replicated
+from jaxscale.train.state import TrainState
+
+
+def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> None:
+    """Says what is about to run: model, mesh, horizon, and a table of the parameters."""
+    cfg, mesh = program.cfg, program.mesh
+    device = mesh.devices.flat[0]
+    why = f" ({program.why_plain})" if program.why_plain else ""
+    say(
+        f"{cfg.model.name}: {units.count(num_params(cfg.model))} parameters, {cfg.model.compute_dtype}, "
+        f"{program.attention} attention{why}; {mesh.size} x {device.device_kind}"
+        + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
+    )
+    if options := str(program.compiler_options):
+        say(f"compiler options: {options}")
+    chip = find_chip(device.device_kind)
+    peak = (
+        f"{chip.peak_flops / 1e12:g} TFLOP/s a chip ({chip.source})" if chip else "unknown for this device: MFU is n/a"
+    )
+    flops = cfg.flops_per_token
+    say(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
+    widths = [max(len(row[i]) for row in program.parameter_table) for i in range(5)]
+    for row in program.parameter_table:
+        say("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+
+
+def announce_return(
+    program: Program, recorded: dict[str, Any], step: int, budget: Budget, say: Callable[[str], None]
+) -> None:
+    """Says from which step the run goes on, and what a new horizon does to the learning rate."""
+    if recorded["budget"]["total_steps"] != budget.total_steps:
+        last = recorded["budget"]["total_steps"]
+        rates = ", ".join(f"{float(program.schedule(s)):.3g} at step {s}" for s in (step, budget.total_steps - 1))
+        say(f"the learning rate follows the new horizon, {budget.total_steps} steps instead of {last}: {rates}")
+    say(f"going on from step {step}")
+
+
+def finish(program: Program, corpus: Corpus, state: TrainState, folder: Any, writer: Writer) -> None:
+    """Says that this start is done and, of the whole run, samples text if the config asks for it."""
+    cfg, step = program.cfg.sample, int(state.step)
+    if step < writer.total_steps:
+        return writer.say(
+            f"saved step {step} of {writer.total_steps}; the same command without --stop_after goes on from there"
+        )
+    if cfg.num_tokens and not isinstance(program.cfg.model, DECODERS):
+        writer.say(f"no sample: {program.cfg.model.name} writes no text from left to right")
+    elif cfg.num_tokens and corpus.tokenizer is not None:
+        text = sample_text(program, corpus.tokenizer, state)  # computed by all processes together
+        if jax.process_index() == 0:
+            paths.write_text_atomic(folder / "sample.txt", redact(text))
+        writer.say(f"--- sample, {len(text)} characters ---\n{text}\n---")
+    writer.say(f"done: {step} steps; checkpoints, metrics.jsonl and config.json are in {folder}")
+
+
+def sample_text(program: Program, tokenizer: Any, state: TrainState) -> str:
+    """The prompt and sample.num_tokens tokens that the model adds to it; the end of a document is never chosen."""
+    cfg = program.cfg
+    prompt = list(tokenizer.encode(cfg.sample.prompt)) or [tokenizer.eos_id]  # from nothing: from where a document ends
+    tokens_BT = np.zeros((program.batch_shards, len(prompt) + cfg.sample.num_tokens), np.int32)  # one row is shown
+    tokens_BT[:, : len(prompt)] = prompt
+    ids_1V = np.arange(cfg.model.vocab_size)[None]
+    is_text_1V = (ids_1V < tokenizer.vocab_size) & (ids_1V != tokenizer.eos_id)
+    text_logits = lambda params, tokens, last: jnp.where(
+        is_text_1V, program.next_logits(params, tokens, last), -jnp.inf
+    )
+    sampler = make_sampler(text_logits, window=cfg.seq_len, temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
+    sampler = jax.jit(sampler, out_shardings=replicated(program.mesh))
+    params = state.ema if cfg.sample.ema else state.params
+    rows = sampler(params, tokens_BT, len(prompt), jax.random.key(cfg.seed))
+    return tokenizer.decode([id for id in np.asarray(rows)[0] if id != tokenizer.eos_id])

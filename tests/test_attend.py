@@ -1,0 +1,81 @@
+"""What surrounds a run ends in order: how it ended is noted while the folder is still its own."""
+
+import shutil
+
+import pytest
+import tiny
+
+from jaxscale.attend import attended
+from jaxscale.checkpoint.lock import RunLock
+from jaxscale.config import load_config
+from jaxscale.exits import Exit, Stop
+from jaxscale.monitor.events import Events, read_events
+from jaxscale.start import NO_WISHES
+
+
+class Alone:
+    """One process: what is said, kept."""
+
+    process = 0
+
+    def __init__(self):
+        self.said = []
+
+    def __call__(self, line):
+        self.said.append(line)
+
+    def on_hang(self, heard):
+        """Nobody tells."""
+
+    def tell_hang(self, line):
+        """Nobody hears."""
+
+
+@pytest.fixture
+def cfg(tmp_path):
+    (tmp_path / "tiny.py").write_text(f"def get_config():\n    return {tiny.VALUES!r}\n")
+    return load_config(str(tmp_path / "tiny.py"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(None, 0), (Stop(Exit.NON_FINITE, "diverged"), 17), (KeyError("x"), 1)], ids=str
+)
+def test_how_a_run_ended_is_noted_under_its_lock(cfg, tmp_path, monkeypatch, error, code):
+    workdir, locked, write = tmp_path / "run", [], Events.write
+
+    def watched(events):
+        locked.append((workdir / "lock").exists())
+        return write(events)
+
+    monkeypatch.setattr(Events, "write", watched)
+    try:
+        with attended(cfg, str(workdir), NO_WISHES, Alone()) as services:
+            services.note("started", 0)
+            if error:
+                raise error
+    except (Stop, KeyError) as raised:
+        assert raised is error
+    assert locked == [True, True] and not (workdir / "lock").exists()
+    services.note("alarm", 1)  # too late
+    events = read_events(workdir)
+    assert [event["event"] for event in events] == ["started", "stopped"] and events[1]["code"] == code
+
+
+@pytest.mark.fault("F4")
+def test_a_disk_that_fails_at_the_end_leaves_the_verdict_as_it_is(cfg, tmp_path):
+    with pytest.raises(Stop, match="no room") as stop:
+        with attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()) as services:
+            services.note("started", 0)
+            shutil.rmtree(tmp_path / "run")
+            raise Stop(Exit.STORAGE, "no room")
+    assert stop.value.code == Exit.STORAGE
+
+
+def test_a_start_that_is_refused_leaves_no_trace(cfg, tmp_path):
+    with RunLock(tmp_path / "run"):
+        with pytest.raises(Stop) as stop, attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()):
+            raise AssertionError("two runs in one folder")
+        assert stop.value.code == Exit.LOCK_HELD and [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
+    with pytest.raises(ValueError), attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()):
+        raise ValueError("before anything was noted")
+    assert not list((tmp_path / "run").iterdir())

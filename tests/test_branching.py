@@ -1,0 +1,103 @@
+"""A run that branches off another begins at step 0, and from then on goes on from its own checkpoints alone."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import tiny
+
+from jaxscale import main
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config import with_flags
+from jaxscale.exits import Exit, Stop
+from jaxscale.run import open_run, train_through
+from jaxscale.train import loop
+
+QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
+
+
+@pytest.fixture(autouse=True)
+def compiled_once(monkeypatch):
+    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, _: dataclasses.replace(tiny.program(), cfg=cfg))
+
+
+def config(steps, overrides=None):
+    often = {"train_tokens": f"{steps} steps", "checkpoint.save_every_steps": 2, "checkpoint.keep_last": 9}
+    return tiny.config(QUIET | often | (overrides or {}))
+
+
+def run(folder, steps, stop_after=None, said=None, **init):
+    """Trains in the folder and returns the last saved state; stop_after: as if killed after so many steps."""
+    cfg = config(steps, {"seed": 2} | {f"init.{name}": value for name, value in init.items()})
+    if stop_after is None:
+        train_through(cfg, str(folder), (said if said is not None else []).append)
+    else:
+        opened = open_run(cfg, str(folder), (said if said is not None else []).append)
+        loop.train(dataclasses.replace(opened, total_steps=stop_after, finish=lambda state: None))
+    return state_of(folder)
+
+
+def state_of(folder, step=None):
+    checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+    return tiny.host(checkpoints.restore(step or checkpoints.latest_step(), tiny.program().abstract_state))
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_branch_begins_at_step_0_and_goes_on_from_its_own_checkpoints_with_no_look_at_the_other(tmp_path):
+    run(tmp_path / "old", 2)
+    shutil.copytree(tmp_path / "old", tmp_path / "moved")
+    straight, said = run(tmp_path / "straight", 6, said=(said := []), from_path=str(tmp_path / "moved")), said
+    assert straight.step == 6 and f"init: params of {tmp_path}/moved/checkpoints/2" in said
+    assert [(r["step"], r["batch_index"]) for r in records(tmp_path / "straight")] == [(n + 1, n) for n in range(6)]
+    fresh = run(tmp_path / "fresh", 6)
+    assert not (fresh.params["head"] == straight.params["head"]).all()
+
+    run(tmp_path / "branch", 6, stop_after=2, from_path=str(tmp_path / "moved"))
+    written = json.loads((tmp_path / "branch" / "config.json").read_text())["ancestry"]
+    recorded = Checkpoints(tmp_path / "branch" / "checkpoints", CheckpointConfig()).read_run(2)["ancestry"]
+    assert recorded == written and recorded[0]["step"] == 2
+    shutil.rmtree(tmp_path / "moved")
+    gone_on = run(tmp_path / "branch", 6, from_path=str(tmp_path / "moved"))
+    tiny.assert_same_bits(gone_on, straight)
+    checkpoints = Checkpoints(tmp_path / "branch" / "checkpoints", CheckpointConfig())
+    assert checkpoints.read_run(6)["ancestry"] == recorded  # after a restart too
+
+    with pytest.raises(Stop, match="belongs to another config: init.from_path: ") as stop:
+        run(tmp_path / "branch", 6)
+    assert stop.value.code is Exit.CONFIG_MISMATCH
+
+
+def test_stopped_before_its_first_checkpoint_it_begins_with_the_same_weights_again(tmp_path):
+    run(tmp_path / "old", 2)
+    of_old = {"init.from_path": str(tmp_path / "old")}
+    begin(tmp_path / "branch", of_old)
+    run(tmp_path / "old", 4)  # meanwhile the other has gone on
+    begun = begin(tmp_path / "branch", of_old)
+    tiny.assert_same_bits(begun.params, state_of(tmp_path / "old", 2).params)
+    begun = begin(tmp_path / "another", of_old | {"init.what": "state"})
+    tiny.assert_same_bits(begun.opt_state, state_of(tmp_path / "old", 4).opt_state)
+
+
+def begin(folder, overrides):
+    """The state before step 0 of a run that does not come to its first step."""
+    opened = open_run(config(4, overrides), str(folder), say=str)
+    opened.writer.close()
+    return tiny.host(opened.state)
+
+
+def test_what_cannot_be_read_ends_the_run_before_anything_is_written_into_its_folder(tmp_path):
+    with pytest.raises(ValueError, match="init.from_path=.*nowhere holds no checkpoint"):
+        run(tmp_path / "branch", 4, from_path=str(tmp_path / "nowhere"))
+    assert not (tmp_path / "branch" / "config.json").exists()
+
+
+def test_the_flag_is_the_setting(tmp_path):
+    parse = lambda *flags: with_flags(main.parse_arguments(["--config=x", *flags], ("init_from", "skip-data")))
+    assert parse("--init_from=runs/a") == {"init.from_path": "runs/a"}
+    with pytest.raises(ValueError, match="--init_from=a and --config.init.from_path say the same thing"):
+        parse("--init_from=a", "--config.init.from_path=b")
