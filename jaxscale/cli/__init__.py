@@ -21,11 +21,17 @@ VERBS = {
         "compile a config's step for chips that are not here: memory, time, traffic",
     ),
     "bench": ("jaxscale.cli.bench", "measure the step and the loop, alone and beside other programs"),
+    "ckpt": ("jaxscale.cli.ckpt", "list, check, copy, thin out and average checkpoints, without a device"),
     "trace": ("jaxscale.cli.trace", "list the documents that a step trained on, or the steps that saw a document"),
+    "rehearse": (
+        "jaxscale.cli.rehearse",
+        "try a run here for minutes: step, evaluate, save, kill, go on, compare; GO or NO-GO",
+    ),
+    "supervise": ("jaxscale.cli.supervise", "start a training again as long as that can help"),
     "verify": ("jaxscale.cli.verify", "prove on your config that resuming is exact and that no mesh changes a number"),
 }
-AHEAD = ("preflight", "trace")  # verbs that use no device that is here
-WITHOUT_JAX = ("prepare",)
+AHEAD = ("preflight", "trace", "ckpt")  # verbs that use no device that is here
+WITHOUT_DEVICE = ("prepare", "rehearse", "supervise")  # what they start sets itself up
 
 
 def main() -> None:
@@ -39,7 +45,7 @@ def set_up(verb: str) -> None:
     """Sets the process up for a verb, before it imports jax."""
     if verb in AHEAD:
         process.prepare_ahead()
-    elif verb not in WITHOUT_JAX:
+    elif verb not in WITHOUT_DEVICE:
         process.prepare()
 
 

@@ -2,6 +2,7 @@
 
   jaxscale bench step                 the compiled step on random tokens: each step waited for, the median
   jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) beside the bare step
+  jaxscale bench survive              what guard, watchdog, lock, fingerprints and saves cost, beside the step
   jaxscale bench collectives          bandwidth along each mesh axis, beside the chip table, and hosts that are slow
   jaxscale bench data                 preparing and reading data, on one core: each stage, a recipe, shards, batches
   --spec=S                S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256,
@@ -9,7 +10,7 @@
   --config=FILE           a run's config instead
   --config.NAME=VALUE     sets any setting of either, such as --config.train.num_microbatches=4
   --dtype=float32         compute dtype
-  --steps=6               timed steps (loop: 100)
+  --steps=6               timed steps (loop: 100; survive: 20)
   --warmup=2              step: untimed steps after the first
   --devices=8             simulated CPU devices
   --json                  one line of JSON
@@ -19,7 +20,7 @@
                           prints a line of JSON with "tok_s" and, if it likes, sys, spec, dtype, loss0, lossN, rss_mb,
                           first_step_s, gflops, params. NAME=VALUE may stand in front. For several commands give the
                           flag again, or put ';;' between them
-  --rounds=3              step: turns of each with --against
+  --rounds=3              step: turns of each with --against; survive: of each (5)
 
   --input=GLOB            data: text to measure with; else a recipe's sources, else this Python's standard library
   --recipe=FILE           data: a recipe of jaxscale prepare, for stages and tokenizer
@@ -41,9 +42,15 @@ import json  # noqa: E402
 import jax  # noqa: E402
 
 from jaxscale import hosts, schema  # noqa: E402
-from jaxscale.cli import bench_against, bench_collectives, bench_data, bench_loop, bench_step  # noqa: E402
-from jaxscale.cli.numbers import whole_number  # noqa: E402
-from jaxscale.command_line import Arguments, config_values, parse_arguments  # noqa: E402
+from jaxscale.cli import (  # noqa: E402
+    bench_against,
+    bench_collectives,
+    bench_data,
+    bench_loop,
+    bench_step,
+    bench_survive,
+)
+from jaxscale.command_line import Arguments, config_values, parse_arguments, whole_number  # noqa: E402
 from jaxscale.data.prepare.config import PrepareConfig  # noqa: E402
 from jaxscale.exits import run_and_exit  # noqa: E402
 
@@ -51,6 +58,7 @@ SHARED_OPTIONS = ("spec", "dtype", "steps", "devices")
 OPTIONS = {
     "step": (*SHARED_OPTIONS, "warmup", "rounds"),
     "loop": SHARED_OPTIONS,
+    "survive": (*SHARED_OPTIONS, "rounds"),
     "data": ("input", "recipe", "seq_len", "batch_rows", "rounds"),
     "collectives": ("devices", "megabytes", "repeats", *hosts.FLAGS),
 }
@@ -72,7 +80,9 @@ def main(argv: list[str]) -> int:
     else:
         if "devices" in arguments.options:
             jax.config.update("jax_num_cpu_devices", number(arguments, "devices", 1, 1))
-        {"step": step, "loop": loop, "collectives": collectives, "data": data}[what](arguments, as_json)
+        {"step": step, "loop": loop, "survive": survive, "collectives": collectives, "data": data}[what](
+            arguments, as_json
+        )
     return 0
 
 
@@ -88,6 +98,14 @@ def loop(arguments: Arguments, as_json: bool) -> None:
     name, cfg = bench_step.read_config(arguments)
     record = bench_loop.measure_loop(cfg, steps=number(arguments, "steps", 100, 1))
     print(json.dumps(record) if as_json else "\n".join(bench_loop.loop_lines(name, record)))
+
+
+def survive(arguments: Arguments, as_json: bool) -> None:
+    """`jaxscale bench survive`."""
+    _, cfg = bench_step.read_config(arguments)
+    rounds = number(arguments, "rounds", 5, 1)
+    record = bench_survive.measure_survive(cfg, steps=number(arguments, "steps", 20, 2), rounds=rounds)
+    print(json.dumps(record) if as_json else "\n".join(bench_survive.survive_lines(record)))
 
 
 def collectives(arguments: Arguments, as_json: bool) -> None:

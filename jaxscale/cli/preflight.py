@@ -26,8 +26,7 @@ import time  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 
 from jaxscale import config  # noqa: E402
-from jaxscale.cli.numbers import whole_number  # noqa: E402
-from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches  # noqa: E402
+from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.exits import Exit, run_and_exit  # noqa: E402
 from jaxscale.paths import write_json, write_text_atomic  # noqa: E402

@@ -31,8 +31,7 @@ from typing import Any  # noqa: E402
 
 from jaxscale import paths, schema  # noqa: E402
 from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
-from jaxscale.cli.numbers import whole_number  # noqa: E402
-from jaxscale.command_line import parse_arguments  # noqa: E402
+from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.data.batch import tokens_hash  # noqa: E402
 from jaxscale.data.ledger import Entry, Ledger  # noqa: E402
@@ -40,6 +39,8 @@ from jaxscale.data.mixture import Mixture, same_past  # noqa: E402
 from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of  # noqa: E402
 from jaxscale.data.pipeline import Corpus, open_data  # noqa: E402
 from jaxscale.exits import Exit, Stop, run_and_exit, tell  # noqa: E402
+from jaxscale.monitor.events import read_events  # noqa: E402
+from jaxscale.train.decisions import Decisions, decisions_of  # noqa: E402
 
 OPTIONS = ("workdir", "step", "batch", "row", "doc", "text", "json")
 WHAT_WAS_TRAINED_ON = ("data.mixture", "data.max_epochs", "data.skip_batches", "data.objective")  # stays as it was
@@ -97,23 +98,30 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     written = paths.read_json(folder / "config.json")
     cfg = schema.from_dict(RunConfig, schema.merge(written["config"], overrides))
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
-    step = checkpoints.latest_step()
+    decisions = decisions_of(read_events(folder))
+    pending = decisions.pending  # what lies behind its step is moved away by the next start
+    step = checkpoints.newest(before=pending.to + 1 if pending else None)
     recorded = checkpoints.read_run(step)["data"] if step is not None else None
     corpus = open_data(
         cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=lambda _: None
     )
     total_steps = written["budget"]["total_steps"]
-    skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps)
-    hashes = hashes_of(folder)
+    skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps, decisions.with_recorded(recorded))
+    hashes = {n: found for n, found in hashes_of(folder).items() if not pending or n < pending.to}
     done = max(step or 0, 1 + max(hashes, default=-1))
     return Traced(Ledger(corpus, corpus.batches(cfg.rows_per_step, mixture), skipped), total_steps, done, hashes)
 
 
 def reckoned(
-    cfg: RunConfig, corpus: Corpus, recorded: dict[str, Any] | None, step: int, total_steps: int
+    cfg: RunConfig,
+    corpus: Corpus,
+    recorded: dict[str, Any] | None,
+    step: int,
+    total_steps: int,
+    decisions: Decisions,
 ) -> tuple[Ranges, Mixture | None]:
     """(skipped batches, mixture) as run.open_run has them: what the last checkpoint, of `step`, has recorded, and what
-    the newest start has changed ahead of it.
+    the newest start and the run's rewinds have changed ahead of it.
 
     Raises Stop(DATA_MISMATCH) where that would give other batches to the steps up to the checkpoint.
     """
@@ -124,8 +132,9 @@ def reckoned(
             f"the data are not those of the run: fingerprint {corpus.fingerprint[:16]} now, "
             f"{recorded['fingerprint'][:16]} then; bring the old data back (or the release that made the order)",
         )
-    skipped = merge_skips(before, cfg.data.skip_batches, step)
-    mixture = corpus.plan_mixture(cfg.rows_per_step, total_steps, batch_index(total_steps - 1, skipped) + 1)
+    skipped = merge_skips(before, [*cfg.data.skip_batches, *decisions.skip_batches], step)
+    num_batches = batch_index(total_steps - 1, skipped) + 1
+    mixture = corpus.plan_mixture(cfg.rows_per_step, total_steps, num_batches, detours=decisions.detours)
     rows = (batch_index(step - 1, before) + 1) * cfg.rows_per_step if step else 0
     if recorded and not same_past(recorded.get("mixture"), mixture.record() if mixture else None, rows):
         raise Stop(

@@ -22,9 +22,8 @@ import sys  # noqa: E402
 
 from jaxscale import config  # noqa: E402
 from jaxscale.cli import verify_parity, verify_resume  # noqa: E402
-from jaxscale.cli.numbers import whole_number  # noqa: E402
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data  # noqa: E402
-from jaxscale.command_line import Arguments, parse_arguments  # noqa: E402
+from jaxscale.command_line import Arguments, parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.exits import Exit, run_and_exit  # noqa: E402
 

@@ -131,7 +131,7 @@ def settings(cfg: RunConfig) -> RunConfig:
     )
     plain = dict(name="sgd", b1=KEEPS_GRADIENT, clip_norm=0.0)
     constant = dict(peak_lr=LR, min_lr=0.0, decay="constant", warmup_tokens=0)
-    guard = dataclasses.replace(cfg.train.guard, max_grad_norm=float(np.finfo(np.float32).max))
+    guard = dataclasses.replace(cfg.train.guard, max_grad_norm=float(np.finfo(np.float32).max), spike_ratio=0.0)
     return dataclasses.replace(
         cfg,
         model=model,

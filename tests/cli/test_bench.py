@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxscale import process
-from jaxscale.cli import bench, bench_against
+from jaxscale.cli import bench, bench_against, bench_survive
 
 TINY = [
     "--spec=T",
@@ -71,6 +71,23 @@ def test_the_loop_saves_inside_its_segment_and_is_compared_with_the_bare_step(ca
     text = capsys.readouterr().out
     assert "a checkpoint every 4 steps: 1)" in text
     assert "95% of the bare step" in text and "for data" in text
+
+
+def test_what_surviving_costs_is_told_part_by_part(monkeypatch, capsys):
+    monkeypatch.setattr(bench_survive, "SAVED_BYTES", 100_000)
+    monkeypatch.setattr(bench_survive, "CALLS", 5)
+    guards, open_run = [], bench_survive.open_run
+    seen = lambda cfg, *rest, **more: (guards.append(cfg.train.guard), open_run(cfg, *rest, **more))[1]
+    monkeypatch.setattr(bench_survive, "open_run", seen)
+    assert bench.main(["survive", "--json", "--steps=2", "--rounds=1", *TINY]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert [guard.spike_ratio for guard in guards] == [0.0]  # bare steps train on one batch alone
+    assert set(record["parts_seconds"]) == {"guard", "fingerprints of a save", "watchdog", "lock"}
+    assert set(record["loop_seconds"]) == {"without", "with"} and record["saved_bytes"] == 100_000
+    assert min(record["step_seconds"], record["save_blocked_seconds"], *record["parts_seconds"].values()) > 0
+    for part, blocked, told in ((0.009, 0.09, "under"), (0.011, 0.11, "NOT under")):
+        lines = bench_survive.survive_lines(record | {"parts_of_a_step": part, "save_blocked_seconds": blocked})
+        assert f"of a step: {told} 1%" in "\n".join(lines) and f"({told} 100)" in lines[-1]
 
 
 def test_commands_run_in_turn_and_the_ratio_is_printed(step_record, tmp_path):

@@ -32,7 +32,10 @@ def test_help_does_not_wait_for_jax():
 
 @pytest.mark.parametrize(
     ("verb", "told"),
-    [("verfy", "did you mean 'verify'?"), ("xyz", "it has train, prepare, preflight, bench, trace, verify")],
+    [
+        ("verfy", "did you mean 'verify'?"),
+        ("xyz", f"it has {', '.join(cli.VERBS)}"),
+    ],
 )
 def test_an_unknown_verb_is_one_line_with_the_nearest_name(verb, told):
     done = jaxscale(verb)

@@ -11,12 +11,14 @@ import pytest
 import tiny
 
 from jaxscale import config, main, schema
-from jaxscale.checkpoint.manager import CheckpointConfig, Checkpoints
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import trace
 from jaxscale.command_line import parse_arguments
 from jaxscale.data.pipeline import open_data
 from jaxscale.exits import Exit, Stop
-from jaxscale.run import check_same_past, open_run
+from jaxscale.run import open_run
+from jaxscale.same_run import check_same_past
 
 STEPS = 12
 STAGES = {"0": {"web": 0.75, "code": 0.25}, "6 steps": {"web": 0.5, "code": 0.5}}
@@ -284,7 +286,7 @@ def test_a_run_goes_on_with_a_mixture_that_changes_ahead(home, run, tmp_path, ca
 
 
 def test_skip_data_is_shorthand_for_the_setting():
-    parse = lambda *flags: config.with_skipped(parse_arguments(["--config=x", *flags], ("skip-data",)))
+    parse = lambda *flags: config.with_flags(parse_arguments(["--config=x", *flags], ("skip-data",)))
     assert parse("--skip-data=3:5,9:10")["data.skip_batches"] == ((3, 5), (9, 10))
     assert parse() == {}
     for flags, message in (

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.checkpoint.manager import CheckpointConfig, Checkpoints, nest
-from jaxscale.cli import verify_resume
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.record import nest
+from jaxscale.cli import compare_runs, verify_resume
+from jaxscale.cli.child import Child
 from jaxscale.command_line import Arguments
 from jaxscale.exits import Exit, Stop
 
@@ -41,6 +44,7 @@ def config(tmp_path):
     return file
 
 
+@pytest.mark.fault("F3")
 def test_a_run_killed_twice_equals_one_left_alone(config, tmp_path):
     command = [sys.executable, "-m", "jaxscale.cli.verify", "resume", f"--config={config}"]
     done = subprocess.run([*command, f"--workdir={tmp_path / 'w'}"], capture_output=True, text=True, timeout=400)
@@ -83,12 +87,12 @@ def change_line(folder, number, **values):
 def test_the_same_is_exact_whatever_the_clock_said(finished, tmp_path):
     other = write_run(tmp_path / "other")
     change_line(other, 3, step_seconds=99.0)
-    found = verify_resume.compare(finished, other, STEPS)
+    found = compare_runs.compare(finished, other, STEPS)
     assert found.exact and found.lines()[-1] == "resume: exact"
 
 
 def test_another_run_is_not_exact(finished, tmp_path):
-    found = verify_resume.compare(finished, write_run(tmp_path / "other", seed=1), STEPS)
+    found = compare_runs.compare(finished, write_run(tmp_path / "other", seed=1), STEPS)
     differing = {what for what, _, count in found.rows if count != "0"}
     assert differing == {"state: params", "state: key", "data position", "resolved config", "token ids", "metrics"}
     assert f"resume: NOT exact, {len(found.differences)} differences" in found.lines()
@@ -97,32 +101,34 @@ def test_another_run_is_not_exact(finished, tmp_path):
 @pytest.mark.parametrize("name", ["params/w", "params/b", "key", "step"])
 def test_one_flipped_bit_of_the_state_is_found(finished, tmp_path, name):
     other = write_run(tmp_path / "other")
-    state, run = verify_resume.read_checkpoint(other, STEPS)
+    checkpoints = compare_runs.checkpoints_of(other)
+    record = checkpoints.read_record(STEPS)
+    state, run = compare_runs.read_leaves(checkpoints, STEPS, record["leaves"], list(record["leaves"])), record["run"]
     leaf = state[name].copy()
     state[name] = np.frombuffer(bytes([leaf.tobytes()[0] ^ 1]) + leaf.tobytes()[1:], leaf.dtype).reshape(leaf.shape)
     shutil.rmtree(other / "checkpoints" / str(STEPS))
     write_checkpoint(other, nest(state), run)
-    (line,) = verify_resume.compare(finished, other, STEPS).differences
+    (line,) = compare_runs.compare(finished, other, STEPS).differences
     assert line.startswith(f"state: {name.split('/')[0]}: {name}: 1 of ")
 
 
 def test_a_zero_of_the_other_sign_is_a_difference():
-    assert "0 of 1 numbers differ" in verify_resume.leaf_difference("w", np.zeros(1), -np.zeros(1))
+    assert "0 of 1 numbers differ" in compare_runs.leaf_difference("w", np.zeros(1), -np.zeros(1))
 
 
 @pytest.mark.parametrize(("name", "what"), [("tokens_hash", "token ids"), ("loss", "metrics")])
 def test_one_changed_step_of_the_metrics_is_found(finished, tmp_path, name, what):
     other = write_run(tmp_path / "other")
     change_line(other, 5, **{name: "another"})
-    found = verify_resume.compare(finished, other, STEPS)
+    found = compare_runs.compare(finished, other, STEPS)
     assert [line for line in found.differences if line.startswith(f"{what}: step 5: {name} is ")]
 
 
 def test_what_was_done_before_a_kill_is_compared_too(finished):
-    early = verify_resume.read_metrics(finished)
-    assert verify_resume.compare(finished, finished, STEPS, [early]).exact
+    early = compare_runs.read_metrics(finished)
+    assert compare_runs.compare(finished, finished, STEPS, [early]).exact
     changed = {3: early[3] | {"loss": 0.0}}
-    (line,) = verify_resume.compare(finished, finished, STEPS, [early, changed]).differences
+    (line,) = compare_runs.compare(finished, finished, STEPS, [early, changed]).differences
     assert line.startswith("metrics before a kill: step 3: loss is ")
 
 
@@ -130,16 +136,16 @@ def test_a_missing_step_is_not_exact(finished, tmp_path):
     other = write_run(tmp_path / "other")
     lines = (other / "metrics.jsonl").read_text().splitlines()
     (other / "metrics.jsonl").write_text("\n".join(lines[:-1]))
-    assert "token ids: step 12 is missing" in str(verify_resume.compare(finished, other, STEPS).differences)
+    assert "token ids: step 12 is missing" in str(compare_runs.compare(finished, other, STEPS).differences)
 
 
 def test_a_run_that_ends_by_itself_says_why(tmp_path):
     code = "import sys; print('first'); print('error: x=3 is wrong'); sys.exit(2)"
-    child = verify_resume.Child([sys.executable, "-c", code], tmp_path / "w", 1)
+    child = Child([sys.executable, "-c", code], tmp_path / "w.log")
     with pytest.raises(Stop, match="exit 2: error: x=3 is wrong") as stop:
         child.kill_when(lambda: "")
     assert stop.value.code == Exit.BAD_INPUT
-    quick = verify_resume.Child([sys.executable, "-c", ""], tmp_path / "w", 1)
+    quick = Child([sys.executable, "-c", ""], tmp_path / "w.log")
     with pytest.raises(Stop, match="before it could be killed"):
         quick.kill_when(lambda: "")
 

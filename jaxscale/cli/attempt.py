@@ -1,0 +1,70 @@
+"""One start of a command, in a process group of its own that does not outlive this process."""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+# Becomes the command. Before that it asks Linux to kill it when the thread that started it ends, however that ends. A
+# preexec_fn could do so too, and could deadlock: it runs between fork and exec of a process that may have threads.
+TIED = """
+import ctypes, os, signal, sys
+parent, *command = sys.argv[1:]
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; kept across exec
+if os.getppid() != int(parent):
+    os.kill(os.getpid(), signal.SIGKILL)  # it had ended before we asked
+for name in ("SIGPIPE", "SIGXFSZ"):
+    signal.signal(getattr(signal, name), signal.SIG_DFL)  # which Python ignores, and exec would keep
+os.execvp(command[0], command)
+"""
+
+
+class Attempt:
+    """The running command. Its output goes where ours goes, it reads nothing, and its group ends with it.
+
+    Whatever is left of the group when the command has ended is killed: a process of the last attempt must not write
+    beside one of the next.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, output: int | None = None):
+        """Starts it, from the main thread. Raises ValueError if there is no such program."""
+        if shutil.which(command[0], path=(env or os.environ).get("PATH")) is None:
+            raise ValueError(f"{command[0]} is no program that can be started; what follows -- must begin with one")
+        if sys.platform.startswith("linux"):
+            command = [sys.executable, "-I", "-S", "-c", TIED, str(os.getpid()), *command]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, process_group=0
+        )
+
+    def running(self) -> bool:
+        """True until it has ended; afterwards `wait` returns at once."""
+        options = os.WEXITED | os.WNOWAIT | os.WNOHANG
+        return self.process.returncode is None and os.waitid(os.P_PID, self.process.pid, options) is None
+
+    def signal(self, number: int) -> None:
+        """Sends a signal to the command alone, as a shell's `kill` does.
+
+        Not by Popen.send_signal, which reaps a command that has ended: `wait` is to find its group still its own.
+        """
+        if self.process.returncode is None:  # unreaped, so the number is nobody else's
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, number)
+
+    def kill_group(self) -> None:
+        """Kills the command and all that it started and that stayed in its group."""
+        if self.process.returncode is None:  # later `wait` has done so, and the number may be another group's
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        """The exit code, negative for death by a signal. The group is gone then."""
+        try:
+            if self.process.returncode is None:
+                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # unreaped, its number stays its own
+        finally:
+            self.kill_group()
+            code = self.process.wait()
+        return code

@@ -1,0 +1,154 @@
+"""What it costs to be able to survive: the guard, the watchdog, the lock, fingerprints and saves beside the bare step.
+
+Each part is timed alone, and the loop with all of them in turn with the loop without watchdog and lock, in one process.
+"""
+
+import dataclasses
+import functools
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.fingerprint import fingerprints
+from jaxscale.checkpoint.lock import RunLock
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.cli.bench_loop import run_bare, run_loop
+from jaxscale.config import RunConfig
+from jaxscale.hosts.watchdog import Watchdog
+from jaxscale.planner.check import check_machine
+from jaxscale.run import open_run
+from jaxscale.train import guard
+from jaxscale.train.services import UNATTENDED, Services
+
+WANTED = 0.01  # of a step, all parts together
+WANTED_BLOCKED = 0.1  # seconds
+SAVED_BYTES = 500_000_000
+LEAVES = 25  # of the state that is saved: a small model has so many large arrays
+PHASES = ("data", "step", "step", "step")  # that a step of the loop passes through
+CALLS = 2000
+
+
+def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a bare step and of each part, of the loop with and without them, and how long a save blocks."""
+    # after many steps on one batch any other one looks like a spike
+    quiet_guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, guard=quiet_guard))
+    check_machine(cfg)
+    with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as name:
+        folder = pathlib.Path(name)
+        run = open_run(cfg, str(folder / "run"), say=lambda text: None)
+        feed = run.open_feed(0, 1)
+        batch = next(feed).batch
+        feed.close()
+        state, _, _ = run_bare(run, run.state, batch, 2)  # compiled
+        fingerprints(jax.tree.leaves(state))
+        parts = {
+            "guard": timed_guard(cfg.train.guard, rounds),
+            "fingerprints of a save": median(lambda: fingerprints(jax.tree.leaves(state)), rounds),
+        }
+        turns: dict[str, list[float]] = {"bare": [], "without": [], "with": []}
+        with RunLock(folder / "locked", say=lambda text: None) as lock, Watchdog(folder / "locked", cfg.hang) as dog:
+            parts["watchdog"] = median(lambda: pass_phases(dog), CALLS)
+            parts["lock"] = median(lock.poll, CALLS)
+            watched = Services(watchdog=dog, may_commit=lock.check, poll=lock.poll)
+            quiet = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, save_every_steps=0))
+            for turn in range(rounds):
+                state, seconds, _ = run_bare(run, state, batch, steps)
+                turns["bare"].append(seconds / steps)
+                for kind, services in (("without", UNATTENDED), ("with", watched)):
+                    where = folder / f"{kind}-{turn}"
+                    looped = dataclasses.replace(run, services=services)
+                    state, times = run_loop(looped, quiet, where, state, start=0, steps=steps)
+                    turns[kind].append(times.seconds / steps)
+        run.writer.close()
+        blocked, whole = save_times(folder / "saves", rounds)
+    found = {kind: statistics.median(seconds) for kind, seconds in turns.items()}
+    parts["fingerprints of a save"] /= cfg.checkpoint.save_every_steps or 1
+    return {
+        "config": cfg.model.name,
+        "steps": steps,
+        "rounds": rounds,
+        "save_every_steps": cfg.checkpoint.save_every_steps,
+        "step_seconds": found["bare"],
+        "parts_seconds": parts,
+        "parts_of_a_step": sum(parts.values()) / found["bare"],
+        "loop_seconds": {kind: found[kind] for kind in ("without", "with")},
+        "saved_bytes": SAVED_BYTES,
+        "save_blocked_seconds": blocked,
+        "save_seconds": whole,
+    }
+
+
+def timed_guard(cfg: guard.GuardConfig, rounds: int) -> float:
+    """Seconds of the guard's judgement as a program of its own, which in a step is fused with the rest."""
+    calls = 100
+    inspect = jax.jit(functools.partial(guard.inspect, cfg))
+    state, one = guard.init_guard(cfg.window_steps), jnp.float32(1)
+
+    def run() -> None:
+        held = state
+        for _ in range(calls):
+            _, _, held = inspect(held, one, one)
+        jax.block_until_ready(held)
+
+    run()
+    return median(run, rounds) / calls
+
+
+def pass_phases(dog: Watchdog) -> None:
+    """What the loop asks of the watchdog in a step."""
+    for name in PHASES:
+        with dog.phase(name, 1):
+            pass
+
+
+def save_times(folder: pathlib.Path, rounds: int) -> tuple[float, float]:
+    """(seconds for which a save of SAVED_BYTES blocks its caller, seconds until it is on the disk), medians."""
+    state = {f"w{i}": jnp.full(SAVED_BYTES // 4 // LEAVES, float(i), jnp.float32) for i in range(LEAVES)}
+    checkpoints = Checkpoints(folder, CheckpointConfig(keep_last=1))
+    checkpoints.prepare(state)
+    blocked, whole = [], []
+    for step in range(rounds + 1):  # the first imports and compiles
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        blocked.append(checkpoints.save(step, state, {}))
+        checkpoints.wait()
+        whole.append(time.perf_counter() - began)
+    checkpoints.close()
+    return statistics.median(blocked[1:]), statistics.median(whole[1:])
+
+
+def median(run: Callable[[], Any], times: int) -> float:
+    """Seconds of one call."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        run()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
+def survive_lines(record: dict[str, Any]) -> list[str]:
+    """The record for people."""
+    step, loop = record["step_seconds"], record["loop_seconds"]
+    part = lambda seconds: f"{seconds * 1e6:,.1f} us, {seconds / step:.3%} of a step"
+    notes = {"fingerprints of a save": f" (shared by {record['save_every_steps']} steps)"}
+    verdict = "under" if record["parts_of_a_step"] < WANTED else "NOT under"
+    blocked = record["save_blocked_seconds"]
+    return [
+        f"{record['config']}: a bare step takes {step * 1e3:,.1f} ms (medians of {record['rounds']})",
+        *[f"  {name:<24}{part(seconds)}{notes.get(name, '')}" for name, seconds in record["parts_seconds"].items()],
+        f"  together {record['parts_of_a_step']:.3%} of a step: {verdict} {WANTED:.0%}",
+        f"  the loop without watchdog and lock {loop['without'] * 1e3:,.2f} ms a step, with them "
+        f"{loop['with'] * 1e3:,.2f} ms ({loop['with'] / loop['without'] - 1:+.2%}; {record['rounds']} turns of each)",
+        f"  a save of {record['saved_bytes'] / 1e6:,.0f} MB blocks the step's thread for {blocked * 1e3:,.1f} ms "
+        f"({'under' if blocked < WANTED_BLOCKED else 'NOT under'} {WANTED_BLOCKED * 1e3:.0f}), and is written, synced "
+        f"and read back after {record['save_seconds']:.2f} s",
+    ]

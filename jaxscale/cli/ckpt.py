@@ -1,0 +1,297 @@
+"""Lists, checks, copies, thins out and averages the checkpoints of a run, on a disk or in a bucket, without a device.
+
+  jaxscale ckpt list    --workdir=runs/first                           step, time, size, health, loss, verified, pinned
+  jaxscale ckpt verify  --workdir=gs://BUCKET/run                      the newest step; --steps=all for every one
+  jaxscale ckpt copy    --workdir=runs/first --to=gs://BUCKET/first    the newest step; run it again after a kill
+  jaxscale ckpt prune   --workdir=runs/first                           what training would keep, and what could go
+  jaxscale ckpt prune   --workdir=runs/first --keep_last=1 --delete    and it is gone
+  jaxscale ckpt pin     --workdir=runs/first --steps=4000              never deleted, until `unpin`
+  jaxscale ckpt average --workdir=runs/first --last=5 --to=runs/mean     weights for a new run: --init_from=runs/mean
+
+  --steps=10,20 | all     which steps; --step=10 is the same (verify, copy: the newest one unless given)
+  --to=FOLDER             the run folder to write (copy, average); never one that another run uses
+  --last=5                average the newest five steps that training judged clean, in place of --steps
+  --what=params           what to average: params, or ema where the run keeps such weights
+  --keep_last=3 --keep_every_steps=0 --keep_best=0       prune by these in place of the run's own settings
+  --delete                prune: do it; without it nothing is touched
+  --json                  one JSON object a line
+
+verify reads every array from the files and compares it with the fingerprint that was taken on the devices when it was
+saved; of a copy it checks the md5 of every file as well. It names the leaf and the files, and leaves with exit code 19.
+prune never deletes pinned steps, the newest clean one and the last that training has read back. average sums in
+float64, checks its sources as it reads them, and writes the weights alone: begin a new run from them.
+"""
+
+from jaxscale.process import prepare_ahead
+
+if __name__ == "__main__":
+    prepare_ahead()  # before jax is imported: no device is touched
+
+import dataclasses  # noqa: E402
+import json  # noqa: E402
+import logging  # noqa: E402
+import os  # noqa: E402
+import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable, Mapping, Sequence  # noqa: E402
+from typing import Any  # noqa: E402
+
+from jaxscale import paths, units  # noqa: E402
+from jaxscale.checkpoint.average import average_steps  # noqa: E402
+from jaxscale.checkpoint.cause import short_cause  # noqa: E402
+from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
+from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
+from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, sweep, unpin, why_kept  # noqa: E402
+from jaxscale.checkpoint.reading import COPIED, StepFacts, list_steps, read_optional  # noqa: E402
+from jaxscale.checkpoint.transfer import copy_step  # noqa: E402
+from jaxscale.checkpoint.verifying import verify_folder  # noqa: E402
+from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
+from jaxscale.exits import Exit, run_and_exit, tell  # noqa: E402
+
+NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
+RULES = ("keep_last", "keep_every_steps", "keep_best")
+FIRST_REPORT, NEXT_REPORT = 3.0, 10.0  # seconds after which something long says how far it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a verb works on."""
+
+    checkpoints: Checkpoints
+    options: Mapping[str, str]
+    json: bool
+    delete: bool = False
+
+    def say(self, record: Mapping[str, Any], line: str) -> None:
+        """Prints the record or the line for people."""
+        print(json.dumps(record) if self.json else line, flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Does what the first argument says and returns the exit code."""
+    verb, *rest = argv or ["--help"]
+    if verb in ("-h", "--help", "help") or rest[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    if verb not in VERBS:
+        raise ValueError(f"jaxscale ckpt has no verb {verb!r}; it has {', '.join(VERBS)}")
+    work, own, needed = VERBS[verb]
+    switches = ("json", "delete") if verb == "prune" else ("json",)
+    rest, on = take_switches(rest, ("workdir", *own), switches)
+    arguments = parse_arguments(rest, ("workdir", *own))
+    if arguments.help:
+        print(__doc__)
+        return 0
+    for name in ("workdir", *needed):
+        if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
+            raise ValueError(f"ckpt {verb} needs --{name}; see jaxscale ckpt --help")
+    if arguments.config or arguments.overrides:
+        raise ValueError("ckpt takes no --config: what it needs to know stands in the work folder")
+    try:
+        checkpoints = open_folder(arguments.options["workdir"])
+        return work(Request(checkpoints, arguments.options, "json" in on, "delete" in on))
+    except Exception as error:
+        told_by_bucket = isinstance(error, OSError) and paths.is_remote(arguments.options["workdir"])
+        if not (told_by_bucket or type(error).__module__.startswith("gcsfs.")):  # which has errors of its own
+            raise
+        raise ValueError(f"the bucket refuses: {short_cause(error)}; {NEEDED}") from None
+
+
+def open_folder(workdir: str) -> Checkpoints:
+    """The checkpoints of a run. Raises ValueError if there are none."""
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of what it raises as well
+    checkpoints = Checkpoints(paths.as_path(workdir) / "checkpoints", CheckpointConfig())
+    if not checkpoints.all_steps():
+        inside = os.path.basename(os.fspath(workdir).rstrip("/")) == "checkpoints"
+        hint = "give the folder above it" if inside else "give the work folder of a run that has saved"
+        raise ValueError(f"--workdir={workdir} holds no checkpoint; {hint}")
+    return checkpoints
+
+
+def list_(request: Request) -> int:
+    """Prints the facts of every step."""
+    facts = list_steps(request.checkpoints)
+    rows = [("step", "saved", "size", "health", "validation/loss", "verified", "pinned")]
+    for fact in facts:
+        loss = "-" if fact.validation_loss is None else f"{fact.validation_loss:.4f}"
+        health = "UNREADABLE" if fact.problem else fact.health or "-"
+        marks = ("yes" if fact.verified else "-", "yes" if fact.pinned else "-")
+        rows.append((str(fact.step), fact.saved or "-", units.size(fact.num_bytes), health, loss, *marks))
+    show(request, [dataclasses.asdict(fact) for fact in facts], rows)
+    for fact in facts:
+        if fact.problem:
+            tell(f"step {fact.step} cannot be restored: {fact.problem}")
+    return 0
+
+
+def verify(request: Request) -> int:
+    """Checks the steps; CHECKPOINT_CORRUPT if any is not as it was saved."""
+    folder, sound, bad = request.checkpoints.directory, [], []
+    for step in chosen(request, newest=True):
+        began, report = time.monotonic(), Progress(f"step {step}")
+        files = read_optional(folder / COPIED / f"{step}.json").get("files")
+        verdict = verify_folder(folder / str(step), files, report)
+        (bad if verdict.damages else sound).append(step)
+        record = {"step": step, "ok": not verdict.damages, "leaves": verdict.num_leaves, "bytes": verdict.num_bytes}
+        record["damages"] = [dataclasses.asdict(damage) for damage in verdict.damages]
+        lines = [f"step {step}: DAMAGED: {damage}" for damage in verdict.damages] or [
+            f"step {step}: {verdict.num_leaves} leaves, {units.size(verdict.num_bytes)}, every bit as it was saved "
+            f"({units.duration(time.monotonic() - began)})"
+        ]
+        request.say(record, "\n".join(lines))
+    if bad:
+        good = f"; step {max(sound)} is whole" if sound else ""
+        tell(f"{len(bad)} damaged: {', '.join(map(str, bad))}{good}; move a damaged step away before going on")
+    return Exit.CHECKPOINT_CORRUPT if bad else 0
+
+
+def copy(request: Request) -> int:
+    """Copies the steps, oldest first."""
+    for step in chosen(request, newest=True):
+        done = copy_step(request.checkpoints, step, request.options["to"], Progress(f"step {step}"))
+        kept = f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
+        record = {"step": step, "to": request.options["to"], **dataclasses.asdict(done)}
+        line = f"step {step}: {done.num_files} files, {units.size(done.num_bytes)}{kept}, verified in"
+        request.say(record, f"{line} {request.options['to']}")
+    return 0
+
+
+def prune(request: Request) -> int:
+    """Prints which steps stay and why, and deletes the others if asked to."""
+    folder, facts = request.checkpoints.directory, list_steps(request.checkpoints)
+    kept = why_kept(facts, last_good_step(request.checkpoints), rules(request))
+    fate = "deleted" if request.delete else "may go"
+    if request.delete:
+        for fact in facts:
+            if fact.step not in kept:
+                delete_step(folder, fact.step)
+        sweep(folder)
+    rows = [("step", "size", "")]
+    rows += [
+        (str(f.step), units.size(f.num_bytes), f"stays: {kept[f.step]}" if f.step in kept else fate) for f in facts
+    ]
+    records = [{"step": f.step, "bytes": f.num_bytes, "kept": kept.get(f.step)} for f in facts]
+    show(request, [record | {"deleted": request.delete and record["kept"] is None} for record in records], rows)
+    going = [fact for fact in facts if fact.step not in kept]
+    if going and not request.delete:
+        tell(f"{units.size(sum(f.num_bytes for f in going))} would be free: run it again with --delete")
+    return 0
+
+
+def rules(request: Request) -> CheckpointConfig:
+    """How training keeps steps, by the config.json of the run, unless flags say otherwise."""
+    written = (
+        read_optional(request.checkpoints.directory.parent / "config.json").get("config", {}).get("checkpoint", {})
+    )
+    defaults = dataclasses.asdict(CheckpointConfig())
+    found = {name: int(written.get(name, defaults.get(name, 0))) for name in RULES}
+    for name in RULES:
+        if name in request.options:
+            found[name] = whole_number(name, request.options[name], 1 if name == "keep_last" else 0)
+    return CheckpointConfig(**found)
+
+
+def pin_(request: Request) -> int:
+    """Pins the steps."""
+    return mark(request, pin, "pinned", "was pinned already")
+
+
+def unpin_(request: Request) -> int:
+    """Takes the pins away."""
+    return mark(request, unpin, "no longer pinned", "was not pinned")
+
+
+def mark(request: Request, action: Callable[[Checkpoints, int], bool], done: str, nothing: str) -> int:
+    """Does something to each step and says whether it changed anything."""
+    for step in chosen(request):
+        changed = action(request.checkpoints, step)
+        request.say({"step": step, "changed": changed}, f"step {step} {done if changed else nothing}")
+    return 0
+
+
+def average(request: Request) -> int:
+    """Writes the mean of several steps."""
+    if ("last" in request.options) == bool({"step", "steps"} & set(request.options)):
+        raise ValueError("ckpt average needs --last=5 or --steps=10,20,30, one of them")
+    if "last" in request.options:
+        steps = newest_clean(list_steps(request.checkpoints), whole_number("last", request.options["last"], 1))
+    else:
+        steps = chosen(request)
+    to, what = request.options["to"], request.options.get("what", "params")
+    done = average_steps(request.checkpoints, steps, to, what, Progress("average"))
+    size, names = units.size(done.num_bytes), ", ".join(map(str, steps))
+    record = {"to": to, "what": what, "steps": steps, **dataclasses.asdict(done)}
+    request.say(
+        record, f"{to}: step {done.step}, the mean of {what} of steps {names} ({done.num_leaves} leaves, {size})"
+    )
+    return 0
+
+
+def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
+    """The newest steps that training did not suspect. Raises ValueError if there are fewer."""
+    clean = [fact.step for fact in facts if fact.health in ("clean", None) and not fact.problem]
+    if passed := [fact.step for fact in facts if fact.step not in clean]:
+        tell(f"left out, as not clean: {', '.join(map(str, passed))}")
+    if len(clean) < count:
+        raise ValueError(f"--last={count}: there are {len(clean)} clean steps; give at most that many, or --steps")
+    return clean[-count:]
+
+
+def chosen(request: Request, newest: bool = False) -> list[int]:
+    """The steps of --step or --steps, ascending. Raises ValueError for one that is not there.
+
+    Args: newest: the newest one if none is given.
+    """
+    there = request.checkpoints.all_steps()
+    if {"step", "steps"} <= set(request.options):
+        raise ValueError("give --step or --steps, not both")
+    text = request.options.get("steps", request.options.get("step"))
+    if text == "all" or text is None and newest:
+        return there if text else there[-1:]
+    steps = sorted({whole_number("steps", part.strip(), 0) for part in text.split(",")})
+    if missing := [step for step in steps if step not in there]:
+        raise ValueError(f"--steps={text}: there is no step {missing[0]}; there are {', '.join(map(str, there))}")
+    return steps
+
+
+def show(request: Request, records: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[str]]) -> None:
+    """Prints the records as JSON, or the rows as a table."""
+    if request.json:
+        for record in records:
+            print(json.dumps(record))
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+
+
+class Progress:
+    """Says on stderr how far something long is, seldom."""
+
+    def __init__(self, what: str, clock: Callable[[], float] = time.monotonic):
+        self.what, self.clock, self.began = what, clock, clock()
+        self.due = self.began + FIRST_REPORT
+
+    def __call__(self, done: int, total: int | None = None) -> None:
+        """Takes note of the bytes done."""
+        now = self.clock()
+        if now >= self.due:
+            self.due = now + NEXT_REPORT
+            of = f" of {units.size(total)}" if total else ""
+            print(f"{self.what}: {units.size(done)}{of}, {units.size(done / (now - self.began))}/s", file=sys.stderr)
+
+
+STEPS = ("step", "steps")
+VERBS = {  # verb: (function, its flags, those it cannot do without)
+    "list": (list_, (), ()),
+    "verify": (verify, STEPS, ()),
+    "copy": (copy, (*STEPS, "to"), ("to",)),
+    "prune": (prune, RULES, ()),
+    "pin": (pin_, STEPS, ("steps",)),
+    "unpin": (unpin_, STEPS, ("steps",)),
+    "average": (average, (*STEPS, "last", "what", "to"), ("to",)),
+}
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

@@ -1,0 +1,159 @@
+"""A run tried out where it will run: real config, mesh and storage, a few steps. GO or NO-GO, before days are spent.
+
+  jaxscale rehearse --config=FILE --workdir=FOLDER      all that training is given may be given here
+  --steps=8               of the rehearsal, 8 or more; the horizon, and with it every rate, is that of the real run
+  --skip-data, --init_from, --allow_change, --run_dir_mode     as in training
+  --coordinator, ...      several hosts: the same command on each, as in training; the first one says GO or NO-GO
+
+One process after the other holds the devices, and each is the real command. One run is left alone: it trains,
+evaluates, saves. The same run again is killed with SIGKILL while it saves, started again, and goes on from its
+checkpoint. Both are then compared bit for bit: state, data position, token ids, metrics. Tried and timed on the way:
+the storage, the first step, a step, an evaluation, a save, a restore; and the room for the checkpoints to be kept.
+
+The exit code is 0 for GO and 3 for NO-GO. It works in WORKDIR/rehearsal, which stays only after a NO-GO.
+"""
+
+import pathlib
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from typing import Any
+
+from jaxscale import config, hosts, paths, start
+from jaxscale.cli.rehearsal import (
+    LEAST_STEPS,
+    OK,
+    SETTINGS,
+    NoGo,
+    Rehearsal,
+    Report,
+    check_space,
+    compare_runs,
+    run_killed,
+    run_straight,
+    try_storage,
+)
+from jaxscale.cli.shrink import table
+from jaxscale.command_line import Arguments, config_name, parse_arguments, whole_number
+from jaxscale.exits import Exit, run_and_exit
+from jaxscale.hosts import find_own_place
+from jaxscale.process import files_as
+
+RUNS = ("straight", "killed")
+PASSED_ON = ("skip-data", "init_from", "allow_change", "run_dir_mode", *hosts.FLAGS)  # --stop_after is our own
+
+
+def main(argv: list[str]) -> int:
+    """Rehearses and returns 0 for GO, 3 for NO-GO."""
+    arguments = parse_arguments(argv, ("workdir", "steps", *PASSED_ON))
+    if arguments.help:
+        print(__doc__, hosts.HELP, sep="\n")
+        return 0
+    mode = start.wishes_of(arguments.options, set()).mode
+    with files_as(mode):
+        return carry_out(plan_rehearsal(arguments))
+
+
+def carry_out(rehearsal: Rehearsal) -> int:
+    """Rehearses, prints the table and the verdict, and leaves nothing behind unless it is NO-GO; the exit code."""
+    previous = signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that it clears away after itself, too
+    made = missing_folder(rehearsal.workdir)
+    stays = False
+    try:
+        report = rehearse(rehearsal)
+        stays = not report.goes
+    finally:  # Ctrl-C is neither
+        signal.signal(signal.SIGTERM, previous)
+        if not stays and rehearsal.is_first:
+            clear_away(rehearsal, made)
+    if not rehearsal.is_first:
+        return Exit.DONE if report.goes else Exit.NO_GO
+    print("", *table([("check", "", "takes", "seen"), *report.rows]), "", sep="\n")
+    if report.goes:
+        print("GO")
+        return Exit.DONE
+    print(f"NO-GO; both runs are kept in {rehearsal.folder}, what they printed in {rehearsal.logs}")
+    return Exit.NO_GO
+
+
+def plan_rehearsal(arguments: Arguments) -> Rehearsal:
+    """What to do. Raises ValueError for what a person has to correct, before anything is started."""
+    options = arguments.options
+    steps = whole_number("steps", options.get("steps", str(LEAST_STEPS)), LEAST_STEPS)
+    cfg = config.load_config(arguments.config, config.with_flags(arguments))
+    workdir = options.get("workdir", f"runs/{config_name(arguments.config)}")
+    place = find_own_place(options)
+    is_first = place is None or place.is_first
+    folder = paths.as_path(workdir) / "rehearsal"
+    if is_first and any((folder / run).exists() for run in RUNS):
+        raise ValueError(f"{folder} holds an earlier rehearsal that ended with NO-GO; look at it, then delete it")
+    remote = paths.is_remote(workdir)
+    logs = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-rehearsal-")) if remote else pathlib.Path(folder).absolute()
+    command = [sys.executable, "-m", "jaxscale.main", f"--config={arguments.config}"]
+    command += [f"--config.{name}={value}" for name, value in (arguments.overrides | SETTINGS).items()]
+    command += [f"--{name}={options[name]}" for name in PASSED_ON if name in options]
+    return Rehearsal(
+        cfg=cfg,
+        command=command,
+        workdir=workdir,
+        folder=folder if remote else pathlib.Path(folder).absolute(),
+        logs=logs,
+        steps=steps,
+        is_first=is_first,
+        name="" if place is None else f"-{place.process_id}",
+    )
+
+
+def rehearse(rehearsal: Rehearsal) -> Report:
+    """All phases, until one fails."""
+    report, began = Report(say), time.monotonic()
+    try:
+        free = try_storage(rehearsal, report) if rehearsal.is_first else None
+        run_straight(rehearsal, report)
+        if rehearsal.is_first:
+            check_space(rehearsal, report, free)
+        early = run_killed(rehearsal, report)
+        if rehearsal.is_first:
+            compare_runs(rehearsal, report, early)
+    except NoGo:
+        pass
+    if report.goes:
+        report.add("rehearsal", OK, "all of it", time.monotonic() - began)
+    return report
+
+
+def missing_folder(workdir: str) -> Any:
+    """The outermost folder on the way to `workdir` that is not there yet, or None: what we make, we take away."""
+    if paths.is_remote(workdir):
+        return None
+    folder = pathlib.Path(paths.as_path(workdir)).absolute()
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    return missing[-1] if missing else None
+
+
+def clear_away(rehearsal: Rehearsal, made: Any) -> None:
+    """Deletes what the rehearsal wrote, and folders that were made for it if nothing else is in them."""
+    if paths.is_remote(rehearsal.folder):
+        if rehearsal.folder.exists():
+            rehearsal.folder.rmtree()
+        shutil.rmtree(rehearsal.logs, ignore_errors=True)
+        return
+    shutil.rmtree(rehearsal.folder, ignore_errors=True)
+    place = rehearsal.folder.parent
+    while made is not None and (place == made or made in place.parents):
+        try:
+            place.rmdir()
+        except OSError:  # not empty, or gone
+            return
+        place = place.parent
+
+
+def say(text: str) -> None:
+    """Prints at once: a phase can take minutes."""
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)
