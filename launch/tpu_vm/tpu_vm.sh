@@ -221,6 +221,16 @@ renew() {
   install_and_start
 }
 
+# As jaxscale.exits has it: saved on a signal, a lost process, storage, a hang; death by a signal, but for Ctrl-C and a
+# closed pipe.
+may_start_again() {
+  case "$1" in
+    10 | 13 | 14 | 15) return 0 ;;
+    130 | 141) return 1 ;;
+    *) [[ $1 -gt 128 && $1 -lt 193 ]] ;;
+  esac
+}
+
 resume() {
   [[ -n $accelerator ]] || fail "--accelerator=TYPE is missing: resume may have to ask for the slice again"
   [[ ${#arguments[@]} -gt 0 ]] || fail "nothing to train; give what followed -- in run"
@@ -244,10 +254,11 @@ resume() {
       "ACTIVE, never started") install_and_start ;;
       "ACTIVE, no answer"*) ;;
       "ACTIVE, exit "*)
-        case "${said#exit }" in
-          10 | 13 | 14 | 15 | 129 | 1[3-9][0-9] | 2[0-9][0-9]) start ;;
-          *) echo "error: trying again does not mend $said; see tpu_vm.sh logs" >&2 && return 1 ;;
-        esac
+        if ! may_start_again "${said#exit }"; then
+          echo "error: trying again does not mend $said; see tpu_vm.sh logs" >&2
+          return 1
+        fi
+        start
         ;;
       "SUSPENDED, " | "FAILED, ") renew ;;
       "GONE, ")

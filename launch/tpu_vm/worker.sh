@@ -12,7 +12,8 @@ worker.sh stop                                     SIGTERM: the run saves and le
 worker.sh logs                                     follows the log
 
 All of it lies in $JAXSCALE_HOME, default ~/jaxscale: code/ venv/ log pid exit. A process that was lost to a peer, a
-failed save, a hang or a signal (exit 13, 14, 15, above 128) is started again, $JAXSCALE_RESTARTS times, default 3.
+failed save, a hang or a signal (exit 13, 14, 15, above 128 but 130 and 141) is started again, $JAXSCALE_RESTARTS times,
+default 3.
 TEXT
 }
 
@@ -64,6 +65,16 @@ start() {
   echo "$(hostname): started"
 }
 
+# As jaxscale.exits has it: saved on a signal, a lost process, storage, a hang; death by a signal, but for Ctrl-C and a
+# closed pipe.
+may_start_again() {
+  case "$1" in
+    10 | 13 | 14 | 15) return 0 ;;
+    130 | 141) return 1 ;;
+    *) [[ $1 -gt 128 && $1 -lt 193 ]] ;;
+  esac
+}
+
 supervise() {
   local code restarts=0 training="" told_to_end=""
   trap 'told_to_end=1; [[ -n $training ]] && kill -TERM "$training" 2>/dev/null' TERM
@@ -76,10 +87,9 @@ supervise() {
       code=0
       wait "$training" || code=$?
     done
-    case "$code" in
-      13 | 14 | 15) ;;
-      *) [[ $code -gt 128 ]] || break ;;
-    esac
+    if [[ $code -eq 10 ]] || ! may_start_again "$code"; then # 10: told to save and leave, and `resume` starts it
+      break
+    fi
     if [[ -n $told_to_end || $restarts -ge ${JAXSCALE_RESTARTS:-3} ]]; then
       break
     fi
