@@ -46,7 +46,10 @@ ADVICE: dict[Exit, tuple[str, str]] = {
     Exit.BAD_INPUT: ("a setting, a file or a combination is wrong", "correct what the line names"),
     Exit.NO_GO: ("a check or a rehearsal found that the run cannot work here", "change what the table names"),
     Exit.PREEMPTED: ("saved on a signal", "start it again"),
-    Exit.CONFIG_MISMATCH: ("the work folder belongs to another config", "set the named settings back, or begin anew"),
+    Exit.CONFIG_MISMATCH: (
+        "the work folder belongs to another config",
+        "set the named settings back, allow them (`--allow_change`), or begin anew",
+    ),
     Exit.DATA_MISMATCH: ("the data are not those the run began with", "bring the old data back, or begin anew"),
     Exit.PEER_LOST: ("another process was lost", "start all again; look at the machine that is named"),
     Exit.STORAGE: ("saves kept failing", "make room or mend the permission that is named, then start again"),

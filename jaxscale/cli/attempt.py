@@ -6,7 +6,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+
+LOOK_SECONDS = 0.05  # how often the command is looked at
 
 # Becomes the command. Before that it asks Linux to kill it when the thread that started it ends, however that ends. A
 # preexec_fn could do so too, and could deadlock: it runs between fork and exec of a process that may have threads.
@@ -62,8 +65,10 @@ class Attempt:
     def wait(self) -> int:
         """The exit code, negative for death by a signal. The group is gone then."""
         try:
-            if self.process.returncode is None:
-                os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOWAIT)  # unreaped, its number stays its own
+            # Unreaped, its number stays its own. Not one call that blocks: a signal that the kernel hands to another
+            # thread would not end it, and the handler, which passes it on, would only run when all is over.
+            while self.running():
+                time.sleep(LOOK_SECONDS)
         finally:
             self.kill_group()
             code = self.process.wait()

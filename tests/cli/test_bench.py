@@ -149,7 +149,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["speed"], "jaxscale bench has nothing called 'speed'; it has step, loop, data, collectives"),
+        (["speed"], "jaxscale bench has nothing called 'speed'; it has step, loop, survive, data, collectives"),
         (["step", "--spec=U"], "--spec=U is not known; there is S or T, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give one of them"),
         (["step", "--steps=0"], "--steps=0 must be a whole number, 1 or more"),
