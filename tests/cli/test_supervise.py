@@ -187,8 +187,17 @@ def test_the_seconds_of_the_ledger_add_up_to_the_wall(tmp_path):
     assert last["goodput"] == pytest.approx((last["up_seconds"] - 0.03) / last["wall_seconds"], abs=1e-3)
 
 
+@pytest.fixture
+def nothing_ignored():
+    """Signals as a terminal leaves them: under nohup some are ignored, and a supervisor leaves those alone."""
+    previous = {number: signal.signal(number, signal.SIG_DFL) for number in supervise.PASSED_ON}
+    yield
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_goes_on_to_the_training_which_saves_and_both_leave(tmp_path, number):
+def test_a_signal_goes_on_to_the_training_which_saves_and_both_leave(tmp_path, number, nothing_ignored):
     training = Training(tmp_path, f"waits={int(number)}", "exits=0")
     assert training.supervise() == Exit.PREEMPTED
     assert (training.workdir / "told").read_text() == signal.Signals(supervise.PASSED_ON[number]).name
