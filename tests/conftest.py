@@ -4,12 +4,19 @@ import json
 import os
 import pathlib
 import re
+import tempfile
+
+from xla_flags import QUICK
 
 flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
-# Level 0 leaves LLVM's optimisation out, not XLA's: tiny programs compile in half the time.
-os.environ["XLA_FLAGS"] = (
-    f"--xla_backend_optimization_level=0 {flags} --xla_force_host_platform_device_count=8"  # flags may overrule it
-)
+os.environ["XLA_FLAGS"] = f"{QUICK} {flags} --xla_force_host_platform_device_count=8"  # flags may overrule it
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for all processes of these tests, gone with the first of them
+    compiled = tempfile.TemporaryDirectory(prefix="jaxscale-tests-")
+    os.environ |= {
+        "JAX_COMPILATION_CACHE_DIR": compiled.name,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAXSCALE_HUGE_PAGES"] = "0"
 
@@ -25,6 +32,15 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 def private_cache(tmp_path_factory, monkeypatch):
     """Tokenised text and compiled programs of a test are its own, never the user's."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(autouse=True)
+def programs_for_chips_that_are_not_here_are_not_kept(request):
+    """They can be written into the compilation cache and not read back."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", before and not request.node.get_closest_marker("aot"))
+    yield
+    jax.config.update("jax_enable_compilation_cache", before)
 
 
 def pytest_addoption(parser):

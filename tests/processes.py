@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 
+from xla_flags import xla_flags
+
 from jaxscale import main
 
 SECONDS = 400  # a process that has not ended by then is killed, and the test fails
@@ -50,8 +52,7 @@ class Processes:
 
     def __init__(self, count, devices, folder, flags, own=lambda number: {}, numbers=None):
         """own: flags, env and cwd of one process alone. numbers: of those that are started; all unless given."""
-        base = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count="
-        env = os.environ | {"XLA_FLAGS": f"{base}{devices}", "PYTHONUNBUFFERED": "1"}
+        env = os.environ | {"XLA_FLAGS": xla_flags(devices), "PYTHONUNBUFFERED": "1"}
         port = free_ports()
         self.logs, self.running = {}, {}
         for number in reversed(range(count) if numbers is None else numbers):

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.experimental.compilation_cache import compilation_cache
+from xla_flags import xla_flags
 
 from jaxscale import main, schema
 from jaxscale.checkpoint.manager import Checkpoints
@@ -265,7 +266,7 @@ def test_the_command_says_what_each_setting_is(capsys):
 
 def process(*arguments, **more):
     """A process of our own with one device, to end before the test does."""
-    flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1"
+    flags = xla_flags(1)
     return subprocess.Popen(
         [sys.executable, "-m", "jaxscale.main", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         cwd=pathlib.Path(main.__file__).parent.parent, env=os.environ | {"XLA_FLAGS": flags}, **more,

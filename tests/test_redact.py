@@ -11,6 +11,7 @@ import urllib.parse
 
 import pytest
 import tiny
+from xla_flags import xla_flags
 
 from jaxscale import redact as redaction
 from jaxscale.config import check_no_secrets, load_config
@@ -219,7 +220,7 @@ def test_a_secret_in_the_environment_of_a_run_is_in_none_of_its_files(tmp_path):
         monitor=dict(log_every_steps=1, progress="lines"),
     )
     (tmp_path / "tiny.py").write_text(CONFIG.format(values=values))
-    flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1"
+    flags = xla_flags(1)
     env = os.environ | {"HF_TOKEN": CANARY, "GCS_ACCESS_TOKEN": "a-secret-without-a-form", "XLA_FLAGS": flags}
     command = [
         sys.executable,

@@ -19,6 +19,7 @@ import pytest
 import tiny
 from gcs_emulator import Emulator
 from gcs_weather import Weather
+from xla_flags import xla_flags
 
 from jaxscale.exits import Exit
 
@@ -50,7 +51,7 @@ class Trainers:
     def start(self, workdir="gs://bucket/run", *flags):
         env = os.environ | self.gcs.environment() | {
             "JAX_PLATFORMS": "cpu", "JAXSCALE_HUGE_PAGES": "0", "PYTHONUNBUFFERED": "1",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1",
+            "XLA_FLAGS": xla_flags(1),
             "XDG_CACHE_HOME": str(self.folder / "cache"),
         }  # fmt: skip
         log = self.folder / f"{len(self.started)}.log"

@@ -11,6 +11,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from xla_flags import xla_flags
 
 from jaxscale import checkpoint
 from jaxscale.checkpoint.config import CheckpointConfig
@@ -19,7 +20,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 
 def start(code, *arguments):
     """A process of its own, with one device and our package."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "XLA_FLAGS": xla_flags(1)}
     command = [sys.executable, "-W", "ignore", "-c", code, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env)
 

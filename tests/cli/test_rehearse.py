@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import tiny
+from xla_flags import xla_flags
 
 from jaxscale import start
 from jaxscale.checkpoint import space
@@ -53,7 +54,7 @@ code = rehearse.main(["--config={config}", "--workdir={workdir}"])
 print("devices were asked for:", xla_bridge.backends_are_initialized())
 sys.exit(code)
 """
-    flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=2"
+    flags = xla_flags(2)
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": flags}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=500, env=env)
     assert done.returncode == Exit.DONE, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import tiny
+from xla_flags import xla_flags
 
 from jaxscale import main
 
@@ -39,7 +40,7 @@ def test_a_killed_trainer_leaves_no_process_and_no_shared_memory(tmp_path):
     )
     (tmp_path / "tiny.py").write_text(f"def get_config():\n    return {values!r}\n")
     places = [f"--config={tmp_path / 'tiny.py'}", f"--workdir={tmp_path / 'run'}"]
-    flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1"
+    flags = xla_flags(1)
     shared = set(os.listdir("/dev/shm"))
     with subprocess.Popen(
         [sys.executable, "-m", "jaxscale.main", *places],

@@ -20,6 +20,7 @@ import numpy as np
 import processes
 import pytest
 import tiny
+from xla_flags import xla_flags
 
 import jaxscale
 from jaxscale.cli import compare_runs
@@ -61,7 +62,7 @@ class Supervised:
         self.workdir, self.logs = workdir, logs
         logs.mkdir(parents=True)
         source = str(pathlib.Path(jaxscale.__file__).parent.parent)
-        flags = "--xla_backend_optimization_level=0 --xla_force_host_platform_device_count=1"
+        flags = xla_flags(1)
         self.env = os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": source, "PYTHONUNBUFFERED": "1"} | (env or {})
         port = processes.free_ports()
         policy = ["--backoff_seconds=1", "--max_backoff_seconds=2", "--min_seconds=0", "--max_fruitless=60"]

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 from scripts import LAUNCH, ROOT
+from xla_flags import xla_flags
 
 NOTEBOOK = LAUNCH / "notebooks" / "quickstart.ipynb"
 SMALL = dict(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64)
@@ -60,7 +61,7 @@ def printed(cell):
 
 def test_it_installs_trains_plots_samples_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", xla_flags(1))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n\n" * 600)
     overrides = [

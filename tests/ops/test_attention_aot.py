@@ -23,15 +23,6 @@ COLLECTIVES = r"all-gather|all-reduce|all-to-all|collective-permute|reduce-scatt
 RULE_TABLE = RULES["zero3"].params
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_persistent_cache():
-    """Entries for chips that are not here cannot be read back."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
-
-
 @pytest.fixture(scope="module")
 def devices_of():
     """devices_of(topology), or the test is skipped with what is missing."""

@@ -68,7 +68,7 @@ def test_a_tpu_program_gathers_a_layer_at_a_time_and_its_bytes_are_those_of_its_
     topology = open_topology(name)
     mesh = make_mesh(topology.devices, data=1, fsdp=8)
     step, weights, x = make_step(mesh, num_layers=6, width=512)
-    facts = read_hlo(compile_quietly(step, weights, x), mesh.shape)
+    facts = read_hlo(step.lower(weights, x).compile().as_text(), mesh.shape)
     product = 2 * 8 * 512 * 512
     assert facts.dot_flops in [6 * 3 * product, 6 * 4 * product]
     assert facts.unknown_trips == 0 and facts.estimated_cycles
@@ -87,7 +87,7 @@ def test_between_slices_only_a_slice_s_share_of_the_gradients_moves():
     topology = open_topology("2*v5e:2x2")
     mesh = make_mesh(topology.devices, data=2, fsdp=4)
     step, weights, x = make_step(mesh, num_layers=6, width=512)
-    facts = read_hlo(compile_quietly(step, weights, x), mesh.shape, link_domains(list(mesh.devices.flat)))
+    facts = read_hlo(step.lower(weights, x).compile().as_text(), mesh.shape, link_domains(list(mesh.devices.flat)))
     crossing = [c for c in facts.collectives if c.crosses_slices]
     assert {(c.kind, c.axes, c.group_size) for c in crossing} == {("all-reduce", ("data",), 2)}
     share = 6 * 512 * 512 * 2 / 4  # of each device, in bfloat16
@@ -101,7 +101,7 @@ def test_a_gpu_program_s_bytes_are_those_of_its_shapes_and_part_of_them_leaves_t
     topology = open_topology("h100:2x8")
     mesh = make_mesh(topology.devices, data=1, fsdp=16)
     step, weights, x = make_step(mesh, num_layers=6, width=512)
-    facts = read_hlo(compile_quietly(step, weights, x), mesh.shape, link_domains(list(mesh.devices.flat)))
+    facts = read_hlo(step.lower(weights, x).compile().as_text(), mesh.shape, link_domains(list(mesh.devices.flat)))
     assert facts.dot_flops in [6 * 3 * 2 * 8 * 512 * 512, 6 * 4 * 2 * 8 * 512 * 512]
     assert facts.unknown_trips == 0 and facts.estimated_cycles is None
     layer = 512 * 512 * 2
@@ -118,16 +118,6 @@ def test_attention_in_cudnn_counts_as_its_products():
     attend = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn").sum()
     q = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.bfloat16, sharding=place)
     k = jax.ShapeDtypeStruct((2, 256, 2, 64), jnp.bfloat16, sharding=place)
-    text = compile_quietly(jax.jit(jax.grad(attend, argnums=(0, 1, 2))), q, k, k)
+    text = jax.jit(jax.grad(attend, argnums=(0, 1, 2))).lower(q, k, k).compile().as_text()
     facts = read_hlo(text, {"data": 1})
     assert facts.dot_flops == 7 * 2 * 2 * 4 * 256 * 256 * 64
-
-
-def compile_quietly(step, *args):
-    """The text of a program that is compiled for devices elsewhere, which the compilation cache cannot hold."""
-    kept = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", False)
-    try:
-        return step.lower(*args).compile().as_text()
-    finally:
-        jax.config.update("jax_enable_compilation_cache", kept)
