@@ -21,6 +21,7 @@ from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.durable import sync_tree
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED
+from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import read_record
 from jaxscale.checkpoint.record import seal
@@ -69,6 +70,7 @@ def average_steps(
         marks = write_means(source, records, leaves, what, growing, on_bytes)
         record = make_record(source, records, leaves, marks, what)
         write_texts(source.directory / str(steps[-1]), growing, record, leaves, what)
+        list_all_others(growing)
         if damages := verify_folder(growing).damages:
             raise Stop(Exit.STORAGE, f"what was written to {growing} reads back otherwise: {damages[0]}; run it again")
         write_config(source.directory.parent, destination.parent, record["run"]["average"])

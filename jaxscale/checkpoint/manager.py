@@ -162,7 +162,9 @@ class Checkpoints:
                 return attempt(None)
             try:
                 agreed_record(functools.partial(self.read_record, step))
-                return attempt(step)
+                found = attempt(step)
+                self.tell_changed_files(step, say)
+                return found
             except Stop as error:
                 if error.code != Exit.CHECKPOINT_CORRUPT or self.cfg.on_corrupt == "stop":
                     raise
@@ -172,6 +174,12 @@ class Checkpoints:
                 place = self.set_aside(step, "damaged")
                 self.note("fallback", step, to=older, cause=str(error), moved_to=place)
                 say(f"WARNING: {error}. It is now {place}; going on from step {older}: {step - older} steps are lost")
+
+    def tell_changed_files(self, step: int, say: Callable[[str], None]) -> None:
+        """Says, in an event as well, if files of a step that was restored bit for bit are not as they were written."""
+        if told := restore.changed_files_of(self.directory / str(step)):
+            self.note("alarm", step, cause=told)
+            say(f"WARNING: {told}")
 
     def set_aside(self, step: int, why: str) -> str:
         """Moves a step to '<why>-<step>-<UTC time>', where it does not count; the new place. For all processes."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxscale.checkpoint.cause import clip, is_trouble, short_cause
 from jaxscale.checkpoint.fingerprint import fingerprints
+from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, nest, read_record
 from jaxscale.checkpoint.write import epath
@@ -50,6 +51,26 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
         if found != saved[name][2]:
             raise Unreadable("state", f"the bits of {name} are not those that were saved")
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
+
+
+def changed_files_of(folder: Any) -> str:
+    """Which files of a step that came back bit for bit are not as they were written, in words; empty if all are.
+
+    What changed is read by no array, so training may go on from it; the disk may not be trusted any longer. Each
+    process looks at its share of the files, and all call this together.
+    """
+    share, shares = jax.process_index(), jax.process_count()
+    try:
+        mine = [list(found) for found in changed_files(folder, share, shares)]
+    except Exception as error:
+        if not is_trouble(error):
+            raise
+        mine = [["its files", f"they could not be compared with their list: {short_cause(error)}"]]
+    told = [found for process in gathered(next_key("files"), mine, RESTORE_SECONDS) for found in process]
+    if not told:
+        return ""
+    (name, cause), more = told[0], f"; and {len(told) - 1} more" if len(told) > 1 else ""
+    return f"{name} in {folder}: {cause}{more}; every array came back bit for bit, but is the disk well?"
 
 
 def load_record(folder: Any) -> dict[str, Any]:

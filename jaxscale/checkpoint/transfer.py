@@ -2,7 +2,7 @@
 
 A local copy grows in `copying-STEP` and is renamed once every leaf was read back from it; in a bucket the object that
 makes a step count is written last. `copied/STEP.json` beside the steps names the source and, once the copy is whole,
-each file with its md5, so that `verify` sees any flipped bit of a copy, even in bytes that a restore never looks at.
+each file with its md5, by which a killed copy knows what it has brought already.
 """
 
 import dataclasses
@@ -54,9 +54,9 @@ def copy_step(
     if Checkpoints(destination, CheckpointConfig()).is_committed(final):
         found = read_optional(note)
         files = found.get("files", {})
-        require_whole(final, step, files)
+        require_whole(final, step)
         if found.get("record") != record["sha256"]:  # killed when the step counted and its note was not yet written
-            files = marks_as_in(final, folder, step)
+            files = {name: list(mark_of(final / name)) for name in files_under(final)}
             paths.write_json(note, claim | {"files": files, "record": record["sha256"]})
         copy_events(run, destination.parent)
         return Copied(len(files), *[sum(size for size, _ in files.values())] * 2)
@@ -68,7 +68,7 @@ def copy_step(
     claim["files"], kept = copy_files(folder, growing, on_bytes)
     crash_point("copy.read_back")
     if not remote:
-        require_whole(growing, step, claim["files"])
+        require_whole(growing, step)
     if not (workdir_path := destination.parent / "config.json").exists() and (run / "config.json").exists():
         copy_file(run / "config.json", workdir_path)
     copy_events(run, destination.parent)  # before the step counts: what it binds a run to is never missing beside it
@@ -87,9 +87,9 @@ def read_step(folder: Any) -> dict[str, Any]:
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {folder.name} cannot be read: {error}; take another step") from None
 
 
-def require_whole(folder: Any, step: int, files: Mapping[str, list] | None = None) -> None:
+def require_whole(folder: Any, step: int) -> None:
     """Raises Stop (CHECKPOINT_CORRUPT) naming what is damaged."""
-    damages = verify_folder(folder, files).damages
+    damages = verify_folder(folder).damages
     if damages:
         more = f"; and {len(damages) - 2} more" if len(damages) > 2 else ""
         told = "; ".join(str(damage) for damage in damages[:2])
@@ -170,19 +170,6 @@ def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -
         on_bytes(done, sum(sizes.values()))
         crash_point("copy.file")
     return files, kept
-
-
-def marks_as_in(final: Any, source: Any, step: int) -> dict[str, list]:
-    """{name: [bytes, md5]} of a copied step. Raises Stop (CHECKPOINT_CORRUPT) if a file is not as in the source."""
-    names = sorted({*files_under(final), *files_under(source)} - {COMMITTED})
-    files = {name: mark_of(final / name) for name in names}
-    if wrong := [name for name in names if files[name] is None or files[name] != mark_of(source / name)]:
-        raise Stop(
-            Exit.CHECKPOINT_CORRUPT, f"step {step} in {final} is damaged: {wrong[0]} is not as in {source}; remove it"
-        )
-    if mark := mark_of(final / COMMITTED):
-        files[COMMITTED] = mark
-    return {name: list(mark) for name, mark in files.items()}
 
 
 def copy_events(run: Any, folder: Any) -> None:

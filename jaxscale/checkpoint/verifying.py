@@ -7,8 +7,8 @@ from typing import Any
 from jaxscale import paths
 from jaxscale.checkpoint import reading
 from jaxscale.checkpoint.cause import is_trouble, short_cause
-from jaxscale.checkpoint.files import mark_of
 from jaxscale.checkpoint.index import Locations, index_damages, named_files
+from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.reading import read_record
 from jaxscale.checkpoint.stored import TREE, Arrays, compare_leaf
 from jaxscale.exits import Exit, Stop
@@ -38,17 +38,14 @@ class Verdict:
     damages: tuple[Damage, ...]
 
 
-def verify_folder(
-    folder: Any, files: Mapping[str, list] | None = None, on_bytes: Callable[[int], None] = lambda done: None
-) -> Verdict:
-    """Reads the whole step and compares every leaf with the fingerprint that was taken on the devices.
+def verify_folder(folder: Any, on_bytes: Callable[[int], None] = lambda done: None) -> Verdict:
+    """Reads the whole step: every leaf against the fingerprint taken on the devices, every file against its md5.
 
-    The bytes of what restoring never looks at, such as the times of the save, are only compared where there is a list.
     Raises: Stop (STORAGE) where a bucket or disk does not let itself be read.
-    Args: files: {name: [bytes, md5]} as a copy has it. on_bytes: called with the bytes of arrays read so far.
+    Args: on_bytes: called with the bytes of arrays read so far.
     """
     try:
-        return look_through(folder, files or {}, on_bytes)
+        return look_through(folder, on_bytes)
     except Stop:
         raise
     except Exception as error:
@@ -56,7 +53,7 @@ def verify_folder(
         raise
 
 
-def look_through(folder: Any, files: Mapping[str, list], on_bytes: Callable[[int], None]) -> Verdict:
+def look_through(folder: Any, on_bytes: Callable[[int], None]) -> Verdict:
     """As verify_folder; what is wrong with the storage itself is raised as it came."""
     try:
         record = read_record(folder)
@@ -77,7 +74,8 @@ def look_through(folder: Any, files: Mapping[str, list], on_bytes: Callable[[int
         done += size
         on_bytes(done)
     damages += [Damage(*told) for told in index_damages(folder)]
-    damages += file_damages(folder, files)
+    named = {file for damage in damages for file in (damage.what, *damage.files)}
+    damages += [Damage(*told) for told in changed_files(folder) if told[0] not in named]
     return Verdict(len(record["leaves"]), done, tuple(damages))
 
 
@@ -109,11 +107,3 @@ def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[Damage]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         require_reachable(error, folder)
         yield Damage(name, f"it cannot be understood: {short_cause(error)}")
-
-
-def file_damages(folder: Any, files: Mapping[str, list]) -> Iterator[Damage]:
-    """Yields the files that are not those of the list."""
-    for name, (size, mark) in files.items():
-        found = mark_of(folder / name)
-        if found != (size, mark):
-            yield Damage(name, "it is missing" if found is None else "it is not what was copied: its md5 differs")

@@ -11,8 +11,10 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
 from jaxscale import paths
-from jaxscale.checkpoint import folders
+from jaxscale.checkpoint import folders, inventory
 from jaxscale.checkpoint.cause import is_trouble
 from jaxscale.checkpoint.durable import sync_tree
 from jaxscale.checkpoint.quiet_orbax import import_orbax
@@ -83,6 +85,7 @@ def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: 
         for part in (f"ocdbt.process_{process}", "array_metadatas"):
             if (state / part).exists():
                 sync_tree(state / part)
+    inventory.list_own_files(state.parent, process)
     crash_point("save/arrays_synced")
 
 
@@ -101,6 +104,7 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
     about = {"item_handlers": HANDLERS, "metrics": record["metrics"], "performance_metrics": {}, "custom_metadata": {}}
     about |= {"init_timestamp_nsecs": int(began * 1e9), "commit_timestamp_nsecs": time.time_ns()}
     (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+    inventory.list_all_others(folder, jax.process_count())
     crash_point("save/described")
     if paths.is_remote(directory):
         may_commit()

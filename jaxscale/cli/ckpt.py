@@ -17,7 +17,7 @@
   --json                  one JSON object a line
 
 verify reads every array from the files and compares it with the fingerprint that was taken on the devices when it was
-saved; of a copy it checks the md5 of every file as well. It names the leaf and the files, and leaves with exit code 19.
+saved, and every file with the md5 that was written down then. It names the leaf and the files, and leaves with 19.
 prune never deletes pinned steps, the newest clean one and the last that training has read back. average sums in
 float64, checks its sources as it reads them, and writes the weights alone: begin a new run from them.
 """
@@ -42,7 +42,7 @@ from jaxscale.checkpoint.cause import short_cause  # noqa: E402
 from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
 from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
 from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, sweep, unpin, why_kept  # noqa: E402
-from jaxscale.checkpoint.reading import COPIED, StepFacts, list_steps, read_optional  # noqa: E402
+from jaxscale.checkpoint.reading import StepFacts, list_steps, read_optional  # noqa: E402
 from jaxscale.checkpoint.transfer import copy_step  # noqa: E402
 from jaxscale.checkpoint.verifying import verify_folder  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
@@ -129,8 +129,7 @@ def verify(request: Request) -> int:
     folder, sound, bad = request.checkpoints.directory, [], []
     for step in chosen(request, newest=True):
         began, report = time.monotonic(), Progress(f"step {step}")
-        files = read_optional(folder / COPIED / f"{step}.json").get("files")
-        verdict = verify_folder(folder / str(step), files, report)
+        verdict = verify_folder(folder / str(step), report)
         (bad if verdict.damages else sound).append(step)
         record = {"step": step, "ok": not verdict.damages, "leaves": verdict.num_leaves, "bytes": verdict.num_bytes}
         record["damages"] = [dataclasses.asdict(damage) for damage in verdict.damages]

@@ -18,25 +18,34 @@ from jaxscale.exits import Exit, Stop
 
 
 @pytest.mark.fault("F2")
-def test_of_100_flipped_bits_none_is_trained_on(checkpoints):
+def test_of_100_flipped_bits_all_are_found_and_none_is_trained_on(checkpoints):
     rng = np.random.default_rng(5)
     state = {"w": jnp.asarray(rng.normal(size=(64, 64)), jnp.float32), "b": jnp.ones((8,), jnp.bfloat16)}
     shape = jax.eval_shape(lambda: state)
     checkpoints.save(1, state, {}, wait=True)
-    found = by_fingerprint = 0
+    refused = by_fingerprint = named = 0
+    told = []
+    attempt = lambda step: checkpoints.restore(step, shape)
     files = data_files(checkpoints.directory, 1)
     for trial in range(100):
         path = files[0 if trial % 4 else trial // 4 % len(files)]
         original = path.read_bytes()
         flip_bit(path, int(rng.integers(len(original) * 8)))
         try:
-            assert_same_bits(checkpoints.restore(1, shape), state)  # a bit that no array is read from
+            assert_same_bits(
+                checkpoints.restore_newest(attempt, told.append), state
+            )  # a bit that no array is read from
+            assert path.name in told.pop() and not told
+            named += 1
         except Stop as error:
             assert error.code == Exit.CHECKPOINT_CORRUPT and "\n" not in str(error)
-            found += 1
+            refused += 1
             by_fingerprint += "bits of" in str(error)
         path.write_bytes(original)
-    assert found >= 70 and by_fingerprint >= 50  # most read back as plausible numbers
+    assert refused + named == 100 and by_fingerprint >= 50  # most read back as plausible numbers
+    assert named, "no flip hit a byte that no array is read from: the list of files was not tried"
+    assert_same_bits(checkpoints.restore_newest(attempt, told.append), state)
+    assert not told
 
 
 @pytest.mark.fault("F20")

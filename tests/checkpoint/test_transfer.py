@@ -64,7 +64,7 @@ def test_a_copy_that_is_there_is_checked_again(kept, tmp_path):
     copy_step(kept, 20, tmp_path / "copy")
     assert copy_step(kept, 20, tmp_path / "copy").kept_bytes > 0
     kept_run.flip_bit(tmp_path / "copy" / "checkpoints" / "20" / "_CHECKPOINT_METADATA", 77)
-    with pytest.raises(Stop, match="_CHECKPOINT_METADATA: it is not what was copied"):
+    with pytest.raises(Stop, match="_CHECKPOINT_METADATA: its md5 is not that of what was written"):
         copy_step(kept, 20, tmp_path / "copy")
 
 
@@ -139,7 +139,7 @@ def test_a_copy_that_was_killed_before_its_last_note_gets_it_at_the_next_run(kep
 
     note.write_text(json.dumps(begun))
     kept_run.flip_bit(directory / "20" / "_CHECKPOINT_METADATA", 77)  # which no restore looks at
-    with pytest.raises(Stop, match="_CHECKPOINT_METADATA is not as in .*; remove it") as caught:
+    with pytest.raises(Stop, match="_CHECKPOINT_METADATA: its md5 is not .*; remove that folder") as caught:
         copy_step(kept, 20, tmp_path / "copy")
     assert caught.value.code == Exit.CHECKPOINT_CORRUPT
 

@@ -1,0 +1,78 @@
+"""The size and md5 of every file of a checkpoint, written with it, so that a bit no array is read from is watched too.
+
+A fingerprint tells whether an array came back; a file may change where no array looks, and then its disk is going bad.
+Each process lists the data that it has written, the first one lists all else, the other lists included, at the commit.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from jaxscale import paths
+from jaxscale.checkpoint.cause import is_trouble, short_cause
+from jaxscale.checkpoint.files import files_under, mark_of
+from jaxscale.checkpoint.record import is_sealed, seal
+
+FOLDER, REST = "run", "files.json"  # beside the record, where Orbax lets other files be
+LIST = re.compile(r"files\.(\d+\.)?json")
+DATA = "state/ocdbt.process_{}/d"  # where a process writes its pieces of arrays; they are never touched again
+
+
+def list_own_files(folder: Any, process: int) -> None:
+    """Writes down the data files of one process. Returns when the list is on the disk."""
+    data = DATA.format(process)
+    write_list(folder, f"files.{process}.json", (f"{data}/{name}" for name in files_under(folder / data)))
+
+
+def list_all_others(folder: Any, num_processes: int = 0) -> None:
+    """Writes down every file but the data of the processes. To be called last, before what makes the step count."""
+    listed = tuple(f"{DATA.format(process)}/" for process in range(num_processes))
+    others = (name for name in files_under(folder) if not name.startswith(listed) and name != f"{FOLDER}/{REST}")
+    write_list(folder, REST, others)
+
+
+def write_list(folder: Any, name: str, files: Iterable[str]) -> None:
+    """Writes {files: {name: [bytes, md5]}, sha256} whole or not at all."""
+    paths.write_json(folder / FOLDER / name, seal({"files": {file: mark_of(folder / file) for file in files}}))
+
+
+def changed_files(folder: Any, share: int = 0, shares: int = 1) -> Iterator[tuple[str, str]]:
+    """Yields (file, what is wrong with it) of those that are not as they were written; of what has no list nothing.
+
+    Args: share: which of `shares` equal parts of the files to look at.
+    Raises: what says that the storage cannot be asked.
+    """
+    lists = [name for name in files_under(folder / FOLDER) if LIST.fullmatch(name)]
+    wanted: dict[str, list] = {}
+    for name in lists:
+        found = read_list(folder / FOLDER / name)
+        if found is None and share == 0:
+            yield f"{FOLDER}/{name}", "it cannot be read as it was written"
+        wanted |= found or {}
+    for name in sorted(wanted)[share::shares]:
+        if cause := compare(folder / name, wanted[name]):
+            yield name, cause
+
+
+def read_list(path: Any) -> dict[str, list] | None:
+    """{file: [bytes, md5]} of a list; None if one bit of it has changed."""
+    try:
+        found = paths.read_json(path)
+    except (OSError, ValueError) as error:
+        if is_trouble(error):
+            raise
+        return None
+    return found["files"] if is_sealed(found) else None
+
+
+def compare(path: Any, mark: list) -> str:
+    """What is wrong with a file, in words; empty if nothing is."""
+    try:
+        found = mark_of(path)
+    except OSError as error:
+        if is_trouble(error):
+            raise
+        return f"it cannot be read: {short_cause(error)}"
+    if found is None:
+        return "it is missing"
+    return "" if list(found) == mark else "its md5 is not that of what was written"
