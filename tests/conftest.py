@@ -1,5 +1,6 @@
 """Eight simulated CPU devices for every test; broadcasting by accident and warnings are errors."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -23,24 +24,23 @@ os.environ["JAXSCALE_HUGE_PAGES"] = "0"
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from jaxscale.planner.ahead import without_compilation_cache  # noqa: E402
 from jaxscale.redact import is_secret  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-@pytest.fixture(autouse=True)
-def private_cache(tmp_path_factory, monkeypatch):
-    """Tokenised text and compiled programs of a test are its own, never the user's."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+@pytest.fixture(scope="session", autouse=True)
+def private_cache(tmp_path_factory):
+    """What the tests tokenise and fetch is their own, never the user's."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.getbasetemp() / "cache")
 
 
 @pytest.fixture(autouse=True)
 def programs_for_chips_that_are_not_here_are_not_kept(request):
     """They can be written into the compilation cache and not read back."""
-    before = jax.config.jax_enable_compilation_cache
-    jax.config.update("jax_enable_compilation_cache", before and not request.node.get_closest_marker("aot"))
-    yield
-    jax.config.update("jax_enable_compilation_cache", before)
+    with without_compilation_cache() if request.node.get_closest_marker("aot") else contextlib.nullcontext():
+        yield
 
 
 def pytest_addoption(parser):

@@ -19,6 +19,7 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.build import Program
 from jaxscale.paths import cache_dir, make_private, read_json, write_json
@@ -160,10 +161,12 @@ def without_compilation_cache() -> Iterator[None]:
     """jax's persistent compilation cache is off inside."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax looks at the setting once, with the first program
     try:
         yield
     finally:
         jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def installed_versions() -> dict[str, str]:

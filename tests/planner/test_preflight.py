@@ -1,5 +1,6 @@
 """What preflight says of a step is what the compiler and the arrays themselves say."""
 
+import contextlib
 import dataclasses
 import os
 
@@ -7,6 +8,7 @@ import ahead_of_time
 import jax
 import pytest
 import tiny
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.models import flops_per_token
 from jaxscale.planner import ahead
@@ -157,12 +159,20 @@ def test_a_result_that_cannot_be_kept_is_told(compiled, tmp_path, monkeypatch):
     assert len(said) == 1 and "XDG_CACHE_HOME" in said[0]
 
 
-def test_jaxs_own_cache_is_off_only_while_compiling():
-    before = jax.config.jax_enable_compilation_cache
-    with pytest.raises(KeyError), ahead.without_compilation_cache():
-        assert jax.config.jax_enable_compilation_cache is False
-        raise KeyError
-    assert jax.config.jax_enable_compilation_cache == before
+def test_nothing_goes_into_the_compilation_cache_whatever_went_there_before(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    compilation_cache.reset_cache()
+    try:
+        kept, nothing = [], contextlib.nullcontext
+        for factor, around in enumerate((nothing, ahead.without_compilation_cache, nothing)):
+            with around():
+                jax.jit(lambda x, factor=factor: x * factor)(jax.numpy.ones(7))
+            kept.append(len([path for path in tmp_path.iterdir() if path.name.startswith("jit__lambda")]))
+        assert kept[0] > 0 and kept[1] == kept[0] and kept[2] > kept[1]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
 
 
 @pytest.mark.parametrize(
