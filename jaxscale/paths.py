@@ -38,8 +38,17 @@ def as_path(path: Any) -> Any:
             raise ValueError(f"{os.fspath(path)} needs gcsfs: pip install 'jaxscale[gcs]'")
         from etils import epath  # only runs in a bucket pay for it
 
+        ask_afresh()
         return epath.Path(path)
     return pathlib.Path(path).expanduser()
+
+
+def ask_afresh() -> None:
+    """Makes gcsfs ask for a list of names each time: kept ones hide what other processes have written since."""
+    import fsspec
+
+    for protocol in ("gs", "gcs"):
+        fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
 
 
 def prepare_remote() -> None:

@@ -102,6 +102,28 @@ def test_the_clients_of_a_checkpoint_work_against_it_and_get_through_faults(gcs,
     assert done.returncode == 0, done.stderr
 
 
+LOOKING = """
+from jaxscale.cli.progress import look
+
+for _ in range(3):
+    print(sorted(look("gs://bucket/run").saved), flush=True)
+    input()
+"""
+
+
+def test_what_other_processes_write_is_seen_at_the_next_look(gcs):
+    env = os.environ | gcs.environment()
+    with subprocess.Popen(
+        [sys.executable, "-c", LOOKING], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as looking:
+        for step, seen in ((5, "[5]"), (10, "[5, 10]"), (15, "[5, 10, 15]")):
+            gcs.put("bucket", f"run/checkpoints/{step}/commit_success.txt", b"committed")
+            if step != 5:
+                print(file=looking.stdin, flush=True)
+            assert looking.stdout.readline().strip() == seen
+        looking.kill()
+
+
 def test_the_weather_is_that_of_every_request(gcs, files):
     gcs.weather = Weather(lacks={"storage.objects.list"})
     with pytest.raises(OSError, match="does not have storage.objects.list"):
