@@ -13,6 +13,7 @@ import jax
 from jaxscale import paths, schema
 from jaxscale.build import Program, make_program
 from jaxscale.checkpoint.branch import Source, branch_state, open_source
+from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.mixture import mixture_names
@@ -157,8 +158,8 @@ def open_at(
     resolved = redacted(resolved)
     primary = jax.process_index() == 0
     if primary:
-        paths.write_json(folder / "config.json", resolved)
-    writer = Writer(folder, cfg.monitor, budget.total_steps, begun, primary=primary)
+        written(lambda: paths.write_json(folder / "config.json", resolved), folder)
+    writer = written(lambda: Writer(folder, cfg.monitor, budget.total_steps, begun, primary=primary), folder)
 
     def position(step: int) -> dict[str, Any]:
         data = {"batch_index": batch_index(step, skipped), "skipped": [list(r) for r in skipped], "seed": cfg.seed}

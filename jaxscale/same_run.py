@@ -9,11 +9,14 @@ from typing import Any
 import jax
 
 from jaxscale import paths, schema
+from jaxscale.bucket import Forbidden
+from jaxscale.checkpoint.cause import is_trouble
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig
 from jaxscale.data.mixture import Mixture, same_past
 from jaxscale.data.order import Ranges, batch_index, merge_skips
 from jaxscale.data.pipeline import Corpus, open_data
+from jaxscale.data.remote import Unwritable
 from jaxscale.exits import Exit, Stop, is_for_people
 from jaxscale.hosts.agree import agreed
 from jaxscale.train.decisions import Decisions
@@ -114,13 +117,16 @@ def open_same_data(
 ) -> Corpus:
     """The corpus, as open_data gives it.
 
-    Raises: ValueError as open_data does; Stop(DATA_MISMATCH) instead where a run has begun with these very data.
+    Raises: ValueError as open_data does. Instead, where a run has begun with these very data: Stop (DATA_MISMATCH), or
+    Stop (STORAGE) where they cannot be reached now.
     """
     try:
         return open_data(cfg, say=say, **settings)
     except ValueError as error:
-        if recorded is None or not is_for_people(error):
+        if recorded is None or not is_for_people(error) or isinstance(error, Unwritable | Forbidden):
             raise
+        if is_trouble(error):
+            raise Stop(Exit.STORAGE, f"the data of this run cannot be reached: {error}; start again") from error
         raise Stop(Exit.DATA_MISMATCH, f"the data of this run cannot be opened any more: {error}") from error
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
 from jaxscale.data.order import normalise
@@ -74,7 +75,7 @@ def carry_out(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
     To be called in all processes.
     """
     checkpoints.set_aside_after(rewind.to, "rewound")
-    agreed(lambda: abandon(folder, rewind.to, rewind.number))
+    agreed(lambda: written(lambda: abandon(folder, rewind.to, rewind.number), folder))
 
 
 def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str) -> tuple[RunConfig, Decisions]:

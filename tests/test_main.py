@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -14,15 +15,16 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from jax.experimental.compilation_cache import compilation_cache
 from xla_flags import xla_flags
 
-from jaxscale import main, schema
+from jaxscale import main, same_run, schema
+from jaxscale.bucket import Bucket, Transient
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig, load_config
 from jaxscale.data.pipeline import open_data
 from jaxscale.exits import Exit, Stop
 from jaxscale.monitor.console import printable
+from jaxscale.planner.ahead import without_compilation_cache
 from jaxscale.run import open_run
 from jaxscale.train import loop
 
@@ -38,19 +40,6 @@ VALUES = dict(
     monitor=dict(log_every_steps=1, tensorboard=False, progress="lines"),
 )
 WORDS = "def return import while class lambda yield self None True for in if else".split()
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_programs_are_kept(tmp_path_factory):
-    """Each run here compiles the same few programs: once is enough."""
-    old = jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path_factory.mktemp("compiled")))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", old[0])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", old[1])
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +220,32 @@ def test_a_damaged_checkpoint_is_an_error_and_never_a_new_beginning(home, copy, 
     assert f"step {STEPS} cannot be read: {item}" in str(stop.value)
     assert "to go on from step 12" in str(stop.value)
     assert len(metrics(copy, "loss")) == STEPS
+
+
+@pytest.mark.fault("F26")
+def test_a_start_on_a_full_disk_is_one_line_and_loses_nothing(home, copy, capsys):
+    before, (soft, hard) = contents(copy), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(Stop) as stop, without_compilation_cache():  # whose files would be too large as well
+            command(home, copy, f"--config.train_tokens={STEPS + 2} steps")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert stop.value.code is Exit.STORAGE and "File too large" in str(stop.value) and "\n" not in str(stop.value)
+    assert {path: when for path, when in contents(copy).items() if path in before} == before
+    assert command(home, copy, f"--config.train_tokens={STEPS + 2} steps") == 0
+
+
+def test_data_that_cannot_be_reached_or_kept_now_are_not_called_other_data(home, copy, monkeypatch):
+    with pytest.raises(ValueError, match="the cache .*02.txt/x.* cannot be written: .*; set data.cache_dir"):
+        command(home, copy, f"--config.train_tokens={STEPS + 2} steps", f"--config.data.cache_dir={home / '02.txt'}/x")
+
+    def unreachable(cfg, **settings):
+        Bucket("http://localhost", None).wait(Transient("503"), 99, "gs://bucket/index.json")
+
+    monkeypatch.setattr(same_run, "open_data", unreachable)
+    code, told = refusal(home, copy, f"--config.train_tokens={STEPS + 2} steps")
+    assert code == Exit.STORAGE and "gs://bucket/index.json: 99 tries" in told and told.endswith("start again")
 
 
 @pytest.mark.fault("F2")

@@ -91,6 +91,16 @@ def reached(ask: Callable[[], T], folder: Any) -> T:
         raise Stop(Exit.STORAGE, f"{folder} cannot be reached: {cause}{way_out}") from None
 
 
+def written(write: Callable[[], T], folder: Any) -> T:
+    """What write() gives. Raises Stop (STORAGE), in one line, where the folder does not take it."""
+    try:
+        return reached(write, folder)
+    except OSError as error:
+        cause = short_cause(error)
+        way_out = what_to_grant(cause, folder) or "; make room or mend the disk, then start again: nothing is lost"
+        raise Stop(Exit.STORAGE, f"{folder} cannot be written: {cause}{way_out}") from error
+
+
 def what_to_grant(cause: str, directory: Any) -> str:
     """What is to be granted where the cause is that something is not allowed, as the end of a line; else ''."""
     if READ_ONLY in cause:

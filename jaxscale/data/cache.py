@@ -16,6 +16,7 @@ import numpy as np
 from jaxscale.data.config import DataConfig
 from jaxscale.data.document import Document
 from jaxscale.data.lineage import LineageRows
+from jaxscale.data.remote import Unwritable
 from jaxscale.data.shards import VERSION, Shard, ShardWriter, open_shard, write_index
 from jaxscale.data.sources import SourceFile, read_file
 from jaxscale.data.sources.decode import REPAIRED, is_repair
@@ -226,7 +227,7 @@ def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable
                 if not folder.is_dir():
                     raise
         except OSError as error:
-            raise ValueError(f"the cache {root} cannot be written: {error}; set data.cache_dir") from None
+            raise Unwritable(f"the cache {root} cannot be written: {error}; set data.cache_dir") from None
         finally:
             shutil.rmtree(making, ignore_errors=True)
     return folder

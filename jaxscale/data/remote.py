@@ -36,6 +36,10 @@ COMING = ".part-"  # no file of a set begins with a dot
 Say = Callable[[str], None]
 
 
+class Unwritable(ValueError):
+    """The folder for what can be made again takes nothing: no word on the data."""
+
+
 class ShardCache:
     """Files of buckets on the local disk. What was asked for stays until it is released or the cache closed."""
 
@@ -84,7 +88,7 @@ class ShardCache:
             except BaseException as error:
                 self.release(sha256)
                 if isinstance(error, OSError):
-                    raise ValueError(
+                    raise Unwritable(
                         f"the cache {self.folder} cannot be written: {error}; set data.cache_dir"
                     ) from None
                 raise
