@@ -62,7 +62,8 @@ def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any
             for turn in range(rounds):
                 state, seconds, _ = run_bare(run, state, batch, steps)
                 turns["bare"].append(seconds / steps)
-                for kind, services in (("without", UNATTENDED), ("with", watched)):
+                pair = [("without", UNATTENDED), ("with", watched)]
+                for kind, services in pair if turn % 2 else reversed(pair):  # who comes first may find a colder machine
                     where = folder / f"{kind}-{turn}"
                     looped = dataclasses.replace(run, services=services)
                     state, times = run_loop(looped, quiet, where, state, start=0, steps=steps)
@@ -70,6 +71,7 @@ def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any
         run.writer.close()
         blocked, whole = save_times(folder / "saves", rounds)
     found = {kind: statistics.median(seconds) for kind, seconds in turns.items()}
+    ratios = sorted(with_all / without - 1 for with_all, without in zip(turns["with"], turns["without"]))
     parts["fingerprints of a save"] /= cfg.checkpoint.save_every_steps or 1
     return {
         "config": cfg.model.name,
@@ -80,6 +82,7 @@ def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any
         "parts_seconds": parts,
         "parts_of_a_step": sum(parts.values()) / found["bare"],
         "loop_seconds": {kind: found[kind] for kind in ("without", "with")},
+        "loop_overheads": ratios,
         "saved_bytes": SAVED_BYTES,
         "save_blocked_seconds": blocked,
         "save_seconds": whole,
@@ -141,13 +144,14 @@ def survive_lines(record: dict[str, Any]) -> list[str]:
     part = lambda seconds: f"{seconds * 1e6:,.1f} us, {seconds / step:.3%} of a step"
     notes = {"fingerprints of a save": f" (shared by {record['save_every_steps']} steps)"}
     verdict = "under" if record["parts_of_a_step"] < WANTED else "NOT under"
-    blocked = record["save_blocked_seconds"]
+    blocked, ratios = record["save_blocked_seconds"], record["loop_overheads"]
     return [
         f"{record['config']}: a bare step takes {step * 1e3:,.1f} ms (medians of {record['rounds']})",
         *[f"  {name:<24}{part(seconds)}{notes.get(name, '')}" for name, seconds in record["parts_seconds"].items()],
         f"  together {record['parts_of_a_step']:.3%} of a step: {verdict} {WANTED:.0%}",
         f"  the loop without watchdog and lock {loop['without'] * 1e3:,.2f} ms a step, with them "
-        f"{loop['with'] * 1e3:,.2f} ms ({loop['with'] / loop['without'] - 1:+.2%}; {record['rounds']} turns of each)",
+        f"{loop['with'] * 1e3:,.2f} ms: {statistics.median(ratios):+.2%}, the median of {len(ratios)} turns in pairs "
+        f"({ratios[0]:+.1%} to {ratios[-1]:+.1%})",
         f"  a save of {record['saved_bytes'] / 1e6:,.0f} MB blocks the step's thread for {blocked * 1e3:,.1f} ms "
         f"({'under' if blocked < WANTED_BLOCKED else 'NOT under'} {WANTED_BLOCKED * 1e3:.0f}), and is written, synced "
         f"and read back after {record['save_seconds']:.2f} s",

@@ -131,6 +131,9 @@ def test_a_killed_process_ends_the_others_at_once_and_the_run_goes_on(home, stra
     workdir = tmp_path / "run"
     with start(count, 1, home, workdir, "--config.train_tokens=100000 steps", "--config.eval.every_steps=0") as running:
         running.wait_for("step 14/")
+        while not saved_steps(workdir):  # the save of step 10 may take longer than four steps
+            assert running.running[killed].poll() is None, running.log(killed)
+            time.sleep(0.05)
         running.running[killed].kill()
         began = time.monotonic()
         codes = running.codes()

@@ -142,17 +142,6 @@ def test_a_work_folder_that_cannot_be_written_does_not_silence_it(tmp_path, quic
     os.unlink(where)
 
 
-def test_a_phase_costs_next_to_nothing(tmp_path):
-    with Bitten(tmp_path, step_seconds=60).watchdog as watchdog:
-        times = []
-        for _ in range(2000):
-            began = time.perf_counter()
-            with watchdog.phase("step", 1):
-                pass
-            times.append(time.perf_counter() - began)
-    assert sorted(times)[1000] < 20e-6  # measured: 2 to 4 microseconds
-
-
 def test_without_a_watchdog_phases_are_only_names():
     with UNWATCHED.phase("step", 1) as phase:
         phase.beat()
