@@ -37,6 +37,7 @@ from jaxscale.same_run import (
     version_changes,
 )
 from jaxscale.sharding.place import put_rows, replicated
+from jaxscale.sharding.rules import RULES
 from jaxscale.start import NO_WISHES, Wishes, carry_out, check_same_length, read_decisions, with_replayed
 from jaxscale.telling import announce, announce_return, finish
 from jaxscale.train import loop
@@ -259,7 +260,7 @@ def make_watch(program: Program, services: Services, say: Callable[[str], None])
     cfg = program.cfg.train.replicas
     if not cfg.every_steps:
         return None
-    say(f"replicas: {coverage(program.abstract_state)}")
+    say(f"replicas: {coverage(program.abstract_state, RULES[program.cfg.rules])}")
     check = make_replica_check(program.mesh, program.abstract_state)
     return ReplicaWatch(cfg, check, note=services.note, say=say)
 

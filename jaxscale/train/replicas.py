@@ -20,6 +20,7 @@ from jaxscale import units
 from jaxscale.checkpoint.fingerprint import fingerprint
 from jaxscale.checkpoint.record import named_leaves
 from jaxscale.sharding.place import replicated
+from jaxscale.sharding.rules import Rules
 
 SHOWN_LEAVES = 4
 
@@ -82,6 +83,7 @@ class Coverage:
     copied_bytes: int  # of arrays, each counted once, that more than one device holds
     total_bytes: int
     fewest_copies: int  # of those; 0 where nothing has any
+    renewed: bool = False  # each step takes every parameter anew from the one device that keeps its moments
 
     def __str__(self) -> str:
         """How much of the state has copies, and whether a wrong one can be told from a right one."""
@@ -92,10 +94,12 @@ class Coverage:
         amount = f"{units.size(self.copied_bytes)} of {units.size(self.total_bytes)} of the state ({told})"
         small = "; the rest has no copy, and a wrong bit there is not seen" if share < 1 else ""
         voice = "a wrong copy is named" if self.fewest_copies > 2 else "of two copies that differ both are named"
-        return f"{amount} are held by {self.fewest_copies} devices or more: {voice}{small}"
+        soon = "; each step renews the copies from one of them, so only a bit that flips between the last step and the "
+        soon = f"{soon}comparison is seen" if self.renewed else ""
+        return f"{amount} are held by {self.fewest_copies} devices or more: {voice}{small}{soon}"
 
 
-def coverage(abstract_state: Any) -> Coverage:
+def coverage(abstract_state: Any, rules: Rules) -> Coverage:
     """How much of a state with these shardings has copies."""
     copied = total = fewest = 0
     for leaf in jax.tree.leaves(abstract_state):
@@ -105,7 +109,7 @@ def coverage(abstract_state: Any) -> Coverage:
         if copies > 1:
             copied += num_bytes
             fewest = min(fewest or copies, copies)
-    return Coverage(copied, total, fewest)
+    return Coverage(copied, total, fewest, renewed=rules.params != rules.moments)
 
 
 def make_replica_check(mesh: Mesh, abstract_state: Any) -> Callable[[Any], ReplicaReport]:

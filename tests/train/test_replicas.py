@@ -15,6 +15,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves
 from jaxscale.exits import Exit, Stop
 from jaxscale.run import train_through
+from jaxscale.sharding.rules import RULES
 from jaxscale.train.autopilot import Autopilot, Pilot
 from jaxscale.train.guard import GuardConfig
 from jaxscale.train.ladder import LadderConfig
@@ -84,7 +85,7 @@ def test_of_two_copies_that_differ_both_devices_are_named_unless_a_majority_else
     assert "too few copies to say which of them is wrong" in str(report)
     report = check(flip_bit(flip_bit(state, 3, leaf="params/head"), 3, leaf="params/final_norm"))
     assert report.devices == (3,) and report.certain
-    assert "of two copies that differ both are named" in str(coverage(program.abstract_state))
+    assert "of two copies that differ both are named" in str(coverage(program.abstract_state, RULES[program.cfg.rules]))
 
 
 @pytest.mark.parametrize(
@@ -106,15 +107,17 @@ def test_more_than_half_of_the_copies_are_believed(seen, wrong, certain):
 
 def test_what_has_no_copy_is_told_and_a_flip_there_is_not_seen():
     program, state, check = made(SHARDED)
-    told = coverage(program.abstract_state)
+    told = coverage(program.abstract_state, RULES[program.cfg.rules])
     assert 0 < told.copied_bytes < 0.1 * told.total_bytes and told.fewest_copies == 8
     assert "the rest has no copy, and a wrong bit there is not seen" in str(told)
     assert check(flip_bit(state, 3, leaf="params/head")).same
     assert check(flip_bit(state, 3, leaf="params/final_norm")).devices == (3,)
-    everywhere = coverage(made(DATA)[0].abstract_state)
+    everywhere = coverage(made(DATA)[0].abstract_state, RULES["zero3"])
     assert everywhere.copied_bytes == everywhere.total_bytes and "(100%)" in str(everywhere)
     alone = tiny.program()
-    assert str(coverage(alone.abstract_state)).startswith("no part of the state is held by more than one device")
+    assert str(coverage(alone.abstract_state, RULES["zero3"])).startswith(
+        "no part of the state is held by more than one device"
+    )
     assert make_replica_check(alone.mesh, alone.abstract_state)(alone.init()).same
 
 
@@ -125,7 +128,7 @@ def test_what_lives_on_the_host_is_compared_too():
     assert check(flip_bit(state, 6, leaf="params/head")).devices == (6,)
 
 
-SLOW = [DATA | {"optim.name": "adamw"}, BOTH, TENSOR, {"rules": "zero1"}, {"rules": "zero2", "mesh.data": 2}]
+SLOW = [DATA | {"optim.name": "adamw"}, BOTH, TENSOR]
 MESHES = [(RUN, 4), *[pytest.param(overrides, 8, marks=pytest.mark.soak) for overrides in SLOW]]
 
 
@@ -142,6 +145,16 @@ def test_copies_stay_the_same_through_training_and_a_flip_stays_found(overrides,
     report = check(state)
     assert report.devices == (2,) and any(name.startswith("params/") for name in report.leaves)
     assert program.train_step._cache_size() == before  # a flipped state is placed like any other
+
+
+@pytest.mark.parametrize("rules", ["zero1", pytest.param("zero2", marks=pytest.mark.soak)])
+def test_where_each_step_renews_the_copies_a_flip_is_seen_before_it_alone_and_this_is_told(rules):
+    program = tiny.program({"rules": rules}, 8)
+    check, state = make_replica_check(program.mesh, program.abstract_state), program.init()
+    flipped = flip_bit(state, 2, bit=20)
+    assert check(flipped).devices == (2,)
+    assert check(program.train_step(flipped, tiny.on_mesh(program, tiny.packed_batch(0)))[0]).same
+    assert "between the last step and the comparison" in str(coverage(program.abstract_state, RULES[rules]))
 
 
 # What a run does about it.
