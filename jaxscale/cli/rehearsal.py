@@ -23,6 +23,7 @@ from jaxscale.cli.child import Child
 from jaxscale.cli.compare_runs import checkpoints_of, num_bytes, read_metrics
 from jaxscale.config import RunConfig
 from jaxscale.exits import Stop, may_start_again, meaning
+from jaxscale.monitor.events import read_events
 
 SAVE_EVERY = 3
 KILL_AFTER = 2 * SAVE_EVERY + 1
@@ -103,13 +104,6 @@ class Watched:
     code: int = 0
     seconds: float = 0.0
     steps: dict[int, float] = dataclasses.field(default_factory=dict)  # when each was told
-    saved: dict[int, float] = dataclasses.field(default_factory=dict)  # when each was found committed
-
-    @property
-    def save_seconds(self) -> float | None:
-        """How long the first save took that was seen from its start to its end."""
-        took = [at - self.steps[step] for step, at in self.saved.items() if step in self.steps]
-        return max(took[0], 0.0) if took else None
 
 
 def watch(child: Child, checkpoints: Checkpoints, steps: int, say: Callable[[str], None]) -> Watched:
@@ -130,7 +124,6 @@ def watch(child: Child, checkpoints: Checkpoints, steps: int, say: Callable[[str
             for step in checkpoints.all_steps():
                 if step not in known:
                     known.add(step)
-                    seen.saved[step] = now
                     say(f"  checkpoint {step} is committed")
             if running:
                 time.sleep(pause)
@@ -184,11 +177,13 @@ def run_straight(rehearsal: Rehearsal, report: Report) -> None:
     step_seconds = statistics.median(times) if times else None
     first = min(seen.steps.values(), default=None)
     report.add("start", OK, "until the first step was done: data, compiling, evaluation, one step", first)
-    report.add("train", OK, f"{rehearsal.steps} steps, losses {losses_text(records)}; a step takes", step_seconds)
+    report.add("train", OK, f"{rehearsal.steps} steps, losses {losses_text(records)}; time of a step", step_seconds)
     report_evaluation(rehearsal, report)
     size = sum(num_bytes(leaf) for leaf in checkpoints.read_record(newest)["leaves"].values())
-    report.add("save", OK, f"{units.size(size)} a checkpoint, committed after", seen.save_seconds)
-    report_pace(rehearsal, report, step_seconds, seen.save_seconds)
+    events = read_events(rehearsal.folder / "straight")
+    seconds = max((event["seconds"] for event in events if event["event"] == "saved"), default=None)
+    report.add("save", OK, f"{units.size(size)} a checkpoint; time until it was written and read back", seconds)
+    report_pace(rehearsal, report, step_seconds, seconds)
 
 
 def report_evaluation(rehearsal: Rehearsal, report: Report) -> None:
@@ -199,7 +194,7 @@ def report_evaluation(rehearsal: Rehearsal, report: Report) -> None:
         report.add("evaluate", SKIPPED, "no held-out text (data.valid..., eval.num_rows), so nothing was evaluated")
         return
     last = records[-1]
-    seen = f"{len(records)} times, validation loss {last['validation/loss']:.4g} at step {last['step']}; once takes"
+    seen = f"{len(records)} times, validation loss {last['validation/loss']:.4g} at step {last['step']}; time of one"
     report.add("evaluate", OK, seen, last.get("validation_seconds"))
 
 
@@ -272,7 +267,7 @@ def run_killed(rehearsal: Rehearsal, report: Report) -> dict[int, dict]:
         report.fail("go on", f"it did not go on from step {newest}; see {child.log}")
     first = min(seen.steps.values(), default=None)
     report.add(
-        "go on", OK, f"restored step {newest} and trained to {rehearsal.steps}; the first step was done after", first
+        "go on", OK, f"restored step {newest} and trained to {rehearsal.steps}; time until the first step", first
     )
     return early
 
