@@ -85,7 +85,8 @@ def run_steps(run: Run) -> TrainState | Rewound:
 
     def read(unread: Unread) -> None:
         """Fetches and reports a step's metrics: where the host waits for the devices."""
-        with phase("step", unread.step):
+        # the first step also waits for whichever process compiles the longest
+        with phase("compile" if unread.step == run.start_step + 1 else "step", unread.step):
             pilot.read(unread.step, reporter.report(unread), unread.fed.batch)
 
     if run.evaluate and run.start_step == 0:
