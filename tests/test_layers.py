@@ -16,7 +16,7 @@ ROOMS = {
 }  # fmt: skip
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {
-    "apache_beam", "array_record", "datasets", "etils", "ftfy", "gcsfs", "gigatoken", "google", "grain",
+    "apache_beam", "array_record", "datasets", "etils", "fsspec", "ftfy", "gcsfs", "gigatoken", "google", "grain",
     "huggingface_hub", "matplotlib", "orbax", "orjson", "profanity_check", "py3langid", "pyarrow", "pydivsufsort",
     "qwix", "rensa", "resiliparse", "rustbpe", "sentencepiece", "seqio", "tensorboardX", "tensorflow", "tensorstore",
     "tiktoken", "tokenizers", "torch", "trafilatura", "transformers",
