@@ -17,6 +17,7 @@ from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.holder import Holder, lives, this_process
 from jaxscale.checkpoint.lock_stores import FileLock, Look, ObjectLock
 from jaxscale.exits import Exit, Stop
+from jaxscale.monitor.events import ignore
 from jaxscale.schema import setting
 
 LEASES = 3  # without a sign of life, after which a holder counts as dead
@@ -41,10 +42,6 @@ class LockConfig:
             raise ValueError(f"lease_seconds={self.lease_seconds} must be above 0")
         if self.outage_seconds < 0:
             raise ValueError(f"outage_seconds={self.outage_seconds} must be 0 or more")
-
-
-def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
-    """Takes an event and does nothing with it."""
 
 
 class RunLock:

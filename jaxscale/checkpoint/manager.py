@@ -27,19 +27,16 @@ from jaxscale.checkpoint.failures import Failures, Reports
 from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import named_leaves
 from jaxscale.checkpoint.retention import read_facts
-from jaxscale.checkpoint.saver import Job, Note, Saver
+from jaxscale.checkpoint.saver import Job, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
 from jaxscale.exits import Exit, Stop
 from jaxscale.hosts.agree import agreed, next_key
+from jaxscale.monitor.events import Note, ignore
 
 T = TypeVar("T")
 RETRY_SECONDS = 0.5  # between two attempts at the last save of a run
 ASIDE_SECONDS = 3600.0  # for a step to be moved away: in a bucket every object of it is copied
 CLEAN = "clean"
-
-
-def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
-    """Notes nothing."""
 
 
 def unwatched(name: str, step: int) -> contextlib.AbstractContextManager[None]:

@@ -22,9 +22,7 @@ from jaxscale.checkpoint.snapshot import Snapshot
 from jaxscale.exits import Stop
 from jaxscale.faults import crash_point
 from jaxscale.hosts.agree import gathered
-
-Note = Callable[..., None]
-
+from jaxscale.monitor.events import Note
 
 DAMAGED = verified.Damaged.__name__
 

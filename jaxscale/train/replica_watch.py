@@ -7,10 +7,9 @@ from typing import Any
 
 from jaxscale import faults
 from jaxscale.exits import Exit, Stop
+from jaxscale.monitor.events import Note, ignore
 from jaxscale.schema import setting
 from jaxscale.train.replicas import ReplicaReport, flip_bit
-
-Note = Callable[..., None]  # note(kind, step, **facts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,10 +27,6 @@ class ReplicaConfig:
     def __post_init__(self):
         if self.every_steps < 0 or self.max_passing < 0:
             raise ValueError("every_steps and max_passing must be at least 0")
-
-
-def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
-    """A note that nobody reads."""
 
 
 class ReplicaWatch:
