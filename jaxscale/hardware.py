@@ -1,10 +1,19 @@
-"""What a chip can do, each row with its source. MFU is always against a row of this table, or it is not shown.
+"""What a chip can do and costs, each row with its source. MFU is always against a row of this table, or not shown.
 
 Peaks are dense bfloat16 (sparsity never counted); for cards without bfloat16, float16 matrix units.
 """
 
 import dataclasses
 import os
+from typing import NamedTuple
+
+
+class Price(NamedTuple):
+    """What an hour of one chip costs by a public list, on demand: a default only, prices move."""
+
+    dollars_per_hour: float
+    date: str  # when the list said so
+    source: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +33,13 @@ class Chip:
     int8_flops: float | None = None  # dense; None: no faster than bfloat16, or no source
     fp8_flops: float | None = None
     links_source: str = ""
+    fp16_flops: float | None = None  # dense, of the matrix units; None: no source (TPUs have none)
+    fp32_flops: float | None = None  # of the vector units, not TF32
+    bfloat16: bool = True  # False: the card computes in float16 or float32
+    devices_per_chip: int = 1  # JAX devices that one chip, which is what is paid for, appears as
+    watts: float | None = None  # of one chip or board at full load
+    watts_source: str = ""
+    price: Price | None = None  # of one chip
 
 
 # Google's pages give ICI as "bidirectional": both directions of all links. One direction is half of it.
@@ -34,54 +50,88 @@ TPU7X = "cloud.google.com/tpu/docs/tpu7x (2025), per chip; a JAX device is half 
 # the ports' speeds, and A100's NVLink and 8-bit figures.
 HOPPER_LINKS = "nvidia.com Hopper page: NVLink 900 GB/s, both directions; DGX H100: a 400 Gb/s ConnectX-7 port per GPU"
 AMPERE_LINKS = "NVLink 600 GB/s, both directions; DGX A100: a 200 Gb/s ConnectX-6 port per GPU"
+BLACKWELL_LINKS = "NVLink 1.8 TB/s, both directions (docs.vultr.com, HGX B200, 2026-03-11); a 400 Gb/s port per GPU"
+# Prices: list prices as the sources named here quote them. Google's own page shows its figures only to a browser.
+TPU_PRICE = "cloud.google.com/tpu/pricing, us-central1, as public cost tables quote it in 2025; the page was not read"
+TRILLIUM_PRICE = "neowin.net on the general availability of Trillium: $2.7000 per chip-hour"
+LAMBDA = "lambda.ai/instances, one of 8 GPUs, as transcribed by api-evangelist/lambda-labs"
+NEBIUS = "nebius.com/prices, HGX H200, as transcribed by tgarg01/silybench-data"
 CHIPS = {
     "TPU v4": Chip(
         "TPU v4", 275e12, 32 * 2**30, 1.2e12, CLOUD,
         ici_bandwidth=300e9, ici_dims=3, devices_per_host=4, int8_flops=275e12,
         links_source="glennklockwood.com/garden/processors/TPUv4: 6 links, 400 Gb/s a direction; no DCN figure found",
+        watts=192.0, watts_source="cloud.google.com/tpu/docs/v4: measured min/mean/max 90/170/192 W",
+        price=Price(3.22, "2025", TPU_PRICE),
     ),
     "TPU v5 lite": Chip(
         "TPU v5e", 197e12, 16 * 2**30, 0.819e12, CLOUD,
         ici_bandwidth=200e9, ici_dims=2, dcn_bandwidth=6.4e12 / 8 / 256, devices_per_host=4,
         host_bytes=512 * 2**30 // 8, int8_flops=393e12,
         links_source=CLOUD + ": ICI 400 GB/s both directions, DCN 6.4 Tb/s for 256 chips, 512 GiB for 8 chips",
+        price=Price(1.20, "2025", TPU_PRICE),
     ),
     "TPU v5": Chip(
         "TPU v5p", 459e12, 95 * 2**30, 2.765e12, CLOUD,
         ici_bandwidth=600e9, ici_dims=3, dcn_bandwidth=50e9 / 8, devices_per_host=4,
-        host_bytes=448 * 10**9 // 4, fp8_flops=459e12,
+        host_bytes=448 * 10**9 // 4, int8_flops=918e12, fp8_flops=459e12,
         links_source=CLOUD + ": ICI 1200 GB/s both directions, DCN 50 Gb/s, 448 GB for 4 chips",
+        price=Price(4.20, "2025", TPU_PRICE),
     ),
     "TPU v6 lite": Chip(
         "TPU v6e", 918e12, 32 * 2**30, 1.64e12, CLOUD,
         ici_bandwidth=400e9, ici_dims=2, dcn_bandwidth=100e9 / 8, devices_per_host=4,
         host_bytes=720 * 10**9 // 4, int8_flops=1836e12, fp8_flops=918e12,
         links_source=CLOUD + ": ICI 800 GB/s both directions, DCN 100 Gb/s, 720 GB for 4 chips",
+        price=Price(2.70, "2024-12-11", TRILLIUM_PRICE),
     ),
     "TPU7x": Chip(
         "TPU7x", 2307e12 / 2, 192 * 2**30 // 2, 7.38e12 / 2, TPU7X,
         ici_bandwidth=600e9 / 2, ici_dims=3, dcn_bandwidth=100e9 / 8 / 2, devices_per_host=8,
         host_bytes=960 * 10**9 // 8, fp8_flops=4614e12 / 2,
         links_source=TPU7X + ": ICI 1200 GB/s both directions, DCN 100 Gb/s, 960 GB for 4 chips",
+        devices_per_chip=2,
     ),
     "NVIDIA H100 80GB HBM3": Chip(
         "H100 SXM", 989.4e12, 80 * 10**9, 3.35e12, "NVIDIA H100 datasheet",
         ici_bandwidth=450e9, dcn_bandwidth=50e9, int8_flops=1978.9e12, fp8_flops=1978.9e12, links_source=HOPPER_LINKS,
+        fp16_flops=989.4e12, fp32_flops=67e12, watts=700.0,
+        watts_source="NVIDIA H100 datasheet; arXiv:2407.21783, section 3.3.1", price=Price(3.99, "2026-09-20", LAMBDA),
     ),
     "NVIDIA H200": Chip(
         "H200 SXM", 989.4e12, 141 * 10**9, 4.8e12, "NVIDIA H200 datasheet",
         ici_bandwidth=450e9, dcn_bandwidth=50e9, int8_flops=1978.9e12, fp8_flops=1978.9e12, links_source=HOPPER_LINKS,
+        fp16_flops=989.4e12, fp32_flops=67e12, watts=700.0, watts_source="NVIDIA H200 datasheet",
+        price=Price(4.50, "2026-09-25", NEBIUS),
+    ),
+    "NVIDIA B200": Chip(
+        "B200 SXM", 2250e12, 180 * 10**9, 8.0e12, "glennklockwood.com/garden/processors/B200, HGX at 1,000 W; 180 GB",
+        ici_bandwidth=900e9, dcn_bandwidth=50e9, int8_flops=4500e12, fp8_flops=4500e12, links_source=BLACKWELL_LINKS,
+        fp16_flops=2250e12, fp32_flops=80e12, watts=1000.0, watts_source="glennklockwood.com/garden/processors/B200",
+        price=Price(6.69, "2026-09-20", LAMBDA),
     ),
     "NVIDIA A100-SXM4-40GB": Chip(
         "A100 40GB", 312e12, 40 * 10**9, 1.555e12, "NVIDIA A100 datasheet",
         ici_bandwidth=300e9, dcn_bandwidth=25e9, int8_flops=624e12, links_source=AMPERE_LINKS,
+        fp16_flops=312e12, fp32_flops=19.5e12, watts=400.0, watts_source="NVIDIA A100 datasheet",
+        price=Price(1.99, "2026-09-20", LAMBDA),
     ),
     "NVIDIA A100-SXM4-80GB": Chip(
         "A100 80GB", 312e12, 80 * 10**9, 2.039e12, "NVIDIA A100 datasheet",
         ici_bandwidth=300e9, dcn_bandwidth=25e9, int8_flops=624e12, links_source=AMPERE_LINKS,
+        fp16_flops=312e12, fp32_flops=19.5e12, watts=400.0, watts_source="NVIDIA A100 datasheet",
+        price=Price(2.79, "2026-09-20", LAMBDA),
     ),
-    "Tesla V100-SXM2-16GB": Chip("V100", 125e12, 16 * 10**9, 0.9e12, "NVIDIA V100 datasheet (float16)"),
-    "Tesla T4": Chip("T4", 65e12, 16 * 10**9, 0.32e12, "NVIDIA T4 datasheet (float16)"),
+    "Tesla V100-SXM2-16GB": Chip(
+        "V100", 125e12, 16 * 10**9, 0.9e12, "NVIDIA V100 datasheet (float16)",
+        ici_bandwidth=150e9, links_source="NVIDIA V100 datasheet: NVLink 300 GB/s, both directions; no network figure",
+        fp16_flops=125e12, fp32_flops=15.7e12, bfloat16=False, watts=300.0, watts_source="NVIDIA V100 datasheet",
+        price=Price(0.79, "2026-09-20", LAMBDA),
+    ),
+    "Tesla T4": Chip(
+        "T4", 65e12, 16 * 10**9, 0.32e12, "NVIDIA T4 datasheet (float16)", int8_flops=130e12,
+        fp16_flops=65e12, fp32_flops=8.1e12, bfloat16=False, watts=70.0, watts_source="NVIDIA T4 datasheet",
+    ),
     "NVIDIA L4": Chip("L4", 121e12, 24 * 10**9, 0.3e12, "NVIDIA L4 datasheet"),
 }  # fmt: skip
 
