@@ -15,6 +15,12 @@ from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.sharding.offload import HOST
 
 NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
+# Over what a block's own arrays sum to: XLA:TPU does not reuse all at once. Fitted to the ten TPU results in the
+# headers of configs/ (libtpu 0.0.51, 2026-11-21), which tests/planner/test_plan_memory.py compares with.
+BLOCK_SLACK = 1.25
+# XLA:GPU needs about twice as much for the same arrays: three compilations in the same headers (jax 0.10.2), all with
+# remat="full". Why was not looked into, so it is used with remat alone.
+GPU_SLACK = 2.15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +31,7 @@ class MemoryNeed:
     moments: int  # and the average of the parameters, where one is kept
     grads: int
     activations: int  # an estimate: XLA decides
+    summed: int = 0  # gradients of earlier microbatches, beside those of the one that is computed
 
     @property
     def state(self) -> int:
@@ -34,7 +41,7 @@ class MemoryNeed:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.state + self.activations
+        return self.state + self.summed + self.activations
 
 
 def memory_need(program: Program) -> MemoryNeed:
@@ -43,7 +50,9 @@ def memory_need(program: Program) -> MemoryNeed:
     params = shard_bytes(state.params)
     # Of a microbatch they are cut like the parameters, or more finely, wherever those rest: an upper bound.
     grads = params + host_bytes(state.params)
-    return MemoryNeed(params, shard_bytes((state.opt_state, state.ema)), grads, activation_bytes(program))
+    summed = shard_bytes(program.abstract_grads) if program.cfg.train.num_microbatches > 1 else 0
+    moments = shard_bytes((state.opt_state, state.ema))
+    return MemoryNeed(params, moments, grads, activation_bytes(program), summed)
 
 
 def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
@@ -67,11 +76,12 @@ def host_bytes(abstract: Any) -> int:
 
 
 def activation_bytes(program: Program) -> int:
-    """What the backward pass keeps of one microbatch on one device, and the logits of one chunk of its loss.
+    """What the backward pass keeps of one microbatch on one device, and the most that it works with at one time.
 
     Counted for each block: the residual stream twice and its normalised forms (4 D), attention's inputs and output, and
     the MLP's inner arrays; with remat only what the policy keeps, and one block whole. What goes to the host is left
-    out.
+    out. Beside it, either a block's gathered weights, or the output projection with the logits of one chunk of the loss
+    and their gradient.
     """
     cfg, shape = program.cfg, program.mesh.shape
     model, lengths = cfg.model, cfg.row_lengths
@@ -87,11 +97,29 @@ def activation_bytes(program: Program) -> int:
         whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
     names = kept_names(model)
     kept = whole if names is None else sum(sizes[name] for name in names)
-    layers = tokens * width * (model.num_layers * kept + (0 if names is None else whole))
-    logits = (
-        min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4 * 3
-    )  # logits, their exp, their gradient
-    return layers + logits
+    block = gathered_bytes(program, width) + (0 if names is None else round(BLOCK_SLACK * tokens * width * whole))
+    logits = min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4
+    head = 2 * logits + width * model.embed_dim * model.vocab_size // tensor
+    total = tokens * width * model.num_layers * kept + max(block, head)
+    on_gpu = program.mesh.devices.flat[0].platform == "gpu"
+    return round(GPU_SLACK * total) if on_gpu and names is not None else total
+
+
+def gathered_bytes(program: Program, width: int) -> int:
+    """Bytes of the weights of one block while it is computed: whole where devices share them, `width` an element.
+
+    With them the gradient of the largest, not summed over devices yet; over slices or copies (mesh data), those of all.
+    """
+    shape, params = program.mesh.shape, program.abstract_state.params
+    if program.cfg.rules != "zero3" or shape["fsdp"] == 1:
+        return 0
+    sizes = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if "blocks" in jax.tree_util.keystr(path):
+            split = shape["tensor"] if "tensor" in str(leaf.sharding.spec) else 1
+            sizes.append(leaf.size // program.cfg.model.num_layers // split)
+    summing = 4 * sum(sizes) if shape["data"] > 1 else 0
+    return width * (sum(sizes) + max(sizes)) + summing
 
 
 def kept_names(model: ModelConfig) -> set[str] | None:

@@ -1,0 +1,114 @@
+"""`jaxscale plan`: exit codes, files, and one clear line for a wrong command line."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale import cli
+from jaxscale.cli import bench, plan
+from jaxscale.config import load_config
+from jaxscale.exits import Exit, is_for_people
+from jaxscale.planner.plan import measured
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+SEVEN = f"--config={ROOT / 'configs' / '7b.py'}"
+
+
+def test_the_verb_uses_no_device():
+    assert cli.VERBS["plan"][0] == "jaxscale.cli.plan" and "plan" in cli.AHEAD
+
+
+def test_a_plan_is_printed_and_written(tmp_path, capsys):
+    file = tmp_path / "plan.json"
+    assert plan.main([SEVEN, "--topology=v5p-256", "--price=4.20", "--budget=1e6", f"--json={file}"]) is Exit.DONE
+    out = capsys.readouterr().out
+    assert out.startswith("7b on v5p:4x4x8: 128 x TPU v5p on 32 hosts; mesh fsdp=128\n")
+    found = json.loads(file.read_text())
+    assert found["params"] == 6_744_707_072 and found["price"]["dollars_per_hour"] == 4.20
+    assert found["dollars"][0] < found["dollars"][1]
+
+
+def test_what_does_not_fit_is_a_no_go(capsys):
+    assert plan.main([SEVEN, "--topology=h100:1x8"]) is Exit.NO_GO
+    assert "does not fit by the estimate" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_money_becomes_a_config_that_fits(tmp_path, capsys):
+    file = tmp_path / "proposed.py"
+    assert plan.main(["--budget=50000", "--topology=h100:8x8", f"--write={file}"]) is Exit.DONE
+    out = capsys.readouterr().out
+    assert "$50,000 at $3.99 buy 12,531 hours of H100 SXM" in out and f"written to {file}" in out
+    cfg = load_config(str(file))
+    assert len(file.read_text().splitlines()) <= 40
+    assert plan.main([f"--config={file}", "--topology=h100:8x8", "--budget=50000"]) is Exit.DONE
+    assert "enough" in capsys.readouterr().out
+    assert cfg.train.num_microbatches >= 1
+
+
+def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
+    file = tmp_path / "proposal.json"
+    assert plan.main(["--flops=6e23", f"--json={file}"]) is Exit.DONE
+    assert json.loads(file.read_text())["model"]["name"] == "llama"
+    assert plan.main(["--model_size=7b"]) is Exit.DONE
+    assert "20 a parameter" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "give --config=FILE to plan a run, or one of --budget"),
+        ([SEVEN], "--topology must be given"),
+        ([SEVEN, "--topology=v99:8"], "no chip is called 'v99'"),
+        ([SEVEN, "--topology=v5p-256", "--price=free"], "--price=free must be a number above 0"),
+        ([SEVEN, "--topology=v5p-256", "--deadline=soon"], "--deadline=soon must be a time such as 30d"),
+        ([SEVEN, "--topology=v5p-256", "--mfu=40"], "--mfu=40 must be a share"),
+        ([SEVEN, "--topology=v5p-256", "--pue=0.9"], "--pue=0.9 must be 1 or more"),
+        ([SEVEN, "--flops=1e20"], "--flops proposes a model, and --config names one"),
+        ([SEVEN, "--topology=v5p-256", "--json=/nowhere/x.json"], "--json=/nowhere/x.json must be a file in a folder"),
+        (["--model_size=big"], "--model_size=big must be a number of parameters"),
+        (["--budget=1000", "--topology=tpu7x:2x2x1"], "no price of TPU7x is known; give --price"),
+        (["--budget=1000", "--flops=1e20"], "one of --budget=DOLLARS, --flops=NUMBER, --model_size"),
+        ([SEVEN, "--topology=here"], "run: jaxscale bench step --save"),
+        ([SEVEN, "--topology=v5p-256", "--config.mesh.tensor=3"], "needs a multiple of 3 devices"),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(argv, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ValueError) as error:
+        plan.main(argv)
+    assert said in str(error.value) and "\n" not in str(error.value) and is_for_people(error.value)
+
+
+def test_saving_is_of_the_step_alone():
+    with pytest.raises(ValueError, match="--save keeps what `jaxscale bench step` measured"):
+        bench.main(["loop", "--save"])
+
+
+def test_a_measured_step_is_kept_for_plans(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    small = ["--config.model.num_layers=1", "--config.model.vocab_size=64", "--config.batch_tokens=2048"]
+    bench.main(["step", "--save", "--spec=T", "--steps=1", "--warmup=0", *small])
+    assert f"kept in {tmp_path / 'jaxscale' / 'measured.json'}" in capsys.readouterr().out
+    (found,) = measured.read_measured()
+    assert found.spec == "T" and found.platform == "cpu" and found.flops_per_second > 0 and found.versions["jax"]
+    assert plan.main(
+        [f"--config={ROOT / 'configs' / 'quickstart.py'}", "--topology=here", "--config.train.num_microbatches=1"]
+    ) is (Exit.DONE)
+    assert "measured here by jaxscale bench step --save: T" in " ".join(capsys.readouterr().out.split())
+
+
+def test_it_answers_within_seconds_where_no_compiler_is_installed(tmp_path):
+    """As a process: what it imports counts too."""
+    code = (
+        "import sys; sys.modules['libtpu'] = None; sys.argv = ['jaxscale', *sys.argv[1:]]; "
+        "from jaxscale.cli import main; main()"
+    )
+    command = [sys.executable, "-c", code, "plan", SEVEN, "--topology=4*v6e:16x16", "--config.mesh.data=4"]
+    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert "1024 x TPU v6e" in done.stdout and done.stderr == ""

@@ -1,0 +1,167 @@
+"""What is often said with a wrong figure, computed by our own functions. docs/plan.md has the table in words."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from jaxscale.build import make_program
+from jaxscale.config import resolve_budget
+from jaxscale.data.checks import raw_dtype
+from jaxscale.data.config import DataConfig
+from jaxscale.hardware import CHIPS
+from jaxscale.models.llama import LlamaConfig, flops_per_token
+from jaxscale.optim.schedules import make_schedule
+from jaxscale.planner.estimate import link_seconds, recomputed_flops
+from jaxscale.planner.plan import by_hand, cost, scaling
+from jaxscale.planner.plan.by_hand import FLOAT32, MIXED, NO_MASTER
+from jaxscale.planner.plan.machine import open_machine
+from jaxscale.planner.plan.speed import PUBLISHED
+from jaxscale.train.loss_scale import LossScaleConfig, adjust, init_loss_scale
+
+A100 = CHIPS["NVIDIA A100-SXM4-80GB"]
+GB = 1e9
+
+
+def test_the_state_of_70b_is_840_gb_and_only_with_a_float32_copy_1_12_tb():
+    assert by_hand.state_bytes(70e9, NO_MASTER) == 840 * GB
+    assert by_hand.state_bytes(70e9, MIXED) == 1120 * GB
+
+
+def test_copy_and_moments_are_12_bytes_and_all_is_16_however_it_is_divided():
+    assert MIXED.optimizer == 12 and NO_MASTER.optimizer == 8
+    assert sum(MIXED) == sum(FLOAT32) == 16
+    assert by_hand.state_bytes(7e9) == 112 * GB > 80 * GB  # data parallelism alone does not hold 7B on 80 GB
+    assert by_hand.devices_for(by_hand.state_bytes(175e9, NO_MASTER) - 2 * 175e9, 80 * GB) == 22  # GPT-3, no gradients
+
+
+def test_70b_over_tensor_8_and_pipeline_4_is_35_gb_a_device():
+    split = dict(tensor=8, pipeline=4)
+    assert by_hand.bytes_of_device(70e9, **split) == pytest.approx(35.0 * GB)
+    zero = lambda stage: by_hand.bytes_of_device(70e9, **split, zero_stage=stage, zero_devices=8)
+    assert zero(1) == pytest.approx(12.0 * GB, rel=0.01)  # what is often called ZeRO-3 there
+    assert zero(3) == pytest.approx(4.4 * GB, rel=0.01)
+    assert zero(1) > zero(2) > zero(3)
+
+
+@pytest.mark.parametrize(
+    ("flops", "params", "tokens"),
+    [(6e23, 70.7e9, 1.41e12), (1e24, 91.3e9, 1.83e12), (3.14e23, 51e9, 1.02e12)],
+)
+def test_the_compute_optimal_size_of_a_budget(flops, params, tokens):
+    best = scaling.optimal_alternative(flops)
+    assert (best.params, best.tokens) == (pytest.approx(params, rel=0.005), pytest.approx(tokens, rel=0.005))
+
+
+def test_tokens_take_few_bytes_a_second():
+    rate = cost.tokens_per_second(300e12 / A100.peak_flops, A100.peak_flops, 256, scaling.train_flops(70e9, 1))
+    assert rate == pytest.approx(183e3, rel=0.005)
+    assert rate * cost.bytes_per_token_id(32_000) / 1e6 == pytest.approx(0.37, rel=0.02)  # MB/s of uint16
+    assert 300e12 / A100.peak_flops == pytest.approx(0.96, abs=0.005)  # a share that nobody reaches
+    assert PUBLISHED["gpu"][0].high < 0.6
+
+
+@pytest.mark.parametrize(
+    ("flops", "at_all", "at_40"),
+    [(3.1e23, 11_500, 28_750), (8.4e23, 31_161, 77_900), (1.4e26, 5.19e6, 13.0e6), (3e25, 1.11e6, 2.8e6)],
+)
+def test_gpu_days_at_the_whole_peak_are_two_and_a_half_times_more_at_40_percent(flops, at_all, at_40):
+    assert by_hand.device_days(flops, A100.peak_flops, 1.0) == pytest.approx(at_all, rel=0.005)
+    assert by_hand.device_days(flops, A100.peak_flops, 0.4) == pytest.approx(at_40, rel=0.01)
+
+
+def test_40_gb_of_text_are_8_to_10_billion_tokens():
+    assert [round(40 * GB / size / 1e9) for size in (5, 4)] == [8, 10]  # bytes of English a token
+
+
+def test_2000_gpus_for_three_months_are_4_3_million_hours():
+    assert cost.chip_hours(2000, 90 * cost.DAY) == pytest.approx(4.3e6, rel=0.01)
+
+
+def test_7b_on_1t_tokens_costs_a_fifth_to_two_fifths_of_a_million():
+    hours = by_hand.device_days(scaling.train_flops(7e9, 1e12), A100.peak_flops, 0.4) * 24
+    assert hours == pytest.approx(93e3, rel=0.01) and hours / 512 == pytest.approx(183, rel=0.005)
+    assert (2 * hours, 4 * hours) == (pytest.approx(0.19e6, rel=0.02), pytest.approx(0.37e6, rel=0.02))
+    tenth = by_hand.device_days(scaling.train_flops(7e9, 100e9), A100.peak_flops, 0.4) * 24
+    assert (2 * tenth, 4 * tenth) == (pytest.approx(19e3, rel=0.02), pytest.approx(37e3, rel=0.02))
+    per_hour = 20_480 / 512
+    assert per_hour == 40 and cost.chip_hours(512, 12 * cost.HOUR) * per_hour == pytest.approx(246e3, rel=0.002)
+
+
+def test_7b_on_1t_tokens_is_seven_times_compute_optimal():
+    assert 1e12 / scaling.optimal_tokens(7e9) == pytest.approx(7.1, abs=0.05)  # over-trained
+
+
+def test_computing_the_forward_pass_again_costs_a_third_more():
+    model = LlamaConfig(vocab_size=32_768, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=32, head_dim=128,
+                        mlp_dim=11_008, remat="full")  # fmt: skip
+    share = recomputed_flops(model, 4096) / flops_per_token(model, 4096)
+    assert 0.25 < share < 1 / 3  # the last product of each block and the output projection are not done twice
+    assert (scaling.train_flops(1, 1) + 2) / scaling.train_flops(1, 1) == pytest.approx(1.333, abs=0.001)  # 8ND, 6ND
+
+
+def test_tensor_parallelism_does_not_multiply_the_batch():
+    assert by_hand.global_rows(1, 8, 128) == 1024  # with 4 or 32 stages and tensor parts, or with none
+    assert by_hand.global_rows(1, 8, 1) == 8
+    shards = [tiny.program({"mesh.tensor": tensor}, 8).batch_shards for tensor in (1, 2)]
+    assert shards == [8, 4]
+
+
+def test_a_rate_begins_above_0_and_stays_at_its_least_behind_the_end():
+    rate = make_schedule(
+        decay="cosine", peak_lr=1e-3, min_lr=1e-4, warmup_steps=10, total_steps=100, decay_fraction=0.2
+    )
+    assert float(rate(0)) == pytest.approx(1e-4) and float(rate(99)) == pytest.approx(1e-4)
+    assert [float(rate(step)) for step in (100, 150, 1000)] == [pytest.approx(1e-4)] * 3
+
+
+def test_a_loss_scale_does_not_double_after_every_good_step():
+    cfg = LossScaleConfig()
+    state = init_loss_scale(cfg, "float16")
+    assert cfg.growth_interval == 2000
+    assert float(adjust(cfg, state, jnp.asarray(True)).value) == float(state.value)
+    grown = adjust(cfg, state._replace(good_steps=jnp.asarray(1999)), jnp.asarray(True))
+    assert float(grown.value) == 2 * float(state.value)
+    assert float(init_loss_scale(cfg, "bfloat16").value) == 1.0  # and bfloat16 needs none
+
+
+def test_what_data_parallelism_sends_does_not_depend_on_the_batch():
+    machine = open_machine("h100:8x8")
+
+    def sent(rows):
+        cfg = tiny.config({"rules": "zero1", "batch_tokens": f"{rows} rows", "model.embed_dim": 64})
+        return link_seconds(make_program(cfg, resolve_budget(cfg, None), machine.devices), machine)
+
+    assert sent(64) == sent(640) > 0
+
+
+def test_4_million_tokens_are_no_whole_rows_of_2048():
+    assert 4_000_000 / 2048 == 1953.125
+    with pytest.raises(ValueError, match="no whole number of rows"):
+        tiny.config({"seq_len": 2048, "batch_tokens": 4_000_000})
+    assert tiny.config({"seq_len": 2048, "batch_tokens": 4_194_304}).rows_per_step == 2048
+
+
+def test_how_far_short_types_reach():
+    assert float(jnp.finfo(jnp.float8_e4m3fn).max) == 448 and float(jnp.finfo(jnp.float8_e5m2).max) == 57_344
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    assert largest == pytest.approx(3.39e38, rel=0.001)
+    assert jnp.isinf(jax.jit(lambda x: x * 2)(jnp.asarray(largest, jnp.bfloat16)))  # it does not stay at its largest
+
+
+def test_links_are_told_in_one_direction():
+    assert A100.ici_bandwidth == 600e9 / 2  # NVLink's 600 GB/s are both
+    assert A100.dcn_bandwidth == 200e9 / 8  # HDR's 200 Gb/s
+
+
+def test_the_largest_id_decides_the_type_of_a_token_file():
+    for vocab_size, size in ((65_536, 2), (65_537, 4)):
+        assert cost.bytes_per_token_id(vocab_size) == size
+        assert raw_dtype(DataConfig(), vocab_size) == {2: "uint16", 4: "uint32"}[size]
+
+
+def test_a_range_is_never_one_number():
+    for platform in ("tpu", "gpu"):
+        low, high = PUBLISHED[platform][0]
+        assert 0.3 < low < high < 0.5
+    assert "16,384" in PUBLISHED["gpu"][1] and "8,192" in PUBLISHED["gpu"][1]  # 43% is of the smaller one

@@ -1,0 +1,237 @@
+"""The plan: its arithmetic holds together, every caution has its reason, and it reads well."""
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+import tiny
+
+from jaxscale.config import load_config
+from jaxscale.hardware import CHIPS
+from jaxscale.planner.plan import cautions, cost, measured, published, scaling
+from jaxscale.planner.plan.cost import Range
+from jaxscale.planner.plan.kept import Kept
+from jaxscale.planner.plan.machine import measured_machine, open_machine
+from jaxscale.planner.plan.measured import Measured
+from jaxscale.planner.plan.plan import Wishes, make_plan
+from jaxscale.planner.plan.propose import config_text, propose_for_flops, propose_for_size, shape_params
+from jaxscale.planner.plan.text import WIDTH, plan_lines
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+H100, T4, V5P = CHIPS["NVIDIA H100 80GB HBM3"], CHIPS["Tesla T4"], CHIPS["TPU v5"]
+
+
+def seven(topology="v5p:4x4x8", overrides=None, **wishes):
+    cfg = load_config(str(ROOT / "configs" / "7b.py"), overrides or {})
+    return make_plan(cfg, open_machine(topology), Wishes(config_name="7b", **wishes))
+
+
+@pytest.fixture(scope="module")
+def plan():
+    return seven(price=4.0, deadline_seconds=30 * cost.DAY, budget_dollars=1e4)
+
+
+def test_time_money_and_tokens_hold_together(plan):
+    step, hours = plan.speed.step_seconds, plan.chip_hours
+    peak = V5P.peak_flops * plan.num_devices
+    for seconds, mfu in zip(step, reversed(plan.speed.mfu)):
+        assert seconds * mfu * peak == pytest.approx(plan.flops_per_token * plan.batch_tokens)
+    assert plan.speed.tokens_per_second.low * step.high == pytest.approx(plan.batch_tokens)
+    assert plan.wall_seconds.low == pytest.approx(step.low * plan.total_steps / plan.goodput)
+    assert hours.high == pytest.approx(plan.wall_seconds.high / 3600 * 128)
+    assert plan.dollars == pytest.approx(hours.times(4.0))
+    assert plan.train_flops == pytest.approx(plan.flops_per_token * plan.tokens)
+    header = (ROOT / "configs" / "7b.py").read_text()
+    assert "8,759 chip-hours" in header  # at 40% MFU, without goodput
+    assert hours.low * plan.goodput < 8759 < hours.high * plan.goodput
+
+
+def test_the_lines_are_short_and_say_each_thing_once(plan):
+    lines = plan_lines(plan)
+    assert max(map(len, lines)) <= WIDTH
+    for text in ("6,744,707,072", "tokens per parameter", "chip-hours", "by Young and Daly", "deadline",
+                 "goodput 90%: arXiv", "price (now)", "compute-optimal: 20 tokens"):  # fmt: skip
+        assert sum(text in line for line in lines) == 1, text
+    assert any("budget" in line and "not enough: 3." in line for line in lines)
+    assert any("deadline" in line and "enough at both ends" in line for line in lines)
+
+
+def test_the_plan_is_plain_data(plan):
+    found = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
+    assert found["params"] == plan.params and found["fits"] is True
+    assert found["memory"][0]["kind"] == "parameters" and found["optimal"]["params"] == plan.optimal.params
+    assert {one["what"] for one in found["cautions"]} == {one.what for one in plan.cautions}
+
+
+def test_what_is_not_known_is_said_with_the_way_out_and_never_guessed():
+    lines = plan_lines(seven("tpu7x:4x4x4"))
+    assert any("dollars" in line and "n/a" in line and "--price=DOLLARS" in line for line in lines)
+    assert any("energy" in line and "n/a" in line for line in lines)
+    assert seven("tpu7x:4x4x4").num_chips == 64 and seven("tpu7x:4x4x4").num_devices == 128
+    assert seven("b200:8x8").megawatt_hours.low > 0
+    with pytest.raises(ValueError, match="no chip is called 'mi300x'.*plan also knows b200, v100, t4, l4"):
+        open_machine("mi300x:8")
+    for text, said in (("b200", "how many"), ("b200:1x16", "1 to 8 cards"), ("v100:0x8", "1 to 8 cards")):
+        with pytest.raises(ValueError, match=said):
+            open_machine(text)
+
+
+def test_what_does_not_fit_is_told_with_microbatches_that_would():
+    found = seven("h100:1x8")
+    assert found.fits is False and found.fitting_microbatches > 1
+    again = seven("h100:1x8", {"train.num_microbatches": str(found.fitting_microbatches)})
+    assert again.fits and again.memory_bytes <= again.usable_bytes
+    assert f"num_microbatches={found.fitting_microbatches}" in plan_lines(found)[-1]
+
+
+def test_what_preflight_kept_overrules_the_guesses():
+    cfg, machine = tiny.config(), open_machine("h100:1x8")
+    kept = Kept(peak_bytes=10**12, mfu_ceiling=0.2, date="2026-11-21")
+    plan = make_plan(cfg, machine, Wishes(), kept=kept)
+    assert plan.fits is False and plan.speed.mfu.high <= 0.2
+    assert any("by the compiler" in line and "2026-11-21" in line for line in plan_lines(plan))
+
+
+def test_a_small_machine_that_was_measured_predicts_its_steps():
+    one = Measured("T", "cpu", "cpu", 1, 2**34, "float32", 4096, 1e11, 1.0, 1e11, "2026-11-21", {})
+    ten = dataclasses.replace(one, spec="S", pass_flops=1e13, flops_per_second=4e11)
+    assert measured.rate_for([one, ten], "float32", 1e12)[0] == pytest.approx(2e11)  # halfway, on logarithms
+    assert measured.rate_for([one, ten], "float32", 1e9)[0] == 1e11
+    assert measured.rate_for([one, ten], "float32", 1e15)[0] == 4e11
+    cfg = tiny.config()
+    plan = make_plan(cfg, measured_machine(one), Wishes(), measured=[one])
+    middle = sum(plan.speed.step_seconds) / 2
+    assert middle == pytest.approx(cfg.flops_per_token * cfg.tokens_per_step / 1e11)
+    assert plan.speed.mfu is None and plan.dollars is None
+    assert any("MFU" in line and "n/a" in line for line in plan_lines(plan))
+
+
+def test_measurements_are_kept_and_a_damaged_file_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert measured.read_measured() == []
+    one = Measured("T", "cpu", "cpu", 1, 2**34, "float32", 4096, 1e11, 1.0, 1e11, "2026-11-20", {"jax": "0"})
+    measured.keep_measured(one)
+    measured.keep_measured(dataclasses.replace(one, spec="S"))
+    measured.keep_measured(newer := dataclasses.replace(one, date="2026-11-21"))  # in the place of the first
+    assert [found.spec for found in measured.read_measured()] == ["S", "T"]
+    assert newer in measured.read_measured()
+    other = dataclasses.replace(one, device_kind="TPU v5", date="2026-11-22")
+    assert measured.newest_machine([*measured.read_measured(), other]) == [other]
+    measured.measured_file().write_text('{"format": 1, "measured": [{"spec": "T"}]}')
+    with pytest.raises(ValueError, match="measured.json is no file of measurements"):
+        measured.read_measured()
+
+
+def test_a_smaller_model_reaches_the_same_loss_with_more_tokens():
+    params, tokens = 6.74e9, 135e9
+    loss = scaling.predicted_loss(params, tokens)
+    found = scaling.serving_alternatives(params, tokens)
+    assert [one.params / params for one in found] == [0.75, 0.5]
+    for one in found:
+        assert scaling.predicted_loss(one.params, one.tokens) == pytest.approx(loss)
+        spent = lambda size, train, served=one.served_tokens: train + 2 * size * served
+        assert spent(one.params, one.flops) == pytest.approx(spent(params, scaling.train_flops(params, tokens)))
+    assert scaling.tokens_for_loss(1e7, loss) is None  # too small for ever
+    # the first fit's own optimum is far from the paper's 20 tokens a parameter, the refit's is near
+    near = lambda fit: min((scaling.predicted_loss(n, 5.76e23 / 6 / n, fit), 5.76e23 / 6 / n / n) for n in
+                           (2e10 * 1.02**i for i in range(130)))[1]  # fmt: skip
+    assert near(scaling.HOFFMANN) > 2 * 20 and 14 < near(scaling.BESIROGLU) < 28
+
+
+def test_young_and_daly_lose_the_least():
+    between = cost.mean_seconds_between_failures(16_384)
+    assert between / cost.HOUR == pytest.approx(54 * 24 / 419)
+    best = cost.best_save_interval(60, between)
+    assert cost.lost_share(best, 60, between) < min(cost.lost_share(best * f, 60, between) for f in (0.8, 1.25))
+    assert cost.kept_checkpoints(10_000, 500, 3, 2_000, 0) == 8 and cost.kept_checkpoints(100, 0, 3, 0, 0) == 1
+
+
+@pytest.mark.parametrize(
+    ("bad", "good", "said"),
+    [
+        (lambda: cautions.warmup_too_short(1e8, 10, 1e6, 0.95),
+         lambda: cautions.warmup_too_short(1e8, 40, 4e6, 0.95), "2 / (1 - b2)"),
+        (lambda: cautions.warmup_too_short(7e9, 100, 1e8, 0.95),
+         lambda: cautions.warmup_too_short(7e9, 2000, 1e8, 0.95), "375M tokens or 2,000 steps"),
+        (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 3e-3),
+         lambda: cautions.rate_outside(7e9, 140e9, 4e6, 3e-4), "by the square-root rule"),
+        (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 1e-5),
+         lambda: cautions.rate_outside(7e9, 140e9, 4e6, 2e-4), "by the linear rule"),
+        (lambda: cautions.tokens_of_params(7e9, 1e9), lambda: cautions.tokens_of_params(7e9, 140e9), "20 a parameter"),
+        (lambda: cautions.horizon_too_far(1e12, 5e11, "cosine", "the budget"),
+         lambda: cautions.horizon_too_far(1e12, 1e12, "cosine", "the budget"), "100% too long"),
+        (lambda: cautions.batch_too_large(7e9, 140e9, 2e7),
+         lambda: cautions.batch_too_large(7e9, 140e9, 4e6), "2.1e8 L^-4.8"),
+        (lambda: cautions.save_interval(10 * cost.DAY, 60, 1024),
+         lambda: cautions.save_interval(2 * cost.HOUR, 60, 1024), "sqrt(2 x 1m00s x MTBF)"),
+        (lambda: cautions.save_interval(30, 60, 1024), lambda: cautions.save_interval(7200, 60, 1024), "too frequent"),
+        (lambda: cautions.tensor_over_slow_links(16, 8, H100),
+         lambda: cautions.tensor_over_slow_links(8, 8, H100), "mesh.tensor=8 or less"),
+        (lambda: cautions.tensor_over_slow_links(2, 8, T4),
+         lambda: cautions.tensor_over_slow_links(1, 8, T4), "has no fast link"),
+        (lambda: cautions.dtype_of_chip("float16", H100), lambda: cautions.dtype_of_chip("float16", T4), "65,504"),
+        (lambda: cautions.dtype_of_chip("bfloat16", T4), lambda: cautions.dtype_of_chip("bfloat16", V5P), "float16"),
+        (lambda: cautions.dtype_of_chip("float32", H100), lambda: cautions.dtype_of_chip("float32", V5P), "67"),
+        (lambda: cautions.too_many_epochs(9), lambda: cautions.too_many_epochs(2), "read 9 times"),
+    ],
+)  # fmt: skip
+def test_a_caution_is_given_for_its_reason_with_a_way_out_and_a_source(bad, good, said):
+    assert good() is None
+    found = bad()
+    assert said in " ".join(found) and all(found)
+
+
+def test_both_rules_for_the_rate_agree_at_the_published_batch_and_part_from_there():
+    for run in published.RUNS:
+        assert published.linear_rule(run, run.batch_tokens) == run.peak_lr
+        four = 4 * run.batch_tokens
+        assert published.linear_rule(run, four) == pytest.approx(2 * published.square_root_rule(run, four))
+        span, lines = cautions.rate_range(run.params, 20 * run.params, run.batch_tokens)
+        assert span.low <= run.peak_lr <= span.high and any(run.name in line for line in lines)
+
+
+@pytest.mark.parametrize("name", ["1b", "7b", "13b", "70b", "175b", "gpt2_124m"])
+def test_the_shipped_configs_of_published_shapes_get_no_caution_on_rate_warmup_tokens_or_type(name):
+    cfg = load_config(str(ROOT / "configs" / f"{name}.py"), {"mesh.tensor": "1"})
+    plan = make_plan(cfg, open_machine("v5p:2x2x4"), Wishes())
+    assert not [one for one in plan.cautions if not one.what.startswith(("a checkpoint", "1.7 tokens"))
+                and not (name == "175b" and "tokens a parameter" in one.what)]  # fmt: skip
+
+
+def test_a_run_that_the_money_ends_before_its_schedule_is_warned_of(plan):
+    ended = [one for one in plan.cautions if one.what.startswith("the budget ends the run")]
+    assert len(ended) == 1 and "train_tokens=" in ended[0].way_out
+    assert not [one for one in plan.cautions if "deadline" in one.what]
+
+
+@pytest.mark.parametrize("flops", [1e17, 1e19, 6e23, 1e25])
+def test_a_proposal_is_compute_optimal_and_its_config_loads(flops, tmp_path):
+    found = propose_for_flops(flops, "test")
+    assert found.params == shape_params(found.model) == pytest.approx(scaling.optimal_params(flops), rel=0.15)
+    assert scaling.train_flops(found.params, found.tokens) == pytest.approx(flops, rel=1e-6)
+    assert found.rows & (found.rows - 1) == 0 and found.tokens / found.rows / found.seq_len >= 100
+    file = tmp_path / "proposed.py"
+    file.write_text(config_text(found, "a test"))
+    assert len(file.read_text().splitlines()) <= 40
+    cfg = load_config(str(file))
+    assert cfg.flops_per_token > 0 and cfg.train_tokens == found.tokens
+    plan = make_plan(cfg, open_machine("v5p:2x2x1"), Wishes())
+    assert plan.params == found.params
+    assert not [one for one in plan.cautions if "warmup" in one.what or "peak_lr" in one.what or "batch" in one.what]
+
+
+def test_a_proposal_of_a_size_has_it():
+    for size in (1.5e7, 1.25e8, 7e9, 7e10):
+        found = propose_for_size(size, "test")
+        assert found.params == pytest.approx(size, rel=0.2)
+        assert found.tokens == round(20 * found.params)
+    for wrong in (1e6, 1e15):
+        with pytest.raises(ValueError, match="check the units"):
+            propose_for_size(wrong, "test")
+    with pytest.raises(ValueError, match="check the units"):
+        propose_for_flops(1e5, "test")
+
+
+def test_a_range_turns_when_it_divides():
+    assert Range(2.0, 4.0).under(8.0) == Range(2.0, 4.0) and Range(0.3, 0.6).times(2) == Range(0.6, 1.2)

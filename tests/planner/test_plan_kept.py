@@ -1,0 +1,45 @@
+"""What preflight kept about the very step is found again without compiling, and nothing is looked for in vain."""
+
+import dataclasses
+
+import pytest
+import tiny
+
+from jaxscale.planner import ahead
+from jaxscale.planner.ahead import Compiled, Memory
+from jaxscale.planner.hlo import HloFacts
+from jaxscale.planner.plan import kept
+from jaxscale.planner.plan.kept import find_kept
+from jaxscale.planner.preflight import ahead_program
+from jaxscale.planner.topology import open_topology
+
+FACTS = HloFacts(
+    collectives=[], dot_flops=1e9, hbm_bytes=1e3, estimated_cycles=None, unknown_trips=0, custom_calls={},
+    dot_flops_by_type={"bf16": 1e9},
+)  # fmt: skip
+WHERE = "v5e:2x2"
+
+
+def config():
+    return tiny.config({"model.attention": "auto", "model.head_dim": 128, "seq_len": 128, "batch_tokens": "16 rows"})
+
+
+def test_a_result_is_found_by_its_step_and_by_no_other(monkeypatch, tmp_path):
+    pytest.importorskip("libtpu")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    topology = open_topology(WHERE)
+    program = ahead_program(config(), topology)
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    memory = Memory(peak=123_456_789, arguments=1, temporaries=1, code=0, aliased=0, host=0)
+    result = Compiled(memory, FACTS, None, 1.0, 1.0, {}, "2026-11-21")
+    ahead.write_result(ahead.result_key(lowered.as_text(), program, topology), result, print)
+    found = find_kept(config(), WHERE)
+    assert (found.peak_bytes, found.date) == (123_456_789, "2026-11-21") and 0 < found.mfu_ceiling
+    assert find_kept(dataclasses.replace(config(), rules="zero1"), WHERE) is None
+    assert find_kept(config(), "b200:1x8") is None  # nothing compiles for it
+
+
+def test_nothing_is_traced_where_nothing_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept, "open_topology", lambda text: pytest.fail("it was opened"))
+    assert find_kept(tiny.config(), WHERE) is None

@@ -1,0 +1,78 @@
+"""The estimate of a device's memory against what the compiler said, as the headers of the shipped configs tell it."""
+
+import pathlib
+import re
+
+import jax
+import pytest
+
+from jaxscale.config import load_config, resolve_budget
+from jaxscale.models import num_params
+from jaxscale.planner.memory import memory_need
+from jaxscale.planner.plan.machine import open_machine
+from jaxscale.planner.plan.plan import Wishes, make_plan
+from jaxscale.planner.preflight import ahead_program
+from jaxscale.planner.topology import open_topology
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+CONFIGS = sorted(file for file in (ROOT / "configs").glob("*.py"))
+LINE = re.compile(r"^    (\S+:\S+?)(?: \((.*?)\))?: ([0-9.]+) GiB a chip", re.M)
+GIB = 2**30
+
+
+def preflights():
+    """(config, topology, settings, GiB of the compiler) of every line in a header."""
+    for file in CONFIGS:
+        for topology, said, gib in LINE.findall(file.read_text()):
+            overrides = {}
+            for part in filter(None, said.split(", ")):
+                if found := re.fullmatch(r"(\d+) (?:microbatches|parts)", part):
+                    overrides["train.num_microbatches"] = found[1]
+                else:
+                    axis, size = part.split("=")
+                    overrides[f"mesh.{axis}"] = size
+            yield file.stem, topology, overrides, float(gib)
+
+
+CASES = list(preflights())
+
+
+def test_the_headers_have_results_of_many_machines():
+    assert len(CASES) >= 13 and len({case[0] for case in CASES}) >= 4
+
+
+@pytest.mark.parametrize(("name", "topology", "overrides", "gib"), CASES, ids=lambda value: str(value))
+def test_memory_is_within_15_percent_of_the_compilers(name, topology, overrides, gib):
+    cfg = load_config(str(ROOT / "configs" / f"{name}.py"), overrides)
+    need = memory_need(ahead_program(cfg, open_machine(topology)))
+    error = need.total / GIB / gib - 1
+    print(f"{name} on {topology}: {need.total / GIB:.1f} GiB by the estimate, {gib} by the compiler: {error:+.0%}")
+    assert abs(error) < 0.15
+
+
+@pytest.mark.parametrize("topology", ["v5p:2x2x2", "2*v6e:4x4", "v5e:4x4", "tpu7x:2x2x1", "v4:4x4x4"])
+def test_a_stand_in_lays_the_state_out_as_libtpus_devices_do(topology):
+    pytest.importorskip("libtpu")
+    cfg = load_config(str(ROOT / "configs" / "1b.py"), {"batch_tokens": "512 rows"})
+    ours, theirs = (ahead_program(cfg, opened) for opened in (open_machine(topology), open_topology(topology)))
+    assert memory_need(ours) == memory_need(theirs)
+    place = lambda program: [(d.coords, d.core_on_chip, d.slice_index) for d in program.mesh.devices.flat]
+    assert [one[:2] for one in place(ours)] == [(tuple(d.coords), d.core_on_chip) for d in theirs.mesh.devices.flat]
+    assert open_machine(topology).num_hosts == open_topology(topology).num_hosts
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_parameters_flops_and_state_are_those_of_the_model(file):
+    cfg = load_config(f"{file}:depth=4" if file.stem == "auto" else str(file), {"mesh.tensor": 1})
+    plan = make_plan(cfg, open_machine("h200:1x1"), Wishes())
+    program = ahead_program(cfg, open_machine("h200:1x1"))
+    leaves = jax.tree.leaves(program.abstract_state.params)
+    assert plan.params == num_params(cfg.model) == sum(leaf.size for leaf in leaves)
+    assert plan.flops_per_token == cfg.flops_per_token
+    rows = {row.kind: row.num_bytes for row in plan.memory}
+    assert rows["parameters"] == 4 * plan.params
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state.opt_state))
+    assert rows["moments"] == state == pytest.approx(8 * plan.params, abs=100)
+    budget = resolve_budget(cfg, plan.data_tokens)
+    assert (plan.total_steps, plan.tokens) == (budget.total_steps, budget.total_steps * budget.batch_tokens)
+    assert sum(rows.values()) == plan.memory_bytes
