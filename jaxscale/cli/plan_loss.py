@@ -1,0 +1,259 @@
+"""Forecasts the loss of a run from a ladder of small finished ones: E + A/N^alpha + B/D^beta, with an interval.
+
+  jaxscale plan --loss --runs='runs/ladder/*' --config=configs/7b.py
+  --runs=PATTERNS       work folders of finished runs, with * and commas, quoted; configs/ladder.py makes such runs
+  --config=FILE         the run to be forecast; --config.NAME=VALUE sets any setting, as in training
+  --tokens=AMOUNT       in place of its train_tokens
+  --to=WORKDIR          writes forecast.json there: the band that its training loss should stay in, for the report and
+                        the alerts
+  --draws=200           fits of the bootstrap
+  --seed=0              of these
+  --json=FILE           writes all numbers
+
+Runs are compared by their held-out loss after the last step. Those that are not finished, diverged, or differ in data,
+tokenizer, row length or schedule are left out, each with its reason. Nothing is compiled; a forecast takes seconds.
+"""
+
+from jaxscale.process import prepare_ahead
+
+if __name__ == "__main__":
+    prepare_ahead()  # before jax is imported: no device is needed
+
+import datetime  # noqa: E402
+import math  # noqa: E402
+from typing import Any, NamedTuple  # noqa: E402
+
+from jaxscale import config, paths, units  # noqa: E402
+from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
+from jaxscale.config import Budget, RunConfig  # noqa: E402
+from jaxscale.exits import run_and_exit  # noqa: E402
+from jaxscale.models import num_params  # noqa: E402
+from jaxscale.planner import loss_curve  # noqa: E402
+from jaxscale.planner.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget  # noqa: E402
+from jaxscale.planner.loss_curve import Band, coverage, inside, make_band, shape_of  # noqa: E402
+from jaxscale.planner.loss_law import INTERVAL, LossLaw, Prediction, fit, write_forecast  # noqa: E402
+
+OPTIONS = ("runs", "tokens", "to", "draws", "seed", "json")
+LEAST_DRAWS = 200
+NO_FLOOR = 0.05  # an E below this part of the least loss
+FAR = 10.0  # times the FLOPs of the largest run: the furthest that docs/loss_law.md tells a trial of is less
+
+
+class Forecast(NamedTuple):
+    """What is known of a run's loss before it begins."""
+
+    ladder: Ladder
+    law: LossLaw
+    params: int
+    tokens: int
+    flops: float
+    end: Prediction
+    band: Band | None
+    why_no_band: str  # or ""
+    covered: dict[str, float]  # of each run of the ladder's curve, by the band of the others' and its own end
+    largest: tuple[str, float] | None  # the largest run, and how much of its curve all others' forecast of it holds
+
+
+def main_loss(argv: list[str]) -> int:
+    """Prints the forecast and returns the exit code. Raises ValueError for a ladder that allows none."""
+    arguments = parse_arguments([flag for flag in argv if flag != "--loss"], OPTIONS)
+    if arguments.help:
+        print(__doc__)
+        return 0
+    options = arguments.options
+    if "runs" not in options:
+        raise ValueError("--runs must be given, such as --runs='runs/ladder/*' (quoted)")
+    draws = whole_number("draws", options.get("draws", str(LEAST_DRAWS)), LEAST_DRAWS)
+    seed = whole_number("seed", options.get("seed", "0"), 0)
+    cfg = config.load_config(arguments.config, arguments.overrides)
+    cfg, budget = target_budget(cfg, options.get("tokens"))
+    ladder = read_ladder(find_runs(options["runs"]), cfg, budget, options.get("to"))
+    for folder, why in ladder.left_out:
+        print(f"left out {folder}: {why}")
+    forecast = make_forecast(ladder, cfg, budget, draws, seed)
+    print(*forecast_lines(forecast), sep="\n")
+    if "json" in options:
+        paths.write_json(paths.as_path(options["json"]), as_json(forecast))
+        print(f"all numbers are in {options['json']}")
+    if "to" in options:
+        save(forecast, options["to"], cfg, budget)
+    return 0
+
+
+def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, draws: int, seed: int) -> Forecast:
+    """The forecast of a run's end, and of its curve where the ladder allows one. Raises ValueError as fit() does."""
+    law = fit(ladder.points, draws=draws, seed=seed)
+    params, tokens = num_params(cfg.model), budget.total_steps * budget.batch_tokens
+    end = law.predict(params, tokens, seed)
+    band, why = None, ""
+    try:
+        band = make_band(end, shape_of(ladder.rungs, schedule_of(cfg, budget)), tokens)
+    except ValueError as error:
+        why = str(error)
+    tried = (coverage(ladder.rungs), forecast_largest(ladder, draws, seed)) if band else ({}, None)
+    return Forecast(ladder, law, params, tokens, cfg.flops_per_token * tokens, end, band, why, *tried)
+
+
+def forecast_largest(ladder: Ladder, draws: int, seed: int) -> tuple[str, float] | None:
+    """(the run with most FLOPs, part of its curve in the band that all others make for it); None if these are too few.
+
+    This is the whole forecast tried once: law, interval and shape know nothing of the run.
+    """
+    *rest, largest = ladder.rungs
+    try:
+        law = fit([point for rung in rest for point in rung.points], draws=draws, seed=seed)
+        end = law.predict(largest.params, largest.tokens, seed)
+        band = make_band(end, shape_of(rest, largest.schedule), largest.tokens)
+    except ValueError:
+        return None
+    held = inside(band, largest)
+    return None if held is None else (largest.name, held)
+
+
+def forecast_lines(forecast: Forecast) -> list[str]:
+    """The forecast for people."""
+    law, ladder, end = forecast.law, forecast.ladder, forecast.end
+    lines = ["", "run                     parameters  tokens     FLOPs  nats/token    law"]
+    lines += [rung_line(rung, law) for rung in ladder.rungs]
+    lines += ["", law_line(law)]
+    if law.terms.E < NO_FLOOR * min(point.loss for point in law.points):
+        lines.append("these runs show no floor (E is next to nothing), so far beyond them this law falls too low")
+    if law.form == "tokens":
+        lines.append("the ladder has one size: how the loss falls with parameters is not known, and not forecast")
+    if law.form == "params":
+        lines.append("tokens follow from parameters in this ladder: the two are told apart for none but such runs")
+    if law.left_out_error is None:
+        lines.append("too few runs to forecast the largest from the others")
+    else:
+        largest = max(law.points, key=lambda point: point.compute)
+        told = largest.loss / math.exp(law.left_out_error)
+        lines.append(
+            f"check: without it, the largest run ({short(largest.run)}) is forecast at {told:.4f} and ended at "
+            f"{largest.loss:.4f} ({largest.loss / told - 1:+.1%}); the band is at least as wide as that error"
+        )
+    sure = f"{INTERVAL[1] - INTERVAL[0]:.0%}"
+    lines += ["", f"forecast of {units.count(forecast.params)} parameters, {units.count(forecast.tokens)} tokens:"]
+    lines.append(f"  {end.middle:.4f} nats/token, {end.low:.4f} to {end.high:.4f} ({sure} interval)")
+    bits = ladder.bits_per_nat
+    if bits is not None:
+        lines.append(f"  {bits * end.middle:.4f} bits/byte, {bits * end.low:.4f} to {bits * end.high:.4f}")
+    times = law.reach(forecast.params, forecast.tokens, forecast.flops)
+    lines.append(f"  {times:.3g} times the FLOPs of the ladder's largest run" + far(times))
+    lines.append(band_line(forecast))
+    return lines
+
+
+def far(times: float) -> str:
+    """A warning where the run lies further out than this was tried."""
+    if times <= FAR:
+        return ""
+    return f": further than {FAR:g} times; the interval knows the law's errors, and not those of another law"
+
+
+def band_line(forecast: Forecast) -> str:
+    """What the band over the curve rests on."""
+    if forecast.band is None:
+        return f"no band over the curve: {forecast.why_no_band}"
+    held = forecast.covered
+    if not held:
+        return "the band over the curve could not be tried on held-out runs: there are too few"
+    part = sum(held.values()) / len(held)
+    worst = min(held, key=held.get)
+    text = (
+        f"the shape of the other runs' curves holds {part:.0%} of each run's own, from its own end, on average "
+        f"(worst: {worst}, {held[worst]:.0%})"
+    )
+    if forecast.largest:
+        text += f"; forecast whole from the others, {forecast.largest[0]} has {forecast.largest[1]:.0%} in its band"
+    return text
+
+
+def rung_line(rung: Rung, law: LossLaw) -> str:
+    """A row of the table."""
+    told = law.terms.loss(rung.params, rung.tokens)
+    return (
+        f"{rung.name[:22]:22}  {units.count(rung.params):>10}  {units.count(rung.tokens):>6}  {rung.flops:8.2e}  "
+        f"{rung.loss:10.4f}  {rung.loss / told - 1:+.2%}"
+    )
+
+
+def law_line(law: LossLaw) -> str:
+    """The fitted law, and the intervals of its numbers."""
+    terms, told = law.terms, law.to_dict()["intervals"]
+    text = f"loss = {terms.E:.4g}"
+    names = ["E"]
+    if law.form != "tokens":
+        text, names = f"{text} + {terms.A:.4g} / parameters^{terms.alpha:.4g}", [*names, "alpha"]
+    if law.form != "params":
+        text, names = f"{text} + {terms.B:.4g} / tokens^{terms.beta:.4g}", [*names, "beta"]
+    ranges = ", ".join(f"{name} {told[name][0]:.3g} to {told[name][1]:.3g}" for name in names)
+    return f"{text}    ({ranges})"
+
+
+def short(folder: str) -> str:
+    """The folder's own name."""
+    return folder.rstrip("/").rpartition("/")[2]
+
+
+def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> None:
+    """Writes forecast.json. Raises ValueError where there is no band, or the folder holds another run."""
+    if forecast.band is None:
+        raise ValueError(f"--to={workdir}: no band to write: {forecast.why_no_band}")
+    folder = paths.make_run_dir(workdir)
+    if (folder / "config.json").exists():
+        check_same_end(paths.read_json(folder / "config.json"), workdir, cfg, budget)
+    end, bits = forecast.end._asdict(), forecast.ladder.bits_per_nat
+    write_forecast(
+        folder,
+        forecast.law,
+        loss_curve.to_dict(forecast.band),
+        made_from=[rung.name for rung in forecast.ladder.rungs],
+        left_out=[short(name) for name, _ in forecast.ladder.left_out],
+        made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        of="loss",  # the training loss, averaged over so much of the run:
+        smoothed_over=loss_curve.SMOOTHED,
+        end=end,
+        end_bits_per_byte={name: bits * value for name, value in end.items()} if bits is not None else None,
+        params=forecast.params,
+        train_tokens=forecast.tokens,
+        reach=forecast.law.reach(forecast.params, forecast.tokens, forecast.flops),
+        coverage=forecast.covered,
+        largest_inside=dict([forecast.largest]) if forecast.largest else None,
+    )
+    print(f"the band is in {folder / 'forecast.json'}; the report draws it, and leaving it is an alert")
+
+
+def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) -> None:
+    """Raises ValueError if the run in the folder is not the one that was forecast."""
+    model, steps = recorded.get("config", {}).get("model"), recorded.get("budget", {}).get("total_steps")
+    own = config.schema.to_dict(cfg.model)
+    differ = sorted(name for name, value in own.items() if not model or model.get(name, value) != value)
+    if differ or steps != budget.total_steps:
+        what = f"model.{differ[0]}" if differ else f"its length, {steps} steps and not {budget.total_steps}"
+        raise ValueError(
+            f"--to={workdir} holds a run that differs from the config in {what}; give the config and --tokens of that "
+            "run, or another folder"
+        )
+
+
+def as_json(forecast: Forecast) -> dict[str, Any]:
+    """All numbers, for --json."""
+    bits = forecast.ladder.bits_per_nat
+    return {
+        "params": forecast.params,
+        "tokens": forecast.tokens,
+        "flops": forecast.flops,
+        "nats_per_token": forecast.end._asdict(),
+        "bits_per_byte": {n: bits * v for n, v in forecast.end._asdict().items()} if bits is not None else None,
+        "reach": forecast.law.reach(forecast.params, forecast.tokens, forecast.flops),
+        "law": forecast.law.to_dict(),
+        "left_out": [{"run": folder, "why": why} for folder, why in forecast.ladder.left_out],
+        "band": loss_curve.to_dict(forecast.band) if forecast.band else None,
+        "why_no_band": forecast.why_no_band,
+        "coverage": forecast.covered,
+        "largest_inside": dict([forecast.largest]) if forecast.largest else None,
+    }
+
+
+if __name__ == "__main__":
+    run_and_exit(main_loss)

@@ -1,0 +1,91 @@
+"""`plan --loss` tells the end of a run from a ladder, writes the band for its curve, and refuses in one line."""
+
+import json
+
+import made_ladder
+import pytest
+
+from jaxscale import schema
+from jaxscale.cli.plan_loss import main_loss
+from jaxscale.monitor.history import read_history
+
+TARGET = made_ladder.config(128, 1600)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return made_ladder.write_ladder(tmp_path_factory.mktemp("ladder"))
+
+
+@pytest.fixture
+def config_file(tmp_path):
+    file = tmp_path / "big.py"
+    file.write_text(f"def get_config():\n    return {schema.to_dict(TARGET)!r}\n")
+    return file
+
+
+def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, config_file, tmp_path, capsys):
+    made_ladder.write(runs / "broken", made_ladder.config(), until=100)
+    done = main_loss(["--loss", f"--runs={runs}/*", f"--config={config_file}", f"--json={tmp_path / 'all.json'}"])
+    printed, told = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
+    assert done == 0 and len(told["law"]["points"]) == 9
+    assert "broken: it is not finished: step 100 of 200" in printed
+    assert "check: without it, the largest run (64-800)" in printed
+    low, middle, high = (told["nats_per_token"][name] for name in ("low", "middle", "high"))
+    assert low <= made_ladder.end_of(TARGET) <= high
+    assert f"{middle:.4f} nats/token, {low:.4f} to {high:.4f} (90% interval)" in printed
+    assert told["bits_per_byte"]["middle"] == pytest.approx(made_ladder.BITS_PER_NAT * middle)
+    assert f"{told['reach']:.3g} times the FLOPs of the ladder's largest run" in printed
+    assert "forecast whole from the others, 64-800 has" in printed and told["largest_inside"]["64-800"] > 0.8
+
+
+def test_the_band_lies_in_the_work_folder_where_the_report_finds_it(runs, config_file, tmp_path, capsys):
+    folder = tmp_path / "big"
+    argv = [f"--runs={runs}/*", f"--config={config_file}", f"--to={folder}"]
+    assert main_loss(argv) == 0
+    told = json.loads((folder / "forecast.json").read_text())
+    assert told["tokens"][-1] == told["train_tokens"] == 1600 * TARGET.tokens_per_step
+    assert told["low"][-1] < told["middle"][-1] < told["high"][-1] and "64-800" in told["made_from"]
+    made_ladder.write(tmp_path / "real", TARGET)
+    for name in ("config.json", "metrics.jsonl"):
+        (tmp_path / "real" / name).rename(folder / name)
+    assert read_history(folder).forecast["low"] == told["low"]
+    assert main_loss(argv) == 0  # once the run has begun it can be forecast again
+    with pytest.raises(ValueError, match=r"--to=.* holds a run that differs from the config in its length"):
+        main_loss([*argv, "--tokens=102400"])
+    with pytest.raises(ValueError, match=r"differs from the config in model.mlp_dim"):
+        main_loss([*argv, "--config.model.mlp_dim=64"])
+
+
+def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs, config_file, tmp_path, capsys):
+    argv = [f"--runs={runs}/*", f"--config={config_file}", "--config.optim.warmup_tokens=20%"]
+    assert main_loss(argv) == 0
+    assert "no band over the curve: the curve of 16-200 followed cosine" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no band to write"):
+        main_loss([*argv, f"--to={tmp_path / 'big'}"])
+    assert not (tmp_path / "big").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--runs=RUNS/16-*"], "needs 5 finished runs or more, and the ladder has 3"),
+        (["--runs=RUNS/none*"], "matches no folder"),
+        ([], "--runs must be given"),
+        (["--runs=RUNS/*", "--draws=20"], "--draws=20 must be a whole number, 200 or more"),
+        (["--runs=RUNS/*", "--config.train_tokens=1 epoch"], "needs a data set of known length"),
+        (["--runs=RUNS/*", "--token=5"], "did you mean --tokens"),
+        (["--runs=RUNS/*", "--config.seq_len=32"], "the ladder has 0"),
+    ],
+    ids=["too few", "no folder", "no runs", "few draws", "epochs", "misspelt", "other rows"],
+)
+def test_what_cannot_be_forecast_is_refused_in_one_line(runs, config_file, flags, told):
+    argv = [flag.replace("RUNS", str(runs)) for flag in flags]
+    with pytest.raises(ValueError, match=told) as error:
+        main_loss([f"--config={config_file}", *argv])
+    assert "\n" not in str(error.value)
+
+
+def test_help_needs_nothing(capsys):
+    assert main_loss(["--loss", "--help"]) == 0
+    assert "--runs=PATTERNS" in capsys.readouterr().out
