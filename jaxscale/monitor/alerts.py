@@ -1,0 +1,153 @@
+"""Findings told: a line on the console, an event with all facts, a message by webhook. And the hook of a live run."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jaxscale import paths
+from jaxscale.monitor.events import Note
+from jaxscale.monitor.health import Finding, Health, HealthConfig, RunFacts, facts_of
+from jaxscale.monitor.health.evidence import TELLING
+from jaxscale.monitor.webhook import Webhook, webhook_url
+from jaxscale.redact import shown
+
+Say = Callable[[str], None]
+
+
+class Alerts:
+    """Tells findings of one run. Only the first process has one."""
+
+    def __init__(self, note: Note, say: Say, *, run: str = "", url: str | None = None):
+        """run: its name in messages. url: of the webhook, from webhook_url(); None: none."""
+        self.note, self.say, self.run = note, say, run
+        self.webhook = Webhook(url) if url else None
+
+    def tell(self, finding: Finding) -> None:
+        """Tells one finding everywhere; waits for the console and events.jsonl alone."""
+        self.say(line_of(finding))
+        self.note("alert", finding.step, **facts_of_finding(finding))
+        if self.webhook is not None:
+            self.webhook.post(shown(f"{self.run}: {message_of(finding)}" if self.run else message_of(finding)))
+        self.complain()
+
+    def complain(self) -> None:
+        """Says what the webhook has lost, if it has."""
+        if self.webhook is not None and (problem := self.webhook.take_problem()):
+            self.say(f"webhook: {problem}")
+
+    def close(self) -> None:
+        """Gives waiting messages a few seconds."""
+        if self.webhook is not None:
+            self.webhook.close()
+            self.complain()
+
+
+def line_of(finding: Finding) -> str:
+    """The finding in one line, as on the console."""
+    if finding.over:
+        return f"health: step {finding.step}: {finding.kind} is over: {finding.seen}"
+    likely = f"; likely: {finding.causes[0].what} ({finding.causes[0].evidence})" if finding.causes else ""
+    advice = f"; try: {finding.advice[0]}" if finding.advice else ""
+    return f"health: step {finding.step}: {finding.kind}: {finding.seen}{likely}{advice}"
+
+
+def message_of(finding: Finding) -> str:
+    """The finding in some lines, as in a chat."""
+    if finding.over:
+        return line_of(finding)
+    causes = [f"- {cause.what}: {cause.evidence}" for cause in finding.causes]
+    return "\n".join(
+        [f"{finding.kind} at step {finding.step}: {finding.seen}", "Likely causes, in order:", *causes, "What to try:"]
+        + [f"- {advice}" for advice in finding.advice]
+    )
+
+
+def facts_of_finding(finding: Finding) -> dict[str, Any]:
+    """The finding as plain JSON values, as in events.jsonl."""
+    return {
+        "what": finding.kind,
+        "over": finding.over,
+        "seen": finding.seen,
+        "numbers": plain(finding.numbers),
+        "causes": [cause._asdict() for cause in finding.causes],
+        "advice": list(finding.advice),
+        "sources": list(finding.sources),
+    }
+
+
+def read_facts(
+    folder: Any, config: Mapping[str, Any], stage_batches: Sequence[int] | None = None, say: Say = print
+) -> RunFacts:
+    """The facts of the run in a folder, whose config.json is given; a forecast.json that is of no use is said.
+
+    Args: stage_batches: at which the stages of the mixture begin, where that is known better than from the config.
+    """
+    name = str(folder)
+    try:
+        facts = facts_of(config, name, paths.read_json(folder / "forecast.json"))
+    except FileNotFoundError:
+        facts = facts_of(config, name)
+    except (ValueError, OSError) as error:
+        say(f"health: no alert will rest on {folder / 'forecast.json'}: {error}")
+        facts = facts_of(config, name)
+    return facts if stage_batches is None else dataclasses.replace(facts, stage_batches=tuple(stage_batches))
+
+
+def plain(value: Any) -> Any:
+    """Nested data with None for what is not finite."""
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Diagnosis:
+    """The health of a live run: the writer hands it every record, and findings are told. No fault of it ends a run."""
+
+    def __init__(self, cfg: HealthConfig, facts: RunFacts, note: Note):
+        """Raises: ValueError for a webhook that may not be used. Touches no file and no network."""
+        self.health, self.note, self.run, self.url = Health(cfg, facts), note, facts.workdir, webhook_url()
+        self.alerts = Alerts(note, lambda text: None)
+        self.events: list[Mapping[str, Any]] = []
+        self.broken = False
+
+    def begin(self, records: Sequence[Mapping[str, Any]], say: Say) -> None:
+        """Takes in what the run wrote before this start, of which all has been told then. say: for what comes."""
+        self.alerts = Alerts(self.note, say, run=self.run, url=self.url)
+        for record in records:
+            self.observe(record)
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Takes in a record as metrics.jsonl holds it, and tells what is found."""
+        for finding in self.observe(record):
+            self.alerts.tell(finding)
+        self.alerts.complain()
+
+    def observe(self, record: Mapping[str, Any]) -> list[Finding]:
+        """What is found. A rule that fails is a fault of ours: it is said, and the diagnosis rests from then on."""
+        if self.broken:
+            return []
+        events, self.events = self.events, []
+        try:
+            return self.health.observe(record, events)
+        except Exception as error:  # whatever it is: a run does not end for what only looks on
+            self.broken = True
+            self.alerts.say(f"health: no diagnosis from step {record.get('step')} on, by a fault in it: {error!r}")
+            self.note("alarm", record.get("step"), what="no diagnosis", cause=repr(error))
+            return []
+
+    def hearing(self, note: Note) -> Note:
+        """The note with an ear: events that may explain what the metrics show are remembered for the next record."""
+
+        def heard(kind: str, step: int | None = None, **facts: Any) -> None:
+            if kind in TELLING:
+                self.events.append({"event": kind, "step": step})
+            note(kind, step, **facts)
+
+        return heard
+
+    def close(self) -> None:
+        """Ends the webhook."""
+        self.alerts.close()

@@ -1,0 +1,105 @@
+"""What the diagnosis calls unhealthy, each threshold with where it comes from.
+
+"Document N" is one of the five texts that this trainer's requirements were drawn from (docs/health.md). Where they
+disagree a finding shows all of them; the setting says which one alerts.
+"""
+
+import dataclasses
+
+from jaxscale.schema import setting
+
+RULES = (
+    "nonfinite", "spike", "divergence", "flat_start", "plateau", "oscillation", "explosion", "skipped_steps",
+    "activations", "attention_logits", "starvation", "slow_step", "utilisation_drop", "memory_creep", "overfitting",
+    "source_jump", "forecast",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """Alerts about the run's own numbers, in words. They change nothing in what is trained."""
+
+    on: bool = setting(True, "watch the metrics, and say what is wrong and what to try", may_change=True)
+    off: tuple[str, ...] = setting((), f"rules that are silent: {', '.join(RULES)}", may_change=True)
+    spike_ratio: float = setting(
+        1.5,
+        "a loss so many times the median of the records before it, in two records, is a spike (document 003's class; "
+        "its function has 2, document 002 has 3: from 2 on one record is enough)",
+        may_change=True,
+    )
+    spike_sigma: float = setting(
+        8.0,
+        "and so many robust standard deviations above it, lest noise at small batches count; twice as many count alone",
+        may_change=True,
+    )
+    divergence_ratio: float = setting(
+        1.05, "a smoothed loss that stays so many times above its lowest has diverged", may_change=True
+    )
+    flat_drop: float = setting(
+        0.02, "a loss that has fallen by less than this part of itself once the rate is up is flat", may_change=True
+    )
+    plateau_drop: float = setting(
+        0.01,
+        "a loss that surely falls by less than this part over the last half of the run is a plateau (document 003: its "
+        "second half is at least 0.99 of its first)",
+        may_change=True,
+    )
+    plateau_records: int = setting(100, "records before a plateau is looked for", may_change=True)
+    oscillation_ratio: float = setting(
+        3.0, "swings of the loss, so many times as wide as they were, are an oscillation", may_change=True
+    )
+    grad_norm: float = setting(
+        100.0,
+        "a gradient norm above it alerts (document 001, which calls 0.1 to 10 normal; document 003's 3 times the clip "
+        "norm lies within that and is shown alone)",
+        may_change=True,
+    )
+    grad_ratio: float = setting(10.0, "and so does one so many times its own median, in two records", may_change=True)
+    activation_high: float = setting(
+        100.0, "largest healthy RMS of a layer's activations (document 001)", may_change=True
+    )
+    activation_low: float = setting(
+        0.01, "smallest healthy RMS of a layer's activations (document 001)", may_change=True
+    )
+    attention_logit: float = setting(
+        1000.0, "largest healthy attention logit; QK-Clip holds them at 100 (arXiv:2507.20534)", may_change=True
+    )
+    data_wait: float = setting(0.1, "a larger part of the step spent waiting for data is starvation", may_change=True)
+    slow_ratio: float = setting(2.0, "steps so many times as long as the run's median are slow", may_change=True)
+    speed_drop: float = setting(
+        0.2, "a throughput that stays lower by this part than it was has dropped", may_change=True
+    )
+    speed_seconds: float = setting(60.0, "time for which a wait or a slow step must last to be told", may_change=True)
+    memory_rise: float = setting(0.05, "a steady rise of memory by this part, and by 1 GiB, is told", may_change=True)
+    overfit_rise: float = setting(
+        0.01,
+        "a validation loss that is higher than its lowest by this part three times in a row is told",
+        may_change=True,
+    )
+    source_ratio: float = setting(1.25, "a source's loss so many times its median has jumped", may_change=True)
+
+    def __post_init__(self):
+        if unknown := [name for name in self.off if name not in RULES]:
+            raise ValueError(f"off={unknown} names no rule; the rules are {', '.join(RULES)}")
+        for name in (
+            "spike_ratio",
+            "divergence_ratio",
+            "oscillation_ratio",
+            "grad_ratio",
+            "slow_ratio",
+            "source_ratio",
+        ):
+            if getattr(self, name) <= 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 1: it multiplies what is usual")
+        for name in ("flat_drop", "plateau_drop", "data_wait", "speed_drop", "memory_rise", "overfit_rise"):
+            if not 0 < getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be a part, between 0 and 1")
+        for name in ("spike_sigma", "grad_norm", "attention_logit"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+        if self.plateau_records < 50:
+            raise ValueError(f"plateau_records={self.plateau_records} must be at least 50: fewer are noise")
+        if not 0 < self.activation_low < self.activation_high:
+            raise ValueError("activation_low must be above 0 and below activation_high")
+        if self.speed_seconds < 0:
+            raise ValueError(f"speed_seconds={self.speed_seconds} must be at least 0")

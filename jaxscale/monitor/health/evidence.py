@@ -1,0 +1,202 @@
+"""What a run holds for or against a cause: one small function for each kind of evidence."""
+
+import collections
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.monitor.health.finding import RunFacts
+
+NEAR_RECORDS = 20  # records within which one thing may have led to another
+AGAINST, NOTHING, FOR, STRONG = range(4)
+REMEMBERED = 10_000  # batches by their hash
+TELLING = ("resumed", "rewind", "lr_cut", "branch", "hang", "replicas_differ")  # events that change what is measured
+
+
+class Evidence(NamedTuple):
+    """How much it weighs, and in words."""
+
+    weight: int
+    text: str
+
+
+class Past:
+    """The last records and events, and the hashes of the batches so far."""
+
+    def __init__(self) -> None:
+        self.records: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=NEAR_RECORDS)
+        self.events: collections.deque[Mapping[str, Any]] = collections.deque(maxlen=50)
+        self.batches: dict[str, int] = {}  # hash of the tokens: the first batch that had it
+        self.repeats: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=NEAR_RECORDS)
+        self.highest_rate = 0.0
+
+    def add(self, record: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> None:
+        """Takes in a record, and what happened before it."""
+        self.events.extend(event for event in events if event.get("event") in TELLING)
+        if "loss" not in record:
+            return
+        self.records.append(record)
+        self.highest_rate = max(self.highest_rate, record.get("learning_rate") or 0.0)
+        seen, batch = record.get("tokens_hash"), record.get("batch_index")
+        if seen is None or batch is None:
+            return
+        first = self.batches.setdefault(seen, batch)
+        if first != batch:
+            self.repeats.append((record["step"], batch, first))
+        if len(self.batches) > REMEMBERED:
+            del self.batches[next(iter(self.batches))]
+
+    @property
+    def last(self) -> Mapping[str, Any]:
+        """The newest training record."""
+        return self.records[-1] if self.records else {}
+
+    @property
+    def width(self) -> int:
+        """Steps that the last records are apart in all."""
+        return self.records[-1]["step"] - self.records[0]["step"] if len(self.records) > 1 else 0
+
+
+Ask = Callable[[Past, RunFacts, int], Evidence]  # step: of the first bad record
+
+
+def warmup(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether the warmup has just ended."""
+    if not facts.warmup_steps:
+        return Evidence(NOTHING, "this run has no warmup, or it is not known")
+    if step <= facts.warmup_steps:
+        return Evidence(FOR, f"step {step} lies in the warmup, which ends at step {facts.warmup_steps}")
+    since = step - facts.warmup_steps
+    if since <= max(facts.warmup_steps / 2, 10):
+        return Evidence(STRONG, f"the warmup ended at step {facts.warmup_steps}, {since} steps before")
+    return Evidence(AGAINST, f"the warmup ended at step {facts.warmup_steps}, long before")
+
+
+def rate(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether the learning rate is at its peak."""
+    now = past.last.get("learning_rate")
+    if not now:
+        return Evidence(NOTHING, "the learning rate is not known")
+    if now >= 0.9 * past.highest_rate:
+        return Evidence(FOR, f"the learning rate is {now:.3g}, at its highest so far")
+    part = now / past.highest_rate
+    return Evidence(NOTHING if part > 0.3 else AGAINST, f"the learning rate is {now:.3g}, {part:.0%} of its peak")
+
+
+def low_rate(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether the learning rate is small, in itself or beside its peak."""
+    now = past.last.get("learning_rate")
+    if now is None:
+        return Evidence(NOTHING, "the learning rate is not known")
+    if now < 1e-6:
+        return Evidence(STRONG, f"the learning rate is {now:.3g}; 1e-4 to 3e-4 is usual (document 004)")
+    if now < 0.5 * past.highest_rate:
+        return Evidence(FOR, f"the learning rate is {now:.3g}, {now / past.highest_rate:.0%} of its peak")
+    return Evidence(NOTHING, f"the learning rate is {now:.3g}")
+
+
+def stage(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether a stage of the mixture has just begun."""
+    batch = past.last.get("batch_index")
+    if not facts.stage_batches or batch is None:
+        return Evidence(AGAINST, "the mixture of sources is the same all along")
+    begun = [first for first in facts.stage_batches if first <= batch]
+    if begun and batch - begun[-1] <= past.width:
+        return Evidence(STRONG, f"a stage of data.mixture began with batch {begun[-1]}; this is batch {batch}")
+    return Evidence(AGAINST, f"no stage of data.mixture began near batch {batch}")
+
+
+def batch(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Which batch it was, and whether one like it came before."""
+    for repeated, number, first in reversed(past.repeats):
+        if repeated >= step - past.width:
+            return Evidence(STRONG, f"batch {number} has the very tokens of batch {first}: {trace(facts, number)}")
+    record = next((record for record in past.records if record["step"] >= step), past.last)
+    number = record.get("batch_index")
+    if number is None:
+        return Evidence(NOTHING, "the number of the batch is not known")
+    return Evidence(FOR, f"step {record['step']} trained on batch {number}: {trace(facts, number)}")
+
+
+def trace(facts: RunFacts, number: int) -> str:
+    """The command that lists a batch's documents."""
+    return f"`jaxscale trace --workdir={facts.workdir} --batch={number}` lists its documents"
+
+
+def gradient(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether the gradient was large before the loss was, and was clipped."""
+    norms = [
+        (record["step"], record.get("grad_norm")) for record in past.records if record["step"] <= step + past.width
+    ]
+    known = [(norm, at) for at, norm in norms if norm is not None]
+    if not known:
+        return Evidence(NOTHING, "the gradient norm is not known, or not finite")
+    norm, at = max(known)
+    if not facts.clip_norm:
+        return Evidence(
+            FOR if norm > 10 else NOTHING, f"the largest norm was {norm:.3g} at step {at}; nothing is clipped"
+        )
+    if norm > 3 * facts.clip_norm:
+        text = f"the norm reached {norm:.3g} at step {at} and was clipped to {facts.clip_norm:g}"
+        return Evidence(STRONG if norm > 10 * facts.clip_norm else FOR, text)
+    return Evidence(AGAINST, f"the largest norm was {norm:.3g}, at step {at}, with clip_norm {facts.clip_norm:g}")
+
+
+def numerics(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether the computation has few bits, or a loss scale that moves."""
+    scales = {record.get("train/loss_scale") for record in past.records} - {None}
+    if len(scales) > 1:
+        return Evidence(STRONG, f"the loss scale moved between {min(scales):g} and {max(scales):g}")
+    if facts.compute_dtype == "float16":
+        return Evidence(FOR, "model.compute_dtype is float16, which ends at 65504")
+    if facts.compute_dtype == "float32":
+        return Evidence(AGAINST, "model.compute_dtype is float32")
+    return Evidence(NOTHING, f"model.compute_dtype is {facts.compute_dtype or 'not known'}")
+
+
+def data_wait(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether the step waits for data."""
+    pairs = [(record.get("data_wait_seconds"), record.get("step_seconds")) for record in list(past.records)[-5:]]
+    known = [(wait, seconds) for wait, seconds in pairs if wait is not None and seconds]
+    if not known:
+        return Evidence(NOTHING, "the wait for data is not known")
+    part = sum(wait for wait, _ in known) / sum(seconds for _, seconds in known)
+    text = f"{min(part, 1):.0%} of the step was spent waiting for data"
+    return Evidence(STRONG if part > 0.3 else FOR if part > 0.1 else AGAINST, text)
+
+
+def happened(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether the run was resumed, went back, or had its rate cut just before."""
+    for event in reversed(past.events):
+        at = event.get("step")
+        if at is not None and step - max(past.width, 1) <= at <= step:
+            return Evidence(STRONG, f"events.jsonl has '{event['event']}' at step {at}")
+    return Evidence(AGAINST, "events.jsonl has no start, rewind or cut of the rate near it")
+
+
+def skips(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether the guard refused steps."""
+    totals = [record["skipped_total"] for record in past.records if record.get("skipped_total") is not None]
+    if not totals:
+        return Evidence(NOTHING, "skipped steps are not known")
+    skipped = totals[-1] - totals[0]
+    if skipped > 0:
+        return Evidence(FOR, f"{skipped} of the last {past.width} steps were skipped by train.guard")
+    return Evidence(AGAINST, "no step near it was skipped")
+
+
+def checkpointing(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Nothing in the metrics tells of other work on the machine."""
+    return Evidence(NOTHING, "see step_seconds against the saves and validations in events.jsonl")
+
+
+def schedule(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """How far along its schedule the run is."""
+    if not facts.total_steps:
+        return Evidence(NOTHING, "the length of the run is not known")
+    text = f"{step / facts.total_steps:.0%} of {facts.total_steps} steps are done, decay {facts.decay or 'unknown'}"
+    return Evidence(NOTHING, text)
+
+
+def silent(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """For causes that leave no trace in the metrics."""
+    return Evidence(NOTHING, "the metrics do not tell")

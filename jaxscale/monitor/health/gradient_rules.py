@@ -1,0 +1,158 @@
+"""Rules about gradients, skipped steps, activations and attention logits."""
+
+import collections
+
+from jaxscale.monitor.health.finding import GOOD, Sign
+from jaxscale.monitor.health.robust import Baseline
+from jaxscale.monitor.health.rule import Rule, View, named
+
+
+class Explosion(Rule):
+    """A gradient norm that no healthy run has, or that is far above this run's own."""
+
+    kind = "explosion"
+    begin, end = 2, 5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.baseline = Baseline()
+
+    def look(self, view: View) -> Sign | None:
+        if (norm := view.number("grad_norm")) is None:
+            return None
+        judged = self.baseline.judge(norm)
+        if judged is None or judged.ratio < 3:
+            self.baseline.add(norm)
+        ratio = judged.ratio if judged else None
+        absurd = norm > view.cfg.grad_norm and (ratio is None or ratio > 3)
+        steep = judged is not None and ratio > view.cfg.grad_ratio and judged.sigmas > 10
+        told = {"grad_norm": norm, "ratio": ratio, "threshold": view.cfg.grad_norm}
+        if not (absurd or steep):
+            back = ratio is None or ratio < 3
+            return Sign(False, f"the gradient norm is back at {norm:.4g}", told) if back or not self.spoken else None
+        usual = f", {ratio:.1f} times its median {judged.centre:.4g}" if judged else ""
+        clip = view.facts.clip_norm
+        beside = f", {'above' if norm > 3 * clip else 'below'} 3 times the clip norm, {3 * clip:g} (document 003)"
+        side = "above" if norm > view.cfg.grad_norm else "below"
+        seen = (
+            f"the gradient norm before clipping is {norm:.4g}{usual}: {side} {view.cfg.grad_norm:g} "
+            f"(document 001, which calls 0.1 to 10 normal){beside if clip else ''}"
+        )
+        return Sign(True, seen, told, sure=absurd and steep)
+
+
+class SkippedSteps(Rule):
+    """Steps that the guard has refused, several of them."""
+
+    kind = "skipped_steps"
+    begin, end = 2, 10
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: tuple[int, float, float | None] | None = None  # step, skipped_total, loss scale
+
+    def look(self, view: View) -> Sign | None:
+        if (total := view.number("skipped_total")) is None:
+            return None
+        scale = view.number("train/loss_scale")
+        before, self.before = self.before, (view.step, total, scale)
+        if before is None or before[0] >= view.step or total < before[1]:
+            return None  # gone back, or begun again
+        if scale is not None and before[2] is not None and scale < before[2]:
+            return None  # float16 looks for its loss scale
+        skipped, steps = total - before[1], view.step - before[0]
+        if not skipped:
+            return Sign(False, f"no step is skipped since step {before[0]}", {"skipped_total": total})
+        last = f"{skipped:.0f} of the last {steps} steps were" if steps > 1 else "this step, and the one before, was"
+        seen = f"{last} skipped, {total:.0f} in all"
+        many = skipped >= 3 and skipped >= 0.2 * steps
+        return Sign(True, seen, {"skipped": skipped, "steps": steps, "skipped_total": total}, sure=many)
+
+
+class Activations(Rule):
+    """Layers whose activations are huge, or dead."""
+
+    kind = "activations"
+    begin, end = 2, 2
+
+    def look(self, view: View) -> Sign | None:
+        layers = named(view, "stats/activation_rms/")
+        lost = [name for name in view.record.get("nonfinite", ()) if name.startswith("stats/activation_rms/")]
+        if not layers and not lost:
+            return None
+        low, high = view.cfg.activation_low, view.cfg.activation_high
+        huge = sorted((layer for layer in layers if layers[layer] > high), key=lambda layer: -layers[layer])
+        dead = sorted((layer for layer in layers if layers[layer] < low), key=lambda layer: layers[layer])
+        told = {"huge": huge, "dead": dead, "values": {layer: layers[layer] for layer in (huge + dead)[:8]}}
+        if not huge and not dead and not lost:
+            return Sign(False, f"the activations of all layers are between {low:g} and {high:g}", told)
+        parts = [f"not finite in {', '.join(name.rsplit('/', 1)[-1] for name in lost[:8])}"] if lost else []
+        if huge:
+            parts.append(f"above {high:g} in {shown(huge, layers)}")
+        if dead:
+            parts.append(f"below {low:g} in {shown(dead, layers)}")
+        seen = f"activation RMS {'; '.join(parts)} (document 001: about 1, a concern above 100 or below 0.01)"
+        return Sign(True, seen, told | {"low": low, "high": high}, sure=bool(lost))
+
+
+class AttentionLogits(Rule):
+    """Attention logits so large that the softmax looks at one token."""
+
+    kind = "attention_logits"
+    begin, end = 2, 2
+
+    def look(self, view: View) -> Sign | None:
+        exact = named(view, "stats/attention_logit_max/")
+        layers = exact or named(view, "stats/attention_logit_max_bound/") or named(view, "stats/attention_logit_bound/")
+        if not layers:
+            return None
+        limit = view.cfg.attention_logit
+        large = sorted((layer for layer in layers if layers[layer] > limit), key=lambda layer: -layers[layer])
+        told = {"layers": large, "values": {layer: layers[layer] for layer in large[:8]}, "threshold": limit}
+        if not large:
+            return Sign(False, f"attention logits of all layers are at most {limit:g}", told)
+        what = "the largest attention logit" if exact else "the bound max|q| max|k| of the attention logits"
+        seen = f"{what} is above {limit:g} in {shown(large, layers)}; QK-Clip holds it at 100 (arXiv:2507.20534)"
+        return Sign(True, seen, told | {"exact": bool(exact)})
+
+
+def shown(names: list[str], values: dict[str, float]) -> str:
+    """'3 (1.2e+03), 4 (800) and 7 more'."""
+    first = ", ".join(f"{name} ({values[name]:.3g})" for name in names[:4])
+    return first + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+class SourceJump(Rule):
+    """The loss of one source of the mixture that jumps and stays."""
+
+    kind = "source_jump"
+    begin, end = 3, 5
+    not_sources = frozenset({"loss_scale", "objective", "real_tokens"})
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.baselines: dict[str, Baseline] = {}
+        self.refused: collections.Counter[str] = collections.Counter()
+
+    def look(self, view: View) -> Sign | None:
+        losses = {name[: -len("/loss")]: loss for name, loss in named(view, "train/").items() if name.endswith("/loss")}
+        if not losses:
+            return None
+        jumped = {}
+        for name, loss in losses.items():
+            baseline = self.baselines.setdefault(name, Baseline())
+            judged = baseline.judge(loss)
+            if judged and judged.ratio > view.cfg.source_ratio and judged.sigmas > 6:
+                jumped[name] = (loss, judged.centre)
+                self.refused[name] += 1
+                if self.refused[name] >= 20:  # its level now
+                    baseline.restart([])
+                    self.refused[name] = 0
+            else:
+                baseline.add(loss)
+                self.refused[name] = 0
+        if not jumped:
+            return GOOD if not self.spoken else Sign(False, "the losses of the sources are usual again")
+        parts = [f"{name} {loss:.4g} after {usual:.4g}" for name, (loss, usual) in sorted(jumped.items())]
+        told = {"sources": sorted(jumped), "losses": {name: list(pair) for name, pair in sorted(jumped.items())}}
+        return Sign(True, f"the loss of a source has jumped: {', '.join(parts)}", told)

@@ -1,0 +1,269 @@
+"""Causes and advice by rule, in the order in which they are likely where the run holds no evidence.
+
+Drawn from documents 001 to 003: the causes of spikes (S1), what was done about them (S5), the advice by kind of alert
+(S6), the table of metrics (S7) and the patterns of failure (S10). The words are ours.
+"""
+
+from typing import NamedTuple
+
+from jaxscale.monitor.health import evidence
+from jaxscale.monitor.health.evidence import Ask
+
+
+class Words(NamedTuple):
+    """What is said about one rule."""
+
+    causes: tuple[tuple[str, Ask], ...]
+    advice: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+RATE = "the learning rate is too high"
+BATCH = "a bad batch: broken, repeated or very long documents"
+WARMUP = "the warmup is too short"
+STAGE = "the data changed"
+NUMERICS = "numbers out of range in the computation"
+RETURN = "the run has just come back from another state"
+
+WORDS = {
+    "nonfinite": Words(
+        (
+            (NUMERICS, evidence.numerics),
+            ("the gradient exploded before", evidence.gradient),
+            (RATE, evidence.rate),
+            (BATCH, evidence.batch),
+        ),
+        (
+            "look at the batch",
+            "if it comes back, lower optim.peak_lr by 2 to 5 times or lengthen the warmup",
+            "compute in bfloat16 or float32 in place of float16, and try model.embed_compute_dtype=float32",
+            "the guard skips such steps; too many in a row rewind the run, or end it with exit 17",
+        ),
+        ("document 001: a norm that is NaN is an alarm (S3)", "document 002: stop at NaN (S12)"),
+    ),
+    "spike": Words(
+        (
+            (BATCH, evidence.batch),
+            (WARMUP, evidence.warmup),
+            (STAGE, evidence.stage),
+            (RATE, evidence.rate),
+            ("a gradient explosion", evidence.gradient),
+            (RETURN, evidence.happened),
+            (NUMERICS, evidence.numerics),
+        ),
+        (
+            "wait: most spikes heal within some tens of steps",
+            "look at the batch, and leave it out with --skip-data if its documents are bad",
+            "if spikes return: lower the rate 10 times for 100 steps, then restore it (document 003; its question 5: "
+            "2 to 5 times for 100 to 500 steps)",
+            "if it does not heal: go back to a checkpoint before it and skip the batches around it",
+        ),
+        (
+            "1.5 times the rolling average: document 003, class (S2)",
+            "2 times the mean of the last records: document 003, function (S2)",
+            "3 times the running average: document 002 (S2)",
+        ),
+    ),
+    "divergence": Words(
+        (
+            (RATE, evidence.rate),
+            (WARMUP, evidence.warmup),
+            (STAGE, evidence.stage),
+            ("a gradient explosion", evidence.gradient),
+            (NUMERICS, evidence.numerics),
+            (RETURN, evidence.happened),
+        ),
+        (
+            "if a stage of the mixture began, look at the losses by source before anything else",
+            "go back to the newest checkpoint from before it, with optim.peak_lr 2 to 10 times lower",
+            "lengthen the warmup",
+            "check that optim.clip_norm is 1",
+        ),
+        ("own rule: the smoothed loss against its lowest", "a loss that rises is a concern: document 001 (S7)"),
+    ),
+    "flat_start": Words(
+        (
+            ("the learning rate is too low", evidence.low_rate),
+            ("the learning rate is so high that nothing is learnt", evidence.rate),
+            ("steps are skipped, so that nothing is learnt", evidence.skips),
+            ("targets or weights of the data are wrong", evidence.batch),
+            ("parameters are frozen by optim.groups", evidence.silent),
+        ),
+        (
+            "try optim.peak_lr between 1e-4 and 1e-3 on a short run",
+            "read a batch with jaxscale trace: is it text, and is it what the model is to learn",
+            "overfit one batch: a model that cannot has a fault in its code or settings",
+        ),
+        ("flat from the start: document 002 (S10)", "too low a rate is flat or glacial: documents 000 and 002 (B13)"),
+    ),
+    "plateau": Words(
+        (
+            ("the rate has decayed too early, or is too low", evidence.low_rate),
+            ("the model has learnt what its size can", evidence.schedule),
+            ("the data are used up and come again", evidence.batch),
+            ("the learning rate is too high to go lower", evidence.rate),
+        ),
+        (
+            "see the ratio of tokens to parameters with jaxscale plan: past it, a larger model gains more",
+            "try the rate 2 times higher on a branch (--init_from); if that is worse, decay it now",
+            "see in data.max_epochs and the start's messages how often the data come round",
+        ),
+        (
+            "second half of the window at least 0.99 of its first: document 003 (S4)",
+            "ours grows the window with the run and asks for certainty: 100 noisy steps tell nothing (E22)",
+        ),
+    ),
+    "oscillation": Words(
+        (
+            (RATE, evidence.rate),
+            ("sources come in long runs in place of a mix", evidence.stage),
+            ("the batch is small for this rate", evidence.silent),
+            ("the gradient is clipped nearly always", evidence.gradient),
+        ),
+        (
+            "lower optim.peak_lr 2 times, or raise the batch",
+            "lower optim.b2 to 0.95 if it is higher",
+            "see the losses by source: do they swing one after the other",
+        ),
+        ("oscillation points at rate, data or numerics, not at the architecture: document 000 (S11)",),
+    ),
+    "explosion": Words(
+        (
+            (RATE, evidence.rate),
+            (WARMUP, evidence.warmup),
+            (BATCH, evidence.batch),
+            (NUMERICS, evidence.numerics),
+            (STAGE, evidence.stage),
+            (RETURN, evidence.happened),
+        ),
+        (
+            "check that optim.clip_norm is 1: the norm that is logged is from before clipping",
+            "lower the rate 2 to 5 times",
+            "look at the batch",
+            "try model.embed_compute_dtype=float32",
+        ),
+        (
+            "above 100 or NaN, 0.1 to 10 is normal: document 001 (S3)",
+            "above 3 times the clip norm: document 003 (S3); with clip norm 1 that is 3, normal for document 001, so "
+            "it is shown and alerts nobody (E22)",
+        ),
+    ),
+    "skipped_steps": Words(
+        (
+            ("the guard meets gradients that explode", evidence.gradient),
+            (NUMERICS, evidence.numerics),
+            (BATCH, evidence.batch),
+            (STAGE, evidence.stage),
+        ),
+        (
+            "read why in events.jsonl: each 'skipped' has its verdict",
+            "if the steps were well, raise the setting of train.guard that the verdict follows from",
+            "else lower the rate, or leave the batches out with --skip-data",
+        ),
+        ("skipping is the first answer to a spike: documents 001 to 003 (S5)",),
+    ),
+    "activations": Words(
+        (
+            (RATE, evidence.rate),
+            (NUMERICS, evidence.numerics),
+            ("a layer's weights began too large or too small", evidence.warmup),
+            ("weight decay, or a norm, has shut the layer", evidence.silent),
+        ),
+        (
+            "see stats/grad_norm and stats/update_ratio of the same layers",
+            "huge: lower the rate, raise the weight decay, or bound attention logits",
+            "dead: check the init, the norm before the layer and optim.groups",
+        ),
+        ("about 1; above 100 or below 0.01 is a concern: document 001 (S7)",),
+    ),
+    "attention_logits": Words(
+        (
+            (RATE, evidence.rate),
+            (WARMUP, evidence.warmup),
+            ("query and key weights grow without bound", evidence.silent),
+        ),
+        ("lower the rate or lengthen the warmup", "in a new run, set model.qk_norm or model.attention_softcap"),
+        ("attention logits cause spikes: documents 001 to 003 (S1)", "QK-Clip holds them at 100: arXiv:2507.20534"),
+    ),
+    "starvation": Words(
+        (
+            ("reading or decoding is slower than the step", evidence.data_wait),
+            ("the disk, the bucket or its cache is slow", evidence.silent),
+            ("other work takes the host's cores", evidence.silent),
+        ),
+        (
+            "give the host more cores",
+            "prepare token shards ahead with jaxscale prepare",
+            "put data.cache_dir on a local disk",
+        ),
+        ("own threshold", "throughput falls where the host and the device wait for each other: document 002 (S9)"),
+    ),
+    "slow_step": Words(
+        (
+            ("the step waits for data", evidence.data_wait),
+            (RETURN, evidence.happened),
+            ("a device or a link is slow, or throttled by heat", evidence.silent),
+            ("other work shares the machine", evidence.checkpointing),
+        ),
+        (
+            "capture a profile of a few steps",
+            "compare the hosts: one that is slow holds up all",
+            "see the device's temperature and clock",
+        ),
+        ("slower than expected: document 002 (S10); own threshold, against the run's own median",),
+    ),
+    "utilisation_drop": Words(
+        (
+            ("the step waits for data", evidence.data_wait),
+            ("rows of another length, or another stage of the data", evidence.stage),
+            (RETURN, evidence.happened),
+            ("a device or a link is slow, or throttled by heat", evidence.silent),
+        ),
+        ("capture a profile and compare it with one from before", "compare the hosts", "see the device's clock"),
+        ("utilisation drops: document 002 (S10); own threshold, against the run's own best blocks",),
+    ),
+    "memory_creep": Words(
+        (
+            ("arrays or compiled functions are kept alive", evidence.silent),
+            ("the reader of data keeps what it has read", evidence.data_wait),
+            (RETURN, evidence.happened),
+        ),
+        (
+            "host memory: stop and start again at a checkpoint before it is full, and see whether it rises again",
+            "device memory: look for shapes that change from step to step, which compile again",
+        ),
+        ("memory is to be logged, and does not rise in a steady run: document 002 (S8, S10); own threshold",),
+    ),
+    "overfitting": Words(
+        (
+            ("the data come round too often", evidence.batch),
+            ("the validation text differs from what is trained on now", evidence.stage),
+            ("the model is large for the data", evidence.schedule),
+        ),
+        ("see how many epochs are done", "stop here, or add data", "raise weight decay or dropout on a branch"),
+        ("log training and validation loss together: document 002 (S8); own threshold",),
+    ),
+    "source_jump": Words(
+        ((STAGE, evidence.stage), (BATCH, evidence.batch), (RATE, evidence.rate), (RETURN, evidence.happened)),
+        (
+            "if a stage began: this is the price of the new mix, and should fall again; ease it in over more steps",
+            "if none began: look at the source's documents in the batch",
+        ),
+        ("check the data source's transition: document 003 (S6); own threshold",),
+    ),
+    "forecast": Words(
+        (
+            (
+                "the rate, the batch or the warmup differs from that of the runs the forecast was made from",
+                evidence.rate,
+            ),
+            (STAGE, evidence.stage),
+            ("the fit does not reach this far", evidence.schedule),
+        ),
+        (
+            "above the band: compare the settings with the small runs' before spending more",
+            "below it: look for validation text among the training data, and fit again",
+        ),
+        ("forecast.json, made by jaxscale plan --loss (arXiv:2203.15556, approach 3)",),
+    ),
+}

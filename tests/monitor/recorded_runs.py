@@ -1,0 +1,65 @@
+"""Ten clean runs of a small quick start, and three that were spoilt on purpose: their metrics, as they were recorded.
+
+Made on 2026-11-21 on two cores of a shared x86_64 machine (jax 0.10.2), which explains the times of their steps, by
+
+    python -m jaxscale.main --config=configs/quickstart.py --workdir=RUNS/seed0 --config.seed=0 --config.seq_len=128
+        --config.batch_tokens=1024 --config.train_tokens="200 steps" --config.train.num_microbatches=1
+        --config.model.num_layers=2 --config.model.embed_dim=128 --config.model.num_heads=2
+        --config.model.num_kv_heads=2 --config.model.mlp_dim=384 --config.monitor.log_every_steps=1
+        --config.eval.every_steps=50 --config.eval.num_rows=32
+
+with seeds 0 to 9, and with seed 0 and optim.peak_lr and min_lr of 1e-9 and 1e-10 ("flat"), of 0.3 ("hot"), and of 3
+with a warmup of 100 steps ("hotter"). `python tests/monitor/recorded_runs.py RUNS` keeps the columns below, to four
+digits, in recorded_runs.json.gz.
+"""
+
+import gzip
+import json
+import pathlib
+import sys
+
+FILE = pathlib.Path(__file__).parent / "recorded_runs.json.gz"
+COLUMNS = ("step", "loss", "step_seconds", "data_wait_seconds", "learning_rate", "grad_norm", "skipped_total",
+           "host_peak_bytes", "validation/loss")  # fmt: skip
+CLEAN = tuple(f"seed{seed}" for seed in range(10))
+TOKENS = 1024
+
+
+def runs() -> dict[str, list[dict]]:
+    """The records of each run by its name, with what follows from the columns put back."""
+    kept = json.loads(gzip.decompress(FILE.read_bytes()))
+    return {name: [whole(dict(zip(COLUMNS, row))) for row in rows] for name, rows in kept.items()}
+
+
+def whole(record: dict) -> dict:
+    """A record as the run wrote it, but for the columns that were not kept."""
+    if record["validation/loss"] is not None:
+        return {"step": record["step"], "validation/loss": record["validation/loss"]}
+    del record["validation/loss"]
+    seconds = record["step_seconds"]
+    more = {"tokens_per_second": TOKENS / seconds if seconds else None, "mfu": None, "batch_index": record["step"] - 1}
+    return record | more | {"tokens_seen": record["step"] * TOKENS}
+
+
+def every(records: list[dict], steps: int) -> list[dict]:
+    """As if training metrics had been written every so many steps only."""
+    return [record for record in records if "loss" not in record or record["step"] % steps == 0 or record["step"] == 1]
+
+
+def short(value):
+    """Four digits of a float."""
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def keep(folder: pathlib.Path) -> None:
+    """Writes the file from the runs' folders."""
+    kept = {}
+    for path in sorted(folder.glob("*/metrics.jsonl")):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        kept[path.parent.name] = [[short(record.get(name)) for name in COLUMNS] for record in records]
+    FILE.write_bytes(gzip.compress(json.dumps(kept, separators=(",", ":")).encode(), 9, mtime=0))
+    print(f"{FILE}: {FILE.stat().st_size} bytes, {len(kept)} runs")
+
+
+if __name__ == "__main__":
+    keep(pathlib.Path(sys.argv[1]))
