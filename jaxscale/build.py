@@ -20,11 +20,12 @@ from jaxscale import faults, units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.mixture import mixture_names
-from jaxscale.models import attention_needs, make_model, unembed
+from jaxscale.models import attention_needs, layer_stacks, make_model, unembed
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.loss import summed_loss, token_losses
-from jaxscale.ops.kernels import choose_kernels
+from jaxscale.ops.kernels import Kernels, choose_kernels, make_taps, with_taps
 from jaxscale.ops.quantized import with_matmul_dtype
+from jaxscale.ops.taps import BLIND, Blind
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import freeze, make_optimizer, moment_axes
 from jaxscale.optim.schedules import Schedule, make_schedule
@@ -46,6 +47,7 @@ from jaxscale.train.accumulate import Reduction, accumulate
 from jaxscale.train.ema import init_ema
 from jaxscale.train.loss_scale import init_loss_scale, is_dynamic
 from jaxscale.train.state import TrainState, init_state, state_axes
+from jaxscale.train.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
 from jaxscale.train.step import gradients_at, make_train_step
 
 
@@ -62,6 +64,7 @@ class Program:
     abstract_grads: Any  # the same, of gradients summed over all devices
     train_step: Callable  # jitted: (state, batch) -> (state, metrics); the state is donated
     gradient_norms: Callable  # jitted: (state, batch) -> {name: norm} of each gradient; compiled if it is ever called
+    statistics: StatisticsStep  # jitted, the state is not donated; compiled if it is ever called
     token_losses: Callable  # pure: (params, batch) -> nats_BT
     next_logits: Callable  # pure: (params, tokens_BT, last) -> logits_BV
     schedule: Schedule
@@ -92,9 +95,8 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     options = compiler_options(platform, device.device_kind, cfg.compiler, os.environ)
     check_options(cfg.compiler, device)
     rules = RULES[cfg.rules]
-    kernels = choose_kernels(
-        platform, cfg.model.attention, attention_needs(cfg.model, prefix=cfg.row_lengths.prefix), device
-    )
+    needs = attention_needs(cfg.model, prefix=cfg.row_lengths.prefix)
+    kernels = choose_kernels(platform, cfg.model.attention, needs, device)
     kernels = with_matmul_dtype(kernels, cfg.model.matmul_dtype)
     batch_axes = make_batch_axes(mesh, rules, cfg.train.reduce_dtype)
     gather = batch_axes.gather if batch_axes.axes else whole_already
@@ -103,7 +105,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     tensor = make_tensor_axis(mesh)
     precision = functools.partial(matmul_precision, cfg.model.matmul_precision)
 
-    def make(key: jax.Array):
+    def make(key: jax.Array, kernels: Kernels = kernels):
         return make_model(cfg.model, key=key, kernels=kernels, gather=gather, tensor=tensor)
 
     graphdef, shapes, axes = split_model(jax.eval_shape(make, jax.random.key(0)))
@@ -150,19 +152,24 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         """What gradients are taken by: the parameters, or what stands in for them."""
         return stand_ins(params) if away else params
 
-    def model_of(params: Any, learned: Any):
+    def model_of(params: Any, learned: Any, taps: Blind = BLIND):
         """The model with these parameters, and learnable(params)."""
-        return merge_model(graphdef, call_in(params, learned) if away else learned)
+        tapped = lambda key: make(key, with_taps(kernels, taps))
+        definition = graphdef if taps is BLIND else split_model(jax.eval_shape(tapped, jax.random.key(0)))[0]
+        return merge_model(definition, call_in(params, learned) if away else learned)
 
-    def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
+    def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array, *, watched: bool = False):
         def loss_fn(learned: Any, batch: Batch, keys_B: jax.Array):
-            model = model_of(params, freeze(learned, groups))
-            return summed_loss(model, batch, keys_B, cfg.train.aux_losses, num_sources)
+            taps = make_taps(kernels, needs, tensor) if watched else BLIND
+            model = model_of(params, freeze(learned, groups), taps)
+            total, parts = summed_loss(model, batch, keys_B, cfg.train.aux_losses, num_sources)
+            return total, parts | taps.parts()
 
         learned = learnable(params)
-        return accumulate(
+        means, grads = accumulate(
             loss_fn, learned, batch, key, num_microbatches=num_microbatches, scale=scale, reduction=reduction
         )
+        return joined(means, batch_axes, tensor), grads
 
     def losses(params: Any, batch: Batch) -> jax.Array:
         with precision():
@@ -180,7 +187,8 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
 
     specs = lambda shardings: jax.tree.map(lambda sharding: sharding.spec, shardings)
     params_specs, rows_spec = specs(params_sharding), rows_sharding.spec
-    spread_gradients = batch_axes.spread(gradients, (params_specs, rows_spec, P(), P()), (P(), specs(grads_sharding)))
+    in_specs, out_specs = (params_specs, rows_spec, P(), P()), (P(), specs(grads_sharding))
+    spread_gradients = batch_axes.spread(gradients, in_specs, out_specs)
     spoil = gradient_spoiler()
     train_step = make_train_step(
         spread_gradients,
@@ -199,6 +207,17 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         with precision():
             _, grads = gradients_at(spread_gradients, state, batch, spoil)
         return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
+
+    statistics_step = make_statistics_step(
+        batch_axes.spread(functools.partial(gradients, watched=True), in_specs, out_specs),
+        optimizer,
+        parameter_groups(axes, layer_stacks(cfg.model)),
+        spoil=spoil,
+    )
+
+    def statistics(state: TrainState, batch: Batch):
+        with precision():
+            return statistics_step(state, batch)
 
     def precise_step(state: TrainState, batch: Batch):
         with precision():  # around the backward pass too
@@ -222,6 +241,12 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         ),
         gradient_norms=jax.jit(
             gradient_norms, in_shardings=(resting_sharding, rows_sharding), out_shardings=replicated(mesh)
+        ),
+        statistics=jax.jit(
+            statistics,
+            in_shardings=(resting_sharding, rows_sharding),
+            out_shardings=replicated(mesh),
+            compiler_options=options.values or None,
         ),
         token_losses=batch_axes.spread(losses, (params_specs, rows_spec), rows_spec),
         next_logits=batch_axes.spread(next_logits, (params_specs, rows_spec, P()), rows_spec),

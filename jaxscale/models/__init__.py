@@ -76,6 +76,13 @@ def max_seq_len(cfg: AnyModelConfig) -> int | None:
     return cfg.max_seq_len if isinstance(cfg, (Gpt2Config, EncoderConfig)) else None
 
 
+def layer_stacks(cfg: AnyModelConfig) -> dict[str, int]:
+    """{name of a stack of blocks among the parameters: its layers}, in the order that a batch goes through them."""
+    if isinstance(cfg, T5Config):
+        return {"encoder_blocks": cfg.num_layers, "decoder_blocks": cfg.decoder_layers}
+    return {"blocks": cfg.num_layers}
+
+
 def layer_widths(cfg: AnyModelConfig) -> tuple[int, int, int]:
     """Numbers per token in (the queries, the keys, the inner array of the MLP) of a block."""
     if isinstance(cfg, LlamaConfig):

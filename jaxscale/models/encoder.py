@@ -29,6 +29,7 @@ from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
+from jaxscale.ops.taps import ATTENTION, MLP
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
@@ -130,19 +131,20 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D = cfg.embed_dim
-        self.cfg, self.tensor = cfg, tensor
+        self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
         self.attention = Attention(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.scale_attention, self.bias_attention = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
         self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
 
     def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
-        cfg = self.cfg
+        cfg, see = self.cfg, self.kernels.taps.see
         key_attention, key_mlp = (None, None) if keys_B is None else split_keys(keys_B, 2)
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
-        x_BTD = x_BTD + dropout(self.attention(x_BTD, segment_ids_BT), cfg.dropout, key_attention, self.tensor)
+        added_BTD = see(ATTENTION, self.attention(x_BTD, segment_ids_BT))
+        x_BTD = x_BTD + dropout(added_BTD, cfg.dropout, key_attention, self.tensor)
         x_BTD = layer_norm(x_BTD, self.scale_attention[...], self.bias_attention[...], cfg.norm_eps)
-        x_BTD = x_BTD + dropout(self.mlp(x_BTD), cfg.dropout, key_mlp, self.tensor)
+        x_BTD = x_BTD + dropout(see(MLP, self.mlp(x_BTD)), cfg.dropout, key_mlp, self.tensor)
         return layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
 
 
@@ -170,7 +172,7 @@ class Encoder(nnx.Module):
 
     def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
-        self.cfg, self.gather, self.tensor = cfg, gather, tensor
+        self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=STD)
         self.position_embedding = param(rngs, (cfg.max_seq_len, D), ("position", "embed"), std=STD)
         types = cfg.num_token_types
@@ -201,7 +203,7 @@ class Encoder(nnx.Module):
             keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
             keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, keys_B, self.tensor)
         run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
-        return run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather)
+        return run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather, self.kernels.taps)
 
     def unembedding(self, h_BTD):
         """(the head's hidden states with a 1 behind each, the embedding table [D, V] with the bias of the logits

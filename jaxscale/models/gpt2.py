@@ -29,6 +29,7 @@ from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
+from jaxscale.ops.taps import ATTENTION, MLP
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
@@ -122,20 +123,21 @@ class Block(nnx.Module):
 
     def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         D = cfg.embed_dim
-        self.cfg, self.tensor = cfg, tensor
+        self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
         self.scale_attention, self.bias_attention = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
         self.attention = Attention(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
         self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
 
     def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
-        cfg = self.cfg
+        cfg, see = self.cfg, self.kernels.taps.see
         key_attention, key_mlp = (None, None) if keys_B is None else split_keys(keys_B, 2)
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         h_BTD = layer_norm(x_BTD, self.scale_attention[...], self.bias_attention[...], cfg.norm_eps)
-        x_BTD = x_BTD + dropout(self.attention(h_BTD, segment_ids_BT), cfg.dropout, key_attention, self.tensor)
+        added_BTD = see(ATTENTION, self.attention(h_BTD, segment_ids_BT))
+        x_BTD = x_BTD + dropout(added_BTD, cfg.dropout, key_attention, self.tensor)
         h_BTD = layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
-        return x_BTD + dropout(self.mlp(h_BTD), cfg.dropout, key_mlp, self.tensor)
+        return x_BTD + dropout(see(MLP, self.mlp(h_BTD)), cfg.dropout, key_mlp, self.tensor)
 
 
 class Gpt2(nnx.Module):
@@ -143,7 +145,7 @@ class Gpt2(nnx.Module):
 
     def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
-        self.cfg, self.gather, self.tensor = cfg, gather, tensor
+        self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=0.02)
         self.position_embedding = param(rngs, (cfg.max_seq_len, D), ("position", "embed"), std=0.01)  # as GPT-2's code
         make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
@@ -166,7 +168,7 @@ class Gpt2(nnx.Module):
             keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
             keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, keys_B, self.tensor)
         run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
-        x_BTD = run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather)
+        x_BTD = run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather, self.kernels.taps)
         return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], cfg.norm_eps)
 
     def unembedding(self, h_BTD):

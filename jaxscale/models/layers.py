@@ -1,6 +1,7 @@
 """What all models share: settings, parameters with logical axes, and a stack of layers that is scanned or unrolled."""
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
@@ -12,6 +13,7 @@ from flax import nnx
 from jaxscale.models.remat import RematName, check_remat, remat_policy
 from jaxscale.ops.attention import AttentionName
 from jaxscale.ops.quantized import MatmulDtype
+from jaxscale.ops.taps import BLIND, Blind, Seen
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
@@ -112,12 +114,18 @@ def make_stack(make_block: Callable[[nnx.Rngs], nnx.Module], rngs: nnx.Rngs, num
 
 
 def run_stack(
-    blocks: nnx.Module, apply: Callable, x: jax.Array, per_layer: Any, cfg: ModelConfig, gather: Gather
+    blocks: nnx.Module,
+    apply: Callable,
+    x: jax.Array,
+    per_layer: Any,
+    cfg: ModelConfig,
+    gather: Gather,
+    taps: Blind = BLIND,
 ) -> jax.Array:
     """x after all blocks: apply(block, x, layer_input) -> x, each under the remat policy of the config.
 
     per_layer: a tree with a leading axis of num_layers (random keys, say), or None. gather: brings the weights of one
-    block together just before it runs, and again before its backward pass.
+    block together just before it runs, and again before its backward pass. taps: given what they saw of each layer.
     """
 
     def wrap(f: Callable) -> Callable:
@@ -126,16 +134,24 @@ def run_stack(
         policy = remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload)
         return jax.checkpoint(f, policy=policy, prevent_cse=not cfg.scan_layers)
 
-    whole = lambda params: gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
+    def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any) -> tuple[jax.Array, Seen | None]:
+        whole = gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
+        x = apply(nnx.merge(graphdef, whole), x, extra)
+        return x, taps.end_layer(x)
+
     if not cfg.scan_layers:
+        seen = []
         for layer, block in enumerate(blocks):
             graphdef, params = nnx.split(block)
-            run = wrap(lambda params, x, extra, graphdef=graphdef: apply(nnx.merge(graphdef, whole(params)), x, extra))
-            x = run(params, x, jax.tree.map(operator.itemgetter(layer), per_layer))
+            run = wrap(functools.partial(run_layer, graphdef))
+            x, of_layer = run(params, x, jax.tree.map(operator.itemgetter(layer), per_layer))
+            seen.append(of_layer)
+        taps.end_stack(jax.tree.map(lambda *layers: jnp.stack(layers), *seen))
         return x
     graphdef, params = nnx.split(blocks)
-    run = wrap(lambda params, x, extra: apply(nnx.merge(graphdef, whole(params)), x, extra))
-    x, _ = jax.lax.scan(lambda x, layer: (run(layer[0], x, layer[1]), None), x, (params, per_layer))
+    run = wrap(functools.partial(run_layer, graphdef))
+    x, seen = jax.lax.scan(lambda x, layer: run(layer[0], x, layer[1]), x, (params, per_layer))
+    taps.end_stack(seen)
     return x
 
 

@@ -16,6 +16,7 @@ from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.rope import RopeScaling, Rotation, make_rotation, rotate
+from jaxscale.ops.taps import ATTENTION, MLP
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
@@ -145,10 +146,11 @@ class Block(nnx.Module):
         self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
 
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT):
-        norm, eps = self.kernels.rms_norm, self.cfg.norm_eps
+        norm, eps, see = self.kernels.rms_norm, self.cfg.norm_eps, self.kernels.taps.see
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
-        x_BTD = x_BTD + self.attention(norm(x_BTD, self.attention_norm[...], eps), rotation, segment_ids_BT)
-        return x_BTD + self.mlp(norm(x_BTD, self.mlp_norm[...], eps))
+        h_BTD = norm(x_BTD, self.attention_norm[...], eps)
+        x_BTD = x_BTD + see(ATTENTION, self.attention(h_BTD, rotation, segment_ids_BT))
+        return x_BTD + see(MLP, self.mlp(norm(x_BTD, self.mlp_norm[...], eps)))
 
 
 class Llama(nnx.Module):
@@ -173,9 +175,8 @@ class Llama(nnx.Module):
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
         rotation = make_rotation(positions_BT, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
-        x_BTD = run_stack(
-            self.blocks, lambda block, x_BTD, _: block(x_BTD, rotation, segment_ids_BT), x_BTD, None, cfg, self.gather
-        )
+        run = lambda block, x_BTD, _: block(x_BTD, rotation, segment_ids_BT)
+        x_BTD = run_stack(self.blocks, run, x_BTD, None, cfg, self.gather, self.kernels.taps)
         return self.kernels.rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)
 
     def unembedding(self, h_BTD):

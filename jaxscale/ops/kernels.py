@@ -1,14 +1,18 @@
 """The forms of the costly operations that suit a platform, in one object that a model is given."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
 
 from jaxscale.ops.activation import swiglu
 from jaxscale.ops.attention import Attend, AttentionName, AttentionNeeds, choose_attention, xla
+from jaxscale.ops.attention.largest import EXACT, largest_score, score_bound
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
+from jaxscale.ops.taps import BLIND, Blind, Taps
+from jaxscale.sharding.tensor_axis import TensorAxis
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +25,7 @@ class Kernels:
     why_plain: str = ""  # what kept "auto" from the platform's own attention
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
+    taps: Blind = BLIND  # what a statistics program looks at activations with
 
 
 PLAIN = Kernels(attend=xla.attend, attention="xla", project=einsum_project)
@@ -36,3 +41,15 @@ def choose_kernels(
     attend, resolved, why_plain = choose_attention(attention, platform, needs, device)
     project = cpu_project if platform == "cpu" else einsum_project
     return Kernels(attend=attend, attention=resolved, why_plain=why_plain, project=project)
+
+
+def make_taps(kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis) -> Taps:
+    """Taps for one trace of a model with these kernels: the largest scores where they are known, or else a bound."""
+    if kernels.attention in EXACT:
+        return Taps("attention_logit_max", functools.partial(largest_score, window=needs.window), tensor)
+    return Taps("attention_logit_bound", score_bound, tensor)
+
+
+def with_taps(kernels: Kernels, taps: Blind) -> Kernels:
+    """The kernels, looked at: the same values."""
+    return dataclasses.replace(kernels, taps=taps, attend=taps.around(kernels.attend))

@@ -111,6 +111,10 @@ class BatchAxes:
         """The sums over the devices that hold other rows."""
         return lax.psum(tree, self.axes) if self.axes else tree
 
+    def max(self, tree: Any) -> Any:
+        """The largest among the devices that hold other rows."""
+        return lax.pmax(tree, self.axes) if self.axes else tree
+
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where this device's rows begin in the batch."""
         return lax.axis_index(self.axes) * num_rows if self.axes else 0

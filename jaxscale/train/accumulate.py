@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.data.batch import Batch
+from jaxscale.ops.taps import WATCHED
 
 # (parameters, rows, a random key for each row) -> (sum that is minimised, named sums)
 LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
@@ -42,7 +43,8 @@ def accumulate(
     """(mean of each named loss over the real tokens, gradient of the mean loss), all float32.
 
     Sums of losses, gradients and token weights run over the microbatches and are divided once, so that padding cannot
-    tilt the mean. Over devices they are summed once, at the end, but for what a loss has gathered by itself.
+    tilt the mean. Over devices they are summed once, at the end, but for what a loss has gathered by itself. What it
+    tells under the name WATCHED comes back as it is, with a leading axis of microbatches.
     Args: batch: the rows of this device. scale: multiplied into the loss and divided out again in float32 (float16
     needs it).
     """
@@ -59,20 +61,26 @@ def accumulate(
 
     def sums_of(rows, keys_B):
         (_, parts), grads = jax.value_and_grad(scaled, has_aux=True)(params, rows, keys_B)
-        return parts, reduction.each(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))
+        watched = {name: parts.pop(name) for name in (WATCHED,) if name in parts}
+        return (parts, reduction.each(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))), watched
 
     if num_microbatches == 1:
-        sums, grads = sums_of(batch, keys_B)
+        (sums, grads), watched = sums_of(batch, keys_B)
+        watched = jax.tree.map(lambda seen: seen[None], watched)
     else:
         micro = jax.tree.map(lambda field: split_rows(field, num_microbatches), (batch, keys_B))
-        first = jax.eval_shape(sums_of, *jax.tree.map(lambda field: field[0], micro))
+        first, _ = jax.eval_shape(sums_of, *jax.tree.map(lambda field: field[0], micro))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)
-        add = lambda so_far, rows: (jax.tree.map(jnp.add, so_far, sums_of(*rows)), None)
-        (sums, grads), _ = jax.lax.scan(add, zeros, micro)
+
+        def add(so_far, rows):
+            found, watched = sums_of(*rows)
+            return jax.tree.map(jnp.add, so_far, found), watched
+
+        (sums, grads), watched = jax.lax.scan(add, zeros, micro)
     sums, grads = reduction.sums(sums), reduction.last(grads)
     tokens = jnp.maximum(sums.pop("real_tokens"), 1.0)
     means = {name: value / tokens for name, value in sums.items()}
-    return means | {"real_tokens": tokens}, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
+    return means | {"real_tokens": tokens} | watched, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
 
 
 def split_rows(rows: jax.Array, parts: int) -> jax.Array:

@@ -1,0 +1,120 @@
+"""What looking at each layer costs: the statistics program beside the step, and the loop with it and without it."""
+
+import dataclasses
+import pathlib
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxscale.cli.bench_loop import run_loop
+from jaxscale.config import RunConfig
+from jaxscale.planner.check import check_machine
+from jaxscale.run import open_run
+from jaxscale.train.statistics import named
+
+WANTED = 0.02  # of the time of all steps
+DEFAULT_EVERY = 100  # told for where a config never looks
+
+
+def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any]:
+    """Seconds of the step and of the program, each alone and in turn, and of the loop over `steps` steps with one look
+    in them and with none, in pairs; what --json prints.
+
+    What is compiled once a process is done before, and told apart.
+    """
+    every = cfg.monitor.statistics_every_steps or DEFAULT_EVERY
+    # after many steps on one batch any other one looks like a spike
+    guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, guard=guard))
+    cfg = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, save_every_steps=0))
+    check_machine(cfg)
+    with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as where:
+        folder = pathlib.Path(where)
+        run = open_run(cfg, str(folder / "run"), say=lambda text: None)
+        program = run.program
+        compiled, compile_seconds = {}, {}
+        for what, function in (("step", program.train_step), ("statistics", program.statistics)):
+            lowered = function.lower(program.abstract_state, program.abstract_batch)
+            compile_seconds[what], compiled[what] = seconds_of(lowered.compile)
+        feed = run.open_feed(0, 1)
+        batch = next(feed).batch
+        feed.close()
+        state, _ = compiled["step"](run.state, batch)
+        seen = named(jax.device_get(compiled["statistics"](state, batch)))
+        run = dataclasses.replace(run, train_step=compiled["step"], statistics=compiled["statistics"])
+        alone: dict[str, list[float]] = {"step": [], "statistics": []}
+        for _ in range(rounds):
+            seconds, (state, _) = seconds_of(lambda: compiled["step"](state, batch))  # noqa: B023
+            alone["step"].append(seconds)
+            alone["statistics"].append(seconds_of(lambda: compiled["statistics"](state, batch))[0])  # noqa: B023
+        looped: dict[str, list[float]] = {"without": [], "with": []}
+        for turn in range(rounds + 1):  # the first imports and touches what the others find
+            pair = [("without", 0), ("with", steps)]
+            for kind, cadence in pair if turn % 2 else reversed(pair):  # who comes first may find a colder machine
+                place = folder / f"{kind}-{turn}"
+                state, times = run_loop(run, cfg, place, state, start=0, steps=steps, statistics_every_steps=cadence)
+                looped[kind] += [times.seconds] if turn else []
+        run.writer.close()
+    step, look = (statistics.median(alone[what]) for what in ("step", "statistics"))
+    ratios = sorted(of_look / of_step for of_look, of_step in zip(alone["statistics"], alone["step"]))
+    added = sorted(seconds - plain for seconds, plain in zip(looped["with"], looped["without"]))
+    return {
+        "spec": name,
+        "attention": program.attention,
+        "numbers": len(seen),
+        "every_steps": every,
+        "steps": steps,
+        "rounds": rounds,
+        "step_seconds": step,
+        "statistics_seconds": look,
+        "statistics_in_steps": ratios,
+        "cost": statistics.median(ratios) / every,
+        "loop_seconds": {kind: statistics.median(seconds) / steps for kind, seconds in looped.items()},
+        "loop_added_seconds": added,
+        "loop_cost": statistics.median(added) / (every * statistics.median(looped["without"]) / steps),
+        "compile_seconds": compile_seconds,
+        "device_bytes": {what: peak_bytes(function) for what, function in compiled.items()},
+        "devices": f"{program.mesh.size} x {jax.devices()[0].device_kind}",
+    }
+
+
+def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
+    """(seconds until what it returns is there, what it returns)."""
+    began = time.perf_counter()
+    result = call()
+    jax.block_until_ready(result)
+    return time.perf_counter() - began, result
+
+
+def peak_bytes(compiled: Any) -> int | None:
+    """Bytes of one device that the program needs by the compiler's own account; None where it gives none."""
+    memory = compiled.memory_analysis()
+    if memory is None:
+        return None
+    own = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + own + memory.temp_size_in_bytes
+
+
+def statistics_lines(record: dict[str, Any]) -> list[str]:
+    """The record for people."""
+    ratios, added, every = record["statistics_in_steps"], record["loop_added_seconds"], record["every_steps"]
+    loop, compiled, memory = record["loop_seconds"], record["compile_seconds"], record["device_bytes"]
+    verdict = "under" if record["cost"] < WANTED else "NOT under"
+    mib = lambda num_bytes: "unknown" if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB"
+    return [
+        f"{record['spec']}: {record['numbers']} numbers, {record['attention']} attention; {record['devices']}",
+        f"  a step takes {record['step_seconds'] * 1e3:,.1f} ms, the statistics of one "
+        f"{record['statistics_seconds'] * 1e3:,.1f} ms: {statistics.median(ratios):.2f} steps, the median of "
+        f"{record['rounds']} in turn ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f"  every {every} steps that is {record['cost']:.2%} of the time: {verdict} {WANTED:.0%}",
+        f"  the loop over {record['steps']} steps takes {loop['without'] * 1e3:,.1f} ms a step without a look, "
+        f"{loop['with'] * 1e3:,.1f} with one in all; a look adds {statistics.median(added) * 1e3:+,.1f} ms, the median "
+        f"of {record['rounds']} pairs ({added[0] * 1e3:+,.1f} to {added[-1] * 1e3:+,.1f}): "
+        f"{record['loop_cost']:+.2%} every {every} steps",
+        f"  memory of a device by the compiler: step {mib(memory['step'])}, statistics {mib(memory['statistics'])}",
+        f"  before that, once: compiled in {compiled['step']:.1f} s and {compiled['statistics']:.1f} s",
+    ]

@@ -1,0 +1,101 @@
+"""What a statistics program reads of a model's activations as they pass; a training step has BLIND taps and no trace.
+
+A model hands each array to see(), which gives it back as it is. Numbers of a layer leave the function that computes it,
+which may be a loop or be run again for the backward pass, as results beside the residual stream: run_stack() of
+models.layers takes them from end_layer() and hands those of all its layers to end_stack().
+
+B batch  T position  D embed  L layers of a stack
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.ops.attention.scope import Scope, as_scope
+from jaxscale.sharding.tensor_axis import TensorAxis
+
+ATTENTION, ACROSS, MLP, ACTIVATION = "attention", "across", "mlp", "activation"  # what is seen of a layer
+POSITIONS = "positions"  # how many hold text: what the sums are divided by
+WATCHED = "watched"  # the name under which a loss tells what taps have seen, beside its named sums
+
+
+class Seen(NamedTuple):
+    """What was seen of a layer on this device, float32[]; of a stack of layers, float32[L]."""
+
+    sums: dict[str, jax.Array]  # over the positions with text, of the mean square of an array's entries
+    maxima: dict[str, jax.Array]  # largest scores of attention
+
+
+class Blind:
+    """Taps that see nothing."""
+
+    def around(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """`attend`, its queries and keys looked at."""
+        return attend
+
+    def see(self, name: str, x_BTD: jax.Array) -> jax.Array:
+        """x_BTD, of the device's own positions."""
+        return x_BTD
+
+    def end_layer(self, x_BTD: jax.Array) -> Seen | None:
+        """What was seen since the layer before; x_BTD: the residual stream behind this one."""
+        return None
+
+    def end_stack(self, seen: Seen | None) -> None:
+        """Takes what was seen of each layer of a stack."""
+
+    def parts(self) -> dict[str, tuple[Seen, ...]]:
+        """What was seen of all stacks, in their order, under the name WATCHED; {} where nothing is."""
+        return {}
+
+
+BLIND = Blind()
+
+
+class Taps(Blind):
+    """Taps for one trace of one model. Nothing that they see has a gradient.
+
+    largest: (q, k, segments, causal=, bias_NTS=, scale=) -> float32[], of the device's own rows and heads; name: of
+    that number. Attention also tells which positions of a layer hold text: padding is left out.
+    """
+
+    def __init__(self, name: str, largest: Callable[..., jax.Array], tensor: TensorAxis):
+        self.name, self.largest, self.tensor = name, largest, tensor
+        self.layer, self.stacks = Seen({}, {}), []
+        self.text_BT: jax.Array | None = None
+
+    def around(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """`attend`, its queries and keys looked at."""
+
+        def seen_attend(q_BTNH, k_BSKH, v_BSKH, segments: jax.Array | Scope, **how):
+            self.text_BT = self.tensor.own(as_scope(segments).segment_ids_BT > 0)
+            found = self.largest(lax.stop_gradient(q_BTNH), lax.stop_gradient(k_BSKH), segments, **how)
+            self.layer.maxima[self.name] = jnp.maximum(self.layer.maxima.get(self.name, -jnp.inf), found)
+            return attend(q_BTNH, k_BSKH, v_BSKH, segments, **how)
+
+        return seen_attend
+
+    def see(self, name: str, x_BTD: jax.Array) -> jax.Array:
+        """x_BTD, of the device's own positions."""
+        assert self.text_BT is not None, "a layer's attention comes before anything else that is seen of it"
+        mean_BT = jnp.mean(jnp.square(lax.stop_gradient(x_BTD).astype(jnp.float32)), axis=-1)
+        self.layer.sums[name] = jnp.sum(mean_BT, where=self.text_BT)
+        return x_BTD
+
+    def end_layer(self, x_BTD: jax.Array) -> Seen:
+        """What was seen since the layer before; x_BTD: the residual stream behind this one."""
+        self.see(ACTIVATION, x_BTD)
+        self.layer.sums[POSITIONS] = jnp.sum(self.text_BT, dtype=jnp.float32)
+        seen, self.layer, self.text_BT = self.layer, Seen({}, {}), None
+        return seen
+
+    def end_stack(self, seen: Seen) -> None:
+        """Takes what was seen of each layer of a stack."""
+        self.stacks.append(seen)
+
+    def parts(self) -> dict[str, tuple[Seen, ...]]:
+        """What was seen of all stacks, in their order, under the name WATCHED."""
+        return {WATCHED: tuple(self.stacks)}
