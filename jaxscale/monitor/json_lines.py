@@ -1,0 +1,78 @@
+"""JSON objects out of files that may still be written: the whole ones are given, the others told, nothing is raised."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from jaxscale import paths
+
+LONGEST_LINE = 8 * 2**20  # bytes; a longer one is damaged
+CHUNK = 2**20  # bytes read at once
+
+Row = dict[str, Any]
+
+
+def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
+    """Yields the JSON objects of a file, one a line. A damaged line is left out and told; no file yields nothing."""
+    damaged, torn = 0, False
+    try:
+        with path.open("rb") as file:
+            for line, whole in pieces(file):
+                try:
+                    record = json.loads(line) if line is not None else None
+                except (ValueError, RecursionError):
+                    record = None
+                if isinstance(record, dict):
+                    yield record
+                elif whole:
+                    damaged += 1
+                else:
+                    torn = True
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read to its end: {error.strerror or error}")
+    if damaged:
+        problems.append(f"{path.name}: {plural(damaged, 'damaged line')} left out")
+    if torn:
+        problems.append(f"{path.name}: its last line is not whole, as while it is written, and is left out")
+
+
+def pieces(file: Any) -> Iterator[tuple[bytes | None, bool]]:
+    """Yields (line, whether it ended) of each line that is not empty; None for one that is too long to be a record."""
+    held, skipping = b"", False
+    while chunk := file.read(CHUNK):
+        *lines, held = (held + chunk).split(b"\n")
+        for line in lines:
+            if skipping or len(line) > LONGEST_LINE:
+                skipping = False
+                yield None, True
+            elif line.strip():
+                yield line, True
+        if len(held) > LONGEST_LINE:
+            held, skipping = b"", True
+    if skipping:
+        yield None, False
+    elif held.strip():
+        yield held, False
+
+
+def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
+    """The JSON object in a file; {} with a problem told where there is none. without: what that means."""
+    try:
+        found = paths.read_json(path)
+    except FileNotFoundError:
+        problems.append(f"{path.name} is missing: {without}")
+        return {}
+    except (ValueError, RecursionError):
+        problems.append(f"{path.name} is damaged: {without}")
+        return {}
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} is no JSON object: {without}")
+        return {}
+    return found
+
+
+def plural(count: int, what: str) -> str:
+    """'1 line', '2 lines'."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"

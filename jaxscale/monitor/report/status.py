@@ -1,0 +1,170 @@
+"""Where a run stands: state, time, what is left, and what it costs."""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale import units
+from jaxscale.exits import Exit, meaning
+from jaxscale.hardware import find_chip
+from jaxscale.monitor.history import History, Row, is_number
+from jaxscale.monitor.report.text import clock, time_of
+
+QUIET_SECONDS = 180.0  # without a line for longer than this, and ten times what lines take, a run counts as silent
+RECENT = 20  # reports over which the speed is taken
+BEGINS = ("started", "resumed")
+DEVICES_PER_CHIP = {"TPU7x": 2}  # where JAX's device is not the chip that is paid for (hardware.py has the source)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Status:
+    """What the head of the page says of a run. None: not known."""
+
+    state: str  # running, finished, stopped, failed, silent, begun
+    words: str
+    step: int
+    total_steps: int | None
+    loss: float | None
+    validation_loss: float | None
+    tokens: float | None
+    tokens_per_second: float | None
+    mfu: float | None
+    wall_seconds: float | None  # in which the command ran, over all starts
+    starts: int
+    left_seconds: float | None  # to the last step, at the speed of the last reports
+    chips: float | None
+    chip: str
+    cost: float | None  # so far, dollars
+    cost_to_end: float | None  # the whole run
+
+
+def status_of(history: History, now: float, price: float | None = None) -> Status:
+    """The Status at the time `now` (Unix seconds). price: dollars an hour for one chip."""
+    budget = as_dict(history.config.get("budget"))
+    total = budget.get("total_steps") if is_number(budget.get("total_steps")) else None
+    state, words = state_of(history, now, total)
+    devices = as_dict(history.config.get("devices"))
+    kind = str(devices.get("kind") or "")
+    chip = find_chip(kind)
+    chips = devices.get("number") if is_number(devices.get("number")) else None
+    if chips is not None and chip is not None:
+        chips = chips / DEVICES_PER_CHIP.get(chip.name, 1)
+    wall, starts = wall_seconds(history)
+    left = left_seconds(history, total) if state != "finished" else 0.0
+    hourly = price * chips / 3600 if price is not None and chips else None
+    return Status(
+        state=state,
+        words=words,
+        step=history.last_step,
+        total_steps=total,
+        loss=history.latest("loss"),
+        validation_loss=history.latest("validation/loss"),
+        tokens=history.latest("tokens_seen"),
+        tokens_per_second=recent(history.rows, "tokens_per_second"),
+        mfu=recent(history.rows, "mfu"),
+        wall_seconds=wall,
+        starts=starts,
+        left_seconds=left,
+        chips=chips,
+        chip=chip.name if chip else kind,
+        cost=hourly * wall if hourly is not None and wall is not None else None,
+        cost_to_end=hourly * (wall + left) if hourly is not None and wall is not None and left is not None else None,
+    )
+
+
+def state_of(history: History, now: float, total: int | None) -> tuple[str, str]:
+    """(state, what it means)."""
+    ends = [event for event in history.events if event["event"] in (*BEGINS, "stopped")]
+    if ends and ends[-1]["event"] == "stopped":
+        code, why = ends[-1].get("code"), str(ends[-1].get("why") or "")
+        code = code if isinstance(code, int) else Exit.ERROR
+        when = clock(time_of(ends[-1]))
+        if code == Exit.DONE and (total is None or history.last_step >= total):
+            return "finished", f"all steps are done, {when}" if when else "all steps are done"
+        state = "stopped" if code in (Exit.DONE, Exit.PREEMPTED) else "failed"
+        told = "ended before its last step, as it was told to" if code == Exit.DONE else meaning(code)
+        return state, "; ".join(part for part in (told, "" if why == "done" else why, when) if part)
+    if history.written_at is None:
+        return "begun", "when it was last written is not known"
+    quiet = now - history.written_at
+    reports = [row["step"] for row in history.rows if "loss" in row][-RECENT:]
+    stride = (reports[-1] - reports[0]) / (len(reports) - 1) if len(reports) > 1 else 1
+    usual = stride * (recent(history.rows, "step_seconds") or 0.0)
+    if quiet > max(QUIET_SECONDS, 10 * usual):
+        return (
+            "silent",
+            f"nothing was written for {units.duration(quiet)}, and no end was noted: it was killed, or it hangs",
+        )
+    return "running", f"last written {units.duration(quiet)} ago"
+
+
+def wall_seconds(history: History) -> tuple[float | None, int]:
+    """(seconds in which the run's command ran as far as its events tell, number of its starts).
+
+    A start that ended without a word counts up to its last event, the last start up to the newest write. Where there
+    are no events, the steps' own time counts.
+    """
+    total, starts, begun, last, before = 0.0, 0, None, None, ""
+    for event in history.events:
+        when = time_of(event)
+        if when is None:
+            continue
+        if event["event"] in BEGINS:
+            if begun is not None and before != "rewind":  # a process that went back opens its run again
+                total += max(last - begun, 0.0)
+                begun = None
+            starts += begun is None
+            begun = when if begun is None else begun
+        last, before = when, event["event"]
+        if event["event"] == "stopped" and begun is not None:
+            total, begun = total + max(when - begun, 0.0), None
+    if begun is not None:
+        total += max(max(last, history.written_at or last) - begun, 0.0)
+    if starts:
+        return total, starts
+    return step_time(history.rows), 0
+
+
+def step_time(rows: Sequence[Row]) -> float | None:
+    """Seconds of all steps, from what their reports say a step took; None without any."""
+    total, before, known = 0.0, 0, False
+    for row in rows:
+        if "loss" in row:
+            if is_number(row.get("step_seconds")):
+                total, known = total + (row["step"] - before) * row["step_seconds"], True
+            before = row["step"]
+        total += row["validation_seconds"] if is_number(row.get("validation_seconds")) else 0.0
+    return total if known else None
+
+
+def left_seconds(history: History, total: int | None) -> float | None:
+    """Seconds to the last step: the median of the last reports, and validation's share of the time so far."""
+    each = recent(history.rows, "step_seconds")
+    if total is None or each is None:
+        return None
+    spent = step_time(history.rows) or 0.0
+    validation = sum(history.series("validation_seconds")[1])
+    share = spent / (spent - validation) if spent > validation else 1.0
+    return max(total - history.last_step, 0) * each * share
+
+
+def recent(rows: Sequence[Row], name: str) -> float | None:
+    """The median of a metric's last values; None without any."""
+    found: list[float] = []
+    for row in reversed(rows):
+        if is_number(row.get(name)):
+            found.append(row[name])
+            if len(found) == RECENT:
+                break
+    return statistics.median(found) if found else None
+
+
+def as_list(value: Any) -> list[Any]:
+    """The value if it is one, else []."""
+    return value if isinstance(value, list) else []
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """The value if it is one, else {}: a damaged config.json may hold anything."""
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,95 @@
+"""Text and numbers as the page shows them. Whatever a run, its data or its model wrote comes through here.
+
+`escape` is the only way of text into HTML, `json_block` the only way of values to the script: a document that holds
+`</script>` or an escape sequence is shown, not obeyed.
+"""
+
+import datetime
+import html
+import json
+from typing import Any
+
+from jaxscale import units
+from jaxscale.redact import redacted, shown
+
+NONE = "n/a"
+# The script's data stand in a script element, which ends at the next "</script" whatever JSON makes of it.
+FOR_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def escape(text: Any) -> str:
+    """HTML that shows the text, safe between tags and in quoted attributes; without secrets and control characters."""
+    return html.escape(shown(str(text)), quote=True)
+
+
+def json_block(value: Any) -> str:
+    """The value as JSON that can stand in a script element. Raises ValueError for NaN."""
+    written = json.dumps(redacted(value), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
+    for character, spelt in FOR_SCRIPT.items():
+        written = written.replace(character, spelt)
+    return written
+
+
+def plain(value: float | None) -> str:
+    """'2.314', '0.0003', '3e-05', '12.3K', '-4.5M': four significant digits at most; 'n/a' for None."""
+    if value is None:
+        return NONE
+    size = abs(value)
+    if size >= 10_000:
+        return units.count(value)
+    if size and size < 1e-4:
+        mantissa, _, exponent = f"{value:.2e}".partition("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    return f"{value:.4g}"
+
+
+def percent(value: float | None) -> str:
+    """'41.3%'."""
+    return NONE if value is None else f"{100 * value:.{3 if abs(value) >= 0.01 else 2}g}%"
+
+
+def size(value: float | None) -> str:
+    """'24.4 GiB'."""
+    return NONE if value is None else units.size(value)
+
+
+def seconds(value: float | None) -> str:
+    """'3.2ms', '0.58s', '1h02m'."""
+    if value is None:
+        return NONE
+    if 0 < abs(value) < 0.1:
+        return f"{value * 1e3:.3g}ms" if abs(value) >= 1e-3 else f"{value * 1e6:.3g}us"
+    return f"{value:.3g}s" if value < 10 else units.duration(value)
+
+
+def money(value: float | None) -> str:
+    """'$1,234', '$0.42'."""
+    return NONE if value is None else (f"${value:,.0f}" if value >= 100 else f"${value:,.2f}")
+
+
+def count(value: float | None) -> str:
+    """'6.74B'."""
+    return NONE if value is None else units.count(value)
+
+
+def tick(value: float, numbers: str) -> str:
+    """What is written at an axis: 0 without a unit, sizes without a fraction that says nothing."""
+    return "0" if value == 0 else NUMBERS[numbers](value).replace(".0 ", " ")
+
+
+NUMBERS = {"plain": plain, "percent": percent, "size": size, "seconds": seconds, "count": count}
+
+
+def time_of(event: dict[str, Any]) -> float | None:
+    """When it happened, in Unix seconds; None where the line does not say."""
+    try:
+        return datetime.datetime.fromisoformat(event["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
+
+
+def clock(when: float | None) -> str:
+    """'2026-11-21 21:34:23 UTC'."""
+    if when is None:
+        return ""
+    return datetime.datetime.fromtimestamp(when, datetime.UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,90 @@
+"""Axes: where a value lies on one, and which values are written beside it. script.js has the same for a zoomed plot."""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+STEPS = (1.0, 2.0, 5.0, 10.0)
+
+
+class Axis(NamedTuple):
+    """A range of values; on a logarithmic one both ends are positive."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where the value lies: 0 at the low end, 1 at the high one. Outside of it, up to one length, it is cut off."""
+        if self.log:
+            value = max(value, self.low * 1e-9, 1e-300)
+            at = (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
+        else:
+            at = (value - self.low) / (self.high - self.low)
+        return min(max(at, -1.0), 2.0)
+
+    def ticks(self, most: int = 7) -> list[float]:
+        """Round values within the range, about `most` of them."""
+        return log_ticks(self.low, self.high, most) if self.log else linear_ticks(self.low, self.high, most)
+
+
+def size_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Round numbers of the largest unit of bytes, in powers of 1024, that fits into the range."""
+    unit = next((unit for unit in (2**40, 2**30, 2**20, 2**10) if abs(high) >= unit), 1)
+    return [tick * unit for tick in linear_ticks(low / unit, high / unit, most)]
+
+
+def linear_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Multiples of 1, 2 or 5 times a power of ten within [low, high]."""
+    if not high > low:
+        return [low]
+    rough = (high - low) / max(most, 1)
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * s for s in STEPS if power * s >= rough * (1 - 1e-9))
+    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+    return [round(n * step, 12 - math.floor(math.log10(step))) for n in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
+    """Powers of ten within [low, high]; with 2 and 5 times them where few are, and round values where still few are."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    stride = max(1, math.ceil((last - first) / max(most, 1)))
+    within = lambda factors: [
+        factor * 10.0**n
+        for n in range(first, last + 1, stride)
+        for factor in factors
+        if low * (1 - 1e-9) <= factor * 10.0**n <= high * (1 + 1e-9)
+    ]
+    for factors in ((1.0,), (1.0, 2.0, 5.0)):
+        if len(found := within(factors)) >= 3:
+            return found
+    return found if len(found) >= 2 else linear_ticks(low, high, most)
+
+
+def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False) -> Axis:
+    """An axis that has room for the values.
+
+    A few values far away from all others, as of a loss that explodes, do not flatten the rest: they lie beyond its
+    end. log: values of 0 and below count for nothing. zero: the axis begins at 0.
+    """
+    known = sorted(value for value in values if not log or value > 0)
+    if not known:
+        return Axis(0.1, 1.0, True) if log else Axis(0.0, 1.0)
+    low, high = known[0], known[-1]
+    if log:
+        room = (high / low) ** 0.04 if high > low else 1.5
+        return Axis(low / room, high * room, True)
+    if zero:
+        low = min(low, 0.0)
+    if len(known) >= 50:
+        small, large = quantile(known, 0.05), quantile(known, 0.95)
+        limit = large + max(large - small, 1e-12)
+        if high - low > 3 * (limit - low):
+            high = limit
+    room = (high - low) * 0.04 or abs(high) * 0.1 or 1.0
+    return Axis(low if zero and low == 0.0 else low - room, high + room)
+
+
+def quantile(ordered: Sequence[float], fraction: float) -> float:
+    """The value below which such a fraction of the ordered values lies."""
+    return ordered[min(int(fraction * len(ordered)), len(ordered) - 1)]

@@ -1,0 +1,84 @@
+"""`jaxscale report`: one file, one line for what is wrong, and a server for this machine alone."""
+
+import http.client
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from jaxscale.cli import report
+
+ROW = '{"step": 1, "loss": 3.0}\n'
+
+
+@pytest.fixture
+def run(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "metrics.jsonl").write_text(ROW)
+    return tmp_path / "a"
+
+
+def test_a_page_is_written_and_jax_is_not_imported(run, tmp_path):
+    code = "import sys, jaxscale.cli as c; c.dispatch(sys.argv[1:]); print('jax' in sys.modules)"
+    output = tmp_path / "page.html"
+    command = [sys.executable, "-c", code, "report", f"--workdir={run}", f"--output={output}", "--price=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False" and done.stderr == ""
+    assert output.read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ([], "--workdir must be given"),
+        (["--workdir=RUN", "--workdir=RUN"], "given twice"),
+        (["--workdir=RUN/nothing"], "does not exist"),
+        (["--workdir="], "--workdir needs a value"),
+        (["--workdir=RUN", "--price=cheap"], "dollars for one hour"),
+        (["--workdir=RUN", "--price=nan"], "dollars for one hour"),
+        (["--workdir=RUN", "--serve=70000"], "is no port"),
+        (["--workdir=RUN", "--serve", "--output=x.html"], "--serve writes no file"),
+        (["--workdir=RUN", "--output=RUN/no/x.html"], "is in no folder"),
+        (["--workdir=RUN", "--config=x.py"], "takes no --config"),
+    ],
+)
+def test_what_is_wrong_is_one_line(run, flags, told):
+    with pytest.raises(ValueError, match=told) as error:
+        report.main([flag.replace("RUN", str(run)) for flag in flags])
+    assert "\n" not in str(error.value)
+
+
+def ask(port, path="/", host=None):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection.request("GET", path, headers={"Host": host} if host else {})
+    answer = connection.getresponse()
+    found = answer.status, answer.read().decode()
+    connection.close()
+    return found
+
+
+def test_the_server_shows_a_newer_page_answers_to_its_own_name_only_and_ends_with_ctrl_c(run):
+    command = [sys.executable, "-m", "jaxscale.cli.report", f"--workdir={run}", "--serve=0"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ)
+    try:
+        port = int(process.stdout.readline().split("/")[2].split(":")[1])
+        (status, page), (_, version) = ask(port), ask(port, "/version")
+        assert status == 200 and f'"version":"{version}"' in page and "connect-src 'self'" in page
+        assert ask(port, host="evil.example")[0] == ask(port, host=f"evil.example:{port}")[0] == 403
+        assert ask(port, "/../../etc/passwd")[0] == ask(port, "/metrics.jsonl")[0] == 404
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 2, "loss": 1.25}) + "\n")
+        newer = version
+        for _ in range(100):
+            if (newer := ask(port, "/version")[1]) != version:
+                break
+            signal.sigtimedwait([], 0.1)
+        assert newer != version and "1.25" in ask(port)[1]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(20) == 0 and process.stderr.read() == ""
+    finally:
+        process.kill()
+        process.communicate()

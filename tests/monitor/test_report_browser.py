@@ -1,0 +1,144 @@
+"""The page in a real browser: nothing in the console, nothing too wide, and what a model wrote is text.
+
+JAXSCALE_SCREENSHOTS=docs makes the pictures of docs/report.md anew.
+"""
+
+import dataclasses
+import os
+import pathlib
+
+import pytest
+from headless import BROWSER, Browser
+from made_run import CANARY, make_run, written_at
+
+from jaxscale.monitor.history import read_history
+from jaxscale.monitor.report import make_page
+
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no chromium here to open the page in")
+TOO_WIDE = """[...document.querySelectorAll('body *')].filter(e => {
+  if (e.closest('.table') || e.closest('svg')) return false;
+  const box = e.getBoundingClientRect();
+  return box.width > 0 && (box.right > innerWidth + 1 || box.left < -1);
+}).map(e => e.tagName + '.' + e.className + ' ' + e.textContent.slice(0, 40))"""
+LABELS_THAT_TOUCH = """[...document.querySelectorAll('.area')].flatMap(area => {
+  const boxes = [...area.querySelectorAll('.tx')].map(e => e.getBoundingClientRect()).sort((a, b) => a.left - b.left);
+  return boxes.slice(1).filter((box, i) => box.left < boxes[i].right + 2).map(box => box.left);
+})"""
+PATHS = """[...document.querySelectorAll('.plot svg')].map(
+  svg => [...svg.querySelectorAll('.line')].map(line => line.getAttribute('d')).join())"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Two runs and their pages."""
+    top = tmp_path_factory.mktemp("report")
+    one = dataclasses.replace(read_history(make_run(top / "1b-web")), workdir="runs/1b-web")
+    other = read_history(make_run(top / "1b-hot", last=3400, seed=1, peak_lr=6e-4, floor=1.92, plain=True))
+    (top / "one.html").write_text(make_page([one], price=4.2, now=written_at(4200) + 4))
+    (top / "two.html").write_text(make_page([one, other], price=4.2, now=written_at(4200) + 4))
+    return top
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    opened = Browser(tmp_path_factory.mktemp("profile"))
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280])
+@pytest.mark.parametrize("name", ["one", "two"])
+def test_nothing_is_too_wide_and_the_console_is_silent(browser, folder, name, width):
+    browser.open((folder / f"{name}.html").as_uri(), width=width)
+    assert browser.ask("document.documentElement.scrollWidth") <= width
+    assert browser.ask(TOO_WIDE) == [] and browser.ask(LABELS_THAT_TOUCH) == []
+    assert browser.complaints() == []
+    assert browser.ask("document.querySelectorAll('.plot .line').length") > 10
+
+
+def test_a_page_asks_for_nothing_but_itself(browser, folder):
+    browser.open((folder / "one.html").as_uri())
+    assert browser.asked_for() == [(folder / "one.html").as_uri()]
+
+
+def test_text_of_a_model_is_shown_as_text(browser, folder):
+    browser.open((folder / "one.html").as_uri())
+    shown = browser.ask("[...document.querySelectorAll('pre')].map(e => e.textContent).join()")
+    assert "</script><img src=x onerror=document.title='OWNED'>red" in shown
+    assert browser.ask("[document.images.length, document.title, document.scripts.length]") == [0, "1b-web", 2]
+    assert "\x1b" in CANARY and "\x1b" not in shown and "\u202e" not in shown
+
+
+def test_a_script_that_slipped_in_would_find_no_network(browser, folder):
+    browser.open((folder / "one.html").as_uri())
+    blocked = browser.ask("fetch('http://127.0.0.1:9/').then(() => 'sent', error => 'refused')")
+    assert blocked == "refused"
+    assert any("Content Security Policy" in str(line) for line in browser.complaints())
+
+
+def test_dragging_looks_closer_in_all_plots_and_a_double_click_goes_back(browser, folder):
+    browser.open((folder / "one.html").as_uri())
+    before = browser.ask(PATHS)
+    box = browser.ask("(b => [b.left, b.right, b.top + 60])(document.querySelector('.area').getBoundingClientRect())")
+    browser.drag(box[0] + 0.3 * (box[1] - box[0]), box[0] + 0.4 * (box[1] - box[0]), box[2])
+    after = browser.ask(PATHS)
+    changed = [i for i, (old, new) in enumerate(zip(before, after)) if old and old != new]
+    assert len(changed) == sum(map(bool, before))
+    assert browser.ask("location.hash") == "#x=1800-2400"
+    assert not browser.ask("document.getElementById('reset').hidden")
+    browser.ask("document.querySelector('.area').dispatchEvent(new MouseEvent('dblclick'))")
+    assert browser.ask("location.hash") == "" and browser.ask("document.getElementById('reset').hidden")
+    assert browser.complaints() == []
+
+
+def test_the_keyboard_tells_values_and_looks_closer(browser, folder):
+    browser.open((folder / "one.html").as_uri())
+    browser.ask("document.querySelector('.area').focus()")
+    read = "document.querySelector('.readout').textContent"
+    browser.press("ArrowRight")
+    assert browser.ask(read).startswith("step 1: train ")
+    browser.press("ArrowRight")
+    assert browser.ask(read).startswith("step 10: train ")
+    browser.press("+")
+    assert browser.ask("location.hash").startswith("#x=0-")
+    browser.press("Escape")
+    assert browser.ask("location.hash") == ""
+    assert browser.complaints() == []
+
+
+def test_a_part_that_the_address_names_is_shown_at_once(browser, folder):
+    browser.open((folder / "one.html").as_uri() + "#x=2200-2400")
+    labels = browser.ask("[...document.querySelector('.area').querySelectorAll('.tx')].map(e => e.textContent)")
+    assert labels[0] == "2,200" and labels[-1] == "2,400"
+
+
+def test_dark_and_paper_have_their_own_ground(browser, folder):
+    ground = "getComputedStyle(document.body).backgroundColor"
+    address = (folder / "one.html").as_uri()
+    browser.open(address)
+    assert browser.ask(ground) == "rgb(255, 255, 255)"
+    browser.open(address, dark=True)
+    assert browser.ask(ground) == "rgb(20, 23, 26)"
+    browser.open(address, dark=True, media="print", width=760)
+    assert browser.ask(ground) == "rgb(255, 255, 255)"
+    assert browser.ask("getComputedStyle(document.querySelector('nav')).display") == "none"
+    assert browser.ask("document.documentElement.scrollWidth") <= 760
+
+
+def test_pictures_of_the_page_are_not_blank(browser, folder, tmp_path):
+    keep = os.environ.get("JAXSCALE_SCREENSHOTS")
+    in_docs = ("report", "report-dark", "report-compare")
+    one, two = (folder / "one.html").as_uri(), (folder / "two.html").as_uri()
+    views = {
+        "report": (one, dict(width=1280), 1400),
+        "report-dark": (one, dict(width=1280, dark=True), 1400),
+        "report-phone": (one, dict(width=390), 1500),
+        "report-compare": (two, dict(width=1280), 1100),
+        "report-print": (one, dict(width=760, media="print"), 2200),
+        "report-whole": (one, dict(width=1280), 5200),
+    }
+    for name, (address, how, height) in views.items():
+        browser.open(address, **how)
+        place = pathlib.Path(keep) if keep and name in in_docs else tmp_path
+        browser.picture(place / f"{name}.png", height)
+        assert (place / f"{name}.png").stat().st_size > 30_000

@@ -1,0 +1,181 @@
+"""The page holds what the run tells, as text, in one file; axes and thinning keep what a reader looks for."""
+
+import json
+import re
+
+import pytest
+from made_run import BEGAN, CANARY, event, make_run, written_at
+
+from jaxscale.monitor.history import History, read_history
+from jaxscale.monitor.report import make_page
+from jaxscale.monitor.report.columns import smooth, thin_columns
+from jaxscale.monitor.report.plots import Line, Plot, draw
+from jaxscale.monitor.report.status import status_of
+from jaxscale.monitor.report.text import escape, json_block, plain
+from jaxscale.monitor.report.ticks import Axis, axis_over, linear_ticks, log_ticks
+from jaxscale.monitor.report.words import in_words, incidents
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return read_history(make_run(tmp_path_factory.mktemp("runs") / "1b-web"))
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"),
+    [(0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]), (2.1, 3.4, [2.2, 2.4, 2.6, 2.8, 3, 3.2, 3.4]), (5, 5, [5])],
+)
+def test_ticks_are_round(low, high, ticks):
+    assert linear_ticks(low, high) == pytest.approx(ticks)
+
+
+def test_a_logarithmic_axis_has_powers_of_ten_or_their_parts():
+    assert log_ticks(1e-3, 1e3, 7) == pytest.approx([1e-3, 1e-2, 0.1, 1, 10, 100, 1000])
+    assert log_ticks(0.3, 6) == pytest.approx([0.5, 1, 2, 5])
+    assert len(log_ticks(1e-30, 1e30)) <= 8
+
+
+def test_a_spike_does_not_flatten_the_curve_and_is_told():
+    steps = list(range(1, 1001))
+    values = [3.0 - step / 1000 for step in steps]
+    values[500] = 1e6
+    assert axis_over(values).high < 5
+    html, _ = draw(Plot(title="Loss", lines=[Line("loss", steps, values)]), Axis(0, 1000), 0)
+    assert "One point lies above the axis; the largest is 1M." in html
+
+
+def test_thinning_keeps_the_highest_and_lowest_of_each_column():
+    steps = list(range(10_000))
+    values = [0.0] * 10_000
+    values[4321], values[8765] = 9.0, -9.0
+    points = thin_columns(steps, values, 100)
+    assert len(points) <= 404 and (4321, 9.0) in points and (8765, -9.0) in points
+    assert points == sorted(points) and points[0][0] == 0 and points[-1][0] == 9999
+
+
+def test_a_mean_over_neighbours_keeps_a_straight_line_at_its_beginning():
+    assert smooth([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 1)[:5] == pytest.approx([1, 2, 3, 4, 5])
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (2.3456, "2.346"), (3e-4, "0.0003"), (2.5e-7, "2.5e-7"), (12_345, "12.3K"), (None, "n/a")],
+)
+def test_numbers_are_short(number, text):
+    assert plain(number) == text
+
+
+def test_one_door_for_text():
+    assert escape("<b>&\"'\x1b[31m\x00\u202e") == "&lt;b&gt;&amp;&quot;&#x27;"
+    block = json_block({"a": "</script><!--&\u2028\u2029"})
+    assert not set(block) & set("<>&\u2028\u2029") and json.loads(block) == {"a": "</script><!--&\u2028\u2029"}
+    with pytest.raises(ValueError):
+        json_block(float("nan"))
+
+
+def test_secrets_of_the_environment_are_not_in_the_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "abcdefgh12345678")
+    folder = make_run(tmp_path / "r", last=20)
+    (folder / "sample.txt").write_text("key abcdefgh12345678 and hf_" + "a" * 30)
+    page = make_page([read_history(folder)], now=BEGAN)
+    assert "abcdefgh12345678" not in page and "hf_aaaa" not in page and "[redacted]" in page
+
+
+def test_every_place_of_a_run_that_holds_text_is_escaped(tmp_path):
+    folder = make_run(tmp_path / "<img src=x>", last=60)
+    poison = "</script><img src=x onerror=alert(1)>"
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"versions": {poison: poison}, "git_commit": poison, "ancestry": [{"path": poison, "step": poison}]}
+    config["allowed_changes"] = [{"step": poison, "name": poison, "old": poison, "new": poison}]
+    config["config"]["model"]["name"] = config["config"]["data"]["name"] = config["devices"]["kind"] = poison
+    config["config"]["data"]["mixture"] = {poison: 1.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    row = {"step": 70, "loss": 1.0, f"train/{poison.replace('/', '')}/loss": 1.0, f"stats/{poison}/{poison}": 1.0}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row | {f"device/{poison}": 3.0}) + "\n")
+    kinds = "started resumed restored saved save_failed fallback set_aside skipped spike alarm alert lr_cut rewind"
+    facts = dict.fromkeys("cause why what to seen holder verdict factor until name moved_to".split(), poison)
+    facts |= {
+        "causes": [{"what": poison}],
+        "advice": [poison],
+        "changed": [{"name": poison}],
+        "ancestor": {poison: poison},
+    }
+    events = [
+        event(1, kind, 1, **facts)
+        for kind in f"{kinds} stopped lock_stolen hang replicas_differ branch {poison}".split()
+    ]
+    (folder / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
+    (folder / "supervise.jsonl").write_text(
+        json.dumps({"event": "end", "number": poison, "meaning": poison, "goodput": 1.0, "why": poison})
+    )
+    for page in (make_page([one := read_history(folder)], now=BEGAN), make_page([one, one], now=BEGAN)):
+        assert "<img" not in page and page.count("</script>") == 2 and page.count("<script") == 2
+        assert "&lt;img src=x" in page
+
+
+def test_the_page_is_one_file_that_asks_for_nothing(run):
+    page = make_page([run], now=BEGAN)
+    assert "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:" in page
+    assert not re.search(r"(?:src|href)=[\"'](?!#)", page.replace(escape(CANARY), "")) and "@import" not in page
+    assert "connect-src" not in page and "connect-src 'self'" in make_page([run], now=BEGAN, version="x")
+
+
+def test_the_head_tells_state_time_and_cost(run):
+    status = status_of(run, written_at(4200) + 4, price=4.2)
+    assert status.state == "running" and status.starts == 2 and status.chips == 64
+    assert status.wall_seconds == pytest.approx(2840 * 1.9 * 1.06 + (4200 - 2990) * 1.9 * 1.06, rel=1e-3)
+    assert status.cost == pytest.approx(4.2 * 64 * status.wall_seconds / 3600)
+    assert status.left_seconds == pytest.approx(1800 * 1.9, rel=0.05)
+    assert status_of(run, written_at(4200) + 4000).state == "silent"
+
+
+@pytest.mark.parametrize(
+    ("code", "step", "state", "told"),
+    [
+        (0, 100, "finished", "all steps are done"),
+        (0, 60, "stopped", "ended before its last step"),
+        (10, 60, "stopped", "exit 10, saved on a signal"),
+        (17, 60, "failed", "exit 17, training diverged"),
+    ],
+)
+def test_an_end_is_told_with_what_its_code_means(tmp_path, code, step, state, told):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 1.0}))
+    (tmp_path / "config.json").write_text(json.dumps({"budget": {"total_steps": 100}}))
+    ends = [event(0, "started", 0), event(step, "stopped", None, code=code, why="done")]
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in ends))
+    status = status_of(read_history(tmp_path), BEGAN)
+    assert status.state == state and told in status.words
+
+
+def test_incidents_are_words_and_saves_in_a_row_one_line(run):
+    found, older = incidents(run.events)
+    lines = [one.what for one in found]
+    assert older == 0 and "4 checkpoints saved, 13.8 GiB" in lines
+    assert any(line.startswith("went back to step 2200, 140 steps are abandoned") for line in lines)
+    assert any("likely: what a slow disk or network" in line and "try: look at the data" in line for line in lines)
+    assert in_words({"event": "new_kind", "step": 1, "x": 2}) == "new_kind: x 2"
+
+
+def test_what_is_absent_is_said_and_what_is_abandoned_is_grey(run, tmp_path):
+    page = make_page([run], now=BEGAN)
+    assert page.count('class="gone c7"') >= 3 and 'class="band"' in page and "Activations" in page
+    bare = read_history(make_run(tmp_path / "bare", last=50, plain=True))
+    rows = tuple({k: v for k, v in row.items() if not k.startswith(("stats/", "goodput/"))} for row in bare.rows)
+    page = make_page([type(bare)(workdir="bare", rows=rows)], now=BEGAN)
+    assert "monitor.statistics_every_steps" in page and "No goodput was recorded" in page and 'class="band"' not in page
+
+
+def test_two_runs_share_the_axes_and_their_differences_are_listed(run, tmp_path):
+    other = read_history(make_run(tmp_path / "1b-hot", last=600, peak_lr=6e-4, plain=True))
+    page = make_page([run, other], now=BEGAN)
+    assert "<h1>2 runs</h1>" in page and "optim.peak_lr" in page and "model.num_layers" not in page
+    assert 'class="line c0"' in page and 'class="line c1"' in page
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"config": 3, "budget": [], "devices": "x", "versions": 1, "ancestry": 5, "allowed_changes": 7, "peak": 1}, {}],
+)
+def test_a_config_of_another_shape_and_no_rows_still_make_a_page(broken):
+    assert "<h1>x</h1>" in make_page([History(workdir="x", config=broken)], now=BEGAN)
