@@ -191,7 +191,9 @@ def parse_text(text: str, candidates: list[Any]) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that the ast module documents
-        return text
+        names = [name.strip() for name in text.split(",")]
+        inner = [typing.get_args(option)[0] for option in candidates if typing.get_origin(option) is tuple]
+        return names if any(typing.get_origin(of) is Literal for of in inner) else text  # 'a,b' of names that are known
 
 
 def choose_group(groups: list[type], value: Any, path: str) -> type:

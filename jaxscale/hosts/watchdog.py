@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxscale import faults, paths
@@ -51,6 +51,16 @@ class HangConfig:
                 raise ValueError(f"{field.name}={seconds} must be 0 (never a hang) or at least 1")
 
 
+class Observer(Protocol):
+    """Who is told of the phases of all threads, in the thread that each belongs to."""
+
+    def entered(self, name: str, step: int | None = None) -> None:
+        """A phase begins."""
+
+    def left(self) -> None:
+        """The innermost phase of this thread is over."""
+
+
 class Others(Protocol):
     """The other processes, as the watchdog needs them."""
 
@@ -78,8 +88,10 @@ class Watchdog:
         note: Callable[..., None] = ignore,
         others: Others | None = None,
         end: Callable[[int], None] = os._exit,
+        observers: Sequence[Observer] = (),
     ):
         """note: takes the event "hang". end: called with the exit code. No file is made before a phase begins."""
+        self.observers = observers
         self.workdir, self.note, self.others, self.end = workdir, note, others, end
         self.budgets = {
             field.name.removesuffix("_seconds"): getattr(cfg, field.name) for field in dataclasses.fields(cfg)
@@ -192,6 +204,8 @@ class Phase:
         self.watchdog, self.name, self.budget, self.step = watchdog, name, budget, step
 
     def __enter__(self) -> "Phase":
+        for observer in self.watchdog.observers:
+            observer.entered(self.name, self.step)
         watchdog, self.thread, self.began = self.watchdog, threading.get_ident(), time.monotonic()
         self.deadline = self.began + self.budget
         self.outer = watchdog.phases.get(self.thread)
@@ -207,6 +221,8 @@ class Phase:
         else:
             self.outer.deadline += time.monotonic() - self.began
             self.watchdog.phases[self.thread] = self.outer
+        for observer in self.watchdog.observers:
+            observer.left()
 
     def beat(self) -> None:
         """This phase has got on: its time begins anew."""

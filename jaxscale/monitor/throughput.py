@@ -19,7 +19,10 @@ class Throughput:
         peak_flops: float | None,
         num_chips: int = 1,
         clock: Callable[[], float] = time.monotonic,
+        leaves_out: Callable[[], bool] = lambda: False,
     ):
+        """leaves_out: whether the step that has just finished counts for nothing, as while a profile is captured."""
+        self.leaves_out = leaves_out
         self.flops_per_token, self.peak_flops, self.num_chips, self.clock = (
             flops_per_token,
             peak_flops,
@@ -33,6 +36,7 @@ class Throughput:
         """Begins a new interval now, with nothing counted."""
         self.began, self.tokens, self.steps, self.data_wait_seconds = self.clock(), 0, 0, 0.0
         self.excluded_seconds = 0.0
+        self.step_began, self.excluded_in_step = self.began, 0.0
 
     def add(self, tokens: int, data_wait_seconds: float = 0.0) -> None:
         """Counts one finished step of `tokens` tokens (the whole batch, over all hosts)."""
@@ -40,12 +44,18 @@ class Throughput:
             self.compiled = True
             self.start()
             return
+        if self.leaves_out():
+            self.excluded_seconds += self.clock() - self.step_began - self.excluded_in_step
+            self.step_began, self.excluded_in_step = self.clock(), 0.0
+            return
+        self.step_began, self.excluded_in_step = self.clock(), 0.0
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
         self.data_wait_seconds += data_wait_seconds
 
     def exclude(self, seconds: float) -> None:
         """Takes seconds out of the interval: an evaluation in its midst is no training time."""
         self.excluded_seconds += seconds
+        self.excluded_in_step += seconds
 
     def report(self) -> dict[str, float | None]:
         """{tokens_per_second, step_seconds, data_wait_seconds (per step), mfu} since the last report; then starts anew.

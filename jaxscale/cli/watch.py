@@ -1,0 +1,161 @@
+"""Shows a run in a terminal while it trains: jaxscale watch --workdir=runs/first
+
+--workdir=FOLDER   the folder of the run, local or gs://; it is only read
+--every=SECONDS    seconds between two looks; default 2, and 15 for a bucket
+--once             prints one frame and leaves, as it does where the output is no terminal
+
+Ctrl-C leaves. Colours are off where NO_COLOR is set (https://no-color.org). No device is asked for anything.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, TextIO
+
+from jaxscale import paths
+from jaxscale.cli.following import Following
+from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
+from jaxscale.command_line import parse_arguments, take_switches, whole_number
+from jaxscale.exits import run_and_exit
+from jaxscale.redact import printable
+
+EVERY_SECONDS, EVERY_SECONDS_REMOTE = 2, 15
+TICK_SECONDS = 0.2  # between two looks at the size of the terminal
+MOST_RECORDS = 50_000
+MOST_EVENTS = 10_000
+COLOURS = {"red": "\x1b[31m", "green": "\x1b[32m", "yellow": "\x1b[33m"}
+PLAIN = "\x1b[0m"
+OPEN, CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, without a cursor; and back
+
+
+class Look:
+    """The run in a work folder, kept up to date by reading what is new."""
+
+    def __init__(self, workdir: str):
+        self.workdir, self.folder = workdir, paths.as_path(workdir)
+        self.metrics, self.log = Following(self.folder / "metrics.jsonl"), Following(self.folder / "events.jsonl")
+        self.records: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
+        self.config: dict[str, Any] = {}
+        self.starts_seen = -1
+
+    def again(self) -> Seen:
+        """What is known now. Storage that does not answer is a line in the frame."""
+        problem = ""
+        try:
+            self.records = grown(self.records, self.metrics, MOST_RECORDS)
+            self.events = grown(self.events, self.log, MOST_EVENTS)
+            starts = sum(event.get("event") in ("started", "resumed") for event in self.events)
+            if starts != self.starts_seen:  # each start may write another one
+                self.config = self.read_config()
+                self.starts_seen = starts if self.config else -1
+        except Exception as error:  # whatever the storage's client raises: the next look may be luckier
+            told = str(error).splitlines()[0] if str(error) else ""
+            problem = f"cannot be read now: {type(error).__name__}: {told}"
+        times = [follow.grown_at for follow in (self.metrics, self.log) if follow.grown_at is not None]
+        return Seen(self.workdir, self.config, self.records, self.events, max(times, default=None), problem)
+
+    def read_config(self) -> dict[str, Any]:
+        """config.json, {} while there is none."""
+        try:
+            config = paths.read_json(self.folder / "config.json")
+        except FileNotFoundError:
+            return {}
+        return config if isinstance(config, dict) else {}
+
+
+def grown(before: list[dict[str, Any]], follow: Following, most: int) -> list[dict[str, Any]]:
+    """The newest records, with what the file has now."""
+    new, again = follow.look()
+    return (new if again else before + new)[-most:] if new or again else before
+
+
+def main(argv: list[str]) -> int:
+    """Shows the run until Ctrl-C, or once, and returns the exit code."""
+    argv, switches = take_switches(argv, ("workdir", "every"), ("once",))
+    arguments = parse_arguments(argv, ("workdir", "every"))
+    if arguments.help:
+        print(__doc__)
+        return 0
+    workdir = arguments.options.get("workdir")
+    if not workdir or arguments.config or arguments.overrides:
+        raise ValueError("watch needs --workdir=FOLDER and no --config: what it shows stands in the work folder")
+    if not paths.is_remote(workdir) and not paths.as_path(workdir).is_dir():
+        raise ValueError(f"--workdir={workdir} is no folder; give that of a run, such as --workdir=runs/first")
+    default = EVERY_SECONDS_REMOTE if paths.is_remote(workdir) else EVERY_SECONDS
+    every = whole_number("every", arguments.options.get("every", str(default)), 1)
+    look, stream = Look(workdir), sys.stdout
+    if "once" in switches or not is_terminal(stream):
+        size = shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
+        print(spelt(look.again(), size, stream, colour=has_colour(stream)))
+        return 0
+    with screen(stream), contextlib.suppress(KeyboardInterrupt):
+        show(look, stream, every)
+    return 0
+
+
+def show(look: Look, stream: TextIO, every: float) -> None:
+    """Draws frames for ever: a look every so many seconds, and again at once when the terminal changes its size."""
+    seen, looked, drawn = None, float("-inf"), None
+    while True:
+        now, size = time.monotonic(), shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
+        if now - looked >= every:
+            seen, looked, drawn = look.again(), now, None
+        if drawn != size:
+            text = spelt(seen, size, stream, colour=has_colour(stream)).replace("\n", "\x1b[K\r\n")
+            stream.write(f"\x1b[H{text}\x1b[K\x1b[J")
+            stream.flush()
+            drawn = size
+        time.sleep(TICK_SECONDS)
+
+
+def spelt(seen: Seen, size: os.terminal_size, stream: TextIO, *, colour: bool) -> str:
+    """A frame as text for the stream, without a newline at its end."""
+    encoding = getattr(stream, "encoding", None) or "ascii"
+    unicode = "utf" in encoding.lower()
+    lines = frame(seen, time.time(), size.columns, size.lines - 1, unicode=unicode)
+    text = "\n".join(painted(lines, colour=colour))
+    return text if unicode else text.encode(encoding, "replace").decode(encoding)
+
+
+def painted(lines: Sequence[Line], *, colour: bool) -> Iterator[str]:
+    """The lines, with the terminal's codes for their colours if it shall have any."""
+    for line in lines:
+        text = printable(line.text)
+        yield f"{COLOURS[line.colour]}{text}{PLAIN}" if colour and line.colour else text.rstrip()
+
+
+def is_terminal(stream: TextIO) -> bool:
+    """True if the stream can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def has_colour(stream: TextIO) -> bool:
+    """True on a terminal, unless NO_COLOR is set to anything."""
+    return is_terminal(stream) and not os.environ.get("NO_COLOR")
+
+
+@contextlib.contextmanager
+def screen(stream: TextIO) -> Iterator[None]:
+    """The terminal's other screen, left again whatever ends the block; an end by SIGTERM is one by Ctrl-C."""
+
+    def leave(number: int, where: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, leave)
+    stream.write(OPEN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        with contextlib.suppress(OSError):  # a terminal that was closed
+            stream.write(CLOSE)
+            stream.flush()
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

@@ -1,0 +1,319 @@
+"""One frame of `jaxscale watch`, drawn from what a work folder says of its run. Pure: data in, lines of text out."""
+
+import dataclasses
+import datetime
+import math
+import statistics
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale import units
+from jaxscale.exits import meaning
+from jaxscale.monitor.console import plain_number
+from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
+from jaxscale.redact import shown
+
+LEAST_WIDTH, LEAST_HEIGHT = 80, 24
+LABEL = 12  # columns
+BLOCKS = "▁▂▃▄▅▆▇█"
+PLAIN_BLOCKS = "_.-~=+*#"
+SILENT_AFTER = 120.0  # seconds, or as long as SILENT_RECORDS take
+SILENT_RECORDS = 5
+STARTING_SECONDS = 3600.0  # before the first record: the default of hang.compile_seconds
+ETA_RECORDS = 50
+BAD = (
+    "alarm",
+    "alert",
+    "spike",
+    "skipped",
+    "save_failed",
+    "rewind",
+    "hang",
+    "replicas_differ",
+    "set_aside",
+    "fallback",
+)
+
+
+class Line(NamedTuple):
+    """Text and the name of its colour, '' for the terminal's own."""
+
+    text: str
+    colour: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """What is known of a run at one look."""
+
+    workdir: str
+    config: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+    events: Sequence[Mapping[str, Any]]
+    grown_at: float | None = None  # when a file of it last grew, seconds since 1970
+    problem: str = ""
+
+
+class State(NamedTuple):
+    """How the run is, in words."""
+
+    words: str
+    colour: str
+    alive: bool
+    silent: bool = False  # it has said no end, and nothing else for long
+
+
+def frame(seen: Seen, now: float, width: int, height: int, *, unicode: bool = True) -> list[Line]:
+    """At most `height` lines of at most `width` columns. now: seconds since 1970."""
+    training = [record for record in seen.records if "loss" in record]
+    total = (seen.config.get("budget") or {}).get("total_steps") or 0
+    step = max((int(record.get("step") or 0) for record in seen.records[-4:]), default=0)
+    state = state_of(seen, step, total, now)
+    room = max(8, width - LABEL - 42)
+    lines = [
+        Line(both_ends(f"jaxscale watch  {seen.workdir}", state.words, width), state.colour),
+        Line(about(seen.config)),
+        Line(bar(step, total, eta_seconds(training, total) if state.alive else None, width, unicode=unicode)),
+        Line(""),
+        *curves(training, seen.records, room, unicode=unicode),
+        *machine(training),
+        *goodput_lines(seen, now if state.silent else None, width),
+        Line(""),
+    ]
+    left = height - len(lines) - bool(seen.problem)
+    lines += [Line(words, "red" if kind in BAD else "") for kind, words in event_lines(seen.events, max(left, 1))]
+    if seen.problem:
+        lines.append(Line(seen.problem, "red"))
+    return [Line(cut(shown(line.text).replace("\n", " "), width), line.colour) for line in lines[:height]]
+
+
+def state_of(seen: Seen, step: int, total: int, now: float) -> State:
+    """What the last event and the age of the files say."""
+    last = next(
+        (event for event in reversed(seen.events) if event.get("event") in ("started", "resumed", "stopped")), {}
+    )
+    if not last:
+        return State("no run here yet" if not seen.records else "unknown: no events", "yellow", False)
+    if last["event"] == "stopped":
+        code = last.get("code")
+        if code == 0:
+            done = total and step >= total
+            return State(
+                "done" if done else f"stopped at step {step}, as asked for", "green" if done else "yellow", False
+            )
+        what = meaning(code) if isinstance(code, int) else "stopped"
+        return State(what, "red" if code not in (10, 130) else "yellow", False)
+    silence = 0.0 if seen.grown_at is None else max(0.0, now - seen.grown_at)
+    begun, patience = unix_time(last.get("time")) or now, STARTING_SECONDS
+    own = [r for r in seen.records if "loss" in r and (r.get("step") or 0) > (last.get("step") or 0)]
+    if own:
+        every = ((seen.config.get("config") or {}).get("monitor") or {}).get("log_every_steps") or 1
+        patience = max(SILENT_AFTER, SILENT_RECORDS * (seconds_per_step(own) or 0.0) * every)
+    if silence > patience:
+        return State(f"silent for {units.duration(silence)}", "red", False, silent=True)
+    if not own:
+        return State(f"starting for {units.duration(now - begun)}", "yellow", True)
+    return State("running", "green", True)
+
+
+def about(config: Mapping[str, Any]) -> str:
+    """'llama, 8 x TPU v5p'."""
+    devices, model = config.get("devices") or {}, (config.get("config") or {}).get("model") or {}
+    if not devices:
+        return "no config.json yet"
+    sizes = ", ".join(f"{model[name]} {words}" for name, words in SIZES.items() if model.get(name))
+    return f"{model.get('name', '?')} ({sizes}), {devices.get('number', '?')} x {devices.get('kind', '?')}"
+
+
+SIZES = {"num_layers": "layers", "embed_dim": "wide"}
+
+
+def bar(step: int, total: int, eta: float | None, width: int, *, unicode: bool) -> str:
+    """' 51% ██████····  step 10,200 of 20,000  eta 3h12m'."""
+    done = min(max(step / total, 0.0), 1.0) if total else 0.0
+    told = f"step {step:,} of {total:,}" if total else f"step {step:,}"
+    told += "" if eta is None else f"  eta {units.duration(eta)}"
+    columns = max(10, width - len(told) - 8)
+    full, empty = ("█", "·") if unicode else ("#", ".")
+    filled = int(done * columns)
+    return f"{done:4.0%} {full * filled}{empty * (columns - filled)}  {told}"
+
+
+def curves(training: Sequence[Mapping], records: Sequence[Mapping], room: int, *, unicode: bool) -> list[Line]:
+    """Loss, validation, gradient norm, learning rate and throughput: the last value, a curve, its range."""
+    last = training[-1] if training else {}
+    lines = [curve("loss", [r.get("loss") for r in training], room, unicode=unicode, alarm=last.get("loss") is None)]
+    validation = [record for record in records if "validation/loss" in record]
+    where = f"at step {validation[-1].get('step')}" if validation else ""
+    lines.append(curve("validation", [r["validation/loss"] for r in validation], room, unicode=unicode, note=where))
+    lines.append(curve("grad norm", [r.get("grad_norm") for r in training], room, unicode=unicode))
+    rate = lambda value: f"{value:.2e}"
+    lines.append(curve("learn. rate", [r.get("learning_rate") for r in training], room, unicode=unicode, spell=rate))
+    lines.append(
+        curve("tokens/s", [r.get("tokens_per_second") for r in training], room, unicode=unicode, spell=units.count)
+    )
+    if skipped := last.get("skipped_total"):
+        lines.append(Line(f"{'refused':<{LABEL}}{int(skipped)} steps of this run", "yellow"))
+    return lines if training or validation else [Line("no metrics yet")]
+
+
+def curve(
+    label: str,
+    values: Sequence[Any],
+    room: int,
+    *,
+    unicode: bool,
+    spell: Any = plain_number,
+    note: str = "",
+    alarm=False,
+) -> Line:
+    """'loss        2.314      ▇▆▅▄▃▂▁  2.31 to 4.16'."""
+    numbers = [value for value in values if is_number(value)]
+    if not numbers:
+        return Line(f"{label:<{LABEL}}n/a")
+    newest = next((value for value in reversed(values) if is_number(value)), None)
+    shown_value = "not finite" if alarm and values[-1] is None else spell(newest)
+    told = note or f"{spell(min(numbers))} to {spell(max(numbers))}"
+    line = f"{label:<{LABEL}}{shown_value:<11} {sparkline(values, room, unicode=unicode):<{room}}  {told}"
+    return Line(line, "red" if shown_value == "not finite" else "")
+
+
+def sparkline(values: Sequence[Any], room: int, *, unicode: bool = True) -> str:
+    """Block characters for the means of `room` equal parts of the values; a part without numbers is a space."""
+    blocks = BLOCKS if unicode else PLAIN_BLOCKS
+    columns = min(room, len(values))
+    edges = [round(column * len(values) / columns) for column in range(columns + 1)] if columns else []
+    parts = [[value for value in values[a:b] if is_number(value)] for a, b in zip(edges, edges[1:])]
+    means = [statistics.fmean(part) if part else None for part in parts]
+    known = [mean for mean in means if mean is not None]
+    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
+    top = len(blocks) - 1
+    level = lambda mean: 0 if not (span > 0 and math.isfinite(span)) else min(top, int((mean - low) / span * (top + 1)))
+    return "".join(" " if mean is None else blocks[level(mean)] for mean in means)
+
+
+def machine(training: Sequence[Mapping]) -> list[Line]:
+    """The step's time, MFU, the wait for data, memory, and what the devices say."""
+    last = training[-1] if training else {}
+    if not last:
+        return []
+    seconds, wait, mfu = (newest_of(training, name) for name in ("step_seconds", "data_wait_seconds", "mfu"))
+    parts = [f"{seconds:.3g} s" if seconds else "n/a", f"MFU {mfu:.1%}" if mfu else "MFU n/a"]
+    if seconds and wait is not None:
+        parts.append(f"waits for data {wait / seconds:.1%}")
+    lines = [Line(f"{'step':<{LABEL}}{'  '.join(parts)}")]
+    used, limit, host = (last.get(f"{name}") for name in ("device_peak_bytes", "device_bytes_limit", "host_peak_bytes"))
+    memory = [f"host {units.size(host)}"] if host else []
+    if used:
+        memory.append(f"device {units.size(used)}" + (f" of {units.size(limit)} ({used / limit:.0%})" if limit else ""))
+    lines.append(Line(f"{'peak memory':<{LABEL}}{'  '.join(memory) or 'n/a'}"))
+    spelt = {
+        "utilisation": lambda v: f"busy {v:.0%}",
+        "power_watts": lambda v: f"{v:.0f} W",
+        "temperature_c": "{:.0f} C".format,
+    }
+    device = [spell(last[f"device/{name}"]) for name, spell in spelt.items() if is_number(last.get(f"device/{name}"))]
+    return lines + ([Line(f"{'device':<{LABEL}}{'  '.join(device)}")] if device else [])
+
+
+def goodput_lines(seen: Seen, now: float | None, width: int) -> list[Line]:
+    """'goodput     91.2% of 3d04h  compile 2%  save 1%', over all starts."""
+    goodput = goodput_of(seen.records, seen.events, now)
+    if goodput.fraction is None:
+        return []
+    wall = goodput.wall_seconds
+    rest = [
+        f"{kind} {seconds / wall:.1%}"
+        for kind, seconds in sorted(goodput.seconds.items(), key=lambda item: -item[1])
+        if kind != "step" and seconds / wall >= 0.001
+    ]
+    starts = f", {goodput.starts} starts" if goodput.starts > 1 else ""
+    starts += f", {goodput.rewinds} rewinds" if goodput.rewinds else ""
+    first = f"{'goodput':<{LABEL}}{goodput.fraction:.1%} of {units.duration(wall)}{starts}"
+    while rest and LABEL + len("  ".join(rest)) > width:
+        rest.pop()  # the smallest
+    return [Line(first), Line(" " * LABEL + "  ".join(rest))]
+
+
+def event_lines(events: Sequence[Mapping[str, Any]], most: int) -> list[tuple[str, str]]:
+    """(kind, '12:01:33  saved step 200') of the newest events, the newest last."""
+    found = []
+    for event in events[-most:]:
+        when = unix_time(event.get("time"))
+        clock = "??:??:??" if when is None else datetime.datetime.fromtimestamp(when).strftime("%H:%M:%S")
+        found.append((str(event.get("event")), f"{clock}  {event_words(event)}"))
+    return found
+
+
+def event_words(event: Mapping[str, Any]) -> str:
+    """An event as a person would say it."""
+    kind, step = event.get("event"), event.get("step")
+    at = "" if step is None else f" at step {step}"
+    if kind == "saved":
+        kept = "" if event.get("verified") else ", not read back"
+        return f"saved step {step} in {units.duration(event.get('seconds') or 0.0)}{kept}"
+    if kind in ("started", "resumed"):
+        devices = event.get("devices") or {}
+        return f"{kind}{at} on {devices.get('number', '?')} x {devices.get('kind', '?')}"
+    if kind == "stopped":
+        return f"stopped: {event.get('why') or meaning(event.get('code') or 0)}"
+    if kind == "rewind":
+        return f"went back from step {step} to {event.get('to')} ({event.get('why', 'no cause given')})"
+    if kind == "lr_cut":
+        return f"learning rate cut to {event.get('factor')} of it{at}, until step {event.get('until')}"
+    if kind == "profile":
+        what = "capturing a profile" if event.get("what") == "begun" else "profile written"
+        return f"{what} of step {step}: {event.get('place')}"
+    told = next((str(event[name]) for name in ("seen", "cause", "why", "what", "verdict") if event.get(name)), "")
+    return f"{str(kind).replace('_', ' ')}{at}" + (f": {told}" if told else "")
+
+
+def eta_seconds(training: Sequence[Mapping], total: int) -> float | None:
+    """Seconds to the last step at the pace of the last records; None where that is not known."""
+    pace = seconds_per_step(training)
+    return None if pace is None or not total else max(0.0, (total - int(training[-1]["step"])) * pace)
+
+
+def seconds_per_step(training: Sequence[Mapping]) -> float | None:
+    """Wall time of a step over the last records of this start, saves and validations included where it is known."""
+    wall = f"{PREFIX}wall_seconds"
+    newest = [record for record in training[-ETA_RECORDS:] if is_number(record.get(wall))]
+    for first in newest:  # the first record of this start: its clock is behind all that follow
+        steps, seconds = newest[-1]["step"] - first["step"], newest[-1][wall] - first[wall]
+        if steps > 0 and seconds > 0 and all(a[wall] <= b[wall] for a, b in zip(newest, newest[1:])):
+            return seconds / steps
+    times = [r["step_seconds"] for r in training[-ETA_RECORDS:] if is_number(r.get("step_seconds"))]
+    return statistics.median(times) if times else None
+
+
+def newest_of(records: Sequence[Mapping], name: str) -> Any:
+    """The newest number of this name, None if there is none among the last few records."""
+    return next((r[name] for r in reversed(records[-5:]) if is_number(r.get(name))), None)
+
+
+def is_number(value: Any) -> bool:
+    """True for a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def both_ends(left: str, right: str, width: int) -> str:
+    """Two texts at the two ends of a line; the left one gives way."""
+    room = max(0, width - columns_of(right) - 2)
+    left = cut(shown(left), room)
+    return left + " " * (width - columns_of(left) - columns_of(right)) + right
+
+
+def cut(text: str, width: int) -> str:
+    """The text, cut where it would be wider than `width` columns."""
+    used = 0
+    for number, character in enumerate(text):
+        used += columns_of(character)
+        if used > width:
+            return text[:number]
+    return text
+
+
+def columns_of(text: str) -> int:
+    """Columns that a terminal needs: two for wide characters, none for those that are put over others."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)

@@ -1,0 +1,188 @@
+"""A capture begins and ends between steps, appears where it is told, and leaves the run's numbers as they are."""
+
+import gzip
+import io
+import json
+import pathlib
+import time
+
+import pytest
+import tiny
+
+from jaxscale import main
+from jaxscale.hosts.watchdog import HangConfig, Watchdog
+from jaxscale.monitor.events import read_events
+from jaxscale.monitor.profile import TOUCHED, Profiler, parse_steps
+from jaxscale.monitor.throughput import Throughput
+from jaxscale.monitor.writers import MonitorConfig
+
+
+class Steps:
+    """A loop of steps around a profiler, as the real one is: the numbers of a step are read during the next."""
+
+    def __init__(self, folder, steps=None, *, start=None, stop=None, process=0):
+        self.done, self.captured, self.notes, self.said, self.left_out = 0, [], [], [], []
+        self.on = False
+        self.profiler = Profiler(
+            folder, steps=parse_steps(steps), process=process, say=self.said.append,
+            note=lambda kind, step=None, **facts: self.notes.append((kind, step, facts)),
+            start=start or self.start, stop=stop or self.stop,
+        )  # fmt: skip
+        self.phase = Watchdog(None, HangConfig(), observers=(self.profiler,)).phase
+
+    def start(self, folder):
+        assert pathlib.Path(folder).is_dir() and not self.on
+        self.on = True
+
+    def stop(self):
+        assert self.on
+        self.on = False
+
+    def run(self, first, last, touch=()):
+        """Steps [first, last], the first of which compiles; the file is made while the steps `touch` run."""
+        for step in range(first, last + 1):
+            with self.phase("data", step):
+                pass
+            with self.phase("compile" if step == first else "step", step):
+                if self.on:
+                    self.captured.append(step)
+                if step in touch:
+                    (self.profiler.workdir / TOUCHED).touch()
+            if step > first:
+                with self.phase("compile" if step - 1 == first else "step", step - 1):
+                    if self.profiler.busy():
+                        self.left_out.append(step - 1)
+
+
+def kinds(steps):
+    return [(step, facts["what"]) for kind, step, facts in steps.notes if kind == "profile"]
+
+
+def test_a_range_of_steps_is_captured_and_left_out_of_the_throughput(tmp_path):
+    steps = Steps(tmp_path, "4:6")
+    with steps.profiler:
+        steps.run(1, 12)
+    assert steps.captured == [4, 5, 6]  # the devices are done with 5 only while 6 is under way
+    assert steps.left_out == [3, 4, 5, 6] and kinds(steps) == [(4, "begun"), (4, "written")]
+    assert (tmp_path / "profiles" / "4").is_dir() and not steps.on
+
+
+@pytest.mark.parametrize(("first", "captured"), [(1, [2, 3]), (3, []), (2, [])])
+def test_the_step_that_compiles_is_never_captured(tmp_path, first, captured):
+    steps = Steps(tmp_path, "1:3")
+    with steps.profiler:
+        steps.run(first, 6)
+    assert steps.captured == captured
+
+
+def test_a_touched_file_is_answered_by_the_next_step_and_taken_away(tmp_path):
+    steps = Steps(tmp_path)
+    with steps.profiler:
+        steps.run(1, 20, touch=(3, 12))
+        assert not (tmp_path / TOUCHED).exists()
+    assert steps.captured == [*range(4, 10), *range(13, 19)]
+    assert kinds(steps) == [(4, "begun"), (4, "written"), (13, "begun"), (13, "written")]
+
+
+def test_only_the_first_process_looks_for_the_file(tmp_path):
+    steps = Steps(tmp_path, process=1)
+    with steps.profiler:
+        steps.run(1, 9, touch=(3,))
+    assert not steps.captured and (tmp_path / TOUCHED).exists()
+
+
+def test_a_capture_ends_with_the_run_and_with_a_way_back(tmp_path):
+    steps = Steps(tmp_path, "3:100")
+    with steps.profiler:
+        steps.run(1, 6)
+        steps.run(2, 4)  # from a checkpoint of step 1; 3 is in the range again
+        assert steps.on
+    assert not steps.on and kinds(steps) == [(3, "begun"), (3, "written")] * 2
+
+
+@pytest.mark.parametrize("where", ["start", "stop"])
+def test_a_profiler_that_fails_is_told_once_and_ends_nothing(tmp_path, where):
+    def fail(*arguments):
+        raise RuntimeError("Only one profile may be run at a time.\nmore")
+
+    steps = Steps(tmp_path, "3:9", **{where: fail})
+    with steps.profiler:
+        steps.run(1, 20, touch=(12,))
+    (line,) = [line for line in steps.said if "training goes on without" in line]
+    assert "RuntimeError: Only one profile may be run at a time." in line and "\n" not in line
+    assert [kind for kind, *_ in steps.notes].count("alarm") == 1 and not steps.profiler.busy()
+
+
+@pytest.mark.parametrize("text", ["100", "5:5", "7:3", "0:4", "a:b", "1:2:3", "-1:3"])
+def test_what_is_no_range_of_steps_is_refused(text):
+    with pytest.raises(ValueError, match="profile_steps=.* must be FIRST:STOP"):
+        MonitorConfig(profile_steps=text)
+
+
+def test_steps_that_are_left_out_change_no_throughput():
+    now, busy = [0.0], [False]
+    throughput = Throughput(1.0, None, clock=lambda: now[0], leaves_out=lambda: busy[0])
+    throughput.add(10)  # compiled
+    for seconds, captured, excluded in ((1, False, 0), (1, False, 0), (9, True, 3), (1, False, 0.5), (2, True, 0)):
+        now[0] += seconds + excluded
+        throughput.exclude(excluded)
+        busy[0] = captured
+        throughput.add(10)
+    report = throughput.report()
+    assert report["tokens_per_second"] == pytest.approx(10.0) and report["step_seconds"] == pytest.approx(1.0)
+
+
+def test_a_real_capture_appears_and_the_numbers_are_those_of_a_run_without(tmp_path):
+    values = tiny.VALUES | dict(
+        train_tokens="16 steps", monitor=dict(log_every_steps=1, tensorboard=False, progress="off")
+    )
+    (tmp_path / "tiny.py").write_text(f"def get_config():\n    return {values!r}\n")
+    found = {}
+    for name, flags in (("plain", []), ("captured", ["--config.monitor.profile_steps=6:8"])):
+        assert main.main([f"--config={tmp_path / 'tiny.py'}", f"--workdir={tmp_path / name}", *flags]) == 0
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found[name] = [
+            (line["step"], line["loss"], line["grad_norm"], line["tokens_hash"]) for line in lines if "loss" in line
+        ]
+    assert found["captured"] == found["plain"] and len(found["plain"]) == 16
+    (trace,) = (tmp_path / "captured" / "profiles" / "6").rglob("*.trace.json.gz")
+    events = json.load(io.TextIOWrapper(gzip.open(trace)))["traceEvents"]
+    names = [event.get("name", "") for event in events]
+    assert sum(name.startswith("PjitFunction(") and "_step" in name for name in names) >= 2  # both steps
+    begun, written = [event for event in read_events(tmp_path / "captured") if event["event"] == "profile"]
+    assert (begun["what"], begun["last"], written["what"]) == ("begun", 7, "written")
+    assert written["place"].endswith("profiles/6") and not (tmp_path / "plain" / "profiles").exists()
+
+
+class Bucket(Profiler):
+    """A profiler whose work folder is looked at as a bucket is: by its thread, and written to at the end."""
+
+    def __init__(self, folder, **settings):
+        super().__init__(folder, **settings)
+        self.remote = True
+
+
+def test_in_a_bucket_a_thread_looks_for_the_file_and_brings_the_capture(tmp_path):
+    steps = Steps(tmp_path)
+    (tmp_path / "profiles" / "4").mkdir(parents=True)  # a bucket needs none
+
+    def start(folder):
+        pathlib.Path(folder, "trace").write_text("abc")
+
+    steps.profiler = Bucket(
+        tmp_path, steps=None, note=steps.profiler.note, say=steps.said.append, start=start, stop=lambda: None,
+        look_seconds=0.01,
+    )  # fmt: skip
+    steps.phase = Watchdog(None, HangConfig(), observers=(steps.profiler,)).phase
+    with steps.profiler:
+        steps.run(1, 3)
+        (tmp_path / TOUCHED).touch()
+        end = time.monotonic() + 20
+        while not steps.profiler.asked.is_set() and time.monotonic() < end:
+            time.sleep(0.01)
+        assert not (tmp_path / TOUCHED).exists()
+        for step in range(4, 12):
+            with steps.phase("data", step):
+                pass
+    assert (tmp_path / "profiles" / "4" / "trace").read_text() == "abc"
+    assert kinds(steps) == [(4, "begun"), (4, "written")]
