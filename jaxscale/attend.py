@@ -1,7 +1,7 @@
-"""What stands around a run while it is in a work folder: the lock, the log of events, and the watchdog."""
+"""What stands around a run while it is in a work folder: lock, log of events, watchdog, and what watches it."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 
@@ -11,7 +11,11 @@ from jaxscale.config import RunConfig
 from jaxscale.exits import verdict
 from jaxscale.hosts.reports import open_reports
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.monitor.events import Events
+from jaxscale.monitor.events import Events, Note
+from jaxscale.monitor.goodput import Ledger, own_age_seconds
+from jaxscale.monitor.profile import Profiler, parse_steps
+from jaxscale.monitor.telemetry import Telemetry, reader_for
+from jaxscale.monitor.writers import MonitorConfig
 from jaxscale.start import Wishes
 from jaxscale.train.services import Services
 
@@ -23,15 +27,27 @@ def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> 
     A start that is refused leaves no trace in the folder. Raises: Stop (LOCK_HELD) where another run is in it.
     """
     primary = jax.process_index() == 0
+    ledger = Ledger(age_seconds=own_age_seconds())
     events = Events(workdir, primary=primary)
     lock = RunLock(
         workdir, cfg.lock, steal=wishes.steal_lock, primary=primary, note=events.note, say=team, mode=wishes.mode
     )
     with lock:  # what is noted is noted while the folder is ours
         code, why = 0, "done"
+        profiler, telemetry = watchers(cfg.monitor, workdir, events.note, team)
+        watchdog = Watchdog(workdir, cfg.hang, note=events.note, others=team, observers=(profiler, ledger))
         try:
-            with Watchdog(workdir, cfg.hang, note=events.note, others=team) as watchdog:
-                yield Services(events.note, watchdog, lock.check, lock.poll, open_reports())
+            with watchdog, telemetry, profiler:
+                yield Services(
+                    events.note,
+                    watchdog,
+                    lock.check,
+                    lock.poll,
+                    open_reports(),
+                    ledger=ledger,
+                    vitals=lambda: ledger.metrics() | telemetry.metrics(),
+                    profiling=profiler.busy,
+                )
         except BaseException as error:
             code, line = verdict(error)
             why = line or f"{type(error).__name__}: {str(error)[:500]}"
@@ -39,5 +55,22 @@ def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> 
         finally:
             with contextlib.suppress(OSError):  # how the run ended is told all the same
                 if events.begun:
-                    events.note("stopped", code=int(code), why=why)
+                    events.note("stopped", code=int(code), why=why, goodput=ledger.facts())
                 events.close()
+
+
+def watchers(cfg: MonitorConfig, workdir: str, note: Note, say: Callable[[str], None]) -> tuple[Profiler, Telemetry]:
+    """What captures steps, and what asks the devices, as the config wants them on this process."""
+    process, primary = jax.process_index(), jax.process_index() == 0
+    profiler = Profiler(
+        workdir,
+        steps=parse_steps(cfg.profile_steps) if primary or cfg.profile_processes == "all" else None,
+        process=process,
+        note=note,
+        say=say,
+        start=jax.profiler.start_trace,
+        stop=jax.profiler.stop_trace,
+    )
+    asked = primary and cfg.telemetry_seconds > 0  # the others' records go nowhere
+    read = reader_for(jax.local_devices()[0].platform) if asked else None
+    return profiler, Telemetry(read, every_seconds=cfg.telemetry_seconds, say=say)

@@ -22,6 +22,7 @@ from jaxscale.data.pipeline import Corpus
 from jaxscale.eval.perplexity import evaluate, make_eval_step
 from jaxscale.hardware import find_chip
 from jaxscale.hosts.agree import check_shared, open_board
+from jaxscale.monitor.alerts import Diagnosis, read_facts
 from jaxscale.monitor.events import Events
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.monitor.throughput import Throughput
@@ -160,7 +161,14 @@ def open_at(
     primary = jax.process_index() == 0
     if primary:
         written(lambda: paths.write_json(folder / "config.json", resolved), folder)
-    writer = written(lambda: Writer(folder, cfg.monitor, budget.total_steps, begun, primary=primary), folder)
+    start_facts = services.ledger.take_up(folder) if services.ledger and primary else {}  # before records are dropped
+    begins = [stage.first_row // cfg.rows_per_step for stage in mixture.stages[1:]] if mixture else []
+    diagnosis = None
+    if primary and cfg.monitor.health.on:
+        diagnosis = Diagnosis(cfg.monitor.health, read_facts(folder, resolved, begins, say), services.note)
+        services = services._replace(note=diagnosis.hearing(services.note))
+    vitals = dict(vitals=services.vitals, diagnosis=diagnosis)
+    writer = written(lambda: Writer(folder, cfg.monitor, budget.total_steps, begun, primary=primary, **vitals), folder)
 
     def position(step: int) -> dict[str, Any]:
         data = {"batch_index": batch_index(step, skipped), "skipped": [list(r) for r in skipped], "seed": cfg.seed}
@@ -176,7 +184,7 @@ def open_at(
     batches = corpus.batches(cfg.rows_per_step, mixture)
     if source:
         services.note("branch", 0, ancestor=redacted(source.ancestry[0]))
-    facts = {"changed": [dataclasses.asdict(change) for change in changes], "replay": wishes.replay}
+    facts = {"changed": [dataclasses.asdict(change) for change in changes], "replay": wishes.replay} | start_facts
     services.note("started" if start_step is None else "resumed", begun, **redacted(facts), devices=resolved["devices"])
     return Run(
         state=state,
@@ -184,6 +192,8 @@ def open_at(
         total_steps=budget.total_steps,
         tokens_per_step=budget.batch_tokens,
         train_step=program.train_step,
+        statistics=program.statistics,
+        statistics_every_steps=cfg.monitor.statistics_every_steps,
         open_feed=lambda start, stop: Feed(
             batches.rows,
             lambda step: batch_index(step, skipped),
@@ -199,7 +209,12 @@ def open_at(
         save_every_steps=cfg.checkpoint.save_every_steps,
         position=position,
         writer=writer,
-        throughput=Throughput(cfg.flops_per_token, chip.peak_flops if chip else None, program.mesh.size),
+        throughput=Throughput(
+            cfg.flops_per_token,
+            chip.peak_flops if chip else None,
+            program.mesh.size,
+            leaves_out=services.profiling,
+        ),
         pilot=Pilot(
             ladder=cfg.train.ladder,
             guard=cfg.train.guard,

@@ -17,9 +17,9 @@ ROOMS = {
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {
     "apache_beam", "array_record", "datasets", "etils", "fsspec", "ftfy", "gcsfs", "gigatoken", "google", "grain",
-    "huggingface_hub", "matplotlib", "orbax", "orjson", "profanity_check", "py3langid", "pyarrow", "pydivsufsort",
-    "qwix", "rensa", "resiliparse", "rustbpe", "sentencepiece", "seqio", "tensorboardX", "tensorflow", "tensorstore",
-    "tiktoken", "tokenizers", "torch", "trafilatura", "transformers",
+    "huggingface_hub", "libtpu", "matplotlib", "orbax", "orjson", "profanity_check", "py3langid", "pyarrow",
+    "pydivsufsort", "qwix", "rensa", "resiliparse", "rustbpe", "sentencepiece", "seqio", "tensorboardX", "tensorflow",
+    "tensorstore", "tiktoken", "tokenizers", "torch", "trackio", "trafilatura", "transformers", "wandb",
 }  # fmt: skip
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 RUNNERS = {"eval", "exec", "compile"}  # the builtins; jax.eval_shape or re.compile are attributes and no concern

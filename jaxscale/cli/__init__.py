@@ -16,6 +16,10 @@ VERBS = {
         "jaxscale.cli.prepare",
         "turn raw text into token shards, each document traceable",
     ),
+    "plan": (
+        "jaxscale.cli.plan",
+        "what a run costs before it is paid for: size, memory, time, money, data; or a model for the money",
+    ),
     "preflight": (
         "jaxscale.cli.preflight",
         "compile a config's step for chips that are not here: memory, time, traffic",
@@ -27,11 +31,16 @@ VERBS = {
         "jaxscale.cli.rehearse",
         "try a run here for minutes: step, evaluate, save, kill, go on, compare; GO or NO-GO",
     ),
+    "report": (
+        "jaxscale.cli.report",
+        "one HTML page about a run, or several: curves, cost, data, incidents",
+    ),
     "supervise": ("jaxscale.cli.supervise", "start a training again as long as that can help"),
+    "watch": ("jaxscale.cli.watch", "show a run in a terminal while it trains"),
     "verify": ("jaxscale.cli.verify", "prove on your config that resuming is exact and that no mesh changes a number"),
 }
-AHEAD = ("preflight", "trace", "ckpt")  # verbs that use no device that is here
-WITHOUT_DEVICE = ("prepare", "rehearse", "supervise")  # what they start sets itself up
+AHEAD = ("plan", "preflight", "trace", "ckpt")  # verbs that use no device that is here
+WITHOUT_DEVICE = ("prepare", "rehearse", "report", "supervise", "watch")  # what they start sets itself up
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
   jaxscale bench step                 the compiled step on random tokens: each step waited for, the median
   jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) beside the bare step
   jaxscale bench survive              what guard, watchdog, lock, fingerprints and saves cost, beside the step
+  jaxscale bench statistics           what looking at each layer costs (monitor.statistics_every_steps), beside the step
   jaxscale bench collectives          bandwidth along each mesh axis, beside the chip table, and hosts that are slow
   jaxscale bench data                 preparing and reading data, on one core: each stage, a recipe, shards, batches
   --spec=S                S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256,
@@ -10,17 +11,19 @@
   --config=FILE           a run's config instead
   --config.NAME=VALUE     sets any setting of either, such as --config.train.num_microbatches=4
   --dtype=float32         compute dtype
-  --steps=6               timed steps (loop: 100; survive: 20)
+  --steps=6               timed steps (loop: 100; survive, statistics: 20)
   --warmup=2              step: untimed steps after the first
   --devices=8             simulated CPU devices
   --json                  one line of JSON
+  --save                  step: keeps the result in the user's cache folder, for `jaxscale plan --topology=here`;
+                          without --spec and --config both specs are measured
   --megabytes=1,16,256    collectives: sizes of the whole array in MiB (on CPU 1,4,16)
   --repeats=10            collectives: calls, of which the median counts
   --against='COMMAND'     step: runs our step and the command in turn, as processes, and prints the ratio. The command
                           prints a line of JSON with "tok_s" and, if it likes, sys, spec, dtype, loss0, lossN, rss_mb,
                           first_step_s, gflops, params. NAME=VALUE may stand in front. For several commands give the
                           flag again, or put ';;' between them
-  --rounds=3              step: turns of each with --against; survive: of each (5)
+  --rounds=3              step: turns of each with --against; survive, statistics: of each (5)
 
   --input=GLOB            data: text to measure with; else a recipe's sources, else this Python's standard library
   --recipe=FILE           data: a recipe of jaxscale prepare, for stages and tokenizer
@@ -37,6 +40,7 @@ from jaxscale.process import prepare
 if __name__ == "__main__":
     prepare()  # before jax is imported
 
+import dataclasses  # noqa: E402
 import json  # noqa: E402
 
 import jax  # noqa: E402
@@ -47,18 +51,22 @@ from jaxscale.cli import (  # noqa: E402
     bench_collectives,
     bench_data,
     bench_loop,
+    bench_statistics,
     bench_step,
     bench_survive,
 )
 from jaxscale.command_line import Arguments, config_values, parse_arguments, whole_number  # noqa: E402
 from jaxscale.data.prepare.config import PrepareConfig  # noqa: E402
 from jaxscale.exits import run_and_exit  # noqa: E402
+from jaxscale.planner.check import device_bytes  # noqa: E402
+from jaxscale.planner.plan.measured import from_record, keep_measured  # noqa: E402
 
 SHARED_OPTIONS = ("spec", "dtype", "steps", "devices")
 OPTIONS = {
     "step": (*SHARED_OPTIONS, "warmup", "rounds"),
     "loop": SHARED_OPTIONS,
     "survive": (*SHARED_OPTIONS, "rounds"),
+    "statistics": (*SHARED_OPTIONS, "rounds"),
     "data": ("input", "recipe", "seq_len", "batch_rows", "rounds"),
     "collectives": ("devices", "megabytes", "repeats", *hosts.FLAGS),
 }
@@ -69,7 +77,10 @@ def main(argv: list[str]) -> int:
     what, *rest = argv if argv and not argv[0].startswith("-") else ["step", *argv]
     if what not in OPTIONS:
         raise ValueError(f"jaxscale bench has nothing called {what!r}; it has {', '.join(OPTIONS)}")
+    save, rest = "--save" in rest, [flag for flag in rest if flag != "--save"]
     rest, as_json, commands = take_flags(rest)
+    if save and (what != "step" or commands):
+        raise ValueError("--save keeps what `jaxscale bench step` measured, and nothing else")
     if commands and what != "step":
         raise ValueError("--against compares steps: jaxscale bench step --against='COMMAND'")
     arguments = parse_arguments(rest, OPTIONS[what])
@@ -80,9 +91,8 @@ def main(argv: list[str]) -> int:
     else:
         if "devices" in arguments.options:
             jax.config.update("jax_num_cpu_devices", number(arguments, "devices", 1, 1))
-        {"step": step, "loop": loop, "survive": survive, "collectives": collectives, "data": data}[what](
-            arguments, as_json
-        )
+        verbs = {"step": save_steps if save else step, "loop": loop, "survive": survive, "statistics": statistics}
+        (verbs | {"collectives": collectives, "data": data})[what](arguments, as_json)
     return 0
 
 
@@ -91,6 +101,24 @@ def step(arguments: Arguments, as_json: bool) -> None:
     steps, warmup = number(arguments, "steps", 6, 1), number(arguments, "warmup", 2, 0)
     record = bench_step.measure_step(*bench_step.read_config(arguments), steps=steps, warmup=warmup)
     print(json.dumps(record) if as_json else "\n".join(bench_step.step_lines(record)))
+
+
+def save_steps(arguments: Arguments, as_json: bool) -> None:
+    """`jaxscale bench step --save`: measures the config or spec, or every spec, and keeps the results."""
+    named = arguments.config or "spec" in arguments.options
+    for spec in [None] if named else bench_step.SPECS:
+        options = arguments.options | ({"spec": spec} if spec else {})
+        one = dataclasses.replace(arguments, options=options)
+        steps, warmup = number(one, "steps", 6, 1), number(one, "warmup", 2, 0)
+        record = bench_step.measure_step(*bench_step.read_config(one), steps=steps, warmup=warmup)
+        print(json.dumps(record) if as_json else "\n".join(bench_step.step_lines(record)))
+        devices = jax.devices()
+        found = from_record(
+            record, platform=devices[0].platform, num_devices=len(devices), memory_bytes=device_bytes(devices) or 0
+        )
+        file = keep_measured(found)
+        if not as_json:
+            print(f"  kept in {file}")
 
 
 def loop(arguments: Arguments, as_json: bool) -> None:
@@ -106,6 +134,14 @@ def survive(arguments: Arguments, as_json: bool) -> None:
     rounds = number(arguments, "rounds", 5, 1)
     record = bench_survive.measure_survive(cfg, steps=number(arguments, "steps", 20, 2), rounds=rounds)
     print(json.dumps(record) if as_json else "\n".join(bench_survive.survive_lines(record)))
+
+
+def statistics(arguments: Arguments, as_json: bool) -> None:
+    """`jaxscale bench statistics`."""
+    name, cfg = bench_step.read_config(arguments)
+    steps, rounds = number(arguments, "steps", 20, 2), number(arguments, "rounds", 5, 1)
+    record = bench_statistics.measure_statistics(name, cfg, steps=steps, rounds=rounds)
+    print(json.dumps(record) if as_json else "\n".join(bench_statistics.statistics_lines(record)))
 
 
 def collectives(arguments: Arguments, as_json: bool) -> None:

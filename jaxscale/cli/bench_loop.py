@@ -126,7 +126,14 @@ def run_bare(run: loop.Run, state: TrainState, batch: Any, steps: int) -> tuple[
 
 
 def run_loop(
-    run: loop.Run, cfg: RunConfig, folder: pathlib.Path, state: TrainState, *, start: int, steps: int
+    run: loop.Run,
+    cfg: RunConfig,
+    folder: pathlib.Path,
+    state: TrainState,
+    *,
+    start: int,
+    steps: int,
+    statistics_every_steps: int = 0,
 ) -> tuple[TrainState, LoopTimes]:
     """(state, times) of train.loop over steps [start, start + steps), into a folder of its own.
 
@@ -163,6 +170,7 @@ def run_loop(
             position=position,
             writer=writer,
             finish=lambda state: None,
+            statistics_every_steps=statistics_every_steps,
         )
     )
     parts = ended["parts"] if saves else watch.seconds  # a segment without a save in its midst tells of the last one

@@ -23,7 +23,14 @@ from jaxscale.exits import Exit, run_and_exit
 
 SHOWN_DIFFERENCES = 6
 READ_BYTES = 1 << 30  # of each run at a time
-CLOCKED = ("seconds", "per_second", "mfu", "bytes")  # parts of names of metrics that tell of time or of the machine
+CLOCKED = (
+    "seconds",
+    "per_second",
+    "mfu",
+    "bytes",
+    "goodput/",
+    "device/",
+)  # parts of names of metrics that tell of time or of the machine
 
 
 @dataclasses.dataclass(frozen=True)

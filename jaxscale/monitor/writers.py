@@ -10,8 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from jaxscale import paths
+from jaxscale.monitor.alerts import Diagnosis
 from jaxscale.monitor.appending import append
 from jaxscale.monitor.console import Console, choose_style
+from jaxscale.monitor.health import HealthConfig
+from jaxscale.monitor.profile import parse_steps
+from jaxscale.monitor.sinks import Sink, open_sinks
 from jaxscale.monitor.tensorboard import Scalars
 from jaxscale.monitor.upload import LAST_SECONDS, Uploader
 from jaxscale.redact import redacted
@@ -26,16 +30,43 @@ class MonitorConfig:
     """How often metrics are written, and where they are shown."""
 
     log_every_steps: int = setting(10, "steps between two lines of training metrics", may_change=True)
+    statistics_every_steps: int = setting(
+        100,
+        "steps between two looks at activations, attention, gradients and updates of each layer; each costs about a "
+        "step; 0: none",
+        may_change=True,
+    )
     tensorboard: bool = setting(True, "write TensorBoard event files to WORKDIR/tensorboard", may_change=True)
     progress: Literal["auto", "bar", "lines", "off"] = setting(
         "auto",
         "progress on the console; auto: a bar on a terminal, a line every log_every_steps elsewhere",
         may_change=True,
     )
+    health: HealthConfig = setting(HealthConfig, may_change=True)
+
+    writers: tuple[Literal["wandb", "trackio"], ...] = setting(
+        (), "where metrics go besides metrics.jsonl and TensorBoard: wandb, trackio", may_change=True
+    )
+    profile_steps: str | None = setting(
+        None, "steps to capture for XProf, FIRST:STOP such as 100:105 for 100 to 104", may_change=True
+    )
+    profile_processes: Literal["first", "all"] = setting(
+        "first", "which processes capture profile_steps", may_change=True
+    )
+    telemetry_seconds: float = setting(
+        30.0, "seconds between two questions to the devices for power and temperature; 0: never", may_change=True
+    )
 
     def __post_init__(self):
+        parse_steps(self.profile_steps)
+        if len(set(self.writers)) < len(self.writers):
+            raise ValueError(f"writers={self.writers} names one twice")
+        if self.telemetry_seconds != 0 and not 1 <= self.telemetry_seconds < math.inf:
+            raise ValueError(f"telemetry_seconds={self.telemetry_seconds} must be 0 (never) or at least 1")
         if self.log_every_steps < 1:
             raise ValueError(f"log_every_steps={self.log_every_steps} must be at least 1")
+        if self.statistics_every_steps < 0:
+            raise ValueError(f"statistics_every_steps={self.statistics_every_steps} must not be negative; 0: none")
 
 
 class Writer:
@@ -43,7 +74,7 @@ class Writer:
 
     Args: start_step: the step that the run goes on from, 0 for a new one. What metrics.jsonl and TensorBoard hold of
     later steps is dropped, since those steps are run again; of a new run, step 0 as well. primary: False on all
-    processes but one, which stay silent.
+    processes but one, which stay silent. diagnosis: sees every record, those that are kept first.
     """
 
     def __init__(
@@ -56,8 +87,14 @@ class Writer:
         primary: bool = True,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        vitals: Callable[[], Mapping[str, Any]] = dict,
+        diagnosis: Diagnosis | None = None,
     ):
+        """vitals: more numbers for each record, of the moment when it is written: goodput, and what the devices say."""
+        self.vitals = vitals
+        self.sinks: list[Sink] = []
         self.cfg, self.total_steps, self.start_step, self.primary = cfg, total_steps, start_step, primary
+        self.diagnosis = diagnosis if primary else None
         self.workdir = paths.as_path(workdir)
         style = choose_style(cfg.progress, stream or sys.stdout) if primary else "off"
         self.console = Console(style, total_steps, stream, clock)
@@ -65,11 +102,15 @@ class Writer:
         if not primary:
             return
         self.lines = JsonLines(self.workdir / "metrics.jsonl", start_step, clock)
+        if self.diagnosis is not None:
+            self.diagnosis.begin([json.loads(line) for line in self.lines.kept], self.say)
+        self.lines.kept = []
         if self.lines.damaged:
             self.say(f"metrics.jsonl: dropped {self.lines.damaged} damaged lines")
         if self.lines.dropped_steps:
             first, last = min(self.lines.dropped_steps), max(self.lines.dropped_steps)
             self.say(f"metrics.jsonl: steps {first} to {last} are run again")
+        self.sinks = open_sinks(cfg.writers, self.workdir, start_step)
         if cfg.tensorboard and paths.is_remote(workdir):
             self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
 
@@ -84,19 +125,33 @@ class Writer:
         """
         if not self.primary:
             return
-        plain = redacted({name: plain_value(value) for name, value in metrics.items()})
-        self.lines.write(step, plain)
+        plain = redacted({name: plain_value(value) for name, value in (metrics | self.vitals()).items()})
+        record = json_record(step, plain)
+        self.lines.write(record)
+        for sink in self.sinks:
+            sink.write(step, plain)
+            self.say_news(sink)
         if self.cfg.tensorboard and not paths.is_remote(self.workdir):
             if self.events is None:
                 self.events = Scalars(self.workdir / "tensorboard", self.start_step)
             scalars = {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
             self.events.write(step, scalars)
         self.console.metrics(step, plain)
-        problems = [sink.problem for sink in (self.lines, self.events) if sink is not None and sink.problem]
+        problems = [
+            sink.problem for sink in (self.lines, self.events, *self.sinks) if sink is not None and sink.problem
+        ]
         for problem in problems:
             if problem not in self.told:
                 self.say(problem)
         self.told = set(problems)
+        if self.diagnosis is not None:
+            self.diagnosis.take(record)
+
+    def say_news(self, sink: Sink) -> None:
+        """Says once where a person finds the run."""
+        if sink.news:
+            self.say(sink.news)
+            sink.news = ""
 
     def upload_soon(self) -> None:
         """Starts to bring what there is to a bucket now, as before a save that these metrics belong to. Never waits."""
@@ -116,13 +171,19 @@ class Writer:
         """Writes out what is buffered and ends the bar. May be called twice."""
         if self.lines is not None and not self.lines.flush(LAST_SECONDS):
             self.say(f"{self.workdir / 'metrics.jsonl'} lacks the last lines: {self.lines.problem or 'no answer yet'}")
-        for sink in (self.lines, self.events):
+        for sink in (self.lines, self.events, *self.sinks):
             if sink is not None:
                 sink.close()
         if self.events is not None and self.events.problem and self.events.problem not in self.told:
             self.say(self.events.problem)
+        if self.diagnosis is not None:
+            self.diagnosis.close()
         self.console.close()
-        self.lines = self.events = None
+        for sink in self.sinks:
+            self.say_news(sink)
+            if sink.problem and sink.problem not in self.told:
+                self.say(sink.problem)
+        self.lines, self.events, self.sinks, self.diagnosis = None, None, [], None
         self.primary = False
 
 
@@ -136,6 +197,7 @@ class JsonLines:
         self.path, self.uploader, self.cause = path, None, None
         self.unwritten: collections.deque[str] = collections.deque(maxlen=MOST_UNWRITTEN)
         kept, self.dropped_steps, self.damaged, changed = kept_lines(path, start_step)
+        self.kept = kept  # until whoever made this has looked at them
         if paths.is_remote(path):
             self.uploader = Uploader(path, every_seconds=REMOTE_SECONDS, clock=clock)
             self.uploader.put("".join(kept))
@@ -154,9 +216,9 @@ class JsonLines:
         lost = "; the oldest of its lines are lost" if len(self.unwritten) == MOST_UNWRITTEN else ""
         return f"{self.path} is behind and tried again: {self.cause}{lost}"
 
-    def write(self, step: int, metrics: Mapping[str, Any]) -> None:
+    def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record."""
-        line = json_line(step, metrics)
+        line = json.dumps(record, allow_nan=False) + "\n"
         if self.uploader is not None:
             self.uploader.append(line)
             return
@@ -194,12 +256,17 @@ class JsonLines:
 
 def json_line(step: int, metrics: Mapping[str, Any]) -> str:
     """One line of metrics.jsonl with its newline."""
+    return json.dumps(json_record(step, metrics), allow_nan=False) + "\n"
+
+
+def json_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """What a line of metrics.jsonl holds."""
     assert "step" not in metrics and "nonfinite" not in metrics, f"reserved names in {sorted(metrics)}"
     nonfinite = [name for name, value in metrics.items() if isinstance(value, float) and not math.isfinite(value)]
     record = {"step": step} | {name: None if name in nonfinite else value for name, value in metrics.items()}
     if nonfinite:
         record["nonfinite"] = nonfinite
-    return json.dumps(record, allow_nan=False) + "\n"
+    return record
 
 
 def kept_lines(path: Any, start_step: int) -> tuple[list[str], list[int], int, bool]:

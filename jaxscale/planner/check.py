@@ -12,6 +12,7 @@ from jaxscale.data.pipeline import check_data
 from jaxscale.exits import Exit, Stop
 from jaxscale.hardware import find_chip, host_memory_bytes
 from jaxscale.models import AnyModelConfig, attention_needs
+from jaxscale.monitor.sinks import missing_packages
 from jaxscale.ops.kernels import choose_kernels
 from jaxscale.planner.memory import MemoryNeed, least_memory, memory_need
 
@@ -38,7 +39,7 @@ def check_machine(cfg: RunConfig, begun: bool = False) -> None:
 
 def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str], bool]:
     """(one line a problem, whether the state fits in memory)."""
-    findings = check_hosts()
+    findings = check_hosts() + missing_packages(cfg.monitor.writers)
     if kernels := check_kernels(
         cfg.model, devices[0].platform, prefix=cfg.row_lengths.prefix
     ):  # what follows can be told with another kernel

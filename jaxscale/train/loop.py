@@ -21,6 +21,7 @@ from jaxscale.train.replica_watch import spoilt
 from jaxscale.train.report import Reporter, Unread, seconds_since
 from jaxscale.train.services import UNATTENDED, Services
 from jaxscale.train.state import TrainState
+from jaxscale.train.statistics import StatisticsStep, Watch
 from jaxscale.train.step import TrainStep
 from jaxscale.train.stopping import Board, StopRequest
 
@@ -44,6 +45,8 @@ class Run:
     throughput: Throughput
     pilot: Pilot
     finish: Callable[[TrainState], None]  # after the last step
+    statistics: StatisticsStep | None = None  # compiled when it is first due
+    statistics_every_steps: int = 0
     program: Any = None  # for the next opening of the same run
     stop_after: int | None = None  # leave after this step, with the horizon as it is
     services: Services = UNATTENDED
@@ -80,6 +83,7 @@ def run_steps(run: Run) -> TrainState | Rewound:
     """As train(), which then waits for the save that is under way."""
     state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
     reporter = Reporter(run.writer, run.throughput, run.tokens_per_step, run.source_names, Counter())
+    watch = Watch(run.statistics, run.statistics_every_steps, run.throughput, phase)
     pilot = Autopilot(run.pilot, checkpoints)
     last_step = min(run.total_steps, run.stop_after or run.total_steps)
 
@@ -101,13 +105,14 @@ def run_steps(run: Run) -> TrainState | Rewound:
                     fed = next(feed)
                 waited = seconds_since(began)
                 state = pilot.steer(step, state)
+                seen = watch.begin(step + 1, state, fed.batch)
                 with phase("compile" if step == run.start_step else "step", step + 1):
                     state, metrics = run.train_step(spoilt(state, step), fed.batch)
                 if step == run.start_step:
                     checkpoints.prepare(state)  # makes ready what saving needs, while the first step runs
                 if unread:
                     read(unread)  # of the step before: the device is never idle while the host reads
-                unread, now = Unread(step + 1, metrics, fed, waited), step + 1
+                unread, now = Unread(step + 1, metrics, fed, waited, watch.end(step + 1, seen)), step + 1
                 with phase("step", now):
                     checkpoints.poll(now)
                     run.services.poll()

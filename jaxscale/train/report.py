@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,6 +25,7 @@ class Unread(NamedTuple):
     metrics: dict[str, jax.Array]
     fed: Fed
     waited: float  # seconds for its data
+    statistics: Mapping[str, float] = {}  # of it, if they were due
 
 
 class Reporter(NamedTuple):
@@ -47,7 +48,7 @@ class Reporter(NamedTuple):
         self.sums["gated_rows"] += values.get("gated_rows", 0)
         self.throughput.add(self.tokens_per_step, unread.waited)
         self.writer.tick(step)
-        if not self.writer.due(step):
+        if not self.writer.due(step) and not unread.statistics:
             return told
         record = {
             "loss": values.pop("loss"),
@@ -65,7 +66,8 @@ class Reporter(NamedTuple):
             record["gated_rows"] = values.pop("gated_rows")
             record["gated_rows_total"] = self.sums["gated_rows"]
         others = {name: value for name, value in values.items() if name not in INTERNAL}
-        self.writer.write(step, record | {f"train/{name}": value for name, value in (others | sources).items()})
+        record |= {f"train/{name}": value for name, value in (others | sources).items()}
+        self.writer.write(step, record | unread.statistics)
         return told
 
     def validation(self, step: int, metrics: dict[str, float], seconds: float) -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from jaxscale import process
-from jaxscale.cli import bench, bench_against, bench_survive
+from jaxscale.cli import bench, bench_against, bench_statistics, bench_survive
 
 TINY = [
     "--spec=T",
@@ -52,6 +52,30 @@ def test_a_step_says_what_ran_and_how_fast(step_record):
 def test_the_step_compiles_once_on_eight_devices(step_record):
     assert step_record["devices"] == "8 x cpu"
     assert step_record["compiled_times"] == 1
+
+
+@pytest.mark.soak
+def test_statistics_are_measured_beside_the_step(capsys):
+    arguments = ["--steps=2", "--rounds=1", "--config.monitor.statistics_every_steps=50", *TINY]
+    assert bench.main(["statistics", "--json", *arguments]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["every_steps"] == 50 and record["numbers"] == 4 + 4 * 4  # one layer, embedding, head and norms
+    assert record["cost"] == pytest.approx(record["statistics_seconds"] / record["step_seconds"] / 50)
+    assert record["loop_seconds"]["with"] > 0 and len(record["loop_added_seconds"]) == 1
+    assert f"every 50 steps that is {record['cost']:.2%}" in "\n".join(bench_statistics.statistics_lines(record))
+
+
+@pytest.mark.parametrize(("cost", "verdict"), [(0.0123, "1.23% of the time: under 2%"), (0.02, ": NOT under 2%")])
+def test_statistics_say_what_a_look_at_the_layers_costs(cost, verdict):
+    record = dict(
+        spec="T", attention="xla", numbers=44, every_steps=100, steps=20, rounds=3, step_seconds=0.1,
+        statistics_seconds=0.12, statistics_in_steps=[1.1, 1.2, 1.3], cost=cost, loop_added_seconds=[0.1, 0.12, 0.2],
+        loop_seconds={"without": 0.1, "with": 0.106}, loop_cost=0.012, compile_seconds={"step": 2.0, "statistics": 3.0},
+        device_bytes={"step": 2**20, "statistics": None}, devices="1 x cpu",
+    )  # fmt: skip
+    lines = "\n".join(bench_statistics.statistics_lines(record))
+    assert verdict in lines and "1.20 steps, the median of 3 in turn (1.10 to 1.30)" in lines
+    assert "a look adds +120.0 ms" in lines and "step 1 MiB, statistics unknown" in lines
 
 
 def test_losses_on_random_tokens_start_near_the_log_of_the_vocabulary(step_record):
@@ -149,7 +173,10 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["speed"], "jaxscale bench has nothing called 'speed'; it has step, loop, survive, data, collectives"),
+        (
+            ["speed"],
+            "jaxscale bench has nothing called 'speed'; it has step, loop, survive, statistics, data, collectives",
+        ),
         (["step", "--spec=U"], "--spec=U is not known; there is S or T, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give one of them"),
         (["step", "--steps=0"], "--steps=0 must be a whole number, 1 or more"),
