@@ -52,6 +52,7 @@ class Watch:
         self.wires = {number: wire for number, (wire, _) in wires.items()}
         self.leaving = threading.Event()  # this process is on its way out, so that nobody is missed any more
         self.following = threading.Event()  # another one's error is about to end this process
+        self.naming, self.named = threading.Lock(), False  # a lost process was named
         self.gone = threading.Event()  # nobody else is there any more
         self.said_goodbye: set[int] = set()
         self.thread = threading.Thread(target=self.work, name="watch", daemon=True)
@@ -100,6 +101,10 @@ class Watch:
         """Another process ended without a word: ends this one, after passing it on."""
         if self.following.is_set():  # it followed the same error a moment earlier, and that is what this one will tell
             return
+        with self.naming:  # whoever hears of it leaves at once, and must not be taken for the one that was lost
+            if self.named:
+                return
+            self.named = True
         self.pass_on(lost=name, how=how)
         self.leave(Exit.PEER_LOST, f"{name} {how}; start all again with the same command: {AGAIN}", LOST_SECONDS)
 
