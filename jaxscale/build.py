@@ -27,8 +27,8 @@ from jaxscale.ops.kernels import Kernels, choose_kernels, make_taps, with_taps
 from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.taps import BLIND, Blind
 from jaxscale.optim.groups import assign_groups, group_table
-from jaxscale.optim.optimizers import freeze, make_optimizer, moment_axes
-from jaxscale.optim.schedules import Schedule, make_schedule
+from jaxscale.optim.optimizers import freeze, make_optimizer, moment_axes, optim_schedule
+from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.batch_axes import make_batch_axes
 from jaxscale.sharding.compiler_options import CompilerOptions, check_options, compiler_options
 from jaxscale.sharding.mesh import make_mesh
@@ -111,14 +111,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     graphdef, shapes, axes = split_model(jax.eval_shape(make, jax.random.key(0)))
     check_layout(cfg, mesh, shapes, axes)
     groups = assign_groups(axes, cfg.optim.groups, cfg.optim.weight_decay, cfg.optim.weight_decay_all)
-    schedule = make_schedule(
-        decay=cfg.optim.decay,
-        peak_lr=cfg.optim.peak_lr,
-        min_lr=cfg.optim.min_lr,
-        warmup_steps=budget.warmup_steps,
-        total_steps=budget.total_steps,
-        decay_fraction=cfg.optim.decay_fraction,
-    )
+    schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), axes, is_leaf=is_axes)
     optimizer = make_optimizer(cfg.optim, schedule, groups, is_stacked)
 

@@ -9,7 +9,7 @@ import tiny
 from jaxscale import schema
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.models import num_params
-from jaxscale.optim.schedules import make_schedule
+from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.planner.loss_law import Terms
 
 LAW = Terms(E=1.5, A=12.0, B=30.0, alpha=0.35, beta=0.37)
@@ -38,14 +38,7 @@ def write(folder: Any, cfg: RunConfig, *, noise: float = 0.0, seed: int = 0, unt
     """A finished run's config.json and metrics.jsonl. until: the last step that it reached."""
     rng, budget = np.random.default_rng(seed), resolve_budget(cfg, None)
     end = end_of(cfg) * float(np.exp(noise * rng.normal()))
-    schedule = make_schedule(
-        decay=cfg.optim.decay,
-        peak_lr=cfg.optim.peak_lr,
-        min_lr=cfg.optim.min_lr,
-        warmup_steps=budget.warmup_steps,
-        total_steps=budget.total_steps,
-        decay_fraction=cfg.optim.decay_fraction,
-    )
+    schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
     last = budget.total_steps if until is None else until
     steps = np.arange(2, last + 1, 2)
     rates, parts = np.asarray(schedule(steps - 1)), steps / budget.total_steps

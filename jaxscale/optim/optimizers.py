@@ -13,7 +13,7 @@ import optax
 
 from jaxscale import units
 from jaxscale.optim.groups import Group, GroupConfig, frozen_mask
-from jaxscale.optim.schedules import Decay, Schedule
+from jaxscale.optim.schedules import Decay, Schedule, make_schedule
 from jaxscale.optim.streamed import is_masked, renewed, streamed
 from jaxscale.schema import setting
 
@@ -57,6 +57,18 @@ class OptimConfig:
         for name in ("weight_decay", "clip_norm", "eps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+
+
+def optim_schedule(cfg: OptimConfig, *, warmup_steps: int, total_steps: int) -> Schedule:
+    """The learning rate at any step of a run with these settings."""
+    return make_schedule(
+        decay=cfg.decay,
+        peak_lr=cfg.peak_lr,
+        min_lr=cfg.min_lr,
+        warmup_steps=warmup_steps,
+        total_steps=total_steps,
+        decay_fraction=cfg.decay_fraction,
+    )
 
 
 def make_optimizer(

@@ -16,7 +16,7 @@ from jaxscale import paths, schema, units
 from jaxscale.config import Budget, RunConfig, resolve_budget
 from jaxscale.models import num_params
 from jaxscale.monitor.history import History, read_history
-from jaxscale.optim.schedules import make_schedule
+from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.planner.loss_law import Point
 
 LOSS, BITS = "validation/loss", "validation/bits_per_byte"
@@ -231,14 +231,7 @@ def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
     such a run is not that of a run which had its last schedule from the beginning.
     """
     steps, rates = (np.array(values, float) for values in history.series("learning_rate"))
-    schedule = make_schedule(
-        decay=cfg.optim.decay,
-        peak_lr=cfg.optim.peak_lr,
-        min_lr=cfg.optim.min_lr,
-        warmup_steps=budget.warmup_steps,
-        total_steps=budget.total_steps,
-        decay_fraction=cfg.optim.decay_fraction,
-    )
+    schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
     due = np.asarray(schedule(steps - 1), float)  # a line of step n tells the rate that made step n, counted from 0
     off = np.abs(rates - due) > RATE_OFF * np.maximum(due, 1e-3 * cfg.optim.peak_lr)
     if off.any():

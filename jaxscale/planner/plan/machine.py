@@ -21,7 +21,6 @@ PLANNED_ONLY = {
     "l4": "NVIDIA L4",
 }
 HERE = "here"
-CORES = {"TPU7x": 2}  # JAX devices of one chip
 
 
 class MemoryKind(NamedTuple):
@@ -88,7 +87,7 @@ def cards(prefix: str, kind: str, hosts: int, of_host: int) -> Topology:
 def slices(name: TopologyName, kind: str) -> Topology:
     """TPU slices, their chips in the order in which libtpu lists them."""
     x_size, y_size, z_size = (*name.shape, 1, 1)[:3]
-    per_host, cores = CHIPS[kind].devices_per_host, CORES.get(kind, 1)
+    per_host, cores = CHIPS[kind].devices_per_host, CHIPS[kind].devices_per_chip
     of_slice = math.prod(name.shape) * cores
     hosts_of_slice = -(-of_slice // per_host)
     devices: list[Any] = []
