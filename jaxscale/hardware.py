@@ -12,7 +12,7 @@ class Price(NamedTuple):
     """What an hour of one chip costs by a public list, on demand: a default only, prices move."""
 
     dollars_per_hour: float
-    date: str  # when the list said so
+    date: str  # when the list said so, or was read
     source: str
 
 
@@ -46,14 +46,23 @@ class Chip:
 CLOUD = "cloud.google.com/tpu/docs, system architecture page of the version"
 TPU7X = "cloud.google.com/tpu/docs/tpu7x (2025), per chip; a JAX device is half a chip"
 # An 8-card HGX or DGX machine: NVLink through a switch inside, one network port for each GPU outside. Clouds differ in
-# the network. 8-bit peaks are the datasheets' figures with sparsity, halved. Not checked against NVIDIA's own pages:
-# the ports' speeds, and A100's NVLink and 8-bit figures.
-HOPPER_LINKS = "nvidia.com Hopper page: NVLink 900 GB/s, both directions; DGX H100: a 400 Gb/s ConnectX-7 port per GPU"
-AMPERE_LINKS = "NVLink 600 GB/s, both directions; DGX A100: a 200 Gb/s ConnectX-6 port per GPU"
-BLACKWELL_LINKS = "NVLink 1.8 TB/s, both directions (docs.vultr.com, HGX B200, 2026-03-11); a 400 Gb/s port per GPU"
+# the network. 8-bit peaks are the datasheets' figures with sparsity, halved.
+BASEPOD = "docs.nvidia.com/dgx-basepod, core components: eight ConnectX-7 ports of 400 Gb/s for eight GPUs"
+HOPPER_LINKS = f"nvidia.com Hopper page: NVLink 900 GB/s, both directions; DGX H100 and H200: {BASEPOD}"
+AMPERE_LINKS = (
+    "glennklockwood.com/garden/processors/A100, which quotes NVIDIA: NVLink 300 GB/s in one direction; DGX A100: a "
+    "200 Gb/s ConnectX-6 port per GPU, from memory and not checked"
+)
+BLACKWELL_LINKS = (
+    "docs.nvidia.com/dgx/dgxb200-user-guide: NVLink 14.4 TB/s for eight GPUs, both directions; eight 400 Gb/s "
+    "ConnectX-7 ports"
+)
 # Prices: list prices as the sources named here quote them. Google's own page shows its figures only to a browser.
-TPU_PRICE = "cloud.google.com/tpu/pricing, us-central1, as public cost tables quote it in 2025; the page was not read"
-TRILLIUM_PRICE = "neowin.net on the general availability of Trillium: $2.7000 per chip-hour"
+TPU_PRICE = (
+    "on demand in us-central1 (v4: us-central2), from Google's price list as github.com/skypilot-org/skypilot-catalog "
+    "keeps it: catalogs/v8/gcp/vms.csv at 006059e"
+)
+TPU_PRICE_DATE = "2026-11-22"  # read then
 LAMBDA = "lambda.ai/instances, one of 8 GPUs, as transcribed by api-evangelist/lambda-labs"
 NEBIUS = "nebius.com/prices, HGX H200, as transcribed by tgarg01/silybench-data"
 CHIPS = {
@@ -62,28 +71,28 @@ CHIPS = {
         ici_bandwidth=300e9, ici_dims=3, devices_per_host=4, int8_flops=275e12,
         links_source="glennklockwood.com/garden/processors/TPUv4: 6 links, 400 Gb/s a direction; no DCN figure found",
         watts=192.0, watts_source="cloud.google.com/tpu/docs/v4: measured min/mean/max 90/170/192 W",
-        price=Price(3.22, "2025", TPU_PRICE),
+        price=Price(3.22, TPU_PRICE_DATE, TPU_PRICE),
     ),
     "TPU v5 lite": Chip(
         "TPU v5e", 197e12, 16 * 2**30, 0.819e12, CLOUD,
         ici_bandwidth=200e9, ici_dims=2, dcn_bandwidth=6.4e12 / 8 / 256, devices_per_host=4,
         host_bytes=512 * 2**30 // 8, int8_flops=393e12,
         links_source=CLOUD + ": ICI 400 GB/s both directions, DCN 6.4 Tb/s for 256 chips, 512 GiB for 8 chips",
-        price=Price(1.20, "2025", TPU_PRICE),
+        price=Price(1.20, TPU_PRICE_DATE, TPU_PRICE),
     ),
     "TPU v5": Chip(
         "TPU v5p", 459e12, 95 * 2**30, 2.765e12, CLOUD,
         ici_bandwidth=600e9, ici_dims=3, dcn_bandwidth=50e9 / 8, devices_per_host=4,
         host_bytes=448 * 10**9 // 4, int8_flops=918e12, fp8_flops=459e12,
         links_source=CLOUD + ": ICI 1200 GB/s both directions, DCN 50 Gb/s, 448 GB for 4 chips",
-        price=Price(4.20, "2025", TPU_PRICE),
+        price=Price(4.20, TPU_PRICE_DATE, TPU_PRICE),
     ),
     "TPU v6 lite": Chip(
         "TPU v6e", 918e12, 32 * 2**30, 1.64e12, CLOUD,
         ici_bandwidth=400e9, ici_dims=2, dcn_bandwidth=100e9 / 8, devices_per_host=4,
         host_bytes=720 * 10**9 // 4, int8_flops=1836e12, fp8_flops=918e12,
         links_source=CLOUD + ": ICI 800 GB/s both directions, DCN 100 Gb/s, 720 GB for 4 chips",
-        price=Price(2.70, "2024-12-11", TRILLIUM_PRICE),
+        price=Price(2.70, TPU_PRICE_DATE, TPU_PRICE),
     ),
     "TPU7x": Chip(
         "TPU7x", 2307e12 / 2, 192 * 2**30 // 2, 7.38e12 / 2, TPU7X,
@@ -124,7 +133,7 @@ CHIPS = {
     ),
     "Tesla V100-SXM2-16GB": Chip(
         "V100", 125e12, 16 * 10**9, 0.9e12, "NVIDIA V100 datasheet (float16)",
-        ici_bandwidth=150e9, links_source="NVIDIA V100 datasheet: NVLink 300 GB/s, both directions; no network figure",
+        ici_bandwidth=150e9, links_source="NVIDIA WP-08608-001: NVLink 300 GB/s, both directions; no network figure",
         fp16_flops=125e12, fp32_flops=15.7e12, bfloat16=False, watts=300.0, watts_source="NVIDIA V100 datasheet",
         price=Price(0.79, "2026-09-20", LAMBDA),
     ),

@@ -1,5 +1,8 @@
 """What is often said with a wrong figure, computed by our own functions. docs/plan.md has the table in words."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -13,9 +16,11 @@ from jaxscale.hardware import CHIPS
 from jaxscale.models.llama import LlamaConfig, flops_per_token
 from jaxscale.optim.schedules import make_schedule
 from jaxscale.planner.estimate import link_seconds, recomputed_flops
-from jaxscale.planner.plan import by_hand, cost, scaling
-from jaxscale.planner.plan.by_hand import FLOAT32, MIXED, NO_MASTER
+from jaxscale.planner.memory import least_memory
+from jaxscale.planner.plan import cost, scaling
 from jaxscale.planner.plan.machine import open_machine
+from jaxscale.planner.plan.plan import Wishes, make_plan
+from jaxscale.planner.plan.propose import shape, shape_params
 from jaxscale.planner.plan.speed import PUBLISHED
 from jaxscale.train.loss_scale import LossScaleConfig, adjust, init_loss_scale
 
@@ -23,25 +28,46 @@ A100 = CHIPS["NVIDIA A100-SXM4-80GB"]
 GB = 1e9
 
 
+# Bytes of a parameter in the usual mixed precision; jaxscale keeps float32 all through, 4 + 4 + 8, which is 16 as well.
+WEIGHTS, GRADS, MASTER, MOMENTS = 2, 2, 4, 8
+
+
+def device_days(flops, mfu):
+    """Days of one A100."""
+    return cost.chip_hours(1, flops / (A100.peak_flops * mfu)) / 24
+
+
+def sized(params):
+    """A run whose model has about so many parameters."""
+    cfg = tiny.config()
+    model = LlamaConfig(**shape(params))
+    return dataclasses.replace(cfg, model=model), shape_params(shape(params))
+
+
 def test_the_state_of_70b_is_840_gb_and_only_with_a_float32_copy_1_12_tb():
-    assert by_hand.state_bytes(70e9, NO_MASTER) == 840 * GB
-    assert by_hand.state_bytes(70e9, MIXED) == 1120 * GB
+    assert 70e9 * (WEIGHTS + GRADS + MOMENTS) == 840 * GB
+    assert 70e9 * (WEIGHTS + GRADS + MASTER + MOMENTS) == 1120 * GB
+    cfg, params = sized(70e9)
+    assert least_memory(cfg, 1).state == 16 * params == pytest.approx(1120 * GB, rel=0.06)
 
 
 def test_copy_and_moments_are_12_bytes_and_all_is_16_however_it_is_divided():
-    assert MIXED.optimizer == 12 and NO_MASTER.optimizer == 8
-    assert sum(MIXED) == sum(FLOAT32) == 16
-    assert by_hand.state_bytes(7e9) == 112 * GB > 80 * GB  # data parallelism alone does not hold 7B on 80 GB
-    assert by_hand.devices_for(by_hand.state_bytes(175e9, NO_MASTER) - 2 * 175e9, 80 * GB) == 22  # GPT-3, no gradients
+    assert MASTER + MOMENTS == 12 and WEIGHTS + GRADS + MASTER + MOMENTS == 16
+    cfg, params = sized(7e9)
+    state = least_memory(cfg, 1).state
+    assert state == 16 * params == pytest.approx(112 * GB, rel=0.06)
+    assert state > 80 * GB  # data parallelism alone does not hold 7B on 80 GB
+    assert math.ceil(175e9 * (WEIGHTS + MOMENTS) / (80 * GB)) == 22  # GPT-3 without gradients, in A100s
 
 
 def test_70b_over_tensor_8_and_pipeline_4_is_35_gb_a_device():
-    split = dict(tensor=8, pipeline=4)
-    assert by_hand.bytes_of_device(70e9, **split) == pytest.approx(35.0 * GB)
-    zero = lambda stage: by_hand.bytes_of_device(70e9, **split, zero_stage=stage, zero_devices=8)
-    assert zero(1) == pytest.approx(12.0 * GB, rel=0.01)  # what is often called ZeRO-3 there
-    assert zero(3) == pytest.approx(4.4 * GB, rel=0.01)
-    assert zero(1) > zero(2) > zero(3)
+    cfg, params = sized(70e9)
+    assert least_memory(cfg, 32).state == pytest.approx(params / 70e9 * 35.0 * GB, rel=1e-6)
+    part = 70e9 / 32
+    zero1 = part * (WEIGHTS + GRADS + (MASTER + MOMENTS) / 8)  # only the optimizer is shared
+    zero3 = part * (WEIGHTS + GRADS + MASTER + MOMENTS) / 8
+    assert zero1 == pytest.approx(12.0 * GB, rel=0.01)  # what is often called ZeRO-3 there
+    assert zero3 == pytest.approx(4.4 * GB, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -66,8 +92,8 @@ def test_tokens_take_few_bytes_a_second():
     [(3.1e23, 11_500, 28_750), (8.4e23, 31_161, 77_900), (1.4e26, 5.19e6, 13.0e6), (3e25, 1.11e6, 2.8e6)],
 )
 def test_gpu_days_at_the_whole_peak_are_two_and_a_half_times_more_at_40_percent(flops, at_all, at_40):
-    assert by_hand.device_days(flops, A100.peak_flops, 1.0) == pytest.approx(at_all, rel=0.005)
-    assert by_hand.device_days(flops, A100.peak_flops, 0.4) == pytest.approx(at_40, rel=0.01)
+    assert device_days(flops, 1.0) == pytest.approx(at_all, rel=0.005)
+    assert device_days(flops, 0.4) == pytest.approx(at_40, rel=0.01)
 
 
 def test_40_gb_of_text_are_8_to_10_billion_tokens():
@@ -79,10 +105,10 @@ def test_2000_gpus_for_three_months_are_4_3_million_hours():
 
 
 def test_7b_on_1t_tokens_costs_a_fifth_to_two_fifths_of_a_million():
-    hours = by_hand.device_days(scaling.train_flops(7e9, 1e12), A100.peak_flops, 0.4) * 24
+    hours = device_days(scaling.train_flops(7e9, 1e12), 0.4) * 24
     assert hours == pytest.approx(93e3, rel=0.01) and hours / 512 == pytest.approx(183, rel=0.005)
     assert (2 * hours, 4 * hours) == (pytest.approx(0.19e6, rel=0.02), pytest.approx(0.37e6, rel=0.02))
-    tenth = by_hand.device_days(scaling.train_flops(7e9, 100e9), A100.peak_flops, 0.4) * 24
+    tenth = device_days(scaling.train_flops(7e9, 100e9), 0.4) * 24
     assert (2 * tenth, 4 * tenth) == (pytest.approx(19e3, rel=0.02), pytest.approx(37e3, rel=0.02))
     per_hour = 20_480 / 512
     assert per_hour == 40 and cost.chip_hours(512, 12 * cost.HOUR) * per_hour == pytest.approx(246e3, rel=0.002)
@@ -101,10 +127,12 @@ def test_computing_the_forward_pass_again_costs_a_third_more():
 
 
 def test_tensor_parallelism_does_not_multiply_the_batch():
-    assert by_hand.global_rows(1, 8, 128) == 1024  # with 4 or 32 stages and tensor parts, or with none
-    assert by_hand.global_rows(1, 8, 1) == 8
-    shards = [tiny.program({"mesh.tensor": tensor}, 8).batch_shards for tensor in (1, 2)]
-    assert shards == [8, 4]
+    """1,024 rows are 1 row x 8 data-parallel x 128 accumulated, whatever tensor parallelism there is beside them."""
+    for tensor in (1, 2):
+        settings = {"mesh.tensor": tensor, "batch_tokens": "1024 rows", "train.num_microbatches": 128}
+        plan = make_plan(tiny.config(settings), open_machine(f"v5e:{2 * tensor}x4"), Wishes())
+        assert (plan.rows, plan.rows_per_pass, plan.num_microbatches) == (1024, 1, 128)
+        assert plan.num_devices == 8 * tensor
 
 
 def test_a_rate_begins_above_0_and_stays_at_its_least_behind_the_end():

@@ -6,8 +6,8 @@ N parameters  D tokens  C operations of training
 import math
 from typing import NamedTuple
 
-SMALLEST_FITTED = 44e6  # parameters of the smallest model that the fit saw: arXiv:2203.15556, table A9
-TOKENS_PER_PARAM = 20.0  # arXiv:2203.15556, tables 2 and 3: about 20 for each size
+SMALLEST_FITTED = 70e6  # parameters of the smallest models that the fit saw: arXiv:2203.15556, abstract
+TOKENS_PER_PARAM = 20.0  # arXiv:2203.15556: 70B parameters on 1.4T tokens, and both grow alike
 
 
 class LossFit(NamedTuple):
@@ -21,8 +21,7 @@ class LossFit(NamedTuple):
     source: str
 
 
-# The first fit does not give the paper's own optimum back, which the second explains and repairs.
-HOFFMANN = LossFit(1.69, 406.4, 410.7, 0.34, 0.28, "arXiv:2203.15556, equation 10")
+# The first fit, that paper's own, does not give its optimum back, which this one explains and repairs.
 BESIROGLU = LossFit(1.8172, 482.01, 2085.43, 0.3478, 0.3658, "arXiv:2404.10102, a refit of arXiv:2203.15556")
 
 
