@@ -48,6 +48,7 @@ from jaxscale.planner.plan.propose import (  # noqa: E402
     config_text,
     propose_for_flops,
     propose_for_size,
+    shortened,
 )
 from jaxscale.planner.plan.speed import PUBLISHED  # noqa: E402
 from jaxscale.planner.plan.text import plan_lines  # noqa: E402
@@ -105,33 +106,43 @@ def propose(arguments: Arguments, numbers: Mapping[str, float]) -> Exit:
             "give --config=FILE to plan a run, or one of --budget=DOLLARS, --flops=NUMBER, --model_size=7b to get one"
         )
     found = proposal_of(asked[0], arguments, numbers)
-    command = f"jaxscale plan --{asked[0]}={arguments.options[asked[0]]}"
+    if arguments.overrides:
+        raise ValueError(
+            f"--config.{next(iter(arguments.overrides))} sets a setting of a config, and a proposal is none yet; "
+            "--write=FILE it, then plan it with --config=FILE"
+        )
+    given = [name for name in (asked[0], "topology", "price", "mfu") if name in arguments.options]
+    command = " ".join(["jaxscale plan", *(f"--{name}={arguments.options[name]}" for name in given)])
+    wishes = wishes_of(arguments, numbers, "the proposal")
     if "topology" in arguments.options:
-        command += f" --topology={arguments.options['topology']}"
-    cfg = wishes = None
-    if "topology" in arguments.options:
-        cfg = schema.from_dict(RunConfig, schema.merge(found.values(), arguments.overrides))
-        wishes = wishes_of(arguments, numbers, "the proposal")
-        parts = fewest_parts(cfg, arguments, wishes)
-        found = dataclasses.replace(found, num_microbatches=parts)
-        cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, num_microbatches=parts))
+        found = fitted(found, arguments, wishes)
     if file := arguments.options.get("write"):
         write_text_atomic(pathlib.Path(file).expanduser(), config_text(found, command))
     print(*proposal_lines(found), sep="\n")
     if file:
-        print(f"  written to {file}; its data.files is a placeholder")
-    if cfg is not None:
+        print(f"  written to {file}; its data.files is a placeholder, and vocab_size must be that of your tokenizer")
+    if "topology" in arguments.options:
         print()
-        return answer(cfg, arguments, wishes)
+        return answer(run_of(found), arguments, wishes)
     write_plan(None, found, arguments)
     return Exit.DONE
 
 
-def fewest_parts(cfg: RunConfig, arguments: Arguments, wishes: Wishes) -> int:
-    """Microbatches with which the estimate fits, or those that the config has."""
+def run_of(found: Proposal) -> RunConfig:
+    """The config of a proposal."""
+    return schema.from_dict(RunConfig, found.values())
+
+
+def fitted(found: Proposal, arguments: Arguments, wishes: Wishes) -> Proposal:
+    """The proposal with the fewest microbatches that fit, where any do, and the tokens that a budget buys at least."""
     topology, measured = machine_of(arguments)
-    plan = make_plan(cfg, topology, wishes, measured=measured)
-    return cfg.train.num_microbatches if plan.fits else plan.fitting_microbatches or cfg.train.num_microbatches
+    plan = make_plan(run_of(found), topology, wishes, measured=measured)
+    if not plan.fits and plan.fitting_microbatches:
+        found = dataclasses.replace(found, num_microbatches=plan.fitting_microbatches)
+        plan = make_plan(run_of(found), topology, wishes, measured=measured)
+    if wishes.budget_dollars is not None and plan.dollars is not None and plan.dollars.high > wishes.budget_dollars:
+        found = shortened(found, wishes.budget_dollars / plan.dollars.high)
+    return found
 
 
 def proposal_of(asked: str, arguments: Arguments, numbers: Mapping[str, float]) -> Proposal:
@@ -148,7 +159,7 @@ def proposal_of(asked: str, arguments: Arguments, numbers: Mapping[str, float]) 
         raise ValueError(f"--budget: no price of {chip.name} is known; give --price=DOLLARS a chip and hour")
     if topology.platform not in PUBLISHED and "mfu" not in numbers:
         raise ValueError("--budget needs --topology of TPUs or GPUs, or --mfu")
-    mfu = numbers.get("mfu") or sum(PUBLISHED[topology.platform][0]) / 2
+    mfu = numbers.get("mfu") or PUBLISHED[topology.platform][0].low  # what is left over costs less than what is short
     peak = chip.peak_flops * chip.devices_per_chip
     flops = cost.flops_for_dollars(numbers["budget"], price, peak, mfu, cost.GOODPUT)
     why = (

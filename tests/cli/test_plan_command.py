@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -44,9 +45,26 @@ def test_money_becomes_a_config_that_fits(tmp_path, capsys):
     assert "$50,000 at $3.99 buy 12,531 hours of H100 SXM" in out and f"written to {file}" in out
     cfg = load_config(str(file))
     assert len(file.read_text().splitlines()) <= 40
-    assert plan.main([f"--config={file}", "--topology=h100:8x8", "--budget=50000"]) is Exit.DONE
-    assert "enough" in capsys.readouterr().out
-    assert cfg.train.num_microbatches >= 1
+    assert (
+        plan.main([f"--config={file}", "--topology=h100:8x8", "--budget=50000", f"--json={tmp_path / 'p'}"])
+        is Exit.DONE
+    )
+    assert "enough at both ends" in capsys.readouterr().out
+    told = json.loads((tmp_path / "p").read_text())
+    assert 0.99 * 50_000 < told["dollars"][1] <= 50_000  # by the model's own operations, at the lower MFU
+    assert told["params"] == found_params(out) and cfg.train.num_microbatches >= 1
+
+
+def found_params(out):
+    """Parameters of a printed proposal."""
+    return int(re.search(r"parameters +\S+ +([\d,]+):", out)[1].replace(",", ""))
+
+
+def test_a_proposal_names_the_rule_beside_the_shape_that_comes_nearest(capsys):
+    plan.main(["--flops=6e23"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "by the rule 70.7B on 1.41T tokens" in out
+    assert int(out.split(": the nearest shape")[0].split()[-1].replace(",", "")) == pytest.approx(70.7e9, rel=0.02)
 
 
 def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
@@ -69,6 +87,10 @@ def test_operations_or_a_size_need_no_machine(tmp_path, capsys):
         ([SEVEN, "--topology=v5p-256", "--pue=0.9"], "--pue=0.9 must be 1 or more"),
         ([SEVEN, "--flops=1e20"], "--flops proposes a model, and --config names one"),
         ([SEVEN, "--topology=v5p-256", "--json=/nowhere/x.json"], "--json=/nowhere/x.json must be a file in a folder"),
+        (
+            ["--model_size=7b", "--config.model.remat=none"],
+            "--config.model.remat sets a setting of a config, and a prop",
+        ),
         (["--model_size=big"], "--model_size=big must be a number of parameters"),
         (["--budget=1000", "--topology=tpu7x:2x2x1"], "no price of TPU7x is known; give --price"),
         (["--budget=1000", "--flops=1e20"], "one of --budget=DOLLARS, --flops=NUMBER, --model_size"),

@@ -164,16 +164,21 @@ def test_young_and_daly_lose_the_least():
          lambda: cautions.horizon_too_far(1e12, 1e12, "cosine", "the budget"), "100% too long"),
         (lambda: cautions.batch_too_large(7e9, 140e9, 2e7),
          lambda: cautions.batch_too_large(7e9, 140e9, 4e6), "2.1e8 L^-4.8"),
-        (lambda: cautions.save_interval(10 * cost.DAY, 60, 1024),
-         lambda: cautions.save_interval(2 * cost.HOUR, 60, 1024), "sqrt(2 x 1m00s x MTBF)"),
-        (lambda: cautions.save_interval(30, 60, 1024), lambda: cautions.save_interval(7200, 60, 1024), "too frequent"),
+        (lambda: cautions.save_interval(10 * cost.DAY, 60, 1024, 30 * cost.DAY),
+         lambda: cautions.save_interval(2 * cost.HOUR, 60, 1024, 30 * cost.DAY), "sqrt(2 x 1m00s x MTBF)"),
+        (lambda: cautions.save_interval(30, 60, 1024, 30 * cost.DAY),
+         lambda: cautions.save_interval(7200, 60, 1024, 30 * cost.DAY), "too frequent"),
+        (lambda: cautions.save_interval(30, 6, 1, 600),
+         lambda: cautions.save_interval(10 * cost.DAY, 6, 1, 600), "at the end alone"),
+        (lambda: cautions.pass_too_short(2e-4), lambda: cautions.pass_too_short(3e-3), "0.2 ms at its peak"),
         (lambda: cautions.tensor_over_slow_links(16, 8, H100),
          lambda: cautions.tensor_over_slow_links(8, 8, H100), "mesh.tensor=8 or less"),
         (lambda: cautions.tensor_over_slow_links(2, 8, T4),
          lambda: cautions.tensor_over_slow_links(1, 8, T4), "has no fast link"),
         (lambda: cautions.dtype_of_chip("float16", H100), lambda: cautions.dtype_of_chip("float16", T4), "65,504"),
         (lambda: cautions.dtype_of_chip("bfloat16", T4), lambda: cautions.dtype_of_chip("bfloat16", V5P), "float16"),
-        (lambda: cautions.dtype_of_chip("float32", H100), lambda: cautions.dtype_of_chip("float32", V5P), "67"),
+        (lambda: cautions.dtype_of_chip("float32", H100), lambda: cautions.dtype_of_chip("float32", V5P), "TF32"),
+        (lambda: cautions.dtype_of_chip("float32", T4), lambda: cautions.dtype_of_chip("float32", V5P), "8.1 in fl"),
         (lambda: cautions.too_many_epochs(9), lambda: cautions.too_many_epochs(2), "read 9 times"),
     ],
 )  # fmt: skip
@@ -210,6 +215,7 @@ def test_a_run_that_the_money_ends_before_its_schedule_is_warned_of(plan):
 def test_a_proposal_is_compute_optimal_and_its_config_loads(flops, tmp_path):
     found = propose_for_flops(flops, "test")
     assert found.params == shape_params(found.model) == pytest.approx(scaling.optimal_params(flops), rel=0.15)
+    assert (found.rule.params, found.rule.tokens) == (scaling.optimal_params(flops), 20 * scaling.optimal_params(flops))
     assert scaling.train_flops(found.params, found.tokens) == pytest.approx(flops, rel=1e-6)
     assert found.rows & (found.rows - 1) == 0 and found.tokens / found.rows / found.seq_len >= 100
     file = tmp_path / "proposed.py"
@@ -232,6 +238,29 @@ def test_a_proposal_of_a_size_has_it():
             propose_for_size(wrong, "test")
     with pytest.raises(ValueError, match="check the units"):
         propose_for_flops(1e5, "test")
+
+
+def test_float32_is_not_promised_the_peak_of_shorter_types():
+    def mfu(topology, **settings):
+        cfg = load_config(str(ROOT / "configs" / "quickstart.py"), {f"model.{k}": v for k, v in settings.items()})
+        return make_plan(cfg, open_machine(topology), Wishes()).speed.mfu
+
+    assert mfu("t4:1x1", compute_dtype="float16").high == 0.43
+    assert mfu("t4:1x1", compute_dtype="float32").high == pytest.approx(8.1 / 65)  # vector units alone
+    assert mfu("a100:1x1", compute_dtype="float32").high == 0.43  # TF32: half of the peak
+    assert mfu("a100:1x1", compute_dtype="float32", matmul_precision="highest").high == pytest.approx(19.5 / 312)
+    assert mfu("v5e:1x1", compute_dtype="float32").high == 0.462
+    assert mfu("v5e:1x1", compute_dtype="float32", matmul_precision="highest").high == pytest.approx(1 / 6)
+
+
+def test_a_rule_for_decoders_is_not_told_of_other_models():
+    for name in ("masked_lm", "span_corruption"):
+        found = make_plan(load_config(str(ROOT / "configs" / f"{name}.py"), {}), open_machine("v5e:1x1"), Wishes())
+        lines = plan_lines(found)
+        assert found.optimal is None and found.loss is None and not found.serving
+        assert not any("compute-optimal" in line or "tokens a parameter are few" in line for line in lines)
+        assert sum("the rule and the fit are of decoders" in line for line in lines) == 1
+        assert found.to_dict()["optimal"] is None
 
 
 def test_a_range_turns_when_it_divides():

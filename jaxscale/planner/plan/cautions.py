@@ -122,19 +122,26 @@ def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Cautio
     )
 
 
-def save_interval(interval: float, save_seconds: float, num_chips: float) -> Caution | None:
-    """Checkpoints so rare, or so frequent, that they lose more than 1% of the time over the best interval."""
+def save_interval(interval: float, save_seconds: float, num_chips: float, wall_seconds: float) -> Caution | None:
+    """Checkpoints so rare, or so frequent, that they lose more than 1% of the time over the best interval.
+
+    A run shorter than an interval has one checkpoint, at its end.
+    """
     between = cost.mean_seconds_between_failures(num_chips)
-    best = cost.best_save_interval(save_seconds, between)
+    best = min(cost.best_save_interval(save_seconds, between), wall_seconds)
+    interval = min(interval, wall_seconds)
     lost, least = (cost.lost_share(seconds, save_seconds, between) for seconds in (interval, best))
     if lost - least < 0.01:
         return None
     word = "rare" if interval > best else "frequent"
     return Caution(
-        f"a checkpoint every {units.duration(interval)} is too {word} for {num_chips:,.0f} chips",
-        f"an interruption every {units.duration(between)} is to be expected; {lost:.1%} of the time would be lost, and "
-        f"{least:.1%} with one every {units.duration(best)}: sqrt(2 x {units.duration(save_seconds)} x MTBF)",
-        f"set checkpoint.save_every_steps so that it is every {units.duration(best)}",
+        f"a checkpoint every {units.duration(interval)} is too {word} for {cost.chips(num_chips)}",
+        f"an interruption every {units.duration(between)} is to be expected; up to {lost:.1%} of the time would be "
+        f"lost (as if training waited for saves, which go on beside it), and {least:.1%} with one every "
+        f"{units.duration(best)}: sqrt(2 x {units.duration(save_seconds)} x MTBF)",
+        "set checkpoint.save_every_steps=0, which saves at the end alone"
+        if best == wall_seconds
+        else f"set checkpoint.save_every_steps so that it is every {units.duration(best)}",
         f"Young 1974, Daly 2006; {cost.FAILURES_SOURCE}",
     )
 
@@ -169,14 +176,31 @@ def dtype_of_chip(dtype: str, chip: Chip) -> Caution | None:
             chip.source,
         )
     if dtype == "float32" and chip.fp32_flops is not None:
+        shorter = "bfloat16" if chip.bfloat16 else "float16"
+        slower = (
+            "as TF32 at half of that at best" if chip.bfloat16 else f"at most {chip.fp32_flops / 1e12:.3g} in float32"
+        )
         return Caution(
             f"model.compute_dtype='float32' on {chip.name}",
-            f"its matrix units do {chip.peak_flops / 1e12:.0f} TFLOP/s in {'b' if chip.bfloat16 else ''}float16, and "
-            f"{chip.fp32_flops / 1e12:.0f} are the peak in float32: the range of MFU above was not reached so",
-            "set model.compute_dtype='bfloat16'" if chip.bfloat16 else "set model.compute_dtype='float16'",
-            chip.source,
+            f"its matrix units do {chip.peak_flops / 1e12:.0f} TFLOP/s in {shorter}, {slower}; activations take twice "
+            "as much memory",
+            f"set model.compute_dtype='{shorter}'",
+            f"{chip.source}; jax.lax.Precision",
         )
     return None
+
+
+def pass_too_short(pass_seconds: float, least: float = 0.001) -> Caution | None:
+    """So few products at a time that the published share of the peak is not to be expected."""
+    if pass_seconds >= least:
+        return None
+    return Caution(
+        f"a device's products of one pass take {1e3 * pass_seconds:.2g} ms at its peak",
+        "the range of MFU is that of models of 405B and 540B parameters; starting a step, sending and waiting are not "
+        "in it, and here may take longer than the products: time and money above are lower bounds",
+        "give --mfu, or measure the step on such a machine: jaxscale bench step --save, then --topology=here",
+        f"ours: {1e3 * least:g} ms; no run with shorter passes was published",
+    )
 
 
 def too_many_epochs(epochs: float, most: float = 4.0) -> Caution | None:

@@ -35,6 +35,11 @@ class Range(NamedTuple):
         return Range(dividend / self.high, dividend / self.low)
 
 
+def chips(number: float) -> str:
+    """'1 chip', '128 chips', '0.5 chips'."""
+    return f"{number:,.3g} chip{'s' * (number != 1)}" if number < 1000 else f"{number:,.0f} chips"
+
+
 def tokens_per_second(mfu: float, peak_flops: float, num_devices: int, flops_per_token: float) -> float:
     """Of all devices together: MFU x peak x devices / FLOPs per token."""
     return mfu * peak_flops * num_devices / flops_per_token

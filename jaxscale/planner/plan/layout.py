@@ -7,6 +7,7 @@ from jaxscale import units
 from jaxscale.build import Program
 from jaxscale.models import num_params
 from jaxscale.planner.memory import MemoryNeed, memory_need, shard_bytes
+from jaxscale.planner.report import plural
 
 FITS_IF_WITHIN = 1.0  # of what is usable; the estimate itself is good to 15%
 OPTIMIZER_MOMENTS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum"}
@@ -41,7 +42,11 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     made = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
     remat = f"remat={cfg.model.remat}"
     rows.append(
-        MemoryRow("activations", need.activations, f"{made} rows of {cfg.row_lengths.row:,} tokens, {remat}: estimate")
+        MemoryRow(
+            "activations",
+            need.activations,
+            f"{plural(made, 'row')} of {cfg.row_lengths.row:,} tokens, {remat}: estimate",
+        )
     )
     return tuple(rows)
 

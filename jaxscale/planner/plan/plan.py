@@ -62,7 +62,7 @@ class Plan:
     seq_len: int
     num_microbatches: int
     rows_per_pass: int  # on one batch shard
-    optimal: scaling.Alternative
+    optimal: scaling.Alternative | None  # None, as the next two, for models that the rule was not found for
     serving: tuple[scaling.Alternative, ...]
     loss: float | None  # by the published fit; only for comparing sizes
 
@@ -117,7 +117,7 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return dataclasses.asdict(self) | {
-            "optimal": self.optimal._asdict(),
+            "optimal": self.optimal and self.optimal._asdict(),
             "serving": [one._asdict() for one in self.serving],
             "cautions": [one._asdict() for one in self.cautions],
             "memory": [one._asdict() for one in self.memory],
@@ -194,9 +194,9 @@ def make_plan(
         seq_len=cfg.seq_len,
         num_microbatches=cfg.train.num_microbatches,
         rows_per_pass=cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards,
-        optimal=scaling.optimal_alternative(scaling.train_flops(params, tokens)),
-        serving=tuple(scaling.serving_alternatives(params, tokens)),
-        loss=scaling.fitted_loss(params, tokens),
+        optimal=scaling.optimal_alternative(scaling.train_flops(params, tokens)) if is_decoder else None,
+        serving=tuple(scaling.serving_alternatives(params, tokens)) if is_decoder else (),
+        loss=scaling.fitted_loss(params, tokens) if is_decoder else None,
         memory=memory_rows(program, need),
         memory_bytes=need.total,
         host_bytes=host_bytes(program.abstract_state),
@@ -242,12 +242,15 @@ def make_plan(
                 cautions.rate_outside(params, tokens, budget.batch_tokens, cfg.optim.peak_lr)
                 if is_decoder and cfg.optim.name == "adamw"
                 else None,
-                cautions.tokens_of_params(params, tokens),
+                cautions.tokens_of_params(params, tokens) if is_decoder else None,
                 *horizons(cfg, wishes, tokens, wall, dollars),
                 cautions.batch_too_large(params, tokens, budget.batch_tokens) if is_decoder else None,
-                cautions.save_interval(interval.high, save_seconds, num_chips) if interval else None,
+                cautions.save_interval(interval.high, save_seconds, num_chips, wall.high) if interval else None,
                 cautions.tensor_over_slow_links(tensor, islands.count(islands[0]), chip),
                 cautions.dtype_of_chip(cfg.model.compute_dtype, chip),
+                cautions.pass_too_short(found.compute_seconds / cfg.train.num_microbatches)
+                if found.compute_seconds is not None and wishes.mfu is None
+                else None,
                 cautions.too_many_epochs(epochs) if epochs else None,
             ]
         ),

@@ -28,6 +28,7 @@ class Proposal:
     seq_len: int
     rows: int  # of a step
     peak_lr: float
+    rule: scaling.Alternative  # what the rule says before a shape of whole heads is found for it
     num_microbatches: int = 1
 
     def values(self) -> dict[str, Any]:
@@ -52,9 +53,12 @@ def propose_for_flops(flops: float, why: str) -> Proposal:
         raise ValueError(
             f"{flops:.3g} FLOPs are outside what a proposal is made for, 1.2e16 to 1.2e28; check the units"
         )
-    model = shape(scaling.optimal_params(flops))
+    model = shape(scaling.optimal_params(flops), within=0.02)
     params = shape_params(model)
-    return finish(model, round(flops / 6 / params), f"{why}: N = (C / 6 / 20)^0.5, D = C / 6 / N (arXiv:2203.15556)")
+    rule = scaling.optimal_alternative(flops)
+    return finish(
+        model, round(flops / 6 / params), rule, f"{why}: N = (C / 6 / 20)^0.5, D = C / 6 / N (arXiv:2203.15556)"
+    )
 
 
 def propose_for_size(params: float, why: str) -> Proposal:
@@ -64,10 +68,20 @@ def propose_for_size(params: float, why: str) -> Proposal:
             f"a model of {params:.3g} parameters is outside what is proposed, 1e7 to 1e13; check the units"
         )
     model = shape(params)
-    return finish(model, round(scaling.optimal_tokens(shape_params(model))), f"{why}: D = 20 N (arXiv:2203.15556)")
+    rule = scaling.optimal_alternative(scaling.train_flops(params, scaling.optimal_tokens(params)))
+    return finish(
+        model, round(scaling.optimal_tokens(shape_params(model))), rule, f"{why}: D = 20 N (arXiv:2203.15556)"
+    )
 
 
-def finish(model: dict[str, Any], tokens: int, why: str) -> Proposal:
+def shortened(proposal: Proposal, share: float) -> Proposal:
+    """The same run for so much of its tokens, in whole steps; at least one."""
+    of_step = proposal.rows * proposal.seq_len
+    tokens = max(1, int(share * proposal.tokens) // of_step) * of_step
+    return dataclasses.replace(proposal, tokens=tokens, flops=scaling.train_flops(proposal.params, tokens))
+
+
+def finish(model: dict[str, Any], tokens: int, rule: scaling.Alternative, why: str) -> Proposal:
     """Batch and rate by the compute (arXiv:2401.02954, equation 1), the batch a power of two of rows and no larger than
     the critical one (published.critical_batch)."""
     params = shape_params(model)
@@ -77,7 +91,8 @@ def finish(model: dict[str, Any], tokens: int, why: str) -> Proposal:
     most = min(critical, tokens / 100) / seq_len  # at least 100 steps
     wished = 2 ** round(math.log2(published.batch_by_flops(flops) / seq_len))
     rows = max(1, min(wished, 2 ** math.floor(math.log2(max(1.0, most)))))
-    return Proposal(params, tokens, flops, why, model, seq_len, rows, float(f"{published.rate_by_flops(flops):.2g}"))
+    rate = float(f"{published.rate_by_flops(flops):.2g}")
+    return Proposal(params, tokens, flops, why, model, seq_len, rows, rate, rule)
 
 
 def warmup(proposal: Proposal) -> str:
@@ -86,14 +101,17 @@ def warmup(proposal: Proposal) -> str:
     return "2000 steps" if steps >= 20_000 else f"{max(1, min(2000, max(40, steps // 100), steps // 10))} steps"
 
 
-def shape(params: float) -> dict[str, Any]:
-    """A Llama of about so many parameters: the depth whose width of 128 a layer comes nearest."""
+def shape(params: float, within: float = 0.06) -> dict[str, Any]:
+    """A Llama of so many parameters, give or take `within`: of those the one whose width is nearest to 128 a layer.
+
+    Where whole heads leave none, the one with the nearest number.
+    """
     models = [of_depth(depth, params) for depth in range(2, 257)]
     apart = lambda model: (
         abs(math.log(shape_params(model) / params)),
         abs(math.log(model["embed_dim"] / model["num_layers"] / ASPECT)),
     )
-    near = [model for model in models if apart(model)[0] < 0.06]
+    near = [model for model in models if apart(model)[0] < within]
     return min(near, key=lambda model: apart(model)[1]) if near else min(models, key=apart)
 
 

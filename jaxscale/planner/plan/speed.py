@@ -3,14 +3,15 @@
 import dataclasses
 
 from jaxscale.build import Program
-from jaxscale.hardware import find_chip
+from jaxscale.hardware import Chip, find_chip
+from jaxscale.models.layers import ModelConfig
 from jaxscale.planner.estimate import estimate, link_seconds
 from jaxscale.planner.plan.cost import Range
 from jaxscale.planner.plan.measured import Measured, rate_for
 from jaxscale.planner.topology import Topology
 
-PALM = "46.2%: PaLM, 6,144 TPU v4 (arXiv:2204.02311)"
-LLAMA3 = "38% to 43%: Llama 3, 8,192 and 16,384 H100 (arXiv:2407.21783)"
+PALM = "46.2%: PaLM 540B, 6,144 TPU v4 (arXiv:2204.02311)"
+LLAMA3 = "38% to 43%: Llama 3 405B, 8,192 and 16,384 H100 (arXiv:2407.21783)"
 # What large runs reached. Which chip they ran on is nearer to the truth than how large they were.
 PUBLISHED = {"tpu": (Range(0.38, 0.462), f"{LLAMA3}; {PALM}"), "gpu": (Range(0.38, 0.43), LLAMA3)}
 
@@ -50,11 +51,29 @@ def speed(
         why = "by the chip's peak and links for this layout"
         if ceiling is not None and ceiling < most:
             most, why = ceiling, "by the compiled step of jaxscale preflight"
+        share, in_type = share_of_peak(chip, topology.platform, cfg.model)
+        if share < most:
+            most, why = share, in_type
         if most < mfu.high:
             mfu = Range(min(mfu.low, most * mfu.low / mfu.high), most)
             source += f"; at most {most:.1%} {why}"
     seconds = mfu.under(step_flops / peak)
     return Speed(seconds, mfu, source, seconds.under(cfg.tokens_per_step), guess.compute_s, links)
+
+
+def share_of_peak(chip: Chip, platform: str, model: ModelConfig) -> tuple[float, str]:
+    """(part of the chip's peak that products of the model's type can reach, why).
+
+    Source: jax.lax.Precision says what float32 becomes; TF32's peak is half of bfloat16's (NVIDIA A100: 156 of 312).
+    """
+    if model.compute_dtype != "float32" or platform == "cpu":
+        return 1.0, ""
+    highest = model.matmul_precision == "highest"
+    if platform == "tpu":
+        return (1 / 6, "in float32 as six passes of bfloat16") if highest else (1.0, "")
+    if chip.bfloat16 and not highest:
+        return 0.5, "in float32 as TF32"
+    return (chip.fp32_flops / chip.peak_flops, "in float32 without matrix units") if chip.fp32_flops else (1.0, "")
 
 
 def measured_speed(program: Program, topology: Topology, measured: list[Measured], step_flops: float) -> Speed:

@@ -45,13 +45,20 @@ def head_line(plan: Plan) -> str:
 def model_rows(plan: Plan) -> Rows:
     """Parameters, operations, tokens, batch."""
     ratio = plan.tokens / plan.params
-    word = (
-        "more than the compute-optimal 20: over-trained, which serving likes" if ratio > 40 else "about 20 is optimal"
-    )
+    if plan.optimal is None:
+        word = "no optimum was published for this kind of model"
+    elif ratio > 40:
+        word = "more than the compute-optimal 20: over-trained, which serving likes"
+    else:
+        word = "about 20 is compute-optimal"
     rows_of = f"{plan.rows:,} rows of {plan.seq_len:,} tokens"
     passes = f"in {plural(plan.num_microbatches, 'microbatch')}".replace("batchs", "batches")
     return [
-        ("parameters", units.count(plan.params), f"{plan.params:,}, each used for every token"),
+        (
+            "parameters",
+            units.count(plan.params),
+            f"{plan.params:,} in all and active: this kind of model has no experts",
+        ),
         (
             "FLOPs per token",
             scientific(plan.flops_per_token),
@@ -60,13 +67,19 @@ def model_rows(plan: Plan) -> Rows:
         ("tokens", units.count(plan.tokens), f"{plan.total_steps:,} steps of {units.count(plan.batch_tokens)} tokens"),
         ("tokens per parameter", f"{ratio:.3g}", word),
         ("FLOPs of training", scientific(plan.train_flops), "FLOPs per token x tokens"),
-        ("batch", units.count(plan.batch_tokens), f"{rows_of} {passes}; {plan.rows_per_pass} rows a device and pass"),
+        (
+            "batch",
+            units.count(plan.batch_tokens),
+            f"{rows_of} {passes}; {plural(plan.rows_per_pass, 'row')} a device and pass",
+        ),
         ("warmup", f"{plan.warmup_steps:,} steps", f"{units.count(plan.warmup_steps * plan.batch_tokens)} tokens"),
     ]
 
 
 def size_lines(plan: Plan) -> list[str]:
     """This size, the compute-optimal one, and smaller ones of the same loss."""
+    if plan.optimal is None:
+        return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of decoders that predict the next token"]
     rows = [("", "parameters", "tokens", "FLOPs (6ND)", "loss", "")]
     this = scaling.Alternative(plan.params, plan.tokens, plan.flops_per_token_6n * plan.tokens, plan.loss)
     named = [("this plan", this, ""), ("compute-optimal", plan.optimal, "lowest loss for these FLOPs: 20 a parameter")]
@@ -119,7 +132,13 @@ def money_rows(plan: Plan) -> Rows:
     """Chip-hours, dollars, energy."""
     if plan.chip_hours is None:
         return [("chip-hours", NOT_KNOWN, "without a step time")]
-    rows = [("chip-hours", span(plan.chip_hours, lambda hours: f"{hours:,.0f}"), f"{chips_text(plan)} x wall time")]
+    rows = [
+        (
+            "chip-hours",
+            span(plan.chip_hours, lambda hours: f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"),
+            f"{cost.chips(plan.num_chips)} x wall time",
+        )
+    ]
     if plan.price is None:
         rows.append(("dollars", NOT_KNOWN, f"no price of {plan.chip} is known: give --price=DOLLARS a chip and hour"))
     else:
@@ -127,7 +146,7 @@ def money_rows(plan: Plan) -> Rows:
     if plan.budget_dollars is not None and plan.dollars is not None:
         rows.append(("budget", dollars(plan.budget_dollars), reached(plan.dollars, plan.budget_dollars)))
     if plan.megawatt_hours is None:
-        rows.append(("energy", NOT_KNOWN, f"no power of {plan.chip} was published"))
+        rows.append(("energy", NOT_KNOWN, f"no figure for the power of {plan.chip} was found"))
     else:
         text = f"{plan.watts:g} W a chip x chips x wall time x PUE {plan.pue:.2f}; hosts left out"
         rows.append(("energy", span(plan.megawatt_hours, energy), text))
@@ -145,7 +164,7 @@ def checkpoint_rows(plan: Plan) -> Rows:
         (
             "interruptions",
             f"every {units.duration(plan.between_failures_seconds)}",
-            f"{chips_text(plan)} at a public rate",
+            f"{cost.chips(plan.num_chips)} at a public rate",
         ),
         ("kept at the end", units.size(plan.kept_bytes), f"{many}, {dollars(plan.storage_dollars_per_month)} a month"),
     ]
@@ -160,8 +179,8 @@ def data_rows(plan: Plan) -> Rows:
         rows.append(("read at", f"{rate} MB/s", f"{span(plan.speed.tokens_per_second, units.count)} tokens/s"))
     there = "unknown" if plan.data_tokens is None else units.count(plan.data_tokens)
     rows.append(("there are", there, plan.data_source.removeprefix("unknown: ")))
-    if plan.epochs is not None:
-        rows.append(("epochs", f"{plan.epochs:.3g}", "tokens / those that are there"))
+    known = plan.epochs is not None
+    rows.append(("epochs", f"{plan.epochs:.3g}" if known else NOT_KNOWN, "tokens / those that are there" * known))
     return rows
 
 
@@ -183,13 +202,16 @@ def assumption_lines(plan: Plan) -> list[str]:
     found = [
         f"MFU: {plan.speed.source}",
         f"goodput {plan.goodput:.0%}: {cost.GOODPUT_SOURCE}",
-        f"loss fit: E + A / N^a + B / D^b with E {fit.E}, A {fit.A}, B {fit.B}, a {fit.alpha}, b {fit.beta}; from "
-        f"{units.count(scaling.SMALLEST_FITTED)} parameters on: {fit.source}",
-        "compute-optimal: 20 tokens a parameter, N = (C / 6 / 20)^0.5: arXiv:2203.15556",
         f"interruptions: {cost.FAILURES_SOURCE}",
         f"save: {plan.save_source}",
         f"storage: {cost.STORAGE_SOURCE}",
     ]
+    if plan.optimal is not None:
+        found[2:2] = [
+            f"loss fit: E + A / N^a + B / D^b with E {fit.E}, A {fit.A}, B {fit.B}, a {fit.alpha}, b {fit.beta}; from "
+            f"{units.count(scaling.SMALLEST_FITTED)} parameters on: {fit.source}",
+            "compute-optimal: 20 tokens a parameter, N = (C / 6 / 20)^0.5: arXiv:2203.15556",
+        ]
     if plan.price is not None and plan.dollars is not None:
         found.insert(2, f"price ({plan.price.date}): {plan.price.source}")
     if plan.megawatt_hours is not None:
@@ -215,11 +237,6 @@ def verdict_line(plan: Plan) -> str:
     if parts is not None and not plan.kept:
         return f"does not fit by the estimate; with --config.train.num_microbatches={parts} it would"
     return "does not fit: use more chips, mesh.fsdp=-1 with rules=zero3, model.remat=full, or a smaller model"
-
-
-def chips_text(plan: Plan) -> str:
-    """'128 chips'."""
-    return plural(int(plan.num_chips) if plan.num_chips == int(plan.num_chips) else plan.num_chips, "chip")
 
 
 def reached(needed: Range, there: float) -> str:

@@ -12,7 +12,8 @@ def proposal_lines(proposal: Proposal) -> list[str]:
     heads = f"{model['num_heads']} heads of {model['head_dim']}, mlp {model['mlp_dim']:,}"
     steps = proposal.tokens // (proposal.rows * proposal.seq_len)
     rows = [
-        ("parameters", units.count(proposal.params), f"{proposal.params:,}"),
+        ("by the rule", units.count(proposal.rule.params), f"on {units.count(proposal.rule.tokens)} tokens"),
+        ("parameters", units.count(proposal.params), f"{proposal.params:,}: the nearest shape of whole heads"),
         (
             "tokens",
             units.count(proposal.tokens),
