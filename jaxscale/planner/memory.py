@@ -81,7 +81,7 @@ def activation_bytes(program: Program) -> int:
     Counted for each block: the residual stream twice and its normalised forms (4 D), attention's inputs and output, and
     the MLP's inner arrays; with remat only what the policy keeps, and one block whole. What goes to the host is left
     out. Beside it, either a block's gathered weights, or the output projection with the logits of one chunk of the loss
-    and their gradient.
+    and their gradient; both where nothing is computed again.
     """
     cfg, shape = program.cfg, program.mesh.shape
     model, lengths = cfg.model, cfg.row_lengths
@@ -97,10 +97,11 @@ def activation_bytes(program: Program) -> int:
         whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
     names = kept_names(model)
     kept = whole if names is None else sum(sizes[name] for name in names)
-    block = gathered_bytes(program, width) + (0 if names is None else round(BLOCK_SLACK * tokens * width * whole))
+    gathered = gathered_bytes(program, width)
     logits = min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4
     head = 2 * logits + width * model.embed_dim * model.vocab_size // tensor
-    total = tokens * width * model.num_layers * kept + max(block, head)
+    at_once = gathered + head if names is None else max(gathered + round(BLOCK_SLACK * tokens * width * whole), head)
+    total = tokens * width * model.num_layers * kept + at_once
     on_gpu = program.mesh.devices.flat[0].platform == "gpu"
     return round(GPU_SLACK * total) if on_gpu and names is not None else total
 
@@ -108,7 +109,8 @@ def activation_bytes(program: Program) -> int:
 def gathered_bytes(program: Program, width: int) -> int:
     """Bytes of the weights of one block while it is computed: whole where devices share them, `width` an element.
 
-    With them the gradient of the largest, not summed over devices yet; over slices or copies (mesh data), those of all.
+    Those of all blocks without remat: the backward pass keeps what the forward pass gathered. With them the gradient of
+    the largest, not summed over devices yet; over slices or copies (mesh data), those of all.
     """
     shape, params = program.mesh.shape, program.abstract_state.params
     if program.cfg.rules != "zero3" or shape["fsdp"] == 1:
@@ -119,7 +121,8 @@ def gathered_bytes(program: Program, width: int) -> int:
             split = shape["tensor"] if "tensor" in str(leaf.sharding.spec) else 1
             sizes.append(leaf.size // program.cfg.model.num_layers // split)
     summing = 4 * sum(sizes) if shape["data"] > 1 else 0
-    return width * (sum(sizes) + max(sizes)) + summing
+    blocks = program.cfg.model.num_layers if program.cfg.model.remat == "none" else 1
+    return width * (blocks * sum(sizes) + max(sizes)) + summing
 
 
 def kept_names(model: ModelConfig) -> set[str] | None:

@@ -34,20 +34,38 @@ def preflights():
             yield file.stem, topology, overrides, float(gib)
 
 
-CASES = list(preflights())
+CASES = list(preflights())  # the factors of planner/memory.py were fitted to these
+# Those that they were not: jaxscale preflight, or the step of jaxscale bench statistics, jax 0.10.2, libtpu 0.0.42.1.
+HELD_OUT = [
+    ("1b", "v5e:2x4", {"train.num_microbatches": "16"}, 5.474),  # docs/statistics.md
+    ("quickstart", "v5e:2x2", {}, 51.8 / 1024),  # as the next, without remat: nothing of that kind was fitted
+]
+# Heads of 64 are padded to the 128 lanes of a TPU, weights and activations, which the estimate does not count.
+NARROW_HEADS = [("masked_lm", "v5e:2x2", {}, 65.8 / 1024), ("span_corruption", "v5e:2x2", {}, 100.4 / 1024)]
 
 
 def test_the_headers_have_results_of_many_machines():
     assert len(CASES) >= 13 and len({case[0] for case in CASES}) >= 4
 
 
-@pytest.mark.parametrize(("name", "topology", "overrides", "gib"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "topology", "overrides", "gib"), [*CASES, *HELD_OUT], ids=lambda value: str(value))
 def test_memory_is_within_15_percent_of_the_compilers(name, topology, overrides, gib):
+    assert abs(told_error(name, topology, overrides, gib)) < 0.15
+
+
+@pytest.mark.parametrize(("name", "topology", "overrides", "gib"), NARROW_HEADS, ids=lambda value: str(value))
+def test_narrow_heads_take_up_to_a_fifth_more_than_is_estimated(name, topology, overrides, gib):
+    """Not within 15%: 54 and 83 MiB were estimated. docs/plan.md says so."""
+    assert -0.2 < told_error(name, topology, overrides, gib) < 0
+
+
+def told_error(name, topology, overrides, gib):
+    """The estimate over the compiler's figure, less 1, and prints both."""
     cfg = load_config(str(ROOT / "configs" / f"{name}.py"), overrides)
     need = memory_need(ahead_program(cfg, open_machine(topology)))
     error = need.total / GIB / gib - 1
-    print(f"{name} on {topology}: {need.total / GIB:.1f} GiB by the estimate, {gib} by the compiler: {error:+.0%}")
-    assert abs(error) < 0.15
+    print(f"{name} on {topology}: {need.total / GIB:.3g} GiB by the estimate, {gib:.3g} by the compiler: {error:+.0%}")
+    return error
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x2", "2*v6e:4x4", "v5e:4x4", "tpu7x:2x2x1", "v4:4x4x4"])

@@ -9,7 +9,6 @@ from jaxscale.models import num_params
 from jaxscale.planner.memory import MemoryNeed, memory_need, shard_bytes
 from jaxscale.planner.report import plural
 
-FITS_IF_WITHIN = 1.0  # of what is usable; the estimate itself is good to 15%
 OPTIMIZER_MOMENTS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum"}
 
 
@@ -59,6 +58,6 @@ def fitting_parts(program: Program, usable: int) -> int | None:
             continue
         train = dataclasses.replace(cfg.train, num_microbatches=parts)
         wanted = dataclasses.replace(program, cfg=dataclasses.replace(cfg, train=train))
-        if memory_need(wanted).total <= FITS_IF_WITHIN * usable:
+        if memory_need(wanted).total <= usable:
             return parts
     return None
