@@ -88,8 +88,8 @@ def clean(kind: Kind) -> list[dict]:
             | {"mfu": 0.4 * seconds.min() / seconds[i] if with_mfu and i else None}
             | {"learning_rate": rate(kind, step - 1), "grad_norm": norms[i], "tokens_seen": step * tokens}
             | {"batch_index": step - 1, "tokens_hash": f"{step:016x}", "skipped": 0, "skipped_total": 0}
-            | {"host_peak_bytes": float(host[i]), "device_peak_bytes": float(memory[: i + 1].max())}
-            | {"hbm_bytes_in_use": float(memory[i]), "device_bytes_limit": BYTES, "train/loss_scale": 1.0}
+            | {"host_bytes_in_use": float(host[i]), "device_bytes_in_use": float(memory[i])}
+            | {"device_bytes_limit": BYTES, "train/loss_scale": 1.0}
             | {"course": course[i]}
             | {f"train/{name}/loss": course[i] * part * (1 + source_noise[name][i]) for name, part in sources.items()}
         )
@@ -163,8 +163,8 @@ def slowed(record, since, strength, rng):
 
 
 def creeping(record, since, strength, rng):
-    if "host_peak_bytes" in record:
-        record["host_peak_bytes"] += strength * since * 2**20
+    if "host_bytes_in_use" in record:
+        record["host_bytes_in_use"] += strength * since * 2**20
 
 
 def skipped(record, since, strength, rng):

@@ -130,7 +130,7 @@ def test_dead_and_huge_layers_are_named_in_one_alert():
 
 def test_large_attention_logits_are_told_as_exact_or_as_a_bound():
     for name, words in (("stats/attention_logit_max/3", "the largest attention logit"),
-                        ("stats/attention_logit_max_bound/3", "the bound max|q| max|k|")):  # fmt: skip
+                        ("stats/attention_logit_bound/3", "the bound max|q| max|k|")):  # fmt: skip
         _, found = said([{"step": step, name: 5000.0} for step in (10, 20)])
         assert words in found[0].seen and found[0].numbers["layers"] == ["3"]
 
@@ -161,14 +161,21 @@ def test_a_throughput_that_falls_and_stays_is_told_where_no_slow_step_is():
 
 def test_memory_that_rises_steadily_is_told_with_the_step_at_which_it_is_full():
     gigabyte = 2**30
-    creep = lambda n: dict(hbm_bytes_in_use=(40 + 0.1 * n) * gigabyte, device_bytes_limit=80 * gigabyte)
+    creep = lambda n: dict(device_bytes_in_use=(40 + 0.1 * n) * gigabyte, device_bytes_limit=80 * gigabyte)
     told, found = said([timed(n, **creep(n)) for n in range(1, 150)], off=("plateau",))
     assert [kind for kind, *_ in told] == ["memory_creep"]
     assert found[0].numbers["full_at_step"] == pytest.approx(4000, rel=0.05)
-    stairs = lambda n: dict(hbm_bytes_in_use=(40 + 5 * (n > 70)) * gigabyte)
+    stairs = lambda n: dict(device_bytes_in_use=(40 + 5 * (n > 70)) * gigabyte)
     assert said([timed(n, **stairs(n)) for n in range(1, 150)], off=("plateau",))[0] == []
-    slow = lambda n: dict(host_peak_bytes=(4 + 0.003 * n) * gigabyte)  # a leak that 100 records do not show
+    slow = lambda n: dict(host_bytes_in_use=(4 + 0.003 * n) * gigabyte)  # a leak that 100 records do not show
     assert said([timed(n, **slow(n)) for n in range(1, 1200)], off=("plateau",))[0][0][0] == "memory_creep"
+
+
+def test_a_peak_counts_where_nothing_is_known_of_what_is_in_use_and_there_alone():
+    peak = lambda n: dict(host_peak_bytes=(4 + 0.1 * n) * 2**30)  # as where mapped files are read for the first time
+    steady = dict(host_bytes_in_use=4 * 2**30)
+    told = lambda **more: said([timed(n, **peak(n), **more) for n in range(1, 150)], off=("plateau",))[0]
+    assert [kind for kind, *_ in told()] == ["memory_creep"] and told(**steady) == []
 
 
 def test_skipped_steps_are_told_but_not_those_in_which_a_loss_scale_is_sought():
@@ -296,7 +303,9 @@ def test_a_record_that_lacks_everything_or_is_odd_is_taken_calmly():
 
 def test_no_numbers_however_odd_break_a_rule():
     chance = random.Random(1)
-    names = "loss grad_norm learning_rate step_seconds data_wait_seconds tokens_per_second mfu hbm_bytes_in_use".split()
+    names = (
+        "loss grad_norm learning_rate step_seconds data_wait_seconds tokens_per_second mfu device_bytes_in_use".split()
+    )
     names += "device_bytes_limit host_peak_bytes skipped_total batch_index tokens_seen validation/loss".split()
     names += "train/web/loss train/loss_scale stats/activation_rms/1 stats/attention_logit_max/1".split()
     values = [0.0, None, 1e-300, 1e300, -1.0, 1.0, 3.0, 3.1, 2.9, 1e9, 7]

@@ -5,7 +5,10 @@ import socket
 import subprocess
 import sys
 
-from jaxscale.monitor.memory import host_peak_bytes, memory_metrics
+import numpy as np
+import pytest
+
+from jaxscale.monitor.memory import host_bytes_in_use, host_peak_bytes, memory_metrics
 from jaxscale.monitor.runinfo import git_commit, run_info, versions
 
 
@@ -55,7 +58,19 @@ def test_nothing_names_the_host():
 
 def test_memory_is_that_of_the_fullest_device():
     assert 10**7 < host_peak_bytes() < 10**12
-    stats = [None, {"peak_bytes_in_use": 5, "bytes_limit": 100}, {"peak_bytes_in_use": 7, "bytes_limit": 100}]
-    metrics = memory_metrics(stats)
-    assert (metrics["device_peak_bytes"], metrics["device_bytes_limit"]) == (7, 100)
-    assert memory_metrics([None])["device_peak_bytes"] is None
+    stats = [None, {"peak_bytes_in_use": 5, "bytes_in_use": 4}, {"peak_bytes_in_use": 7, "bytes_in_use": 3}]
+    metrics = memory_metrics([stats and stats | {"bytes_limit": 100} for stats in stats])
+    told = [metrics[f"device_{name}"] for name in ("bytes_in_use", "peak_bytes", "bytes_limit")]
+    assert told == [4, 7, 100]
+    assert memory_metrics([None])["device_peak_bytes"] is memory_metrics([None])["device_bytes_in_use"] is None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_memory_in_use_grows_with_arrays_and_not_with_files_that_are_mapped(tmp_path):
+    size = 64 * 2**20
+    (tmp_path / "shard.bin").write_bytes(bytes(size))
+    before = host_bytes_in_use()
+    mapped = np.memmap(tmp_path / "shard.bin", np.uint8, mode="r")
+    assert mapped.sum() == 0 and host_bytes_in_use() - before < size / 4
+    held = np.ones(size, np.uint8)
+    assert host_bytes_in_use() - before > size * 3 / 4 and held[-1] and host_bytes_in_use() <= host_peak_bytes()

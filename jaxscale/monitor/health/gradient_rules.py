@@ -63,8 +63,8 @@ class SkippedSteps(Rule):
         skipped, steps = total - before[1], view.step - before[0]
         if not skipped:
             return Sign(False, f"no step is skipped since step {before[0]}", {"skipped_total": total})
-        last = f"{skipped:.0f} of the last {steps} steps were" if steps > 1 else "this step, and the one before, was"
-        seen = f"{last} skipped, {total:.0f} in all"
+        last = f"{skipped:.0f} of the last {steps} steps" if steps > 1 else "this step and the one before"
+        seen = f"{last} were skipped, {total:.0f} in all"
         many = skipped >= 3 and skipped >= 0.2 * steps
         return Sign(True, seen, {"skipped": skipped, "steps": steps, "skipped_total": total}, sure=many)
 
@@ -103,7 +103,7 @@ class AttentionLogits(Rule):
 
     def look(self, view: View) -> Sign | None:
         exact = named(view, "stats/attention_logit_max/")
-        layers = exact or named(view, "stats/attention_logit_max_bound/") or named(view, "stats/attention_logit_bound/")
+        layers = exact or named(view, "stats/attention_logit_bound/")
         if not layers:
             return None
         limit = view.cfg.attention_logit
@@ -112,7 +112,9 @@ class AttentionLogits(Rule):
         if not large:
             return Sign(False, f"attention logits of all layers are at most {limit:g}", told)
         what = "the largest attention logit" if exact else "the bound max|q| max|k| of the attention logits"
-        seen = f"{what} is above {limit:g} in {shown(large, layers)}; QK-Clip holds it at 100 (arXiv:2507.20534)"
+        lower = "" if exact else ", which no logit exceeds and all may be far below"
+        seen = f"{what}{lower} is above {limit:g} in {shown(large, layers)}; QK-Clip holds logits at 100"
+        seen += " (arXiv:2507.20534)"
         return Sign(True, seen, told | {"exact": bool(exact)})
 
 

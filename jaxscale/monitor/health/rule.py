@@ -1,5 +1,6 @@
 """What a rule is: it looks at one record, and an episode decides when to speak."""
 
+import abc
 import collections
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ class Losses:
         self.baseline.add(loss)
 
 
-class Rule:
+class Rule(abc.ABC):
     """Looks at records. `begin` bad ones in a row and it speaks; `end` good ones in a row and it is over.
 
     Records that it cannot judge, of which `look` returns None, count neither way. Each time it has spoken, twice as
@@ -78,9 +79,9 @@ class Rule:
         self.since = 0  # the step of the first bad one
         self.episodes = 0
 
+    @abc.abstractmethod
     def look(self, view: View) -> Sign | None:
         """What the record is a sign of."""
-        raise NotImplementedError
 
     def change(self, view: View) -> tuple[Sign, bool] | None:
         """(the sign, whether it is over) if this record begins or ends an episode, else None."""

@@ -1,5 +1,6 @@
 """Rules about time and memory: the run's own past is what they are measured against."""
 
+import abc
 import collections
 from typing import Any
 
@@ -12,7 +13,7 @@ STREAK = 5  # records in a row
 BLOCK = 20  # records of one throughput
 LEAST_BYTES = 2**30
 PARTS = 10  # of a window in which memory rises
-IN_USE = ("hbm_bytes_in_use", "device_bytes_in_use", "device_peak_bytes", "host_bytes_in_use", "host_peak_bytes")
+IN_USE = (("device_bytes_in_use", "device_peak_bytes"), ("host_bytes_in_use", "host_peak_bytes"))  # else the peak
 
 
 class Timed(Rule):
@@ -24,9 +25,9 @@ class Timed(Rule):
         super().__init__()
         self.step, self.lasted = 0, 0.0
 
+    @abc.abstractmethod
     def wrong(self, view: View, seconds: float) -> Sign | None:
         """What the record, whose steps took so many seconds each, is a sign of."""
-        raise NotImplementedError
 
     def look(self, view: View) -> Sign | None:
         seconds, steps = view.number("step_seconds"), view.step - self.step
@@ -147,8 +148,10 @@ class MemoryCreep(Rule):
         self.left_out += 1
         if self.left_out <= self.settle:
             return None
-        for name in IN_USE:
-            if (bytes_in_use := view.number(name)) is not None:
+        for names in IN_USE:
+            name = next((name for name in names if view.number(name) is not None), None)
+            if name is not None:
+                bytes_in_use = view.number(name)
                 self.seen.setdefault(name, []).append((view.step, bytes_in_use))
                 self.whole.setdefault(name, Blocks()).add(view.step, bytes_in_use)
         full = [name for name, points in self.seen.items() if len(points) >= self.window]

@@ -183,6 +183,7 @@ def memory(canvas: Canvas) -> str:
     lines = []
     for place, history in enumerate(canvas.histories):
         lines += canvas.lines_of(history, place, "device_peak_bytes", "peak")
+        lines += canvas.lines_of(history, place, "device_bytes_in_use", "in use", "faint")
         lines += canvas.lines_of(history, place, "device_bytes_limit", "limit", "limit")
     device = canvas.add(
         Plot(title="Device memory", unit="fullest device", lines=lines, numbers="size", zero=True)
