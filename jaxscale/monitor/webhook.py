@@ -62,7 +62,7 @@ class NotFollowed(urllib.request.HTTPRedirectHandler):
 class Webhook:
     """Posts messages in their order, each tried a few times. Nothing here raises, blocks or ends a run.
 
-    What fails for good is counted and its cause kept in `problem`, for whoever may speak to take.
+    Why messages are lost is kept in `problem`, for whoever may speak to take: once, until one is delivered again.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Webhook:
         self.ended, self.busy = False, False
         self.dropped, self.sent = 0, 0
         self.problem: str | None = None
+        self.failing: str | None = None  # what was told since a message was last delivered
         self.thread: threading.Thread | None = None
         local = is_loopback(urllib.parse.urlsplit(url).hostname or "")
         self.opener = urllib.request.build_opener(NotFollowed, *([urllib.request.ProxyHandler({})] if local else []))
@@ -91,15 +92,20 @@ class Webhook:
             if len(self.waiting) >= MOST_WAITING:
                 self.waiting.popleft()
                 self.dropped += 1
-                self.problem = f"messages came faster than it took them: {self.dropped} were left out"
+                self.tell("messages come faster than it takes them, and the oldest are left out")
             self.waiting.append(text)
             if self.thread is None:
                 self.thread = threading.Thread(target=self.work, name="webhook", daemon=True)
                 self.thread.start()
             self.changed.notify_all()
 
+    def tell(self, problem: str) -> None:
+        """Keeps why messages are lost, unless that is known. To be called with the lock held."""
+        if problem != self.failing:
+            self.problem = self.failing = problem
+
     def take_problem(self) -> str | None:
-        """Why messages were lost, once."""
+        """Why messages are lost, once."""
         with self.changed:
             problem, self.problem = self.problem, None
             return problem
@@ -110,7 +116,7 @@ class Webhook:
             idle = self.changed.wait_for(lambda: not self.waiting and not self.busy, timeout=seconds)
             if not idle and not self.ended:
                 left = len(self.waiting) + self.busy
-                self.problem = f"the last {left} message{'s' * (left > 1)} may be lost: no answer in {seconds:g} s"
+                self.tell(f"the last {left} message{'s' * (left > 1)} may be lost: no answer in {seconds:g} s")
             self.ended = True
             self.changed.notify_all()
 
@@ -125,8 +131,10 @@ class Webhook:
             problem = self.deliver(text)
             with self.changed:
                 self.busy, self.sent = False, self.sent + (problem is None)
-                if problem is not None and not self.ended:
-                    self.problem = problem
+                if problem is None:
+                    self.failing = None
+                elif not self.ended:
+                    self.tell(problem)
                 self.changed.notify_all()
 
     def deliver(self, text: str) -> str | None:
