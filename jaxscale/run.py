@@ -16,6 +16,7 @@ from jaxscale.checkpoint.branch import Source, branch_state, open_source
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.data.ledger import Ledger
 from jaxscale.data.mixture import mixture_names
 from jaxscale.data.order import ORDER, batch_index
 from jaxscale.data.pipeline import Corpus
@@ -165,7 +166,9 @@ def open_at(
     begins = [stage.first_row // cfg.rows_per_step for stage in mixture.stages[1:]] if mixture else []
     diagnosis = None
     if primary and cfg.monitor.health.on:
-        diagnosis = Diagnosis(cfg.monitor.health, read_facts(folder, resolved, begins, say), services.note)
+        names = Ledger(corpus, corpus.batches(cfg.rows_per_step, mixture)).names if corpus.shards else None
+        known = read_facts(folder, resolved, begins, say)
+        diagnosis = Diagnosis(cfg.monitor.health, known, services.note, names)
         services = services._replace(note=diagnosis.hearing(services.note))
     vitals = dict(vitals=services.vitals, diagnosis=diagnosis)
     writer = written(lambda: Writer(folder, cfg.monitor, budget.total_steps, begun, primary=primary, **vitals), folder)

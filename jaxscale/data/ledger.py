@@ -5,6 +5,7 @@ lineage to source, file, offset and id; each way can be walked back. Places in a
 text, before an objective makes inputs and targets of it.
 """
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
@@ -68,6 +69,33 @@ class Ledger:
         columns = (rows, begins, pieces.lengths, pieces.skipped, pieces.documents)
         return [self.entry(*(int(value) for value in values)) for values in zip(*columns)]
 
+    def names(self, n: int) -> list[str]:
+        """'SOURCE FILE, document 3', counted from 0, of each in batch n, those with the most tokens in it first. Where
+        a shard does not name the files that it was made of: 'SOURCE SHARD:NUMBER'.
+
+        From indexes and headers alone: no lineage is read, so that a run may ask while it trains.
+        """
+        pieces = self._rows.pieces(self.batches.row_numbers(n))
+        tokens = collections.Counter()
+        for number, length in zip(pieces.documents.tolist(), pieces.lengths.tolist()):
+            tokens[number] += length
+        return [self.name(number) for number, _ in tokens.most_common()]
+
+    def name(self, number: int) -> str:
+        """A document of the table, for people."""
+        path, place, _ = self.place(number)
+        source = self.corpus.source_names[self._rows.table.source_ids[number]]
+        file, first = file_of(self._shards[path], place)
+        return f"{source} {file}, document {place - first}" if file else f"{source} {self._shards[path].place}:{place}"
+
+    def place(self, number: int) -> tuple[str, int, int]:
+        """(path of the shard, number in it, first token there) of a document of the table, part of which may be held
+        out."""
+        table = self._rows.table
+        path, start = table.paths[table.file_ids[number]], int(table.starts[number])
+        place = int(self._shards[path].offsets.searchsorted(start, side="right")) - 1
+        return path, place, start - int(self._shards[path].offsets[place])
+
     def tokens(self, n: int) -> np.ndarray:
         """int32[rows, T]: the text of batch n in which entries have their places, before the objective changes it."""
         return self.batches.text(n).tokens
@@ -104,21 +132,17 @@ class Ledger:
 
     def entry(self, row: int, begin: int, tokens: int, skipped: int, number: int) -> Entry:
         """What is known of a piece. skipped: tokens before it. number: of the document in the table."""
-        table = self._rows.table
-        path = table.paths[table.file_ids[number]]
-        shard = self._shards[path]
-        start = int(table.starts[number])
-        place = int(shard.offsets.searchsorted(start, side="right")) - 1
-        first = start - int(shard.offsets[place]) + skipped  # a part of it may be held out
-        source = self.corpus.source_names[table.source_ids[number]]
-        return Entry(row, begin, tokens, first, source, shard.place, place, *self.origin(path, place))
+        path, place, before = self.place(number)
+        source = self.corpus.source_names[self._rows.table.source_ids[number]]
+        shard = self._shards[path].place
+        return Entry(row, begin, tokens, before + skipped, source, shard, place, *self.origin(path, place))
 
     def origin(self, path: str, number: int) -> tuple[str, int, str]:
         """(file, offset, id) of a shard's document, as far as the shard tells."""
         lineage = self.lineage(path)
         if lineage is not None:
             return tuple(lineage[name][number].as_py() for name in ("file", "offset", "id"))
-        return (*file_of(self._shards[path], number), "")
+        return file_of(self._shards[path], number)[0], -1, ""
 
     @functools.cache  # noqa: B019 - a ledger lives as long as its command
     def lineage(self, path: str) -> Any:
@@ -173,7 +197,9 @@ class Ledger:
 
 
 def file_of(shard: Shard, number: int) -> tuple[str, int]:
-    """(the file that a document came from, -1): all that the header alone tells; ('', -1) if not that."""
-    ends = np.cumsum([file["documents"] for file in shard.header["files"]])
+    """(the file that a document came from, the number of that file's first document in the shard): all that the header
+    alone tells; ('', 0) if not that."""
+    documents = [file["documents"] for file in shard.header["files"]]
+    ends = np.cumsum(documents)
     at = int(np.searchsorted(ends, number, side="right"))
-    return (shard.header["files"][at]["name"], -1) if at < len(ends) else ("", -1)
+    return (shard.header["files"][at]["name"], int(ends[at]) - documents[at]) if at < len(ends) else ("", 0)

@@ -13,6 +13,8 @@ from jaxscale.monitor.webhook import Webhook, webhook_url
 from jaxscale.redact import shown
 
 Say = Callable[[str], None]
+NameDocuments = Callable[[int], Sequence[str]]  # of batch n, those with the most tokens in it first
+MOST_DOCUMENTS = 8  # in an event
 
 
 class Alerts:
@@ -49,7 +51,16 @@ def line_of(finding: Finding) -> str:
         return f"health: step {finding.step}: {finding.kind} is over: {finding.seen}"
     likely = f"; likely: {finding.causes[0].what} ({finding.causes[0].evidence})" if finding.causes else ""
     advice = f"; try: {finding.advice[0]}" if finding.advice else ""
-    return f"health: step {finding.step}: {finding.kind}: {finding.seen}{likely}{advice}"
+    documents = f"; {documents_of(finding, 2)}" if finding.documents else ""
+    return f"health: step {finding.step}: {finding.kind}: {finding.seen}{likely}{documents}{advice}"
+
+
+def documents_of(finding: Finding, most: int) -> str:
+    """'batch 30 holds web a.txt, document 3; code b.jsonl, document 12; and 14 more documents', `most` by name."""
+    named = finding.documents[:most]
+    rest = finding.numbers["documents"] - len(named)
+    others = [f"and {rest} more document{'s' * (rest > 1)}"] if rest else []
+    return f"batch {finding.numbers['batch']} holds {'; '.join([*named, *others])}"
 
 
 def message_of(finding: Finding) -> str:
@@ -57,9 +68,11 @@ def message_of(finding: Finding) -> str:
     if finding.over:
         return line_of(finding)
     causes = [f"- {cause.what}: {cause.evidence}" for cause in finding.causes]
+    documents = [f"B{documents_of(finding, 4)[1:]}"] if finding.documents else []
     return "\n".join(
-        [f"{finding.kind} at step {finding.step}: {finding.seen}", "Likely causes, in order:", *causes, "What to try:"]
-        + [f"- {advice}" for advice in finding.advice]
+        [f"{finding.kind} at step {finding.step}: {finding.seen}", "Likely causes, in order:", *causes, *documents]
+        + ["What to try:", *(f"- {advice}" for advice in finding.advice)]
+        + [f"Thresholds: {'; '.join(finding.sources)}"]
     )
 
 
@@ -71,6 +84,7 @@ def facts_of_finding(finding: Finding) -> dict[str, Any]:
         "seen": finding.seen,
         "numbers": plain(finding.numbers),
         "causes": [cause._asdict() for cause in finding.causes],
+        "documents": list(finding.documents),
         "advice": list(finding.advice),
         "sources": list(finding.sources),
     }
@@ -106,8 +120,12 @@ def plain(value: Any) -> Any:
 class Diagnosis:
     """The health of a live run: the writer hands it every record, and findings are told. No fault of it ends a run."""
 
-    def __init__(self, cfg: HealthConfig, facts: RunFacts, note: Note):
-        """Raises: ValueError for a webhook that may not be used. Touches no file and no network."""
+    def __init__(self, cfg: HealthConfig, facts: RunFacts, note: Note, documents: NameDocuments | None = None):
+        """documents: names those of a batch.
+
+        Raises: ValueError for a webhook that may not be used. Touches no file and no network.
+        """
+        self.documents = documents
         self.health, self.note, self.run, self.url = Health(cfg, facts), note, facts.workdir, webhook_url()
         self.alerts = Alerts(note, lambda text: None)
         self.events: list[Mapping[str, Any]] = []
@@ -122,7 +140,7 @@ class Diagnosis:
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in a record as metrics.jsonl holds it, and tells what is found."""
         for finding in self.observe(record):
-            self.alerts.tell(finding)
+            self.alerts.tell(self.with_documents(finding))
         self.alerts.complain()
 
     def observe(self, record: Mapping[str, Any]) -> list[Finding]:
@@ -137,6 +155,20 @@ class Diagnosis:
             self.alerts.say(f"health: no diagnosis from step {record.get('step')} on, by a fault in it: {error!r}")
             self.note("alarm", record.get("step"), what="no diagnosis", cause=repr(error))
             return []
+
+    def with_documents(self, finding: Finding) -> Finding:
+        """The finding with the largest documents of the batch that it speaks of."""
+        number = finding.numbers.get("batch")
+        if number is None or self.documents is None:
+            return finding
+        try:
+            names = self.documents(number)
+        except Exception as error:  # as above
+            self.documents = None
+            self.alerts.say(f"health: alerts do not name documents any more, by a fault: {error!r}")
+            return finding
+        numbers = finding.numbers | {"documents": len(names)}
+        return finding._replace(numbers=numbers, documents=tuple(names[:MOST_DOCUMENTS]))
 
     def hearing(self, note: Note) -> Note:
         """The note with an ear: events that may explain what the metrics show are remembered for the next record."""

@@ -81,8 +81,9 @@ def test_a_chat_gets_the_message_as_text_without_markup():
     ((path, body, _),) = received
     text = json.loads(body)["text"]
     assert path.endswith("secretpath") and set(json.loads(body)) == {"text"}
+    assert text.endswith("\nThresholds: S2")
     assert text.startswith("runs/&lt;a&gt;&amp;b: spike at step 120: the loss is 9 after 3\nLikely causes, in order:\n")
-    assert "- a bad batch: batch 119\n" in text and text.endswith("What to try:\n- look at the batch")
+    assert "- a bad batch: batch 119\n" in text and "\nWhat to try:\n- look at the batch\n" in text
 
 
 def test_a_message_that_fails_is_tried_again_and_a_429_is_obeyed():
@@ -122,6 +123,23 @@ def test_what_is_refused_is_not_tried_again_and_one_that_always_fails_not_for_ev
         assert len(received) == tries and webhook.take_problem() == f"it answered {status}"
 
 
+def test_an_address_that_fails_is_complained_of_once_and_again_when_it_fails_after_it_was_well():
+    statuses, said = [404, 404, 404, 200, 404], []
+    with chat(lambda number, handler: (statuses[number - 1], {})) as (url, received):
+        alerts = Alerts(lambda *args, **facts: None, said.append, url=url)
+        for number in range(len(statuses)):
+            alerts.tell(SPIKE)
+            with alerts.webhook.changed:
+                assert alerts.webhook.changed.wait_for(
+                    lambda: not alerts.webhook.waiting and not alerts.webhook.busy, 5
+                )
+            alerts.complain()
+        alerts.close()
+    assert len(received) == 5
+    spoken = [number for number, line in enumerate(said) if line == "webhook: it answered 404"]
+    assert spoken == [1, 6] and len(said) == 7  # behind the first of five alerts, and behind the last
+
+
 def test_nothing_waits_for_a_server_that_is_slow_or_away():
     release = threading.Event()
     with chat(lambda number, handler: (release.wait(20) and 200, {})) as (url, _):
@@ -130,7 +148,7 @@ def test_nothing_waits_for_a_server_that_is_slow_or_away():
         for number in range(MOST_WAITING + 50):
             webhook.post(str(number))
         assert time.monotonic() - began < 1
-        assert len(webhook.waiting) <= MOST_WAITING and "left out" in webhook.take_problem()
+        assert len(webhook.waiting) <= MOST_WAITING and "are left out" in webhook.take_problem()
         webhook.close(0.1)
         assert time.monotonic() - began < 2 and "may be lost" in webhook.take_problem()
         release.set()
@@ -241,6 +259,29 @@ def test_events_are_heard_and_still_noted():
     heard("saved", 41)
     assert noted == [("rewind", 40, {"to": 20}), ("saved", 41, {})]
     assert diagnosis.events == [{"event": "rewind", "step": 40}]
+
+
+def test_the_largest_documents_of_the_batch_are_told_and_a_fault_in_finding_them_is_said_once(tmp_path):
+    said, noted = [], []
+    diagnosis = Diagnosis(
+        HealthConfig(), RunFacts(branched=True), lambda kind, step, **facts: noted.append(facts),
+        lambda batch: [f"web w{batch}.txt, document {n}" for n in range(12)],
+    )  # fmt: skip
+    diagnosis.begin([], said.append)
+    values = [3.0] * 20 + [8.0] * 2 + [3.0] * 10
+    for step, loss in enumerate(values, 1):
+        diagnosis.take({"step": step} | record(step, loss=loss))
+    assert noted[0]["documents"] == [f"web w20.txt, document {n}" for n in range(8)]
+    assert (noted[0]["numbers"]["batch"], noted[0]["numbers"]["documents"]) == (20, 12)
+    assert "; batch 20 holds web w20.txt, document 0; web w20.txt, document 1; and 10 more documents; try" in said[0]
+    assert noted[1]["over"] and noted[1]["documents"] == []
+    finding = SPIKE._replace(numbers={"batch": 7, "documents": 1}, documents=("a b, document 0",))
+    assert "\nBatch 7 holds a b, document 0\nWhat to try:" in message_of(finding)
+
+    diagnosis.documents = lambda batch: 1 / 0
+    for number in (1, 2):
+        assert diagnosis.with_documents(SPIKE._replace(numbers={"batch": number})).documents == ()
+    assert [line for line in said if "by a fault: ZeroDivisionError" in line] == said[-1:]
 
 
 def test_a_forecast_of_no_use_is_said_and_left_out(tmp_path):

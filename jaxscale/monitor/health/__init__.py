@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxscale.monitor.health.config import HealthConfig
 from jaxscale.monitor.health.course_rules import OutOfForecast, Overfitting
-from jaxscale.monitor.health.evidence import Past
+from jaxscale.monitor.health.evidence import Past, batch, suspect
 from jaxscale.monitor.health.finding import Cause, Finding, RunFacts, Sign, facts_of
 from jaxscale.monitor.health.gradient_rules import Activations, AttentionLogits, Explosion, SkippedSteps, SourceJump
 from jaxscale.monitor.health.loss_rules import Divergence, FlatStart, NonFinite, Oscillation, Plateau, Spike
@@ -62,6 +62,8 @@ class Health:
         words = WORDS[rule.kind]
         if over:
             return Finding(rule.kind, step, sign.seen, numbers, (), (), words.sources, over=True)
+        if any(ask is batch for _, ask in words.causes) and (found := suspect(self.past, rule.since)):
+            numbers["batch"] = found.number
         weighed = [(what, ask(self.past, self.facts, rule.since)) for what, ask in words.causes]
         weighed.sort(key=lambda cause: -cause[1].weight)  # stable: the words' own order where the run is silent
         causes = tuple(Cause(what, evidence.text) for what, evidence in weighed)

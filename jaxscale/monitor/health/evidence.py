@@ -74,8 +74,8 @@ def warmup(past: Past, facts: RunFacts, step: int) -> Evidence:
 def rate(past: Past, facts: RunFacts, step: int) -> Evidence:
     """Whether the learning rate is at its peak."""
     now = past.last.get("learning_rate")
-    if not now:
-        return Evidence(NOTHING, "the learning rate is not known")
+    if now is None or not past.highest_rate:
+        return Evidence(NOTHING, "the learning rate is not known" if now is None else "the learning rate is 0")
     if now >= 0.9 * past.highest_rate:
         return Evidence(FOR, f"the learning rate is {now:.3g}, at its highest so far")
     part = now / past.highest_rate
@@ -105,16 +105,32 @@ def stage(past: Past, facts: RunFacts, step: int) -> Evidence:
     return Evidence(AGAINST, f"no stage of data.mixture began near batch {batch}")
 
 
-def batch(past: Past, facts: RunFacts, step: int) -> Evidence:
-    """Which batch it was, and whether one like it came before."""
+class Suspect(NamedTuple):
+    """The batch that a person should look at."""
+
+    number: int
+    step: int  # that trained on it
+    same_as: int | None  # an earlier batch of the very same tokens
+
+
+def suspect(past: Past, step: int) -> Suspect | None:
+    """A batch that came a second time near the step, or else that of the step; None where its number is not known."""
     for repeated, number, first in reversed(past.repeats):
         if repeated >= step - past.width:
-            return Evidence(STRONG, f"batch {number} has the very tokens of batch {first}: {trace(facts, number)}")
+            return Suspect(number, repeated, first)
     record = next((record for record in past.records if record["step"] >= step), past.last)
     number = record.get("batch_index")
-    if number is None:
+    return None if number is None else Suspect(number, record["step"], None)
+
+
+def batch(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Which batch it was, and whether one like it came before."""
+    if (found := suspect(past, step)) is None:
         return Evidence(NOTHING, "the number of the batch is not known")
-    return Evidence(FOR, f"step {record['step']} trained on batch {number}: {trace(facts, number)}")
+    if found.same_as is not None:
+        text = f"batch {found.number} has the very tokens of batch {found.same_as}: {trace(facts, found.number)}"
+        return Evidence(STRONG, text)
+    return Evidence(FOR, f"step {found.step} trained on batch {found.number}: {trace(facts, found.number)}")
 
 
 def trace(facts: RunFacts, number: int) -> str:

@@ -26,6 +26,7 @@ class Finding(NamedTuple):
     advice: tuple[str, ...]
     sources: tuple[str, ...]  # of the thresholds
     over: bool = False
+    documents: tuple[str, ...] = ()  # with the most tokens in batch numbers["batch"], which causes may speak of
 
 
 class Sign(NamedTuple):
