@@ -44,7 +44,8 @@ def changed(tmp_path_factory):
         (folder / f"easy{i:02}.txt").write_text("".join(draw.choices("ab", k=80)))
         (folder / f"hard{i:02}.txt").write_text("".join(draw.choices("cdefghijklmnopqrstuvwxyz0123456789", k=80)))
     overrides = {
-        "train_tokens": "60 steps", "model": tiny.LLAMA | {"vocab_size": 272, "num_layers": 1}, "monitor.statistics_every_steps": 2,
+        "train_tokens": "60 steps", "monitor.statistics_every_steps": 2,
+        "model": tiny.LLAMA | {"vocab_size": 272, "num_layers": 1},
         "eval.num_rows": 4, "eval.every_steps": 30, "optim.peak_lr": 3e-2, "data": dict(
             files={"easy": str(folder / "easy*.txt"), "hard": str(folder / "hard*.txt")},
             val_fraction=0.05, cache_dir=str(folder / "cache"),
