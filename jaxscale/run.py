@@ -24,7 +24,7 @@ from jaxscale.eval.perplexity import evaluate, make_eval_step
 from jaxscale.hardware import find_chip
 from jaxscale.hosts.agree import check_shared, open_board
 from jaxscale.monitor.alerts import Diagnosis, read_facts
-from jaxscale.monitor.events import Events
+from jaxscale.monitor.events import Events, read_events
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
@@ -168,7 +168,7 @@ def open_at(
     if primary and cfg.monitor.health.on:
         names = Ledger(corpus, corpus.batches(cfg.rows_per_step, mixture)).names if corpus.shards else None
         known = read_facts(folder, resolved, begins, say)
-        diagnosis = Diagnosis(cfg.monitor.health, known, services.note, names)
+        diagnosis = Diagnosis(cfg.monitor.health, known, services.note, names, read_events(folder))
         services = services._replace(note=diagnosis.hearing(services.note))
     vitals = dict(vitals=services.vitals, diagnosis=diagnosis)
     writer = written(lambda: Writer(folder, cfg.monitor, budget.total_steps, begun, primary=primary, **vitals), folder)

@@ -8,7 +8,7 @@ from typing import Any
 from jaxscale import paths
 from jaxscale.monitor.events import Note
 from jaxscale.monitor.health import Finding, Health, HealthConfig, RunFacts, facts_of
-from jaxscale.monitor.health.evidence import TELLING
+from jaxscale.monitor.health.evidence import TELLING, with_events
 from jaxscale.monitor.webhook import Webhook, webhook_url
 from jaxscale.redact import shown
 
@@ -120,12 +120,19 @@ def plain(value: Any) -> Any:
 class Diagnosis:
     """The health of a live run: the writer hands it every record, and findings are told. No fault of it ends a run."""
 
-    def __init__(self, cfg: HealthConfig, facts: RunFacts, note: Note, documents: NameDocuments | None = None):
-        """documents: names those of a batch.
+    def __init__(
+        self,
+        cfg: HealthConfig,
+        facts: RunFacts,
+        note: Note,
+        documents: NameDocuments | None = None,
+        earlier: Sequence[Mapping[str, Any]] = (),
+    ):
+        """documents: names those of a batch. earlier: what events.jsonl holds from before this start.
 
         Raises: ValueError for a webhook that may not be used. Touches no file and no network.
         """
-        self.documents = documents
+        self.documents, self.earlier = documents, earlier
         self.health, self.note, self.run, self.url = Health(cfg, facts), note, facts.workdir, webhook_url()
         self.alerts = Alerts(note, lambda text: None)
         self.events: list[Mapping[str, Any]] = []
@@ -134,8 +141,10 @@ class Diagnosis:
     def begin(self, records: Sequence[Mapping[str, Any]], say: Say) -> None:
         """Takes in what the run wrote before this start, of which all has been told then. say: for what comes."""
         self.alerts = Alerts(self.note, say, run=self.run, url=self.url)
-        for record in records:
+        for record, due in with_events(records, self.earlier):
+            self.events = due
             self.observe(record)
+        self.earlier = ()
 
     def take(self, record: Mapping[str, Any]) -> None:
         """Takes in a record as metrics.jsonl holds it, and tells what is found."""

@@ -101,7 +101,10 @@ def test_a_plateau_is_told_while_the_rate_is_up_and_not_late_under_a_falling_one
         for one in records:
             one["learning_rate"] = 1e-3 * max(0.01, 0.5 * (1 + math.cos(math.pi * min(one["step"] / 3500, 1))))
     facts = RunFacts(total_steps=10_000, warmup_steps=100, decay=decay, branched=True)
-    assert [kind for kind, *_ in said(records, facts)[0]] == (["plateau"] if told else [])
+    kinds, found = said(records, facts)
+    assert [kind for kind, *_ in kinds] == (["plateau"] if told else [])
+    for finding in found:
+        assert "surely by less than 1%" in finding.seen and "of its first: a plateau by document 003" in finding.seen
 
 
 def test_too_few_noisy_records_are_no_plateau():
@@ -240,11 +243,12 @@ def test_a_batch_that_came_before_is_the_first_suspect():
 
 def test_an_event_just_before_is_evidence():
     records = [record(step, 9.0 if step == 300 else None) for step in range(1, 310)]
-    found = said(records, events=[{"event": "rewind", "step": 295}])[1]
-    assert found[0].causes[0] == (
-        "the run has just come back from another state",
-        "events.jsonl has 'rewind' at step 295",
-    )
+    for event, told in (
+        ({"event": "lr_cut", "step": 295}, "events.jsonl has 'lr_cut' at step 295"),
+        ({"event": "rewind", "step": 340, "to": 295}, "events.jsonl has 'rewind' at step 340, to step 295"),
+    ):
+        found = said(records, events=[event])[1]
+        assert found[0].causes[0] == ("the run has just come back from another state", told)
 
 
 def test_what_comes_and_goes_is_told_less_and_less_often():

@@ -1,16 +1,21 @@
 """A run that trains says itself what is wrong with it, and of what it says the evidence is there to be looked up."""
 
+import dataclasses
 import json
 import random
 import shlex
+import shutil
 
 import pytest
 import tiny
 
+from jaxscale import schema
 from jaxscale.cli import trace
-from jaxscale.monitor.events import read_events
+from jaxscale.config import RunConfig
+from jaxscale.monitor.events import Events, read_events
 from jaxscale.monitor.health import ALL, Health
 from jaxscale.run import open_run
+from jaxscale.start import Wishes
 from jaxscale.train import loop
 
 QUIET = {
@@ -122,6 +127,20 @@ def test_every_name_that_a_rule_reads_is_one_that_a_run_writes(changed):
     assert DEVICE <= set().union(*records) and len(asked) > 20 and {rule.kind for rule in health.rules} == {
         rule.kind for rule in ALL
     }  # fmt: skip
+
+
+def test_a_run_that_goes_on_knows_what_happened_before(changed, tmp_path):
+    shutil.copytree(changed, tmp_path / "run")
+    events = Events(tmp_path / "run", primary=True)
+    events.note("hang", 58)
+    events.note("hang", 70)  # on a way that was gone back from
+    events.close()
+    cfg = schema.from_dict(RunConfig, json.loads((changed / "config.json").read_text())["config"])
+    longer = dataclasses.replace(cfg, train_tokens="70 steps", optim=cfg.optim)
+    run = open_run(longer, str(tmp_path / "run"), say=lambda text: None, wishes=Wishes(allow_change=("train_tokens",)))
+    told = [(event["event"], event["step"]) for event in run.writer.diagnosis.health.past.events]
+    run.writer.close()
+    assert ("hang", 58) in told and ("hang", 70) not in told
 
 
 def test_a_run_whose_address_for_alerts_is_no_good_says_so_before_it_trains(tmp_path, monkeypatch):

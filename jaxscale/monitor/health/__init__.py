@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxscale.monitor.health.config import HealthConfig
 from jaxscale.monitor.health.course_rules import OutOfForecast, Overfitting
-from jaxscale.monitor.health.evidence import Past, batch, suspect
+from jaxscale.monitor.health.evidence import Past, batch, suspect, with_events
 from jaxscale.monitor.health.finding import Cause, Finding, RunFacts, Sign, facts_of
 from jaxscale.monitor.health.gradient_rules import Activations, AttentionLogits, Explosion, SkippedSteps, SourceJump
 from jaxscale.monitor.health.loss_rules import Divergence, FlatStart, NonFinite, Oscillation, Plateau, Spike
@@ -76,11 +76,6 @@ def replay(
     cfg: HealthConfig | None = None,
     facts: RunFacts = UNKNOWN,
 ) -> list[Finding]:
-    """All findings of a run. An event counts from the first record at or behind its step."""
-    health, found = Health(cfg, facts), []
-    waiting = sorted((event for event in events if event.get("step") is not None), key=lambda event: event["step"])
-    for record in records:
-        due = [event for event in waiting if event["step"] <= record["step"]]
-        waiting = waiting[len(due) :]
-        found += health.observe(record, due)
-    return found
+    """All findings of a run. An event counts from the first record at or behind its place."""
+    health = Health(cfg, facts)
+    return [finding for record, due in with_events(records, events) for finding in health.observe(record, due)]

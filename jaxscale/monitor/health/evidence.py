@@ -1,7 +1,7 @@
 """What a run holds for or against a cause: one small function for each kind of evidence."""
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.monitor.health.finding import RunFacts
@@ -54,6 +54,24 @@ class Past:
     def width(self) -> int:
         """Steps that the last records are apart in all."""
         return self.records[-1]["step"] - self.records[0]["step"] if len(self.records) > 1 else 0
+
+
+def place_of(event: Mapping[str, Any]) -> int | None:
+    """The step from which on an event shows in the metrics: of a rewind, that which the run went on from."""
+    return event.get("to", event.get("step")) if event.get("event") == "rewind" else event.get("step")
+
+
+def with_events(
+    records: Iterable[Mapping[str, Any]], events: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[Mapping[str, Any], list[Mapping[str, Any]]]]:
+    """Yields each record with the events that are due with it; those that lie behind the last record are left out."""
+    placed = sorted(((place, event) for event in events if (place := place_of(event)) is not None), key=lambda p: p[0])
+    waiting = collections.deque(placed)
+    for record in records:
+        due = []
+        while waiting and waiting[0][0] <= record["step"]:
+            due.append(waiting.popleft()[1])
+        yield record, due
 
 
 Ask = Callable[[Past, RunFacts, int], Evidence]  # step: of the first bad record
@@ -183,9 +201,10 @@ def data_wait(past: Past, facts: RunFacts, step: int) -> Evidence:
 def happened(past: Past, facts: RunFacts, step: int) -> Evidence:
     """Whether the run was resumed, went back, or had its rate cut just before."""
     for event in reversed(past.events):
-        at = event.get("step")
+        at = place_of(event)
         if at is not None and step - max(past.width, 1) <= at <= step:
-            return Evidence(STRONG, f"events.jsonl has '{event['event']}' at step {at}")
+            to = f", to step {at}" if at != event["step"] else ""
+            return Evidence(STRONG, f"events.jsonl has '{event['event']}' at step {event['step']}{to}")
     return Evidence(AGAINST, "events.jsonl has no start, rewind or cut of the rate near it")
 
 

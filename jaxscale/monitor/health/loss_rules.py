@@ -11,6 +11,9 @@ SPIKE_LEVELS = ((1.5, "document 003, class"), (2.0, "document 003, function"), (
 SURE_RATIO = 2.0  # of a spike: one record is enough
 LOW_RATIO = 1.15  # of a spike that twice as many standard deviations speak for
 SURE_SIGMAS = 6  # above the lowest smoothed loss, which is itself a lucky one of many
+HALF = (
+    0.99  # of the first half of a window: from there on the second is a plateau by document 003, which is shown alone
+)
 SWING = 24  # records in which swings are measured
 
 
@@ -178,15 +181,25 @@ class Plateau(Rule):
         if line.level <= 0:
             return None
         drop, error = -line.per_x * width / line.level, line.error * width / line.level
-        told = {"drop": drop, "error": error, "first_step": late[0][0], "loss": line.level}
+        ratio = of_halves(late)
+        told = {"drop": drop, "error": error, "first_step": late[0][0], "loss": line.level, "half_ratio": ratio}
         if drop + (2 if len(late) >= 16 else 3) * error < view.cfg.plateau_drop:
             seen = (
                 f"from step {late[0][0]:.0f} to {view.step} the loss has fallen by {drop:.2%} with a standard error of "
-                f"{error:.2%}, surely by less than {view.cfg.plateau_drop:.0%}; it is {line.level:.4g}"
+                f"{error:.2%}, surely by less than {view.cfg.plateau_drop:.0%}; it is {line.level:.4g}. Its "
+                f"second half is {ratio:.4f} of its first: {'a' if ratio >= HALF else 'no'} plateau by document 003, "
+                f"from {HALF:g} on"
             )
             return Sign(True, seen, told | {"threshold": view.cfg.plateau_drop})
         seen = f"the loss falls again: by {drop:.2%} since step {late[0][0]:.0f}"
         return Sign(False, seen, told) if not self.spoken or drop > view.cfg.plateau_drop else None
+
+
+def of_halves(points: list[tuple[float, float]]) -> float:
+    """The mean of the second half by that of the first."""
+    half = len(points) // 2
+    first, second = (sum(y for _, y in part) / len(part) for part in (points[:half], points[half:]))
+    return second / first if first > 0 else math.inf
 
 
 def decaying(view: View, rate: float | None, highest: float) -> bool:
