@@ -98,6 +98,7 @@ def clean(kind: Kind) -> list[dict]:
             records.append(
                 {"step": step}
                 | {f"stats/activation_rms/{layer}": float(activations[layer] * growth) for layer in range(LAYERS)}
+                | {f"stats/mlp_rms/{layer}": float(0.3 * activations[layer] * growth) for layer in range(LAYERS)}
                 | {f"stats/attention_logit_max/{layer}": float(logits[layer] * growth) for layer in range(LAYERS)}
             )
             records.append({"step": step, "validation/loss": course[i] * (1.01 + valid_noise[i])})
@@ -180,6 +181,11 @@ def layers_set(name):
     return change
 
 
+def shut(record, since, strength, rng):
+    if "stats/mlp_rms/3" in record:
+        record["stats/mlp_rms/3"] = strength * record["stats/activation_rms/3"]
+
+
 def worse_validation(record, since, strength, rng):
     if "validation/loss" in record:
         record["validation/loss"] *= 1 + strength * since / 20
@@ -206,6 +212,7 @@ FAULTS = [
     *(Fault("steps skipped", ("skipped_steps",), s, skipped, lasts=8) for s in (1, 5)),
     *(Fault("layer dead", ("activations",), s, layers_set("stats/activation_rms")) for s in (0.02, 0.003)),
     *(Fault("layer huge", ("activations",), s, layers_set("stats/activation_rms")) for s in (60, 400)),
+    *(Fault("branch of a layer dead", ("activations",), s, shut) for s in (0.01, 1e-4)),
     *(Fault("attention logits", ("attention_logits",), s, layers_set("stats/attention_logit_max")) for s in (400, 5e3)),
     *(Fault("data starvation", ("starvation",), s, starved) for s in (0.05, 0.15, 0.5)),
     *(Fault("slow steps", ("slow_step", "utilisation_drop"), s, slowed) for s in (1.5, 2.5, 6.0)),

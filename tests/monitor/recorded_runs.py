@@ -1,16 +1,16 @@
 """Ten clean runs of a small quick start, and three that were spoilt on purpose: their metrics, as they were recorded.
 
-Made on 2026-11-21 on two cores of a shared x86_64 machine (jax 0.10.2), which explains the times of their steps, by
+Made on 2026-11-22 on two cores of a busy x86_64 machine (jax 0.10.2), which explains the times of their steps, by
 
     python -m jaxscale.main --config=configs/quickstart.py --workdir=RUNS/seed0 --config.seed=0 --config.seq_len=128
         --config.batch_tokens=1024 --config.train_tokens="200 steps" --config.train.num_microbatches=1
         --config.model.num_layers=2 --config.model.embed_dim=128 --config.model.num_heads=2
         --config.model.num_kv_heads=2 --config.model.mlp_dim=384 --config.monitor.log_every_steps=1
-        --config.eval.every_steps=50 --config.eval.num_rows=32
+        --config.monitor.statistics_every_steps=5 --config.eval.every_steps=50 --config.eval.num_rows=32
 
 with seeds 0 to 9, and with seed 0 and optim.peak_lr and min_lr of 1e-9 and 1e-10 ("flat"), of 0.3 ("hot"), and of 3
-with a warmup of 100 steps ("hotter"). `python tests/monitor/recorded_runs.py RUNS` keeps the columns below, to four
-digits, in recorded_runs.json.gz.
+with a warmup of 100 steps ("hotter"). `python tests/monitor/recorded_runs.py RUNS` keeps the columns below and
+what the rules read of LAYERS, to four digits, in recorded_runs.json.gz.
 """
 
 import gzip
@@ -20,7 +20,8 @@ import sys
 
 FILE = pathlib.Path(__file__).parent / "recorded_runs.json.gz"
 COLUMNS = ("step", "loss", "step_seconds", "data_wait_seconds", "learning_rate", "grad_norm", "skipped_total",
-           "host_peak_bytes", "validation/loss")  # fmt: skip
+           "host_bytes_in_use", "host_peak_bytes", "validation/loss")  # fmt: skip
+LAYERS = tuple(f"stats/{name}/" for name in ("activation_rms", "attention_rms", "mlp_rms", "attention_logit_max"))
 CLEAN = tuple(f"seed{seed}" for seed in range(10))
 TOKENS = 1024
 
@@ -28,7 +29,7 @@ TOKENS = 1024
 def runs() -> dict[str, list[dict]]:
     """The records of each run by its name, with what follows from the columns put back."""
     kept = json.loads(gzip.decompress(FILE.read_bytes()))
-    return {name: [whole(dict(zip(COLUMNS, row))) for row in rows] for name, rows in kept.items()}
+    return {name: [whole(dict(zip(COLUMNS, row)) | watched) for *row, watched in rows] for name, rows in kept.items()}
 
 
 def whole(record: dict) -> dict:
@@ -51,12 +52,19 @@ def short(value):
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
+def layers(record: dict) -> dict:
+    """What a record says of layers: one in five does."""
+    return {name: short(value) for name, value in record.items() if name.startswith(LAYERS)}
+
+
 def keep(folder: pathlib.Path) -> None:
     """Writes the file from the runs' folders."""
     kept = {}
     for path in sorted(folder.glob("*/metrics.jsonl")):
         records = [json.loads(line) for line in path.read_text().splitlines()]
-        kept[path.parent.name] = [[short(record.get(name)) for name in COLUMNS] for record in records]
+        kept[path.parent.name] = [
+            [*(short(record.get(name)) for name in COLUMNS), layers(record)] for record in records
+        ]
     FILE.write_bytes(gzip.compress(json.dumps(kept, separators=(",", ":")).encode(), 9, mtime=0))
     print(f"{FILE}: {FILE.stat().st_size} bytes, {len(kept)} runs")
 

@@ -131,6 +131,17 @@ def test_dead_and_huge_layers_are_named_in_one_alert():
     assert "above 100 in c (300); below 0.01 in b (0.0001)" in found[0].seen
 
 
+def test_a_branch_that_adds_nothing_is_told_behind_a_stream_that_looks_well():
+    def shut(step, **added):
+        more = {"stats/activation_rms/03": 2.0, "stats/attention_rms/03": 0.4, "stats/mlp_rms/03": 0.3}
+        return {"step": step} | more | {f"stats/{name}/03": value for name, value in added.items()}
+
+    told, found = said([shut(100), shut(200, mlp_rms=1e-4), shut(300, mlp_rms=1e-4), shut(400)])
+    assert told == [("activations", 300, False)] and found[0].numbers["shut"] == {"mlp of 03": 5e-5}
+    assert found[0].seen == "of the stream behind them, these add less than 0.001: mlp of 03 (5e-05)"
+    assert said([shut(step, attention_rms=0.0) for step in (50, 100)])[0] == []  # in the warmup
+
+
 def test_large_attention_logits_are_told_as_exact_or_as_a_bound():
     for name, words in (("stats/attention_logit_max/3", "the largest attention logit"),
                         ("stats/attention_logit_bound/3", "the bound max|q| max|k|")):  # fmt: skip

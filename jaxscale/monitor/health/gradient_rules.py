@@ -70,7 +70,7 @@ class SkippedSteps(Rule):
 
 
 class Activations(Rule):
-    """Layers whose activations are huge, or dead."""
+    """Layers whose activations are huge, or dead: one that adds nothing hides behind the stream that goes past it."""
 
     kind = "activations"
     begin, end = 2, 2
@@ -83,16 +83,43 @@ class Activations(Rule):
         low, high = view.cfg.activation_low, view.cfg.activation_high
         huge = sorted((layer for layer in layers if layers[layer] > high), key=lambda layer: -layers[layer])
         dead = sorted((layer for layer in layers if layers[layer] < low), key=lambda layer: layers[layer])
-        told = {"huge": huge, "dead": dead, "values": {layer: layers[layer] for layer in (huge + dead)[:8]}}
-        if not huge and not dead and not lost:
+        shut = shut_branches(view, layers)
+        told = {
+            "huge": huge,
+            "dead": dead,
+            "values": {layer: layers[layer] for layer in (huge + dead)[:8]},
+            "shut": shut,
+        }
+        if not huge and not dead and not lost and not shut:
             return Sign(False, f"the activations of all layers are between {low:g} and {high:g}", told)
         parts = [f"not finite in {', '.join(name.rsplit('/', 1)[-1] for name in lost[:8])}"] if lost else []
         if huge:
             parts.append(f"above {high:g} in {shown(huge, layers)}")
         if dead:
             parts.append(f"below {low:g} in {shown(dead, layers)}")
-        seen = f"activation RMS {'; '.join(parts)} (document 001: about 1, a concern above 100 or below 0.01)"
+        said = [f"activation RMS {'; '.join(parts)} (document 001: about 1, a concern above 100 or below 0.01)"] * bool(
+            parts
+        )
+        if shut:
+            said.append(
+                f"of the stream behind them, these add less than {view.cfg.branch_low:g}: {shown([*shut], shut)}"
+            )
+        seen = "; ".join(said)
         return Sign(True, seen, told | {"low": low, "high": high}, sure=bool(lost))
+
+
+def shut_branches(view: View, layers: dict[str, float]) -> dict[str, float]:
+    """{'attention of 03': part of the RMS behind the layer} of what adds next to nothing; none during the warmup, since
+    some begin with weights of zero."""
+    if view.step <= view.facts.warmup_steps:
+        return {}
+    parts = {
+        f"{branch} of {layer}": rms / layers[layer]
+        for branch in ("attention", "mlp")
+        for layer, rms in named(view, f"stats/{branch}_rms/").items()
+        if layers.get(layer)
+    }
+    return {name: part for name, part in sorted(parts.items(), key=lambda p: p[1]) if part < view.cfg.branch_low}
 
 
 class AttentionLogits(Rule):

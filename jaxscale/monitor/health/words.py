@@ -62,6 +62,7 @@ WORDS = {
             "1.5 times the rolling average: document 003, class (S2)",
             "2 times the mean of the last records: document 003, function (S2)",
             "3 times the running average: document 002 (S2)",
+            "own threshold: so many standard deviations of the run's own noise as well",
         ),
     ),
     "divergence": Words(
@@ -94,7 +95,10 @@ WORDS = {
             "read a batch with jaxscale trace: is it text, and is it what the model is to learn",
             "overfit one batch: a model that cannot has a fault in its code or settings",
         ),
-        ("flat from the start: document 002 (S10)", "too low a rate is flat or glacial: documents 000 and 002 (B13)"),
+        (
+            "flat from the start: document 002 (S10); own threshold",
+            "too low a rate is flat or glacial: documents 000 and 002 (B13)",
+        ),
     ),
     "plateau": Words(
         (
@@ -125,7 +129,7 @@ WORDS = {
             "lower optim.b2 to 0.95 if it is higher",
             "see the losses by source: do they swing one after the other",
         ),
-        ("oscillation points at rate, data or numerics, not at the architecture: document 000 (S11)",),
+        ("oscillation points at rate, data or numerics, not at the architecture: document 000 (S11); own threshold",),
     ),
     "explosion": Words(
         (
@@ -146,6 +150,7 @@ WORDS = {
             "above 100 or NaN, 0.1 to 10 is normal: document 001 (S3)",
             "above 3 times the clip norm: document 003 (S3); with clip norm 1 that is 3, normal for document 001, so "
             "it is shown and alerts nobody (E22)",
+            "own threshold: so many times the run's own median",
         ),
     ),
     "skipped_steps": Words(
@@ -160,7 +165,7 @@ WORDS = {
             "if the steps were well, raise the setting of train.guard that the verdict follows from",
             "else lower the rate, or leave the batches out with --skip-data",
         ),
-        ("skipping is the first answer to a spike: documents 001 to 003 (S5)",),
+        ("skipping is the first answer to a spike: documents 001 to 003 (S5); own threshold",),
     ),
     "activations": Words(
         (
@@ -183,7 +188,11 @@ WORDS = {
             ("query and key weights grow without bound", evidence.silent),
         ),
         ("lower the rate or lengthen the warmup", "in a new run, set model.qk_norm or model.attention_softcap"),
-        ("attention logits cause spikes: documents 001 to 003 (S1)", "QK-Clip holds them at 100: arXiv:2507.20534"),
+        (
+            "attention logits cause spikes: documents 001 to 003 (S1)",
+            "QK-Clip holds them at 100: arXiv:2507.20534",
+            "own threshold: ten times that",
+        ),  # fmt: skip
     ),
     "starvation": Words(
         (
