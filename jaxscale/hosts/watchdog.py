@@ -30,7 +30,7 @@ TICK_SECONDS = 0.25
 LAST_SECONDS = 4.5  # from the bark to the end, whatever the telling and writing of it wait for
 FOLDER = "stacks"
 
-PhaseName = Literal["compile", "restore", "data", "step", "save", "eval"]
+PhaseName = Literal["compile", "restore", "data", "step", "save", "eval", "statistics"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,10 @@ class HangConfig:
     compile_seconds: float = setting(3600.0, "the first step of a start, with its compilation", may_change=True)
     restore_seconds: float = setting(3600.0, "reading a checkpoint, or making the first state", may_change=True)
     save_seconds: float = setting(3600.0, "saving a checkpoint, from the snapshot to its verification", may_change=True)
-    eval_seconds: float = setting(3600.0, "one validation with its compilation", may_change=True)
+    eval_seconds: float = setting(3600.0, "one validation, or one sample, with its compilation", may_change=True)
+    statistics_seconds: float = setting(
+        3600.0, "one look at the statistics of the layers, with its compilation", may_change=True
+    )
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

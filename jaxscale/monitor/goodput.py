@@ -1,4 +1,4 @@
-"""Where the wall time of a run went: compiling, restoring, waiting for data, saving, validating, steps, lost steps.
+"""Where the wall time of a run went: compiling, restoring, waiting for data, saving, looking, steps, lost steps.
 
 A start keeps a Ledger, which the watchdog's phases are charged to as they begin and end; what no phase covers is
 `other`, so that the kinds sum to the wall time. Its numbers are in each record of metrics.jsonl and in the event that
@@ -9,6 +9,7 @@ import collections
 import dataclasses
 import datetime
 import json
+import math
 import os
 import sys
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 
 from jaxscale import paths
 
-KINDS = ("step", "compile", "restore", "data", "save", "eval", "lost", "idle", "other")
+KINDS = ("step", "compile", "restore", "data", "save", "eval", "statistics", "lost", "idle", "other")
 PREFIX = "goodput/"
 # The host runs one step ahead of the devices: a wait for data costs nothing if it then still waits for the step before.
 # It does where that takes at least this part of both waits; below it is the host's own work of fetching and writing.
@@ -172,6 +173,12 @@ class Start:
     is_new: bool  # it began with step 0
     ledger: dict[str, float] = dataclasses.field(default_factory=dict)
     ended: float | None = None
+    heard: float = 0.0  # when its newest event was noted
+    went_back: float = 0.0  # when it last left steps behind
+
+    def wrote(self, record: Mapping[str, Any]) -> bool:
+        """True if the newest record may be of this start: one that left none leaves those of the starts before."""
+        return self.is_new or record.get("step", 0) > self.lowest
 
 
 def goodput_of(
@@ -180,19 +187,23 @@ def goodput_of(
     """Where the time went over all starts, from the records of metrics.jsonl and the events of events.jsonl.
 
     A start that was killed ends with its last record, and what follows is idle. So it is for the last start if `now`
-    (seconds since 1970) is given; without, the time ends with its last record. Starts without a ledger, which an older
-    version wrote, are `other`.
+    (seconds since 1970) is given; without, the time ends with its last record. Starts without a ledger, as one that was
+    killed before its first record, are `other` up to their last event.
     """
     starts, rewinds = starts_of(events)
     if starts and not starts[-1].ledger:
         last = starts[-1]
-        newer = (r for r in records if last.is_new or r.get("step", 0) > last.lowest)
+        newer = (record for record in records if last.wrote(record))
         last.ledger = ledger_of(next(iter(collections.deque(newer, maxlen=1)), {}))
     seconds, before = dict.fromkeys(KINDS, 0.0), None
     for number, start in enumerate(starts):
         kinds = {kind: start.ledger.get(f"{kind}_seconds", 0.0) for kind in KINDS}
-        if not start.ledger and start.ended is not None:
-            kinds["other"] = max(0.0, start.ended - start.began)
+        if not start.ledger:
+            following = starts[number + 1].began if number + 1 < len(starts) else math.inf
+            ended = start.heard if start.ended is None else start.ended
+            kinds["other"] = max(0.0, min(ended, following) - start.began)  # the next one may note before it begins
+        elif start.ended is None:  # the records of steps that it went back from are no longer among the others
+            kinds["lost"] += max(0.0, start.went_back - start.began - sum(kinds.values()))
         ended = start.began + sum(kinds.values())
         for kind, value in kinds.items():
             seconds[kind] += value
@@ -212,7 +223,12 @@ def starts_of(events: Iterable[Mapping[str, Any]]) -> tuple[list[Start], int]:
         kind, when = event.get("event"), unix_time(event.get("time"))
         if kind == "rewind":
             rewinds, went_back = rewinds + 1, True
-        if kind not in ("started", "resumed", "stopped") or when is None:
+        if when is None:
+            continue
+        if kind not in ("started", "resumed", "stopped"):
+            if starts:
+                starts[-1].heard = max(starts[-1].heard, when)
+                starts[-1].went_back = when if kind == "rewind" else starts[-1].went_back
             continue
         if kind == "stopped":
             if starts:
@@ -225,8 +241,8 @@ def starts_of(events: Iterable[Mapping[str, Any]]) -> tuple[list[Start], int]:
         if same:  # a process that went back opens its run again
             starts[-1].lowest = min(starts[-1].lowest, step)
             continue
-        if starts and not starts[-1].ledger:
-            starts[-1].ledger = ledger_of(event.get("left") or {})
+        if starts and not starts[-1].ledger and starts[-1].wrote(left := event.get("left") or {}):
+            starts[-1].ledger = ledger_of(left)
         began = unix_time(key)
         starts.append(Start(key, when if began is None else began, step, kind == "started"))
     return starts, rewinds

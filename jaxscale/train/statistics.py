@@ -188,7 +188,6 @@ class Watch:
 
     def __init__(self, step: StatisticsStep | None, every_steps: int, throughput: Throughput, phase: Callable):
         self.step, self.every_steps, self.throughput, self.phase = step, every_steps, throughput, phase
-        self.phase_name = "compile"  # the first time, in which one process may wait for another's compiler
 
     def begin(self, step: int, state: TrainState, batch: Batch) -> Statistics | None:
         """Sends the program on its way if statistics of this step are due; the first time it is compiled.
@@ -197,7 +196,7 @@ class Watch:
         """
         if self.step is None or not self.every_steps or step % self.every_steps:
             return None
-        with self.phase(self.phase_name, step), self.excluded():
+        with self.phase("statistics", step), self.excluded():
             return self.step(state, batch)
 
     def end(self, step: int, found: Statistics | None) -> dict[str, float]:
@@ -207,10 +206,8 @@ class Watch:
         """
         if found is None:
             return {}
-        with self.phase(self.phase_name, step), self.excluded():
-            numbers = named(jax.device_get(found))
-        self.phase_name = "step"
-        return numbers
+        with self.phase("statistics", step), self.excluded():
+            return named(jax.device_get(found))
 
     @contextlib.contextmanager
     def excluded(self) -> Iterator[None]:

@@ -10,8 +10,10 @@ import tiny
 
 from jaxscale import main
 from jaxscale.hosts.watchdog import HangConfig, Watchdog
+from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.goodput import KINDS, Ledger, goodput_of, iso_time, last_record, own_age_seconds
+from jaxscale.monitor.writers import kept_lines
 
 
 class Clock:
@@ -93,6 +95,18 @@ def test_a_wait_that_is_being_read_off_is_told_as_it_will_be():
     assert ledger.totals()["data"] == pytest.approx(0.3)
 
 
+def test_a_look_at_the_statistics_is_no_step_and_hides_no_wait():
+    clock, ledger, phase = make()
+    with phase("data", 1):
+        clock.now += 0.5
+    with phase("statistics", 1):  # with its compilation
+        clock.now += 9.0
+    with phase("compile", 1):
+        clock.now += 5.0
+    assert ledger.totals() | {"statistics": 0.0, "data": 0.0, "compile": 0.0} == dict.fromkeys(KINDS, 0.0)
+    assert (ledger.totals()["statistics"], ledger.totals()["data"]) == (9.0, 0.5)
+
+
 def test_steps_behind_a_rewind_are_lost_once():
     clock, ledger, phase = make()
     run_steps(clock, phase, 1, 6, data=0.0, compiles=(1,))
@@ -140,6 +154,10 @@ def test_any_nesting_of_phases_sums_to_the_wall_time(seed):
     )
 
 
+def records_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 def event(kind, at, step=None, **facts):
     return {"time": iso_time(at), "event": kind, "step": step, **facts}
 
@@ -179,6 +197,52 @@ def test_a_start_without_a_record_of_its_own_does_not_inherit_the_last_one():
         event("resumed", 2000, 50, process_began=iso_time(2000), left=ledger_at(500.0) | {"step": 50}),
     ]
     assert goodput_of([record(50, **ledger_at(490.0))], events).wall_seconds == pytest.approx(1000.0)
+
+
+def test_a_rewind_and_a_kill_leave_no_second_out(tmp_path):
+    """Three starts in one folder, as processes leave it: one goes back and is killed, one is killed at once."""
+    clock = Clock(1_700_000_000.0)
+    metrics = tmp_path / "metrics.jsonl"
+
+    def begin(step):
+        ledger = Ledger(age_seconds=2.0, clock=clock, wall_clock=clock)
+        facts = ledger.take_up(tmp_path)
+        if step:
+            metrics.write_text("".join(kept_lines(metrics, step)[0]))  # as the writer does, before it is noted
+        events.append(event("resumed" if step else "started", clock.now, step, **facts))
+        return ledger, Watchdog(None, HangConfig(), observers=(ledger,)).phase
+
+    def train(ledger, phase, first, last, compiles=()):
+        for step in range(first, last + 1):
+            run_steps(clock, phase, step, step, compiles=compiles)
+            with phase("step", step):
+                clock.now += 1.0
+            with metrics.open("a") as file:
+                file.write(json.dumps({"step": step, "loss": 1.0} | ledger.metrics()) + "\n")
+
+    events, began = [], clock.now - 2.0
+    ledger, phase = begin(0)
+    train(ledger, phase, 1, 6, compiles=(1,))
+    events.append(event("rewind", clock.now, 6, to=3))
+    abandon(tmp_path, 3, 1)
+    with phase("restore"):
+        clock.now += 2.0
+    assert goodput_of(records_of(metrics), events).wall_seconds == pytest.approx(clock.now - 2.0 - began, rel=0.01)
+    events.append(event("resumed", clock.now, 3, **ledger.take_up(tmp_path)))
+    train(ledger, phase, 4, 8)
+    clock.now += 40.0  # killed here, and nobody looked
+    begin(5)
+    clock.now += 3.0
+    events.append(event("restored", clock.now, 5))
+    clock.now += 30.0  # killed before its first record
+    ledger, phase = begin(5)
+    train(ledger, phase, 6, 9, compiles=(6,))
+    events.append(event("stopped", clock.now, code=0, goodput=ledger.facts()))
+    found = goodput_of(records_of(metrics), events)
+    assert (found.starts, found.rewinds) == (3, 1)
+    assert found.wall_seconds == pytest.approx(clock.now - began, rel=0.01)
+    assert found.seconds["idle"] == pytest.approx(66.0, rel=1e-3) and found.seconds["restore"] == 2.0
+    assert found.seconds["lost"] == pytest.approx(3 * 1.11, rel=0.01)  # 4 to 6
 
 
 def test_what_an_older_version_wrote_is_other_and_rubbish_is_left_out():
