@@ -3,7 +3,8 @@
   jaxscale report --workdir=RUN                    report.html: curves, cost, data, settings, samples, incidents
   jaxscale report --workdir=A --workdir=B          both in each plot, and the settings in which they differ
   --output=report.html    where the page is written
-  --price=DOLLARS         an hour of one chip costs: cost so far and to the end
+  --price=DOLLARS         what an hour of one chip costs, for the cost so far and to the end; without it the list price
+                          of hardware.py, where that has one
   --serve[=PORT]          no file: the page at http://127.0.0.1:PORT, made anew as the run goes on, until Ctrl-C;
                           default port 8642, 0: any free one
 

@@ -174,7 +174,7 @@ class Metrics:
     def shrink(self, most_values: int) -> None:
         """Thins out once there are twice as many values as wished, so that all lines together cost O(lines)."""
         while self.values > 2 * most_values and len(self.rows) > GROUP:
-            self.rows, self.thinned = thin(self.rows), True
+            self.rows, self.thinned = [*thin(self.rows[:-1]), self.rows[-1]], True  # the last says how far it is
             self.values = sum(map(len, self.rows))
         if len(self.replaced) > most_values:
             self.replaced, self.thinned = thin(self.replaced), True

@@ -44,18 +44,7 @@ def training_row(step, rng, layers=16, peak_lr=3e-4, floor=1.85):
         "train/real_tokens": BATCH_TOKENS * 0.996,
     }
     row |= {f"train/{name}/loss": loss + shift for name, shift in (("web", 0.08), ("code", -0.6), ("math", -0.2))}
-    wall = step * STEP_SECONDS * 1.06
-    parts = {
-        "step": 0.93,
-        "compile": 0.004,
-        "data": 0.011,
-        "save": 0.014,
-        "eval": 0.03,
-        "restore": 0.001,
-        "lost": 0.006,
-    }
-    row |= {f"goodput/{kind}_seconds": round(wall * part, 1) for kind, part in parts.items()}
-    row |= {"goodput/other_seconds": wall * 0.004, "goodput/wall_seconds": round(wall, 1), "goodput/fraction": 0.93}
+    row |= {f"goodput/{name}": value for name, value in ledger_at(step).items()} | {"goodput/fraction": 0.93}
     if step % 50 == 0:
         for layer in range(layers):
             hot = 2.5 if layer == 11 and 2200 < step < 2700 else 1.0
@@ -65,6 +54,14 @@ def training_row(step, rng, layers=16, peak_lr=3e-4, floor=1.85):
         for group, size in (("embed", 0.002), ("attention", 0.001), ("mlp", 0.0012)):
             row[f"stats/update_ratio/{group}"] = size * warm * math.exp(rng.gauss(0, 0.06))
     return row
+
+
+def ledger_at(step):
+    """Seconds by kind since the start that a step belongs to."""
+    wall = max(step - (2840 if step > 2830 else 0), 1) * STEP_SECONDS * 1.06
+    parts = {"step": 0.93, "compile": 0.004, "data": 0.011, "save": 0.014, "eval": 0.02, "statistics": 0.01}
+    parts |= {"restore": 0.001, "lost": 0.006, "other": 0.004}
+    return {f"{kind}_seconds": round(wall * part, 1) for kind, part in parts.items()} | {"wall_seconds": round(wall, 1)}
 
 
 def validation_row(step, rng):
@@ -125,11 +122,14 @@ def events_of(last):
         event(SPIKE + 31, "rewind", SPIKE + 30, to=REWIND_TO, why="skipped", skip_batches=[[2300, 2335]], batch=2199),
         event(SPIKE + 60, "resumed", REWIND_TO, changed=[], devices=devices),
         save(2500),
-        event(2840, "stopped", None, code=10, why="stopped (preempted, exit 10): SIGTERM: saved step 2830"),
-        event(2990, "resumed", 2830, changed=[{"name": "optim.peak_lr", "old": 3e-4, "new": 2.5e-4}], devices=devices),
-        event(3100, "alert", 3100, finding="data_starvation", seen="data wait is 31% of the step over 50 reports",
+        event(2830, "stopped", None, code=10, why="stopped (preempted, exit 10): SIGTERM: saved step 2830",
+              goodput=ledger_at(2830)),
+        event(2840, "resumed", 2830, changed=[{"name": "optim.peak_lr", "old": 3e-4, "new": 2.5e-4}], devices=devices),
+        event(3100, "alert", 3100, what="data_starvation", over=False,
+              seen="data wait is 31% of the step over 50 reports",
               causes=[{"what": "a slow disk or network", "evidence": "0.6 s at the median, 0.004 s before"}],
               advice=["look at the data's storage", "raise data.workers"]),
+        event(3170, "alert", 3170, what="data_starvation", over=True, seen="data wait is 0.2% of the step"),
     ]  # fmt: skip
     found += [save(step) for step in range(3000, last + 1, 500)]
     return found

@@ -111,6 +111,12 @@ def test_thinning_keeps_every_spike_and_says_so(tmp_path):
     assert len(read_history(tmp_path, most_values=None).rows) == 20_000
 
 
+@pytest.mark.parametrize("count", range(95, 131))
+def test_thinning_keeps_the_last_row_which_says_how_far_a_run_is(tmp_path, count):
+    write(tmp_path, [{"step": n, "loss": 2.0, "grad_norm": 1.0} for n in range(1, count + 1)])
+    assert read_history(tmp_path, most_values=30).last_step == count
+
+
 def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(json_lines, "LONGEST_LINE", 100)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n' + "x" * 1000 + '\n{"step": 2, "loss": 2.0}\n')

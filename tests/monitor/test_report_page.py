@@ -1,19 +1,22 @@
 """The page holds what the run tells, as text, in one file; axes and thinning keep what a reader looks for."""
 
+import html
 import json
 import re
 
 import pytest
 from made_run import BEGAN, CANARY, event, make_run, written_at
 
+from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, read_history
 from jaxscale.monitor.report import make_page
 from jaxscale.monitor.report.columns import smooth, thin_columns
 from jaxscale.monitor.report.plots import Line, Plot, draw
 from jaxscale.monitor.report.status import status_of
+from jaxscale.monitor.report.tables import goodput_tables
 from jaxscale.monitor.report.text import escape, json_block, plain
 from jaxscale.monitor.report.ticks import Axis, axis_over, linear_ticks, log_ticks
-from jaxscale.monitor.report.words import in_words, incidents
+from jaxscale.monitor.report.words import in_words, incidents, marks
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +43,8 @@ def test_a_spike_does_not_flatten_the_curve_and_is_told():
     values = [3.0 - step / 1000 for step in steps]
     values[500] = 1e6
     assert axis_over(values).high < 5
-    html, _ = draw(Plot(title="Loss", lines=[Line("loss", steps, values)]), Axis(0, 1000), 0)
-    assert "One point lies above the axis; the largest is 1M." in html
+    drawn, _ = draw(Plot(title="Loss", lines=[Line("loss", steps, values)]), Axis(0, 1000), 0)
+    assert "One point lies above the axis; the largest is 1M." in drawn
 
 
 def test_thinning_keeps_the_highest_and_lowest_of_each_column():
@@ -124,10 +127,44 @@ def test_the_page_is_one_file_that_asks_for_nothing(run):
 def test_the_head_tells_state_time_and_cost(run):
     status = status_of(run, written_at(4200) + 4, price=4.2)
     assert status.state == "running" and status.starts == 2 and status.chips == 64
-    assert status.wall_seconds == pytest.approx(2840 * 1.9 * 1.06 + (4200 - 2990) * 1.9 * 1.06, rel=1e-3)
+    assert status.wall_seconds == pytest.approx(2830 * 1.9 * 1.06 + (4200 - 2840) * 1.9 * 1.06, rel=1e-3)
     assert status.cost == pytest.approx(4.2 * 64 * status.wall_seconds / 3600)
     assert status.left_seconds == pytest.approx(1800 * 1.9, rel=0.05)
     assert status_of(run, written_at(4200) + 4000).state == "silent"
+
+
+@pytest.mark.parametrize(
+    ("kind", "price", "cost", "told"),
+    [
+        ("TPU v5", None, "4.20", "TPU v5p at $4.20 a chip-hour, list price of 2025 (cloud.google.com/tpu/pricing"),
+        ("TPU v5", 2.5, "2.50", "TPU v5p at $2.50 a chip-hour, as given by --price."),
+        ("TPU7x", 8.0, "4.00", "TPU7x at $8.00 a chip-hour"),  # two of JAX's devices are one chip
+        ("cpu", None, None, "no price of cpu is known. --price=DOLLARS gives"),
+        ("cpu", 0.1, "0.10", "cpu at $0.10 a chip-hour, as given"),
+    ],
+)
+def test_the_cost_rests_on_a_price_that_is_named_with_its_date_or_is_said_to_be_unknown(
+    tmp_path, kind, price, cost, told
+):
+    events = [event(0, "started", 0), event(0, "stopped", 10, seconds=3600, code=10, why="x")]
+    config = {"devices": {"kind": kind, "number": 1}, "budget": {"total_steps": 20}}
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10, "loss": 1.0, "step_seconds": 360.0}\n')
+    (tmp_path / "events.jsonl").write_text("".join(f"{json.dumps(one)}\n" for one in events))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    run = read_history(tmp_path)
+    for page in (make_page([run], now=BEGAN, price=price), make_page([run, run], now=BEGAN, price=price)):
+        text = html.unescape(page)
+        assert told in text and (cost is None or f"${cost}" in text) and ("no price" in text) == (cost is None)
+    assert cost is None or f"${2 * float(cost):.2f} to the end" in html.unescape(
+        make_page([run], now=BEGAN, price=price)
+    )
+
+
+def test_where_the_time_went_sums_to_the_wall_time(run):
+    assert "wall time" in goodput_tables([run]) and status_of(run, BEGAN).starts == 2
+    found = goodput_of(run.rows, run.events)
+    wall = (4200 * 1.9 * 1.06) - found.seconds["idle"]
+    assert status_of(run, BEGAN).wall_seconds == pytest.approx(wall, rel=0.01) and found.seconds["idle"] > 0
 
 
 @pytest.mark.parametrize(
@@ -153,7 +190,15 @@ def test_incidents_are_words_and_saves_in_a_row_one_line(run):
     lines = [one.what for one in found]
     assert older == 0 and "4 checkpoints saved, 13.8 GiB" in lines
     assert any(line.startswith("went back to step 2200, 140 steps are abandoned") for line in lines)
-    assert any("likely: what a slow disk or network" in line and "try: look at the data" in line for line in lines)
+    (alert,) = [one for one in found if "likely" in one.what]
+    assert alert.is_trouble and alert.what == (
+        "data starvation: data wait is 31% of the step over 50 reports; likely: a slow disk or network (0.6 s at the "
+        "median, 0.004 s before); try: look at the data's storage; raise data.workers"
+    )
+    (over,) = [one for one in found if one.step == "3,170"]
+    assert not over.is_trouble and over.what == "data starvation is over: data wait is 0.2% of the step"
+    drawn = {mark.step: mark for mark in marks(run.events)}
+    assert drawn[3100].kind == "trouble" and "data wait is 31%" in drawn[3100].text and 3170 not in drawn
     assert in_words({"event": "new_kind", "step": 1, "x": 2}) == "new_kind: x 2"
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxscale import units
 from jaxscale.monitor.history import History
 from jaxscale.monitor.report.canvas import Canvas, across_of
+from jaxscale.monitor.report.cost import cost_fact, price_words
 from jaxscale.monitor.report.script import SCRIPT
 from jaxscale.monitor.report.sections import Section, left_out, plot_sections
 from jaxscale.monitor.report.status import Status, as_dict, as_list, status_of
@@ -109,8 +110,7 @@ def one_head(history: History, status: Status) -> str:
         facts.append(("to go", duration(status.left_seconds), "at the speed of the last reports"))
     if status.mfu is not None:
         facts.append(("MFU", percent(status.mfu), "lately"))
-    if status.cost is not None:
-        facts.append(("cost so far", money(status.cost), f"{money(status.cost_to_end)} to the end"))
+    facts.append(cost_fact(status))
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
         for name, value, more in facts
@@ -120,8 +120,13 @@ def one_head(history: History, status: Status) -> str:
         f'<div class="top"><h1>{escape(history.name)}</h1>'
         f'<span class="state {status.state}">{escape(status.state)}</span></div>'
         f'<p class="sub">{escape(" · ".join(part for part in parts if part))}</p>'
-        f'<p class="sub">{escape(sentence(status.words))}</p>{bar}<dl class="facts">{items}</dl>'
+        f'<p class="sub">{escape(sentence(status.words))}</p>{bar}<dl class="facts">{items}</dl>{fine_print([status])}'
     )
+
+
+def fine_print(statuses: Sequence[Status]) -> str:
+    """What the cost rests on."""
+    return f'<p class="fine">{escape(words)}</p>' if (words := price_words(statuses)) else ""
 
 
 def sentence(words: str) -> str:
@@ -162,7 +167,7 @@ def several_heads(histories: Sequence[History], statuses: Sequence[Status]) -> s
         rows.append([*cells, *([n(money(s.cost)), n(money(s.cost_to_end))] if has_cost else [])])
     head = ["run", "state", "step", "of", "loss", "validation", "tokens", "tokens/s", "MFU", "time", "to go"]
     head += ["cost", "to the end"] if has_cost else []
-    return f'<div class="top"><h1>{len(histories)} runs</h1></div>{table(head, rows)}'
+    return f'<div class="top"><h1>{len(histories)} runs</h1></div>{table(head, rows)}{fine_print(statuses)}'
 
 
 def text_sections(histories: Sequence[History]) -> list[Section]:

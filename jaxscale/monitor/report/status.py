@@ -7,14 +7,15 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.exits import Exit, meaning
-from jaxscale.hardware import find_chip
+from jaxscale.hardware import Price, find_chip
+from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, Row, is_number
 from jaxscale.monitor.report.text import clock, time_of
 
 QUIET_SECONDS = 180.0  # without a line for longer than this, and ten times what lines take, a run counts as silent
 RECENT = 20  # reports over which the speed is taken
 BEGINS = ("started", "resumed")
-DEVICES_PER_CHIP = {"TPU7x": 2}  # where JAX's device is not the chip that is paid for (hardware.py has the source)
+OWN = "as given by --price"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +36,13 @@ class Status:
     left_seconds: float | None  # to the last step, at the speed of the last reports
     chips: float | None
     chip: str
+    price: Price | None  # of a chip: what was given, else the chip table's
     cost: float | None  # so far, dollars
     cost_to_end: float | None  # the whole run
 
 
 def status_of(history: History, now: float, price: float | None = None) -> Status:
-    """The Status at the time `now` (Unix seconds). price: dollars an hour for one chip."""
+    """The Status at the time `now` (Unix seconds). price: dollars an hour for one chip; else that of the chip table."""
     budget = as_dict(history.config.get("budget"))
     total = budget.get("total_steps") if is_number(budget.get("total_steps")) else None
     state, words = state_of(history, now, total)
@@ -49,10 +51,11 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
     chip = find_chip(kind)
     chips = devices.get("number") if is_number(devices.get("number")) else None
     if chips is not None and chip is not None:
-        chips = chips / DEVICES_PER_CHIP.get(chip.name, 1)
+        chips = chips / chip.devices_per_chip
     wall, starts = wall_seconds(history)
     left = left_seconds(history, total) if state != "finished" else 0.0
-    hourly = price * chips / 3600 if price is not None and chips else None
+    paid = Price(price, "", OWN) if price is not None else chip.price if chip else None
+    hourly = paid.dollars_per_hour * chips / 3600 if paid and chips else None
     return Status(
         state=state,
         words=words,
@@ -68,6 +71,7 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
         left_seconds=left,
         chips=chips,
         chip=chip.name if chip else kind,
+        price=paid,
         cost=hourly * wall if hourly is not None and wall is not None else None,
         cost_to_end=hourly * (wall + left) if hourly is not None and wall is not None and left is not None else None,
     )
@@ -100,29 +104,13 @@ def state_of(history: History, now: float, total: int | None) -> tuple[str, str]
 
 
 def wall_seconds(history: History) -> tuple[float | None, int]:
-    """(seconds in which the run's command ran as far as its events tell, number of its starts).
+    """(seconds in which the run's processes ran, number of its starts).
 
-    A start that ended without a word counts up to its last event, the last start up to the newest write. Where there
-    are no events, the steps' own time counts.
+    As the goodput has them, without what lies between starts. Where there are no events, the steps' own time counts.
     """
-    total, starts, begun, last, before = 0.0, 0, None, None, ""
-    for event in history.events:
-        when = time_of(event)
-        if when is None:
-            continue
-        if event["event"] in BEGINS:
-            if begun is not None and before != "rewind":  # a process that went back opens its run again
-                total += max(last - begun, 0.0)
-                begun = None
-            starts += begun is None
-            begun = when if begun is None else begun
-        last, before = when, event["event"]
-        if event["event"] == "stopped" and begun is not None:
-            total, begun = total + max(when - begun, 0.0), None
-    if begun is not None:
-        total += max(max(last, history.written_at or last) - begun, 0.0)
-    if starts:
-        return total, starts
+    found = goodput_of(history.rows, history.events)
+    if found.starts:
+        return found.wall_seconds - found.seconds["idle"], found.starts
     return step_time(history.rows), 0
 
 

@@ -97,7 +97,7 @@ margin:0 0 14px;
 max-height:340px;overflow-y:auto}
 details{margin:0 0 14px}summary{cursor:pointer;font-size:13.5px;color:var(--soft)}
 details[open] summary{margin-bottom:10px}
-.left{color:var(--soft);font-size:13.5px}
+.left{color:var(--soft);font-size:13.5px}.fine{color:var(--soft);font-size:12.5px;margin:14px 0 0;max-width:none}
 ul.told{margin:14px 0 0;padding:10px 14px 10px 30px;background:var(--card);border-radius:6px;font-size:13.5px;
 color:var(--soft)}
 .pair{display:grid;grid-template-columns:minmax(0,1fr);gap:0 34px}

@@ -4,17 +4,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
+from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, is_number
 from jaxscale.monitor.report.status import as_dict, as_list
 from jaxscale.monitor.report.text import escape, percent, plain
 from jaxscale.monitor.report.words import described, incidents
 
 MOST_CHANGES = 200
-KINDS = ("step", "compile", "restore", "data", "save", "eval", "lost", "idle", "other")  # of goodput/KIND_seconds
 KIND_WORDS = {
     "step": "training steps that count", "compile": "compiling", "restore": "restoring", "data": "waiting for data",
-    "save": "saving", "eval": "validation", "lost": "steps that were run again", "idle": "between starts",
-    "other": "other",
+    "save": "saving", "eval": "validation and samples", "statistics": "statistics of the layers",
+    "lost": "steps that were run again", "idle": "between starts", "other": "all else: imports, checks, opening data",
 }  # fmt: skip
 
 
@@ -162,32 +162,22 @@ def stages_of(mixture: Any) -> list[tuple[str, dict[str, float]]]:
 
 
 def goodput_tables(histories: Sequence[History]) -> str:
-    """Seconds by kind over all starts, as far as the records tell."""
+    """Seconds by kind over all starts; they sum to the wall time, from the first start to the last sign of the run."""
     parts = []
     for place, history in enumerate(histories):
-        seconds = goodput_seconds(history)
-        total = sum(seconds.values())
-        if total > 0:
-            rows = [
-                (KIND_WORDS[kind], n(units.duration(value)), n(percent(value / total)))
-                for kind, value in seconds.items()
-                if value > 0
-            ]
-            heading = f"<h3>{run_name(history, place).html}</h3>" if len(histories) > 1 else ""
-            parts.append(heading + table(("where the time went", "time", "share"), rows))
+        found = goodput_of(history.rows, history.events)
+        if found.fraction is None:
+            continue
+        wall = found.wall_seconds
+        rows = [
+            (KIND_WORDS[kind], n(units.duration(value)), n(percent(value / wall)))
+            for kind, value in found.seconds.items()
+            if value > 0
+        ]
+        rows.append(("wall time", n(units.duration(wall)), n(percent(1.0))))
+        heading = f"<h3>{run_name(history, place).html}</h3>" if len(histories) > 1 else ""
+        parts.append(heading + table(("where the time went", "time", "share"), rows))
     return "".join(parts)
-
-
-def goodput_seconds(history: History) -> dict[str, float]:
-    """Seconds by kind. The metrics count since their start began: the last record of each start is its sum."""
-    totals = dict.fromkeys(KINDS, 0.0)
-    rows = [row for row in history.rows if is_number(row.get("goodput/wall_seconds"))]
-    for row, following in zip(rows, [*rows[1:], None]):
-        if following is None or following["goodput/wall_seconds"] < row["goodput/wall_seconds"]:
-            for kind in KINDS:
-                value = row.get(f"goodput/{kind}_seconds")
-                totals[kind] += value if is_number(value) else 0.0
-    return totals
 
 
 def supervised_table(histories: Sequence[History]) -> str:

@@ -19,7 +19,7 @@ MARKED = ("spike", "alarm", "alert", "lr_cut", "rewind", "hang", "replicas_diffe
 RESTARTS = ("resumed", "branch")
 MOST_MARKS = 60
 MOST_INCIDENTS = 300
-LONGEST = 600  # characters of one incident
+LONGEST, LONGEST_MARK = 1200, 200  # characters of one incident in the log, and at a mark
 
 
 class Incident(NamedTuple):
@@ -47,10 +47,12 @@ def incidents(events: Sequence[Row]) -> tuple[list[Incident], int]:
 
 def incident(event: Row) -> Incident:
     """One event."""
-    kind = event["event"]
-    code = event.get("code")
-    trouble = kind in TROUBLE or kind == "stopped" and code not in (Exit.DONE, Exit.PREEMPTED)
-    return Incident(clock(time_of(event)), step_text(event), in_words(event)[:LONGEST], trouble)
+    return Incident(clock(time_of(event)), step_text(event), shortened(in_words(event), LONGEST), is_trouble(event))
+
+
+def shortened(text: str, most: int) -> str:
+    """The text, cut at so many characters, with a sign where it was."""
+    return text if len(text) <= most else f"{text[: most - 3].rstrip()}..."
 
 
 def several_saves(events: Sequence[Row]) -> Incident:
@@ -159,14 +161,27 @@ def is_pair(part: Any) -> bool:
 
 
 def alert_text(event: Row) -> str:
-    """A finding of the health rules: what was seen, its likely causes, what to try."""
-    causes = as_list(event.get("causes"))
-    told = [described(cause) for cause in causes if cause][:3]
+    """A finding of the health rules: what was seen, its likely causes with their evidence, what to try."""
+    kind = str(event.get("what") or "alert").replace("_", " ")
+    if event.get("over"):
+        return f"{kind} is over: {event.get('seen') or ''}".rstrip(": ")
+    causes = [
+        f"{cause.get('what')} ({cause['evidence']})" if cause.get("evidence") else str(cause.get("what"))
+        for cause in as_list(event.get("causes"))
+        if isinstance(cause, dict)
+    ][:3]
     advice = [str(line) for line in as_list(event.get("advice"))][:3]
-    parts = [str(event.get("seen") or event.get("what") or event.get("kind") or "alert")]
-    parts += [f"likely: {'; '.join(told)}"] if told else []
+    parts = [f"{kind}: {event.get('seen') or ''}".rstrip(": ")]
+    parts += [f"likely: {', or '.join(causes)}"] if causes else []
     parts += [f"try: {'; '.join(advice)}"] if advice else []
-    return ". ".join(part.rstrip(".") for part in parts)
+    return "; ".join(part.rstrip(".") for part in parts)
+
+
+def is_trouble(event: Row) -> bool:
+    """True for what went wrong; an alert that is over is none."""
+    if event["event"] == "stopped":
+        return event.get("code") not in (Exit.DONE, Exit.PREEMPTED)
+    return event["event"] in TROUBLE and not event.get("over")
 
 
 def described(value: Any) -> str:
@@ -207,7 +222,10 @@ def marks(events: Sequence[Row]) -> list[Mark]:
     """What is marked in the plots: troubles and restarts, the newest MOST_MARKS; alike ones at one step count once."""
     found: dict[tuple[float, str], Mark] = {}
     for event in events:
-        kind = "trouble" if event["event"] in MARKED else "change" if event["event"] in RESTARTS else ""
+        kind = "trouble" if event["event"] in MARKED and is_trouble(event) else ""
+        kind = "change" if event["event"] in RESTARTS else kind
         if kind and is_number(event.get("step")):
-            found.setdefault((event["step"], event["event"]), Mark(event["step"], in_words(event)[:160], kind))
+            found.setdefault(
+                (event["step"], event["event"]), Mark(event["step"], shortened(in_words(event), LONGEST_MARK), kind)
+            )
     return list(found.values())[-MOST_MARKS:]
