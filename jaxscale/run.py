@@ -151,6 +151,7 @@ def open_at(
         "budget": dataclasses.asdict(budget),
         "devices": {"kind": program.mesh.devices.flat[0].device_kind, "number": program.mesh.size},
         "peak": dataclasses.asdict(chip) if chip else None,  # what MFU is measured against
+        "mixture": mixture and {"stages": mixture.record(), "rows": corpus.rows_of_sources},
         "ancestry": source.ancestry if source else (recorded or {}).get("ancestry", []),  # newest first
         **run_info(),
         "allowed_changes": record_changes(changes, folder, recorded, begun, say),

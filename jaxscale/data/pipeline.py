@@ -73,6 +73,11 @@ class Corpus:
         """Tokens in all rows of training, the padding of the last one included."""
         return len(self.train_rows) * self.seq_len
 
+    @property
+    def rows_of_sources(self) -> dict[str, int]:
+        """Rows of training that each source of a mixture has."""
+        return dict(zip(self.source_names, np.diff(self.train_rows.group_rows).tolist()))
+
     def batches(self, rows_per_batch: int, mixture: Mixture | None = None) -> Batches:
         """The endless training batches, each epoch shuffled anew.
 
@@ -104,7 +109,7 @@ class Corpus:
             self.cfg.mixture,
             self.cfg.max_epochs if capped else {},
             names=self.source_names,
-            sizes=np.diff(self.train_rows.group_rows).tolist(),
+            sizes=list(self.rows_of_sources.values()),
             seq_len=self.seq_len,
             rows_per_batch=rows_per_batch,
             total_steps=total_steps,

@@ -9,6 +9,7 @@ import random
 BEGAN = datetime.datetime(2026, 11, 3, 8, 0, tzinfo=datetime.UTC).timestamp()
 STEP_SECONDS, BATCH_TOKENS, TOTAL_STEPS = 1.9, 2_097_152, 6000
 SHARES = {"web": 0.82, "code": 0.12, "math": 0.06}
+LATER = {"web": 0.5, "code": 0.3, "math": 0.2}
 SPIKE, REWIND_TO = 2310, 2200
 CANARY = "</script><img src=x onerror=document.title='OWNED'>\x1b[31mred\x1b[0m\u202egnp.exe & \"quoted\" \u2028end"
 
@@ -94,13 +95,18 @@ def config_of(peak_lr, changes):
             "seq_len": 4096,
             "batch_tokens": BATCH_TOKENS,
             "optim": {"name": "adamw", "peak_lr": peak_lr, "warmup_tokens": "200 steps", "clip_norm": 1.0},
-            "data": {"name": "shards", "packing": "best_fit", "mixture": SHARES, "max_epochs": {"math": 4.0},
+            "data": {"name": "shards", "packing": "best_fit",
+                     "mixture": {"0": SHARES, "2000 steps": LATER}, "max_epochs": {"math": 4.0},
                      "objective": {"name": "next_token"}, "skip_batches": []},
             "checkpoint": {"save_every_steps": 500, "keep_last": 3},
         },
         "budget": {"batch_tokens": BATCH_TOKENS, "train_tokens": TOTAL_STEPS * BATCH_TOKENS, "total_steps": TOTAL_STEPS,
                    "warmup_steps": 200},
         "devices": {"kind": "TPU v5", "number": 64},
+        "mixture": {
+            "stages": [[0, {"web": 840, "code": 123, "math": 61}], [1_024_000, {"web": 512, "code": 307, "math": 205}]],
+            "rows": {"web": 9_000_000, "code": 1_400_000, "math": 80_000},
+        },
         "peak": {"name": "TPU v5p", "source": "cloud.google.com/tpu/docs"},
         "ancestry": [],
         "versions": {"python": "3.12.1", "jax": "0.10.2", "flax": "0.12.0", "optax": "0.2.8"},

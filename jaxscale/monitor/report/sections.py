@@ -6,7 +6,8 @@ from typing import NamedTuple
 from jaxscale.monitor.history import History
 from jaxscale.monitor.report.canvas import COLORS, Canvas, grouped, tokens_per_step
 from jaxscale.monitor.report.plots import Band, Line, Plot
-from jaxscale.monitor.report.tables import data_table, goodput_tables, is_of_source, supervised_table
+from jaxscale.monitor.report.sources import data_table, is_of_source
+from jaxscale.monitor.report.tables import goodput_tables, supervised_table
 from jaxscale.monitor.report.text import escape
 
 MOST_LINES = 12  # in one plot of a page of one run

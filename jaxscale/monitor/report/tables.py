@@ -7,7 +7,7 @@ from jaxscale import units
 from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, is_number
 from jaxscale.monitor.report.status import as_dict, as_list
-from jaxscale.monitor.report.text import escape, percent, plain
+from jaxscale.monitor.report.text import escape, percent
 from jaxscale.monitor.report.words import described, incidents
 
 MOST_CHANGES = 200
@@ -61,104 +61,6 @@ def mono(value: Any) -> Cell:
 def run_name(history: History, place: int) -> Cell:
     """The run with its colour."""
     return Cell(f'<i class="swatch c{place % 8}"></i>{escape(history.name)}')
-
-
-def data_table(histories: Sequence[History]) -> str:
-    """The sources with their planned shares, tokens by those shares, epochs' caps, and how well they are learnt."""
-    parts = []
-    for place, history in enumerate(histories):
-        heading = f"<h3>{run_name(history, place).html}</h3>" if len(histories) > 1 else ""
-        parts.append(heading + data_words(history) + source_table(history))
-    return "".join(parts)
-
-
-def data_words(history: History) -> str:
-    """What was read, in a sentence or two."""
-    config = as_dict(history.config.get("config"))
-    data = as_dict(config.get("data"))
-    told = []
-    if data:
-        told.append(
-            f"{data.get('name') or 'data'}" + (f", files {described(data['files'])}" if data.get("files") else "")
-        )
-        told.append(f"packing {data.get('packing')}")
-        objective = as_dict(data.get("objective"))
-        told.append(f"objective {objective.get('name')}") if objective.get("name") else None
-        if data.get("tokenizer"):
-            told.append(f"tokenizer {data['tokenizer']}")
-    if is_number(config.get("seq_len")):
-        told.append(f"rows of {config['seq_len']:,} tokens")
-    tokens = history.latest("tokens_seen")
-    if tokens is not None:
-        told.append(f"{units.count(tokens)} tokens seen ({tokens:,.0f})")
-    real, every = sum_of(history, "train/real_tokens"), as_dict(history.config.get("budget")).get("batch_tokens")
-    if real and is_number(every) and every:
-        told.append(f"{percent(real[0] / (real[1] * every))} of them real, the rest padding (of the steps reported)")
-    if gated := history.latest("gated_rows_total"):
-        told.append(f"{gated:,.0f} rows gated since the last start")
-    skips = data.get("skip_batches")
-    if skips:
-        told.append(f"left out by data.skip_batches: {described(skips)}")
-    return f"<p>{escape('; '.join(told))}.</p>" if told else ""
-
-
-def sum_of(history: History, name: str) -> tuple[float, int] | None:
-    """(sum, number) of a metric's values; None without any."""
-    values = history.series(name)[1]
-    return (sum(values), len(values)) if values else None
-
-
-def source_table(history: History) -> str:
-    """A row for each source."""
-    data = as_dict(as_dict(history.config.get("config")).get("data"))
-    stages = stages_of(data.get("mixture"))
-    caps = as_dict(data.get("max_epochs"))
-    met = [name.split("/")[1] for name in history.names() if is_of_source(name)]
-    sources = list(dict.fromkeys([*(name for _, weights in stages for name in weights), *met]))
-    if not sources:
-        return ""
-    tokens = history.latest("tokens_seen")
-    rows = []
-    for name in sources:
-        shares = [weights.get(name, 0.0) / (sum(weights.values()) or 1.0) for _, weights in stages]
-        planned = ", then ".join(map(percent, dict.fromkeys(shares))) if stages else "n/a"
-        seen = (
-            units.count(tokens * shares[0]) if tokens is not None and len(stages) == 1 and name not in caps else "n/a"
-        )
-        cap = plain(caps[name]) if is_number(caps.get(name)) else "none"
-        rows.append((
-            name, n(planned), n(seen), n(cap),
-            n(plain(history.latest(f"train/{name}/loss"))),
-            n(plain(history.latest(f"validation/{name}/bits_per_byte"))),
-        ))  # fmt: skip
-    head = (
-        "source",
-        "planned share",
-        "tokens by that share",
-        "most epochs",
-        "last training loss",
-        "held-out bits/byte",
-    )
-    return table(head, rows)
-
-
-def is_of_source(name: str) -> bool:
-    """True for 'train/web/loss' and 'validation/web/bits_per_byte'."""
-    room, _, rest = name.partition("/")
-    return room in ("train", "validation") and rest.count("/") == 1
-
-
-def stages_of(mixture: Any) -> list[tuple[str, dict[str, float]]]:
-    """[(where it begins, weights)] of data.mixture: one stage, or several by the place where each begins."""
-    if not isinstance(mixture, dict) or not mixture:
-        return []
-    if all(map(is_number, mixture.values())):
-        return [("", dict(mixture))]
-    return [
-        (str(at), {name: w for name, w in weights.items() if is_number(w)})
-        for at, weights in mixture.items()
-        if isinstance(weights, dict)
-    ]
 
 
 def goodput_tables(histories: Sequence[History]) -> str:

@@ -225,7 +225,6 @@ def marks(events: Sequence[Row]) -> list[Mark]:
         kind = "trouble" if event["event"] in MARKED and is_trouble(event) else ""
         kind = "change" if event["event"] in RESTARTS else kind
         if kind and is_number(event.get("step")):
-            found.setdefault(
-                (event["step"], event["event"]), Mark(event["step"], shortened(in_words(event), LONGEST_MARK), kind)
-            )
+            about = (event["step"], f"{event['event']} {event.get('what')}")
+            found.setdefault(about, Mark(event["step"], shortened(in_words(event), LONGEST_MARK), kind))
     return list(found.values())[-MOST_MARKS:]

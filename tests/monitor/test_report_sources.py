@@ -1,0 +1,68 @@
+"""Tokens by source are counted from the stages of the mixture, also over caps and around batches that were left out."""
+
+import html
+import re
+
+import numpy as np
+import pytest
+
+from jaxscale.data.mixture import plan_mixture
+from jaxscale.monitor.history import History
+from jaxscale.monitor.report.sources import kept_ranges, rows_by_source, source_table
+
+NAMES, ROWS, SEQ_LEN = ("web", "code", "math"), 8, 16
+SETTING = {"0": {"web": 0.8, "code": 0.2}, "40%": {"web": 0.5, "code": 0.3, "math": 0.2}}
+
+
+def history(last_batch, skips=(), mixture=SETTING, caps=None, with_stages=True, rewinds=()):
+    planned = plan_mixture(
+        mixture, caps or {}, names=NAMES, sizes=[4000, 200, 60], seq_len=SEQ_LEN, rows_per_batch=ROWS,
+        total_steps=100, num_batches=110,
+    )  # fmt: skip
+    config = {
+        "config": {"seq_len": SEQ_LEN, "data": {"mixture": mixture, "max_epochs": caps or {}, "skip_batches": skips}},
+        "budget": {"batch_tokens": ROWS * SEQ_LEN},
+    }
+    if with_stages:
+        config["mixture"] = {"stages": planned.record(), "rows": dict(zip(NAMES, [4000, 200, 60]))}
+    events = tuple({"event": "rewind", "step": 50, "skip_batches": [part]} for part in rewinds)
+    row = {"step": last_batch + 1, "batch_index": last_batch, "tokens_seen": 1.0, "train/web/loss": 2.5}
+    return planned, History(workdir="x", rows=(row,), config=config, events=events)
+
+
+def counted(planned, last_batch, skips=()):
+    """Row by row."""
+    left_out = {n for first, last in skips for n in range(first, last)}
+    places = [n * ROWS + i for n in range(last_batch + 1) if n not in left_out for i in range(ROWS)]
+    return np.bincount(planned.locate(np.array(places))[0], minlength=len(NAMES))
+
+
+@pytest.mark.parametrize("last_batch", [0, 25, 39, 40, 97])
+@pytest.mark.parametrize("caps", [None, {"math": 1.5}], ids=["free", "capped"])
+def test_rows_are_those_that_were_read(last_batch, caps):
+    planned, run = history(last_batch, caps=caps)
+    found = rows_by_source(run)
+    stages = sum(stage.first_row < (last_batch + 1) * ROWS for stage in planned.stages)
+    assert [found.get(name, 0.0) for name in NAMES] == pytest.approx(counted(planned, last_batch), abs=stages)
+    assert sum(found.values()) == pytest.approx((last_batch + 1) * ROWS)
+
+
+def test_batches_that_were_left_out_count_for_nobody():
+    skips, rewinds = [[10, 13], [38, 42]], [[12, 20], [90, 99]]
+    planned, run = history(95, skips, rewinds=rewinds)
+    found = rows_by_source(run)
+    assert [found[name] for name in NAMES] == pytest.approx(counted(planned, 95, skips + rewinds), abs=8)
+    assert sum(found.values()) == pytest.approx((96 - 10 - 4 - 6) * ROWS)
+    assert kept_ranges(96, [(12, 20), (10, 13), (90, 99)]) == [(0, 10), (20, 90)]
+
+
+def test_the_table_tells_tokens_shares_and_epochs_and_an_older_run_what_it_can():
+    cells = lambda run: [html.unescape(c) for c in re.findall(r"<td[^>]*>(.*?)</td>", source_table(run))]
+    _, run = history(97)
+    row = cells(run)[:7]
+    assert row[:2] == ["web", "80%, then 50%"] and row[6] == "2.5"
+    assert row[2] == "7.81K" and row[3] == "62.2%" and row[4] == "0.122"
+    _, old = history(97, with_stages=False)
+    assert cells(old)[2:5] == ["n/a", "n/a", "n/a"]
+    _, one = history(97, mixture={"web": 0.75, "code": 0.25}, with_stages=False)
+    assert cells(one)[2:5] == ["9.41K", "75%", "n/a"]
