@@ -41,7 +41,7 @@ from jaxscale.same_run import (
 from jaxscale.sharding.place import put_rows, replicated
 from jaxscale.sharding.rules import RULES
 from jaxscale.start import NO_WISHES, Wishes, carry_out, check_same_length, read_decisions, with_replayed
-from jaxscale.telling import announce, announce_return, finish
+from jaxscale.telling import announce, announce_return, finish, sample_of_run
 from jaxscale.train import loop
 from jaxscale.train.autopilot import Pilot, Rewound, under_no_orders
 from jaxscale.train.decisions import Decisions
@@ -186,6 +186,7 @@ def open_at(
         return resolved | {"step": step, "data": data}
 
     batches = corpus.batches(cfg.rows_per_step, mixture)
+    sample = before.sample if before else sample_of_run(program, corpus, say)
     if source:
         services.note("branch", 0, ancestor=redacted(source.ancestry[0]))
     facts = {"changed": [dataclasses.asdict(change) for change in changes], "replay": wishes.replay} | start_facts
@@ -233,7 +234,10 @@ def open_at(
         program=program,
         stop_after=wishes.stop_after,
         services=services,
-        finish=lambda state: finish(program, corpus, state, folder, writer),
+        sample=sample,
+        sample_every_steps=cfg.sample.every_steps,
+        sample_prompt=cfg.sample.prompt,
+        finish=lambda state: finish(cfg.sample, sample, state, folder, writer),
         source_names=mixture_names(cfg.data.mixture),
         board=open_board(),
     )

@@ -15,10 +15,12 @@ from jaxscale.hardware import find_chip
 from jaxscale.models import DECODERS, num_params
 from jaxscale.monitor.writers import Writer
 from jaxscale.redact import redact
-from jaxscale.sample.generate import make_sampler
+from jaxscale.sample.generate import SampleConfig, make_sampler
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.sharding.place import replicated
 from jaxscale.train.state import TrainState
+
+Sample = Callable[[TrainState], str]
 
 
 def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> None:
@@ -55,25 +57,42 @@ def announce_return(
     say(f"going on from step {step}")
 
 
-def finish(program: Program, corpus: Corpus, state: TrainState, folder: Any, writer: Writer) -> None:
+def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: Any, writer: Writer) -> None:
     """Says that this start is done and, of the whole run, samples text if the config asks for it."""
-    cfg, step = program.cfg.sample, int(state.step)
+    step = int(state.step)
     if step < writer.total_steps:
         return writer.say(
             f"saved step {step} of {writer.total_steps}; the same command without --stop_after goes on from there"
         )
-    if cfg.num_tokens and not isinstance(program.cfg.model, DECODERS):
-        writer.say(f"no sample: {program.cfg.model.name} writes no text from left to right")
-    elif cfg.num_tokens and corpus.tokenizer is not None:
-        text = sample_text(program, corpus.tokenizer, state)  # computed by all processes together
+    if sample is not None:
+        text = sample(state)  # computed by all processes together
         if jax.process_index() == 0:
             paths.write_text_atomic(folder / "sample.txt", redact(text))
+        if cfg.every_steps:
+            writer.sample(step, cfg.prompt, text)
         writer.say(f"--- sample, {len(text)} characters ---\n{text}\n---")
     writer.say(f"done: {step} steps; checkpoints, metrics.jsonl and config.json are in {folder}")
 
 
-def sample_text(program: Program, tokenizer: Any, state: TrainState) -> str:
-    """The prompt and sample.num_tokens tokens that the model adds to it; the end of a document is never chosen."""
+def sample_of_run(program: Program, corpus: Corpus, say: Callable[[str], None]) -> Sample | None:
+    """What writes a sample of a state, if the config asks for one; says why there is none where it cannot be had."""
+    if not program.cfg.sample.num_tokens:
+        return None
+    if not isinstance(program.cfg.model, DECODERS):
+        say(f"no sample: {program.cfg.model.name} writes no text from left to right")
+        return None
+    if corpus.tokenizer is None:
+        say(f"no sample: data.name={program.cfg.data.name!r} has no tokenizer")
+        return None
+    return make_sample(program, corpus.tokenizer)
+
+
+def make_sample(program: Program, tokenizer: Any) -> Sample:
+    """state -> the prompt and sample.num_tokens tokens that the model adds to it, compiled once.
+
+    The end of a document is never chosen. The draws are the same each time, so that two samples of a run differ by what
+    was learnt in between. To be called in all processes.
+    """
     cfg = program.cfg
     prompt = list(tokenizer.encode(cfg.sample.prompt)) or [tokenizer.eos_id]  # from nothing: from where a document ends
     tokens_BT = np.zeros((program.batch_shards, len(prompt) + cfg.sample.num_tokens), np.int32)  # one row is shown
@@ -85,6 +104,10 @@ def sample_text(program: Program, tokenizer: Any, state: TrainState) -> str:
     )
     sampler = make_sampler(text_logits, window=cfg.seq_len, temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
     sampler = jax.jit(sampler, out_shardings=replicated(program.mesh))
-    params = state.ema if cfg.sample.ema else state.params
-    rows = sampler(params, tokens_BT, len(prompt), jax.random.key(cfg.seed))
-    return tokenizer.decode([id for id in np.asarray(rows)[0] if id != tokenizer.eos_id])
+
+    def sample(state: TrainState) -> str:
+        params = state.ema if cfg.sample.ema else state.params
+        rows = sampler(params, tokens_BT, len(prompt), jax.random.key(cfg.seed))
+        return tokenizer.decode([id for id in np.asarray(rows)[0] if id != tokenizer.eos_id])
+
+    return sample

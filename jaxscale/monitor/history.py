@@ -331,13 +331,15 @@ def is_finite(value: Any) -> bool:
 
 
 def read_samples(folder: Any, problems: list[str]) -> tuple[Sample, ...]:
-    """Texts that the model wrote: samples.jsonl ({"step", "text"} a line), and sample.txt, which the end of a run
-    writes."""
-    found = [
-        Sample(record["step"] if is_number(record.get("step")) else None, record["text"][:LONGEST_TEXT])
-        for record in read_lines(folder / "samples.jsonl", problems)
-        if isinstance(record.get("text"), str)
-    ]
+    """Texts that the model wrote, oldest first: samples.jsonl, in which a step counts once, and sample.txt, which the
+    end of a run writes."""
+    found: list[Sample] = []
+    for record in read_lines(folder / "samples.jsonl", problems):
+        if isinstance(record.get("text"), str):
+            sample = Sample(record["step"] if is_number(record.get("step")) else None, record["text"][:LONGEST_TEXT])
+            while sample.step is not None and found and (found[-1].step or 0) >= sample.step:
+                found.pop()  # of steps that were run again
+            found = [*found[1 - MOST_SAMPLES :], sample]
     try:
         with (folder / "sample.txt").open("rb") as file:
             text = file.read(4 * LONGEST_TEXT).decode("utf-8", "replace")[:LONGEST_TEXT]

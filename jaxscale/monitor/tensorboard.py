@@ -21,10 +21,18 @@ class Scalars:
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds one event with all scalars of a step."""
+        self.attempt(step, lambda file: file.write(step, scalars))
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Adds a text, which TensorBoard shows in its own panel."""
+        self.attempt(step, lambda file: file.write_text(step, name, text))
+
+    def attempt(self, step: int, add: Callable[["EventFile"], None]) -> None:
+        """Adds to the file, a new one where there is none."""
         try:
             if self.file is None:
                 self.file = EventFile(self.folder, self.start_step, self.clock)
-            self.file.write(step, scalars)
+            add(self.file)
             self.problem = None
         except OSError as error:
             self.problem = f"{self.folder} lacks metrics that metrics.jsonl has: {error.strerror or error}"
@@ -83,6 +91,18 @@ class EventFile:
         if self.clock() - self.flushed_at >= FLUSH_SECONDS:
             self.records.flush()
             self.flushed_at = self.clock()
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Adds one event with a text: a code block, for its reader takes it for Markdown."""
+        from tensorboardX.proto import summary_pb2, tensor_pb2, tensor_shape_pb2
+
+        plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
+        about = summary_pb2.SummaryMetadata(plugin_data=plugin)
+        block = "\n".join(f"    {line}" for line in text.splitlines())
+        shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
+        tensor = tensor_pb2.TensorProto(dtype="DT_STRING", string_val=[block.encode()], tensor_shape=shape)
+        value = self.summary_type.Value(tag=f"{name}/text_summary", metadata=about, tensor=tensor)
+        self.add(self.event_type(wall_time=self.clock(), step=step, summary=self.summary_type(value=[value])))
 
     def add(self, event) -> None:
         """Appends one record to the (buffered) file."""

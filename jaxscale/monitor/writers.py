@@ -22,6 +22,8 @@ from jaxscale.redact import redacted
 from jaxscale.schema import setting
 
 REMOTE_SECONDS = 10.0  # an object cannot be appended to: it is written again whole, so not too often
+SAMPLES = "samples.jsonl"
+SAMPLE_CHARACTERS = 70  # of a sample on the console
 MOST_UNWRITTEN = 10_000  # lines that wait in memory for a disk that is full, about 10 MB
 
 
@@ -98,10 +100,13 @@ class Writer:
         self.workdir = paths.as_path(workdir)
         style = choose_style(cfg.progress, stream or sys.stdout) if primary else "off"
         self.console = Console(style, total_steps, stream, clock)
-        self.lines, self.events, self.told = None, None, set()
+        self.lines, self.samples, self.events, self.told = None, None, None, set()
+        self.clock = clock
         if not primary:
             return
         self.lines = JsonLines(self.workdir / "metrics.jsonl", start_step, clock)
+        if (self.workdir / SAMPLES).exists():  # what steps wrote that are run again is dropped there too
+            self.samples = JsonLines(self.workdir / SAMPLES, start_step, clock)
         if self.diagnosis is not None:
             self.diagnosis.begin([json.loads(line) for line in self.lines.kept], self.say)
         self.lines.kept = []
@@ -137,15 +142,34 @@ class Writer:
             scalars = {name: float(value) for name, value in plain.items() if isinstance(value, (int, float))}
             self.events.write(step, scalars)
         self.console.metrics(step, plain)
-        problems = [
-            sink.problem for sink in (self.lines, self.events, *self.sinks) if sink is not None and sink.problem
-        ]
+        self.tell_problems()
+        if self.diagnosis is not None:
+            self.diagnosis.take(record)
+
+    def sample(self, step: int, prompt: str, text: str) -> None:
+        """Writes what the model has written to samples.jsonl and TensorBoard, and its beginning on the console."""
+        if not self.primary:
+            return
+        record = redacted({"step": step, "prompt": prompt, "text": text})
+        if self.samples is None:
+            self.samples = JsonLines(self.workdir / SAMPLES, self.start_step, self.clock)
+        self.samples.write(record)
+        if self.events is not None:  # scalars came before
+            self.events.write_text(step, "sample", record["text"])
+        self.say(f"sample of step {step}: {' '.join(record['text'].split())[:SAMPLE_CHARACTERS]}")
+        self.tell_problems()
+
+    def tell_problems(self) -> None:
+        """Says what could not be written, once for each cause."""
+        problems = [sink.problem for sink in self.receivers() if sink.problem]
         for problem in problems:
             if problem not in self.told:
                 self.say(problem)
         self.told = set(problems)
-        if self.diagnosis is not None:
-            self.diagnosis.take(record)
+
+    def receivers(self) -> list[Any]:
+        """All that records go to now."""
+        return [sink for sink in (self.lines, self.samples, self.events, *self.sinks) if sink is not None]
 
     def say_news(self, sink: Sink) -> None:
         """Says once where a person finds the run."""
@@ -155,8 +179,9 @@ class Writer:
 
     def upload_soon(self) -> None:
         """Starts to bring what there is to a bucket now, as before a save that these metrics belong to. Never waits."""
-        if self.lines is not None:
-            self.lines.upload_soon()
+        for lines in (self.lines, self.samples):
+            if lines is not None:
+                lines.upload_soon()
 
     def tick(self, step: int) -> None:
         """Moves the progress bar; costs nothing else."""
@@ -169,11 +194,11 @@ class Writer:
 
     def close(self) -> None:
         """Writes out what is buffered and ends the bar. May be called twice."""
-        if self.lines is not None and not self.lines.flush(LAST_SECONDS):
-            self.say(f"{self.workdir / 'metrics.jsonl'} lacks the last lines: {self.lines.problem or 'no answer yet'}")
-        for sink in (self.lines, self.events, *self.sinks):
-            if sink is not None:
-                sink.close()
+        for lines in (self.lines, self.samples):
+            if lines is not None and not lines.flush(LAST_SECONDS):
+                self.say(f"{lines.path} lacks the last lines: {lines.problem or 'no answer yet'}")
+        for sink in self.receivers():
+            sink.close()
         if self.events is not None and self.events.problem and self.events.problem not in self.told:
             self.say(self.events.problem)
         if self.diagnosis is not None:
@@ -183,12 +208,12 @@ class Writer:
             self.say_news(sink)
             if sink.problem and sink.problem not in self.told:
                 self.say(sink.problem)
-        self.lines, self.events, self.sinks, self.diagnosis = None, None, [], None
+        self.lines, self.samples, self.events, self.sinks, self.diagnosis = None, None, None, [], None
         self.primary = False
 
 
 class JsonLines:
-    """metrics.jsonl: one JSON object a line, the step first, then names in the order given; there after each write.
+    """metrics.jsonl, samples.jsonl: one JSON object a line with its step; there after each write.
 
     Where the disk fails, the lines wait in memory for the next write.
     """

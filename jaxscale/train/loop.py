@@ -45,6 +45,9 @@ class Run:
     throughput: Throughput
     pilot: Pilot
     finish: Callable[[TrainState], None]  # after the last step
+    sample: Callable[[TrainState], str] | None = None  # state -> text; all processes call it together
+    sample_every_steps: int = 0
+    sample_prompt: str = ""
     statistics: StatisticsStep | None = None  # compiled when it is first due
     statistics_every_steps: int = 0
     program: Any = None  # for the next opening of the same run
@@ -120,13 +123,16 @@ def run_steps(run: Run) -> TrainState | Rewound:
                 last = now == last_step or leaving is not None
                 validating = run.evaluate and leaving is None and (last or due(now, run.eval_every_steps))
                 saving = last or due(now, run.save_every_steps) or checkpoints.retry_due
-                if validating or saving or pilot.action:
+                sampling = run.sample and leaving is None and due(now, run.sample_every_steps) and now < run.total_steps
+                if validating or saving or sampling or pilot.action:
                     unread = read(unread)
                 with phase("eval", now):
                     if pilot.action:
                         state = pilot.act(now, state)  # before it is saved
                     pilot.check_replicas(now, state, saving, leaving)
                 validated = validate(run, reporter, now, state) if validating else {}
+                if sampling:
+                    write_sample(run, now, state)
                 if saving:
                     save(run, now, state, pilot.health(now), validated, last)
                 crash_point("step")
@@ -161,6 +167,14 @@ def validate(run: Run, reporter: Reporter, step: int, state: TrainState) -> dict
         metrics = evaluated(run.evaluate, state)
     reporter.validation(step, metrics, seconds_since(began))
     return metrics
+
+
+def write_sample(run: Run, step: int, state: TrainState) -> None:
+    """What the model writes after `step` steps; the time does not count as training."""
+    began = time.monotonic()
+    with run.services.watchdog.phase("eval", step):
+        run.writer.sample(step, run.sample_prompt, run.sample(state))
+    run.throughput.exclude(seconds_since(began))
 
 
 def save(run: Run, step: int, state: TrainState, health: str, metrics: dict[str, float], last: bool) -> None:

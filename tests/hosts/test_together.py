@@ -105,10 +105,13 @@ def test_who_is_missing_is_named_by_the_command_itself(home, tmp_path):
 @pytest.mark.parametrize(("count", "devices"), [(2, 2), (4, 2)])
 def test_losses_and_tokens_are_those_of_one_process(home, straight, tmp_path, count, devices):
     workdir = tmp_path / "run"
-    with start(count, devices, home, workdir, "--config.sample.num_tokens=10") as running:
+    flags = ["--config.sample.num_tokens=10", "--config.sample.every_steps=15"]
+    with start(count, devices, home, workdir, *flags) as running:
         assert running.codes() == [0] * count, running.log(0)
     assert_same_run(workdir, straight)
     assert saved_steps(workdir) == [20, 30, 40] and (workdir / "sample.txt").exists()
+    samples = [json.loads(line) for line in (workdir / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in samples] == [15, 30, STEPS]
     one, other = (Checkpoints(folder / "checkpoints", CheckpointConfig()) for folder in (workdir, straight))
     assert one.read_run(STEPS)["data"] == other.read_run(STEPS)["data"]
 

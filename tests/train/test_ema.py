@@ -14,7 +14,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves
 from jaxscale.run import open_run
-from jaxscale.telling import sample_text
+from jaxscale.telling import make_sample
 from jaxscale.train import loop
 from jaxscale.train.ema import evaluated
 
@@ -127,7 +127,7 @@ def test_a_sample_is_of_the_one_that_is_asked_for(ema, text):
     favourite = lambda params, tokens_BT, last: jax.nn.one_hot(jnp.full(tokens_BT.shape[0], params), tiny.VOCAB) * 1e6
     program = dataclasses.replace(tiny.program(), cfg=cfg, next_logits=favourite)
     state = tiny.program().abstract_state._replace(params=ord("X") - 64, ema=ord("Y") - 64)
-    assert sample_text(program, Letters(), state) == text
+    assert make_sample(program, Letters())(state) == text
 
 
 def test_validation_without_it_is_as_before():

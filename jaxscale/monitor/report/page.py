@@ -191,7 +191,10 @@ def samples(history: History) -> str:
     title = lambda sample: f"step {sample.step:,}" if sample.step is not None else "at the end of the run"
     found = [f"<h3>{escape(title(s))}</h3><pre>{escape(s.text)}</pre>" for s in reversed(history.samples)]
     if not found:
-        return left_out("There is no sample yet: one is written when the run has done all steps (sample.num_tokens).")
+        return left_out(
+            "There is no sample yet: one is written when the run has done all steps (sample.num_tokens), and on the "
+            "way where sample.every_steps says so."
+        )
     older = (
         f"<details><summary>{len(found) - 3} older</summary>{''.join(found[3:])}</details>" if len(found) > 3 else ""
     )
