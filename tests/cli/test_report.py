@@ -1,5 +1,6 @@
 """`jaxscale report`: one file, one line for what is wrong, and a server for this machine alone."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -8,8 +9,10 @@ import subprocess
 import sys
 
 import pytest
+from gcs_emulator import Emulator
 
 from jaxscale.cli import report
+from jaxscale.monitor.report.serve import Pages
 
 ROW = '{"step": 1, "loss": 3.0}\n'
 
@@ -82,3 +85,27 @@ def test_the_server_shows_a_newer_page_answers_to_its_own_name_only_and_ends_wit
     finally:
         process.kill()
         process.communicate()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl", "supervise.jsonl", "supervise-host2.jsonl"])
+@pytest.mark.parametrize("remote", [False, True], ids=["disk", "bucket"])
+def test_the_page_is_made_anew_when_any_of_its_files_grows(tmp_path, monkeypatch, name, remote):
+    with Emulator() if remote else contextlib.nullcontext() as gcs:
+        if remote:
+            for variable, value in gcs.environment().items():
+                monkeypatch.setenv(variable, value)
+        put = lambda name, text: (
+            gcs.put("bucket", f"run/{name}", text.encode()) if remote else (tmp_path / name).write_text(text)
+        )
+        workdir = "gs://bucket/run" if remote else str(tmp_path)
+        put("metrics.jsonl", ROW)
+        now = [0.0]
+        pages = Pages(
+            lambda version: f"{version}: {len(report.read_all([workdir])[0].rows)} rows", [workdir], lambda: now[0]
+        )
+        first = pages.page()
+        now[0] += 1.0
+        put(name, ROW + ROW.replace("1", "2"))
+        assert pages.page() == first  # not looked at again so soon
+        now[0] += 2.0
+        assert pages.page() != first and pages.page().endswith("2 rows" if name == "metrics.jsonl" else "1 rows")

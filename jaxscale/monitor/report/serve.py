@@ -19,7 +19,8 @@ from jaxscale.monitor.report.text import escape
 
 ADDRESS = "127.0.0.1"
 WATCHED = ("metrics.jsonl", "abandoned.jsonl", "events.jsonl", "config.json", "sample.txt", "samples.jsonl")
-WATCHED += ("forecast.json", "supervise.jsonl")
+WATCHED += ("forecast.json",)
+WATCHED_TOO = "supervise*.jsonl"  # one for each host that supervises
 LOOK_SECONDS = 2.0  # between two looks at the files, however many ask
 REQUEST_SECONDS = 30.0  # for a client to say what it wants
 
@@ -52,11 +53,20 @@ class Pages:
         """The version, from the files' sizes and times."""
         now = self.clock()
         if now - self.looked_at >= LOOK_SECONDS:
-            marks = [mark_of(folder / name) for folder in self.folders for name in WATCHED]
+            marks = [mark_of(file) for folder in self.folders for file in watched(folder)]
             newest = max((mark[1] for mark in marks if mark), default=0.0)
             told = repr((marks, now - newest > QUIET_SECONDS))  # a run that falls silent changes its page too
             self.current, self.looked_at = hashlib.sha256(told.encode()).hexdigest()[:16], now
         return self.current
+
+
+def watched(folder: Any) -> list[Any]:
+    """The files of a work folder that the page is made of, those that may come included."""
+    try:
+        ledgers = sorted(folder.glob(WATCHED_TOO))
+    except OSError:  # the page itself tells of a folder that cannot be listed
+        ledgers = []
+    return [*(folder / name for name in WATCHED), *ledgers]
 
 
 def mark_of(path: Any) -> tuple[int, float] | None:
