@@ -13,14 +13,15 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from jaxscale import paths
 from jaxscale.cli.following import Following
-from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
+from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame, is_number
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.exits import run_and_exit
+from jaxscale.monitor.json_lines import Row, clean_event
 from jaxscale.redact import printable
 
 EVERY_SECONDS, EVERY_SECONDS_REMOTE = 2, 15
@@ -47,8 +48,8 @@ class Look:
         """What is known now. Storage that does not answer is a line in the frame."""
         problem = ""
         try:
-            self.records = grown(self.records, self.metrics, MOST_RECORDS)
-            self.events = grown(self.events, self.log, MOST_EVENTS)
+            self.records = grown(self.records, self.metrics, MOST_RECORDS, clean_record)
+            self.events = grown(self.events, self.log, MOST_EVENTS, clean_event)
             starts = sum(event.get("event") in ("started", "resumed") for event in self.events)
             if starts != self.starts_seen:  # each start may write another one
                 self.config = self.read_config()
@@ -68,9 +69,17 @@ class Look:
         return config if isinstance(config, dict) else {}
 
 
-def grown(before: list[dict[str, Any]], follow: Following, most: int) -> list[dict[str, Any]]:
+def clean_record(record: Row) -> Row | None:
+    """The record without what is neither a number nor text, None for one without a step."""
+    if not is_number(record.get("step")):
+        return None
+    return {name: value for name, value in record.items() if value is None or isinstance(value, (int, float, str))}
+
+
+def grown(before: list[Row], follow: Following, most: int, clean: Callable[[Row], Row | None]) -> list[Row]:
     """The newest records, with what the file has now."""
-    new, again = follow.look()
+    found, again = follow.look()
+    new = [row for record in found if (row := clean(record)) is not None]
     return (new if again else before + new)[-most:] if new or again else before
 
 

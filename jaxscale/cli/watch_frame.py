@@ -12,6 +12,7 @@ from jaxscale import units
 from jaxscale.exits import meaning
 from jaxscale.monitor.console import plain_number
 from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
+from jaxscale.monitor.json_lines import as_dict
 from jaxscale.redact import shown
 
 LEAST_WIDTH, LEAST_HEIGHT = 80, 24
@@ -67,7 +68,7 @@ class State(NamedTuple):
 def frame(seen: Seen, now: float, width: int, height: int, *, unicode: bool = True) -> list[Line]:
     """At most `height` lines of at most `width` columns. now: seconds since 1970."""
     training = [record for record in seen.records if "loss" in record]
-    total = (seen.config.get("budget") or {}).get("total_steps") or 0
+    total = number_of(as_dict(seen.config.get("budget")).get("total_steps"))
     step = max((int(record.get("step") or 0) for record in seen.records[-4:]), default=0)
     state = state_of(seen, step, total, now)
     room = max(8, width - LABEL - 42)
@@ -108,7 +109,7 @@ def state_of(seen: Seen, step: int, total: int, now: float) -> State:
     begun, patience = unix_time(last.get("time")) or now, STARTING_SECONDS
     own = [r for r in seen.records if "loss" in r and (r.get("step") or 0) > (last.get("step") or 0)]
     if own:
-        every = ((seen.config.get("config") or {}).get("monitor") or {}).get("log_every_steps") or 1
+        every = number_of(as_dict(as_dict(seen.config.get("config")).get("monitor")).get("log_every_steps")) or 1
         patience = max(SILENT_AFTER, SILENT_RECORDS * (seconds_per_step(own) or 0.0) * every)
     if silence > patience:
         return State(f"silent for {units.duration(silence)}", "red", False, silent=True)
@@ -119,7 +120,7 @@ def state_of(seen: Seen, step: int, total: int, now: float) -> State:
 
 def about(config: Mapping[str, Any]) -> str:
     """'llama, 8 x TPU v5p'."""
-    devices, model = config.get("devices") or {}, (config.get("config") or {}).get("model") or {}
+    devices, model = as_dict(config.get("devices")), as_dict(as_dict(config.get("config")).get("model"))
     if not devices:
         return "no config.json yet"
     sizes = ", ".join(f"{model[name]} {words}" for name, words in SIZES.items() if model.get(name))
@@ -257,7 +258,7 @@ def event_words(event: Mapping[str, Any]) -> str:
         devices = event.get("devices") or {}
         return f"{kind}{at} on {devices.get('number', '?')} x {devices.get('kind', '?')}"
     if kind == "stopped":
-        return f"stopped: {event.get('why') or meaning(event.get('code') or 0)}"
+        return f"stopped: {event.get('why') or meaning(int(event.get('code') or 0))}"
     if kind == "rewind":
         return f"went back from step {step} to {event.get('to')} ({event.get('why', 'no cause given')})"
     if kind == "lr_cut":
@@ -290,6 +291,11 @@ def seconds_per_step(training: Sequence[Mapping]) -> float | None:
 def newest_of(records: Sequence[Mapping], name: str) -> Any:
     """The newest number of this name, None if there is none among the last few records."""
     return next((r[name] for r in reversed(records[-5:]) if is_number(r.get(name))), None)
+
+
+def number_of(value: Any) -> float:
+    """The value if it is a finite number, else 0."""
+    return value if is_number(value) else 0
 
 
 def is_number(value: Any) -> bool:

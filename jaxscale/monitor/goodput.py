@@ -254,10 +254,8 @@ def ledger_of(record: Mapping[str, Any]) -> dict[str, float]:
     prefix = PREFIX if f"{PREFIX}wall_seconds" in record else ""
     if not prefix and "wall_seconds" not in record:
         return {}
-    found = {name: record.get(f"{prefix}{name}") for name in names}
-    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))} | {
-        "wall_seconds": float(record.get(f"{prefix}wall_seconds") or 0.0)
-    }
+    found = {name: record.get(f"{prefix}{name}") for name in [*names, "wall_seconds"]}
+    return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
 
 
 def last_record(path: Any) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxscale import paths
-from jaxscale.monitor.json_lines import plural, read_lines, read_object
+from jaxscale.monitor.json_lines import clean_event, plural, read_lines, read_object
 
 MOST_VALUES = 1_000_000  # values in the rows that are kept: about 80 MB
 MOST_EVENTS = 20_000  # the newest; about 20 MB
@@ -106,9 +106,7 @@ def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History
         workdir=os.fspath(workdir),
         rows=tuple(metrics.rows),
         abandoned=tuple(abandoned),
-        events=tuple(
-            row for row in read_newest(folder / "events.jsonl", problems) if isinstance(row.get("event"), str)
-        ),
+        events=tuple(read_newest(folder / "events.jsonl", problems)),
         config=read_object(folder / "config.json", problems, "settings, horizon and chips are unknown"),
         samples=read_samples(folder, problems),
         forecast=read_forecast(folder, problems),
@@ -291,6 +289,7 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
             elif kind is str:
                 row[names.setdefault(name, name)] = value[:LONGEST_VALUE]
         row["step"] = int(step)  # it may have been 3.0
+        row.pop("nonfinite", None)  # a name of ours
         if nonfinite:
             row["nonfinite"] = list(dict.fromkeys(nonfinite))
         yield row
@@ -299,11 +298,12 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
 
 
 def read_newest(path: Any, problems: list[str]) -> list[Row]:
-    """The newest MOST_EVENTS objects of a file, one a line."""
+    """The newest MOST_EVENTS events of a file, one a line."""
     newest: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
     count = 0
     for count, record in enumerate(read_lines(path, problems), 1):
-        newest.append(record)
+        if event := clean_event(record):
+            newest.append(event)
     if count > MOST_EVENTS:
         problems.append(f"{path.name} has {count:,} lines, of which the newest {MOST_EVENTS:,} are kept")
     return list(newest)

@@ -9,6 +9,22 @@ from jaxscale import paths
 LONGEST_LINE = 8 * 2**20  # bytes; a longer one is damaged
 CHUNK = 2**20  # bytes read at once
 
+LARGEST = 1e100  # a number beyond it is no measurement
+NUMBERS = (
+    "step",
+    "code",
+    "seconds",
+    "bytes",
+    "to",
+    "until",
+    "batch",
+    "number",
+    "steps_won",
+    "steps_lost",
+    "wall_seconds",
+)
+OBJECTS = ("devices", "goodput", "left")
+
 Row = dict[str, Any]
 
 
@@ -76,3 +92,35 @@ def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
 def plural(count: int, what: str) -> str:
     """'1 line', '2 lines'."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def clean_event(record: Row) -> Row | None:
+    """The event with None for what its fields cannot hold; None for what is no event."""
+    if not isinstance(record.get("event"), str):
+        return None
+    event = finite(record)
+    for names, kind in ((NUMBERS, (int, float)), (OBJECTS, dict)):
+        for name in names:
+            if name in event and (not isinstance(event[name], kind) or isinstance(event[name], bool)):
+                event[name] = None
+    return event
+
+
+def finite(value: Any) -> Any:
+    """The value with None for numbers that are not finite, or too large for any measurement, however deep."""
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return None if is_number and not abs(value) <= LARGEST else value
+
+
+def as_list(value: Any) -> list[Any]:
+    """The value if it is one, else []."""
+    return value if isinstance(value, list) else []
+
+
+def as_dict(value: Any) -> dict[str, Any]:
+    """The value if it is one, else {}: a damaged config.json may hold anything."""
+    return value if isinstance(value, dict) else {}

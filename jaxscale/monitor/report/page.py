@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.monitor.history import History
+from jaxscale.monitor.json_lines import as_dict, as_list
 from jaxscale.monitor.report.canvas import Canvas, across_of
 from jaxscale.monitor.report.cost import cost_fact, price_words
 from jaxscale.monitor.report.script import SCRIPT
 from jaxscale.monitor.report.sections import Section, left_out, plot_sections
-from jaxscale.monitor.report.status import Status, as_dict, as_list, status_of
+from jaxscale.monitor.report.status import Status, status_of
 from jaxscale.monitor.report.style import style
 from jaxscale.monitor.report.tables import (
     Cell,

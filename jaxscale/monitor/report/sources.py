@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.monitor.history import History, is_number
-from jaxscale.monitor.report.status import as_dict, as_list
+from jaxscale.monitor.json_lines import as_dict, as_list
 from jaxscale.monitor.report.tables import n, run_name, table
 from jaxscale.monitor.report.text import escape, percent, plain
 from jaxscale.monitor.report.words import described, is_pair

@@ -3,13 +3,13 @@
 import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from jaxscale import units
 from jaxscale.exits import Exit, meaning
 from jaxscale.hardware import Price, find_chip
 from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, Row, is_number
+from jaxscale.monitor.json_lines import as_dict
 from jaxscale.monitor.report.text import clock, time_of
 
 QUIET_SECONDS = 180.0  # without a line for longer than this, and ten times what lines take, a run counts as silent
@@ -146,13 +146,3 @@ def recent(rows: Sequence[Row], name: str) -> float | None:
             if len(found) == RECENT:
                 break
     return statistics.median(found) if found else None
-
-
-def as_list(value: Any) -> list[Any]:
-    """The value if it is one, else []."""
-    return value if isinstance(value, list) else []
-
-
-def as_dict(value: Any) -> dict[str, Any]:
-    """The value if it is one, else {}: a damaged config.json may hold anything."""
-    return value if isinstance(value, dict) else {}

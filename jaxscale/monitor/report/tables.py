@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxscale import units
 from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, is_number
-from jaxscale.monitor.report.status import as_dict, as_list
+from jaxscale.monitor.json_lines import as_dict, as_list
 from jaxscale.monitor.report.text import escape, percent
 from jaxscale.monitor.report.words import described, incidents
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from jaxscale import units
 from jaxscale.exits import Exit, meaning
 from jaxscale.monitor.history import Row, is_number
+from jaxscale.monitor.json_lines import as_list
 from jaxscale.monitor.report.plots import Mark
-from jaxscale.monitor.report.status import as_list
 from jaxscale.monitor.report.text import clock, plain, time_of
 
 TROUBLE = frozenset(
