@@ -243,7 +243,8 @@ def event_lines(events: Sequence[Mapping[str, Any]], most: int) -> list[tuple[st
     for event in events[-most:]:
         when = unix_time(event.get("time"))
         clock = "??:??:??" if when is None else datetime.datetime.fromtimestamp(when).strftime("%H:%M:%S")
-        found.append((str(event.get("event")), f"{clock}  {event_words(event)}"))
+        kind = "" if event.get("over") else str(event.get("event"))  # an alert that is over is no bad news
+        found.append((kind, f"{clock}  {event_words(event)}"))
     return found
 
 
@@ -263,6 +264,9 @@ def event_words(event: Mapping[str, Any]) -> str:
         return f"went back from step {step} to {event.get('to')} ({event.get('why', 'no cause given')})"
     if kind == "lr_cut":
         return f"learning rate cut to {event.get('factor')} of it{at}, until step {event.get('until')}"
+    if kind == "alert":
+        what = str(event.get("what") or "").replace("_", " ")
+        return f"{'over' if event.get('over') else 'alert'}{at}: {what}: {event.get('seen') or ''}"
     if kind == "profile":
         what = "capturing a profile" if event.get("what") == "begun" else "profile written"
         return f"{what} of step {step}: {event.get('place')}"

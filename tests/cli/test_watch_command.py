@@ -131,7 +131,8 @@ def test_text_is_cut_by_the_columns_that_it_takes():
     [
         (event("rewind", 0, 90, to=60, why="skipped"), "went back from step 90 to 60 (skipped)"),
         (event("saved", 0, 5, seconds=2.0), "saved step 5 in 2.0s, not read back"),
-        (event("alert", 0, 7, seen="the loss rose"), "alert at step 7: the loss rose"),
+        (event("alert", 0, 7, what="loss_spike", seen="it rose"), "alert at step 7: loss spike: it rose"),
+        (event("alert", 0, 9, what="loss_spike", over=True, seen="it fell"), "over at step 9: loss spike: it fell"),
         (event("save_failed", 0, 7, cause="no room"), "save failed at step 7: no room"),
         (event("stopped", 0, code=15), "stopped: exit 15, nothing moved for too long"),
         ({"event": None}, "None"),

@@ -19,7 +19,7 @@ def loss_at(step, rng, floor=1.85):
     return floor + 9.0 * (step + 12) ** -0.35 * math.exp(-step / 9000) + rng.gauss(0, 0.02)
 
 
-def training_row(step, rng, layers=16, peak_lr=3e-4, floor=1.85):
+def training_row(step, rng, layers=16, peak_lr=3e-4, floor=1.85, restarts=True):
     """A training line of metrics.jsonl."""
     loss = loss_at(step, rng, floor)
     slow = 1.6 if rng.random() < 0.006 else 1.0
@@ -45,7 +45,7 @@ def training_row(step, rng, layers=16, peak_lr=3e-4, floor=1.85):
         "train/real_tokens": BATCH_TOKENS * 0.996,
     }
     row |= {f"train/{name}/loss": loss + shift for name, shift in (("web", 0.08), ("code", -0.6), ("math", -0.2))}
-    row |= {f"goodput/{name}": value for name, value in ledger_at(step).items()} | {"goodput/fraction": 0.93}
+    row |= {f"goodput/{name}": value for name, value in ledger_at(step, restarts).items()} | {"goodput/fraction": 0.93}
     if step % 50 == 0:
         for layer in range(layers):
             hot = 2.5 if layer == 11 and 2200 < step < 2700 else 1.0
@@ -57,9 +57,9 @@ def training_row(step, rng, layers=16, peak_lr=3e-4, floor=1.85):
     return row
 
 
-def ledger_at(step):
+def ledger_at(step, restarts=True):
     """Seconds by kind since the start that a step belongs to."""
-    wall = max(step - (2840 if step > 2830 else 0), 1) * STEP_SECONDS * 1.06
+    wall = max(step - (2840 if restarts and step > 2830 else 0), 1) * STEP_SECONDS * 1.06
     parts = {"step": 0.93, "compile": 0.004, "data": 0.011, "save": 0.014, "eval": 0.02, "statistics": 0.01}
     parts |= {"restore": 0.001, "lost": 0.006, "other": 0.004}
     return {f"{kind}_seconds": round(wall * part, 1) for kind, part in parts.items()} | {"wall_seconds": round(wall, 1)}
@@ -147,7 +147,7 @@ def make_run(folder, last=4200, seed=0, every=10, peak_lr=3e-4, floor=1.85, plai
     folder.mkdir(parents=True, exist_ok=True)
     rows, abandoned = [validation_row(0, rng), training_row(1, rng, floor=floor)], []
     for step in range(every, last + 1, every):
-        row = training_row(step, rng, peak_lr=peak_lr, floor=floor)
+        row = training_row(step, rng, peak_lr=peak_lr, floor=floor, restarts=not plain)
         if not plain and 2660 < step < 2700:
             row |= {"grad_norm": 30.0, "skipped": 1}
         if not plain and 3050 < step <= 3150:
