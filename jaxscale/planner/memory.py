@@ -12,6 +12,7 @@ from jaxscale.models import layer_widths, num_params
 from jaxscale.models.layers import ModelConfig
 from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE
 from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.planner.residuals import kept_by_stack, number_bytes, on_tpu, tiled_bytes
 from jaxscale.sharding.offload import HOST
 
 NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
@@ -32,6 +33,7 @@ class MemoryNeed:
     grads: int
     activations: int  # an estimate: XLA decides
     summed: int = 0  # gradients of earlier microbatches, beside those of the one that is computed
+    padding: int = 0  # of all these but activations, up to whole tiles of a TPU
 
     @property
     def state(self) -> int:
@@ -41,7 +43,7 @@ class MemoryNeed:
     @property
     def total(self) -> int:
         """All of it."""
-        return self.state + self.summed + self.activations
+        return self.state + self.summed + self.padding + self.activations
 
 
 def memory_need(program: Program) -> MemoryNeed:
@@ -52,7 +54,12 @@ def memory_need(program: Program) -> MemoryNeed:
     grads = params + host_bytes(state.params)
     summed = shard_bytes(program.abstract_grads) if program.cfg.train.num_microbatches > 1 else 0
     moments = shard_bytes((state.opt_state, state.ema))
-    return MemoryNeed(params, moments, grads, activation_bytes(program), summed)
+    padding = 0
+    if on_tpu(program):
+        filled = {tree: padding_bytes(getattr(state, tree)) for tree in ("params", "opt_state", "ema")}
+        again = filled["params"] + (padding_bytes(program.abstract_grads) if summed else 0)
+        padding = sum(filled.values()) + again
+    return MemoryNeed(params, moments, grads, activation_bytes(program), summed, padding)
 
 
 def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
@@ -67,6 +74,13 @@ def shard_bytes(abstract: Any) -> int:
     """Bytes of one device's parts of a tree of ShapeDtypeStructs with shardings, but for those in the host's memory."""
     leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind != HOST]
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def padding_bytes(abstract: Any) -> int:
+    """Bytes by which a TPU's tiles are larger than one device's parts of such a tree, the host's left out."""
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind != HOST]
+    shards = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves]
+    return sum(tiled_bytes(shape, size, tpu=True) - size * math.prod(shape) for shape, size in shards)
 
 
 def host_bytes(abstract: Any) -> int:
@@ -96,12 +110,16 @@ def activation_bytes(program: Program) -> int:
     if program.attention == "xla":  # float32 scores and probabilities of each head
         whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
     names = kept_names(model)
-    kept = whole if names is None else sum(sizes[name] for name in names)
     gathered = gathered_bytes(program, width)
+    if names is None:
+        stacks = kept_by_stack(program).values()
+        kept, block = sum(layers * of_layer for layers, of_layer in stacks), max(of_layer for _, of_layer in stacks)
+        kept += cast_bytes(program)
+    else:
+        kept, block = tokens * width * model.num_layers * sum(sizes[name] for name in names), tokens * width * whole
     logits = min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4
     head = 2 * logits + width * model.embed_dim * model.vocab_size // tensor
-    at_once = gathered + head if names is None else max(gathered + round(BLOCK_SLACK * tokens * width * whole), head)
-    total = tokens * width * model.num_layers * kept + at_once
+    total = kept + max(gathered + round(BLOCK_SLACK * block), head)
     on_gpu = program.mesh.devices.flat[0].platform == "gpu"
     return round(GPU_SLACK * total) if on_gpu and names is not None else total
 
@@ -109,8 +127,7 @@ def activation_bytes(program: Program) -> int:
 def gathered_bytes(program: Program, width: int) -> int:
     """Bytes of the weights of one block while it is computed: whole where devices share them, `width` an element.
 
-    Those of all blocks without remat: the backward pass keeps what the forward pass gathered. With them the gradient of
-    the largest, not summed over devices yet; over slices or copies (mesh data), those of all.
+    With them the gradient of the largest, not summed over devices yet; over slices or copies (mesh data), those of all.
     """
     shape, params = program.mesh.shape, program.abstract_state.params
     if program.cfg.rules != "zero3" or shape["fsdp"] == 1:
@@ -121,8 +138,16 @@ def gathered_bytes(program: Program, width: int) -> int:
             split = shape["tensor"] if "tensor" in str(leaf.sharding.spec) else 1
             sizes.append(leaf.size // program.cfg.model.num_layers // split)
     summing = 4 * sum(sizes) if shape["data"] > 1 else 0
-    blocks = program.cfg.model.num_layers if program.cfg.model.remat == "none" else 1
-    return width * (blocks * sum(sizes) + max(sizes)) + summing
+    return width * (sum(sizes) + max(sizes)) + summing
+
+
+def cast_bytes(program: Program) -> int:
+    """Bytes of the device's own parts of the weights in the type of the products, where several microbatches gather
+    them: XLA casts them once, before the first. With remat BLOCK_SLACK stands for it."""
+    cfg = program.cfg
+    _, operand = number_bytes(cfg.model, on_tpu(program))
+    gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and program.mesh.shape["fsdp"] > 1
+    return shard_bytes(program.abstract_state.params) * operand // 4 if gathers and operand < 4 else 0
 
 
 def kept_names(model: ModelConfig) -> set[str] | None:
