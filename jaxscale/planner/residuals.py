@@ -1,8 +1,9 @@
 """What the backward pass keeps of each block where nothing is computed again (remat="none"), array by array.
 
-Each array was found in the loops over the layers of programs that XLA:TPU compiled (its buffer assignment; gpt2_124m,
-masked_lm, span_corruption and quickstart; libtpu 0.0.42.1, 2026-11-22), and follows from the model's code: what a
-derivative reads, in the type in which it is computed.
+Each follows from the model's code: what a derivative reads, in the type in which it is computed. They are the arrays
+that the loops over the layers carry where XLA:TPU compiled quickstart, masked_lm, span_corruption and gpt2_124m (its
+buffer assignment, libtpu 0.0.42.1, 2026-11-22). Those of dropout, qk_norm, attention_softcap, T5's ReLU, a tensor axis
+and GPUs are by the code alone.
 
 B rows of a microbatch on one device  T query positions  S key positions  D embed  N heads  K key-value heads
 H head dim  F mlp
@@ -79,11 +80,17 @@ def kept_of_attention(
     H = layer_widths(model)[0] // model.num_heads
     K = layer_widths(model)[1] // H // tensor
     per_head = [(B, N, T, H), (B, K, S, H), (B, K, S, H), (B, N, T, H)]  # query, key, value, result
+    before_norm = (
+        [Kept("before its norm", shape, width) for shape in per_head[:2]] if getattr(model, "qk_norm", 0) else []
+    )
     if scores:
         probabilities = [Kept("probabilities", (B, N, T, S), itemsize) for itemsize in (F32, operand)]
-        return probabilities + [Kept("of attention", shape, operand) for shape in per_head]
+        if getattr(model, "attention_softcap", None):
+            probabilities.append(Kept("tanh of scores", (B, N, T, S), F32))
+        return before_norm + probabilities + [Kept("of attention", shape, operand) for shape in per_head]
     lanes = filled(H, LANES) if tpu else H
     fixed = [Kept("of the kernel", (*shape[:-1], lanes), width) for shape in per_head]
+    fixed += before_norm
     return [*fixed, Kept("attention's result", (B, N, T, H), operand), Kept("logarithms of sums", (B, N, T), F32)]
 
 

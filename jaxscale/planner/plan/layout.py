@@ -38,6 +38,8 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
         rows.insert(2, MemoryRow("average of parameters", average, f"4 B x {count}{share(over[1])}"))
     if need.summed:
         rows.append(MemoryRow("gradients summed so far", need.summed, f"4 B x {count}{share(both)}: microbatches"))
+    if need.padding:
+        rows.append(MemoryRow("padding", need.padding, "of the above, to a TPU's tiles of 8 x 128 numbers"))
     made = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
     remat = f"remat={cfg.model.remat}"
     rows.append(
