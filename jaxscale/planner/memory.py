@@ -92,10 +92,10 @@ def host_bytes(abstract: Any) -> int:
 def activation_bytes(program: Program) -> int:
     """What the backward pass keeps of one microbatch on one device, and the most that it works with at one time.
 
-    Counted for each block: the residual stream twice and its normalised forms (4 D), attention's inputs and output, and
-    the MLP's inner arrays; with remat only what the policy keeps, and one block whole. What goes to the host is left
-    out. Beside it, either a block's gathered weights, or the output projection with the logits of one chunk of the loss
-    and their gradient; both where nothing is computed again.
+    Without remat, every array that planner/residuals.py names, of all blocks. With it what the policy keeps, and one
+    block whole: the residual stream twice and its normalised forms (4 D), attention's inputs and output, and the MLP's
+    inner arrays. What goes to the host is left out. Beside that, the larger of two: one block and its gathered weights,
+    or the output projection with the logits of one chunk of the loss and their gradient.
     """
     cfg, shape = program.cfg, program.mesh.shape
     model, lengths = cfg.model, cfg.row_lengths
