@@ -2,8 +2,8 @@
 
 Each follows from the model's code: what a derivative reads, in the type in which it is computed. They are the arrays
 that the loops over the layers carry where XLA:TPU compiled quickstart, masked_lm, span_corruption and gpt2_124m (its
-buffer assignment, libtpu 0.0.42.1, 2026-11-22). Those of dropout, qk_norm, attention_softcap, T5's ReLU, a tensor axis
-and GPUs are by the code alone.
+buffer assignment, libtpu 0.0.42.1, 2026-11-22); dropout's masks were predicted and then found. Those of qk_norm,
+attention_softcap, T5's ReLU, a tensor axis and GPUs are by the code alone.
 
 B rows of a microbatch on one device  T query positions  S key positions  D embed  N heads  K key-value heads
 H head dim  F mlp
