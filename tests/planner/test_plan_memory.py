@@ -42,7 +42,7 @@ HELD_OUT = [
     ("1b", "v5e:2x4", {"train.num_microbatches": "16"}, 5.474),  # docs/statistics.md
     ("gpt2_124m", "v5e:2x2", {"train.num_microbatches": "64"}, 3770.0 / 1024),  # without remat
 ]
-# Without remat. From the buffer assignments of these planner/residuals.py was written; no number was fitted.
+# Without remat. From the buffer assignments of these planner/residuals.py was written; no further number was fitted.
 WITHOUT_REMAT = [
     ("quickstart", "v5e:2x2", {}, 51.76 / 1024),
     ("masked_lm", "v5e:2x2", {}, 65.76 / 1024),
