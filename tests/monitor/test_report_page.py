@@ -7,6 +7,7 @@ import re
 import pytest
 from made_run import BEGAN, CANARY, event, make_run, written_at
 
+from jaxscale.hardware import CHIPS
 from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, read_history
 from jaxscale.monitor.report import make_page
@@ -17,6 +18,8 @@ from jaxscale.monitor.report.tables import goodput_tables
 from jaxscale.monitor.report.text import escape, json_block, plain
 from jaxscale.monitor.report.ticks import Axis, axis_over, linear_ticks, log_ticks
 from jaxscale.monitor.report.words import in_words, incidents, marks
+
+V5P = CHIPS["TPU v5"].price
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +139,7 @@ def test_the_head_tells_state_time_and_cost(run):
 @pytest.mark.parametrize(
     ("kind", "price", "cost", "told"),
     [
-        ("TPU v5", None, "4.20", "TPU v5p at $4.20 a chip-hour, list price of 2025 (cloud.google.com/tpu/pricing"),
+        ("TPU v5", None, "4.20", f"TPU v5p at $4.20 a chip-hour, list price of {V5P.date} ({V5P.source})"),
         ("TPU v5", 2.5, "2.50", "TPU v5p at $2.50 a chip-hour, as given by --price."),
         ("TPU7x", 8.0, "4.00", "TPU7x at $8.00 a chip-hour"),  # two of JAX's devices are one chip
         ("cpu", None, None, "no price of cpu is known. --price=DOLLARS gives"),
