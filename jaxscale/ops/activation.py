@@ -27,6 +27,27 @@ def _swiglu_backward(saved, dy):
 swiglu.defvjp(_swiglu_forward, _swiglu_backward)
 
 
+@jax.custom_vjp
+def geglu_tanh(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gelu(gate) * up (arXiv:2002.05202) with GELU's tanh form. Its backward keeps only gate and up, as swiglu's."""
+    return (jax.nn.gelu(gate.astype(F32), approximate=True) * up.astype(F32)).astype(gate.dtype)
+
+
+def _geglu_forward(gate, up):
+    return geglu_tanh(gate, up), (gate, up)
+
+
+def _geglu_backward(saved, dy):
+    gate, up = saved
+    gelu32, pull = jax.vjp(lambda gate32: jax.nn.gelu(gate32, approximate=True), gate.astype(F32))
+    dy32 = dy.astype(F32)
+    (dgate,) = pull(dy32 * up.astype(F32))
+    return dgate.astype(gate.dtype), (dy32 * gelu32).astype(up.dtype)
+
+
+geglu_tanh.defvjp(_geglu_forward, _geglu_backward)
+
+
 def gelu_tanh(x: jax.Array) -> jax.Array:
     """GELU in the tanh form that GPT-2 was trained with (arXiv:1606.08415)."""
     return jax.nn.gelu(x.astype(F32), approximate=True).astype(x.dtype)

@@ -53,6 +53,34 @@ def token_nats(
     return unchunked(nats_nBc, T), unchunked(lse_nBc, T)
 
 
+def token_scores(
+    h_BTD: jax.Array,
+    w_DV: jax.Array,
+    targets_BT: jax.Array,
+    *,
+    chunk_tokens: int,
+    softcap: float | None = None,
+    tensor: TensorAxis = ONE,
+) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy in nats, float32; whether no token is likelier than the target, bool), each [B, T].
+
+    Arguments as in token_nats.
+    """
+    w_DV = w_DV.astype(h_BTD.dtype)
+
+    def one_chunk(chunk):
+        h_BcD, targets_Bc = chunk
+        logits_BcV, own_Bc = chunk_logits(h_BcD, w_DV, softcap), tensor.own_ids(targets_Bc, w_DV.shape[1])
+        nats_Bc, _ = chunk_nats(logits_BcV, own_Bc, tensor)
+        found_Bc1 = jnp.take_along_axis(logits_BcV, own_Bc[..., None], axis=-1, mode="fill", fill_value=-jnp.inf)
+        top_Bc = tensor.max(jnp.max(logits_BcV, axis=-1))
+        return nats_Bc, tensor.max(found_Bc1[..., 0]) >= top_Bc
+
+    T = h_BTD.shape[1]
+    nats_nBc, likeliest_nBc = lax.map(one_chunk, (chunked(h_BTD, chunk_tokens), chunked(targets_BT, chunk_tokens)))
+    return unchunked(nats_nBc, T), unchunked(likeliest_nBc, T)
+
+
 def summed_cross_entropy(
     h_BTD: jax.Array,
     w_DV: jax.Array,

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import jax
 
-from jaxscale.ops.activation import swiglu
+from jaxscale.ops.activation import geglu_tanh, swiglu
 from jaxscale.ops.attention import Attend, AttentionName, AttentionNeeds, choose_attention, xla
 from jaxscale.ops.attention.largest import EXACT, largest_score, score_bound
+from jaxscale.ops.attention.mixed import either
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
 from jaxscale.ops.taps import BLIND, Blind, Taps
@@ -25,6 +26,7 @@ class Kernels:
     why_plain: str = ""  # what kept "auto" from the platform's own attention
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
+    geglu_tanh: Callable[[jax.Array, jax.Array], jax.Array] = geglu_tanh
     taps: Blind = BLIND  # what a statistics program looks at activations with
 
 
@@ -46,7 +48,10 @@ def choose_kernels(
 def make_taps(kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis) -> Taps:
     """Taps for one trace of a model with these kernels: the largest scores where they are known, or else a bound."""
     if kernels.attention in EXACT:
-        return Taps("attention_logit_max", functools.partial(largest_score, window=needs.window), tensor)
+        largest = functools.partial(largest_score, window=needs.window)
+        if needs.mixed is not None:
+            largest = either(largest, largest_score, needs.mixed)
+        return Taps("attention_logit_max", largest, tensor)
     return Taps("attention_logit_bound", score_bound, tensor)
 
 

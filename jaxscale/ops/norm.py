@@ -1,10 +1,15 @@
-"""Normalisation over the last axis; statistics in float32, result in the input's dtype. D embed"""
+"""Normalisation over the last axis; statistics in float32, result in the input's dtype.
+
+D embed  B batch  T position  N heads  H head dim
+"""
 
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from jaxscale.sharding.tensor_axis import TensorAxis
 
 F32 = jnp.float32
 
@@ -39,6 +44,44 @@ rms_norm.defvjp(_rms_norm_forward, _rms_norm_backward)
 def inverse_rms(x32: jax.Array, eps: float) -> jax.Array:
     """1 / sqrt(mean(x**2) + eps), [..., 1]."""
     return lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def rms_norm_heads(x_BTNH: jax.Array, scale_NH: jax.Array, eps: float, tensor: TensorAxis) -> jax.Array:
+    """rms_norm of all heads of a position together (arXiv:2501.00656), of which a device has its own."""
+    x32 = x_BTNH.astype(F32)
+    return (x32 * inverse_rms_heads(x32, eps, tensor) * widen_heads(scale_NH)).astype(x_BTNH.dtype)
+
+
+def _rms_norm_heads_forward(x_BTNH, scale_NH, eps, tensor):
+    return rms_norm_heads(x_BTNH, scale_NH, eps, tensor), (x_BTNH, scale_NH)
+
+
+def _rms_norm_heads_backward(eps, tensor, saved, dy_BTNH):
+    x_BTNH, scale_NH = saved
+    x32, dy32 = x_BTNH.astype(F32), dy_BTNH.astype(F32)
+    inverse = inverse_rms_heads(x32, eps, tensor)
+    unit, dunit = x32 * inverse, dy32 * widen_heads(scale_NH)
+    dx_BTNH = inverse * (dunit - unit * mean_heads(dunit * unit, tensor))
+    return dx_BTNH.astype(x_BTNH.dtype), jnp.sum(dy32 * unit, axis=(0, 1)).astype(scale_NH.dtype)
+
+
+rms_norm_heads.defvjp(_rms_norm_heads_forward, _rms_norm_heads_backward)
+
+
+def inverse_rms_heads(x32_BTNH: jax.Array, eps: float, tensor: TensorAxis) -> jax.Array:
+    """1 / sqrt(mean(x**2) + eps) over all heads of all devices, [B, T, 1, 1]."""
+    return lax.rsqrt(mean_heads(x32_BTNH * x32_BTNH, tensor) + eps)
+
+
+def mean_heads(x32_BTNH: jax.Array, tensor: TensorAxis) -> jax.Array:
+    """The mean over all heads of all devices, [B, T, 1, 1]."""
+    return tensor.sum(jnp.mean(x32_BTNH, axis=(2, 3), keepdims=True)) / tensor.size
+
+
+def widen_heads(scale_NH: jax.Array) -> jax.Array:
+    """The scale in float32 as [1, 1, N, H]."""
+    return scale_NH.astype(F32)[None, None]
 
 
 def layer_norm(x: jax.Array, scale_D: jax.Array, bias_D: jax.Array, eps: float) -> jax.Array:

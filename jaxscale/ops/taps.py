@@ -2,13 +2,14 @@
 
 A model hands each array to see(), which gives it back as it is. Numbers of a layer leave the function that computes it,
 which may be a loop or be run again for the backward pass, as results beside the residual stream: run_stack() of
-models.layers takes them from end_layer() and hands those of all its layers to end_stack().
+models.layers takes them from end_layer() and hands those of all its layers to end_stack(). Taps that carry something
+into each layer, as a cache of keys does (sample/cache.py), have it from layers() by the same way.
 
 B batch  T position  D embed  L layers of a stack
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,11 +41,18 @@ class Blind:
         """x_BTD, of the device's own positions."""
         return x_BTD
 
-    def end_layer(self, x_BTD: jax.Array) -> Seen | None:
+    def layers(self) -> Any:
+        """What the taps want to have in each layer of the next stack: a tree with a leading axis of layers, or None."""
+        return None
+
+    def begin_layer(self, held: Any) -> None:
+        """Takes what layers() has for the layer that begins."""
+
+    def end_layer(self, x_BTD: jax.Array) -> Any:
         """What was seen since the layer before; x_BTD: the residual stream behind this one."""
         return None
 
-    def end_stack(self, seen: Seen | None) -> None:
+    def end_stack(self, seen: Any) -> None:
         """Takes what was seen of each layer of a stack."""
 
     def parts(self) -> dict[str, tuple[Seen, ...]]:

@@ -14,7 +14,8 @@ Linear = tuple[int | None, int]
 def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
     """(runs of each computation per step, names of those inside fusions, loops whose trips could not be read).
 
-    Such a loop counts as one trip. All branches of a conditional count as taken.
+    Such a loop counts as one trip. A conditional whose name says how often it is true (ops.attention.mixed) counts each
+    branch as often as it is taken; all branches of another count as taken.
     """
     runs = dict.fromkeys(module.computations, 0)
     runs[module.entry] = 1
@@ -29,12 +30,23 @@ def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
                 times *= 1 if trips is None else trips
             if instruction.opcode.endswith(("-done", "-update")):  # its start was counted
                 continue
+            taken = count_taken(instruction, times)
             for called in instruction.called:
                 if called in runs:
-                    runs[called] += times
+                    runs[called] += taken.get(called, times)
                     if instruction.opcode == "fusion" or name in fused:
                         fused.add(called)
     return runs, fused, unknown
+
+
+def count_taken(instruction: Instruction, times: int) -> dict[str, int]:
+    """{branch: its runs} of a conditional of two branches that says it is true `taken_N_of_M`; {} for anything else."""
+    share = re.search(r'op_name="[^"]*\btaken_(\d+)_of_(\d+)', instruction.attributes)
+    if instruction.opcode != "conditional" or share is None or len(instruction.called) != 2:
+        return {}
+    if_true = instruction.attribute(r"\btrue_computation=%?([\w.\-]+)") or instruction.called[1]
+    often = round(times * int(share[1]) / int(share[2]))
+    return {name: often if name == if_true else times - often for name in instruction.called}
 
 
 def count_trips(module: Module, caller: Computation, loop: Instruction) -> int | None:

@@ -1,8 +1,9 @@
-"""The references of make_references.py, with the names of transformers turned into ours.
+"""The references of the scripts here, with the names of transformers turned into ours.
 
-B batch  T position  V vocab  D embed  N query heads  K key-value heads  H head dim  L layers
+B batch  T position  V vocab
 """
 
+import dataclasses
 import json
 import pathlib
 from typing import Any, NamedTuple
@@ -11,14 +12,12 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale.convert import families
 from jaxscale.data.batch import Batch
 from jaxscale.models import logits, make_model
-from jaxscale.models.gpt2 import Gpt2Config
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.llama import LlamaConfig
 from jaxscale.models.loss import summed_loss
 from jaxscale.ops.kernels import PLAIN
-from jaxscale.ops.rope import RopeScaling
 
 HERE = pathlib.Path(__file__).parent
 
@@ -26,8 +25,8 @@ HERE = pathlib.Path(__file__).parent
 class Reference:
     """One .npz: its config, its arrays by name, its weights and gradients by the names of transformers."""
 
-    def __init__(self, name):
-        with np.load(HERE / f"{name}.npz", allow_pickle=False) as file:
+    def __init__(self, name, folder=HERE):
+        with np.load(folder / f"{name}.npz", allow_pickle=False) as file:
             arrays = {key: file[key] for key in file.files}
         self.config = json.loads(str(arrays.pop("config")))
         self.weights = {key.removeprefix("param/"): a for key, a in arrays.items() if key.startswith("param/")}
@@ -38,121 +37,30 @@ class Reference:
         return self.arrays[key]
 
 
-def llama_config(hf, **changes):
-    """Our settings for a config of transformers' Llama or Qwen3."""
-    rope, scaling = hf["rope_parameters"], None
-    if rope["rope_type"] == "llama3":
-        scaling = RopeScaling(
-            name="llama3",
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_max_len=rope["original_max_position_embeddings"],
-        )
-    settings = {
-        "vocab_size": hf["vocab_size"],
-        "num_layers": hf["num_hidden_layers"],
-        "embed_dim": hf["hidden_size"],
-        "num_heads": hf["num_attention_heads"],
-        "num_kv_heads": hf["num_key_value_heads"],
-        "head_dim": hf["head_dim"],
-        "mlp_dim": hf["intermediate_size"],
-        "norm_eps": hf["rms_norm_eps"],
-        "rope_base": rope["rope_theta"],
-        "rope_scaling": scaling,
-        "tied_embeddings": hf["tie_word_embeddings"],
-        "compute_dtype": "float32",
-    }
-    return LlamaConfig(**settings | changes)
+def config_of(hf, **changes):
+    """Our settings for a config.json, of a Llama where it says no model_type."""
+    _, cfg, _ = families.read({"model_type": "llama"} | hf)
+    return dataclasses.replace(cfg, **{"compute_dtype": "float32"} | changes)
 
 
-def llama_params(cfg, arrays):
-    """Our nested dict for {name of transformers: weight}, or for its gradients: the change is linear.
+def params_of(cfg, arrays, pairs=None):
+    """Our nested dict for {name in the checkpoint: array}, float32, or for its gradients: the change is linear.
 
-    transformers keeps a linear layer as [out, in], with heads and their dimensions as one axis.
+    pairs: of the tensors; unless given those of a Llama.
     """
-    D, N, K, H = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
-
-    def block(layer):
-        get = lambda name: arrays[f"model.layers.{layer}.{name}.weight"]
-        attention = {
-            "wq": get("self_attn.q_proj").T.reshape(D, N, H),
-            "wk": get("self_attn.k_proj").T.reshape(D, K, H),
-            "wv": get("self_attn.v_proj").T.reshape(D, K, H),
-            "wo": get("self_attn.o_proj").T.reshape(N, H, D),
-        }
-        if cfg.qk_norm:
-            attention |= {"q_norm": get("self_attn.q_norm"), "k_norm": get("self_attn.k_norm")}
-        return {
-            "attention_norm": get("input_layernorm"),
-            "attention": attention,
-            "mlp_norm": get("post_attention_layernorm"),
-            "mlp": {name: get(f"mlp.{name}_proj").T for name in ("gate", "up", "down")},
-        }
-
-    params = {
-        "embedding": arrays["model.embed_tokens.weight"],
-        "blocks": stack_blocks(cfg, block),
-        "final_norm": arrays["model.norm.weight"],
-    }
-    return params if cfg.tied_embeddings else params | {"head": arrays["lm_head.weight"].T}
-
-
-def gpt2_config(hf, **changes):
-    """Our settings for a config of transformers' GPT-2."""
-    settings = {
-        "vocab_size": hf["vocab_size"],
-        "num_layers": hf["n_layer"],
-        "embed_dim": hf["n_embd"],
-        "num_heads": hf["n_head"],
-        "max_seq_len": hf["n_positions"],
-        "norm_eps": hf["layer_norm_epsilon"],
-        "compute_dtype": "float32",
-    }
-    return Gpt2Config(**settings | changes)
-
-
-def gpt2_params(cfg, arrays):
-    """As llama_params. GPT-2's layers are [in, out], with queries, keys and values side by side in one."""
-    D, N = cfg.embed_dim, cfg.num_heads
-    H = D // N
-
-    def block(layer):
-        get = lambda name: arrays[f"transformer.h.{layer}.{name}"]
-        attention = {"wo": get("attn.c_proj.weight").reshape(N, H, D), "bias_o": get("attn.c_proj.bias")}
-        weights = np.split(get("attn.c_attn.weight"), 3, axis=-1)
-        biases = np.split(get("attn.c_attn.bias"), 3, axis=-1)
-        for name, weight, bias in zip("qkv", weights, biases):
-            attention |= {f"w{name}": weight.reshape(D, N, H), f"bias_{name}": bias.reshape(N, H)}
-        return {
-            "scale_attention": get("ln_1.weight"),
-            "bias_attention": get("ln_1.bias"),
-            "attention": attention,
-            "scale_mlp": get("ln_2.weight"),
-            "bias_mlp": get("ln_2.bias"),
-            "mlp": {
-                "up": get("mlp.c_fc.weight"),
-                "bias_up": get("mlp.c_fc.bias"),
-                "down": get("mlp.c_proj.weight"),
-                "bias_down": get("mlp.c_proj.bias"),
-            },
-        }
-
-    return {
-        "embedding": arrays["transformer.wte.weight"],
-        "position_embedding": arrays["transformer.wpe.weight"],
-        "blocks": stack_blocks(cfg, block),
-        "scale_final": arrays["transformer.ln_f.weight"],
-        "bias_final": arrays["transformer.ln_f.bias"],
-    }
-
-
-def stack_blocks(cfg, block):
-    """Layers with a leading axis for the scan, or one dict each where they are unrolled."""
-    blocks = [block(layer) for layer in range(cfg.num_layers)]
-    if not cfg.scan_layers:
-        return {str(layer): params for layer, params in enumerate(blocks)}
-    return jax.tree.map(lambda *layers: np.stack(layers), *blocks)
+    leaves = {}
+    for pair in pairs or families.match(families.FAMILIES["llama"], cfg, arrays).pairs:
+        for name, array in zip(pair.ours, pair.to_ours(arrays[pair.theirs]), strict=True):
+            leaves.setdefault(name, []).append(np.float32(array))
+            assert pair.layer is None or len(leaves[name]) == pair.layer + 1  # layers come in their order
+    params = {}
+    for name, layers in leaves.items():
+        *groups, leaf = name.split("/")
+        inner = params
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[leaf] = np.stack(layers) if "blocks" in groups and cfg.scan_layers else layers[0]
+    return params
 
 
 def next_token_batch(tokens_BT):
@@ -180,8 +88,9 @@ class Computed(NamedTuple):
 
 def compute(cfg, params, batch, *, kernels=PLAIN, aux_weights=None):
     """Computed by the model of `cfg` with `params`, whose names and shapes must be the model's own."""
-    graphdef, own, _ = split_model(make_model(cfg, key=jax.random.key(0), kernels=kernels))
-    assert jax.tree.map(np.shape, own) == jax.tree.map(np.shape, params)
+    abstract = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=kernels), jax.random.key(0))
+    graphdef, own, _ = split_model(abstract)
+    assert jax.tree.map(lambda leaf: leaf.shape, own) == jax.tree.map(np.shape, params)
 
     def objective(params, batch):
         model, tokens = merge_model(graphdef, params), batch.weights.sum()
@@ -204,10 +113,8 @@ class Parity(NamedTuple):
     """What the tests here share, handed over as one fixture."""
 
     load: Any = Reference  # load("llama") -> Reference
-    llama_config: Any = llama_config
-    llama_params: Any = llama_params
-    gpt2_config: Any = gpt2_config
-    gpt2_params: Any = gpt2_params
+    config: Any = config_of
+    params: Any = params_of
     make_batch: Any = next_token_batch
     compute: Any = compute
     assert_close_trees: Any = assert_close_trees

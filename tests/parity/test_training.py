@@ -31,8 +31,8 @@ def full_rows(tokens_BU):
 def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
     start, reference = parity.load("llama"), parity.load("llama_training")
     told, batches = reference.config, reference["batches"]
-    cfg = parity.llama_config(told)
-    params = parity.llama_params(cfg, start.weights)
+    cfg = parity.config(told)
+    params = parity.params(cfg, start.weights)
     params["head"] = params["head"] * np.float32(told["lm_head_scale"])
     graphdef, _, axes = split_model(make_model(cfg, key=jax.random.key(0), kernels=PLAIN))
 

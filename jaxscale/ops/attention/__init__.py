@@ -7,10 +7,12 @@ from typing import Any, Literal, get_args
 import jax
 
 from jaxscale.ops.attention import blockwise, cudnn, long, splash, xla
+from jaxscale.ops.attention.mixed import Mix, either
 from jaxscale.units import or_list
 
 # attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H).
 # Only `xla` takes a Scope in place of the segments, and the keywords of xla.attend: other forms refuse the needs.
+# A model with AttentionNeeds.mixed also says `local=`: whether this layer has the window.
 # What its backward pass needs of its results bears the name ATTENTION_OUT, for remat policies.
 Attend = Callable[..., jax.Array]
 AttentionName = Literal["auto", "xla", "splash", "cudnn", "blockwise"]
@@ -28,6 +30,7 @@ class AttentionNeeds:
     head_dim: int
     dtype: str  # of queries, keys and values
     window: int | None = None
+    mixed: Mix | None = None  # the window is that of some layers, and the others see every key
     softcap: float | None = None
     prefix: bool = False  # some keys are seen by queries before them
     bidirectional: bool = False  # every key is seen by all queries of its document
@@ -57,14 +60,17 @@ def choose_attention(
         "cudnn": cudnn.make_attend,
         "blockwise": make_blockwise,
     }
-    settings: dict[str, Any] = dict(window=needs.window)
+    settings: dict[str, Any] = {}
     if resolved != "cudnn":
         settings["softcap"] = needs.softcap
     if resolved == "splash":
         settings["blocks"] = splash.blocks_for(device and device.device_kind)
     if resolved == "blockwise":
         settings["platform"] = platform
-    return make[resolved](**settings), resolved, lack
+    attend = make[resolved](window=needs.window, **settings)
+    if needs.mixed is not None:
+        attend = either(attend, make[resolved](window=None, **settings), needs.mixed)
+    return attend, resolved, lack
 
 
 def make_blockwise(*, softcap: float | None, window: int | None, platform: str) -> Attend:

@@ -1,0 +1,237 @@
+"""A config.json says the same after a way through our settings, and what we do not compute is refused in one line."""
+
+import dataclasses
+import pathlib
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale.config import load_config
+from jaxscale.convert import families
+from jaxscale.models import num_params
+from jaxscale.models.gpt2 import Gpt2Config
+from jaxscale.models.llama import LlamaConfig, local_layers
+
+CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
+LLAMA31 = dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=128256, hidden_size=4096,
+    intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_act="silu",
+    rms_norm_eps=1e-5, rope_theta=500000.0, attention_bias=False, mlp_bias=False, tie_word_embeddings=False,
+    max_position_embeddings=131072, torch_dtype="bfloat16", bos_token_id=128000, eos_token_id=[128001, 128008, 128009],
+    rope_scaling=dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                      original_max_position_embeddings=8192),
+)  # fmt: skip
+QWEN3 = dict(
+    model_type="qwen3", architectures=["Qwen3ForCausalLM"], vocab_size=151936, hidden_size=4096, head_dim=128,
+    intermediate_size=12288, num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, hidden_act="silu",
+    rms_norm_eps=1e-6, rope_theta=1000000, rope_scaling=None, tie_word_embeddings=False, attention_bias=False,
+    use_sliding_window=False, sliding_window=None, max_window_layers=36, torch_dtype="bfloat16",
+)  # fmt: skip
+GEMMA3 = dict(  # as published: what transformers has as its default is not there
+    model_type="gemma3", architectures=["Gemma3ForConditionalGeneration"], torch_dtype="bfloat16",
+    eos_token_id=[1, 106],
+    text_config=dict(model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+                     sliding_window=1024, rope_scaling=dict(factor=8.0, rope_type="linear")),
+)  # fmt: skip
+# Parameters of the published checkpoints. Where a config is not given above: what differs from transformers' defaults.
+# SigLIP and the projector of Gemma 3 4B are 419,816,304 of the 4,300,079,472 in its files.
+PUBLISHED = {
+    "Llama-3.1-8B": (LLAMA31, 8_030_261_248),
+    "Llama-2-7b": (dict(model_type="llama", rms_norm_eps=1e-5), 6_738_415_616),
+    "Qwen3-8B": (QWEN3, 8_190_735_360),
+    "Qwen2.5-7B": (
+        dict(model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28,
+             num_attention_heads=28, num_key_value_heads=4, vocab_size=152064), 7_615_616_512),
+    "Mistral-7B-v0.1": (dict(model_type="mistral"), 7_241_732_096),
+    "OLMo-2-1124-7B": (dict(model_type="olmo2", vocab_size=100352), 7_298_617_344),
+    "gemma-2b": (
+        dict(model_type="gemma", hidden_size=2048, intermediate_size=16384, num_hidden_layers=18,
+             num_attention_heads=8, num_key_value_heads=1), 2_506_172_416),
+    "gemma-2-2b": (dict(model_type="gemma2"), 2_614_341_888),
+    "gemma-2-9b": (
+        dict(model_type="gemma2", hidden_size=3584, intermediate_size=14336, num_hidden_layers=42,
+             num_attention_heads=16, num_key_value_heads=8), 9_241_705_984),
+    "gemma-3-1b": (
+        dict(model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
+             num_attention_heads=4, num_key_value_heads=1, vocab_size=262144, sliding_window=512), 999_885_952),
+    "gemma-3-4b": (GEMMA3, 4_300_079_472 - 419_816_304),
+    "gpt2": (dict(model_type="gpt2"), 124_439_808),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_its_size_and_its_config_comes_back(name):
+    hf, total = PUBLISHED[name]
+    _, cfg, kept = families.read(hf)
+    assert num_params(cfg) == total
+    family = families.family_for(cfg)
+    assert family.model_type == {"gemma3": "gemma3_text"}.get(hf["model_type"], hf["model_type"])
+    written = families.write(family, cfg, kept)
+    again, cfg_again, kept_again = families.read(written)
+    assert (again, cfg_again, kept_again) == (family, cfg, kept)
+    told = hf | hf.get("text_config", {}) | dict(model_type=family.model_type, architectures=[family.architectures[0]])
+    told.pop("text_config", None)
+    for key in ("max_window_layers", "sliding_window") if hf["model_type"] == "qwen3" else ():
+        told.pop(key)  # of no effect without use_sliding_window
+    assert {key: written[key] for key in told} == told  # nothing said is lost
+
+
+@pytest.mark.parametrize("name, hf", [("llama3_8b", LLAMA31), ("qwen3_8b", QWEN3), ("gemma3_4b", GEMMA3)])
+def test_our_config_has_the_shape_of_the_published_one(name, hf):
+    ours, (_, theirs, _) = load_config(str(CONFIGS / f"{name}.py")).model, families.read(hf)
+    same = {setting: getattr(ours, setting) for setting in families.EXECUTION if setting != "dropout"}
+    assert dataclasses.replace(theirs, **same) == ours
+
+
+def test_siglip_and_the_projector_are_what_is_left_out_of_gemma3():
+    D, F, layers, patches, text = 1152, 4304, 27, (896 // 14) ** 2, 2560
+    block = 4 * (D * D + D) + 2 * D * F + F + D + 4 * D
+    vision = layers * block + 14 * 14 * 3 * D + D + patches * D + 2 * D
+    assert vision + D * text + D == 419_816_304
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        (dict(rope_theta=5e5, rope_scaling=None), dict(rope_parameters=dict(rope_type="default", rope_theta=5e5))),
+        (
+            dict(rope_theta=5e5, rope_scaling=dict(type="linear", factor=2.0)),
+            dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=5e5)),
+        ),
+    ],
+)
+def test_rope_is_read_in_the_words_of_old_and_new_releases(old, new):
+    read = lambda more: families.read(dict(model_type="llama") | more)[1]
+    assert read(old) == read(new) != read({})
+
+
+def test_each_kind_of_layer_of_gemma3_has_its_rope_in_both_spellings():
+    old = dict(model_type="gemma3_text", rope_theta=2e6, rope_local_base_freq=3e4)
+    old |= dict(rope_scaling=dict(rope_type="linear", factor=4.0))
+    of_full, of_sliding = (
+        dict(rope_type="linear", factor=4.0, rope_theta=2e6),
+        dict(rope_type="default", rope_theta=3e4),
+    )
+    new = dict(model_type="gemma3_text", rope_parameters=dict(full_attention=of_full, sliding_attention=of_sliding))
+    (_, cfg, _), (_, cfg_new, _) = families.read(old), families.read(new)
+    assert cfg == cfg_new and (cfg.rope_base, cfg.local_rope_base, cfg.rope_scaling.factor) == (2e6, 3e4, 4.0)
+
+
+@pytest.mark.parametrize(
+    "hf, window, every",
+    [
+        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=0), 9, None),
+        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=32), None, None),
+        (dict(model_type="qwen2", sliding_window=9), None, None),
+        (dict(model_type="mistral", sliding_window=9), 9, None),
+        (dict(model_type="mistral", sliding_window=None), None, None),
+        (dict(model_type="gemma3_text", num_hidden_layers=4, sliding_window=9), 9, 6),  # no layer of 4 is global
+        (dict(model_type="gemma3_text", num_hidden_layers=4, layer_types=["full_attention"] * 4), None, None),
+        (dict(model_type="gemma3_text", sliding_window_pattern=3, sliding_window=9), 9, 3),
+        (dict(model_type="gemma2", num_hidden_layers=3, sliding_window=9,
+              layer_types=["sliding_attention", "sliding_attention", "full_attention"]), 9, 3),
+    ],
+)  # fmt: skip
+def test_windows_are_those_of_the_layers_and_come_back(hf, window, every):
+    _, cfg, _ = families.read(hf)
+    assert (cfg.attention_window, cfg.global_every) == (window, every)
+    family = families.family_for(cfg)
+    again = families.read(families.write(family, cfg))[1]
+    assert again == cfg and (local_layers(again) == local_layers(cfg)).all()
+
+
+@pytest.mark.parametrize(
+    "hf, told",
+    [
+        (dict(model_type="mixtral"), "model_type='mixtral' is not supported; it may be"),
+        (dict(model_type="llama", architectures=["LlamaForTokens"]), "'LlamaForTokens' is not supported; it may be"),
+        (dict(model_type="llama", quantization_config=dict(quant_method="awq")), "quantization_config is not"),
+        (dict(model_type="llama", attention_bias=True), "attention_bias=True is not supported for llama; it may"),
+        (dict(model_type="llama", mlp_bias=True), "mlp_bias=True"),
+        (dict(model_type="llama", hidden_act="gelu"), "hidden_act='gelu' is not supported for llama; it may be 'silu'"),
+        (dict(model_type="llama", rope_scaling=dict(rope_type="yarn", factor=4.0)), "RoPE scaling 'yarn'"),
+        (dict(model_type="qwen3", rope_parameters=dict(rope_type="dynamic", factor=4.0)), "RoPE scaling 'dynamic'"),
+        (dict(model_type="llama", partial_rotary_factor=0.5), "partial_rotary_factor"),
+        (dict(model_type="gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
+        (dict(model_type="gpt2", n_inner=100), "n_inner=100 is not supported for gpt2; it may be None or 3072"),
+        (dict(model_type="gemma2", use_bidirectional_attention=True), "use_bidirectional_attention=True"),
+        (dict(model_type="gemma3_text", layer_types=["full_attention"] * 3), "layer_types has 3 entries and num"),
+        (dict(model_type="qwen2", use_sliding_window=True, max_window_layers=3), "it is layers 1, 2, 3"),
+        (dict(model_type="gemma2", sliding_window=None), "sliding_window gives no width"),
+        (dict(model_type="gemma3_text", rope_parameters=dict(sliding_attention=dict(rope_type="linear", factor=2.0))),
+         "scaling of sliding_attention"),
+    ],
+    ids=lambda value: str(value)[:60],
+)  # fmt: skip
+def test_what_we_do_not_compute_is_refused_in_one_line(hf, told):
+    with pytest.raises(ValueError, match=told) as error:
+        families.read(hf)
+    assert "\n" not in str(error.value) and "config.json" in str(error.value)
+
+
+def tiny_llama(**changes):
+    return LlamaConfig(**tiny.LLAMA | changes)
+
+
+@pytest.mark.parametrize(
+    "cfg, model_type",
+    [
+        (tiny_llama(), "llama"),
+        (tiny_llama(scan_layers=False, remat="full", compute_dtype="bfloat16"), "llama"),
+        (tiny_llama(attention_window=5), "mistral"),
+        (tiny_llama(qk_norm=True), "qwen3"),
+        (tiny_llama(qkv_bias=True, attention_window=5, global_every=2), "qwen2"),
+        (Gpt2Config(**tiny.GPT2, dropout=0.1), "gpt2"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_model_of_ours_goes_out_as_the_first_family_that_says_it_all(cfg, model_type):
+    family = families.family_for(cfg)
+    assert family.model_type == model_type
+    assert len({name for pair in families.tensors(family, cfg) for name in pair.ours}) > 8
+
+
+@pytest.mark.parametrize(
+    "changes, told",
+    [
+        (dict(logit_softcap=30.0), "no Hugging Face family has model.logit_softcap=30.0"),
+        (dict(norm_placement="both", tied_embeddings=True), "model.norm_placement='both'"),
+    ],
+)
+def test_a_model_that_no_family_has_is_refused_by_what_it_is(changes, told):
+    with pytest.raises(ValueError, match=told):
+        families.family_for(tiny_llama(**changes))
+
+
+def test_a_checkpoint_with_tensors_missing_or_too_many_is_refused_by_name():
+    cfg = tiny_llama()
+    family = families.family_for(cfg)
+    names = [pair.theirs for pair in families.tensors(family, cfg)]
+    extra = ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert families.match(family, cfg, names + extra).left_out == extra
+    with pytest.raises(ValueError, match="has no model.layers.1.mlp.up_proj.weight, which config.json calls for"):
+        families.match(family, cfg, [name for name in names if name != "model.layers.1.mlp.up_proj.weight"])
+    with pytest.raises(ValueError, match="has model.layers.0.self_attn.q_proj.bias, for which a llama of config.json"):
+        families.match(family, cfg, [*names, "model.layers.0.self_attn.q_proj.bias"])
+
+
+def test_a_tied_table_that_is_there_twice_is_read_once():
+    cfg = tiny_llama(tied_embeddings=True)
+    family = families.family_for(cfg)
+    names = [pair.theirs for pair in families.tensors(family, cfg)]
+    assert families.match(family, cfg, [*names, "lm_head.weight"]).left_out == ["lm_head.weight"]
+
+
+def test_the_names_of_the_first_gpt2_have_no_base_and_its_masks_are_left_out():
+    cfg = Gpt2Config(**tiny.GPT2)
+    family = families.family_for(cfg)
+    names = [pair.theirs.removeprefix("transformer.") for pair in families.tensors(family, cfg)]
+    found = families.match(family, cfg, [*names, "h.0.attn.bias"])
+    assert [pair.theirs for pair in found.pairs] == names and found.left_out == ["h.0.attn.bias"]
+
+
+def test_a_tensor_of_another_shape_is_refused_with_both_shapes():
+    pair = families.tensors(families.FAMILIES["llama"], tiny_llama())[1]
+    with pytest.raises(ValueError, match=r"norm.weight has shape \[3\], and by the config it is \[16\]"):
+        pair.to_ours(np.zeros(3))

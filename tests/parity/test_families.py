@@ -1,0 +1,124 @@
+"""A config.json and tensors of each Hugging Face family give a model with transformers' logits and gradients."""
+
+import json
+import os
+import pathlib
+import subprocess
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxscale.convert import families
+from jaxscale.models import attention_needs, logits, make_model
+from jaxscale.models.layers import merge_model, split_model
+from jaxscale.ops.kernels import choose_kernels
+
+HERE = pathlib.Path(__file__).parent
+PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
+NAMES = (
+    "gpt2", "llama2", "llama31", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_vision", "olmo2"
+)  # fmt: skip
+# float32 sums taken in another order, and transformers' angles of RoPE in float32.
+TOLERANCE, GRADIENT_TOLERANCE = 5e-5, 1e-5
+READ_CONFIGS = """
+import json, sys
+from transformers import AutoConfig
+pairs = json.load(sys.stdin)
+print(json.dumps([[AutoConfig.for_model(**config).to_dict() for config in pair] for pair in pairs]))
+"""
+# Read by other releases alone, or what follows from other keys, or said of a text model that came from a larger one.
+WITHOUT_EFFECT = {
+    "hidden_activation", "sliding_window_pattern", "max_window_layers", "head_dim", "dtype", "architectures"
+}  # fmt: skip
+FORMS = (
+    ("gemma3", "xla", dict(scan_layers=False)),
+    ("gemma3", "blockwise", dict(remat="full")),
+    ("gpt2", "blockwise", dict(scan_layers=False)),
+    pytest.param("gemma2", "xla", dict(scan_layers=False, remat="full"), marks=pytest.mark.soak),
+    pytest.param("gemma2", "blockwise", dict(remat="attention"), marks=pytest.mark.soak),
+)
+
+
+def load(parity, name, folder=HERE, **changes):
+    """(reference, our config, Match) of one family."""
+    reference = parity.load(f"family_{name}", folder)
+    cfg = parity.config(reference.config, **changes)
+    found = families.match(families.family_of(reference.config), cfg, json.loads(str(reference["names"])))
+    return reference, cfg, found
+
+
+def check(parity, reference, cfg, found, form="xla"):
+    """Fails unless our model with the tensors of this reference computes what is in it."""
+    kernels = choose_kernels("cpu", form, attention_needs(cfg))
+    make = lambda key: make_model(cfg, key=key, kernels=kernels)
+    graphdef, own, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
+    params, batch = parity.params(cfg, reference.weights, found.pairs), parity.make_batch(reference["tokens"])
+    assert jax.tree.map(lambda leaf: leaf.shape, own) == jax.tree.map(np.shape, params)
+
+    def loss(params):
+        logits_BTV = logits(merge_model(graphdef, params), batch.tokens)
+        nats_BT1 = -jnp.take_along_axis(jax.nn.log_softmax(logits_BTV), batch.targets[..., None], -1)
+        return jnp.sum(nats_BT1[..., 0] * batch.weights) / batch.weights.sum(), logits_BTV
+
+    (total, logits_BTV), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+    np.testing.assert_allclose(logits_BTV, reference["logits"], rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(total, reference["loss"], rtol=1e-5)
+    theirs = parity.params(cfg, reference.gradients, found.pairs)
+    parity.assert_close_trees(gradients, theirs, GRADIENT_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tensors_come_back_bit_for_bit_and_compute_what_transformers_computes(name, parity):
+    reference, cfg, found = load(parity, name)
+    assert {pair.theirs for pair in found.pairs} == set(reference.weights)
+    for pair in found.pairs:
+        tensor = reference.weights[pair.theirs]
+        back = pair.to_theirs(pair.to_ours(tensor))
+        assert (back.dtype, back.shape) == (tensor.dtype, pair.their_shape)
+        np.testing.assert_array_equal(back, tensor)
+    check(parity, reference, cfg, found)
+
+
+@pytest.mark.parametrize(("name", "form", "changes"), FORMS, ids=str)
+def test_a_family_is_the_same_in_every_form(name, form, changes, parity):
+    check(parity, *load(parity, name, **changes), form)
+
+
+def test_the_vision_of_gemma3_is_left_out_and_told(parity):
+    _, cfg, found = load(parity, "gemma3_vision")
+    assert len(found.left_out) > 10 and all("vision" in name or "multi_modal" in name for name in found.left_out)
+    assert families.family_for(cfg).model_type == "gemma3_text"  # what an export is
+
+
+@pytest.mark.peer
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_computes_it_today(name, parity, made_today):
+    check(parity, *load(parity, name, made_today))
+
+
+@pytest.mark.peer
+def test_transformers_reads_the_config_that_we_write_as_its_own(parity):
+    if not PYTHON:
+        pytest.skip("set JAXSCALE_TORCH_PYTHON to a Python that has torch and transformers")
+    pairs = []
+    for name in NAMES:
+        hf = parity.load(f"family_{name}").config
+        _, cfg, kept = families.read(hf)
+        pairs.append((hf.get("text_config", hf), families.write(families.family_for(cfg), cfg, kept)))
+    done = subprocess.run([PYTHON, "-c", READ_CONFIGS], input=json.dumps(pairs), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for theirs, ours in json.loads(done.stdout):
+        assert {key for key in theirs | ours if theirs.get(key) != ours.get(key)} <= WITHOUT_EFFECT
+
+
+@pytest.fixture(scope="module")
+def made_today(tmp_path_factory):
+    """A folder with references that transformers has just made."""
+    if not PYTHON:
+        pytest.skip("set JAXSCALE_TORCH_PYTHON to a Python that has torch and transformers")
+    folder = tmp_path_factory.mktemp("families")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    subprocess.run([PYTHON, HERE / "make_family_references.py", folder], env=environment, check=True)
+    return folder
