@@ -23,16 +23,16 @@ from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED
 from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.output import Output, layout_of
 from jaxscale.checkpoint.reading import read_record
 from jaxscale.checkpoint.record import seal
-from jaxscale.checkpoint.stored import Arrays, box_bytes, boxes, read_ahead
+from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
 from jaxscale.checkpoint.verifying import require_reachable, verify_folder
 from jaxscale.exits import Exit, Stop
 from jaxscale.faults import crash_point
 
 GROWING = "averaging-"  # never a number, so it never counts as a step
 WEIGHTS = "params"  # the name under which whoever starts from the average looks for it
-COMMIT_BYTES = 64 << 20  # written at once: each commit writes the index anew, and holds this much memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,20 +70,26 @@ def average_steps(
         marks = write_means(source, records, leaves, what, growing, on_bytes)
         record = make_record(source, records, leaves, marks, what)
         write_texts(source.directory / str(steps[-1]), growing, record, leaves, what)
-        list_all_others(growing)
-        if damages := verify_folder(growing).damages:
-            raise Stop(Exit.STORAGE, f"what was written to {growing} reads back otherwise: {damages[0]}; run it again")
-        write_config(source.directory.parent, destination.parent, record["run"]["average"])
-        crash_point("average.commit")
-        (growing / COMMITTED).write_text("averaged\n")
-        if not paths.is_remote(final):
-            sync_tree(growing)
-            os.rename(growing, final)
-            paths.sync_folder(destination)
+        made = record["run"]["average"]
+        finish(growing, final, destination, lambda: write_config(source.directory.parent, destination.parent, made))
     except OSError as error:
         raise Stop(Exit.STORAGE, f"{growing} cannot be written: {error.strerror or error}; run it again") from None
     num_bytes = sum(leaf_bytes(described) for described in leaves.values())
     return Averaged(steps[-1], len(leaves), num_bytes)
+
+
+def finish(growing: Any, final: Any, destination: Any, write_config: Callable[[], None]) -> None:
+    """Checks what was written, writes config.json, and gives the step its name. Raises Stop (STORAGE)."""
+    list_all_others(growing)
+    if damages := verify_folder(growing).damages:
+        raise Stop(Exit.STORAGE, f"what was written to {growing} reads back otherwise: {damages[0]}; run it again")
+    write_config()
+    crash_point("average.commit")
+    (growing / COMMITTED).write_text("averaged\n")
+    if not paths.is_remote(final):
+        sync_tree(growing)
+        os.rename(growing, final)
+        paths.sync_folder(destination)
 
 
 def source_record(source: Checkpoints, step: int) -> dict[str, Any]:
@@ -125,25 +131,28 @@ def leaf_bytes(described: Sequence[Any]) -> int:
     return int(np.prod(shape, dtype=np.int64)) * tensorstore.dtype(dtype).numpy_dtype.itemsize
 
 
-def prepare_folder(workdir: Any) -> Any:
-    """The folder of checkpoints of a new run. Raises ValueError if anything but an unfinished average is there."""
+def prepare_folder(workdir: Any, made: str = "average", own: Sequence[str] = ()) -> Any:
+    """The folder of checkpoints of a new run. Raises ValueError if anything but an unfinished one is there.
+
+    made: under which config.json tells what it is. own: other names that one which was killed may have left.
+    """
     folder = paths.as_path(workdir)
     folder = folder if paths.is_remote(workdir) else folder.absolute()
-    if used := what_is_in(folder):
+    if used := what_is_in(folder, made, own):
         raise ValueError(f"--to={workdir} is in use, it holds {used}; name a new folder")
     paths.make_run_dir(folder)
     paths.make_run_dir(folder / "checkpoints")
     return folder / "checkpoints"
 
 
-def what_is_in(folder: Any) -> str | None:
-    """The name of something in the folder that an average which was killed would not have left there."""
+def what_is_in(folder: Any, made: str, own: Sequence[str]) -> str | None:
+    """The name of something in the folder that one which was killed would not have left there."""
     checkpoints, config = folder / "checkpoints", folder / "config.json"
     if not folder.exists():
         return None
-    if others := sorted({path.name for path in folder.iterdir()} - {checkpoints.name, config.name}):
+    if others := sorted({path.name for path in folder.iterdir()} - {checkpoints.name, config.name, *own}):
         return others[0]
-    if config.exists() and "average" not in reading.read_optional(config):
+    if config.exists() and made not in reading.read_optional(config):
         return config.name
     for path in checkpoints.iterdir() if checkpoints.exists() else ():
         unfinished = path.name.isdecimal() if paths.is_remote(path) else path.name.startswith(GROWING)
@@ -172,7 +181,7 @@ def write_means(
     inputs = {step: Arrays(source.directory / str(step)) for step in records}
     output = Output(folder)
     newest = {name: open_leaf(inputs[max(records)], max(records), f"{what}/{name}") for name in leaves}
-    targets = output.create({f"{WEIGHTS}/{name}": array for name, array in newest.items()})
+    targets = output.create({f"{WEIGHTS}/{name}": layout_of(array) for name, array in newest.items()})
     marks, done, total = {}, 0, sum(leaf_bytes(described) for described in leaves.values())
     for name, target in zip(leaves, targets):
         arrays = {step: open_leaf(inputs[step], step, f"{what}/{name}") for step in records}
@@ -244,64 +253,6 @@ class Mean:
         if self.total.dtype != self.dtype or self.dtype.kind not in "iub":
             self.total /= count
         return self.total.astype(self.dtype, copy=False)
-
-
-class Output:
-    """New arrays, described as those of a source and written many at a time."""
-
-    def __init__(self, folder: Any):
-        self.folder = folder
-        self.transaction, self.pending, self.bytes = None, [], 0
-        self.context = tensorstore.Context()
-
-    def create(self, like: Mapping[str, tensorstore.TensorStore]) -> list[tensorstore.TensorStore]:
-        """Arrays with the shape, dtype and pieces of others, in their order; the index is written once for all."""
-        transaction = tensorstore.Transaction()
-        made = [
-            tensorstore.open(self.spec(name, array), create=True, context=self.context, transaction=transaction)
-            for name, array in like.items()
-        ]
-        try:
-            arrays = [future.result() for future in made]
-            transaction.commit_sync()
-        except ValueError as error:
-            raise self.failure(error) from None
-        return [array.with_transaction(None) for array in arrays]
-
-    def spec(self, name: str, like: tensorstore.TensorStore) -> dict[str, Any]:
-        """TensorStore's description of a new array."""
-        spec = like.spec().to_json()
-        config = {key: value for key, value in spec["kvstore"].get("config", {}).items() if key != "uuid"}
-        store = {"driver": "ocdbt", "base": stored.kvstore(self.folder / stored.STATE), "config": config}
-        store["path"] = f"{stored.stored_name(name)}/"
-        wanted = {"driver": spec["driver"], "kvstore": store, "metadata": spec["metadata"], "dtype": spec["dtype"]}
-        # or a piece of zeros would be left out, and a lost one would read as zeros
-        return wanted | {"store_data_equal_to_fill_value": True}
-
-    def write(self, array: tensorstore.TensorStore, box: Any, value: np.ndarray) -> None:
-        """Takes a piece, which is on the disk at the latest after `commit`."""
-        if self.transaction is None:
-            self.transaction = tensorstore.Transaction()
-        self.pending.append(array.with_transaction(self.transaction)[box].write(value))
-        self.bytes += box_bytes(array, box)
-        if self.bytes >= COMMIT_BYTES:
-            self.commit()
-
-    def commit(self) -> None:
-        """Returns when all pieces so far are on the disk. Raises Stop (STORAGE)."""
-        if self.transaction is None:
-            return
-        try:
-            for future in self.pending:
-                future.copy.result()  # the commit waits for the rest
-            self.transaction.commit_sync()
-        except ValueError as error:
-            raise self.failure(error) from None
-        self.transaction, self.pending, self.bytes = None, [], 0
-
-    def failure(self, error: BaseException) -> Stop:
-        """The error for what could not be written."""
-        return Stop(Exit.STORAGE, f"{self.folder} cannot be written: {short_cause(error)}; run it again")
 
 
 def make_record(

@@ -1,0 +1,187 @@
+"""Brings a Hugging Face model in as a work folder, and takes the weights of a work folder out for other tools.
+
+  jaxscale convert --from=llama-hf --workdir=runs/llama                 float32 step 0, tokenizer, config.json
+  jaxscale train   --config=configs/llama3_8b.py --init_from=runs/llama    and it trains on
+
+  jaxscale convert --workdir=runs/mine --to=mine-hf                     safetensors, config.json, tokenizer: bfloat16
+  jaxscale convert --workdir=gs://BUCKET/run --step=4000 --ema --to=gs://BUCKET/out --dtype=float32
+  jaxscale convert --workdir=runs/mine --to=mine-hf --push=OWNER/NAME   and onto the Hub; HF_TOKEN in the environment
+
+  --from=FOLDER           a Hugging Face model: config.json and safetensors, one file or many. Local or gs://
+  --workdir=FOLDER        with --from: the new work folder. With --to: the run whose weights go out
+  --to=FOLDER             where the Hugging Face model goes; a new folder, local or gs://
+  --step=N                the step to export; the newest unless given
+  --ema                   export the average of the weights, where the run keeps one
+  --dtype=bfloat16        or float32: of the exported tensors
+  --shard_bytes=5e9       of tensors in one file, at most
+  --push=OWNER/NAME       send the finished folder to the Hub; a new repository is private
+  --json                  one JSON object at the end
+
+Weights are float32 in a checkpoint of jaxscale: 4 bytes a parameter, twice what a bfloat16 file has. One tensor is in
+memory at a time, in its own type, and about 0.6 GB more: a 70B model converts on a machine with 16 GB.
+A killed conversion goes on where it was when the same command is run again. Pickled files (.bin, .pt) are never read.
+"""
+
+from jaxscale.process import prepare_ahead
+
+if __name__ == "__main__":
+    prepare_ahead()  # before jax is imported: no device is touched
+
+import dataclasses  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+from collections.abc import Mapping  # noqa: E402
+from typing import Any  # noqa: E402
+
+from jaxscale import paths, schema, units  # noqa: E402
+from jaxscale.checkpoint.cause import written  # noqa: E402
+from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
+from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
+from jaxscale.cli.ckpt import Progress  # noqa: E402
+from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
+from jaxscale.config import RunConfig  # noqa: E402
+from jaxscale.convert import families, hub, tokenizer_files  # noqa: E402
+from jaxscale.convert.exporting import FORMATS, config_of, export_step, open_step  # noqa: E402
+from jaxscale.convert.importing import import_tensors, prepare_workdir  # noqa: E402
+from jaxscale.convert.pieces import check_tensors  # noqa: E402
+from jaxscale.convert.reading import Checkpoint, open_checkpoint  # noqa: E402
+from jaxscale.convert.twins import check_twins  # noqa: E402
+from jaxscale.data.config import DataConfig  # noqa: E402
+from jaxscale.exits import run_and_exit, tell  # noqa: E402
+from jaxscale.models import AnyModelConfig, max_seq_len, num_params  # noqa: E402
+from jaxscale.monitor.runinfo import run_info  # noqa: E402
+from jaxscale.redact import redacted  # noqa: E402
+
+OPTIONS = ("from", "workdir", "to", "step", "dtype", "shard_bytes", "push")
+SWITCHES = ("ema", "json")
+OUT_ONLY = ("step", "dtype", "shard_bytes", "push")
+SHARD_BYTES = 5_000_000_000  # what the Hub takes well in one file
+LONGEST_ROW = 4096  # tokens, of the config that is written for a model that can read more
+
+
+def main(argv: list[str]) -> int:
+    """Converts and returns the exit code."""
+    rest, on = take_switches(argv, OPTIONS, SWITCHES)
+    arguments = parse_arguments(rest, OPTIONS)
+    if arguments.help or not argv:
+        print(__doc__)
+        return 0
+    options = arguments.options
+    if arguments.config or arguments.overrides:
+        raise ValueError("convert takes no --config: the model's own config.json says what it is")
+    if ("from" in options) == ("to" in options):
+        raise ValueError("convert needs --from=FOLDER to bring a model in, or --to=FOLDER to take one out, one of them")
+    if "workdir" not in options:
+        raise ValueError("convert needs --workdir=FOLDER, the work folder; see jaxscale convert --help")
+    if "from" in options:
+        if wrong := [name for name in (*OUT_ONLY, "ema") if name in options or name in on]:
+            raise ValueError(f"--{wrong[0]} is for an export, with --to; it says nothing with --from")
+        return bring_in(options["from"], options["workdir"], "json" in on)
+    return take_out(options, "ema" in on, "json" in on)
+
+
+def bring_in(name: str, workdir: str, as_json: bool) -> int:
+    """Hugging Face's folder as a work folder."""
+    found = open_checkpoint(name)
+    try:
+        family, cfg, kept = families.read(found.config)
+        matched = families.match(family, cfg, found.tensors)
+    except ValueError as error:
+        raise ValueError(f"--from={name}: {error}") from None
+    check_tensors(matched.pairs, found.tensors)
+    check_twins(matched, found.tensors)
+    files = tokenizer_files.read_files(found.folder, found.files)
+    folder, journal = prepare_workdir(workdir, found.identity)
+    config = run_config(cfg, kept, files, folder)
+    made = {"from": name, "model_type": family.model_type, "kept": kept, "left_out": matched.left_out}
+    made |= {"identity": found.identity}
+    if generation := tokenizer_files.read_object(files.get(tokenizer_files.GENERATION, b"")):
+        made["generation"] = generation
+    run = {"config": schema.to_dict(config), "step": 0, "data": None, "ancestry": [], "converted": made, **run_info()}
+    run = redacted(run)
+    written(lambda: tokenizer_files.bring_in(files, folder), folder)
+    written(lambda: paths.write_json(folder / "config.json", run), folder)
+    done = import_tensors(folder, journal, matched.pairs, found.tensors, run, Progress("convert"))
+    tell_odd(found, matched.left_out, done.not_finite, files, as_json)
+    count, size = units.count(num_params(cfg)), units.size(done.num_bytes)
+    line = f"{workdir}: step 0, {family.model_type}, {count} parameters in float32 ({size}, {done.num_leaves} arrays)"
+    line += f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
+    record = {"workdir": workdir, "model_type": family.model_type, "num_params": num_params(cfg), "config": made}
+    print(json.dumps(record | dataclasses.asdict(done)) if as_json else f"{line}; train on with --init_from={workdir}")
+    return 0
+
+
+def run_config(cfg: AnyModelConfig, kept: Mapping[str, Any], files: Mapping[str, bytes], folder: Any) -> RunConfig:
+    """The config of the work folder: the model, and what its tokenizer is. What is trained with it is another run's."""
+    longest = max_seq_len(cfg) or kept.get("max_position_embeddings") or LONGEST_ROW
+    seq_len = max(2, min(int(longest), LONGEST_ROW))
+    main = tokenizer_files.main_file(files)
+    kept_at = folder / tokenizer_files.FOLDER
+    data = {"tokenizer": os.fspath(kept_at / tokenizer_files.kept_name(main)) if main else ""}
+    data |= {"eos_token": tokenizer_files.special_token(files, "eos_token") if main else ""}
+    return RunConfig(
+        model=cfg, seq_len=seq_len, batch_tokens=seq_len, train_tokens=seq_len, data=schema.from_dict(DataConfig, data)
+    )
+
+
+def tell_odd(found: Checkpoint, left_out: list[str], not_finite: tuple[str, ...], files: Any, quiet: bool) -> None:
+    """Says what a person should know of the source, on stderr."""
+    if left_out and not quiet:
+        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        tell(f"left out, as the model has no use for it: {', '.join(left_out[:3])}{more}")
+    if not_finite:
+        tell(f"WARNING: {', '.join(not_finite[:3])} of {found.folder}: NaN or infinity among its values")
+    if not tokenizer_files.main_file(files):
+        tell(f"no tokenizer was brought along: {tokenizer_files.missing_tokenizer(files, found.folder)}")
+
+
+def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
+    """A step's weights as Hugging Face's folder."""
+    to, dtype = options["to"], options.get("dtype", "bfloat16")
+    if dtype not in FORMATS:
+        raise ValueError(f"--dtype={dtype} must be {units.or_list(FORMATS)}")
+    if "push" in options:
+        hub.check_push(options["push"], to)
+    step = whole_number("step", options["step"], 0) if "step" in options else None
+    workdir = paths.absolute(options["workdir"])
+    checkpoints = Checkpoints(workdir / "checkpoints", CheckpointConfig())
+    step, source = open_step(checkpoints, step, "ema" if ema else "params")
+    texts = tokenizer_files.of_run(workdir, source.run)
+    config = config_of(source, dtype, texts.end_ids)
+    done = export_step(
+        source,
+        to,
+        dtype=dtype,
+        shard_bytes=shard_bytes(options.get("shard_bytes")),
+        texts=texts.files,
+        config=config,
+        on_bytes=Progress(f"step {step}"),
+    )
+    for note in texts.notes:
+        tell(note)
+    record = {"to": to, "step": step, "dtype": dtype, "model_type": source.family.model_type} | dataclasses.asdict(done)
+    line = f"{to}: step {step} as {source.family.model_type}, {done.num_tensors} tensors in {dtype}"
+    line += f" ({units.size(done.num_bytes)}, {done.num_files} file{'s' * (done.num_files > 1)})"
+    line += f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
+    if "push" in options:
+        record["pushed"] = hub.push_folder(paths.as_path(to), options["push"], f"jaxscale: step {step}, {dtype}")
+        line += f"; pushed: {record['pushed']}"
+    print(json.dumps(record) if as_json else line)
+    return 0
+
+
+def shard_bytes(text: str | None) -> int:
+    """The value of --shard_bytes. Raises ValueError if it is no number of bytes."""
+    if text is None:
+        return SHARD_BYTES
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 1 <= size < 1e15:
+        raise ValueError(f"--shard_bytes={text} must be a number of bytes, such as 5e9")
+    return int(size)
+
+
+if __name__ == "__main__":
+    run_and_exit(main)

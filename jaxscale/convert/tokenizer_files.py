@@ -1,0 +1,240 @@
+"""The files of a tokenizer, in and out: copied as they came, or made of one of ours so that transformers loads it.
+
+They lie in WORKDIR/tokenizer. A tokenizer that was trained here becomes a tokenizer.json with a tokenizer_config.json
+beside it, which AutoTokenizer reads; it is compared with ours on texts before it is written.
+"""
+
+import dataclasses
+import json
+import pathlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale import paths
+from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.bytes import EOS_ID
+from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.data.tokenizer.probe import probes
+from jaxscale.data.tokenizer.split import byte_alphabet
+
+FOLDER = "tokenizer"
+FAST, MODELS, WORDPIECE = "tokenizer.json", ("tokenizer.model", "spiece.model"), "vocab.txt"
+CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+FILES = (
+    FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", CONFIG,
+    "chat_template.jinja", "chat_template.json", GENERATION,
+)  # fmt: skip
+NOTE = "jaxscale.json"  # by which a run says what it was trained with
+LARGEST = 256 << 20  # bytes of one of them; the largest vocabularies have 40 MB
+EOS_NAME = "<|endoftext|>"  # of our byte tokenizer's one special token
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Small files of a model, and what is to be said of them."""
+
+    files: dict[str, bytes]
+    notes: tuple[str, ...] = ()
+    end_ids: dict[str, Any] = dataclasses.field(default_factory=dict)  # bos_token_id, eos_token_id
+
+
+def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
+    """{name: content} of those of FILES that a folder has. Raises ValueError for one that is far too large."""
+    found = {}
+    for name in FILES:
+        if name in names:
+            if names[name] > LARGEST:
+                raise ValueError(f"{folder / name} has {names[name]} bytes: it is no file of a tokenizer; move it away")
+            found[name] = (folder / name).read_bytes()
+    return found
+
+
+def bring_in(files: Mapping[str, bytes], workdir: Any) -> None:
+    """Writes the files into WORKDIR/tokenizer, if there is a tokenizer among them that can be read here."""
+    main = main_file(files)
+    if main is None:
+        return
+    paths.make_run_dir(workdir / FOLDER)
+    for name, content in files.items():
+        paths.write_bytes_atomic(workdir / FOLDER / kept_name(name), content)
+
+
+def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
+    """The file that data.tokenizer names: the one of these that a tokenizer of ours reads; None without one."""
+    return next((name for name in (FAST, *MODELS, WORDPIECE) if name in files), None)
+
+
+def kept_name(name: str) -> str:
+    """What a file is called in WORKDIR/tokenizer."""
+    return MODELS[0] if name in MODELS else name
+
+
+def special_token(files: Mapping[str, bytes], which: str) -> str:
+    """The text of eos_token or the like in tokenizer_config.json; '' if it says none."""
+    told = read_object(files.get(CONFIG, b"")).get(which)
+    told = told.get("content") if isinstance(told, dict) else told
+    return told if isinstance(told, str) else ""
+
+
+def read_object(content: bytes) -> dict[str, Any]:
+    """The JSON object in a file; empty if it is none."""
+    try:
+        found = json.loads(content)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """{bos_token_id, eos_token_id, pad_token_id} as generation_config.json has them, else as the tokenizer does."""
+    told = read_object(files.get(GENERATION, b""))
+    found = {name: told[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in told}
+    if "eos_token_id" not in found and FAST in files:
+        import tokenizers
+
+        made = tokenizers.Tokenizer.from_str(files[FAST].decode())
+        for which in ("bos_token", "eos_token"):
+            found[f"{which}_id"] = made.token_to_id(special_token(files, which))
+    return found
+
+
+def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
+    """Why no tokenizer of ours reads these files, and the way out."""
+    if "vocab.json" in files:
+        command = f"m.from_pretrained('{folder}').save_pretrained('{folder}')"
+        return (
+            "it has vocab.json and no tokenizer.json, which is what is read here; transformers makes one: "
+            f'python -c "from transformers import AutoTokenizer as m; {command}"'
+        )
+    return "it has no tokenizer.json and no tokenizer.model; give data.tokenizer where text is read"
+
+
+def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
+    """What an export of a run has beside its weights. Args: run: what the record of its step says.
+
+    WORKDIR/tokenizer goes first; else the file that data.tokenizer names, if it is there; bytes need none.
+    """
+    config, folder = run.get("config") or {}, workdir / FOLDER
+    data, seq_len = config.get("data") or {}, config.get("seq_len")
+    there = {path.name: 0 for path in folder.iterdir()} if folder.exists() else {}
+    files = read_files(folder, there)
+    note = read_object((folder / NOTE).read_bytes()) if NOTE in there else {}
+    if generation := (run.get("converted") or {}).get("generation"):
+        files.setdefault(GENERATION, (json.dumps(generation, indent=2) + "\n").encode())
+    if CONFIG in files and FAST in files:
+        return with_learned_end(files, str(note.get("eos_token") or ""))
+    name = str(note.get("name") or data.get("tokenizer") or "")
+    eos_token = str(note.get("eos_token") or data.get("eos_token") or "")
+    if main := main_file(files):
+        return loaded(files, main, eos_token, seq_len)
+    if name == "" and (run.get("converted") or data.get("name") in ("tokens", "synthetic")):
+        return Texts(files, ("no tokenizer goes along: the work folder has none and its config names none",))
+    if name in ("", "bytes"):
+        return made_for(load_tokenizer("bytes"), byte_level(), EOS_NAME, seq_len, files)
+    path = pathlib.Path(name).expanduser()
+    if not path.is_file():
+        return Texts(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
+    own = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
+    return loaded(files | {own: path.read_bytes()}, own, eos_token, seq_len)
+
+
+def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
+    """The files as they came, but that text also stops at the token by which the run has ended documents.
+
+    A chat model's folder may name the end of a turn alone, and a run on documents learns another.
+    """
+    ends = end_ids(files)
+    told = ends.get("eos_token_id")
+    known = told if isinstance(told, list) else [] if told is None else [told]
+    import tokenizers
+
+    learned = tokenizers.Tokenizer.from_str(files[FAST].decode()).token_to_id(eos_token) if eos_token else None
+    if learned is None or learned in known:
+        return Texts(files, (), ends)
+    ends |= {"eos_token_id": [*known, learned]}
+    generation = read_object(files.get(GENERATION, b"")) | {"eos_token_id": ends["eos_token_id"]}
+    said = f"{GENERATION} also stops at {eos_token}, by which this run has ended its documents"
+    return Texts(files | {GENERATION: (json.dumps(generation, indent=2) + "\n").encode()}, (said,), ends)
+
+
+def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | None) -> Texts:
+    """The files, and those that transformers needs besides."""
+    eos_token = eos_token or special_token(files, "eos_token")
+    with tempfile.TemporaryDirectory() as scratch:
+        place = pathlib.Path(scratch) / main
+        place.write_bytes(files[main])
+        tokenizer = load_tokenizer(str(place), eos_token)
+        if main == FAST:
+            return made_for(tokenizer, files[FAST].decode(), eos_token, seq_len, files)
+        if main == WORDPIECE:
+            from jaxscale.data.tokenizer.wordpiece import read_vocab_txt
+
+            return made_for(tokenizer, read_vocab_txt(str(place)).to_str(), eos_token, seq_len, files)
+        return made_for(tokenizer, unigram(str(place)), eos_token, seq_len, files)
+
+
+def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: int | None, files: dict) -> Texts:
+    """The files with a tokenizer.json of this text and a tokenizer_config.json, if its ids are the tokenizer's own."""
+    ends = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
+    if text is None or not same_ids(tokenizer, text):
+        told = "transformers has no tokenizer that gives the ids of this SentencePiece model; the .model goes along"
+        return Texts(files, (told,), ends)
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_str(text)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id)), "add_bos_token": False}
+    about |= {"model_max_length": seq_len} if seq_len else {}
+    made_files = {FAST: text.encode(), CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
+    return Texts(made_files | files, (), ends)
+
+
+def same_ids(tokenizer: Tokenizer, text: str) -> bool:
+    """True if the tokenizer.json gives the ids of ours for every probe, and the texts back."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_str(text)
+    made.encode_special_tokens = True
+    made.no_truncation()
+    made.no_padding()
+    texts = probes((), ())
+    for one, mine in zip(texts, tokenizer.encode_many(texts), strict=True):
+        theirs = made.encode(one, add_special_tokens=False).ids
+        if theirs != mine.tolist() or made.decode(theirs, skip_special_tokens=True) != tokenizer.decode(mine):
+            return False
+    return True
+
+
+def byte_level() -> str:
+    """A tokenizer.json of our bytes: 256 pieces, no merges, and the end of a document."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    made = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([EOS_NAME])
+    assert made.token_to_id(EOS_NAME) == EOS_ID
+    return made.to_str()
+
+
+def unigram(path: str) -> str | None:
+    """A tokenizer.json of a Unigram .model as we train them; None for another kind of model."""
+    import sentencepiece
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=path)
+    ids = range(processor.get_piece_size())
+    pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in ids]
+    has_bytes = any(processor.is_byte(i) for i in ids)
+    try:
+        made = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=processor.unk_id(), byte_fallback=has_bytes))
+    except Exception:  # the package raises bare Exception for what it does not take
+        return None
+    made.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), *([decoders.ByteFallback()] if has_bytes else []), decoders.Fuse()]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens([processor.id_to_piece(i) for i in ids if processor.is_control(i)])
+    return made.to_str()

@@ -1,0 +1,193 @@
+"""What comes in goes out again bit for bit, is a checkpoint like any other, and restores on any mesh."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from hf_folders import BFLOAT16, FLOAT32, GPT2, LLAMA, assert_same, make_folder, read_folder, write_file
+
+from jaxscale import config as run_config
+from jaxscale import schema
+from jaxscale.checkpoint.branch import branch_state
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.record import nest
+from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.cli import convert
+from jaxscale.convert import families
+from jaxscale.convert.pieces import array_shapes
+from jaxscale.exits import Exit, Stop
+from jaxscale.run import open_run
+
+FLOAT16 = np.dtype("<f2")
+
+
+def bring_in(hf, run):
+    assert convert.main([f"--from={hf}", f"--workdir={run}"]) == 0
+    return Checkpoints(run / "checkpoints", CheckpointConfig())
+
+
+def take_out(run, to, *flags):
+    assert convert.main([f"--workdir={run}", f"--to={to}", *flags]) == 0
+    return read_folder(to)
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "files"), [(LLAMA, BFLOAT16, 3), (LLAMA, FLOAT32, 1), (GPT2, FLOAT32, 2), (GPT2, BFLOAT16, 1)]
+)
+def test_the_round_trip_is_exact(tmp_path, config, dtype, files):
+    values = make_folder(tmp_path / "hf", config, dtype, files)
+    bring_in(tmp_path / "hf", tmp_path / "run")
+    found = take_out(tmp_path / "run", tmp_path / "out", f"--dtype={dtype.name}", "--shard_bytes=4000")
+    assert_same(found, values)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(values) and len(set(index["weight_map"].values())) > 2
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in values.values())
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["torch_dtype"] == dtype.name
+    assert {key: written[key] for key in config if key in written} == {k: config[k] for k in config if k in written}
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_float16_comes_in_exactly_and_one_file_needs_no_index(tmp_path):
+    values = make_folder(tmp_path / "hf", LLAMA, FLOAT16)
+    bring_in(tmp_path / "hf", tmp_path / "run")
+    found = take_out(tmp_path / "run", tmp_path / "out", "--dtype=float32")
+    assert_same(found, {name: value.astype(np.float32) for name, value in values.items()})
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_what_is_not_finite_is_told_and_kept(tmp_path, capsys):
+    values = make_folder(tmp_path / "hf")
+    values["model.layers.1.mlp.up_proj.weight"][3, 4] = np.nan
+    write_file(tmp_path / "hf" / "model.safetensors", values)
+    bring_in(tmp_path / "hf", tmp_path / "run")
+    assert "WARNING: model.layers.1.mlp.up_proj.weight of" in capsys.readouterr().err
+    assert_same(take_out(tmp_path / "run", tmp_path / "out"), values)
+
+
+def test_it_is_a_checkpoint_like_any_other(tmp_path, capsys):
+    values = make_folder(tmp_path / "hf", LLAMA, FLOAT32)
+    checkpoints = bring_in(tmp_path / "hf", tmp_path / "run")
+    assert "train on with --init_from=" in capsys.readouterr().out
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.json"]
+    assert checkpoints.all_steps() == [0] and verify_folder(checkpoints.directory / "0").damages == ()
+    record = checkpoints.read_record(0)
+    assert record["run"]["converted"]["model_type"] == "llama" and record["health"] == "clean"
+    cfg = schema.from_dict(run_config.RunConfig, json.loads((tmp_path / "run" / "config.json").read_text())["config"])
+    assert (cfg.model.num_layers, cfg.model.vocab_size, cfg.seq_len) == (3, 96, 64)
+    gate = np.stack([values[f"model.layers.{layer}.mlp.gate_proj.weight"].T for layer in range(3)])
+    wanted = {"params/blocks/mlp/gate": jax.ShapeDtypeStruct(gate.shape, np.float32)}
+    np.testing.assert_array_equal(checkpoints.restore(0, wanted, partial=True)["params/blocks/mlp/gate"], gate)
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"fsdp": 2, "tensor": 2, "data": 2}, pytest.param({"fsdp": 8}, marks=pytest.mark.soak)], ids=str
+)
+def test_a_run_on_any_mesh_begins_with_it(tmp_path, mesh):
+    """The two commands of continued pretraining, the second one up to its first step."""
+    values = make_folder(tmp_path / "hf", LLAMA | {"vocab_size": tiny.VOCAB, "intermediate_size": 32}, FLOAT32)
+    bring_in(tmp_path / "hf", tmp_path / "run")
+    overrides = {"model.num_layers": 3, "model.head_dim": 4, "init.from_path": str(tmp_path / "run")}
+    program = tiny.program(overrides | {f"mesh.{name}": size for name, size in mesh.items()}, num_devices=8)
+    said = []
+    state = branch_state(program, program.cfg.init, said.append)
+    np.testing.assert_array_equal(state.params["head"], values["lm_head.weight"].T)
+    for layer in range(3):
+        mine = np.asarray(state.params["blocks"]["attention"]["wo"])[layer]
+        theirs = values[f"model.layers.{layer}.self_attn.o_proj.weight"]
+        np.testing.assert_array_equal(mine.reshape(16, 16), theirs.T)
+    assert any(line.startswith("init: params of") for line in said)
+
+
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_a_trained_state_goes_out_and_comes_back(tmp_path, scan):
+    """Written by Orbax from eight devices, in pieces that hold all layers, with the average beside it."""
+    wider = {"model.embed_dim": 64, "model.mlp_dim": 256}  # pieces of 1 KB and less lie in the index
+    cfg = tiny.config({"model.scan_layers": scan, "train.ema.decay": 0.9} | wider)
+    family = families.family_for(cfg.model)
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    rng, params = np.random.default_rng(0), {}
+    for name, shape in array_shapes(families.tensors(family, cfg.model)).items():
+        axes = [None] * (len(shape) - 2) + ["fsdp", "tensor"] if len(shape) > 1 else [None]
+        axes = [axis if axis and size % 4 == 0 else None for axis, size in zip(axes, shape)]
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
+        params[name] = jax.device_put(rng.standard_normal(shape, np.float32), place)
+    average = {name: jax.device_put(np.asarray(leaf) * np.float32(0.5), leaf.sharding) for name, leaf in params.items()}
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
+    checkpoints.save(7, {"params": nest(params), "ema": nest(average)}, {"config": schema.to_dict(cfg)}, wait=True)
+    checkpoints.close()
+    found = take_out(tmp_path / "run", tmp_path / "out", "--dtype=float32")
+    halved = take_out(tmp_path / "run", tmp_path / "ema", "--dtype=float32", "--ema", "--step=7")
+    assert_same(halved, {name: value * np.float32(0.5) for name, value in found.items()})
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["max_position_embeddings"], written["vocab_size"]) == (tiny.SEQ_LEN, tiny.VOCAB)
+    again = bring_in(tmp_path / "out", tmp_path / "again")
+    mark = lambda run, step: {name: told for name, told in run.read_record(step)["leaves"].items() if "params/" in name}
+    if scan:
+        assert mark(again, 0) == mark(checkpoints, 7)
+
+
+@pytest.mark.fault("F2")
+def test_a_bit_that_changed_on_the_disk_is_found_before_the_export_counts(tmp_path):
+    make_folder(tmp_path / "hf", LLAMA | {"intermediate_size": 400}, FLOAT32)
+    checkpoints = bring_in(tmp_path / "hf", tmp_path / "run")
+    data = max((checkpoints.directory / "0" / "state" / "d").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[len(content) // 3] ^= 16
+    data.write_bytes(content)
+    with pytest.raises(Stop, match="the bits of params/.* are not those that were saved") as caught:
+        convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"])
+    assert caught.value.code == Exit.CHECKPOINT_CORRUPT and not (tmp_path / "out" / "config.json").exists()
+
+
+def test_a_folder_in_use_is_never_written_to(tmp_path):
+    make_folder(tmp_path / "hf")
+    bring_in(tmp_path / "hf", tmp_path / "run")
+    with pytest.raises(ValueError, match="run is in use, it holds checkpoints; name a new folder"):
+        bring_in(tmp_path / "hf", tmp_path / "run")
+    take_out(tmp_path / "run", tmp_path / "out")
+    with pytest.raises(ValueError, match="out is in use, it holds config.json; name a new folder"):
+        take_out(tmp_path / "run", tmp_path / "out")
+
+
+def test_it_is_no_run_to_go_on_with(tmp_path):
+    make_folder(tmp_path / "hf")
+    bring_in(tmp_path / "hf", tmp_path / "run")
+    with pytest.raises(Stop, match="holds a converted model and no run: .* with --init_from=.*run$") as caught:
+        open_run(tiny.config(), str(tmp_path / "run"), lambda line: None)
+    assert caught.value.code == Exit.CONFIG_MISMATCH
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--workdir=x"], "convert needs --from=FOLDER to bring a model in, or --to=FOLDER"),
+        (["--from=a", "--to=b"], "one of them"),
+        (["--from=a"], "convert needs --workdir=FOLDER"),
+        (["--from=a", "--workdir=b", "--dtype=float32"], "--dtype is for an export, with --to"),
+        (["--from=a", "--workdir=b", "--ema"], "--ema is for an export, with --to"),
+        (["--workdir=a", "--to=b", "--dtype=float8"], "--dtype=float8 must be bfloat16 or float32"),
+        (["--workdir=nothing", "--to=b"], "nothing holds no checkpoint; give the work folder of a run"),
+        (["--workdir=a", "--to=b", "--config=c"], "convert takes no --config"),
+        (["--workdir=a", "--to=b", "--push=alone"], "push='alone' must be a repository of the Hub, written OWNER/NAME"),
+    ],
+)
+def test_flags_that_say_nothing_are_refused(flags, told):
+    with pytest.raises(ValueError, match=told):
+        convert.main(flags)
+
+
+def test_steps_weights_and_sizes_that_are_not_there_are_named(tmp_path):
+    make_folder(tmp_path / "hf")
+    bring_in(tmp_path / "hf", tmp_path / "run")
+    to = [f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]
+    for flag, told in (
+        ("--step=5", "--step=5: there is no such step; there are 0"),
+        ("--ema", "step 0 has no ema; train.ema.decay keeps one"),
+        ("--shard_bytes=0", "--shard_bytes=0 must be a number of bytes, such as 5e9"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            convert.main([*to, flag])

@@ -1,0 +1,101 @@
+"""A tokenizer goes along both ways, or it is said that it does not."""
+
+import json
+
+import numpy as np
+import pytest
+import tokenizers
+from hf_folders import LLAMA, make_folder
+from trained_tokenizers import SENTENCES, TEXT, make_tokenizers
+
+from jaxscale.cli import convert
+from jaxscale.convert import tokenizer_files
+from jaxscale.data.tokenizer.bpe import train_bpe
+from jaxscale.data.tokenizer.load import load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return make_tokenizers(tmp_path_factory.mktemp("tokenizers") / "made")
+
+
+def run_with(tokenizer, **data):
+    return {"config": {"seq_len": 128, "data": {"name": "files", "tokenizer": tokenizer} | data}}
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe", "newer", "unigram", "wordpiece"])
+def test_our_own_tokenizers_become_a_tokenizer_json_with_the_same_ids(made, tmp_path, kind):
+    name = "bytes" if kind == "bytes" else str(made[kind])
+    texts, ours = tokenizer_files.of_run(tmp_path, run_with(name)), load_tokenizer(name)
+    theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
+    for text in (*SENTENCES, *TEXT[:5]):
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ids == ours.encode(text).tolist() and theirs.decode(ids) == ours.decode(ids)
+    about = json.loads(texts.files["tokenizer_config.json"])
+    assert theirs.token_to_id(about["eos_token"]) == ours.eos_id == texts.end_ids["eos_token_id"]
+    assert texts.notes == () and ("tokenizer.model" in texts.files) == (kind == "unigram")
+
+
+def test_what_transformers_cannot_do_is_said_and_the_model_goes_along(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenizer_files, "unigram", lambda path: made["bpe"].read_text())  # other ids
+    texts = tokenizer_files.of_run(tmp_path, run_with(str(made["unigram"])))
+    assert sorted(texts.files) == ["tokenizer.model"] and "the .model goes along" in texts.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("run", "told"),
+    [
+        (run_with("/nowhere/tokenizer.json"), "no tokenizer goes along: /nowhere/tokenizer.json is not there"),
+        (run_with("", name="tokens"), "its config names none"),
+        (run_with("") | {"converted": {"kept": {}}}, "its config names none"),
+    ],
+)
+def test_one_that_is_not_there_is_told(tmp_path, run, told):
+    texts = tokenizer_files.of_run(tmp_path, run)
+    assert told in texts.notes[0] and "tokenizer.json" not in texts.files
+
+
+def test_files_come_along_both_ways_as_they_are(tmp_path):
+    make_folder(tmp_path / "hf", LLAMA | {"vocab_size": 400}, np.dtype("<f4"))
+    train_bpe(TEXT, 400, ["<|begin|>", "<|eot|>"], "gpt2", "tokenizers").save(str(tmp_path / "hf" / "tokenizer.json"))
+    texts = {
+        "tokenizer_config.json": '{"eos_token": {"content": "<|eot|>"}, "tokenizer_class": "PreTrainedTokenizerFast"}',
+        "chat_template.jinja": "{{ messages }}", "special_tokens_map.json": "{}",
+        "generation_config.json": '{"eos_token_id": [399, 2], "temperature": 0.6}',
+    }  # fmt: skip
+    for name, text in texts.items():
+        (tmp_path / "hf" / name).write_text(text)
+    (tmp_path / "hf" / "training_args.bin").write_bytes(b"never read")
+    assert convert.main([f"--from={tmp_path / 'hf'}", f"--workdir={tmp_path / 'run'}"]) == 0
+    data = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["data"]
+    assert (
+        data["tokenizer"] == str(tmp_path / "run" / "tokenizer" / "tokenizer.json") and data["eos_token"] == "<|eot|>"
+    )
+    assert load_tokenizer(data["tokenizer"], data["eos_token"]).eos_id == 399
+    assert convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]) == 0
+    for name in (*texts, "tokenizer.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
+    assert not (tmp_path / "out" / "training_args.bin").exists()
+
+
+def test_the_ends_of_a_model_that_is_trained_on_come_from_its_tokenizer(made, tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(made["bpe"].read_bytes())
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    texts = tokenizer_files.of_run(tmp_path, run_with("gone"))
+    assert texts.end_ids == {"bos_token_id": None, "eos_token_id": load_tokenizer(str(made["bpe"])).eos_id}
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "bos_token_id": 3}')
+    assert tokenizer_files.of_run(tmp_path, run_with("gone")).end_ids == {"bos_token_id": 3, "eos_token_id": 7}
+
+
+def test_an_export_stops_where_the_run_has_ended_its_documents_too(made, tmp_path):
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_bytes(made["bpe"].read_bytes())
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    (folder / "generation_config.json").write_text('{"eos_token_id": 7, "temperature": 0.6}')
+    (folder / "jaxscale.json").write_text('{"eos_token": "<|endoftext|>"}')
+    texts, learned = tokenizer_files.of_run(tmp_path, run_with("gone")), load_tokenizer(str(made["bpe"])).eos_id
+    assert json.loads(texts.files["generation_config.json"]) == {"eos_token_id": [7, learned], "temperature": 0.6}
+    assert "also stops at <|endoftext|>" in texts.notes[0]
