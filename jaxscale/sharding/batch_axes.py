@@ -104,8 +104,9 @@ class BatchAxes:
         return scattered(grad.astype(self.reduce_dtype), cut, self.stages).astype(jnp.float32) if cut else grad
 
     def map(self, f: Callable, grads: Any, axes: Any) -> Any:
-        """f(gradient, its logical axes) over two trees."""
-        return jax.tree.map(lambda a, g: f(g, a), axes, grads, is_leaf=is_axes) if self.mesh.size > 1 else grads
+        """f(gradient, its logical axes) over two trees; where there is no gradient, an empty subtree stays."""
+        one = lambda a, g: f(g, a) if jax.tree.leaves(g) else g
+        return jax.tree.map(one, axes, grads, is_leaf=is_axes) if self.mesh.size > 1 else grads
 
     def sum(self, tree: Any) -> Any:
         """The sums over the devices that hold other rows."""

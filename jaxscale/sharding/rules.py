@@ -26,6 +26,7 @@ TENSOR: dict[str, Placement] = ACTIVATIONS | {
     "layers": None,
     "norm": None,  # scales and biases of D numbers: sharing them would save nothing and cost a gather each
     "position": None,
+    "lora_rank": None,
     "channels": None,  # of a matrix that every device multiplies its own positions with
 }
 FSDP_TENSOR = TENSOR | {"embed": "fsdp"}  # and the fsdp axis shares one copy

@@ -69,6 +69,22 @@ class TensorAxis:
         return x if self.size == 1 else lax.pmax(x, AXIS)
 
 
+class WholeRows(TensorAxis):
+    """The same devices, each of which holds all positions of the residual stream: one position cannot be shared."""
+
+    def gather(self, x_BTD: jax.Array) -> jax.Array:
+        """x_BTD as it is."""
+        return x_BTD
+
+    def scatter(self, x_BTD: jax.Array) -> jax.Array:
+        """The sum over the devices. Not to be differentiated."""
+        return self.sum(x_BTD)
+
+    def own(self, x_BT: jax.Array) -> jax.Array:
+        """x_BT as it is."""
+        return x_BT
+
+
 ONE = TensorAxis()
 
 

@@ -50,10 +50,15 @@ class Tokenizer(Protocol):
     name: str  # what data.tokenizer says, to find it again
     vocab_size: int  # the largest id + 1
     eos_id: int  # ends every document
+    eos_token: str  # its name, as data.eos_token has it
+    special_ids: Mapping[str, int]  # name -> id of every special token
+    begin_ids: tuple[int, ...]  # what the file itself puts before a text; documents of our own shards have none
     fingerprint: str  # of the file and the end token: equal fingerprints, equal ids
     token_bytes: np.ndarray  # int32[vocab_size]: bytes of text that each id stands for; 0 for special tokens
     fallback: np.ndarray  # bool[vocab_size]: ids of a byte out of a longer character, or of whatever is not known
     marks: Marks
+    special_ids: Mapping[str, int]  # special tokens by name
+    prefix_after_special: bool  # a text behind a special token begins as a document does
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, without any that begins or ends it."""

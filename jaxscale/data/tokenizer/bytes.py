@@ -1,6 +1,7 @@
 """UTF-8 bytes as tokens: nothing to train, nothing to load."""
 
 import hashlib
+import types
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,10 +17,15 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     eos_id = EOS_ID
+    eos_token = ""
+    special_ids: dict[str, int] = {}
+    begin_ids = ()
     fingerprint = hashlib.sha256(b"jaxscale byte tokenizer, end 256").hexdigest()
     token_bytes = np.array([1] * 256 + [0], np.int32)
     fallback = np.arange(257) // 128 == 1  # bytes of longer characters
     marks = Marks()
+    special_ids = types.MappingProxyType({"<|endoftext|>": EOS_ID})
+    prefix_after_special = False
 
     def encode(self, text: str) -> np.ndarray:
         """int32[bytes of the text in UTF-8]."""

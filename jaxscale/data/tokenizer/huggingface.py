@@ -36,10 +36,25 @@ class HuggingFaceTokenizer:
         self.name = path
         self.vocab_size = max(ids.values()) + 1
         self.eos_id = choose_eos(path, eos_token, ids)
+        self.eos_token = self._tokenizer.id_to_token(self.eos_id)
+        whole = self._tokenizer.encode("a", add_special_tokens=True)
+        first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
+        self.begin_ids = tuple(whole.ids[:first])
         self.fingerprint = fingerprint("vocab.txt" if is_list else "tokenizers", Path(path), self.eos_id)
         added = self._tokenizer.get_added_tokens_decoder()
-        self.marks = find_marks({name: i for name, i in ids.items() if i in added and added[i].special})
+        self.special_ids = {name: i for name, i in ids.items() if i in added and added[i].special}
+        self.marks = find_marks(self.special_ids)
+        self.special_ids |= {name: i for name, i in ids.items() if i == self.eos_id}
+        self.prefix_after_special = self._begins_anew()
         self.token_bytes, self.fallback = self._count_bytes(json.loads(self._tokenizer.to_str()))
+
+    def _begins_anew(self) -> bool:
+        """Whether a text behind a special token is encoded as at the beginning of a document."""
+        name = next((name for name, i in self.special_ids.items() if i == self.eos_id), "")
+        self._tokenizer.encode_special_tokens = False
+        ids = self._tokenizer.encode(f"{name}a", add_special_tokens=False).ids
+        self._tokenizer.encode_special_tokens = True
+        return ids[:1] == [self.eos_id] and ids[1:] == self.encode("a").tolist()
 
     @property
     def encoder(self) -> str:

@@ -30,11 +30,15 @@ class SentencePieceTokenizer:
             self.eos_id = processor.eos_id()
         else:
             self.eos_id = choose_eos(path, eos_token, {piece: i for i, piece in enumerate(pieces)})
+        self.eos_token = pieces[self.eos_id]
+        self.begin_ids = (processor.bos_id(),) if processor.bos_id() >= 0 else ()  # Llama's and Gemma's habit
         self.fingerprint = fingerprint("sentencepiece", Path(path), self.eos_id)
         self.token_bytes = np.array([self._count_bytes(i, piece) for i, piece in enumerate(pieces)], np.int32)
         self.fallback = np.array(
             [processor.is_byte(i) or processor.is_unknown(i) for i in range(self.vocab_size)], bool
         )
+        self.special_ids = {piece: i for i, piece in enumerate(pieces) if processor.is_control(i) or i == self.eos_id}
+        self.prefix_after_special = False
         self.marks = find_marks({piece: i for i, piece in enumerate(pieces) if processor.is_control(i)})
 
     def encode(self, text: str) -> np.ndarray:

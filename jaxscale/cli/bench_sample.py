@@ -1,0 +1,88 @@
+"""How fast text is written, with the cache of keys and values and by full passes: `jaxscale bench sample`."""
+
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxscale.config import RunConfig
+from jaxscale.models import make_model, max_seq_len
+from jaxscale.models.layers import split_model
+from jaxscale.models.placed import place_model
+from jaxscale.planner.check import check_machine
+from jaxscale.sample.choose import GREEDY
+from jaxscale.sample.generator import Engine, Generator
+from jaxscale.sharding.mesh import make_mesh, mesh_layout
+
+FULL_PASSES = 8  # timed of those that the uncached way takes one of for each token: all take the same
+
+
+def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens: int, batch: int) -> dict[str, Any]:
+    """The record that --json prints: tokens/s of prompts read, of tokens written with a cache, and of full passes.
+
+    A full pass reads a row as long as the finished text, as a compiled program without a cache does for every token.
+    Weights are random. Raises ValueError for a text longer than the model can read.
+    """
+    check_machine(cfg)
+    longest, limit = prompt_tokens + num_tokens, max_seq_len(cfg.model)
+    if limit is not None and longest > limit:
+        raise ValueError(f"--prompt_tokens={prompt_tokens} and --num_tokens={num_tokens} are more than {limit}")
+    placed = place_model(cfg.model, make_mesh(cfg.mesh), cfg.rules, lora=cfg.lora)
+    init = lambda key: split_model(make_model(cfg.model, key=key, kernels=placed.kernels, lora=cfg.lora))[1]
+    params = jax.jit(init, out_shardings=placed.shardings)(jax.random.key(cfg.seed))
+    engine = Engine(placed, batch=batch, longest=longest)
+    generator = Generator(engine, params)
+    rng = np.random.default_rng(cfg.seed)
+    prompts = rng.integers(0, cfg.model.vocab_size, (engine.batch, prompt_tokens)).tolist()
+    compile_seconds, best = 0.0, None
+    for _ in range(3):  # the first one also compiles
+        for _ in generator.generate(prompts, GREEDY, num_tokens):
+            pass
+        compile_seconds += generator.timing.compile_seconds
+        best = max(best or generator.timing, generator.timing, key=lambda timing: timing.decode_rate)
+    pass_seconds = time_full_pass(engine, params, rng.integers(0, cfg.model.vocab_size, (engine.batch, longest)))
+    return {
+        "sys": "jaxscale",
+        "spec": name,
+        "dtype": cfg.model.compute_dtype,
+        "devices": f"{placed.mesh.size} x {jax.devices()[0].device_kind}",
+        "mesh": mesh_layout(placed.mesh),
+        "rows": engine.batch,
+        "prompt_tokens": prompt_tokens,
+        "num_tokens": num_tokens,
+        "prefill_tok_s": round(best.prefill_rate, 1),
+        "cached_tok_s": round(best.decode_rate, 1),
+        "uncached_tok_s": round(engine.batch / pass_seconds, 1),
+        "ratio": round(best.decode_rate * pass_seconds / engine.batch, 2),
+        "compile_s": round(compile_seconds, 2),
+    }
+
+
+def time_full_pass(engine: Engine, params: Any, tokens_BT: np.ndarray) -> float:
+    """Seconds of one compiled pass over whole rows to the logits behind their last token: the fastest of several."""
+    specs, rows = engine.placed.specs, engine.rows_spec
+    logits = lambda params, tokens_BT, lengths_B: engine.read_prompts(params, tokens_BT, lengths_B)[1]
+    call = jax.jit(engine.placed.batch_axes.spread(logits, (specs, rows, rows), rows))
+    place = jax.sharding.NamedSharding(engine.placed.mesh, rows)
+    tokens_BT = jax.device_put(tokens_BT.astype(np.int32), place)
+    lengths_B = jax.device_put(np.full(len(tokens_BT), tokens_BT.shape[1], np.int32), place)
+    jax.block_until_ready(call(params, tokens_BT, lengths_B))
+    seconds = []
+    for _ in range(FULL_PASSES):
+        began = time.perf_counter()
+        jax.block_until_ready(call(params, tokens_BT, lengths_B))
+        seconds.append(time.perf_counter() - began)
+    return min(seconds)
+
+
+def sample_lines(record: dict[str, Any]) -> list[str]:
+    """The record for people."""
+    return [
+        f"{record['spec']}, {record['dtype']}, {record['devices']} ({record['mesh']}): {record['rows']} rows, "
+        f"{record['prompt_tokens']} tokens of prompt and {record['num_tokens']} new ones",
+        f"  prompts read       {record['prefill_tok_s']:>12,.1f} tokens/s",
+        f"  written, cached    {record['cached_tok_s']:>12,.1f} tokens/s",
+        f"  written, uncached  {record['uncached_tok_s']:>12,.1f} tokens/s; cached: {record['ratio']:,.2f} times",
+        f"  compiled in        {record['compile_s']:>12,.1f} s",
+    ]

@@ -1,0 +1,170 @@
+"""Text in turns: prompts from a terminal, a conversation there, or on a page of this machine's own."""
+
+import contextlib
+import dataclasses
+import datetime
+import sys
+from collections.abc import Callable, Iterator, Sequence
+
+from jaxscale.command_line import whole_number
+from jaxscale.data.chat.asking import Message, open_asking
+from jaxscale.inference import LoadedModel, make_generator
+from jaxscale.models import max_seq_len
+from jaxscale.redact import printable
+from jaxscale.sample.choose import Sampling
+from jaxscale.sample.generator import Generator, Timing
+from jaxscale.sample.serve import open_chat
+from jaxscale.sample.text import Written, write_texts
+
+PORT = 8643
+HIGHEST_PORT = 65_535
+SHAPE = 128  # texts are made for a multiple of so many tokens, so that fewer programs are compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Talk:
+    """A model and how it is to write."""
+
+    model: LoadedModel
+    sampling: Sampling
+    stops: tuple[str, ...]
+    num_tokens: int
+    seed: int
+    say: Callable[[str], None]
+    context: int | None = None  # tokens of the longest text, where somebody goes on with it
+    system: str | None = None
+
+    def longest_for(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> int:
+        """Tokens of the longest text that these prompts become. Raises ValueError for one that cannot be read."""
+        limit = max_seq_len(self.model.cfg)
+        for text, prompt in zip(texts, prompts):
+            if limit is not None and len(prompt) >= limit:
+                raise ValueError(
+                    f"the prompt {short(text)} has {len(prompt)} tokens, and the model reads at most {limit} "
+                    "(model.max_seq_len), its own included; shorten it"
+                )
+        longest = max(map(len, prompts)) + self.num_tokens
+        if limit is not None and longest > limit:
+            self.say(f"texts end at {limit} tokens, all that the model can read (model.max_seq_len)")
+        elif longest > self.model.seq_len:
+            self.say(f"texts of up to {longest} tokens; the model was trained on rows of {self.model.seq_len}")
+        longest += -longest % SHAPE
+        return longest if limit is None else min(longest, limit)
+
+    def tell_speed(self, timing: Timing | None, rows: int) -> None:
+        """Says how fast prompts were read and tokens written."""
+        if timing is None:
+            return
+        compiled = f"; compiled in {timing.compile_seconds:.1f} s" if timing.compile_seconds > 0.05 else ""
+        self.say(
+            f"prefill {timing.prompt_tokens} tokens, {timing.prefill_rate:,.0f} tokens/s; decode "
+            f"{timing.decoded_tokens} tokens, {timing.decode_rate:,.0f} tokens/s"
+            f"{f' in {rows} rows' if rows > 1 else ''}{compiled}"
+        )
+
+
+def short(text: str) -> str:
+    """The beginning of a prompt, for a message."""
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | None) -> int:
+    """Talks until the other side ends it, and returns the exit code."""
+    context = talk.context or max_seq_len(talk.model.cfg) or talk.model.seq_len
+    if context > talk.model.seq_len:
+        talk.say(f"texts of up to {context} tokens; the model was trained on rows of {talk.model.seq_len}")
+    generator = make_generator(talk.model, batch=1, longest=context)
+    if not chat:
+        return go_on_from_lines(talk, generator)
+    asked, stop_ids = asking_of(talk)
+
+    def answer(messages: Sequence[Message], written: list[Written]) -> Iterator[str]:
+        return continued(talk, generator, asked(messages), stop_ids, written)
+
+    if serve is not None:
+        port = whole_number("serve", serve, 0)
+        if port > HIGHEST_PORT:
+            raise ValueError(f"--serve={serve} is no port; give 0 (any free one) to {HIGHEST_PORT}")
+        return serve_page(talk, answer, port)
+    messages: list[Message] = []
+    for line in prompts or lines_of_person():
+        messages.append({"role": "user", "content": line})
+        written: list[Written] = []
+        try:
+            show(answer(messages, written))
+        except ValueError as error:
+            if prompts:
+                raise
+            talk.say(f"error: {error}")
+            messages.pop()
+            continue
+        messages.append({"role": "assistant", "content": written[0].text})
+        talk.tell_speed(generator.timing, 1)
+    return 0
+
+
+def asking_of(talk: Talk) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
+    """(messages -> the ids up to where the model's answer begins, the ids that end it). Raises as open_asking does."""
+    asking = open_asking(talk.model.kept, datetime.date.today().isoformat())
+    before = [{"role": "system", "content": talk.system}] if talk.system else []
+    return lambda messages: asking.ids([*before, *messages]), asking.stop_ids
+
+
+def go_on_from_lines(talk: Talk, generator: Generator) -> int:
+    """Goes on from each line that a person writes."""
+    kept = talk.model.kept
+    for line in lines_of_person():
+        ids = [*kept.begin_ids, *kept.tokenizer.encode(line).tolist()]
+        try:
+            print(printable(line), end="")
+            show(continued(talk, generator, ids, kept.stop_ids, []))
+        except ValueError as error:
+            print()
+            talk.say(f"error: {error}")
+            continue
+        talk.tell_speed(generator.timing, 1)
+    return 0
+
+
+def continued(
+    talk: Talk, generator: Generator, ids: Sequence[int], stop_ids: Sequence[int], written: list[Written]
+) -> Iterator[str]:
+    """Yields the pieces of the text that follows these ids. Raises ValueError where they leave no room for one."""
+    if len(ids) >= generator.engine.longest:
+        raise ValueError(
+            f"this has {len(ids)} tokens, and a text here has at most {generator.engine.longest}; begin anew, write "
+            "less, or give --context"
+        )
+    how = dict(num_tokens=talk.num_tokens, stop_ids=stop_ids, stops=talk.stops, seed=talk.seed, written=written)
+    for _, piece in write_texts(generator, talk.model.tokenizer, [ids], talk.sampling, **how):
+        yield piece
+
+
+def show(pieces: Iterator[str]) -> None:
+    """Prints a text as it comes. Ctrl-C ends it, and nothing else."""
+    shown = printable if sys.stdout.isatty() else str
+    with contextlib.suppress(KeyboardInterrupt):
+        for piece in pieces:
+            print(shown(piece), end="", flush=True)
+    print(flush=True)
+
+
+def lines_of_person() -> Iterator[str]:
+    """Yields what a person writes, a line at a time, until Ctrl-D."""
+    while True:
+        if sys.stdin.isatty():
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
+
+
+def serve_page(talk: Talk, answer: Callable[[Sequence[Message], list[Written]], Iterator[str]], port: int) -> int:
+    """Serves the page until Ctrl-C."""
+    with open_chat(answer, talk.model.path, port) as server:
+        talk.say(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it")
+        with contextlib.suppress(KeyboardInterrupt):
+            server.serve_forever()
+    return 0

@@ -1,0 +1,101 @@
+"""What the files beside a tokenizer say of texts: how they begin and end, and how a conversation is written."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.data.tokenizer.base import Tokenizer
+
+NOTE, SETTINGS, GENERATION = "jaxscale.json", "tokenizer_config.json", "generation_config.json"
+SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+
+
+class About(NamedTuple):
+    """What a folder says; each part is {} where its file is not there."""
+
+    folder: Path | None
+    settings: Mapping[str, Any] = {}  # tokenizer_config.json, over special_tokens_map.json
+    generation: Mapping[str, Any] = {}
+    note: Mapping[str, Any] = {}  # of the run that was trained with it
+
+    def token(self, which: str) -> str:
+        """The name of bos_token or the like, '' for none."""
+        return token_text(self.settings.get(which))
+
+
+def read_about(folder: Path | None) -> About:
+    """What a local folder says. Raises ValueError for a file that is not JSON, or no object."""
+    settings = {**read_object(folder, SPECIAL), **read_object(folder, SETTINGS)}
+    return About(folder, settings, read_object(folder, GENERATION), read_object(folder, NOTE))
+
+
+def read_object(folder: Path | None, name: str) -> dict[str, Any]:
+    """The object in a file, without what is null."""
+    path = folder / name if folder else None
+    if path is None or not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object")
+    return {key: value for key, value in content.items() if value is not None}
+
+
+def beside(tokenizer: Tokenizer) -> Path | None:
+    """The folder of a tokenizer's file; None for bytes, which have none."""
+    return None if tokenizer.name == "bytes" else Path(tokenizer.name).expanduser().parent
+
+
+def token_text(value: Any) -> str:
+    """The name of a special token, which files give as text or as an object with flags; '' for none."""
+    value = value.get("content") if isinstance(value, Mapping) else value
+    return value if isinstance(value, str) else ""
+
+
+def begin_tokens(tokenizer: Tokenizer, about: About) -> tuple[str, ...]:
+    """The special tokens before a text that the model is to go on from, by name.
+
+    A run notes what its texts began with. Else add_bos_token says, and where nothing does, the tokenizer's own file.
+    """
+    if about.note:
+        return tuple(about.note.get("begin_tokens", ()))
+    if (wanted := about.settings.get("add_bos_token")) is False:
+        return ()
+    names = {i: name for name, i in tokenizer.special_ids.items()}
+    own = tuple(names[i] for i in tokenizer.begin_ids if i in names)
+    return own or tuple(name for name in (about.token("bos_token"),) if wanted and name in tokenizer.special_ids)
+
+
+def end_ids(tokenizer: Tokenizer, about: About) -> tuple[int, ...]:
+    """The ids that end a text: the end of a document, and those of generation_config.json: none, one or several."""
+    more = about.generation.get("eos_token_id")
+    more = [] if more is None else more if isinstance(more, Iterable) else [more]
+    return tuple(dict.fromkeys([tokenizer.eos_id, *map(int, more)]))
+
+
+def find_template(about: About) -> tuple[str, str] | None:
+    """(the folder's chat template in Jinja, its file). Raises ValueError where it has several and none is `default`."""
+    if about.folder is None:
+        return None
+    if (path := about.folder / TEMPLATE).is_file():
+        return read_source(path, str(path)), str(path)
+    where, found = str(about.folder / SETTINGS), about.settings.get("chat_template")
+    if isinstance(found, list):  # several with names
+        named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
+        if not isinstance(found := named.get("default"), str):
+            raise ValueError(
+                f"{where} has the chat templates {', '.join(map(str, named))} and none called default; write the one "
+                f"that is meant into {about.folder / TEMPLATE}, or name its file in data.chat.template"
+            )
+    return (found, where) if isinstance(found, str) else None
+
+
+def read_source(path: Path, told: str) -> str:
+    """The content of a template's file. told: what named it."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{told} cannot be read: {getattr(error, 'strerror', None) or error}") from None

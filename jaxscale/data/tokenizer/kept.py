@@ -1,0 +1,118 @@
+"""WORKDIR/tokenizer/: the tokenizer of a run beside its checkpoints, so that a moved folder still has text.
+
+A training run puts a copy of its tokenizer's files there, the chat template that it was trained with, and says in
+`jaxscale.json` what they are. The folder of a converted model has what came with it (tokenizer.json or tokenizer.model,
+tokenizer_config.json, generation_config.json), and no such note: then text begins as those files say.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxscale import paths
+from jaxscale.data.tokenizer.about import (
+    GENERATION,
+    NOTE,
+    SETTINGS,
+    SPECIAL,
+    TEMPLATE,
+    About,
+    begin_tokens,
+    beside,
+    end_ids,
+    read_about,
+)
+from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
+
+FOLDER = "tokenizer"
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt")  # in this order
+BESIDE = (NOTE, SETTINGS, GENERATION, TEMPLATE, SPECIAL)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptTokenizer:
+    """A tokenizer and what its folder says of texts."""
+
+    tokenizer: Tokenizer
+    begin_ids: tuple[int, ...] = ()  # before every text that the model reads
+    stop_ids: tuple[int, ...] = ()  # each ends a text
+    about: About = About(None)
+
+
+def keep_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] | None = None) -> None:
+    """Writes WORKDIR/tokenizer/: the tokenizer's files, and what open_kept reads them by; not again if it is there.
+
+    chat: how conversations were written, if the run is trained on any: ChatTemplate.note.
+    """
+    folder = paths.as_path(workdir) / FOLDER
+    note = {"name": tokenizer.name, "eos_token": tokenizer.eos_token, "fingerprint": tokenizer.fingerprint}
+    if chat:
+        note |= {"begin_tokens": chat["begin"], "chat": {k: chat[k] for k in ("variables", "today", "fingerprint")}}
+    copied: dict[str, bytes] = {}
+    if (source := beside(tokenizer)) is not None:
+        file = Path(tokenizer.name).expanduser()
+        note["file"] = {".model": "tokenizer.model", ".txt": "vocab.txt"}.get(file.suffix, "tokenizer.json")
+        found = {name: source / name for name in BESIDE if name != NOTE and (source / name).is_file()}
+        copied = {name: path.read_bytes() for name, path in {note["file"]: file, **found}.items()}
+    if chat:
+        copied[TEMPLATE] = chat["template"].encode()
+    if (folder / NOTE).exists() and paths.read_json(folder / NOTE) == note:
+        return
+    if not paths.is_remote(folder):
+        paths.make_private(folder)
+    for name, content in copied.items():
+        paths.write_bytes_atomic(folder / name, content)
+    paths.write_json(folder / NOTE, note)  # last: what it names is there
+
+
+def open_kept(workdir: Any, data: Mapping[str, Any]) -> KeptTokenizer | None:
+    """The tokenizer of a work folder; None where neither the folder nor the settings know one.
+
+    data: the run's settings of that name: for a folder without a tokenizer of its own, `tokenizer` names one.
+    Raises ValueError for a file that cannot be read, or is not the one that the run was trained with.
+    """
+    folder = local_copy(paths.as_path(workdir) / FOLDER)
+    if folder is not None:
+        return read_folder(folder)
+    name = data.get("tokenizer") or ("" if data.get("name") in ("tokens", "synthetic", None) else "bytes")
+    if not name:
+        return None
+    if problem := tokenizer_problem(name):
+        raise ValueError(f"{workdir} has no folder {FOLDER}/, and {problem}")
+    tokenizer = load_tokenizer(name, data.get("eos_token") or "")
+    return KeptTokenizer(tokenizer, stop_ids=(tokenizer.eos_id,), about=read_about(beside(tokenizer)))
+
+
+def read_folder(folder: Path) -> KeptTokenizer:
+    """The tokenizer in a local folder. Raises ValueError as open_kept does."""
+    about = read_about(folder)
+    if about.note.get("name") == "bytes":
+        tokenizer = load_tokenizer("bytes")
+    else:
+        name = next((name for name in FILES if (folder / name).is_file()), None)
+        if name is None:
+            raise ValueError(f"{folder} holds none of {', '.join(FILES)}; copy the model's tokenizer there")
+        tokenizer = load_tokenizer(str(folder / name), about.note.get("eos_token") or about.token("eos_token"))
+        if about.note and about.note["fingerprint"] != tokenizer.fingerprint:
+            raise ValueError(f"{folder / name} is not the tokenizer that the run was trained with; bring that one back")
+    begin_ids = tuple(tokenizer.special_ids[name] for name in begin_tokens(tokenizer, about))
+    return KeptTokenizer(tokenizer, begin_ids, end_ids(tokenizer, about), about)
+
+
+def local_copy(folder: Any) -> Path | None:
+    """The folder, or a copy of one in a bucket in the user's cache; None where there is none."""
+    names = [name for name in (*FILES, *BESIDE) if (folder / name).exists()]
+    if not names or not paths.is_remote(folder):
+        return Path(folder) if names else None
+    contents = {name: (folder / name).read_bytes() for name in names}
+    digest = hashlib.sha256(json.dumps({n: hashlib.sha256(c).hexdigest() for n, c in contents.items()}).encode())
+    place = paths.cache_dir() / "tokenizers" / digest.hexdigest()[:32]
+    paths.make_private(place)
+    for name, content in contents.items():
+        if not (place / name).is_file():
+            paths.write_bytes_atomic(place / name, content)
+    return place

@@ -1,0 +1,208 @@
+"""A trained or converted model opened for use: its weights on a mesh, its tokenizer, and functions of them.
+
+Nothing of training is read: no optimizer, no data. B batch  T position
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxscale import paths, schema, units
+from jaxscale.checkpoint.branch import open_source
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.data.batch import Batch
+from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.kept import KeptTokenizer, open_kept
+from jaxscale.eval.scorer import Scorer
+from jaxscale.models import AnyModelConfig, num_params
+from jaxscale.models.lora import LoraConfig, is_adapter
+from jaxscale.models.loss import target_scores, token_losses
+from jaxscale.models.placed import PlacedModel, place_model
+from jaxscale.ops.precision import matmul_precision
+from jaxscale.sample.generator import Engine, Generator
+from jaxscale.sharding.mesh import MeshConfig, make_mesh, mesh_layout
+from jaxscale.sharding.place import batch_sharding, replicated
+
+DEFAULT_MESH = MeshConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadedModel:
+    """A model that can be asked. The tokenizer is None where nothing says which one its tokens are of."""
+
+    cfg: AnyModelConfig
+    seq_len: int  # tokens of the rows it was trained on
+    params: Any  # nested dicts of arrays, on the mesh
+    mesh: Mesh
+    tokenizer: Tokenizer | None
+    step: int
+    path: str  # of the checkpoint
+    run: Mapping[str, Any]  # what the checkpoint records of its run: config, data, versions
+    placed: PlacedModel
+    kept: KeptTokenizer | None  # the tokenizer with what its folder says of texts
+    what: str = "params"  # or "ema"
+
+
+def open_model(
+    path: str,
+    *,
+    step: int | None = None,
+    what: Literal["params", "ema"] = "params",
+    mesh: MeshConfig = DEFAULT_MESH,
+    compute_dtype: str | None = None,
+    say: Callable[[str], None] = print,
+    named: str = "--workdir",
+) -> LoadedModel:
+    """The model of a work folder, or of WORKDIR/checkpoints/STEP, its weights as they were saved, bit for bit.
+
+    Args: step: none: the newest. what: the weights or their running average. compute_dtype: instead of the one it was
+    trained with. say: is told in a line what was opened. named: the flag or setting that gave the path, for errors.
+    Raises: ValueError for a path without a checkpoint, for a mesh that does not divide the model, and for a tokenizer
+    that cannot be read; Stop (CHECKPOINT_CORRUPT) for arrays that are not as they were saved.
+    """
+    source = open_source(path, wanted=step, named=named)
+    if step is not None and source.step != step:
+        raise ValueError(f"{named}={path} is step {source.step}, and step {step} is asked for; leave out one of them")
+    run = source.record["run"]
+    cfg, config = read_model_config(source, compute_dtype), run["config"]
+    lora = schema.convert(config.get("lora") or {}, LoraConfig, "lora")  # none in a record of an older program
+    placed = place_model(cfg, make_mesh(mesh), config.get("rules", "zero3"), lora=lora)
+    workdir = source.checkpoints.directory.parent
+    kept = open_kept(workdir, config.get("data", {}))
+    if kept is not None and kept.tokenizer.vocab_size > cfg.vocab_size:
+        raise ValueError(
+            f"{kept.tokenizer.name} has {kept.tokenizer.vocab_size} ids, and the model of {source} only "
+            f"{cfg.vocab_size}: it is not its tokenizer"
+        )
+    params = restore_params(source.checkpoints, source.step, source.record["leaves"], placed, what, named)
+    average = ", the running average" if what == "ema" else ""
+    adapters = f", with its adapters of rank {lora.rank}" if lora.on else ""
+    say(
+        f"{source}: {cfg.name}, {units.count(num_params(cfg))} parameters, {cfg.compute_dtype}{average}{adapters}; "
+        f"{mesh_layout(placed.mesh)}"
+    )
+    return LoadedModel(
+        cfg=cfg,
+        seq_len=int(config.get("seq_len", 1024)),
+        params=params,
+        mesh=placed.mesh,
+        tokenizer=kept and kept.tokenizer,
+        step=source.step,
+        path=str(source),
+        run=run,
+        placed=placed,
+        kept=kept,
+        what=what,
+    )
+
+
+def read_model_config(source: Any, compute_dtype: str | None) -> AnyModelConfig:
+    """The model's config as the checkpoint records it, without what only training or another machine needs."""
+    recorded = source.record["run"].get("config")
+    if recorded is None:  # of an older program, or of another one
+        recorded = paths.read_json(source.checkpoints.directory.parent / "config.json")["config"]
+    values = dict(recorded["model"]) | {"attention": "auto", "remat": "none", "remat_save": [], "remat_offload": []}
+    if compute_dtype is not None:
+        values["compute_dtype"] = compute_dtype
+    return schema.convert(values, AnyModelConfig, "model")
+
+
+def restore_params(
+    checkpoints: Checkpoints, step: int, leaves: Mapping[str, list], placed: PlacedModel, what: str, named: str
+) -> Any:
+    """The parameters of a step, in the dtypes in which they were saved. Raises as open_model does."""
+    if not any(name.startswith(f"{what}/") for name in leaves):
+        has = sorted({name.partition("/")[0] for name in leaves})
+        raise ValueError(f"{named}: {checkpoints.directory / str(step)} holds no {what!r}, only {', '.join(has)}")
+
+    def wanted(part: str, path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct | None:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if part != (what if is_adapter(name) or not placed.lora.on else "params"):  # what is frozen has no average
+            return None
+        saved = leaves.get(f"{part}/{name}")
+        dtype = jnp.dtype(saved[1]) if saved else leaf.dtype  # one that is missing is told with all others
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+
+    parts = [what] if what == "params" or not placed.lora.on else ["params", what]
+    abstract = {
+        part: jax.tree_util.tree_map_with_path(functools.partial(wanted, part), placed.shapes, placed.shardings)
+        for part in parts
+    }
+    found = checkpoints.restore(step, abstract, partial=True)
+    whole, *averages = (found[part] for part in parts)
+    for average in averages:
+        take = lambda frozen, own: frozen if own is None else own
+        whole = jax.tree.map(take, whole, average, is_leaf=lambda leaf: leaf is None)
+    return whole
+
+
+def make_token_losses(model: LoadedModel) -> Callable[[Batch], jax.Array]:
+    """token_losses(batch) -> cross-entropy of each target, float32[B, T] [nats]; 0 where the weight is 0.
+
+    Any number of rows of any length: they are padded to what the mesh divides. Compiled once for each shape.
+    """
+    placed, tensor_size = model.placed, model.mesh.shape["tensor"]
+    build, shards = placed.build(), placed.batch_axes.num_shards
+    rows = batch_sharding(model.mesh, placed.rules.params)
+
+    def losses(params: Any, batch: Batch) -> jax.Array:
+        with matmul_precision(model.cfg.matmul_precision):
+            return jnp.where(batch.weights > 0, token_losses(build(params), batch), 0.0)
+
+    spread = placed.batch_axes.spread(losses, (placed.specs, rows.spec), rows.spec)
+
+    @jax.jit
+    def padded_losses(params: Any, batch: Batch) -> jax.Array:
+        B, T = batch.tokens.shape
+
+        def pad(x: jax.Array, multiple: int) -> jax.Array:
+            x = jnp.pad(x, ((0, -B % shards), (0, -x.shape[1] % multiple)))
+            return jax.lax.with_sharding_constraint(x, rows)
+
+        return spread(params, jax.tree.map(lambda x: pad(x, tensor_size), batch))[:B, :T]
+
+    return lambda batch: padded_losses(model.params, batch)
+
+
+def make_scorer(model: LoadedModel, *, batch_tokens: int) -> Scorer:
+    """What tells the likelihood of token ids, reading about batch_tokens at a time. It holds no parameters."""
+    placed = model.placed
+    build = placed.build()
+
+    def scores(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        with matmul_precision(model.cfg.matmul_precision):
+            return target_scores(build(params), batch)
+
+    rows = batch_sharding(model.mesh, placed.rules.params)
+    spread = placed.batch_axes.spread(scores, (placed.specs, rows.spec), (rows.spec, rows.spec))
+    return Scorer(
+        step=jax.jit(spread, out_shardings=replicated(model.mesh)),
+        sharding=rows,
+        shards=placed.batch_axes.num_shards,
+        multiple=model.mesh.shape["tensor"],
+        batch_tokens=batch_tokens,
+    )
+
+
+def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:
+    """The same model with its parameters of another step, in the same places: what was compiled for it still serves.
+
+    Raises ValueError for a step that is no checkpoint, and as open_model does.
+    """
+    source = open_source(str(paths.as_path(model.path).parent), wanted=step, named=named)
+    params = restore_params(source.checkpoints, source.step, source.record["leaves"], model.placed, model.what, named)
+    return dataclasses.replace(model, params=params, step=source.step, path=str(source), run=source.record["run"])
+
+
+def make_generator(model: LoadedModel, *, batch: int, longest: int) -> Generator:
+    """What goes on from up to `batch` prompts at a time, to texts of at most `longest` tokens; compiled at first use.
+
+    Raises ValueError for a model that writes no text, and for a text longer than it can read.
+    """
+    num_ids = model.tokenizer.vocab_size if model.tokenizer is not None else None
+    return Generator(Engine(model.placed, batch=batch, longest=longest, num_ids=num_ids), model.params)

@@ -1,0 +1,130 @@
+"""jaxscale sample: what a person types, sees, and is told."""
+
+import io
+import json
+
+import made_model
+import pytest
+
+from jaxscale.cli import sample
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    made_model.make_workdir(folder, scale=3.0)
+    return str(folder)
+
+
+def written(capsys, *argv):
+    """(stdout, stderr) of a command that works."""
+    assert sample.main(list(argv)) == 0
+    return capsys.readouterr()
+
+
+def test_a_text_goes_to_stdout_behind_its_prompt_and_its_speed_beside_it(workdir, capsys):
+    out, err = written(capsys, f"--workdir={workdir}", "--prompt=hi", "--num_tokens=12", "--temperature=0")
+    assert out.startswith("hi") and out.endswith("\n") and len(out.encode(errors="replace")) >= 13
+    assert "prefill 2 tokens" in err and "decode 11 tokens" in err and "tokens/s" in err
+    stop = out[2:].rstrip("\n")[3:5]
+    same = ["--prompt=hi", "--num_tokens=12", "--temperature=0"]
+    shorter, _ = written(capsys, f"--workdir={workdir}", *same, f"--stop={stop}")
+    assert shorter == out.partition(stop)[0] + "\n"
+
+
+def test_prompts_of_a_file_are_written_in_batches_of_several_samples_on_a_mesh(workdir, capsys, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('"a long beginning"\n{"prompt": "b"}\n\n{"text": "c"}\n')
+    flags = [f"--workdir={workdir}", f"--prompts={file}", "--num_samples=2", "--num_tokens=5", "--seed=4", "--json"]
+    out, _ = written(capsys, *flags, "--batch=4", "--mesh.data=2", "--mesh.tensor=2")
+    found = [json.loads(line) for line in out.splitlines()]
+    assert [(line["prompt"], line["sample"]) for line in found] == [
+        (prompt, number) for prompt in ("a long beginning", "b", "c") for number in (0, 1)
+    ]
+    assert all(line["tokens"] == 5 or line["reason"] == "end" for line in found)
+    assert found[0]["text"] != found[1]["text"]
+
+
+@pytest.mark.soak
+def test_samples_do_not_depend_on_the_mesh_and_the_batch(workdir, capsys, tmp_path):
+    flags = [f"--workdir={workdir}", "--prompt=a long beginning", "--prompt=b", "--num_samples=2", "--num_tokens=5"]
+    flags += ["--seed=4", "--json"]
+    out, _ = written(capsys, *flags, "--batch=4", "--mesh.data=2", "--mesh.tensor=2")
+    again, _ = written(capsys, *flags, "--batch=6", "--config.mesh.fsdp=4", "--config.mesh.data=2")
+    assert again == out
+
+
+def test_prompts_come_from_a_terminal_until_it_ends(workdir, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n" + "too long for it" * 9 + "\ntwo\n"))
+    flags = [f"--workdir={workdir}", "--interactive", "--num_tokens=4", "--temperature=0", "--context=64"]
+    out, err = written(capsys, *flags)
+    assert "one" in out and "two" in out
+    assert "error: this has 135 tokens, and a text here has at most 64" in err
+    assert "texts of up to 64 tokens; the model was trained on rows of 16" in err
+
+
+def test_help_begins_with_an_example(capsys):
+    out, _ = written(capsys, "--help")
+    assert "jaxscale sample --workdir=" in "".join(out.splitlines()[:3])
+
+
+def told(*argv):
+    """The line that a person is told."""
+    with pytest.raises(ValueError) as caught:
+        sample.main(list(argv))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "flags, wanted",
+    [
+        (["--prompt=a"], "--workdir must be given"),
+        (["--workdir=/nowhere/run", "--prompt=a"], "--workdir=/nowhere/run holds no checkpoint"),
+        (["--workdir=w", "--temperature=hot"], "--temperature='hot' is not a number"),
+        (["--workdir=w", "--temperature=-1"], "temperature=-1.0 must be 0 or more"),
+        (["--workdir=w", "--top_p=2"], "top_p=2.0 must be above 0 and at most 1"),
+        (["--workdir=w", "--top_k=2.5"], "--top_k=2.5 is not an integer"),
+        (["--workdir=w", "--num_tokens=0"], "--num_tokens=0 must be a whole number, 1 or more"),
+        (["--workdir=w", "--seed=-1"], "--seed=-1 must be a whole number"),
+        (["--workdir=w", "--prompt="], "--prompt needs a value"),
+        (["--workdir=w", "--prompts=/no/file.txt"], "--prompts=/no/file.txt is no file"),
+        (["--workdir=w", "--config.model.num_layers=3"], "only the mesh may be set"),
+        (["--workdir=w", "--config=c.py"], "sampling takes no --config"),
+        (["--workdir=w", "--mesh.data=0"], "mesh: data=0 must be a positive number"),
+        (["--workdir=w", "--interactive", "--chat"], "give one of them"),
+        (["--workdir=w", "--interactive", "--prompt=a"], "leave out --prompt"),
+        (["--workdir=w", "--serve"], "give --chat too"),
+        (["--workdir=w", "--chat", "--num_samples=2"], "leave it out"),
+        (["--workdir=w", "--system=x"], "--system is for --chat"),
+        (["--workdir=w", "--promt=a"], "did you mean --prompts"),
+        (["--workdir=w", "--compute_dtype=int4"], "--compute_dtype='int4' is not one of float32"),
+    ],
+)
+def test_bad_input_is_told_in_a_line(flags, wanted):
+    assert wanted in told(*flags)
+
+
+@pytest.mark.parametrize(
+    "name, content, wanted",
+    [
+        ("empty.txt", b"\n \n", "is empty"),
+        ("half.txt", b"\xff\xfe", "no text in UTF-8"),
+        ("bad.jsonl", b'"a"\n{"question": 1}\n', "line 2 is neither text"),
+    ],
+)
+def test_a_file_without_prompts_is_told(tmp_path, name, content, wanted):
+    (tmp_path / name).write_bytes(content)
+    assert wanted in told("--workdir=w", f"--prompts={tmp_path / name}")
+
+
+def test_a_model_that_was_not_made_for_chat_is_told(workdir):
+    assert "chat template" in told(f"--workdir={workdir}", "--chat", "--prompt=a")
+
+
+@pytest.mark.soak
+def test_what_a_model_cannot_read_is_told(tmp_path):
+    gpt2 = {"name": "gpt2", "num_layers": 1, "embed_dim": 16, "num_heads": 2, "max_seq_len": 32, "vocab_size": 258}
+    made_model.make_workdir(tmp_path / "short", {"model": gpt2 | {"compute_dtype": "float32"}})
+    flags = [f"--workdir={tmp_path}/short", "--prompt=" + "x" * 32]
+    assert "has 32 tokens, and the model reads at most 32 (model.max_seq_len)" in told(*flags)

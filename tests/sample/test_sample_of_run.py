@@ -1,0 +1,44 @@
+"""The sample that a training run writes: of any length, never the end of a document, the same for the same state."""
+
+import dataclasses
+
+import jax
+import pytest
+import tiny
+
+from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.sample.config import SampleConfig
+from jaxscale.telling import make_sample
+
+
+class Letters(ByteTokenizer):
+    """Bytes of which only those below eight are in the vocabulary, and seven ends a document."""
+
+    vocab_size, eos_id = 8, 7
+
+    def decode(self, ids):
+        return "".join(map(str, ids))
+
+
+def test_a_sample_is_longer_than_the_rows_of_training_and_never_ends_a_document():
+    shared = tiny.program()
+    sample = SampleConfig(num_tokens=50, prompt="\1", temperature=9.0, top_k=0)
+    program = dataclasses.replace(shared, cfg=dataclasses.replace(shared.cfg, sample=sample))
+    write, state = make_sample(program, Letters()), shared.init()
+    text = write(state)
+    assert len(text) == 51 > tiny.SEQ_LEN and set(text) <= set("0123456") and len(set(text[20:])) > 3
+    assert write(state) == text
+    assert write(state._replace(params=jax.tree.map(lambda leaf: leaf * 3, state.params))) != text
+    halves = [text[i : i + 8] for i in range(16, 48, 8)]
+    assert len(set(halves)) == len(halves)  # each row has draws of its own
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_k": -1}, {"num_tokens": -1}])
+def test_settings_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match="temperature above 0"):
+        SampleConfig(**settings)
+
+
+def test_an_empty_prompt_is_refused():
+    with pytest.raises(ValueError, match="prompt must not be empty"):
+        SampleConfig(prompt="")

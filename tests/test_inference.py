@@ -1,0 +1,100 @@
+"""What is opened out of a work folder is what was trained, wherever it is put. B batch  T position"""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import made_model
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.exits import Exit, Stop
+from jaxscale.inference import make_token_losses, open_model
+from jaxscale.sharding.mesh import MeshConfig
+
+QUIET = dict(say=lambda line: None)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    program = made_model.make_workdir(folder, {"train.ema.decay": 0.5}, steps=(3, 7))
+    return folder, program
+
+
+def test_the_newest_step_comes_as_it_was_saved_with_its_tokenizer(workdir):
+    folder, program = workdir
+    said = []
+    model = open_model(str(folder), say=said.append)
+    saved = Checkpoints(folder / "checkpoints", CheckpointConfig()).restore(7, program.abstract_state)
+    tiny.assert_same_bits(tiny.host(model.params), tiny.host(saved.params))
+    assert (model.step, model.seq_len, model.tokenizer.name) == (7, tiny.SEQ_LEN, "bytes")
+    assert model.kept.begin_ids == () and model.kept.stop_ids == (256,)
+    assert said == [f"{folder}/checkpoints/7: llama, 14.5K parameters, float32; fsdp=8"]
+
+
+@pytest.mark.parametrize("where", ["--step", "path"])
+def test_an_older_step_and_the_average_can_be_named(workdir, where):
+    folder, program = workdir
+    how = dict(path=str(folder), step=3) if where == "--step" else dict(path=f"{folder}/checkpoints/3")
+    model, average = open_model(**how, **QUIET), open_model(**how, what="ema", **QUIET)
+    assert model.step == average.step == 3
+    halves = jax.tree.map(lambda leaf: leaf / 2, tiny.host(model.params))
+    tiny.assert_same_bits(tiny.host(average.params), halves)
+
+
+@pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+def test_losses_are_those_of_training_on_any_mesh_and_for_rows_that_it_does_not_divide(workdir, mesh):
+    folder, program = workdir
+    model = open_model(str(folder), mesh=MeshConfig(**mesh), **QUIET)
+    batch = tiny.packed_batch(0, vocab=258)
+    wanted_BT = np.where(batch.weights > 0, program.token_losses(jax.device_get(model.params), batch), 0)
+    odd = jax.tree.map(lambda x_BT: x_BT[:5, :13], batch)
+    found_BT = make_token_losses(model)(odd)
+    np.testing.assert_allclose(found_BT, wanted_BT[:5, :13], rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+def test_a_model_may_compute_in_another_type_and_be_saved_in_another(workdir, tmp_path):
+    folder, program = workdir
+    half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), open_model(str(folder), **QUIET).params)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", CheckpointConfig())
+    checkpoints.save(0, {"params": half}, {"config": json.loads((folder / "config.json").read_text())["config"]})
+    checkpoints.wait()
+    shutil.copytree(folder / "tokenizer", tmp_path / "tokenizer")
+    model = open_model(str(tmp_path), compute_dtype="bfloat16", **QUIET)
+    tiny.assert_same_bits(tiny.host(model.params), tiny.host(half))
+    assert model.cfg.compute_dtype == "bfloat16"
+    batch = tiny.packed_batch(0, vocab=258)
+    exact_BT = make_token_losses(open_model(str(folder), **QUIET))(batch)
+    np.testing.assert_allclose(make_token_losses(model)(batch), exact_BT, atol=0.1)  # 8 bits of mantissa
+
+
+@pytest.mark.parametrize(
+    "how, told",
+    [
+        ({"path": "{}/nowhere"}, "--workdir=.*nowhere holds no checkpoint: .* none that was completed$"),
+        ({"step": 5}, "step 5 is no checkpoint; .* has 3 or 7"),
+        ({"path": "{}/checkpoints/3", "step": 7}, "is step 3, and step 7 is asked for"),
+        ({"mesh": MeshConfig(tensor=8)}, "model and mesh do not fit: .*kv_heads=2"),
+    ],
+)
+def test_what_cannot_be_opened_is_told_in_a_line(workdir, how, told):
+    how = {"path": "{}"} | how
+    with pytest.raises(ValueError, match=told) as caught:
+        open_model(**how | {"path": how["path"].format(workdir[0])}, **QUIET)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_average_that_was_not_kept_and_a_changed_array_are_told(workdir, tmp_path):
+    made_model.make_workdir(tmp_path / "plain")
+    with pytest.raises(ValueError, match="holds no 'ema', only .*params"):
+        open_model(str(tmp_path / "plain"), what="ema", **QUIET)
+    record = tmp_path / "plain/checkpoints/3/run/metadata"
+    record.write_text(record.read_text().replace('"seed": 1', '"seed": 2').replace('"seed":1', '"seed":2'))
+    with pytest.raises(Stop) as stop:
+        open_model(str(tmp_path / "plain"), **QUIET)
+    assert stop.value.code == Exit.CHECKPOINT_CORRUPT
