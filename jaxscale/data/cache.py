@@ -16,9 +16,10 @@ import numpy as np
 from jaxscale.data.config import DataConfig
 from jaxscale.data.document import Document
 from jaxscale.data.lineage import LineageRows
+from jaxscale.data.reading import Reading, make_reading
 from jaxscale.data.remote import Unwritable
 from jaxscale.data.shards import VERSION, Shard, ShardWriter, open_shard, write_index
-from jaxscale.data.sources import SourceFile, read_file
+from jaxscale.data.sources import SourceFile
 from jaxscale.data.sources.decode import REPAIRED, is_repair
 from jaxscale.data.sources.files import file_stamp
 from jaxscale.data.sources.settings import read_settings
@@ -52,36 +53,43 @@ def tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig
         "tokenizer": tokenizer.fingerprint,
         "read": read_settings(cfg),
     }
-    return cached(cache_folder(cfg), made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say))
+    reading = make_reading(tokenizer, cfg, say)
+    if reading.fingerprint:
+        made_from["chat"] = reading.fingerprint
+    return cached(cache_folder(cfg), made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say, reading))
 
 
-def tokenise(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> None:
+def tokenise(
+    folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say, reading: Reading
+) -> None:
     """Writes the shard of `files` into `folder`."""
     sources = list(dict.fromkeys(file.source for file in files))
     ids = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
-    writer = ShardWriter(folder, NAME, **ids, sources=sources)
+    writer = ShardWriter(folder, NAME, **ids, sources=sources, trained=reading.marks)
     skipped: Counter = Counter()
     documents_of: Counter = Counter()
     contents = {file: hashlib.sha256() for file in files}
-    waiting: list[tuple[SourceFile, Document]] = []
+    waiting: list[tuple[SourceFile, Document, Any]] = []
     lineage = LineageRows()
     text_bytes = waiting_bytes = documents = counted = damaged = 0
     started = said = time.monotonic()
     say(f"tokenising {count(len(files), 'file')} with {tokenizer.name} (once; then kept in the cache)")
 
     def encode_waiting() -> None:
-        for (file, document), encoded in zip(waiting, tokenizer.encode_many([part.text for _, part in waiting])):
-            writer.add(encoded, file.source)
+        for (file, document, _), (encoded, learned) in zip(waiting, reading.encode([item for *_, item in waiting])):
+            writer.add(encoded, file.source, learned)
             lineage.add(document)
             documents_of[file] += 1
             contents[file].update(np.asarray(encoded, "<u4").tobytes() + END)
+            if learned is not None:
+                contents[file].update(np.packbits(learned).tobytes())
         waiting.clear()
 
     try:
         for file in files:
-            for document in read_or_say(file, cfg, skipped):
+            for document, item in read_or_say(file, reading, skipped):
                 size = document.size
-                waiting.append((file, document))
+                waiting.append((file, document, item))
                 text_bytes, waiting_bytes, documents = text_bytes + size, waiting_bytes + size, documents + 1
                 if waiting_bytes >= CHUNK_BYTES:
                     encode_waiting()
@@ -123,10 +131,10 @@ def tokenise(folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cf
     say(f"  {rates(documents, text_bytes, time.monotonic() - started)}; skipped: {describe_skipped(skipped) or 'none'}")
 
 
-def read_or_say(file: SourceFile, cfg: DataConfig, skipped: Counter) -> Iterator[Document]:
-    """read_file, with a ValueError that names the file where reading it fails; writing fails elsewhere."""
+def read_or_say(file: SourceFile, reading: Reading, skipped: Counter) -> Iterator[tuple[Document, Any]]:
+    """What is read, with a ValueError that names the file where reading it fails; writing fails elsewhere."""
     try:
-        yield from read_file(file, cfg, skipped)
+        yield from reading.read(file, skipped)
     except OSError as error:
         raise unreadable(file.path, error) from None
 

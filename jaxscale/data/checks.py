@@ -26,7 +26,7 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
         return []
     (files, val_files), problems = corpus_files(cfg)
     everything = [*files, *val_files]
-    if cfg.name in ("files", "hf"):
+    if cfg.name in ("files", "chat", "hf"):
         problems += filter(None, map(text_problem, everything))
     if cfg.name != "tokens" and not problems and all(size_of(file.path) == 0 for file in files):
         problems.append(f"data.files is an empty corpus: {count(len(files), 'file')} of 0 bytes; name other files")
@@ -43,7 +43,12 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
 
 def check_lengths(cfg: DataConfig, train: DocumentTable, valid: DocumentTable | None, seq_len: int) -> None:
     """Raises ValueError for a corpus that fills no row and for a validation set that holds no target."""
-    if train.num_tokens < seq_len:
+    if cfg.name == "chat" and not len(train):
+        raise ValueError(
+            f"data.files has no document for training that fits into a row of seq_len={seq_len:,}; lengthen seq_len, "
+            "or set data.chat.too_long='cut'"
+        )
+    if train.num_tokens < seq_len and cfg.name != "chat":
         raise ValueError(
             f"data.files has {train.num_tokens:,} training tokens, fewer than one row of seq_len={seq_len:,}; "
             "add text or shorten seq_len"

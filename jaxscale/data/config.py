@@ -3,6 +3,7 @@
 import dataclasses
 from typing import ClassVar, Literal
 
+from jaxscale.data.chat.config import ChatConfig
 from jaxscale.data.gate import GateConfig
 from jaxscale.data.mixture import MixtureSetting, check_mixture
 from jaxscale.data.objectives import NextTokenConfig, ObjectiveConfig
@@ -18,10 +19,11 @@ class DataConfig(ReadConfig):
 
     where: ClassVar[str] = "data."
 
-    name: Literal["stdlib", "files", "hf", "tokens", "synthetic"] = setting(
+    name: Literal["stdlib", "files", "chat", "hf", "tokens", "synthetic"] = setting(
         "files",
         "stdlib: source of this Python's standard library; files: text, tokenised once into the cache; hf: the same "
-        "of data sets of the Hugging Face hub, files being their names; "
+        "of data sets of the Hugging Face hub, files being their names; chat: .jsonl of conversations (messages, or "
+        "ShareGPT's conversations), of prompt and completion, or of text, of which completions alone are learned; "
         "tokens: .bin files of ids, memory-mapped; synthetic: uniform random ids, for throughput",
     )
     files: Globs = setting(
@@ -64,6 +66,7 @@ class DataConfig(ReadConfig):
         {}, "{source: epochs} after which a source of the mixture leaves its share to the others", may_change=True
     )
     gate: GateConfig = setting(GateConfig)
+    chat: ChatConfig = setting(ChatConfig)
     objective: ObjectiveConfig = setting(NextTokenConfig)
     verify: Literal["size", "hash"] = setting(
         "hash",
@@ -93,3 +96,11 @@ class DataConfig(ReadConfig):
             raise ValueError(f"cache_bytes={self.cache_bytes} must be more than 0")
         check_skips(self.skip_batches)
         check_mixture(self.mixture, self.max_epochs)
+        if self.name == "chat" and self.objective.name != "next_token":
+            raise ValueError(
+                f"name='chat' tells what is learned; objective.name={self.objective.name!r} must be next_token"
+            )
+        if self.name != "chat" and self.chat != ChatConfig():
+            raise ValueError(f"data.chat is read with data.name='chat' only, and that is {self.name!r}")
+        if self.name == "chat" and self.packing != "best_fit":
+            raise ValueError("packing='concat' cuts conversations; data.name='chat' needs best_fit")

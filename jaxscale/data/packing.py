@@ -25,6 +25,7 @@ class DocumentTable:
     lengths: np.ndarray  # int64[n]
     file_ids: np.ndarray  # uint32[n]
     source_ids: np.ndarray  # uint16[n]
+    trained: tuple[str, ...] = ()  # of each file, that of its marks, see shards.py; '' or (): every token is learned
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -35,8 +36,8 @@ class DocumentTable:
 
     def select(self, chosen: np.ndarray) -> "DocumentTable":
         """The documents where `chosen` (bool[n]) is true."""
-        arrays = (self.starts, self.lengths, self.file_ids, self.source_ids)
-        return DocumentTable(self.paths, self.dtypes, *(array[chosen] for array in arrays))
+        names = ("starts", "lengths", "file_ids", "source_ids")
+        return dataclasses.replace(self, **{name: getattr(self, name)[chosen] for name in names})
 
     def clip(self, skipped: np.ndarray, lengths: np.ndarray) -> "DocumentTable":
         """The same documents without their first `skipped` and after `lengths` tokens; empty ones are left out."""
@@ -56,6 +57,7 @@ def join_tables(tables: Sequence[DocumentTable]) -> DocumentTable:
             [table.file_ids + np.uint32(first) for table, first in zip(tables, first_file)], dtype=np.uint32
         ),
         source_ids=np.concatenate([table.source_ids for table in tables]),
+        trained=sum((table.trained or ("",) * len(table.paths) for table in tables), ()),
     )
 
 
@@ -81,7 +83,9 @@ class DocumentRows(abc.ABC):
         return int(self.group_rows[-1])
 
     def __getstate__(self) -> dict:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_files", "_ramp_T", "_plan")}
+        return {
+            key: value for key, value in self.__dict__.items() if key not in ("_files", "_marks", "_ramp_T", "_plan")
+        }
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -91,6 +95,12 @@ class DocumentRows(abc.ABC):
     @functools.cached_property
     def _files(self) -> TokenFiles:
         return TokenFiles(self.table.paths, self.table.dtypes, map_ids)
+
+    @functools.cached_property
+    def _marks(self) -> TokenFiles | None:
+        if not any(self.table.trained):
+            return None
+        return TokenFiles(self.table.trained, ["|u1"] * len(self.table.paths), lambda *file: file[0] and map_ids(*file))
 
     @functools.cached_property
     def _ramp_T(self) -> np.ndarray:
@@ -103,7 +113,7 @@ class DocumentRows(abc.ABC):
     def read(self, located: Located, chosen: Sequence[int]) -> Batch:
         """Some of the located rows, by their places among them: a Batch of [len(chosen), T]."""
         try:
-            return read_rows(located, chosen, self.seq_len, self._files, self._ramp_T)
+            return read_rows(located, chosen, self.seq_len, self._files, self._ramp_T, self._marks)
         except (OSError, ValueError, IndexError) as error:
             if problem := broken_piece(located, chosen, self._files):
                 raise Stop(Exit.DATA_MISMATCH, problem) from error

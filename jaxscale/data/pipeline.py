@@ -17,6 +17,7 @@ from jaxscale.data.array_record import array_record_shard, is_array_record
 from jaxscale.data.batch import Batch, padding_row, stack_rows
 from jaxscale.data.best_fit import BestFitRows, plan_settings, write_plan
 from jaxscale.data.cache import Say, cache_folder, count, describe_skipped, made_folder, scanned, tokenised
+from jaxscale.data.chat.template import load_template
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, raw_dtype, vocabulary_problem
 from jaxscale.data.config import DataConfig
 from jaxscale.data.gate import make_gate
@@ -67,6 +68,7 @@ class Corpus:
     objective: ObjectiveConfig = NextTokenConfig()
     ids: SpecialIds | None = None  # that the objective needs
     parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the fingerprint, see parts.py
+    chat: Mapping[str, Any] | None = None  # how conversations were written: ChatTemplate.note
 
     @property
     def epoch_tokens(self) -> int:
@@ -193,7 +195,10 @@ def open_data(
     for shard in [*shards, *val_shards]:
         if shard.header["max_id"] >= vocab_size:
             raise ValueError(vocabulary_problem(shard.place, shard.header["max_id"], vocab_size))
-    return with_objective(assemble(cfg, shards, val_shards, tokenizer, seq_len, seed), vocab_size)
+    corpus = with_objective(assemble(cfg, shards, val_shards, tokenizer, seq_len, seed), vocab_size)
+    if cfg.name != "chat":
+        return corpus
+    return dataclasses.replace(corpus, chat=load_template(tokenizer, cfg.chat).note)
 
 
 def unpinned(files: Sequence[SourceFile], shard: Shard) -> list[str]:
@@ -227,14 +232,23 @@ def assemble(
     """The corpus over the shards for training and those for validation; without the latter, a part of the former."""
     shards = [*trained, *held]
     names = tuple(dict.fromkeys(name for shard in shards for name in shard.header["sources"]))
+    whole = cfg.name == "chat"  # conversations are never cut between training and validation, nor between two rows
     train, valid, rule = join_tables([shard.table(names) for shard in trained]), None, ""
     content = [*(shard.fingerprint for shard in trained), "validation", *(shard.fingerprint for shard in held)]
     if held:
         valid, rule = join_tables([shard.table(names) for shard in held]), "data.val_files"
     elif cfg.val_fraction:
         files = [(file["name"], file["documents"]) for shard in trained for file in shard.header["files"]]
-        train, valid, rule = hold_out(train, files, names, cfg.val_fraction)
+        train, valid, rule = hold_out(train, files, names, cfg.val_fraction, whole=whole)
         content += [str(cfg.val_fraction), *(f"{name}:{documents}" for name, documents in files)]
+    fitted = []
+    if whole:
+        train, long_train = fit_rows(train, cfg.chat.too_long, seq_len)
+        valid, long_valid = (None, 0) if valid is None else fit_rows(valid, cfg.chat.too_long, seq_len)
+        done = "cut" if cfg.chat.too_long == "cut" else "dropped"
+        if number := long_train + long_valid:
+            fitted = [f"{count(number, 'document')} longer than a row {done} (data.chat.too_long)"]
+        content += [cfg.chat.too_long, str(seq_len)]
     check_lengths(cfg, train, valid, seq_len)
 
     content += [f"order {ORDER}", cfg.packing]
@@ -263,12 +277,19 @@ def assemble(
         facts.append(f"validation {count(len(valid), 'document')}, {valid.num_tokens:,} tokens ({rule})")
     else:
         facts.append("no validation")
+    facts += fitted
     facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
     facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
     facts += [f"skipped {describe_skipped(skipped)}"] if skipped else []
+    valid_rows = None
+    if valid is not None and whole:
+        held_fingerprint = f"{fingerprint} validation"
+        valid_rows = make_rows(cfg, valid, held_fingerprint, seq_len=seq_len, seed=VALIDATION_SEED, num_groups=1)
+    elif valid is not None:
+        valid_rows = PackedRows(valid, seq_len=seq_len, seed=VALIDATION_SEED)
     return Corpus(
         train_rows=train_rows,
-        valid_rows=PackedRows(valid, seq_len=seq_len, seed=VALIDATION_SEED) if valid is not None else None,
+        valid_rows=valid_rows,
         cfg=cfg,
         seq_len=seq_len,
         seed=seed,
@@ -282,12 +303,23 @@ def assemble(
     )
 
 
+def fit_rows(table: DocumentTable, too_long: str, seq_len: int) -> tuple[DocumentTable, int]:
+    """(the documents as they fit into a row, how many did not)."""
+    is_long = table.lengths > seq_len
+    if too_long == "cut":
+        fitting = table.clip(np.zeros_like(table.lengths), np.minimum(table.lengths, seq_len))
+    else:
+        fitting = table.select(~is_long)
+    return fitting, int(is_long.sum())
+
+
 def make_rows(
     cfg: DataConfig, table: DocumentTable, fingerprint: str, *, seq_len: int, seed: int, num_groups: int
 ) -> DocumentRows:
     """The training rows. A plan of best_fit is made once and found again by all that it depends on.
 
-    Validation rows are always `concat`: of a small set it wastes nothing, and they stay comparable between runs.
+    Validation rows are `concat` unless they are conversations: of a small set it wastes nothing, and they stay
+    comparable between runs.
     """
     make = dict(seq_len=seq_len, seed=seed, num_groups=num_groups)
     if cfg.packing == "concat":

@@ -74,10 +74,18 @@ def locate(pieces: Pieces, starts: np.ndarray, file_ids: np.ndarray) -> Located:
     )
 
 
-def read_rows(located: Located, chosen: Sequence[int], T: int, files: TokenFiles, ramp_T: np.ndarray) -> Batch:
+def read_rows(
+    located: Located,
+    chosen: Sequence[int],
+    T: int,
+    files: TokenFiles,
+    ramp_T: np.ndarray,
+    marks: TokenFiles | None = None,
+) -> Batch:
     """The chosen rows as a Batch of [len(chosen), T]: each token is copied once, straight to its place.
 
-    ramp_T: 0, 1, 2, ...: it is asked for so that it is made once.
+    ramp_T: 0, 1, 2, ...: it is asked for so that it is made once. marks: of each file, 1 for every token that is
+    learned: a weight is that of its target. None, or '' for a file: all are.
     """
     first, of_file, offsets, begins, lengths, ended, after_files, after_offsets, _ = located
     fields_FBT = np.empty((5, len(chosen), T), np.int32)  # one block, which malloc keeps for the next
@@ -99,6 +107,9 @@ def read_rows(located: Located, chosen: Sequence[int], T: int, files: TokenFiles
             tokens[start:stop] = files[of_file[piece]][offset : offset + length]
             positions[start:stop] = ramp_T[:length]
             segments[start:stop] = number
+            if marks is not None and len(learned := marks[of_file[piece]]):
+                learned = learned[offset + 1 : offset + 1 + length]
+                weights[start : start + len(learned)] = learned
             if ended[piece]:
                 weights[stop - 1] = 0  # what follows belongs to another document
         if stop < base + T:

@@ -4,6 +4,7 @@ NAME.bin              ids: uint16 if the vocabulary's largest is at most 65535, 
 NAME.idx              int64[documents + 1]: where each document begins, and the end
 NAME.src              uint16[documents]: the source of each document
 NAME.token_bytes.npy  int32[vocabulary]: bytes of text per id; absent where no tokenizer is known
+NAME.trained          uint8[tokens]: 1 for a token that is learned; absent where every one is
 NAME.docs.parquet     where each document came from, see lineage.py; absent where that is not known
 NAME.json             the header, written last; its "bin" says where the .bin lies, its "sha256" what each file holds
 """
@@ -32,7 +33,14 @@ HEADER = {  # what a header holds, and as what
     "sources": list, "files": list, "skipped": dict, "sha256": dict, "tokenizer": dict,
 }  # fmt: skip
 INNER = {"sha256": ("bin", "idx", "src"), "tokenizer": ("name", "eos_token", "fingerprint")}
-ENDINGS = {"bin": ".bin", "idx": ".idx", "src": ".src", "token_bytes": ".token_bytes.npy", "docs": ".docs.parquet"}
+ENDINGS = {
+    "bin": ".bin",
+    "idx": ".idx",
+    "src": ".src",
+    "token_bytes": ".token_bytes.npy",
+    "docs": ".docs.parquet",
+    "trained": ".trained",
+}
 WAY_OUT = "delete the folder to have it made again, or bring the file back"
 DTYPES = ("uint8", "uint16", "uint32", "int64")  # written are the middle two; files of others may have the rest
 
@@ -46,17 +54,17 @@ class Shard(NamedTuple):
     source_ids: np.ndarray  # uint16[documents], into header["sources"]
     token_bytes: np.ndarray | None
     docs_path: str | Callable[[], str] = ""  # of the lineage, or what fetches it
+    trained_path: str = ""  # of the marks of tokens that are learned; empty: all are
 
     @property
     def fingerprint(self) -> str:
-        """Of ids, documents and tokenizer; neither of names and folders nor of dates."""
+        """Of ids, documents, marks and tokenizer; neither of names and folders nor of dates."""
         sums = self.header["sha256"]
         parts = [
-            sums["bin"],
-            sums["idx"],
-            sums["src"],
+            *(sums[name] for name in ("bin", "idx", "src")),
             self.header["tokenizer"]["fingerprint"],
             *self.header["sources"],
+            *([sums["trained"]] if "trained" in sums else []),
         ]
         return hashlib.sha256("|".join(parts).encode()).hexdigest()
 
@@ -75,6 +83,7 @@ class Shard(NamedTuple):
             lengths=np.diff(self.offsets),
             file_ids=np.zeros(len(self.source_ids), np.uint32),
             source_ids=renumber[self.source_ids],
+            trained=(self.trained_path,),
         )
 
 
@@ -89,14 +98,18 @@ class ShardWriter:
     A document or block that is refused leaves the shard as it was before.
     """
 
-    def __init__(self, folder: Path, name: str, *, vocab_size: int, eos_id: int, sources: Sequence[str]):
+    def __init__(
+        self, folder: Path, name: str, *, vocab_size: int, eos_id: int, sources: Sequence[str], trained: bool = False
+    ):
+        """trained: whether each document comes with marks of the tokens that are learned."""
         if not 0 <= eos_id < vocab_size:
             raise ValueError(f"the end token {eos_id} is not among the {vocab_size:,} ids of the vocabulary")
         self._base, self._dtype, self._vocab_size = Path(folder) / name, dtype_for(vocab_size - 1), vocab_size
         self._eos_id, self._eos = eos_id, np.array([eos_id], self._dtype).tobytes()
         self._sources = list(sources)
         self._bin = open(f"{self._base}.bin", "wb")  # noqa: SIM115 - closed by finish
-        self._sha256 = hashlib.sha256()
+        self._marks = open(f"{self._base}.trained", "wb") if trained else None  # noqa: SIM115
+        self._sha256, self._marks_sha256 = hashlib.sha256(), hashlib.sha256()
         self._ends, self._document_sources = array.array("q", [0]), array.array("H")
         self._max_id = eos_id
 
@@ -110,13 +123,21 @@ class ShardWriter:
         """Documents so far."""
         return len(self._document_sources)
 
-    def add(self, ids: np.ndarray, source: str) -> None:
-        """Appends one document and its end token. Raises ValueError for an id that the vocabulary does not have."""
+    def add(self, ids: np.ndarray, source: str, trained: np.ndarray | None = None) -> None:
+        """Appends one document and its end token. Raises ValueError for an id that the vocabulary does not have.
+
+        trained: bool[ids + 1], for the end token too, where the writer keeps marks.
+        """
+        assert (trained is None) == (self._marks is None), "marks are for every document of a shard or for none"
         largest = self._largest(ids, lambda place: self.num_documents)
         number = self._source_number(source)
         content = ids.astype(self._dtype).tobytes() + self._eos
         self._bin.write(content)
         self._sha256.update(content)
+        if trained is not None:
+            marks = np.asarray(trained, np.uint8).tobytes()
+            self._marks.write(marks)
+            self._marks_sha256.update(marks)
         self._max_id = max(self._max_id, largest)
         self._ends.append(self._ends[-1] + len(ids) + 1)
         self._document_sources.append(number)
@@ -131,6 +152,7 @@ class ShardWriter:
         its end token, and its length counts it.
         Raises: ValueError for an id that the vocabulary does not have, for lengths and sources that do not fit.
         """
+        assert self._marks is None, "documents with marks are added one by one"
         ids, lengths = np.asarray(ids), np.asarray(lengths, np.int64)
         if ids.ndim != 1 or lengths.ndim != 1 or (lengths < int(ended)).any() or int(lengths.sum()) != len(ids):
             raise ValueError(
@@ -195,17 +217,21 @@ class ShardWriter:
 
         Args: header: what the caller knows of the text. lineage: a row for each document, as lineage.py says.
         """
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
-        self._bin.close()
         sums = {"bin": self._sha256.hexdigest()}
+        if self._marks:
+            sums["trained"] = self._marks_sha256.hexdigest()
+        for file in filter(None, (self._bin, self._marks)):
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
         about = {"dtype": self._dtype.name, "num_tokens": self._ends[-1], "max_id": self._max_id}
         offsets, source_ids = np.array(self._ends, "<i8"), np.array(self._document_sources, "<u2")
         write_index(self._base, offsets, source_ids, token_bytes, sums, self._sources, {**about, **header}, lineage)
 
     def abandon(self) -> None:
-        """Closes the file."""
-        self._bin.close()
+        """Closes its files."""
+        for file in filter(None, (self._bin, self._marks)):
+            file.close()
 
 
 def write_index(
@@ -299,7 +325,10 @@ def open_shard(
     if documents and source_ids.max() >= len(header["sources"]):
         raise ValueError(f"{place['src']} does not fit {base}.json; {WAY_OUT}")
     token_bytes = read_token_bytes(place["token_bytes"]) if with_token_bytes else None
-    return Shard(header, place["bin"], offsets, source_ids, token_bytes, place["docs"])
+    trained = place["trained"] if "trained" in header["sha256"] else ""
+    if trained:
+        expect_size(trained, header["num_tokens"])
+    return Shard(header, place["bin"], offsets, source_ids, token_bytes, place["docs"], trained)
 
 
 def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:

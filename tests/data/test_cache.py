@@ -243,7 +243,7 @@ def test_a_source_that_cannot_be_read_is_not_told_as_the_cache(tmp_path):
 
 
 def test_a_full_disk_is_told_as_the_cache_and_not_as_the_source(tmp_path, monkeypatch):
-    def full(self, ids, source):
+    def full(self, ids, source, trained=None):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(ShardWriter, "add", full)

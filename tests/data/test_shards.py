@@ -33,11 +33,13 @@ def header(documents=0, source="web"):
     return {"tokenizer": TOKENIZER, "eos_id": 256, "text_bytes": 0, "skipped": {}, "files": files}
 
 
-def write_shard(folder, documents, name="shard", *, vocab_size=257, eos_id=256, sources=("web",), lineage=None):
-    """The path of a shard of the documents, each a list of ids."""
-    writer = ShardWriter(folder, name, vocab_size=vocab_size, eos_id=eos_id, sources=sources)
+def write_shard(
+    folder, documents, name="shard", *, vocab_size=257, eos_id=256, sources=("web",), lineage=None, marked=False
+):
+    """The path of a shard of the documents, each a list of ids. marked: all but the first is learned."""
+    writer = ShardWriter(folder, name, vocab_size=vocab_size, eos_id=eos_id, sources=sources, trained=marked)
     for ids in documents:
-        writer.add(np.array(ids, np.int32), sources[0])
+        writer.add(np.array(ids, np.int32), sources[0], np.arange(len(ids) + 1) > 0 if marked else None)
     writer.finish(np.ones(vocab_size, np.int32), header(len(documents), sources[0]), lineage)
     return Path(folder) / f"{name}.json"
 
@@ -181,7 +183,7 @@ def test_a_lineage_that_does_not_fit_is_refused_before_the_header_is_written(tmp
 
 @pytest.fixture
 def shard_path(tmp_path):
-    return write_shard(tmp_path, [[1, 2, 3], [4]], lineage=lineage_table([Doc(), Doc()]))
+    return write_shard(tmp_path, [[1, 2, 3], [4]], lineage=lineage_table([Doc(), Doc()]), marked=True)
 
 
 @pytest.mark.fault("H10")

@@ -1,8 +1,6 @@
 """The word sequences of evaluation files, indexed for a fast search. Items are named FILE:LINE or FILE:ROW, from 1."""
 
 import glob
-import gzip
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.data.curate.hashes import ngram_hashes, word_hashes
+from jaxscale.data.sources.records import ENDINGS, kind_of, read_records, text_lines
 
 MIN_BITS, MAX_BITS = 24, 32  # of the filter: 2 MB that stay in the cache, up to 512 MB
 SPARE_BITS = 5  # the filter has at least 2^5 bits for each sequence: it lets about 0.3% of other sequences through
-ROWS_AT_ONCE = 1024
 
 
 class Evaluation(NamedTuple):
@@ -141,41 +139,25 @@ def matching(files: Sequence[str]) -> list[Path]:
 
 def read_items(path: Path, fields: frozenset[str]) -> Iterator[Item]:
     """Yields the items of a file that have text. Raises ValueError that names the file and the line."""
-    kind = next((suffix for suffix in reversed(path.suffixes) if suffix != ".gz"), "")
-    readers = {".jsonl": read_records, ".txt": read_paragraphs, ".parquet": read_parquet, ".arrow": read_arrow}
-    if kind not in readers:
+    kind = kind_of(path)
+    if kind not in (".txt", *ENDINGS):
         raise ValueError(f"evaluation file {path} must be .jsonl, .txt (also .gz), .parquet or .arrow")
     try:
-        for item in readers[kind](path, fields):
+        if kind == ".txt":
+            found = read_paragraphs(path)
+        else:
+            found = (record(name, value, fields) for name, value in read_records(path))
+        for item in found:
             if item.texts:
                 yield item
     except (OSError, EOFError, UnicodeDecodeError) as error:  # a torn gzip is an EOFError
         raise ValueError(f"evaluation file {path} cannot be read: {error}") from None
 
 
-def lines(path: Path) -> Iterator[tuple[str, str]]:
-    """Yields (FILE:LINE, the line without its end)."""
-    with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            yield f"{path.name}:{number}", line.rstrip("\n")
-
-
-def read_records(path: Path, fields: frozenset[str]) -> Iterator[Item]:
-    """Yields an item for each line of JSON."""
-    for name, line in lines(path):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"evaluation item {path.parent / name} is not JSON: {error}") from None
-        yield record(name, value, fields)
-
-
-def read_paragraphs(path: Path, fields: frozenset[str]) -> Iterator[Item]:
+def read_paragraphs(path: Path) -> Iterator[Item]:
     """Yields an item for each run of lines that are not empty."""
     names, texts = [], []
-    for name, line in lines(path):
+    for name, line in text_lines(path):
         if line.strip():
             names.append(name)
             texts.append(line)
@@ -183,46 +165,6 @@ def read_paragraphs(path: Path, fields: frozenset[str]) -> Iterator[Item]:
             yield Item(names, texts, True)
             names, texts = [], []
     yield Item(names, texts, True)
-
-
-def read_parquet(path: Path, fields: frozenset[str]) -> Iterator[Item]:
-    """Yields an item for each row."""
-    import pyarrow
-    from pyarrow import parquet
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            yield from rows(path, file.iter_batches(ROWS_AT_ONCE), fields)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"evaluation file {path} is not whole Parquet: {error}") from None
-
-
-def read_arrow(path: Path, fields: frozenset[str]) -> Iterator[Item]:
-    """Yields an item for each row of an Arrow file or stream (Hugging Face datasets write streams)."""
-    import pyarrow
-    from pyarrow import ipc
-
-    try:
-        with pyarrow.OSFile(str(path)) as source:
-            is_file = source.read(6) == b"ARROW1"
-            source.seek(0)
-            if is_file:
-                file = ipc.open_file(source)
-                batches = map(file.get_batch, range(file.num_record_batches))
-            else:
-                batches = ipc.open_stream(source)
-            yield from rows(path, batches, fields)
-    except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"evaluation file {path} is not whole Arrow: {error}") from None
-
-
-def rows(path: Path, batches: Any, fields: frozenset[str]) -> Iterator[Item]:
-    """Yields an item for each row of Arrow record batches."""
-    number = 0
-    for batch in batches:
-        for value in batch.to_pylist():
-            number += 1
-            yield record(f"{path.name}:{number}", value, fields)
 
 
 def record(name: str, value: Any, fields: frozenset[str]) -> Item:

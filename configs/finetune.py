@@ -1,0 +1,40 @@
+"""Fine-tuning on conversations, or on prompts with completions, of what `jaxscale convert` or a run of one's own wrote.
+
+    python -m jaxscale.main --config=configs/finetune.py:lora,runs/base --config.data.files=chat.jsonl
+    jaxscale ckpt merge_lora --workdir=runs/tuned --to=runs/merged
+
+The argument is `full` or `lora`, and the work folder to begin with; without one the model of configs/quickstart.py.
+State in float32: full 12 bytes a parameter and 4 for its gradient; lora 4, and 16 a parameter of an adapter.
+Cost: 6 FLOPs a parameter and token (full) or 4 (lora). Measured: only the small model of docs/finetune.md.
+"""
+
+import json
+
+import ml_collections
+import quickstart
+from etils import epath
+
+# Rates of arXiv:2307.09288, section 3.1 (full), and arXiv:2305.14314, table 9 (7B with adapters).
+PEAK_LR = dict(full=2e-5, lora=2e-4)
+
+
+def get_config(arg="full"):
+    how, _, base = arg.partition(",")
+    if how not in PEAK_LR:
+        raise TypeError(f"the argument is {arg!r}; write full or lora, and a work folder, such as lora,runs/base")
+    begun = json.loads((epath.Path(base) / "config.json").read_text()).get("config") if base else {}
+    if begun is None:
+        raise TypeError(f"{base} is no work folder; first: jaxscale convert --from={base} --workdir=NEW")
+    c = ml_collections.ConfigDict()
+    c.model = ml_collections.ConfigDict(begun["model"] if base else quickstart.get_config().model.to_dict())
+    c.seq_len = min(begun["seq_len"], 2048) if base else 256
+    c.batch_tokens, c.train_tokens = "16 rows", "3 epochs" if base else 1_000_000
+    c.optim = dict(peak_lr=PEAK_LR[how], min_lr=0.0, warmup_tokens="3%", b2=0.999, weight_decay=0.0)
+    c.lora = dict(rank=16 if how == "lora" else 0, alpha=32.0)
+    c.data = dict(name="chat", tokenizer="bytes")
+    if base:
+        c.init = dict(from_path=base)
+        found = sorted((epath.Path(base) / "tokenizer").glob("tokenizer.[jm]*"))  # .json, or else .model
+        c.data.tokenizer = str(found[0]) if found else begun["data"]["tokenizer"] or "bytes"
+    c.eval, c.checkpoint = dict(every_steps=50, num_rows=128), dict(save_every_steps=50)
+    return c

@@ -1,0 +1,73 @@
+"""The folder of a tokenizer says how texts begin and end, of a converted model and of a run, moved or not."""
+
+import json
+
+import chat_tokenizers
+import pytest
+import tokenizers
+
+from jaxscale.data.tokenizer.about import find_template
+from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept, read_folder
+from jaxscale.data.tokenizer.load import load_tokenizer
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A converted model's tokenizer, in which <|im_start|> begins every text."""
+    path = chat_tokenizers.write_folder(tmp_path / "tokenizer", chat_tokenizers.CHATML)
+    made = tokenizers.Tokenizer.from_file(path)
+    first = made.token_to_id("<|im_start|>")
+    single = dict(single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)])
+    made.post_processor = tokenizers.processors.TemplateProcessing(**single)
+    made.save(path)
+    (tmp_path / "tokenizer/generation_config.json").write_text(json.dumps({"eos_token_id": [257, 259]}))
+    return tmp_path
+
+
+def test_the_folder_of_a_converted_model_says_how_texts_begin_and_end(folder):
+    kept = open_kept(folder, {})
+    assert kept.tokenizer.encode("<|im_start|>").tolist() != [258]  # in a text it is text
+    assert (kept.begin_ids, kept.stop_ids) == ((258,), (257, 259))
+    assert find_template(kept.about)[0] == chat_tokenizers.CHATML
+    settings = {"add_bos_token": False, "eos_token": {"content": "<|im_end|>"}}
+    (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer/chat_template.jinja").write_text("own")
+    kept = open_kept(folder, {})
+    assert (kept.begin_ids, kept.stop_ids) == ((), (259, 257)) and find_template(kept.about)[0] == "own"
+
+
+def test_a_run_keeps_its_tokenizer_and_its_texts_begin_as_its_documents_did(folder, tmp_path):
+    keep_tokenizer(load_tokenizer(str(folder / "tokenizer/tokenizer.json")), tmp_path / "run")
+    kept = open_kept(tmp_path / "run", {"tokenizer": "/gone/tokenizer.json"})
+    assert kept.begin_ids == () and kept.stop_ids == (257, 259)
+    assert find_template(kept.about)[0] == chat_tokenizers.CHATML
+    file = tmp_path / "run/tokenizer/tokenizer.json"
+    file.write_text(file.read_text().replace("<|im_start|>", "<|im_begin|>"))
+    with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
+        open_kept(tmp_path / "run", {})
+
+
+def test_what_a_run_keeps_follows_what_it_is_trained_with_next(folder, tmp_path):
+    tokenizer = load_tokenizer(str(folder / "tokenizer/tokenizer.json"))
+    chat = {"template": "a", "variables": {"x": 1}, "today": "", "begin": ["<|im_start|>"], "fingerprint": "1"}
+    keep_tokenizer(tokenizer, tmp_path / "run")
+    keep_tokenizer(tokenizer, tmp_path / "run", chat)
+    kept = open_kept(tmp_path / "run", {})
+    assert find_template(kept.about)[0] == "a" and kept.begin_ids == (258,)
+    assert kept.about.note["chat"]["variables"] == {"x": 1}
+    keep_tokenizer(tokenizer, tmp_path / "run", chat | {"template": "b", "fingerprint": "2"})
+    assert find_template(open_kept(tmp_path / "run", {}).about)[0] == "b"
+
+
+def test_folders_without_a_tokenizer_use_what_the_settings_name(tmp_path):
+    assert open_kept(tmp_path, {"name": "stdlib", "tokenizer": ""}).tokenizer.name == "bytes"
+    assert open_kept(tmp_path, {"name": "tokens", "tokenizer": ""}) is None
+    with pytest.raises(ValueError, match="has no folder tokenizer/, and data.tokenizer=/gone.json does not exist"):
+        open_kept(tmp_path, {"name": "tokens", "tokenizer": "/gone.json"})
+    keep_tokenizer(ByteTokenizer(), tmp_path)
+    assert open_kept(tmp_path, {"name": "tokens", "tokenizer": ""}).tokenizer.name == "bytes"
+    (tmp_path / "tokenizer/jaxscale.json").unlink()
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds none of tokenizer.json"):
+        read_folder(tmp_path / "tokenizer")
