@@ -17,10 +17,12 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import leaf_text, named_leaves
 from jaxscale.hosts.agree import agreed
+from jaxscale.models.lora import is_adapter
 from jaxscale.schema import setting
 
 ARROW = "=>"
 SHOWN_PROBLEMS = 4
+HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")  # what tells such a folder from one of ours
 WHAT = {"params": ("params",), "ema": ("ema",), "state": ("params", "opt_state", "ema")}  # groups of leaves in a file
 
 
@@ -91,32 +93,37 @@ class Plan:
     left_out: tuple[str, ...]  # names there
 
 
-def open_source(path: str, ancestor: Mapping[str, Any] | None = None) -> Source:
+def open_source(
+    path: str, ancestor: Mapping[str, Any] | None = None, *, wanted: int | None = None, named: str = "init.from_path"
+) -> Source:
     """The checkpoint that `path` names: that step, or the newest of a work folder. The same in all processes.
 
-    ancestor: the one with which the run began before; then it must be that, step and content.
+    ancestor: the one with which the run began before; then it must be that, step and content. wanted: the step, where
+    the path names none. named: the setting or flag that gave the path, for errors.
     Raises ValueError where no checkpoint is there, and Stop (CHECKPOINT_CORRUPT) for one that cannot be read.
     """
     folder = paths.as_path(path)
     if folder.name.isdecimal() and not (folder / "checkpoints").exists():  # a run may be called 2026
         folder, step = folder.parent, int(folder.name)
     else:
-        folder, step = folder if folder.name == "checkpoints" else folder / "checkpoints", None
+        folder, step = folder if folder.name == "checkpoints" else folder / "checkpoints", wanted
     checkpoints = Checkpoints(folder, CheckpointConfig())
     steps = agreed(checkpoints.all_steps)
     if not steps:
-        raise ValueError(f"init.from_path={path} holds no checkpoint: {folder} has none that was completed")
+        foreign = any((folder.parent / name).exists() for name in HUGGING_FACE)
+        how = f"; for a Hugging Face model: jaxscale convert --from={path} --workdir=NEW, then NEW" if foreign else ""
+        raise ValueError(f"{named}={path} holds no checkpoint: {folder} has none that was completed{how}")
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
-        raise ValueError(f"init.from_path={path} is no checkpoint; {folder} has {units.or_list(near)}")
+        raise ValueError(f"{named}={path}: step {step} is no checkpoint; {folder} has {units.or_list(near)}")
     if step is None:
         step = ancestor["step"] if ancestor else steps[-1]
         if step not in steps:
-            raise ValueError(f"init.from_path={path}: this run began with its step {step}, and that is no longer there")
+            raise ValueError(f"{named}={path}: this run began with its step {step}, and that is no longer there")
     source = Source(checkpoints, step, checkpoints.read_record(step))
     if ancestor and ancestor["sha256"] != source.record["sha256"]:
         raise ValueError(
-            f"init.from_path={path}: step {step} is not the checkpoint this run began with "
+            f"{named}={path}: step {step} is not the checkpoint this run began with "
             f"({source.record['sha256'][:16]} now, {ancestor['sha256'][:16]} then); use another --workdir"
         )
     return source
@@ -152,7 +159,10 @@ def branch_state(program: Any, cfg: InitConfig, say: Callable[[str], None], sour
 
 def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_size: int) -> Plan:
     """What goes where. Raises ValueError, one line, if a leaf on either side is neither used nor skipped."""
-    saved = {name: leaf for name, leaf in source.record["leaves"].items() if group_of(name) in WHAT[cfg.what]}
+    leaves = source.record["leaves"]
+    saved = {name: leaf for name, leaf in leaves.items() if group_of(name) in WHAT[cfg.what]}
+    if cfg.what == "ema" and saved:  # what was frozen has no average
+        saved |= {n: leaf for n, leaf in leaves.items() if group_of(n) == "params" and f"ema{n[6:]}" not in saved}
     check_rules(cfg, source, saved, own)
     is_skipped = lambda name: any(re.search(pattern, name) for pattern in cfg.skip)
     renamed = {name: new_name(cfg, name) for name in saved}
@@ -162,6 +172,8 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
     wanted = [name for name in own if group_of(name) in receivers(cfg, available) and not is_skipped(name)]
     loaded, resized, problems = {}, {}, []
     for name in wanted:
+        if name not in available and is_adapter(name):
+            continue  # it begins here
         if name not in available:
             near = nearest(name, [old for new, old in available.items() if new not in own] or available)
             problems.append(f"{name} is not there (nearest: {near})")
@@ -177,7 +189,11 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
         way_out = " (init.resize_vocab=true resizes it)" if old[1] == new[1] and axis is not None else ""
         problems.append(f"{name} is {leaf_text(old)} there and {leaf_text(new)} here{way_out}")
     unused = [old for new, old in available.items() if new not in loaded and group_of(new) not in unneeded(cfg, own)]
-    problems += [f"{name} is there and has no place here (nearest: {nearest(name, own)})" for name in unused]
+    merge = "; jaxscale ckpt merge_lora makes plain weights of it"
+    problems += [
+        f"{name} is there and has no place here (nearest: {nearest(name, own)}){merge * is_adapter(name)}"
+        for name in unused
+    ]
     if problems:
         more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
         raise ValueError(
@@ -214,7 +230,7 @@ def group_of(name: str) -> str:
 
 def new_name(cfg: InitConfig, name: str) -> str:
     """What a leaf of the checkpoint is called here."""
-    if cfg.what == "ema":
+    if cfg.what == "ema" and group_of(name) == "ema":
         name = "params" + name.removeprefix("ema")
     for rule in cfg.rename:
         pattern, _, replacement = rule.partition(ARROW)

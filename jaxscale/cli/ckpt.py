@@ -7,11 +7,12 @@
   jaxscale ckpt prune   --workdir=runs/first --keep_last=1 --delete    and it is gone
   jaxscale ckpt pin     --workdir=runs/first --steps=4000              never deleted, until `unpin`
   jaxscale ckpt average --workdir=runs/first --last=5 --to=runs/mean     weights for a new run: --init_from=runs/mean
+  jaxscale ckpt merge_lora --workdir=runs/tuned --to=runs/merged         plain weights of a run with adapters
 
-  --steps=10,20 | all     which steps; --step=10 is the same (verify, copy: the newest one unless given)
-  --to=FOLDER             the run folder to write (copy, average); never one that another run uses
+  --steps=10,20 | all     which steps; --step=10 is the same (verify, copy, merge_lora: the newest)
+  --to=FOLDER             the run folder to write (copy, average, merge_lora); never one that another run uses
   --last=5                average the newest five steps that training judged clean, in place of --steps
-  --what=params           what to average: params, or ema where the run keeps such weights
+  --what=params           what to average or merge: params, or ema where the run keeps such weights
   --keep_last=3 --keep_every_steps=0 --keep_best=0       prune by these in place of the run's own settings
   --delete                prune: do it; without it nothing is touched
   --json                  one JSON object a line
@@ -19,7 +20,8 @@
 verify reads every array from the files and compares it with the fingerprint that was taken on the devices when it was
 saved, and every file with the md5 that was written down then. It names the leaf and the files, and leaves with 19.
 prune never deletes pinned steps, the newest clean one and the last that training has read back. average sums in
-float64, checks its sources as it reads them, and writes the weights alone: begin a new run from them.
+float64, checks its sources as it reads them, and writes the weights alone: begin a new run from them. merge_lora adds
+the adapters of a fine-tuned run to its weights: what it writes is read by convert, sample and evaluate as any model.
 """
 
 from jaxscale.process import prepare_ahead
@@ -41,6 +43,7 @@ from jaxscale.checkpoint.average import average_steps  # noqa: E402
 from jaxscale.checkpoint.cause import short_cause  # noqa: E402
 from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
 from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
+from jaxscale.checkpoint.merge import merge_lora  # noqa: E402
 from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, sweep, unpin, why_kept  # noqa: E402
 from jaxscale.checkpoint.reading import StepFacts, list_steps, read_optional  # noqa: E402
 from jaxscale.checkpoint.transfer import copy_step  # noqa: E402
@@ -226,6 +229,18 @@ def average(request: Request) -> int:
     return 0
 
 
+def merge(request: Request) -> int:
+    """Writes the weights of a step with its adapters merged."""
+    if len(steps := chosen(request, newest=True)) != 1:
+        raise ValueError("ckpt merge_lora merges one step; give --step=N")
+    to, what = request.options["to"], request.options.get("what", "params")
+    done = merge_lora(request.checkpoints, steps[0], to, what, Progress("merge_lora"))
+    record = {"to": to, "what": what, **dataclasses.asdict(done)}
+    size = units.size(done.num_bytes)
+    request.say(record, f"{to}: step {done.step} with its adapters merged ({done.num_leaves} leaves, {size})")
+    return 0
+
+
 def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
     """The newest steps that training did not suspect. Raises ValueError if there are fewer."""
     clean = [fact.step for fact in facts if fact.health in ("clean", None) and not fact.problem]
@@ -271,13 +286,15 @@ class Progress:
         self.what, self.clock, self.began = what, clock, clock()
         self.due = self.began + FIRST_REPORT
 
-    def __call__(self, done: int, total: int | None = None) -> None:
-        """Takes note of the bytes done."""
+    def __call__(self, done: int, total: int | None = None, kept: int = 0) -> None:
+        """Takes note of the bytes done. kept: of them those that an earlier start had done: no measure of the speed."""
         now = self.clock()
         if now >= self.due:
             self.due = now + NEXT_REPORT
+            speed = (done - kept) / (now - self.began)
             of = f" of {units.size(total)}" if total else ""
-            print(f"{self.what}: {units.size(done)}{of}, {units.size(done / (now - self.began))}/s", file=sys.stderr)
+            left = f", {units.duration((total - done) / speed)} left" if total and speed > 0 else ""
+            print(f"{self.what}: {units.size(done)}{of}, {units.size(speed)}/s{left}", file=sys.stderr)
 
 
 STEPS = ("step", "steps")
@@ -289,6 +306,7 @@ VERBS = {  # verb: (function, its flags, those it cannot do without)
     "pin": (pin_, STEPS, ("steps",)),
     "unpin": (unpin_, STEPS, ("steps",)),
     "average": (average, (*STEPS, "last", "what", "to"), ("to",)),
+    "merge_lora": (merge, (*STEPS, "what", "to"), ("to",)),
 }
 
 

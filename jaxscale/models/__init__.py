@@ -1,6 +1,9 @@
 """Models by name. A model has hidden(tokens, positions, segment_ids, key) and unembedding(h); its file counts
 its parameters and FLOPs."""
 
+import dataclasses
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,11 +11,14 @@ from flax import nnx
 from jaxscale.models import encoder, gpt2, llama, t5
 from jaxscale.models.encoder import Encoder, EncoderConfig
 from jaxscale.models.gpt2 import Gpt2, Gpt2Config
-from jaxscale.models.layers import ModelConfig
+from jaxscale.models.layers import ModelConfig, split_model
 from jaxscale.models.llama import Llama, LlamaConfig
+from jaxscale.models.lora import NO_LORA, LoraConfig, adapter_params, add_adapters, frozen_but_adapters
 from jaxscale.models.t5 import T5, T5Config
+from jaxscale.ops.adapted import adapting
 from jaxscale.ops.attention import AttentionNeeds
-from jaxscale.ops.kernels import Kernels
+from jaxscale.ops.attention.mixed import Mix
+from jaxscale.ops.kernels import PLAIN, Kernels
 from jaxscale.sharding.place import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
@@ -33,9 +39,18 @@ def make_model(
     kernels: Kernels,
     gather: Gather = whole_already,
     tensor: TensorAxis = ONE,
+    lora: LoraConfig = NO_LORA,
 ) -> nnx.Module:
-    """The model of this config with parameters drawn from `key`. The defaults are for one device."""
+    """The model of this config with parameters drawn from `key`. The defaults are for one device.
+
+    lora: with its adapters, the only parameters that a gradient reaches.
+    """
     model, _ = MODELS[type(cfg)]
+    if lora.on:
+        kernels = dataclasses.replace(kernels, project=adapting(kernels.project))
+        gather = frozen_but_adapters(gather)
+        made = model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, gather=gather, tensor=tensor)
+        return add_adapters(made, lora, key)
     return model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, gather=gather, tensor=tensor)
 
 
@@ -55,6 +70,19 @@ def flops_per_token(cfg: AnyModelConfig, seq_len: int, encoder_len: int | None =
     return MODELS[type(cfg)][1].flops_per_token(cfg, seq_len)
 
 
+def lora_flops(cfg: AnyModelConfig, lora: LoraConfig) -> float:
+    """What adapters change in flops_per_token: no gradient of the frozen matrices, 2 each, and 6 for their own."""
+    return 6 * lora_params(cfg, lora) - 2 * MODELS[type(cfg)][1].matmul_params(cfg)
+
+
+@functools.lru_cache(maxsize=64)
+def lora_params(cfg: AnyModelConfig, lora: LoraConfig) -> int:
+    """Parameters in the adapters of a model."""
+    make = lambda key: make_model(cfg, key=key, kernels=PLAIN, lora=lora)
+    _, shapes, axes = split_model(jax.eval_shape(make, jax.random.key(0)))
+    return adapter_params(axes, shapes)
+
+
 def attention_needs(cfg: AnyModelConfig, *, prefix: bool = False) -> AttentionNeeds:
     """What the model asks of its attention kernel. prefix: whether its rows have one."""
     if isinstance(cfg, (Gpt2Config, EncoderConfig)):
@@ -62,10 +90,12 @@ def attention_needs(cfg: AnyModelConfig, *, prefix: bool = False) -> AttentionNe
         return AttentionNeeds(head_dim=head_dim, dtype=cfg.compute_dtype, prefix=prefix, bidirectional=bidirectional)
     if isinstance(cfg, T5Config):
         return AttentionNeeds(head_dim=cfg.head_dim, dtype=cfg.compute_dtype, bidirectional=True, bias=True)
+    num_local = int(llama.local_layers(cfg).sum())
     return AttentionNeeds(
         head_dim=cfg.head_dim,
         dtype=cfg.compute_dtype,
         window=cfg.attention_window,
+        mixed=None if cfg.global_every is None else Mix(num_local, cfg.num_layers),
         softcap=cfg.attention_softcap,
         prefix=prefix,
     )

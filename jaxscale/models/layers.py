@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.models.lora import join_adapters
 from jaxscale.models.remat import RematName, check_remat, remat_policy
 from jaxscale.ops.attention import AttentionName
 from jaxscale.ops.quantized import MatmulDtype
-from jaxscale.ops.taps import BLIND, Blind, Seen
+from jaxscale.ops.taps import BLIND, Blind
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
@@ -125,7 +126,8 @@ def run_stack(
     """x after all blocks: apply(block, x, layer_input) -> x, each under the remat policy of the config.
 
     per_layer: a tree with a leading axis of num_layers (random keys, say), or None. gather: brings the weights of one
-    block together just before it runs, and again before its backward pass. taps: given what they saw of each layer.
+    block together just before it runs, and again before its backward pass. taps: given what they saw of each layer, and
+    what they ask to have in it.
     """
 
     def wrap(f: Callable) -> Callable:
@@ -134,31 +136,33 @@ def run_stack(
         policy = remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload)
         return jax.checkpoint(f, policy=policy, prevent_cse=not cfg.scan_layers)
 
-    def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any) -> tuple[jax.Array, Seen | None]:
+    def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any, held: Any) -> tuple[jax.Array, Any]:
+        taps.begin_layer(held)
         whole = gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
         x = apply(nnx.merge(graphdef, whole), x, extra)
         return x, taps.end_layer(x)
 
+    held = taps.layers()
     if not cfg.scan_layers:
         seen = []
         for layer, block in enumerate(blocks):
             graphdef, params = nnx.split(block)
             run = wrap(functools.partial(run_layer, graphdef))
-            x, of_layer = run(params, x, jax.tree.map(operator.itemgetter(layer), per_layer))
+            x, of_layer = run(params, x, *jax.tree.map(operator.itemgetter(layer), (per_layer, held)))
             seen.append(of_layer)
         taps.end_stack(jax.tree.map(lambda *layers: jnp.stack(layers), *seen))
         return x
     graphdef, params = nnx.split(blocks)
     run = wrap(functools.partial(run_layer, graphdef))
-    x, seen = jax.lax.scan(lambda x, layer: run(layer[0], x, layer[1]), x, (params, per_layer))
+    x, seen = jax.lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, (params, per_layer, held))
     taps.end_stack(seen)
     return x
 
 
 def gather_params(params: Any, gather: Gather, dtype: Any, *, stacked: bool) -> Any:
     """A block's parameters as every device needs them. stacked: their axes begin with that of the layers, now gone."""
-    whole = lambda leaf: nnx.Param(gather(leaf.get_value(), leaf.axes[stacked:], dtype), axes=leaf.axes)
-    return jax.tree.map(whole, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    whole = lambda leaf: leaf.replace(gather(leaf.get_value(), leaf.axes[stacked:], dtype))
+    return join_adapters(jax.tree.map(whole, params, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)))
 
 
 @jax.custom_vjp

@@ -8,7 +8,7 @@ from flax import nnx
 
 from jaxscale.data.batch import Batch
 from jaxscale.ops.attention.scope import narrowed
-from jaxscale.ops.cross_entropy import summed_cross_entropy, token_nats
+from jaxscale.ops.cross_entropy import summed_cross_entropy, token_nats, token_scores
 
 AUX_LOSSES = ("z_loss",)  # z_loss: the squared log-partition keeps logits near 0 (arXiv:2204.02311, section 5)
 
@@ -53,6 +53,19 @@ def token_losses(model: nnx.Module, batch: Batch) -> jax.Array:
         tensor=model.tensor,
     )
     return nats_BT
+
+
+def target_scores(model: nnx.Module, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy of each target [nats], whether no token is likelier than it), [B, T], nothing where the weight
+    is 0: nats 0 and true, so that both can be summed up."""
+    nats_BT, likeliest_BT = token_scores(
+        *logit_factors(model, batch, None),
+        batch.targets,
+        chunk_tokens=model.cfg.loss_chunk_tokens,
+        softcap=model.cfg.logit_softcap,
+        tensor=model.tensor,
+    )
+    return jnp.where(batch.weights > 0, nats_BT, 0.0), likeliest_BT | (batch.weights == 0)
 
 
 def logit_factors(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, jax.Array]:

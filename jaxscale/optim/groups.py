@@ -2,14 +2,15 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
 from jaxscale.schema import setting
 
-DEFAULT_GROUPS = ("decay", "no decay")
+FROZEN_BASE = "base"  # what adapters are added to
+DEFAULT_GROUPS = ("decay", "no decay", FROZEN_BASE)
 NO_DECAY_AXES = {"norm", "position"}  # scales and biases along the model width, and learned positions
 
 
@@ -48,17 +49,26 @@ def dotted(path: tuple) -> str:
     return ".".join(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
 
 
-def assign_groups(axes_tree: Any, groups: tuple[GroupConfig, ...], weight_decay: float, weight_decay_all: bool) -> Any:
+def assign_groups(
+    axes_tree: Any,
+    groups: tuple[GroupConfig, ...],
+    weight_decay: float,
+    weight_decay_all: bool,
+    learns: Callable[[str], bool] = lambda name: True,
+) -> Any:
     """A tree of Group, one for each leaf of axes_tree (leaves: tuples of logical axes).
 
-    Without a group, matrices decay; norms, biases and embeddings do not, unless weight_decay_all. Raises ValueError
-    for a pattern that finds nothing, with the names there are.
+    Without a group, matrices decay; norms, biases and embeddings do not, unless weight_decay_all. What does not learn,
+    by its name, is frozen whatever the groups say. Raises ValueError for a pattern that finds nothing, with the names
+    there are.
     """
     is_axes = lambda leaf: isinstance(leaf, tuple)
     matched = {index: False for index in range(len(groups))}
 
     def assign(path: tuple, axes: tuple[str, ...]) -> Group:
         name = dotted(path)
+        if not learns(name):
+            return Group(FROZEN_BASE, 1.0, 0.0, True)
         decays = weight_decay_all or not is_exempt(name, axes)
         default = weight_decay if decays else 0.0
         for index, group in enumerate(groups):
@@ -70,6 +80,7 @@ def assign_groups(axes_tree: Any, groups: tuple[GroupConfig, ...], weight_decay:
 
     assigned = jax.tree_util.tree_map_with_path(assign, axes_tree, is_leaf=is_axes)
     names = [dotted(path) for path, _ in jax.tree_util.tree_leaves_with_path(axes_tree, is_leaf=is_axes)]
+    names = [name for name in names if learns(name)]
     for index, found in matched.items():
         pattern = groups[index].pattern
         if not found and not any(re.search(pattern, name) for name in names):
@@ -87,7 +98,12 @@ def is_exempt(name: str, axes: tuple[str, ...]) -> bool:
     """True for norms, biases and embedding tables, which are not decayed unless told otherwise."""
     inner = [axis for axis in axes if axis != "layers"]
     leaf = name.rsplit(".", 1)[-1]
-    return NO_DECAY_AXES & set(inner) != set() or len(inner) < 2 or leaf.startswith(("embedding", "bias", "scale"))
+    return (
+        NO_DECAY_AXES & set(inner) != set()
+        or len(inner) < 2
+        or leaf.startswith(("embedding", "bias", "scale"))
+        or leaf.endswith("_norm")
+    )
 
 
 def frozen_mask(assigned: Any) -> Any:

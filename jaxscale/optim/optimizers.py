@@ -132,9 +132,16 @@ def map_with_groups(f: Callable, groups: Any, *trees: Any) -> Any:
     return jax.tree.unflatten(treedef, [one(*leaves) for leaves in zip(flat_groups, *flat, strict=True)])
 
 
-def freeze(params: Any, groups: Any) -> Any:
-    """params with the frozen ones cut off from the gradient, so that the clip norm is that of what learns."""
-    return map_with_groups(lambda p, group: jax.lax.stop_gradient(p) if group.frozen else p, groups, params)
+def learning(tree: Any, groups: Any) -> Any:
+    """A tree like the parameters without the frozen ones: neither gradients nor sums over devices are made of them."""
+    is_group = lambda leaf: isinstance(leaf, Group)
+    keep = lambda group, leaf: optax.MaskedNode() if group.frozen else leaf
+    return jax.tree.map(keep, groups, tree, is_leaf=is_group)
+
+
+def with_frozen(learned: Any, params: Any) -> Any:
+    """What learning() has kept, with the frozen ones out of `params`."""
+    return jax.tree.map(lambda p, own: p if is_masked(own) else own, params, learned)
 
 
 def moment_axes(optimizer: optax.GradientTransformation, params: Any, axes_tree: Any) -> Any:

@@ -11,7 +11,11 @@ from jaxscale.optim.optimizers import OptimConfig, make_optimizer, moment_axes
 AXES = {
     "embedding": ("vocab", "embed"),
     "blocks": {
-        "attention": {"wq": ("layers", "embed", "heads", "head_dim"), "bias_q": ("layers", "heads", "head_dim")},
+        "attention": {
+            "wq": ("layers", "embed", "heads", "head_dim"),
+            "bias_q": ("layers", "heads", "head_dim"),
+            "q_norm": ("layers", "heads", "head_dim"),
+        },
         "mlp": {"up": ("layers", "embed", "mlp"), "bias_up": ("layers", "mlp")},
         "mlp_norm": ("layers", "norm"),
     },
@@ -45,7 +49,8 @@ def step(groups=(), name="adamw", grads=None, num=1, **settings):
 def test_norms_biases_and_embeddings_do_not_decay():
     decays = {name: group.weight_decay for name, group in assigned().items()}
     assert decays == {
-        "embedding": 0, "blocks.attention.wq": 0.1, "blocks.attention.bias_q": 0, "blocks.mlp.up": 0.1,
+        "embedding": 0, "blocks.attention.wq": 0.1, "blocks.attention.bias_q": 0,
+        "blocks.attention.q_norm": 0, "blocks.mlp.up": 0.1,
         "blocks.mlp.bias_up": 0, "blocks.mlp_norm": 0, "final_norm": 0, "head": 0.1, "position_embedding": 0,
     }  # fmt: skip
 
@@ -75,7 +80,9 @@ def test_a_group_keeps_the_decay_it_would_have_had_unless_it_says_another():
 def test_a_pattern_that_matches_nothing_is_an_error_with_the_names_there_are():
     with pytest.raises(ValueError) as error:
         assigned(GroupConfig(pattern="head"), GroupConfig(pattern="w_q"))
-    told = "optim.groups[1].pattern='w_q' matches no parameter; there are blocks.attention.bias_q, blocks.attention.wq"
+    told = (
+        "optim.groups[1].pattern='w_q' matches no parameter; there are blocks.attention.bias_q, blocks.attention.q_norm"
+    )
     assert told in str(error.value)
 
 

@@ -1,0 +1,147 @@
+"""Adapters of low rank beside matrices of the blocks (LoRA, arXiv:2106.09685): what is learned while the rest stays.
+
+L layers  R rank
+"""
+
+import dataclasses
+import math
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.ops.adapted import RANK, Adapted
+from jaxscale.schema import setting
+from jaxscale.sharding.place import Gather
+
+A, B = "_lora_a", "_lora_b"  # behind the name of the matrix
+IS_ADAPTER = re.compile(rf"({A}|{B})$")
+KEY = zlib.crc32(b"lora")  # folded into the model's key, so that the rest is drawn as without adapters
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Learn a correction A B of each chosen matrix and nothing else. B begins as 0, so the first loss is the base's."""
+
+    rank: int = setting(0, "columns of A and rows of B; 0: no adapters, all parameters are learned")
+    alpha: float = setting(16.0, "the correction is multiplied by alpha / rank")
+    targets: tuple[str, ...] = setting(
+        (r"attention\.w[qkvo]$", r"mlp\.(gate|up|down)$"),
+        "regexes searched in the names of the blocks' matrices, such as blocks.attention.wq; those found get adapters",
+    )
+
+    def __post_init__(self):
+        if self.rank < 0:
+            raise ValueError(f"rank={self.rank} must be 1 or more, or 0 for no adapters")
+        if self.alpha <= 0:
+            raise ValueError(f"alpha={self.alpha} must be above 0")
+        if self.rank and not self.targets:
+            raise ValueError("targets is empty, and with rank above 0 something must be learned; name matrices")
+        for pattern in self.targets:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"targets has {pattern!r}, which is no regular expression: {error}") from None
+
+    @property
+    def on(self) -> bool:
+        """Whether there are adapters."""
+        return self.rank > 0
+
+    @property
+    def scale(self) -> float:
+        """What the correction is multiplied by."""
+        return self.alpha / self.rank if self.rank else 0.0
+
+
+NO_LORA = LoraConfig()
+
+
+def is_adapter(name: str) -> bool:
+    """True for the name of a leaf that is A or B of an adapter, however its parts are joined."""
+    return IS_ADAPTER.search(name) is not None
+
+
+def frozen_but_adapters(gather: Gather) -> Gather:
+    """`gather` that lets no gradient through to anything but adapters: then it is not computed."""
+
+    def run(w: Any, axes: tuple[str, ...], dtype: Any) -> jax.Array:
+        whole = gather(w, axes, dtype)
+        return whole if RANK in axes else jax.lax.stop_gradient(whole)
+
+    return run
+
+
+def add_adapters(model: nnx.Module, cfg: LoraConfig, key: jax.Array) -> nnx.Module:
+    """The model, in which each matrix of the blocks that a target finds has A, normal with std 1 / sqrt(fan_in), and
+    B = 0 beside it, as parameters of their own.
+
+    Raises ValueError for a target that finds none, with the names there are.
+    """
+    matrices = list(block_matrices(model.blocks))
+    names = sorted({name for name, *_ in matrices})
+    for pattern in cfg.targets:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(f"lora.targets has {pattern!r}, which finds no matrix; there are {', '.join(names)}")
+    key = jax.random.fold_in(key, KEY)
+    for name, layer, owner, leaf in matrices:
+        if any(re.search(pattern, name) for pattern in cfg.targets):
+            own = jax.random.fold_in(key, zlib.crc32(name.encode()))
+            attach(owner, name.rpartition(".")[2], leaf, layer, cfg, own)
+    return model
+
+
+def attach(owner: nnx.Module, name: str, leaf: nnx.Param, layer: int | None, cfg: LoraConfig, key: jax.Array) -> None:
+    """Gives a matrix its adapter. layer: its number, or None where the first axis is that of all layers."""
+    stacked, shape = layer is None, leaf.get_value().shape
+    axes, shape, stack = leaf.axes[stacked:], shape[stacked:], shape[:stacked]
+    count = contracted(axes)
+    fan_in, of_a = math.prod(shape[:count]), (*shape[:count], cfg.rank)
+    draw = lambda number: fan_in**-0.5 * jax.random.normal(jax.random.fold_in(key, number), of_a, jnp.float32)
+    a = jax.vmap(draw)(jnp.arange(stack[0])) if stacked else draw(layer)
+    b = jnp.zeros((*stack, cfg.rank, *shape[count:]), jnp.float32)
+    outer = ("layers",) * stacked
+    setattr(owner, name + A, nnx.Param(a, axes=(*outer, *axes[:count], RANK), lora_scale=cfg.scale))
+    setattr(owner, name + B, nnx.Param(b, axes=(*outer, RANK, *axes[count:]), lora_scale=cfg.scale))
+
+
+def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Module, nnx.Param]]:
+    """(name as 'blocks.attention.wq', layer or None where all are stacked, the module it is in, itself) of each."""
+    for path, leaf in nnx.to_flat_state(nnx.state(blocks, nnx.Param)):
+        layer = path[0] if isinstance(path[0], int) else None
+        inner = path if layer is None else path[1:]
+        axes = leaf.axes[layer is None :]
+        if len(axes) < 2 or "embed" not in (axes[0], axes[-1]):
+            continue
+        owner = blocks
+        for part in path[:-1]:
+            owner = owner[part] if isinstance(part, int) else getattr(owner, part)
+        yield ".".join(["blocks", *map(str, inner)]), layer, owner, getattr(owner, path[-1])
+
+
+def contracted(axes: tuple[str, ...]) -> int:
+    """How many axes of a block's matrix a product sums over: those before the residual stream's, or that one."""
+    return 1 if axes[0] == "embed" else len(axes) - 1
+
+
+def join_adapters(params: nnx.State) -> nnx.State:
+    """A block's parameters with each adapted matrix and its adapter in the place of the matrix."""
+    flat = dict(nnx.to_flat_state(params))
+    for path in [path for path in flat if str(path[-1]).endswith(A)]:
+        inner = path[-1].removesuffix(A)
+        weight, a, b = (flat[*path[:-1], inner + ending] for ending in ("", A, B))
+        joined = Adapted(weight.get_value(), a.get_value(), b.get_value(), a.lora_scale)
+        flat[*path[:-1], inner] = nnx.Param(joined, axes=weight.axes)
+    return nnx.from_flat_state(sorted(flat.items(), key=lambda item: tuple(map(str, item[0]))))
+
+
+def adapter_params(axes: Any, shapes: Any) -> int:
+    """Numbers in the adapters of a model, from the trees of its logical axes and shapes."""
+    leaves = zip(
+        jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple)), jax.tree.leaves(shapes), strict=True
+    )
+    return sum(leaf.size for names, leaf in leaves if RANK in names)
