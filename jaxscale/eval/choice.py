@@ -1,0 +1,91 @@
+"""Answers by likelihood: the continuation that a model finds likeliest, and whether it guesses a text's end."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxscale.eval.items import Item
+from jaxscale.eval.pairs import encode_pair, span_of
+from jaxscale.eval.scorer import Laid, Scorer, Scores, Span
+from jaxscale.eval.text import Reading
+from jaxscale.eval.uncertainty import exp_error, mean_error
+
+
+@dataclasses.dataclass(frozen=True)
+class ItemSet:
+    """Items as spans, to be scored under one model after another."""
+
+    kind: str  # choice or cloze
+    items: tuple[Item, ...]
+    spans: tuple[Span, ...]  # of every continuation of every item, in order
+    cut: int  # spans whose context is longer than the model reads
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of the spans and of what is right."""
+        digest = hashlib.sha256(repr([item.right for item in self.items]).encode())
+        for span in self.spans:
+            digest.update(
+                f"{span.first} {len(span.ids)} ".encode() + np.ascontiguousarray(span.ids, np.int32).tobytes()
+            )
+        return digest.hexdigest()
+
+    def metrics(self, scorer: Scorer, laid: Laid, params: object) -> dict[str, float]:
+        """What the kind measures, with standard errors."""
+        scores = scorer.score_laid(params, laid)
+        return choice_metrics(self.items, scores) if self.kind == "choice" else cloze_metrics(scores)
+
+
+def encode_items(kind: str, items: Sequence[Item], reading: Reading) -> ItemSet:
+    """The items in ids. Raises ValueError naming the item whose answer is empty or longer than the model reads."""
+    spans, num_cut = [], 0
+    for item in items:
+        for continuation in item.continuations:
+            try:
+                span, cut = span_of(encode_pair(reading, item.context, continuation), reading.context)
+            except ValueError as error:
+                raise ValueError(f"evaluation item {item.name}: {error}") from None
+            spans.append(span)
+            num_cut += cut
+    return ItemSet(kind, tuple(items), tuple(spans), num_cut)
+
+
+def choice_metrics(items: Sequence[Item], scores: Scores) -> dict[str, float]:
+    """acc, acc_norm and acc_bytes with their standard errors.
+
+    acc: the likeliest continuation is the right one; acc_norm: the likeliest per character of the answer; acc_bytes:
+    per byte of it in UTF-8. These are lm-eval's three of those names. Of equal ones the first is chosen.
+    """
+    right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
+    begin = 0
+    for item in items:
+        end = begin + len(item.continuations)
+        likelihoods, begin = -scores.nats[begin:end], end
+        lengths = {
+            "acc": 1.0,
+            "acc_norm": np.array([len(answer) for answer in item.answers], np.float64),
+            "acc_bytes": np.array([len(answer.encode(errors="surrogatepass")) for answer in item.answers], np.float64),
+        }
+        for name, length in lengths.items():
+            right[name].append(float(np.argmax(likelihoods / length) == item.right))
+    return with_errors({name: mean_error(values) for name, values in right.items()}) | {"items": len(items)}
+
+
+def cloze_metrics(scores: Scores) -> dict[str, float]:
+    """acc: every token of the target is the likeliest in its place; perplexity of a target: exp of the mean of their
+    nats, each target being one (LAMBADA, arXiv:1606.06031, as lm-eval has it)."""
+    nats, nats_error = mean_error(scores.nats)
+    found = {"acc": mean_error(scores.likeliest), "perplexity": exp_error(nats, nats_error)}
+    return with_errors(found) | {"items": len(scores.nats)}
+
+
+def with_errors(found: dict[str, tuple[float, float | None]]) -> dict[str, float]:
+    """{'acc': value, 'acc_stderr': error where there is one}."""
+    metrics = {}
+    for name, (value, error) in found.items():
+        metrics[name] = value
+        if error is not None:
+            metrics[f"{name}_stderr"] = error
+    return metrics

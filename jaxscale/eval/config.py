@@ -1,0 +1,96 @@
+"""Settings of what a model is measured on while it trains: named evaluators, each with its cadence and its data."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Literal
+
+from jaxscale.data.sources.files import Globs
+from jaxscale.data.sources.settings import ReadConfig
+from jaxscale.eval.items import check_item_files
+from jaxscale.eval.text import check_text_files
+from jaxscale.schema import setting
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+EVERY = "steps between measurements, with one before the first step and one at the end; 0: only at the end"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TextEval(ReadConfig):
+    """Perplexity and bits per byte of text; with what ReadConfig says of reading text."""
+
+    kind: Literal["text"] = setting("text", "what is measured")
+    files: Globs = setting(help="glob or list of globs, or {source: globs}; any kind of file that data.files reads")
+    every_steps: int = setting(1000, EVERY)
+    limit: int = setting(0, "documents of each source; 0: all")
+    stride: int = setting(
+        0, "tokens by which the window over a long document moves on; 0: half of what the model reads"
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_numbers(self, "every_steps", "limit", "stride")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChoiceEval:
+    """Questions with answers to choose from (PIQA, SciQ, ARC, own): accuracy, also normalised by length."""
+
+    kind: Literal["choice"] = setting("choice", "what is measured")
+    file: str = setting(help=".jsonl (also .gz), .parquet or .arrow, or a glob of them")
+    every_steps: int = setting(1000, EVERY)
+    limit: int = setting(0, "items; 0: all")
+
+    def __post_init__(self):
+        check_numbers(self, "every_steps", "limit")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClozeEval:
+    """Texts whose end is to be guessed (LAMBADA, own): accuracy and perplexity of the target."""
+
+    kind: Literal["cloze"] = setting("cloze", "what is measured")
+    file: str = setting(help=".jsonl (also .gz), .parquet or .arrow, or a glob of them")
+    every_steps: int = setting(1000, EVERY)
+    limit: int = setting(0, "items; 0: all")
+
+    def __post_init__(self):
+        check_numbers(self, "every_steps", "limit")
+
+
+NamedEval = TextEval | ChoiceEval | ClozeEval
+Evals = dict[str, NamedEval]
+
+
+def check_numbers(settings: NamedEval, *names: str) -> None:
+    """Raises ValueError for a number below 0."""
+    for name in names:
+        if getattr(settings, name) < 0:
+            raise ValueError(f"{name}={getattr(settings, name)} must be 0 or more")
+
+
+def check_names(evals: Evals) -> None:
+    """Raises ValueError for a name that cannot be part of a metric's name."""
+    for name in evals:
+        if not NAME.fullmatch(name):
+            raise ValueError(
+                f"evals has the name {name!r}: part of metrics' names, so it is of letters, digits, _ . and -, "
+                "at most 64, and begins with a letter or a digit"
+            )
+
+
+def setting_name(name: str, settings: NamedEval) -> str:
+    """'evals.wiki.files', for messages."""
+    return f"evals.{name}.{'files' if isinstance(settings, TextEval) else 'file'}"
+
+
+def check_files(evals: Evals, named: Callable[[str, NamedEval], str] = setting_name) -> None:
+    """Raises ValueError, one line, for an evaluator whose files are not there or of no known kind. Reads none.
+
+    named: what stands for an evaluator in messages.
+    """
+    for name, settings in evals.items():
+        if isinstance(settings, TextEval):
+            check_text_files(settings.files, named(name, settings))
+        else:
+            check_item_files(settings.file, named(name, settings))

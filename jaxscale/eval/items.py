@@ -1,0 +1,160 @@
+"""Questions with answers to choose from, and texts whose end is to be guessed: read from files as they are published.
+
+The words around a question are those of lm-eval's tasks of these names (Gao et al., github.com/EleutherAI/
+lm-evaluation-harness, version 0.4.13), so that the numbers can be compared with published ones:
+
+    PIQA     goal, sol1, sol2, label                       'Question: GOAL\\nAnswer:' + ' SOLUTION'
+    SciQ     support, question, distractor1 to 3,          'SUPPORT\\nQuestion: QUESTION\\nAnswer:' + ' ANSWER'
+             correct_answer
+    ARC      question, choices {text, label}, answerKey    'Question: QUESTION\\nAnswer:' + ' CHOICE'
+    LAMBADA  text                                          all but the last word + ' WORD'
+    own      context, choices, answer (a number from 0, or the choice itself)
+             context, target
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.data.sources.files import list_files
+from jaxscale.data.sources.records import ENDINGS, kind_of, read_records
+
+
+class Item(NamedTuple):
+    """A context and its possible continuations, each as it follows the context: context + continuation is the text."""
+
+    name: str  # FILE:LINE or FILE:ROW
+    context: str
+    continuations: tuple[str, ...]
+    answers: tuple[str, ...]  # the same as they are worded, without what joins them to the context
+    right: int  # which of them
+
+
+def check_item_files(pattern: str, setting: str) -> list[Path]:
+    """The files of a glob. Raises ValueError, one line, where there is none, or one of another kind."""
+    found, problems = list_files(pattern, setting, "items")
+    if problems:
+        raise ValueError(problems[0])
+    for file in found:
+        if kind_of(Path(file.path)) not in ENDINGS or Path(file.path).is_dir():
+            raise ValueError(f"{setting}={file.path} must be .jsonl (also .gz), .parquet or .arrow, an item a row")
+    return [Path(file.path) for file in found]
+
+
+def read_items(files: Sequence[Path], kind: str, limit: int = 0) -> list[Item]:
+    """The items of the files, at most `limit` (0: all). kind: choice or cloze.
+
+    Raises ValueError naming file and place for a record that is none of the known forms.
+    """
+    form = choice_item if kind == "choice" else cloze_item
+    items: list[Item] = []
+    for path in files:
+        try:
+            for name, value in read_records(path):
+                if limit and len(items) == limit:
+                    return items
+                items.append(named(form, name, str(path.parent / name), value))
+        except (OSError, EOFError, UnicodeDecodeError) as error:  # a torn gzip is an EOFError
+            raise ValueError(f"evaluation file {path} cannot be read: {error}") from None
+    if not items:
+        raise ValueError(f"{', '.join(map(str, files))} hold no item")
+    return items
+
+
+def named(form: Callable[[str, Mapping[str, Any]], Item], name: str, place: str, value: Any) -> Item:
+    """The item of a record. Raises ValueError beginning with the place."""
+    try:
+        if not isinstance(value, Mapping):
+            raise ValueError(f"is a {type(value).__name__}, and an item is an object with fields")
+        return form(name, value)
+    except ValueError as error:
+        raise ValueError(f"evaluation item {place} {error}") from None
+
+
+def choice_item(name: str, value: Mapping[str, Any]) -> Item:
+    """The item of a record of PIQA, SciQ, ARC or our own form, told apart by their fields."""
+    if {"context", "choices", "answer"} <= value.keys():
+        return own_item(name, value)
+    if {"goal", "sol1", "sol2", "label"} <= value.keys():
+        question, answers = text_of(value, "goal"), (text_of(value, "sol1"), text_of(value, "sol2"))
+        return question_item(name, f"Question: {question}\nAnswer:", answers, right_place(value, "label", 2))
+    if {"question", "correct_answer", "distractor1", "distractor2", "distractor3"} <= value.keys():
+        support = text_of(value, "support").lstrip() if value.get("support") is not None else ""
+        answers = tuple(text_of(value, f"distractor{i}") for i in (1, 2, 3)) + (text_of(value, "correct_answer"),)
+        return question_item(name, f"{support}\nQuestion: {text_of(value, 'question')}\nAnswer:", answers, 3)
+    if {"question", "choices", "answerKey"} <= value.keys():
+        return arc_item(name, value)
+    raise ValueError(
+        f"has the fields {', '.join(map(str, value))[:200]}; an item has context, choices and answer, or those of "
+        "PIQA, SciQ or ARC (see docs/evaluate.md)"
+    )
+
+
+def own_item(name: str, value: Mapping[str, Any]) -> Item:
+    """Of {"context", "choices", "answer"}: nothing is put between the context and a choice."""
+    choices = texts_of(value, "choices")
+    if len(choices) < 2:
+        raise ValueError("has fewer than two choices")
+    answer = value["answer"]
+    if isinstance(answer, str):
+        if choices.count(answer) != 1:
+            raise ValueError(f"has the answer {answer!r}, which is not one of its choices")
+        right = choices.index(answer)
+    else:
+        right = right_place(value, "answer", len(choices))
+    return Item(name, text_of(value, "context"), choices, tuple(choice.strip() or choice for choice in choices), right)
+
+
+def arc_item(name: str, value: Mapping[str, Any]) -> Item:
+    """Of ARC, whose answers have letters or numbers."""
+    choices = value["choices"]
+    if not isinstance(choices, Mapping) or not {"text", "label"} <= choices.keys():
+        raise ValueError("has choices without text and label")
+    answers, labels = texts_of(choices, "text"), texts_of(choices, "label")
+    if value["answerKey"] not in labels or len(labels) != len(answers):
+        raise ValueError(f"has the answerKey {value['answerKey']!r}, and the labels {', '.join(labels)}")
+    right = labels.index(value["answerKey"])
+    return question_item(name, f"Question: {text_of(value, 'question')}\nAnswer:", answers, right)
+
+
+def question_item(name: str, context: str, answers: Sequence[str], right: int) -> Item:
+    """Answers behind a space."""
+    return Item(name, context, tuple(f" {answer}" for answer in answers), tuple(answers), right)
+
+
+def cloze_item(name: str, value: Mapping[str, Any]) -> Item:
+    """The item of a record of LAMBADA, {"text"}, or {"context", "target"}, joined as they stand."""
+    if {"context", "target"} <= value.keys():
+        context, target = text_of(value, "context"), text_of(value, "target")
+    elif "text" in value:
+        context, space, target = text_of(value, "text").rpartition(" ")
+        target = space + target
+    else:
+        raise ValueError(f"has the fields {', '.join(map(str, value))[:200]}; it needs text, or context and target")
+    if not target.strip():
+        raise ValueError("ends in a space, so that there is no word to guess" if "text" in value else "has no target")
+    return Item(name, context, (target,), (target.strip(),), 0)
+
+
+def text_of(value: Mapping[str, Any], field: str) -> str:
+    """A field that is text."""
+    if not isinstance(value[field], str):
+        raise ValueError(f"has no text in {field!r}, but {value[field]!r}"[:200])
+    return value[field]
+
+
+def texts_of(value: Mapping[str, Any], field: str) -> tuple[str, ...]:
+    """A field that is a list of texts, none of them empty."""
+    found = value[field]
+    if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) and text for text in found):
+        raise ValueError(f"has no list of texts in {field!r}, but {found!r}"[:200])
+    return tuple(found)
+
+
+def right_place(value: Mapping[str, Any], field: str, number: int) -> int:
+    """A field that is the place of the right answer among so many, from 0; also as a digit, as some files have it."""
+    found = value[field]
+    place = int(found) if isinstance(found, str) and found.isascii() and found.isdecimal() else found
+    if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < number:
+        raise ValueError(f"has {field}={found!r}, which is no place among its {number} answers, counted from 0")
+    return place

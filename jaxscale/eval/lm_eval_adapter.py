@@ -1,0 +1,209 @@
+"""Our models as lm-eval sees one: github.com/EleutherAI/lm-evaluation-harness, version 0.4.9 or later.
+
+The class is registered there under the name `jaxscale`. Its three kinds of request use what `jaxscale evaluate` and
+`jaxscale sample` use: the scorer and the generator with its cache.
+"""
+
+import datetime
+import functools
+import importlib.util
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.data.chat.asking import open_asking
+from jaxscale.data.tokenizer.kept import KeptTokenizer
+from jaxscale.eval.pairs import encode_pair, span_of
+from jaxscale.eval.scorer import Scorer
+from jaxscale.eval.text import Reading, document_spans
+from jaxscale.sample.choose import Sampling
+from jaxscale.sample.generator import Generator
+from jaxscale.sample.text import write_texts
+
+NEW_TOKENS = 256  # where a task does not say, as lm-eval's own models have it
+INSTALL = "pip install 'jaxscale[lm_eval]'"
+
+
+class Served(NamedTuple):
+    """A model with all that lm-eval asks of one."""
+
+    reading: Reading
+    kept: KeptTokenizer
+    scorer: Scorer
+    params: Any
+    open_generator: Callable[[int, int], Generator]  # (rows, longest text) -> generator, compiled once for each
+    rows: int  # texts that are written at a time
+
+
+class Wish(NamedTuple):
+    """How one text is to be written."""
+
+    sampling: Sampling
+    num_tokens: int
+    stops: tuple[str, ...]
+
+
+def check_installed() -> None:
+    """Raises ValueError where lm-eval is not there."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ValueError(f"--lm_eval needs the package lm_eval, which is not installed: {INSTALL}")
+
+
+def log_likelihoods(served: Served, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
+    """(log-likelihood, whether it is what greedy decoding writes) of each continuation of its context."""
+    reading = served.reading
+    spans = [span_of(encode_pair(reading, *pair), reading.context)[0] for pair in pairs]
+    scores = served.scorer.score(served.params, spans)
+    return [(-float(nats), bool(likeliest)) for nats, likeliest in zip(scores.nats, scores.likeliest)]
+
+
+def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]:
+    """The log-likelihood of each text, read in windows that do not overlap but for the last one, as lm-eval has it."""
+    reading, spans, owners = served.reading, [], []
+    for number, text in enumerate(texts):
+        ids = reading.tokenizer.encode(text)
+        own = document_spans(ids, reading.start_ids, reading.context, stride=reading.context)
+        spans, owners = spans + own, owners + [number] * len(own)
+    sums = [0.0] * len(texts)
+    for number, nats in zip(owners, served.scorer.score(served.params, spans).nats):
+        sums[number] -= float(nats)
+    return sums
+
+
+def wish_of(settings: dict[str, Any]) -> Wish:
+    """A task's generation_kwargs as ours; greedy unless it says do_sample. Raises ValueError for what is not known."""
+    settings = dict(settings)
+    stops = settings.pop("until", None) or ()
+    stops = (stops,) if isinstance(stops, str) else tuple(stops)
+    num_tokens = int(settings.pop("max_gen_toks", settings.pop("max_new_tokens", NEW_TOKENS)))
+    draws = bool(settings.pop("do_sample", False))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {name: settings.pop(name) for name in names if settings.get(name) is not None}
+    if settings := {name: value for name, value in settings.items() if value is not None}:
+        raise ValueError(f"generation_kwargs {', '.join(sorted(settings))} are not known here; leave them out")
+    if not draws:
+        given = {"repetition_penalty": given.get("repetition_penalty", 1.0), "temperature": 0.0}
+    sampling = Sampling(**{"temperature": 1.0} | given)
+    return Wish(sampling, num_tokens, tuple(stop for stop in stops if stop))
+
+
+def generated(served: Served, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
+    """The text that the model writes behind each context, by its own settings, without the stop text."""
+    reading = served.reading
+    groups: dict[Wish, list[int]] = defaultdict(list)
+    for number, (_, settings) in enumerate(requests):
+        groups[wish_of(settings)].append(number)
+    texts = [""] * len(requests)
+    for wish, numbers in groups.items():
+        room = reading.context - wish.num_tokens
+        if room < 1:
+            raise ValueError(
+                f"{wish.num_tokens} new tokens leave no room in the {reading.context} that the model reads"
+            )
+        generator = served.open_generator(min(served.rows, len(numbers)), reading.context)
+        prompts = {number: prompt_ids(reading, requests[number][0])[-room:] for number in numbers}
+        numbers = sorted(numbers, key=lambda number: len(prompts[number]))  # alike beside each other: little padding
+        for first in range(0, len(numbers), served.rows):
+            some, written = numbers[first : first + served.rows], []
+            ids = [prompts[number] for number in some]
+            how = dict(num_tokens=wish.num_tokens, stop_ids=served.kept.stop_ids, stops=wish.stops, numbers=some)
+            for _ in write_texts(generator, reading.tokenizer, ids, wish.sampling, written=written, **how):
+                pass
+            for number, one in zip(some, written):
+                texts[number] = one.text
+    return texts
+
+
+def prompt_ids(reading: Reading, text: str) -> list[int]:
+    """The ids of a context; where it has none, the start mark."""
+    return [*reading.begin_ids, *reading.tokenizer.encode(text).tolist()] or list(reading.start_ids)
+
+
+@functools.cache
+def adapter_class() -> type:
+    """The class, registered. Raises ValueError where lm-eval is not installed."""
+    check_installed()
+    from lm_eval.api.model import LM
+    from lm_eval.api.registry import register_model
+
+    @register_model("jaxscale")
+    class JaxscaleLM(LM):
+        """A Served model."""
+
+        def __init__(self, served: Served):
+            super().__init__()
+            self.served = served
+
+        def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+            """As log_likelihoods."""
+            return self.kept("loglikelihood", requests, log_likelihoods(self.served, [r.args for r in requests]))
+
+        def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
+            """As rolling_log_likelihoods."""
+            found = rolling_log_likelihoods(self.served, [request.args[0] for request in requests])
+            return self.kept("loglikelihood_rolling", requests, found)
+
+        def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
+            """As generated."""
+            return self.kept("generate_until", requests, generated(self.served, [r.args for r in requests]))
+
+        def kept(self, kind: str, requests: list, found: list) -> list:
+            """The answers, told to lm-eval's cache."""
+            for request, answer in zip(requests, found):
+                self.cache_hook.add_partial(kind, request.args, answer)
+            return found
+
+        @property
+        def tokenizer_name(self) -> str:
+            """What lm-eval knows requests by."""
+            return self.served.kept.tokenizer.fingerprint
+
+        def chat_template(self, chat_template: bool | str = False) -> str | None:
+            """The model's own template, where one is asked for."""
+            return self.served.kept.chat_template if chat_template else ""
+
+        def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+            """A conversation as text."""
+            asking = open_asking(self.served.kept, datetime.date.today().isoformat())
+            return asking.text(chat_history, add_generation_prompt)
+
+    return JaxscaleLM
+
+
+def run_tasks(
+    served: Served, tasks: Sequence[str], *, folder: str | None = None, num_fewshot: int | None = None, limit: int = 0
+) -> dict[str, float]:
+    """{'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} of lm-eval's tasks. folder: with yaml files of more tasks.
+
+    Raises ValueError for tasks that there are not.
+    """
+    model = adapter_class()(served)
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=folder)
+    known = set(manager.all_tasks)
+    if missing := [task for task in tasks if task not in known]:
+        where = f" and in {folder}" if folder else "; --include_path=FOLDER has more"
+        raise ValueError(f"--lm_eval={','.join(missing)}: no task of lm-eval {lm_eval.__version__}{where}")
+    found = lm_eval.simple_evaluate(
+        model=model,
+        tasks=list(tasks),
+        num_fewshot=num_fewshot,
+        limit=limit or None,
+        task_manager=manager,
+        log_samples=False,
+        bootstrap_iters=1000,
+    )
+    return flattened(found["results"])
+
+
+def flattened(results: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """lm-eval's results by task: 'acc,none' as 'TASK/acc', of another filter than none as 'TASK/acc.FILTER'."""
+    metrics = {}
+    for task, values in results.items():
+        for name, value in values.items():
+            metric, _, chosen = name.partition(",")
+            if isinstance(value, (int, float)) and not isinstance(value, bool) and chosen:
+                metrics[f"{task}/{metric}" + ("" if chosen == "none" else f".{chosen}")] = float(value)
+    return metrics

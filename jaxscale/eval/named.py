@@ -1,0 +1,89 @@
+"""Evaluators by name, opened: their text and items in ids, ready to measure one model after another."""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale.data.sources.decode import is_repair
+from jaxscale.eval.choice import encode_items
+from jaxscale.eval.config import Evals, NamedEval, TextEval, setting_name
+from jaxscale.eval.items import check_item_files, read_items
+from jaxscale.eval.scorer import Scorer, lay, row_length
+from jaxscale.eval.text import Reading, TextSet, check_text_files, text_metrics
+
+GROUP = "evals"  # before the metrics' names
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """What is measured under one name."""
+
+    name: str
+    every_steps: int
+    measure: Callable[[Scorer, Any], dict[str, float]]  # (scorer, parameters) -> metrics without the name
+    summary: str  # what it is of, for people
+    fingerprint: str  # of its data; '' for text that is read anew each time
+
+    def metrics(self, scorer: Scorer, params: Any) -> dict[str, float]:
+        """{'evals/NAME/METRIC': value}. The same in all processes, which call it together."""
+        return {f"{GROUP}/{self.name}/{metric}": value for metric, value in self.measure(scorer, params).items()}
+
+
+def open_evaluators(
+    evals: Evals, reading: Reading, named: Callable[[str, NamedEval], str] = setting_name, *, hold: bool = True
+) -> tuple[Evaluator, ...]:
+    """Every evaluator with its data read. Raises ValueError, one line, for data that is missing or not as told.
+
+    named: what stands for an evaluator in messages. hold: text in memory, so that a run of weeks does not end for a
+    file that went away; else it is read anew each time, and may be larger than memory.
+    """
+    return tuple(open_one(name, settings, reading, named(name, settings), hold) for name, settings in evals.items())
+
+
+def open_one(name: str, settings: NamedEval, reading: Reading, where: str, hold: bool) -> Evaluator:
+    """The evaluator of one name. where: what stands for its data in messages."""
+    if isinstance(settings, TextEval):
+        return text_evaluator(name, settings, reading, where, hold)
+    files = check_item_files(settings.file, where)
+    items = encode_items(settings.kind, read_items(files, settings.kind, settings.limit), reading)
+    longest = max(span.places for span in items.spans)
+    laid = lay(items.spans, row_length(longest, reading.context))  # once for all models
+    cut = f", {items.cut:,} contexts cut at the left to {reading.context} tokens" if items.cut else ""
+
+    def measure(scorer: Scorer, params: Any) -> dict[str, float]:
+        return items.metrics(scorer, laid, params)
+
+    return Evaluator(
+        name, settings.every_steps, measure, f"{settings.kind}, {len(items.items):,} items{cut}", items.fingerprint
+    )
+
+
+def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, hold: bool) -> Evaluator:
+    """The evaluator of text."""
+    stride = settings.stride or max(reading.context // 2, 1)
+    if stride > reading.context:
+        raise ValueError(f"{where}: stride={stride} is more than the {reading.context} tokens that the model reads")
+    sources = check_text_files(settings.files, where)
+    sets = {
+        source: TextSet(tuple(files), settings, reading, stride, settings.limit) for source, files in sources.items()
+    }
+
+    if hold:
+        sets = {source: one.loaded() for source, one in sets.items()}
+        for one in sets.values():
+            if not any(len(ids) for block in one.held for ids, _ in block):
+                raise ValueError(f"{where}: {one.nothing}")
+
+    def measure(scorer: Scorer, params: Any) -> dict[str, float]:
+        skipped: Counter = Counter()
+        metrics = text_metrics(sets, scorer, params, skipped)
+        left_out = sum(count for reason, count in skipped.items() if not is_repair(reason))
+        return metrics | ({"left_out": left_out} if left_out else {})
+
+    number = sum(map(len, sources.values()))
+    named = f" in {len(sources)} sources" if len(sources) > 1 else ""
+    files = "1 file" if number == 1 else f"{number:,} files"
+    summary = f"text, {files}{named}, windows of {reading.context} tokens by {stride}"
+    fingerprint = " ".join(one.fingerprint for one in sets.values()) if hold else ""
+    return Evaluator(name, settings.every_steps, measure, summary, fingerprint)

@@ -1,0 +1,57 @@
+"""Where a context ends and its continuation begins, in tokens.
+
+The rule is that of lm-eval (TemplateLM._encode_pair): white space at the end of the context is moved to the front of
+the continuation, since tokenizers join it to the word behind; then the ids of the whole text are cut behind as many
+ids as the context alone has. So what is scored is what the model would read, and never a word cut in an unusual place.
+An empty context is replaced by the start mark.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxscale.eval.scorer import Span
+from jaxscale.eval.text import Reading
+
+
+class Pair(NamedTuple):
+    """Ids of a context and of its continuation, as one text."""
+
+    ids: np.ndarray  # int32[n]
+    first: int  # of the continuation
+
+
+def move_space(context: str, continuation: str) -> tuple[str, str]:
+    """The pair with the context's last white space at the front of the continuation."""
+    kept = context.rstrip()
+    return kept, context[len(kept) :] + continuation
+
+
+def encode_pair(reading: Reading, context: str, continuation: str) -> Pair:
+    """The ids, what the tokenizer's file puts before a text in front. Raises ValueError without a token to score."""
+    encode = reading.tokenizer.encode
+    context, continuation = move_space(context, continuation)
+    if not context:
+        ids = np.concatenate([np.asarray(reading.start_ids, np.int32), encode(continuation)])
+        first = len(reading.start_ids)
+    else:
+        begin = np.asarray(reading.begin_ids, np.int32)
+        ids, first = np.concatenate([begin, encode(context + continuation)]), len(begin) + len(encode(context))
+    if first >= len(ids):
+        raise ValueError(f"the continuation {continuation[:80]!r} adds no token to its context")
+    return Pair(ids, first)
+
+
+def span_of(pair: Pair, longest: int) -> tuple[Span, bool]:
+    """(the span of at most `longest` tokens that are read, whether its context was cut at the left).
+
+    Raises ValueError where the continuation alone is longer.
+    """
+    ids, first = pair
+    cut = max(len(ids) - 1 - longest, 0)
+    if first - cut < 1:
+        raise ValueError(
+            f"its continuation has {len(ids) - first} tokens, and {longest} are read; take it out, or have more read "
+            "(--context, or seq_len of the run)"
+        )
+    return Span(ids[cut:], first - cut), cut > 0

@@ -1,0 +1,191 @@
+"""Perplexity and bits per byte of text, source by source: every token counted once.
+
+A document is read in windows of `context` tokens that move on by `stride`: in the first window every token is scored,
+in a later one the `stride` newest, so that each of these has at least context - stride tokens before it. stride =
+context are plain windows; even then the window of a document's end reaches back for a full context. The first token of
+a document is predicted from the start mark: what the tokenizer puts before a text, else its end-of-document token.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.data.document import Document
+from jaxscale.data.sources.files import Globs, SourceFile, list_files, text_problem
+from jaxscale.data.sources.read import read_file
+from jaxscale.data.sources.settings import ReadConfig
+from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.eval.scorer import Scorer, Span, row_length
+from jaxscale.eval.uncertainty import exp_error, ratio_error
+
+TOKENS_AT_ONCE = 1 << 21  # of documents held in memory; a longer document comes alone
+
+
+class Reading(NamedTuple):
+    """How ids become text for a model, and how much of it the model reads."""
+
+    tokenizer: Tokenizer
+    start_ids: tuple[int, ...]  # before every text, never scored; at least one
+    begin_ids: tuple[int, ...]  # before a context, where the tokenizer's own file puts any
+    context: int  # tokens that the model reads at most
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, begin_ids: Sequence[int], context: int) -> "Reading":
+        """With the end-of-document token as start where the tokenizer names no other."""
+        return cls(tokenizer, tuple(begin_ids) or (tokenizer.eos_id,), tuple(begin_ids), context)
+
+
+Block = list[tuple[np.ndarray, int]]  # (ids, bytes) of documents
+
+
+class Measured(NamedTuple):
+    """A document: sums over its tokens."""
+
+    nats: float
+    tokens: int
+    bytes: int
+
+
+def text_windows(num_ids: int, num_start: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (begin, first, end) for each window over ids [0, num_ids): it reads [begin, end - 1), and scores [first,
+    end). The ids before num_start are never scored, all others once."""
+    first = num_start
+    while first < num_ids:
+        end = min(context + 1 if first == num_start else first + stride, num_ids)
+        yield max(0, end - 1 - context), first, end
+        first = end
+
+
+def document_spans(ids: np.ndarray, start_ids: Sequence[int], context: int, stride: int) -> list[Span]:
+    """The windows of one document."""
+    whole = np.concatenate([np.asarray(start_ids, np.int32), np.asarray(ids, np.int32)])
+    windows = text_windows(len(whole), len(start_ids), context, stride)
+    return [Span(whole[begin:end], first - begin) for begin, first, end in windows]
+
+
+def check_text_files(files: Globs, setting: str) -> dict[str, list[SourceFile]]:
+    """The files of each source. Raises ValueError, one line, for a glob without a file and a file that is no text."""
+    found, problems = list_files(files, setting, "text")
+    problems += [problem for file in found if (problem := text_problem(file))]
+    if problems or not found:
+        raise ValueError(problems[0] if problems else f"{setting} names no file")
+    sources: dict[str, list[SourceFile]] = {}
+    for file in found:
+        sources.setdefault(file.source, []).append(file)
+    return sources
+
+
+def read_documents(files: Iterable[SourceFile], cfg: ReadConfig, limit: int, skipped: Counter) -> Iterator[Document]:
+    """Yields the documents of a source, at most `limit` (0: all), and counts what is left out."""
+    count = 0
+    for file in files:
+        for document in read_file(file, cfg, skipped):
+            yield document
+            count += 1
+            if count == limit:
+                return
+
+
+def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Block]:
+    """Yields documents in ids, bounded in memory."""
+    held, tokens = [], 0
+    for document in documents:
+        ids = tokenizer.encode(document.text)
+        held.append((ids, document.size))
+        tokens += len(ids)
+        if tokens >= TOKENS_AT_ONCE:
+            yield held
+            held, tokens = [], 0
+    if held:
+        yield held
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSet:
+    """The text of one source, to be measured under one model after another."""
+
+    files: Sequence[SourceFile]
+    read: ReadConfig
+    reading: Reading
+    stride: int
+    limit: int = 0  # documents; 0: all
+    held: tuple[Block, ...] | None = None  # in memory, with what was left out; None: read anew each time
+    left_out: Counter = dataclasses.field(default_factory=Counter)
+
+    def loaded(self) -> "TextSet":
+        """The same, held in memory: nothing of it can go away or change later."""
+        left_out: Counter = Counter()
+        held = tuple(self.blocks(left_out))
+        return dataclasses.replace(self, held=held, left_out=left_out)
+
+    def blocks(self, skipped: Counter) -> Iterator[Block]:
+        """Yields the documents, and counts what is left out."""
+        if self.held is not None:
+            skipped.update(self.left_out)
+            yield from self.held
+            return
+        yield from encoded(read_documents(self.files, self.read, self.limit, skipped), self.reading.tokenizer)
+
+    def measure(self, scorer: Scorer, params: Any, skipped: Counter) -> list[Measured]:
+        """Each document that has a token. Raises ValueError where there is none."""
+        found = []
+        for block in self.blocks(skipped):
+            spans, owners = [], []
+            for number, (ids, _) in enumerate(block):
+                own = document_spans(ids, self.reading.start_ids, self.reading.context, self.stride)
+                spans += own
+                owners += [number] * len(own)
+            longest = max((span.places for span in spans), default=1)
+            scores = scorer.score(params, spans, row_length(longest, self.reading.context))
+            nats = np.bincount(owners, weights=scores.nats, minlength=len(block)) if owners else []
+            found += [Measured(float(sum_), len(ids), size) for sum_, (ids, size) in zip(nats, block) if len(ids)]
+        if not found:
+            raise ValueError(self.nothing)
+        return found
+
+    @property
+    def nothing(self) -> str:
+        """That there is no text, for people."""
+        return f"{', '.join(file.path for file in self.files[:3])} hold no text to measure"
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 of what is held, and of how it is read."""
+        digest = hashlib.sha256(f"{self.reading.start_ids} {self.reading.context} {self.stride}".encode())
+        for ids, _ in itertools.chain.from_iterable(self.held):
+            digest.update(len(ids).to_bytes(8, "little") + np.ascontiguousarray(ids, np.int32).tobytes())
+        return digest.hexdigest()
+
+
+def summarise_text(measured: Sequence[Measured]) -> dict[str, float]:
+    """loss [nats/token], perplexity and bits_per_byte with their standard errors over documents, and what was read."""
+    nats, tokens, sizes = zip(*measured)
+    loss, loss_error = ratio_error(nats, tokens)
+    perplexity, perplexity_error = exp_error(loss, loss_error)
+    metrics = {"loss": loss, "perplexity": perplexity}
+    errors = {"loss_stderr": loss_error, "perplexity_stderr": perplexity_error}
+    if sum(sizes):
+        bits, bits_error = ratio_error(np.asarray(nats) / math.log(2), sizes)
+        metrics["bits_per_byte"], errors["bits_per_byte_stderr"] = bits, bits_error
+    counts = {"documents": len(measured), "tokens": sum(tokens), "bytes": sum(sizes)}
+    return metrics | {name: error for name, error in errors.items() if error is not None} | counts
+
+
+def text_metrics(
+    sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipped: Counter | None = None
+) -> dict[str, float]:
+    """The metrics of all sources: 'bits_per_byte' and the like where there is one, else 'SOURCE/bits_per_byte', and
+    in all. Raises ValueError for a source without text."""
+    skipped = Counter() if skipped is None else skipped
+    measured = {name: one.measure(scorer, params, skipped) for name, one in sets.items()}
+    metrics = summarise_text([document for found in measured.values() for document in found])
+    if len(measured) > 1:
+        for name, found in measured.items():
+            metrics |= {f"{name}/{metric}": value for metric, value in summarise_text(found).items()}
+    return metrics

@@ -1,0 +1,38 @@
+"""Means and ratios over items with their standard errors, on the host in float64.
+
+An error is that of another sample of items of the same kind; None where there is only one item.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def mean_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """(the mean, its standard error: the sample's deviation, with n - 1, over sqrt(n))."""
+    values = np.asarray(values, np.float64)
+    if len(values) < 2:
+        return float(values.mean()), None
+    return float(values.mean()), float(values.std(ddof=1) / math.sqrt(len(values)))
+
+
+def ratio_error(above: Sequence[float], below: Sequence[float]) -> tuple[float, float | None]:
+    """(sum of `above` over sum of `below`, the standard error of that ratio).
+
+    Items are drawn, and each brings both numbers, as a document brings nats and bytes: the error is that of the first
+    order in the deviations above - ratio * below (Cochran 1977, Sampling Techniques, chapter 6).
+    """
+    above, below = np.asarray(above, np.float64), np.asarray(below, np.float64)
+    ratio = float(above.sum() / below.sum())
+    if len(above) < 2:
+        return ratio, None
+    deviations = above - ratio * below
+    n = len(above)
+    return ratio, float(math.sqrt(n / (n - 1) * np.square(deviations).sum()) / below.sum())
+
+
+def exp_error(mean: float, error: float | None) -> tuple[float, float | None]:
+    """(exp of a mean, its standard error to the first order): a perplexity."""
+    value = math.inf if mean > 700 else math.exp(mean)
+    return value, None if error is None or not math.isfinite(value) else value * error

@@ -1,0 +1,87 @@
+"""What lm-eval is answered, without lm-eval; tests/eval/test_lm_eval_peer.py asks through it."""
+
+import sys
+
+import made_model
+import numpy as np
+import pytest
+
+from jaxscale.cli import evaluate
+from jaxscale.eval.lm_eval_adapter import (
+    Served,
+    Wish,
+    flattened,
+    generated,
+    log_likelihoods,
+    rolling_log_likelihoods,
+    wish_of,
+)
+from jaxscale.eval.scorer import Span
+from jaxscale.eval.text import Reading
+from jaxscale.inference import make_generator, make_scorer, open_model
+from jaxscale.sample.choose import GREEDY, Sampling
+
+CONTEXT = 32
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    made_model.make_workdir(folder, scale=3.0)
+    model = open_model(str(folder), say=lambda line: None)
+    reading = Reading.of(model.kept.tokenizer, (), CONTEXT)
+    open_generator = lambda rows, longest: make_generator(model, batch=rows, longest=longest)
+    return Served(reading, model.kept, make_scorer(model, batch_tokens=256), model.params, open_generator, rows=2)
+
+
+def nats(served, text, first):
+    ids = np.array(list(text.encode("latin-1")), np.int32)
+    return float(served.scorer.score(served.params, [Span(ids, first)]).nats[0])
+
+
+def test_a_space_belongs_to_the_continuation_and_long_contexts_are_cut(served):
+    pairs = [("ab ", "cd"), ("ab", " cd"), ("x" * 40 + "y", "z")]
+    (one, _), (other, _), (cut, _) = log_likelihoods(served, pairs)
+    assert one == other == pytest.approx(-nats(served, "ab cd", 2), rel=1e-5)
+    assert cut == pytest.approx(-nats(served, "x" * (CONTEXT - 1) + "yz", CONTEXT), rel=1e-5)
+
+
+def test_a_rolling_text_adds_up_over_its_windows(served):
+    text = "abcdefgh" * 10
+    ids = np.array([256, *text.encode()], np.int32)
+    windows = [Span(ids[:33], 1), Span(ids[32:65], 1), Span(ids[81 - 33 :], 17)]
+    wanted = -served.scorer.score(served.params, windows).nats.sum()
+    found = rolling_log_likelihoods(served, [text, "", "ab"])
+    assert found[0] == pytest.approx(wanted, rel=1e-5) and found[1] == 0.0 and found[2] < 0
+
+
+def test_texts_of_many_lengths_and_settings_come_back_in_their_order(served):
+    asked = [("some text", {"until": [], "max_gen_toks": n}) for n in (3, 6, 3)] + [("a", {"max_gen_toks": 6})]
+    found = generated(served, asked)
+    assert found[0] == found[2] and found[1].startswith(found[0]) and len(found[1]) > len(found[0])
+    stopped = generated(served, [("some text", {"until": found[1][2:4], "max_gen_toks": 6})])
+    assert stopped == [found[1].partition(found[1][2:4])[0]]
+    long = generated(served, [("x" * 99 + "some text", {"max_gen_toks": 6})])
+    assert len(long[0]) > 0
+    with pytest.raises(ValueError, match="32 new tokens leave no room in the 32"):
+        generated(served, [("a", {"max_gen_toks": 32})])
+
+
+def test_settings_of_a_task_become_ours():
+    assert wish_of({"until": "\n", "temperature": 0.7}) == Wish(GREEDY, 256, ("\n",))
+    drawn = wish_of({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5, "until": ["a", ""]})
+    assert drawn == Wish(Sampling(temperature=1.0, top_p=0.9), 5, ("a",))
+    assert wish_of({"repetition_penalty": 1.5}).sampling == Sampling(temperature=0.0, repetition_penalty=1.5)
+    with pytest.raises(ValueError, match="generation_kwargs num_beams are not known here"):
+        wish_of({"num_beams": 4})
+
+
+def test_results_are_named_by_task():
+    results = {"a": {"alias": "a", "acc,none": 0.5, "acc_stderr,none": "N/A", "em,strict": 1}}
+    assert flattened(results) == {"a/acc": 0.5, "a/em.strict": 1.0}
+
+
+def test_without_the_package_a_line_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match=r"which is not installed: pip install 'jaxscale\[lm_eval\]'"):
+        evaluate.main(["--workdir=w", "--lm_eval=piqa"])
