@@ -1,3 +1,36 @@
-"""jaxscale: training language models with JAX, from a laptop to a TPU pod."""
+"""jaxscale: training language models with JAX, from a laptop to a TPU pod.
+
+In a notebook or a program of your own (docs/python_api.md):
+
+    import jaxscale
+
+    cfg = jaxscale.load_config("configs/quickstart.py", {"train_tokens": 1_000_000})
+    jaxscale.train(cfg, "runs/first")
+    print(jaxscale.sample("runs/first", "def main"))
+    jaxscale.evaluate("runs/first", text={"docs": "docs/*.md"})
+    jaxscale.report("runs/first")
+
+Importing the package imports nothing else; jax comes with the first call.
+"""
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["evaluate", "load_config", "open_model", "report", "sample", "train"]
+
+ROOMS = ("sample", "train")  # packages that can be called, see callable_room.py
+
+
+def __getattr__(name: str) -> Any:
+    """A call of the Python interface, imported when it is asked for."""
+    if name in ROOMS:
+        return importlib.import_module(f"jaxscale.{name}")
+    if name in __all__:
+        return getattr(importlib.import_module("jaxscale.api"), name)
+    raise AttributeError(f"module 'jaxscale' has no attribute {name!r}; it has {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    """What a notebook offers to complete."""
+    return sorted([*globals(), *__all__])

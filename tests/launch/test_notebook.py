@@ -1,62 +1,15 @@
 """launch/notebooks/quickstart.ipynb runs from top to bottom on a CPU, on a small text and a smaller model."""
 
-import json
 import os
-import warnings
 
 import pytest
+from notebooks import code_of, printed, run, shown
 from scripts import LAUNCH, ROOT
 from xla_flags import xla_flags
 
 NOTEBOOK = LAUNCH / "notebooks" / "quickstart.ipynb"
 SMALL = dict(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=16, mlp_dim=64)
 STEP_TOKENS = 8 * 32
-
-
-def cells(kind):
-    return [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == kind]
-
-
-def text(cell):
-    return "".join(cell["source"])
-
-
-def settings():
-    """The cell whose values a person, or this test, changes."""
-    (cell,) = [cell for cell in cells("code") if "parameters" in cell["metadata"].get("tags", [])]
-    return text(cell)
-
-
-def test_it_is_stored_without_outputs_and_is_valid():
-    nbformat = pytest.importorskip("nbformat")
-    nbformat.validate(nbformat.read(NOTEBOOK, as_version=4))
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells("code"))
-
-
-def test_every_setting_has_a_field_in_colab():
-    lines = [line for line in settings().splitlines() if " = " in line and not line.startswith("OVERRIDES")]
-    assert len(lines) == 4 and all("# @param {type:" in line for line in lines)
-
-
-def run(notebook, folder, **values):
-    """The executed notebook, its settings replaced by `values`; it lies in `folder`, on a path through the checkout."""
-    nbclient = pytest.importorskip("nbclient", reason="needs the extra test: nbclient and ipykernel")
-    pytest.importorskip("ipykernel")
-    pytest.importorskip("matplotlib")
-    nbformat = pytest.importorskip("nbformat")
-    book = nbformat.read(notebook, as_version=4)
-    for cell in book.cells:
-        if "parameters" in cell["metadata"].get("tags", []):
-            cell["source"] = "\n".join(f"{name} = {value!r}" for name, value in values.items())
-    client = nbclient.NotebookClient(book, timeout=240, kernel_name="python3", resources={"metadata": {"path": folder}})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of jupyter's own, about its event loop and its folders
-        client.execute()
-    return book
-
-
-def printed(cell):
-    return "".join(output.get("text", "") for output in cell["outputs"] if output["output_type"] == "stream")
 
 
 def test_it_installs_trains_plots_samples_and_goes_on(tmp_path, monkeypatch):
@@ -78,13 +31,13 @@ def test_it_installs_trains_plots_samples_and_goes_on(tmp_path, monkeypatch):
         MORE_TOKENS=15 * STEP_TOKENS,
         OVERRIDES=overrides,
     )
-    install, train, plot, sample, go_on = [cell for cell in book.cells if cell["cell_type"] == "code"][1:]
+    install, train, plot, sample, go_on = code_of(book)
     assert printed(install).strip() == f"cpu; code in {ROOT}; the run in {tmp_path / 'run'}"
     assert "done: 10 steps" in printed(train)
     assert "going on from step 10" in printed(go_on) and "done: 15 steps" in printed(go_on)
     assert printed(sample).startswith("def ") and printed(sample) != printed(go_on)
     for cell in (plot, go_on):
-        assert any("image/png" in output.get("data", {}) for output in cell["outputs"]), "no picture of the loss"
+        assert shown(cell, "image/png"), "no picture of the loss"
     assert (tmp_path / "run" / "checkpoints" / "15").is_dir()
 
 

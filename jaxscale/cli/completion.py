@@ -1,0 +1,201 @@
+"""Prints what completes this command in a shell: verbs, flags, config files and the names of settings.
+
+  jaxscale completion bash > ~/.local/share/bash-completion/completions/jaxscale     and open a new shell
+  jaxscale completion zsh > ~/.zfunc/_jaxscale      any folder of fpath, which ~/.zshrc names before it calls compinit
+
+What is printed is a script that asks nobody: completing is instant. After an update of jaxscale, print it again. The
+names of settings are completed up to the next dot, those of `prepare` from its recipes.
+"""
+
+import contextlib
+import importlib
+import io
+import re
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+from jaxscale import __version__, cli, schema
+from jaxscale.command_line import parse_arguments
+from jaxscale.config import RunConfig
+from jaxscale.data.prepare.config import PrepareConfig
+from jaxscale.exits import run_and_exit
+
+FLAG_HEAD = re.compile(r" *(--\w.*?)(?:  |$)")  # of a line of help, up to the gap before what it says
+FLAG = re.compile(r"--([\w.-]+)(\[?=)?")
+SETTINGS = "\nSettings:\n"
+
+
+class Verb(NamedTuple):
+    """What may stand behind a verb."""
+
+    subverbs: tuple[str, ...]
+    flags: tuple[str, ...]  # with '=' where a value follows
+    settings: str  # whose --config.NAME it takes: 'run', 'recipe' or ''
+
+
+def main(argv: list[str]) -> int:
+    """Prints the script and returns the exit code."""
+    if not argv or parse_arguments([flag for flag in argv if flag not in SHELLS], ()).help:
+        print(__doc__)
+        return 0
+    if len(argv) > 1:
+        raise ValueError(f"give one shell, of {' and '.join(SHELLS)}")
+    print(SHELLS[argv[0]](read_verbs()), end="")
+    return 0
+
+
+def read_verbs() -> dict[str, Verb]:
+    """All verbs, by what their own --help says."""
+    return {verb: read_verb(verb, help_of(verb)) for verb in cli.VERBS}
+
+
+def help_of(verb: str) -> str:
+    """What `jaxscale VERB --help` prints of its own."""
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        importlib.import_module(cli.VERBS[verb][0]).main(["--help"])
+    return said.getvalue()
+
+
+def read_verb(verb: str, text: str) -> Verb:
+    """The verbs and flags that a help text has: on lines that begin with a flag, and in its examples."""
+    text = text.partition(SETTINGS)[0]
+    subverbs = dict.fromkeys(re.findall(rf"^ +jaxscale {verb} ([a-z_]+)\b", text, re.MULTILINE))
+    flags = {"--help": None}
+    example = re.compile(rf"( +jaxscale {verb}(?: +[a-z_]+)?(?: +--\w\S*)*)")
+    for line in text.splitlines():
+        head = FLAG_HEAD.match(line) or example.match(line)
+        for name, equals in FLAG.findall(head[1]) if head else ():
+            if name.startswith(("config", "mesh.")):
+                continue  # a family of names, or told by `settings`
+            if equals != "=":
+                flags[f"--{name}"] = None
+            if equals:
+                flags[f"--{name}="] = None
+    takes = "--config.NAME" in text or "--config.data.NAME" in text
+    return Verb(tuple(subverbs), tuple(flags), ("recipe" if verb == "prepare" else "run") if takes else "")
+
+
+def setting_flags(cls: type) -> list[str]:
+    """'--config.NAME=' of each setting; of those that a person names, as in evals.NAME.files, '--config.evals.'."""
+    names = (name for name, *_ in schema.describe(cls))
+    whole = (f"{name.partition('.NAME')[0]}." if ".NAME" in name else f"{name}=" for name in names)
+    return list(dict.fromkeys(f"--config.{name}" for name in whole))
+
+
+def bash(verbs: Mapping[str, Verb]) -> str:
+    """The script for bash, which splits words at '=' and ':' and wants what is behind the last of them."""
+    return f"# jaxscale {__version__}, for bash: made by `jaxscale completion bash`\n" + tables(verbs) + BASH
+
+
+def zsh(verbs: Mapping[str, Verb]) -> str:
+    """The script for zsh."""
+    head = f"#compdef jaxscale\n# jaxscale {__version__}, for zsh: made by `jaxscale completion zsh`\n"
+    return head + tables(verbs) + ZSH
+
+
+def tables(verbs: Mapping[str, Verb]) -> str:
+    """The words of each place as functions that print them, which both shells read."""
+    behind = [
+        f"    {verb}) echo {quoted([*one.subverbs, *one.flags, *(['--config='] if one.settings else [])])} ;;"
+        for verb, one in verbs.items()
+    ]
+    kinds = [f"    {verb}) echo {one.settings} ;;" for verb, one in verbs.items() if one.settings]
+    settings = [
+        f"    {kind}) echo {quoted(setting_flags(cls))} ;;"
+        for kind, cls in (("run", RunConfig), ("recipe", PrepareConfig))
+    ]
+    functions = {"behind": behind, "kind": kinds, "settings": settings}
+    return f"_jaxscale_verbs() {{ echo {quoted([*verbs, '--help'])}; }}\n" + "".join(
+        f'_jaxscale_{name}() {{\n  case "$1" in\n{chr(10).join(lines)}\n  esac\n}}\n'
+        for name, lines in functions.items()
+    )
+
+
+def quoted(words: Iterable[str]) -> str:
+    """Words for a shell: names of ours, which hold nothing that it would change."""
+    words = list(dict.fromkeys(words))
+    assert all(re.fullmatch(r"[\w.=-]+", word) for word in words), words
+    return f"'{' '.join(words)}'"
+
+
+# What both shells do with a list of names: keep those that begin with the word, each up to its next dot.
+NEXT = r"""
+_jaxscale_next() { # WORD NAME ...: names up to the dot behind WORD, each once
+  local word="$1" name rest last=""
+  shift
+  for name in "$@"; do
+    [[ "$name" == "$word"* ]] || continue
+    rest="${name#"$word"}"
+    [[ "$rest" == *.* ]] && name="$word${rest%%.*}."
+    [[ "$name" == "$last" ]] || echo "$name"
+    last="$name"
+  done
+}
+"""
+BASH = (
+    NEXT
+    + r"""
+_jaxscale() {
+  local line="${COMP_LINE:0:COMP_POINT}" verb="${COMP_WORDS[1]}" word kept breaks
+  word="${line##*[[:space:]]}"
+  breaks="${COMP_WORDBREAKS//[!=:]/}" # bash replaces only what is behind the last of these
+  kept=""
+  [[ -n "$breaks" && "$word" == *["$breaks"]* ]] && kept="${word%"${word##*["$breaks"]}"}"
+  local IFS=$' \t\n'
+  if [[ $COMP_CWORD -le 1 ]]; then
+    COMPREPLY=($(compgen -W "$(_jaxscale_verbs)" -- "$word"))
+    return
+  fi
+  case "$word" in
+    --config.*=*) COMPREPLY=() ;;
+    --config.*) COMPREPLY=($(_jaxscale_next "$word" $(_jaxscale_settings "$(_jaxscale_kind "$verb")"))) ;;
+    --config=*) COMPREPLY=($(_jaxscale_files "${word%%=*}=" "${word#*=}" '!*.py')) ;;
+    --*=*) COMPREPLY=($(_jaxscale_files "${word%%=*}=" "${word#*=}" '')) ;;
+    *)
+      COMPREPLY=($(compgen -W "$(_jaxscale_behind "$verb")" -- "$word"))
+      [[ -n "$(_jaxscale_kind "$verb")" && --config. == "$word"* ]] && COMPREPLY+=(--config.)
+      ;;
+  esac
+  [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=./] ]] && compopt -o nospace 2>/dev/null
+  COMPREPLY=("${COMPREPLY[@]#"$kept"}")
+}
+_jaxscale_files() { # PREFIX START FILTER: files and folders, where the filter leaves them
+  compgen -P "$1" -S / -d -- "$2"
+  compgen -P "$1" -X "$3" -f -- "$2" | while read -r file; do [[ -d "${file#"$1"}" ]] || echo "$file"; done
+}
+complete -F _jaxscale jaxscale
+"""
+)
+ZSH = (
+    NEXT
+    + r"""
+_jaxscale() {
+  local verb="${words[2]}" word="${PREFIX}"
+  if (( CURRENT == 2 )); then
+    compadd -- ${=$(_jaxscale_verbs)}
+    return
+  fi
+  case "$word" in
+    --config.*=*) ;;
+    --config.*)
+      local names="$(_jaxscale_settings "$(_jaxscale_kind "$verb")")"
+      compadd -Q -S '' -- ${(f)"$(_jaxscale_next "$word" ${=names})"}
+      ;;
+    --config=*) compset -P '*=' && _files -g '*.py(-.)' ;;
+    --*=*) compset -P '*=' && _files ;;
+    *)
+      local -a found=(${=$(_jaxscale_behind "$verb")})
+      [[ -n "$(_jaxscale_kind "$verb")" ]] && found+=(--config.)
+      compadd -S '' -- ${(M)found:#*[=.]}
+      compadd -- ${found:#*[=.]}
+      ;;
+  esac
+}
+[[ -n "${funcstack[1]}" && "${funcstack[1]}" == _jaxscale ]] && _jaxscale "$@" || compdef _jaxscale jaxscale
+"""
+)
+SHELLS = {"bash": bash, "zsh": zsh}
+
+if __name__ == "__main__":
+    run_and_exit(main)
