@@ -1,0 +1,1 @@
+"""Pages and numbers of the documentation that are made of the code."""

@@ -1,0 +1,50 @@
+"""A hook of MkDocs: pages that docs/mkdocs.yml does not name find their place in the navigation by themselves."""
+
+import pathlib
+from typing import Any
+
+# folder: the section of its pages, and the heading there
+PLACES = {
+    "reference/verbs": ("Reference", "Verbs, one by one"),
+    "reference/api": ("Reference", "Modules"),
+    "howto": ("How to", "More"),
+    "explanation": ("Explanation", "More"),
+}
+
+
+def on_config(config: Any) -> Any:
+    """Adds pages at the top to Topics, and those in a folder to the folder's section."""
+    config.nav = completed(config.nav, pages_under(pathlib.Path(config.docs_dir)))
+    return config
+
+
+def pages_under(folder: pathlib.Path) -> list[str]:
+    """'howto/slurm.md' of every page."""
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*.md"))
+
+
+def completed(nav: list[Any], pages: list[str]) -> list[Any]:
+    """The navigation with all pages in it. Raises ValueError for a page in a folder that no section is for."""
+    sections = {name: inside for entry in nav if isinstance(entry, dict) for name, inside in entry.items()}
+    more: dict[str, list[str]] = {}
+    for page in sorted(set(pages) - set(named(nav))):
+        more.setdefault(page.rpartition("/")[0], []).append(page)
+    for folder, found in more.items():
+        if folder == "":
+            sections["Topics"].extend(found)
+        elif folder in PLACES:
+            section, heading = PLACES[folder]
+            sections[section].append({heading: found})
+        else:
+            raise ValueError(
+                f"docs/{found[0]}: no section of docs/mkdocs.yml is for the folder {folder}; name it there"
+            )
+    return nav
+
+
+def named(nav: Any) -> list[str]:
+    """Every page that the navigation names."""
+    if isinstance(nav, str):
+        return [nav]
+    inside = nav.values() if isinstance(nav, dict) else nav
+    return [page for one in inside for page in named(one)]

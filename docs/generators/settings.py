@@ -1,0 +1,52 @@
+"""Every setting of a run and of a data recipe, from the dataclasses that read them."""
+
+import dataclasses
+
+from generators.words import code, escaped, table
+from jaxscale import schema
+from jaxscale.config import RunConfig
+from jaxscale.data.prepare.config import PrepareConfig
+
+HEAD = """# {title}
+
+{what} Made from the code; `{verb} --help` prints the same. {more}
+
+"""
+
+
+def pages() -> dict[str, str]:
+    """{file: Markdown}."""
+    return {
+        "settings.md": HEAD.format(
+            title="Settings of a run",
+            what="Each is given in a config file, or as `--config.NAME=VALUE`.",
+            verb="jaxscale train",
+            more="**c**: may change when a run goes on.",
+        )
+        + page(RunConfig),
+        "recipe_settings.md": HEAD.format(
+            title="Settings of a data recipe",
+            what="Each is given in a recipe, or as `--config.NAME=VALUE`.",
+            verb="jaxscale prepare",
+            more="[Data](../data.md) says what the stages do.",
+        )
+        + page(PrepareConfig, can_change=False),
+    }
+
+
+def page(cls: type, can_change: bool = True) -> str:
+    """A table for each group of settings."""
+    free = schema.changeable(cls) if can_change else set()
+    top = {field.name for field in dataclasses.fields(cls)}
+    groups: dict[str, list[list[str]]] = {}
+    for chosen, name, kind, default, text in schema.describe_groups(cls):
+        head = name.partition(".")[0]
+        section = head if head in top and "." in name else ""
+        section = f"{section} ({chosen})" if chosen and section == "model" else section
+        which = f"({chosen}) " if chosen and not section.startswith("model") else ""
+        mark = " **c**" if any(name == one or name.startswith(one + ".") for one in free) else ""
+        groups.setdefault(section, []).append([code(name) + mark, escaped(which + kind), code(default), escaped(text)])
+    parts = []
+    for section, rows in groups.items():
+        parts += [f"## {section or 'The run itself'}\n", table(["setting", "type", "default", "meaning"], rows)]
+    return '<div class="stacked" markdown="1">\n\n' + "\n".join(parts) + "\n</div>\n"

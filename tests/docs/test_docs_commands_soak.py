@@ -1,0 +1,80 @@
+"""The commands of README and docs that take longer than seconds, run as processes in a folder like a reader's."""
+
+import gzip
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import made_ladder
+import made_text
+import pytest
+from doc_kinds import SOAK, kind_of
+from page_commands import changed, of_kind
+from shell_blocks import ROOT
+
+from jaxscale import config
+
+OTHER = """print('{"tok_s": 1000.0}')"""
+TO_TRACE = (
+    "python", "-m", "jaxscale.main", "--config=configs/quickstart.py", "--workdir=runs/1b", "--config.data.name=files",
+    "--config.data.files=corpus/*.txt",
+)  # fmt: skip
+
+
+def of_pages():
+    """{page: its commands}; one that stands on several pages is run for the first of them."""
+    found, seen = {}, set()
+    for command in of_kind(SOAK):
+        if command.words not in seen:
+            seen.add(command.words)
+            found.setdefault(command.page, []).append(command)
+    return found
+
+
+@pytest.fixture
+def home(tmp_path):
+    """What a reader would have: the repository's files, text of their own, another program, a ladder of runs."""
+    for name in ("configs", "docs", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    for folder in ("corpus", "raw"):
+        (tmp_path / folder).mkdir()
+    texts = [made_text.text(seed, words=300) for seed in range(60)]
+    for place, text in enumerate(texts):
+        (tmp_path / "corpus" / f"{place:02}.txt").write_text(text)
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "corpus" / "all.jsonl").write_text(lines)
+    (tmp_path / "raw" / "all.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "other.py").write_text(OTHER)
+    for width in (64, 96, 128):
+        for tokens in (200_000, 400_000, 800_000):
+            rung = config.load_config(f"{ROOT}/configs/ladder.py:embed_dim={width},tokens={tokens}")
+            made_ladder.write(tmp_path / "runs" / "ladder" / f"{width}-{tokens}", rung)
+    return tmp_path
+
+
+def run(words, home):
+    """The finished process."""
+    if words[0] == "jaxscale":
+        words = ["python", "-c", "from jaxscale.cli import main; main()", *words[1:]]
+    env = os.environ | {
+        "PATH": f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "XDG_CACHE_HOME": str(home / "cache"),
+        "XLA_FLAGS": "",
+    }
+    return subprocess.run(words, cwd=home, env=env, capture_output=True, text=True, timeout=400)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("page", sorted(of_pages()))
+def test_commands_of_a_page_run(page, home):
+    commands = of_pages()[page]
+    if any("jaxscale trace" in command.text for command in commands):
+        done = run([*TO_TRACE, *kind_of(" ".join(TO_TRACE)).more], home)
+        assert done.returncode == 0, done.stderr
+    for command in commands:
+        kind = kind_of(command.text)
+        done = run(changed(command.words, kind), home)
+        assert done.returncode == kind.code, (str(command), done.stdout[-2000:], done.stderr[-2000:])

@@ -1,0 +1,151 @@
+"""The pages that are made of the code have all of it, and the written ones name nothing that is not there."""
+
+import importlib.util
+import re
+import sys
+
+import pytest
+from shell_blocks import ROOT
+
+from jaxscale import cli, schema
+from jaxscale.config import RunConfig
+from jaxscale.exits import ADVICE, Exit
+
+sys.path[:0] = [str(ROOT / "docs")]
+from generators import api, figures, nav, reading, recipes, words  # noqa: E402
+
+from jaxscale.hardware import CHIPS  # noqa: E402
+
+SPEC = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")  # `build` is others' name too
+build = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(build)
+
+WRITTEN = sorted((ROOT / "docs").rglob("*.md"))
+LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(?:#[^)]*)?\)")
+
+
+def of_docs(path):
+    return path.relative_to(ROOT / "docs").as_posix()
+
+
+@pytest.fixture(scope="module")
+def made():
+    """{file under docs/: text} of all generated pages."""
+    return {f"reference/{name}": text for module in build.REFERENCE for name, text in module.pages().items()}
+
+
+def test_every_setting_verb_code_chip_and_config_is_in_the_reference(made):
+    names = [name for name, *_ in schema.describe(RunConfig)]
+    page = made["reference/settings.md"]
+    assert len(names) > 200 and not [name for name in names if f"| `{name}`" not in page]
+    assert all(f"reference/verbs/{verb}.md" in made for verb in cli.VERBS)
+    plan = made["reference/verbs/plan.md"]
+    assert "--topology=NAME" in plan and "model.vocab_size" not in plan
+    assert all(f"| {int(code)} | `{code.name}` | {ADVICE[code][0]}" in made["reference/exit_codes.md"] for code in Exit)
+    assert all(f"`{kind}`" in made["reference/chips.md"] for kind in CHIPS)
+    found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.py")}
+    assert not [name for name in found if f"## {name}\n" not in made["reference/configs.md"]]
+
+
+def test_every_module_and_what_it_offers_is_in_the_reference(made):
+    text = "".join(page for name, page in made.items() if name.startswith("reference/api/"))
+    assert "## jaxscale.train.step\n" in text and "### make\\_train\\_step" in text
+    modules = [path for path in (ROOT / "jaxscale").rglob("*.py") if path.name != "__init__.py"]
+    missing = [path.name for path in modules if f".{path.stem}\n" not in text]
+    assert len(modules) > 300 and not missing
+
+
+def test_a_signature_is_written_as_it_stands():
+    source = '''def find(path: str, /, *rest: int, deep: bool = False, **more: str) -> list[str]:\n    """Files."""'''
+    (node,) = api.ast.parse(source).body
+    assert api.signature(node) == "def find(path: str, /, *rest: int, deep: bool=False, **more: str) -> list[str]"
+    assert api.arguments(node.args) == ["path: str", "/", "*rest: int", "deep: bool = False", "**more: str"]
+    (bare,) = api.ast.parse("def f(a, b=1, *, c): pass").body
+    assert api.arguments(bare.args) == ["a", "b=1", "*", "c"]
+
+
+def test_words_are_no_markup():
+    assert words.escaped("a_b *c* <d> `e_f` [g]") == r"a\_b \*c\* \<d\> `e_f` \[g\]"
+    assert words.code("a|b") == "<code>a&#124;b</code>" and words.code("a_b") == "`a_b`"
+    assert words.docstring("Says.\n\n  --x=1   y") == "Says.\n\n```text\n  --x=1   y\n```\n"
+
+
+def test_numbers_of_pages_have_names_and_names_have_pages():
+    used = set()
+    for path in WRITTEN:
+        names = set(build.NUMBER.findall(path.read_text(encoding="utf-8")))
+        assert names <= set(figures.FIGURES), (of_docs(path), names - set(figures.FIGURES))
+        used |= names
+    assert used == set(figures.FIGURES)
+    with pytest.raises(ValueError, match="docs/a.md: no number is called nothing"):
+        build.fill("{{ nothing }}", figures.FIGURES, "a.md")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("gpt3_both", "1,750 GB"), ("gpt3_cards", "22"), ("gpt3_state", "2,800 GB"), ("state_7b", "112 GB"),
+        ("split_70b_zero1", "12 GB"), ("split_70b_zero3", "4.38 GB"), ("optimal_6e23", "70.7B on 1.41T"),
+        ("over_7b", "7.1"), ("scores_of_70b", "687 GB"),
+        ("bytes_mixed", "2 + 2 + 4 + 8 = 16"), ("bfloat16_stops_at", "256"),
+        ("float16_max", "65,504"), ("first_loss_scale", "32,768"), ("remat_by_hand", "33%"),
+        ("seven_on_1t_hours", "93.5K"),
+    ],
+)  # fmt: skip
+def test_numbers_are_those_that_the_questions_have(name, said):
+    assert figures.FIGURES[name]() == said
+
+
+def test_a_slower_network_slows_a_step_down():
+    fast, slow = (figures.plan_of("7b", "h100:64x8", network).speed for network in (1.0, 0.1))
+    assert slow.link_seconds > 4 * fast.link_seconds and slow.step_seconds.low > fast.step_seconds.high
+    assert slow.compute_seconds == fast.compute_seconds
+
+
+def test_every_cited_paper_is_on_the_reading_list(monkeypatch):
+    page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    told = reading.with_places(page)
+    assert "`jaxscale/planner/loss_law.py`" in told and told.count("*In the code:*") > 30
+    with pytest.raises(ValueError, match="docs/reading.md lacks arXiv:2203.15556, cited in jaxscale/"):
+        reading.with_places(page.replace("arXiv:2203.15556", "arXiv:0000.00000"))
+    assert len(reading.ENTRY.findall(page)) == sum(line.startswith("- ") for line in page.split("\n"))
+
+
+def test_links_lead_to_pages(made):
+    known = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*") if path.is_file()}
+    known |= set(made) | {"changelog.md", "contributing.md"}
+    lost = []
+    for path in WRITTEN:
+        for target in LINK.findall(path.read_text(encoding="utf-8")):
+            found = (path.parent / target).resolve()
+            inside = found.is_relative_to(ROOT / "docs")
+            if not inside or found.relative_to(ROOT / "docs").as_posix() not in known:
+                lost.append(f"{of_docs(path)}: {target}")
+    assert not lost, lost
+
+
+def test_no_page_names_a_path_of_one_machine():
+    for path in [*WRITTEN, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]:
+        assert not re.search(r"(?<![\w.:])/(tmp|opt|work|home|root)/", path.read_text(encoding="utf-8")), of_docs(path)
+
+
+def test_every_page_has_a_place_in_the_navigation():
+    tree = [{"Start": "index.md"}, {"How to": ["howto/index.md"]}, {"Topics": []}, {"Reference": []}]
+    pages = ["index.md", "howto/index.md", "howto/new.md", "new.md", "reference/verbs/plan.md"]
+    assert sorted(nav.named(nav.completed(tree, pages))) == sorted(pages)
+    with pytest.raises(ValueError, match="no section of docs/mkdocs.yml is for the folder odd"):
+        nav.completed(tree, ["odd/page.md"])
+
+
+def test_a_config_without_a_header_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "new.py").write_text("x = 1\n")
+    monkeypatch.setattr(recipes, "ROOT", tmp_path)
+    with pytest.raises(ValueError, match="configs/new.py has no docstring"):
+        recipes.pages()
+
+
+def test_a_paragraph_within_a_list_does_not_end_it():
+    for path in WRITTEN:  # Python-Markdown wants four spaces, which others take for a block of code: put it before
+        found = re.search(r"\n\n {1,3}[^ \n].*", path.read_text(encoding="utf-8"))
+        assert found is None, f"{of_docs(path)}: {found[0].strip()}"
