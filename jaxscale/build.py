@@ -3,7 +3,6 @@
 It needs no data and no work folder, so that other tools can compile the very same; run.py adds those.
 """
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -20,14 +19,16 @@ from jaxscale import faults, units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.mixture import mixture_names
-from jaxscale.models import attention_needs, layer_stacks, make_model, unembed
+from jaxscale.models import attention_needs, layer_stacks, make_model
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.loss import summed_loss, token_losses
+from jaxscale.models.lora import is_adapter
+from jaxscale.models.loss import summed_loss, target_scores, token_losses
 from jaxscale.ops.kernels import Kernels, choose_kernels, make_taps, with_taps
+from jaxscale.ops.precision import matmul_precision
 from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.taps import BLIND, Blind
 from jaxscale.optim.groups import assign_groups, group_table
-from jaxscale.optim.optimizers import freeze, make_optimizer, moment_axes, optim_schedule
+from jaxscale.optim.optimizers import learning, make_optimizer, moment_axes, optim_schedule, with_frozen
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.batch_axes import make_batch_axes
 from jaxscale.sharding.compiler_options import CompilerOptions, check_options, compiler_options
@@ -66,7 +67,7 @@ class Program:
     gradient_norms: Callable  # jitted: (state, batch) -> {name: norm} of each gradient; compiled if it is ever called
     statistics: StatisticsStep  # jitted, the state is not donated; compiled if it is ever called
     token_losses: Callable  # pure: (params, batch) -> nats_BT
-    next_logits: Callable  # pure: (params, tokens_BT, last) -> logits_BV
+    target_scores: Callable  # pure: (params, batch) -> (nats_BT, whether no token is likelier)
     schedule: Schedule
     batch_sharding: jax.sharding.NamedSharding
     batch_shards: int
@@ -106,20 +107,22 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     precision = functools.partial(matmul_precision, cfg.model.matmul_precision)
 
     def make(key: jax.Array, kernels: Kernels = kernels):
-        return make_model(cfg.model, key=key, kernels=kernels, gather=gather, tensor=tensor)
+        return make_model(cfg.model, key=key, kernels=kernels, gather=gather, tensor=tensor, lora=cfg.lora)
 
     graphdef, shapes, axes = split_model(jax.eval_shape(make, jax.random.key(0)))
     check_layout(cfg, mesh, shapes, axes)
-    groups = assign_groups(axes, cfg.optim.groups, cfg.optim.weight_decay, cfg.optim.weight_decay_all)
+    learns = is_adapter if cfg.lora.on else lambda name: True
+    groups = assign_groups(axes, cfg.optim.groups, cfg.optim.weight_decay, cfg.optim.weight_decay_all, learns)
     schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), axes, is_leaf=is_axes)
     optimizer = make_optimizer(cfg.optim, schedule, groups, is_stacked)
 
     params_sharding = tree_shardings(mesh, axes, rules.params)
-    grads_sharding = tree_shardings(mesh, axes, rules.moments)  # summed over devices, they are cut as the moments are
+    # summed over devices, they are cut as the moments are
+    grads_sharding = learning(tree_shardings(mesh, axes, rules.moments), groups)
     moments_sharding = tree_shardings(mesh, moment_axes(optimizer, shapes, axes), rules.moments)
     state_sharding = tree_shardings(mesh, state_axes((), ()), rules.params)
-    ema_sharding = init_ema(cfg.train.ema, tree_shardings(mesh, axes, rules.moments))  # nothing but the step reads it
+    ema_sharding = init_ema(cfg.train.ema, grads_sharding)  # nothing but the step reads it
     state_sharding = state_sharding._replace(params=params_sharding, opt_state=moments_sharding, ema=ema_sharding)
     resting_sharding = at_rest(cfg, state_sharding, mesh)  # between two steps
     rows_sharding = batch_sharding(mesh, rules.params)
@@ -129,7 +132,12 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         _, params, _ = split_model(make(params_key))
         scale = init_loss_scale(cfg.train.loss_scale, cfg.model.compute_dtype)
         return init_state(
-            params, optimizer, scale, run_key, init_ema(cfg.train.ema, params), cfg.train.guard.window_steps
+            params,
+            optimizer,
+            scale,
+            run_key,
+            init_ema(cfg.train.ema, learning(params, groups)),
+            cfg.train.guard.window_steps,
         )
 
     reduction = Reduction(
@@ -152,13 +160,15 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         return merge_model(definition, call_in(params, learned) if away else learned)
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array, *, watched: bool = False):
+        every = learnable(params)
+
         def loss_fn(learned: Any, batch: Batch, keys_B: jax.Array):
             taps = make_taps(kernels, needs, tensor) if watched else BLIND
-            model = model_of(params, freeze(learned, groups), taps)
+            model = model_of(params, with_frozen(learned, every), taps)
             total, parts = summed_loss(model, batch, keys_B, cfg.train.aux_losses, num_sources)
             return total, parts | taps.parts()
 
-        learned = learnable(params)
+        learned = learning(every, groups)  # the clip norm is that of what learns
         means, grads = accumulate(
             loss_fn, learned, batch, key, num_microbatches=num_microbatches, scale=scale, reduction=reduction
         )
@@ -168,15 +178,9 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         with precision():
             return token_losses(model_of(params, learnable(params)), batch)
 
-    def next_logits(params: Any, tokens_BT: jax.Array, last: jax.Array) -> jax.Array:
-        model = model_of(params, learnable(params))
-        T = tokens_BT.shape[1]
-        tokens_BT = jnp.pad(tokens_BT, ((0, 0), (0, -T % tensor.size)))  # behind `last` nothing matters
-        positions_BT = jnp.broadcast_to(jnp.minimum(jnp.arange(tokens_BT.shape[1]), T - 1)[None], tokens_BT.shape)
+    def scores(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
         with precision():
-            h_BTD = tensor.gather(model.hidden(tokens_BT, positions_BT, jnp.ones_like(tokens_BT)))
-            h_BD = jax.lax.dynamic_index_in_dim(h_BTD, last, axis=1, keepdims=False)
-            return unembed(model, h_BD)
+            return target_scores(model_of(params, learnable(params)), batch)
 
     specs = lambda shardings: jax.tree.map(lambda sharding: sharding.spec, shardings)
     params_specs, rows_spec = specs(params_sharding), rows_sharding.spec
@@ -224,7 +228,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         why_plain=kernels.why_plain,
         init=jax.jit(init, out_shardings=resting_sharding),
         abstract_state=jax.tree.map(placed, jax.eval_shape(init), resting_sharding),
-        abstract_grads=jax.tree.map(placed, shapes, grads_sharding),
+        abstract_grads=jax.tree.map(placed, learning(shapes, groups), grads_sharding),
         train_step=jax.jit(
             precise_step,
             in_shardings=(resting_sharding, rows_sharding),
@@ -242,7 +246,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
             compiler_options=options.values or None,
         ),
         token_losses=batch_axes.spread(losses, (params_specs, rows_spec), rows_spec),
-        next_logits=batch_axes.spread(next_logits, (params_specs, rows_spec, P()), rows_spec),
+        target_scores=batch_axes.spread(scores, (params_specs, rows_spec), (rows_spec, rows_spec)),
         schedule=schedule,
         batch_sharding=rows_sharding,
         batch_shards=axis_size("act_batch", rules.params, mesh.shape),
@@ -281,15 +285,6 @@ def at_rest(cfg: RunConfig, state: TrainState, mesh: Mesh) -> TrainState:
             check_host_memory(f"optim.{setting}=true", mesh)
             state = state._replace(**{field: on_host(getattr(state, field))})
     return state
-
-
-def matmul_precision(name: str):
-    """A context in which float32 products have this precision."""
-    return (
-        contextlib.nullcontext()
-        if name == "default"
-        else jax.default_matmul_precision({"tf32": "tensorfloat32", "highest": "highest"}[name])
-    )
 
 
 def check_layout(cfg: RunConfig, mesh: Mesh, shapes: Any, axes: Any) -> None:

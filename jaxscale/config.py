@@ -9,18 +9,21 @@ from jaxscale.checkpoint.branch import InitConfig
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.lock import LockConfig
 from jaxscale.command_line import Arguments, config_values, describe_settings
+from jaxscale.convert.settings import ExportConfig
 from jaxscale.data.config import DataConfig
 from jaxscale.data.mixture import mixture_names
 from jaxscale.data.objectives import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
+from jaxscale.eval.config import Evals, check_names
 from jaxscale.eval.perplexity import EvalConfig
 from jaxscale.hosts.watchdog import HangConfig
-from jaxscale.models import DECODERS, AnyModelConfig, flops_per_token, max_seq_len
+from jaxscale.models import DECODERS, AnyModelConfig, flops_per_token, lora_flops, max_seq_len
 from jaxscale.models.encoder import EncoderConfig
+from jaxscale.models.lora import LoraConfig
 from jaxscale.models.t5 import T5Config
 from jaxscale.monitor.writers import MonitorConfig
 from jaxscale.optim.optimizers import OptimConfig
 from jaxscale.redact import redacted
-from jaxscale.sample.generate import SampleConfig
+from jaxscale.sample.config import SampleConfig
 from jaxscale.schema import setting
 from jaxscale.sharding.mesh import MeshConfig
 from jaxscale.train.config import TrainConfig
@@ -49,14 +52,19 @@ class RunConfig:
     )
     optim: OptimConfig = setting(OptimConfig)
     train: TrainConfig = setting(TrainConfig)
+    lora: LoraConfig = setting(LoraConfig)
     data: DataConfig = setting(DataConfig)
     eval: EvalConfig = setting(EvalConfig)
+    evals: Evals = setting(
+        {}, "{name: evaluator}: what else the model is measured on, each with its cadence", may_change=True
+    )
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
     lock: LockConfig = setting(LockConfig, may_change=True)
     monitor: MonitorConfig = setting(MonitorConfig)
     sample: SampleConfig = setting(SampleConfig)
     init: InitConfig = setting(InitConfig)
     hang: HangConfig = setting(HangConfig)
+    export: ExportConfig = setting(ExportConfig)
 
     def __post_init__(self):
         if self.seq_len < 2:
@@ -68,6 +76,9 @@ class RunConfig:
             made = "" if self.row_lengths.row == self.seq_len else f", which makes rows of {self.row_lengths.row},"
             raise ValueError(f"seq_len={self.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
         check_ema(self)
+        check_export(self)
+        check_lora(self)
+        check_evals(self)
         rows, rest = divmod(self.tokens_per_step, self.seq_len)
         if rest or not rows:
             nearest = max(1, round(self.tokens_per_step / self.seq_len)) * self.seq_len
@@ -101,7 +112,8 @@ class RunConfig:
     def flops_per_token(self) -> float:
         """Floating-point operations of one training step per token of text, recomputation left out."""
         rows = self.row_lengths
-        return flops_per_token(self.model, rows.row, rows.encoder) * rows.row / self.seq_len
+        flops = flops_per_token(self.model, rows.row, rows.encoder) * rows.row / self.seq_len
+        return flops + lora_flops(self.model, self.lora) if self.lora.on else flops
 
 
 def check_objective(cfg: RunConfig) -> None:
@@ -126,6 +138,16 @@ def check_objective(cfg: RunConfig) -> None:
         )
 
 
+def check_lora(cfg: RunConfig) -> None:
+    """Raises ValueError for adapters on a model that takes none, and where parameters are kept off the devices."""
+    if cfg.lora.on and not isinstance(cfg.model, DECODERS):
+        raise ValueError(
+            f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} takes no adapters; llama and gpt2 do"
+        )
+    if cfg.lora.on and cfg.optim.offload_params:
+        raise ValueError("lora.rank and optim.offload_params do not go together yet; leave one of them out")
+
+
 def check_clean_source(cfg: RunConfig) -> None:
     """Raises ValueError for a train.ladder.clean_source that data.mixture does not have."""
     source, names = cfg.train.ladder.clean_source, mixture_names(cfg.data.mixture)
@@ -133,6 +155,23 @@ def check_clean_source(cfg: RunConfig) -> None:
         raise ValueError(
             f"train.ladder.clean_source={source!r} is no source of data.mixture, which has {or_list(names) or 'none'}"
         )
+
+
+def check_export(cfg: RunConfig) -> None:
+    """Raises ValueError for an export of steps that are never saved, of an average that is not kept, or of adapters."""
+    every, saved = cfg.export.every_steps, cfg.checkpoint.save_every_steps
+    if every and (not saved or every % saved):
+        raise ValueError(
+            f"export.every_steps={every} must be a multiple of checkpoint.save_every_steps={saved}: an export is made "
+            "of a checkpoint"
+        )
+    if every and cfg.lora.on:
+        raise ValueError(
+            f"export.every_steps={every} would export weights without their adapters (lora.rank={cfg.lora.rank}); set "
+            "it to 0, and merge them with jaxscale ckpt merge_lora when the run is done"
+        )
+    if every and cfg.export.ema and not cfg.train.ema.on:
+        raise ValueError("export.ema=true exports an average that train.ema.decay=0 does not keep; set the decay")
 
 
 def check_ema(cfg: RunConfig) -> None:
@@ -144,6 +183,13 @@ def check_ema(cfg: RunConfig) -> None:
         )
     if cfg.sample.ema and not cfg.train.ema.on:
         raise ValueError("sample.ema=true samples from an average that train.ema.decay=0 does not keep; set the decay")
+
+
+def check_evals(cfg: RunConfig) -> None:
+    """Raises ValueError for an evaluator of a model that does not read from left to right, or with a name of no use."""
+    check_names(cfg.evals)
+    if cfg.evals and not isinstance(cfg.model, DECODERS):
+        raise ValueError(f"evals are of decoders, and model.name={cfg.model.name!r} is none; use llama or gpt2")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TextIO
 
 from jaxscale.redact import shown, shown_traceback
@@ -36,6 +36,9 @@ class Exit(enum.IntEnum):
     CHECKPOINT_CORRUPT = 19  # a committed checkpoint cannot be read back
 
 
+CODES_LINE = (
+    "Exit codes: 0 done, 1 an unexpected error, 2 something to correct, which is named; jaxscale --help has all."
+)
 STARTED_AGAIN = (Exit.PREEMPTED, Exit.PEER_LOST, Exit.STORAGE, Exit.HANG)
 BY_A_PERSON = (INTERRUPTED, READER_GONE)
 
@@ -92,15 +95,22 @@ class Stop(Exception):
         super().__init__(message)
         self.code = code
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of a traceback: the line."""
+        return [shown(verdict(self)[1])]
 
-def run_and_exit(main: Callable[[list[str]], int | None]) -> None:
+
+def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = True) -> None:
     """Runs main(argv) and leaves with its exit code; ValueError, Stop and Ctrl-C become one clear line on stderr.
 
-    Where nobody reads our output any more, as after `| head`, it leaves without a word.
+    Where nobody reads our output any more, as after `| head`, it leaves without a word. The help of a verb ends with
+    what its exit codes mean.
     """
     with tracebacks_shown():
         try:
             code = main(sys.argv[1:])
+            if is_verb and not code and asks_for_help(sys.argv[1:]):
+                print(f"\n{CODES_LINE}")
         except BrokenPipeError:
             if not (has_no_reader(sys.stdout) or has_no_reader(sys.stderr)):
                 raise  # another pipe than our output
@@ -112,6 +122,12 @@ def run_and_exit(main: Callable[[list[str]], int | None]) -> None:
             tell(line)
     silence_closed_streams()
     sys.exit(int(code or 0))
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """True if a flag asks for help; what comes after `--` is for another program."""
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    return bool({"-h", "--help", "--helpfull"} & set(own))
 
 
 @contextlib.contextmanager

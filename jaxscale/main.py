@@ -1,4 +1,6 @@
-"""Trains a language model: python -m jaxscale.main --config=configs/quickstart.py
+"""Trains a language model, or goes on with one.
+
+  jaxscale train --config=configs/quickstart.py --workdir=runs/first      python -m jaxscale.main is the same
 
 --config=FILE           a file with get_config(); FILE.py:TEXT hands TEXT to it
 --config.NAME=VALUE     sets any setting by its dotted name, named in the file or not
@@ -12,10 +14,13 @@ from jaxscale.process import files_as, prepare
 if __name__ == "__main__":
     prepare()  # before jax is imported
 
+from collections.abc import Mapping  # noqa: E402
+
 from jaxscale import config, hosts, schema, start  # noqa: E402
 from jaxscale.attend import attended  # noqa: E402
 from jaxscale.checkpoint.cause import reached  # noqa: E402
 from jaxscale.command_line import config_name, parse_arguments, take_switches  # noqa: E402
+from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.exits import run_and_exit  # noqa: E402
 from jaxscale.planner.check import check_machine  # noqa: E402
 from jaxscale.run import train_through  # noqa: E402
@@ -32,13 +37,18 @@ def main(argv: list[str]) -> int:
     cfg = config.load_config(arguments.config, config.with_flags(arguments))
     wishes = start.wishes_of(arguments.options, switches)
     workdir = arguments.options.get("workdir", f"runs/{config_name(arguments.config)}")
-    place = hosts.find_own_place(arguments.options)
+    train_in(workdir, cfg, wishes, arguments.options)
+    return 0
+
+
+def train_in(workdir: str, cfg: RunConfig, wishes: start.Wishes, flags: Mapping[str, str]) -> None:
+    """Trains in a work folder to the end. flags: hosts.FLAGS; where there are none, the cluster is asked."""
+    place = hosts.find_own_place(flags)
     facts = {"--workdir": workdir} | wishes.facts | schema.flatten(schema.to_dict(cfg))
-    with files_as(wishes.mode), hosts.joined(place, facts, arguments.options) as team:
+    with files_as(wishes.mode), hosts.joined(place, facts, flags) as team:
         check_machine(cfg, begun=reached(lambda: has_begun(workdir), workdir))
         with attended(cfg, workdir, wishes, team) as services:
             train_through(cfg, workdir, team, services=services, wishes=wishes)
-    return 0
 
 
 if __name__ == "__main__":

@@ -16,11 +16,17 @@ from jaxscale.checkpoint.branch import Source, branch_state, open_source
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.convert.periodic import exporting
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.mixture import mixture_names
 from jaxscale.data.order import ORDER, batch_index
 from jaxscale.data.pipeline import Corpus
+from jaxscale.data.tokenizer.kept import keep_tokenizer
+from jaxscale.eval.config import check_files
+from jaxscale.eval.named import Evaluator, open_evaluators
 from jaxscale.eval.perplexity import evaluate, make_eval_step
+from jaxscale.eval.scorer import Scorer
+from jaxscale.eval.text import Reading
 from jaxscale.hardware import find_chip
 from jaxscale.hosts.agree import check_shared, open_board
 from jaxscale.monitor.alerts import Diagnosis, read_facts
@@ -32,6 +38,7 @@ from jaxscale.redact import redacted
 from jaxscale.same_run import (
     check_hosts_agree,
     check_same_data,
+    check_same_evals,
     check_same_past,
     check_same_run,
     open_same_data,
@@ -46,7 +53,7 @@ from jaxscale.train import loop
 from jaxscale.train.autopilot import Pilot, Rewound, under_no_orders
 from jaxscale.train.decisions import Decisions
 from jaxscale.train.feed import Feed
-from jaxscale.train.loop import Run
+from jaxscale.train.loop import NamedEvaluate, Run
 from jaxscale.train.replica_watch import ReplicaWatch
 from jaxscale.train.replicas import coverage, make_replica_check
 from jaxscale.train.services import Services
@@ -63,9 +70,11 @@ def train_through(
 ) -> None:
     """Trains to the end, going back to an older step as often as the run decides to. Raises as open_run does."""
     services = services or with_events(workdir)
-    run = open_run(cfg, workdir, say, services=services, wishes=wishes)
-    while run is not None and isinstance(loop.train(run), Rewound):
-        run = open_run(cfg, workdir, say, services=services, wishes=wishes, before=run)
+    with exporting(cfg.export, workdir, services.note, say, primary=jax.process_index() == 0) as note:
+        services = services._replace(note=note)
+        run = open_run(cfg, workdir, say, services=services, wishes=wishes)
+        while run is not None and isinstance(loop.train(run), Rewound):
+            run = open_run(cfg, workdir, say, services=services, wishes=wishes, before=run)
 
 
 def open_run(
@@ -84,6 +93,7 @@ def open_run(
     CHECKPOINT_CORRUPT where the work folder holds something else. Never begins anew over an old run.
     """
     folder, services = paths.as_path(workdir), services or with_events(workdir)
+    check_files(cfg.evals)
     check_shared(folder, prepare=lambda: paths.make_run_dir(workdir, wishes.mode))
     checkpoints = Checkpoints(
         folder / "checkpoints",
@@ -123,6 +133,7 @@ def open_at(
     )
     say(corpus.summary)
     check_hosts_agree(corpus)
+    evaluators = () if before else open_evals(cfg, corpus)
     budget = resolve_budget(cfg, corpus.epoch_tokens)
     if wishes.replay:
         check_same_length(budget.total_steps, wishes.replay)
@@ -140,6 +151,8 @@ def open_at(
         for line in mixture.lines if mixture else ():
             say(f"data: {line}")
         announce(program, budget, say)
+        for one in evaluators:
+            say(f"evals.{one.name}: {one.summary}")
     checkpoints.check_room(program.abstract_state)  # before anything is compiled
     if recorded is not None:
         announce_return(program, recorded, begun, budget, say)
@@ -163,6 +176,8 @@ def open_at(
     primary = jax.process_index() == 0
     if primary:
         written(lambda: paths.write_json(folder / "config.json", resolved), folder)
+        if corpus.tokenizer is not None:
+            written(lambda: keep_tokenizer(corpus.tokenizer, folder, corpus.chat), folder)
     start_facts = services.ledger.take_up(folder) if services.ledger and primary else {}  # before records are dropped
     begins = [stage.first_row // cfg.rows_per_step for stage in mixture.stages[1:]] if mixture else []
     diagnosis = None
@@ -210,6 +225,7 @@ def open_at(
         ),
         evaluate=before.evaluate if before else make_evaluate(program, corpus),  # compiled, with its rows in place
         eval_every_steps=cfg.eval.every_steps,
+        evaluators=before.evaluators if before else make_evaluates(program, evaluators),
         checkpoints=checkpoints,
         save_every_steps=cfg.checkpoint.save_every_steps,
         position=position,
@@ -304,3 +320,28 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
         return [on_mesh(batch) for batch in corpus.valid_batches(cfg.eval.num_rows, rows)]
 
     return lambda params: evaluate(step, params, placed(), corpus.source_names)
+
+
+def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
+    """The named evaluators with their data read. Raises ValueError for data that is not as told."""
+    if not cfg.evals:
+        return ()
+    if corpus.tokenizer is None:
+        raise ValueError("evals read text, and the tokenizer of this run's ids is not known; give data.tokenizer")
+    evaluators = open_evaluators(cfg.evals, Reading.of(corpus.tokenizer, (), cfg.seq_len))
+    check_same_evals(evaluators)
+    return evaluators
+
+
+def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[NamedEvaluate, ...]:
+    """params -> metrics of each evaluator, all by one program, which is compiled for each length of rows."""
+    cfg = program.cfg
+    rows = max(program.batch_shards, cfg.rows_per_step // cfg.train.num_microbatches)
+    scorer = Scorer(
+        step=jax.jit(program.target_scores, out_shardings=replicated(program.mesh)),
+        sharding=program.batch_sharding,
+        shards=program.batch_shards,
+        multiple=program.mesh.shape["tensor"],
+        batch_tokens=rows * cfg.seq_len,
+    )
+    return tuple(NamedEvaluate(functools.partial(one.metrics, scorer), one.every_steps) for one in evaluators)

@@ -17,6 +17,7 @@ from jaxscale.data.mixture import Mixture, same_past
 from jaxscale.data.order import Ranges, batch_index, merge_skips
 from jaxscale.data.pipeline import Corpus, open_data
 from jaxscale.data.remote import Unwritable
+from jaxscale.eval.named import Evaluator
 from jaxscale.exits import Exit, Stop, is_for_people
 from jaxscale.hosts.agree import agreed
 from jaxscale.train.decisions import Decisions
@@ -77,6 +78,11 @@ def check_same_run(
         if not (folder / "config.json").exists():
             return []
         recorded = paths.read_json(folder / "config.json")  # begun, and stopped before its first checkpoint
+    if recorded.get("converted"):
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"{folder} holds a converted model and no run: train it in another --workdir, with --init_from={folder}",
+        )
     old = recorded["config"]
     with contextlib.suppress(ValueError):
         old = schema.to_dict(
@@ -174,6 +180,20 @@ def check_hosts_agree(corpus: Corpus) -> None:
             f"the data of process {jax.process_index()} are not those of process 0: fingerprint "
             f"{corpus.fingerprint[:16]} here, {first[:16]} there; give all hosts the same files, and where a cache of "
             "tokenised text is older than the text, delete it",
+        )
+
+
+def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
+    """Raises Stop(DATA_MISMATCH) at a process that would measure other text or items than the first one."""
+    if not evaluators:
+        return
+    found = {one.name: one.fingerprint for one in evaluators}
+    first = agreed(lambda: found, DATA_SECONDS)
+    if differ := [name for name in found if found[name] != first.get(name)]:
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"the files of evals.{differ[0]} at process {jax.process_index()} are not those of process 0; give all "
+            "hosts the same files",
         )
 
 

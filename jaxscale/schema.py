@@ -2,7 +2,7 @@
 
 A setting is a dataclass field made with `setting(default, help)`. Types come from the annotations: bool, int, float,
 str, Literal, tuple[X, ...], dict[str, X], X | None, unions of those, nested dataclasses, and unions of dataclasses told
-apart by their `name: Literal[...]`.
+apart by their `name: Literal[...]`, or `kind: Literal[...]` where they have no name.
 """
 
 import ast
@@ -91,10 +91,12 @@ def describe_groups(cls: type, path: str = "", chosen: str = "") -> Iterator[tup
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         groups = [option for option in options(hints[field.name]) if dataclasses.is_dataclass(option)]
-        if groups:
-            for group in groups:
-                name = group_name(group) if len(groups) > 1 else chosen
-                yield from describe_groups(group, join(path, field.name), name)
+        named = [option for option in options(named_hint(hints[field.name])) if dataclasses.is_dataclass(option)]
+        if groups or named:
+            place = join(path, field.name)
+            for group in groups or named:
+                name = group_name(group) if len(groups or named) > 1 else chosen
+                yield from describe_groups(group, place if groups else f"{place}.NAME", name)
             continue
         if field.default is not dataclasses.MISSING:
             default = repr(field.default)
@@ -103,6 +105,11 @@ def describe_groups(cls: type, path: str = "", chosen: str = "") -> Iterator[tup
         else:
             default = "required"
         yield chosen, join(path, field.name), type_name(hints[field.name]), default, field.metadata.get("help", "")
+
+
+def named_hint(hint: Any) -> Any:
+    """X of a hint dict[str, X], else none."""
+    return next((typing.get_args(option)[1] for option in options(hint) if typing.get_origin(option) is dict), None)
 
 
 def changeable(cls: type, path: str = "") -> set[str]:
@@ -197,25 +204,31 @@ def parse_text(text: str, candidates: list[Any]) -> Any:
 
 
 def choose_group(groups: list[type], value: Any, path: str) -> type:
-    """The dataclass whose `name` literal the value gives. One group alone needs no name."""
+    """The dataclass whose `name` or `kind` the value gives. One group alone needs none."""
     if len(groups) == 1:
         return groups[0]
     named = {group_name(group): group for group in groups}
+    tag = group_tag(groups[0])
     if not isinstance(value, Mapping):
-        raise ValueError(f"{path}={value!r} must be a group of settings with a name, one of {sorted(named)}")
-    if "name" not in value:
-        raise ValueError(f"{path}.name must be given: one of {sorted(named)}")
-    name = value["name"]
+        raise ValueError(f"{path}={value!r} must be a group of settings with a {tag}, one of {sorted(named)}")
+    if tag not in value:
+        raise ValueError(f"{path}.{tag} must be given: one of {sorted(named)}")
+    name = value[tag]
     if not isinstance(name, str) or name not in named:
         close = difflib.get_close_matches(str(name), named, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{path}.name={name!r} must be one of {sorted(named)}{hint}")
+        raise ValueError(f"{path}.{tag}={name!r} must be one of {sorted(named)}{hint}")
     return named[name]
 
 
 def group_name(group: type) -> str:
-    """The text that its `name: Literal[...]` allows."""
-    return typing.get_args(typing.get_type_hints(group)["name"])[0]
+    """The text that its `name: Literal[...]`, or `kind`, allows."""
+    return typing.get_args(typing.get_type_hints(group)[group_tag(group)])[0]
+
+
+def group_tag(group: type) -> str:
+    """The setting that tells a group from others: name, or kind."""
+    return "name" if "name" in typing.get_type_hints(group) else "kind"
 
 
 def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:

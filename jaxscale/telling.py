@@ -4,8 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from jaxscale import paths, units
 from jaxscale.build import Program
@@ -13,11 +11,14 @@ from jaxscale.config import Budget
 from jaxscale.data.pipeline import Corpus
 from jaxscale.hardware import find_chip
 from jaxscale.models import DECODERS, num_params
+from jaxscale.models.placed import place_model
 from jaxscale.monitor.writers import Writer
 from jaxscale.redact import redact
-from jaxscale.sample.generate import SampleConfig, make_sampler
+from jaxscale.sample.choose import Sampling
+from jaxscale.sample.config import SampleConfig
+from jaxscale.sample.generator import Engine, Generator
 from jaxscale.sharding.mesh import mesh_layout
-from jaxscale.sharding.place import replicated
+from jaxscale.train.ema import averaged
 from jaxscale.train.state import TrainState
 
 Sample = Callable[[TrainState], str]
@@ -33,6 +34,9 @@ def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> No
         f"{program.attention} attention{why}; {mesh.size} x {device.device_kind}"
         + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
     )
+    if cfg.lora.on:
+        learned = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads))
+        say(f"lora: {units.count(learned)} parameters in adapters of rank {cfg.lora.rank} learn; all others are frozen")
     if options := str(program.compiler_options):
         say(f"compiler options: {options}")
     chip = find_chip(device.device_kind)
@@ -88,26 +92,26 @@ def sample_of_run(program: Program, corpus: Corpus, say: Callable[[str], None]) 
 
 
 def make_sample(program: Program, tokenizer: Any) -> Sample:
-    """state -> the prompt and sample.num_tokens tokens that the model adds to it, compiled once.
+    """state -> the prompt and sample.num_tokens tokens that the model adds to it, compiled at its first call.
 
-    The end of a document is never chosen. The draws are the same each time, so that two samples of a run differ by what
-    was learnt in between. To be called in all processes.
+    The end of a document is never chosen. The model reads rows of seq_len as in training: where one is full, its newer
+    half is gone on from. The draws are the same each time, so that two samples of a run differ by what was learnt in
+    between. To be called in all processes.
     """
-    cfg = program.cfg
+    cfg, longest = program.cfg, program.cfg.seq_len
     prompt = list(tokenizer.encode(cfg.sample.prompt)) or [tokenizer.eos_id]  # from nothing: from where a document ends
-    tokens_BT = np.zeros((program.batch_shards, len(prompt) + cfg.sample.num_tokens), np.int32)  # one row is shown
-    tokens_BT[:, : len(prompt)] = prompt
-    ids_1V = np.arange(cfg.model.vocab_size)[None]
-    is_text_1V = (ids_1V < tokenizer.vocab_size) & (ids_1V != tokenizer.eos_id)
-    text_logits = lambda params, tokens, last: jnp.where(
-        is_text_1V, program.next_logits(params, tokens, last), -jnp.inf
-    )
-    sampler = make_sampler(text_logits, window=cfg.seq_len, temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
-    sampler = jax.jit(sampler, out_shardings=replicated(program.mesh))
+    placed = place_model(cfg.model, program.mesh, cfg.rules, lora=cfg.lora, away=cfg.optim.offload_params)
+    engine = Engine(placed, batch=1, longest=longest, num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id])
+    sampling = Sampling(temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
 
     def sample(state: TrainState) -> str:
-        params = state.ema if cfg.sample.ema else state.params
-        rows = sampler(params, tokens_BT, len(prompt), jax.random.key(cfg.seed))
-        return tokenizer.decode([id for id in np.asarray(rows)[0] if id != tokenizer.eos_id])
+        generator = Generator(engine, averaged(state) if cfg.sample.ema else state.params)
+        ids, total, rows = list(prompt), len(prompt) + cfg.sample.num_tokens, 0
+        while len(ids) < total:
+            row = ids if len(ids) < longest else ids[-(longest // 2) :]
+            steps = generator.generate([row], sampling, total - len(ids), seed=cfg.seed, numbers=[rows])
+            ids += [int(step_B[0]) for step_B in steps]
+            rows += 1
+        return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
 
     return sample

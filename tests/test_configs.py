@@ -20,7 +20,7 @@ SPEC = importlib.util.spec_from_file_location("update_configs", ROOT / "tests" /
 golden = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(golden)
 PATHS = golden.config_paths()
-NAMES = {"quickstart", "gpt2_124m", "1b", "7b", "13b", "70b", "auto:depth=4"}
+NAMES = {"quickstart", "gpt2_124m", "1b", "7b", "13b", "70b", "auto:depth=4", "finetune:lora"}
 
 
 def test_the_configs_that_are_promised_are_there():
@@ -49,7 +49,8 @@ def test_its_amounts_resolve_and_its_warmup_is_a_small_part(name):
 @pytest.mark.parametrize("name", PATHS)
 def test_its_memory_can_be_told_without_a_device(name):
     cfg = load_config(PATHS[name])
-    assert least_memory(cfg, 1).state >= 16 * num_params(cfg.model)  # float32: parameter, two moments, gradient
+    a_parameter = 4 if cfg.lora.on else 16  # float32: parameter, two moments, gradient; frozen: itself alone
+    assert least_memory(cfg, 1).state >= a_parameter * num_params(cfg.model)
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda file: file.stem)
@@ -86,6 +87,13 @@ def test_the_dial_turns_everything_in_the_same_direction():
 def test_a_wrong_turn_of_the_dial_is_one_line(argument):
     with pytest.raises(ValueError, match="write configs/auto.py:depth=N") as error:
         load_config(str(golden.CONFIGS / f"auto.py:{argument}"))
+    assert "\n" not in str(error.value)
+
+
+def test_a_hugging_face_folder_as_the_base_of_a_fine_tuning_is_one_line_with_the_way_out(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ValueError, match="is no work folder; .*jaxscale convert --from=") as error:
+        load_config(str(golden.CONFIGS / f"finetune.py:lora,{tmp_path}"))
     assert "\n" not in str(error.value)
 
 

@@ -8,18 +8,18 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 ROOMS = {
     "redact": -1,  # below all: whatever writes asks it
-    "faults": 0, "schema": 0, "exits": 0, "units": 0, "paths": 0, "hardware": 0,
+    "faults": 0, "callable_room": 0, "schema": 0, "exits": 0, "units": 0, "paths": 0, "hardware": 0,
     "process": 1, "command_line": 1, "hosts": 1, "sharding": 1, "optim": 1, "bucket": 1,
-    "data": 2, "monitor": 2, "ops": 2, "models": 3, "checkpoint": 4, "sample": 4, "eval": 5, "train": 6,
-    "config": 7, "build": 8, "same_run": 8, "start": 9, "telling": 9, "planner": 9,
-    "attend": 10, "run": 10, "main": 11, "cli": 11,
+    "data": 2, "monitor": 2, "ops": 2, "models": 3, "checkpoint": 4, "sample": 4, "convert": 5, "eval": 5, "train": 6,
+    "config": 7, "build": 8, "inference": 8, "same_run": 8, "start": 9, "telling": 9, "planner": 9,
+    "attend": 10, "run": 10, "main": 11, "cli": 11, "api": 12,
 }  # fmt: skip
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {
     "apache_beam", "array_record", "datasets", "etils", "fsspec", "ftfy", "gcsfs", "gigatoken", "google", "grain",
-    "huggingface_hub", "libtpu", "matplotlib", "orbax", "orjson", "profanity_check", "py3langid", "pyarrow",
-    "pydivsufsort", "qwix", "rensa", "resiliparse", "rustbpe", "sentencepiece", "seqio", "tensorboardX", "tensorflow",
-    "tensorstore", "tiktoken", "tokenizers", "torch", "trackio", "trafilatura", "transformers", "wandb",
+    "huggingface_hub", "jinja2", "libtpu", "lm_eval", "matplotlib", "orbax", "orjson", "profanity_check", "py3langid",
+    "pyarrow", "pydivsufsort", "qwix", "rensa", "resiliparse", "rustbpe", "sentencepiece", "seqio", "tensorboardX",
+    "tensorflow", "tensorstore", "tiktoken", "tokenizers", "torch", "trackio", "trafilatura", "transformers", "wandb",
 }  # fmt: skip
 UNPICKLERS = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 RUNNERS = {"eval", "exec", "compile"}  # the builtins; jax.eval_shape or re.compile are attributes and no concern

@@ -23,6 +23,7 @@ from jaxscale.monitor.report import serve
 from jaxscale.monitor.writers import json_line
 from jaxscale.process import environment, files_as, folder_mode
 from jaxscale.redact import shown
+from jaxscale.sample import serve as chat
 
 
 @functools.cache
@@ -153,13 +154,14 @@ def parents(module):
 
 
 @pytest.mark.fault("H8")
-def test_nothing_listens_but_the_roll_call_and_nothing_serves_but_a_report_on_loopback():
+def test_nothing_listens_but_the_roll_call_and_nothing_serves_but_a_report_and_a_chat_on_loopback():
     ways = ("create_server", "bind", "listen")
     found = {file for file, names in all_names().items() if any(name.rpartition(".")[2] in ways for name in names)}
     assert found == {"jaxscale/hosts/roll_call.py"}
     servers = {"aiohttp", "flask", "fastapi", "uvicorn", "tornado", "socketserver", "http.server", "xmlrpc"}
     serving = {file for file, tree in trees() for name, *_ in imports(tree, "jaxscale/x.py") if servers & parents(name)}
-    assert serving == {"jaxscale/monitor/report/serve.py"} and serve.ADDRESS == "127.0.0.1"
+    assert serving == {"jaxscale/monitor/report/serve.py", "jaxscale/sample/serve.py"}
+    assert chat.ADDRESS is serve.ADDRESS == "127.0.0.1"
     assert files_that_use("0.0.0.0") == {"jaxscale/hosts/roll_call.py"}  # where the name leads to loopback
 
 

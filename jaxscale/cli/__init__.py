@@ -8,7 +8,7 @@ import importlib
 import sys
 
 from jaxscale import process
-from jaxscale.exits import run_and_exit
+from jaxscale.exits import codes_help, run_and_exit
 
 VERBS = {
     "train": ("jaxscale.main", "train a language model, or go on with one"),
@@ -26,7 +26,15 @@ VERBS = {
     ),
     "bench": ("jaxscale.cli.bench", "measure the step and the loop, alone and beside other programs"),
     "ckpt": ("jaxscale.cli.ckpt", "list, check, copy, thin out and average checkpoints, without a device"),
+    "convert": (
+        "jaxscale.cli.convert",
+        "bring a Hugging Face model in, or take a checkpoint out as one",
+    ),
     "trace": ("jaxscale.cli.trace", "list the documents that a step trained on, or the steps that saw a document"),
+    "evaluate": (
+        "jaxscale.cli.evaluate",
+        "measure a model: text, multiple choice and cloze by likelihood, lm-eval's tasks, of all checkpoints",
+    ),
     "rehearse": (
         "jaxscale.cli.rehearse",
         "try a run here for minutes: step, evaluate, save, kill, go on, compare; GO or NO-GO",
@@ -35,19 +43,28 @@ VERBS = {
         "jaxscale.cli.report",
         "one HTML page about a run, or several: curves, cost, data, incidents",
     ),
+    "sample": ("jaxscale.cli.sample", "write text with a model: from prompts, in a terminal, or as a chat page"),
     "supervise": ("jaxscale.cli.supervise", "start a training again as long as that can help"),
     "watch": ("jaxscale.cli.watch", "show a run in a terminal while it trains"),
+    "completion": ("jaxscale.cli.completion", "print what completes this command in bash or zsh"),
     "verify": ("jaxscale.cli.verify", "prove on your config that resuming is exact and that no mesh changes a number"),
 }
-AHEAD = ("plan", "preflight", "trace", "ckpt")  # verbs that use no device that is here
-WITHOUT_DEVICE = ("prepare", "rehearse", "report", "supervise", "watch")  # what they start sets itself up
+GROUPS = {  # when a person wants which verb
+    "before a run": ("plan", "prepare", "convert", "preflight", "verify", "bench", "rehearse"),
+    "the run": ("train", "supervise", "watch"),
+    "after it, or beside it": ("sample", "evaluate", "report", "ckpt", "trace"),
+    "the shell": ("completion",),
+}
+AHEAD = ("plan", "preflight", "trace", "ckpt", "convert")  # verbs that use no device that is here
+WITHOUT_DEVICE = ("completion", "prepare", "rehearse", "report", "supervise", "watch")  # what they start sets itself up
 
 
 def main() -> None:
     """The console script. Leaves with the verb's exit code."""
-    if sys.argv[1:] and sys.argv[1] in VERBS:
-        set_up(sys.argv[1])
-    run_and_exit(dispatch)
+    verb = sys.argv[1] if sys.argv[1:] else ""
+    if verb in VERBS:
+        set_up(verb)
+    run_and_exit(dispatch, is_verb=verb in VERBS)
 
 
 def set_up(verb: str) -> None:
@@ -71,10 +88,13 @@ def dispatch(argv: list[str]) -> int:
 
 
 def verbs_help() -> str:
-    """What `jaxscale --help` prints: a line for each verb."""
+    """What `jaxscale --help` prints: an example, a line for each verb, by when it is wanted, and the exit codes."""
     width = max(map(len, VERBS))
-    lines = [f"  {verb.ljust(width)}  {text}" for verb, (_, text) in VERBS.items()]
-    return "\n".join(["jaxscale VERB ...", "", *lines, "", "jaxscale VERB --help tells more."])
+    lines = ["jaxscale VERB ...", "", "  jaxscale train --config=configs/quickstart.py", ""]
+    for group, verbs in GROUPS.items():
+        lines += [f"{group}:", *(f"  {verb.ljust(width)}  {VERBS[verb][1]}" for verb in verbs), ""]
+    lines += ["jaxscale VERB --help tells more, an example first.", "", "exit codes:", codes_help()]
+    return "\n".join(lines)
 
 
 def verb_list() -> str:

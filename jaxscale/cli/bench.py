@@ -4,6 +4,7 @@
   jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) beside the bare step
   jaxscale bench survive              what guard, watchdog, lock, fingerprints and saves cost, beside the step
   jaxscale bench statistics           what looking at each layer costs (monitor.statistics_every_steps), beside the step
+  jaxscale bench sample               tokens/s that are written with a cache of keys and values, beside full passes
   jaxscale bench collectives          bandwidth along each mesh axis, beside the chip table, and hosts that are slow
   jaxscale bench data                 preparing and reading data, on one core: each stage, a recipe, shards, batches
   --spec=S                S: 8 layers, d 512, vocabulary 8192, 8 x 512 tokens; T: 4 layers, d 256, vocabulary 256,
@@ -24,6 +25,10 @@
                           first_step_s, gflops, params. NAME=VALUE may stand in front. For several commands give the
                           flag again, or put ';;' between them
   --rounds=3              step: turns of each with --against; survive, statistics: of each (5)
+
+  --prompt_tokens=256     sample: tokens of each prompt
+  --num_tokens=64         sample: tokens that are written behind it
+  --rows=1                sample: prompts at a time
 
   --input=GLOB            data: text to measure with; else a recipe's sources, else this Python's standard library
   --recipe=FILE           data: a recipe of jaxscale prepare, for stages and tokenizer
@@ -51,6 +56,7 @@ from jaxscale.cli import (  # noqa: E402
     bench_collectives,
     bench_data,
     bench_loop,
+    bench_sample,
     bench_statistics,
     bench_step,
     bench_survive,
@@ -67,6 +73,7 @@ OPTIONS = {
     "loop": SHARED_OPTIONS,
     "survive": (*SHARED_OPTIONS, "rounds"),
     "statistics": (*SHARED_OPTIONS, "rounds"),
+    "sample": ("spec", "dtype", "devices", "prompt_tokens", "num_tokens", "rows"),
     "data": ("input", "recipe", "seq_len", "batch_rows", "rounds"),
     "collectives": ("devices", "megabytes", "repeats", *hosts.FLAGS),
 }
@@ -92,7 +99,7 @@ def main(argv: list[str]) -> int:
         if "devices" in arguments.options:
             jax.config.update("jax_num_cpu_devices", number(arguments, "devices", 1, 1))
         verbs = {"step": save_steps if save else step, "loop": loop, "survive": survive, "statistics": statistics}
-        (verbs | {"collectives": collectives, "data": data})[what](arguments, as_json)
+        (verbs | {"collectives": collectives, "data": data, "sample": sample})[what](arguments, as_json)
     return 0
 
 
@@ -142,6 +149,16 @@ def statistics(arguments: Arguments, as_json: bool) -> None:
     steps, rounds = number(arguments, "steps", 20, 2), number(arguments, "rounds", 5, 1)
     record = bench_statistics.measure_statistics(name, cfg, steps=steps, rounds=rounds)
     print(json.dumps(record) if as_json else "\n".join(bench_statistics.statistics_lines(record)))
+
+
+def sample(arguments: Arguments, as_json: bool) -> None:
+    """`jaxscale bench sample`."""
+    sizes = {"prompt_tokens": 256, "num_tokens": 64, "rows": 1}
+    prompt_tokens, num_tokens, rows = (number(arguments, name, size, 1) for name, size in sizes.items())
+    record = bench_sample.measure_sample(
+        *bench_step.read_config(arguments), prompt_tokens=prompt_tokens, num_tokens=num_tokens, batch=rows
+    )
+    print(json.dumps(record) if as_json else "\n".join(bench_sample.sample_lines(record)))
 
 
 def collectives(arguments: Arguments, as_json: bool) -> None:

@@ -5,6 +5,7 @@
   --output=report.html    where the page is written
   --price=DOLLARS         what an hour of one chip costs, for the cost so far and to the end; without it the list price
                           of hardware.py, where that has one
+  --card                  card.md in its place: a short page in Markdown, a column for each run
   --serve[=PORT]          no file: the page at http://127.0.0.1:PORT, made anew as the run goes on, until Ctrl-C;
                           default port 8642, 0: any free one
 
@@ -18,10 +19,10 @@ from collections.abc import Sequence
 
 from jaxscale import paths, units
 from jaxscale.checkpoint.cause import reached, short_cause, written
-from jaxscale.command_line import parse_arguments, whole_number
+from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.exits import run_and_exit
 from jaxscale.monitor.history import History, read_history
-from jaxscale.monitor.report import make_page
+from jaxscale.monitor.report import make_card, make_page
 from jaxscale.monitor.report.serve import Pages, open_server
 
 OPTIONS = ("output", "price", "serve")
@@ -32,6 +33,7 @@ HIGHEST_PORT = 65_535
 def main(argv: list[str]) -> int:
     """Writes or serves the page and returns the exit code."""
     workdirs, rest = take_workdirs(argv)
+    rest, switches = take_switches(rest, (), ("card",))
     arguments = parse_arguments([f"--serve={PORT}" if flag == "--serve" else flag for flag in rest], OPTIONS)
     if arguments.help:
         print(__doc__)
@@ -43,17 +45,18 @@ def main(argv: list[str]) -> int:
     options = arguments.options
     price = price_of(options["price"]) if "price" in options else None
     if "serve" in options:
-        if "output" in options:
-            raise ValueError("--serve writes no file; leave out --output, or --serve")
+        if "output" in options or switches:
+            raise ValueError("--serve writes no file; leave out --output and --card, or --serve")
         return serve(workdirs, price, port_of(options["serve"]))
-    output = options.get("output", "report.html")
+    output = options.get("output", "card.md" if switches else "report.html")
     if not paths.is_remote(output) and not paths.as_path(output).parent.is_dir():
         raise ValueError(f"--output={output} is in no folder that is there; make it, or choose another")
     if not paths.is_remote(output) and paths.as_path(output).is_dir():
         raise ValueError(f"--output={output} is a folder; name a file, such as {output.rstrip('/')}/report.html")
-    page = make_page(read_all(workdirs), price=price, now=time.time())
+    page = (make_card if switches else make_page)(read_all(workdirs), price=price, now=time.time())
     written(lambda: paths.write_text_atomic(output, page), output)
-    print(f"{output}: {', '.join(workdirs)}, {units.size(len(page.encode()))}; open it in a browser")
+    way_on = "" if switches else "; open it in a browser"
+    print(f"{output}: {', '.join(workdirs)}, {units.size(len(page.encode()))}{way_on}")
     return 0
 
 

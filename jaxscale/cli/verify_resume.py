@@ -28,7 +28,7 @@ LEAST_STEPS = 4 * SAVE_EVERY  # room for a kill between the first two checkpoint
 
 
 def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
-    """The config of both runs: so many steps, a checkpoint every 3, every step logged, no validation and no sample."""
+    """The config of both runs: so many steps, a checkpoint every 3, every step logged, no measurement and no sample."""
     mesh = cfg.mesh
     try:
         shape = mesh_shape(mesh, devices)
@@ -46,6 +46,7 @@ def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
         checkpoint=dataclasses.replace(cfg.checkpoint, save_every_steps=SAVE_EVERY, keep_last=steps),
         monitor=dataclasses.replace(cfg.monitor, log_every_steps=1, tensorboard=False, progress="lines"),
         eval=dataclasses.replace(cfg.eval, num_rows=0),
+        evals={},
         sample=dataclasses.replace(cfg.sample, num_tokens=0),
     )
 

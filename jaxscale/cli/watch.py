@@ -1,4 +1,6 @@
-"""Shows a run in a terminal while it trains: jaxscale watch --workdir=runs/first
+"""Shows a run in a terminal while it trains.
+
+  jaxscale watch --workdir=runs/first
 
 --workdir=FOLDER   the folder of the run, local or gs://; it is only read
 --every=SECONDS    seconds between two looks; default 2, and 15 for a bucket

@@ -2,6 +2,7 @@
 
 import collections
 import os
+import re
 import shutil
 import sys
 import time
@@ -13,14 +14,17 @@ from jaxscale.redact import printable, redact
 
 Style = Literal["bar", "lines", "off"]
 VALIDATION = "validation/"  # metrics under this name are printed on a line of their own
+EVALS = re.compile(r"evals/(.+/(?:bits_per_byte|acc|acc_norm|perplexity))")  # and so are these, of named evaluators
 SHORT_NAMES = {"learning_rate": "lr", "grad_norm": "grad"}
 ETA_WINDOW = 50  # reports over which the speed is averaged: long enough to smooth, short enough to follow a change
 
 
-def choose_style(progress: Literal["auto", "bar", "lines", "off"], stream: TextIO) -> Style:
-    """'bar' on a terminal that can move its cursor, 'lines' elsewhere, unless the setting says which."""
+def choose_style(progress: Literal["auto", "bar", "lines", "off"], stream: TextIO, *, notebook: bool = False) -> Style:
+    """'bar' in a notebook and on a terminal whose cursor moves, 'lines' elsewhere, unless the setting says which."""
     if progress != "auto":
         return progress
+    if notebook:
+        return "bar"
     return "bar" if stream.isatty() and os.environ.get("TERM") != "dumb" else "lines"
 
 
@@ -56,6 +60,9 @@ class Console:
         validation = {name.removeprefix(VALIDATION): v for name, v in metrics.items() if name.startswith(VALIDATION)}
         if validation:
             self.say(f"step {step}/{self.total_steps}  validation  {named_values(validation)}")
+        evals = {match[1]: value for name, value in metrics.items() if (match := EVALS.fullmatch(name))}
+        if evals:
+            self.say(f"step {step}/{self.total_steps}  evals  {named_values(evals)}")
         if "loss" not in metrics:
             return
         self.seen.append((step, self.clock()))

@@ -24,7 +24,7 @@ SYNC_SECONDS = 120.0  # for a bucket to take a decision that binds
 MOST_UNWRITTEN = 10_000  # lines that are kept in memory, a few MB
 KINDS = frozenset(
     "started resumed restored saved save_failed fallback set_aside skipped spike alarm lr_cut rewind stopped "
-    "lock_stolen hang replicas_differ branch signal profile alert".split()
+    "lock_stolen hang replicas_differ branch signal profile alert exported".split()
 )
 
 

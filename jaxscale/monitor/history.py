@@ -49,6 +49,7 @@ class History:
     problems: tuple[str, ...] = ()  # what is missing, damaged or left out, in words
     samples: tuple[Sample, ...] = ()
     forecast: dict[str, Any] | None = None  # forecast.json: tokens, low, middle, high, made_from
+    evals: tuple[Row, ...] = ()  # of evals.jsonl: what was measured of checkpoints from outside, by step
     supervised: tuple[Row, ...] = ()  # the ledgers of `jaxscale supervise`, oldest first
     written_at: float | None = None  # when metrics or events were last written, by the storage's clock, in Unix seconds
     label: str = ""  # what it is called in place of the folder's own name
@@ -66,6 +67,16 @@ class History:
     def names(self) -> list[str]:
         """Every metric that some row has as a number, in the order of their first rows."""
         return list(dict.fromkeys(name for row in self.rows for name, value in row.items() if is_number(value)))
+
+    def eval_names(self) -> list[str]:
+        """The metrics of all named evaluators, measured while the run trained or of its checkpoints."""
+        found = [name for name in self.names() if name.startswith(("evals/", "evals_ema/"))]
+        return list(dict.fromkeys([*found, *(name for row in self.evals for name in row if name != "step")]))
+
+    def evaluated(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a metric of an evaluator; what was measured of a checkpoint later is what counts."""
+        found = dict(zip(*self.series(name))) | dict(zip(*series_of(self.evals, name)))
+        return sorted(found), [found[step] for step in sorted(found)]
 
     def latest(self, name: str) -> float | None:
         """The last finite value of a metric; None without one."""
@@ -110,6 +121,7 @@ def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History
         config=read_object(folder / "config.json", problems, "settings, horizon and chips are unknown"),
         samples=read_samples(folder, problems),
         forecast=read_forecast(folder, problems),
+        evals=tuple(read_evals(folder, problems)),
         supervised=tuple(sorted(ledgers, key=lambda record: str(record.get("time", "")))),
         lines=metrics.lines,
         written_at=newest_write(folder),
@@ -307,6 +319,17 @@ def read_newest(path: Any, problems: list[str]) -> list[Row]:
     if count > MOST_EVENTS:
         problems.append(f"{path.name} has {count:,} lines, of which the newest {MOST_EVENTS:,} are kept")
     return list(newest)
+
+
+def read_evals(folder: Any, problems: list[str]) -> list[Row]:
+    """What evals.jsonl has of each step as finite numbers, by step, older measurements first."""
+    found: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
+    for record in read_lines(folder / "evals.jsonl", problems):
+        step = record.get("step")
+        if type(step) is int and 0 <= step < LARGEST:
+            numbers = {n: value for n, value in record.items() if n.startswith("evals") and is_finite(value)}
+            found.append({"step": step} | numbers)
+    return sorted(found, key=lambda row: row["step"])
 
 
 def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:

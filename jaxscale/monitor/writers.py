@@ -12,8 +12,9 @@ from typing import Any, Literal, TextIO
 from jaxscale import paths
 from jaxscale.monitor.alerts import Diagnosis
 from jaxscale.monitor.appending import append
-from jaxscale.monitor.console import Console, choose_style
+from jaxscale.monitor.console import choose_style
 from jaxscale.monitor.health import HealthConfig
+from jaxscale.monitor.notebook import find_display, open_console
 from jaxscale.monitor.profile import parse_steps
 from jaxscale.monitor.sinks import Sink, open_sinks
 from jaxscale.monitor.tensorboard import Scalars
@@ -41,7 +42,7 @@ class MonitorConfig:
     tensorboard: bool = setting(True, "write TensorBoard event files to WORKDIR/tensorboard", may_change=True)
     progress: Literal["auto", "bar", "lines", "off"] = setting(
         "auto",
-        "progress on the console; auto: a bar on a terminal, a line every log_every_steps elsewhere",
+        "progress on the console; auto: a bar on a terminal and in a notebook, a line every log_every_steps elsewhere",
         may_change=True,
     )
     health: HealthConfig = setting(HealthConfig, may_change=True)
@@ -98,8 +99,9 @@ class Writer:
         self.cfg, self.total_steps, self.start_step, self.primary = cfg, total_steps, start_step, primary
         self.diagnosis = diagnosis if primary else None
         self.workdir = paths.as_path(workdir)
-        style = choose_style(cfg.progress, stream or sys.stdout) if primary else "off"
-        self.console = Console(style, total_steps, stream, clock)
+        notebook = stream is None and find_display() is not None
+        style = choose_style(cfg.progress, stream or sys.stdout, notebook=notebook) if primary else "off"
+        self.console = open_console(style, total_steps, stream, clock)
         self.lines, self.samples, self.events, self.told = None, None, None, set()
         self.clock = clock
         if not primary:

@@ -7,7 +7,7 @@ bytes of the collectives that the layout needs at the least.
 import dataclasses
 
 from jaxscale.build import Program
-from jaxscale.models import num_params
+from jaxscale.models import lora_params, num_params
 from jaxscale.models.layers import ModelConfig
 from jaxscale.models.remat import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
 from jaxscale.ops.attention.names import ATTENTION_OUT
@@ -43,6 +43,7 @@ def estimate(program: Program, topology: Topology) -> Estimate:
     state = (program.abstract_state.params, program.abstract_state.opt_state, program.abstract_state.ema)
     params = shard_bytes(state[0]) + host_bytes(state[0])
     gradients = params if cfg.rules == "zero1" else 4 * num_params(cfg.model) // sharing(program)
+    gradients = shard_bytes(program.abstract_grads) if cfg.lora.on else gradients
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
     passes = 2 * cfg.train.num_microbatches  # of weights to the device, forward and backward
     moved = 2 * host_bytes(state) + passes * host_bytes(state[0])  # and there and back when the step renews it
@@ -79,9 +80,10 @@ def link_seconds(program: Program, topology: Topology) -> float:
     params, parts = num_params(cfg.model) / tensor, cfg.train.num_microbatches
     reduced = 2 if cfg.train.reduce_dtype == "bfloat16" else 4
     computed = 4 if cfg.model.compute_dtype == "float32" else 2
-    along_fsdp = reduced * params * (parts if cfg.rules != "zero1" else 1)
+    learned = lora_params(cfg.model, cfg.lora) / tensor if cfg.lora.on else params
+    along_fsdp = reduced * learned * (parts if cfg.rules != "zero1" else 1)
     along_fsdp += 2 * parts * computed * params if cfg.rules == "zero3" else 4 * params
-    along_data = 2 * reduced * params / fsdp
+    along_data = 2 * reduced * learned / fsdp
     passes = 2 if (kept := kept_names(cfg.model)) is None or ATTENTION_ADDED in kept else 3
     rows = cfg.tokens_per_step / (data * fsdp) * cfg.model.embed_dim * computed
     along_tensor = passes * 2 * cfg.model.num_layers * 2 * rows

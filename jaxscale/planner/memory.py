@@ -51,7 +51,8 @@ def memory_need(program: Program) -> MemoryNeed:
     state = program.abstract_state
     params = shard_bytes(state.params)
     # Of a microbatch they are cut like the parameters, or more finely, wherever those rest: an upper bound.
-    grads = params + host_bytes(state.params)
+    learned = jax.tree.map(lambda p, g: p if jax.tree.leaves(g) else None, state.params, program.abstract_grads)
+    grads = shard_bytes(learned) + host_bytes(learned)
     summed = shard_bytes(program.abstract_grads) if program.cfg.train.num_microbatches > 1 else 0
     moments = shard_bytes((state.opt_state, state.ema))
     padding = 0
@@ -66,6 +67,8 @@ def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
     """A lower bound for a mesh that cannot be made: the state shared evenly by all devices."""
     params = 4 * num_params(cfg.model) // num_devices
     has_momentum = cfg.optim.name != "sgd" or cfg.optim.b1 > 0
+    if cfg.lora.on:
+        return MemoryNeed(params, 0, 0, 0)
     copies = NUM_MOMENTS[cfg.optim.name] * has_momentum + cfg.train.ema.on
     return MemoryNeed(params, copies * params, params, 0)
 

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.optim.optimizers import with_frozen
+from jaxscale.optim.streamed import is_masked
 from jaxscale.schema import setting
 from jaxscale.train.state import TrainState
 
@@ -15,7 +17,8 @@ Evaluate = Callable[[Any], dict[str, float]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmaConfig:
-    """An exponential moving average of the parameters; it costs their memory once more, cut as the moments are."""
+    """An exponential moving average of the parameters that learn; it costs their memory once more, cut as the moments
+    are."""
 
     decay: float = setting(
         0.0, "part of the average that each step keeps: 0.999 looks back about 1000 steps; 0: no average"
@@ -49,12 +52,19 @@ def update_ema(cfg: EmaConfig | None, ema: Any, params: Any, step: jax.Array) ->
     if ema is None:
         return None
     begun = step >= cfg.start_step
-    return jax.tree.map(lambda old, new: jnp.where(begun, old + (1 - cfg.decay) * (new - old), new), ema, params)
+    renew = lambda new, old: jnp.where(begun, old + (1 - cfg.decay) * (new - old), new)
+    return jax.tree.map(lambda new, old: old if is_masked(old) else renew(new, old), params, ema)
 
 
-def evaluated(evaluate: Evaluate, state: TrainState) -> dict[str, float]:
-    """Validation metrics of the parameters and, where there is one, of their average: 'validation_ema/loss'."""
+def averaged(state: TrainState) -> Any:
+    """All parameters, averages in the place of those that have one."""
+    return with_frozen(state.ema, state.params)
+
+
+def evaluated(evaluate: Evaluate, state: TrainState, group: str = "validation") -> dict[str, float]:
+    """Metrics of the parameters and, where there is one, of their average: 'validation/loss', 'validation_ema/loss'."""
     metrics = evaluate(state.params)
     if state.ema is None:
         return metrics
-    return metrics | {name.replace("validation", "validation_ema", 1): v for name, v in evaluate(state.ema).items()}
+    average = evaluate(averaged(state))
+    return metrics | {name.replace(group, f"{group}_ema", 1): v for name, v in average.items()}

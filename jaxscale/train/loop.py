@@ -5,7 +5,7 @@ import dataclasses
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.exits import Exit, Stop
@@ -24,6 +24,13 @@ from jaxscale.train.state import TrainState
 from jaxscale.train.statistics import StatisticsStep, Watch
 from jaxscale.train.step import TrainStep
 from jaxscale.train.stopping import Board, StopRequest
+
+
+class NamedEvaluate(NamedTuple):
+    """What is measured under a name of its own."""
+
+    evaluate: Callable[[Any], dict[str, float]]  # params -> metrics, 'evals/NAME/...'
+    every_steps: int  # 0: only at the end
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +62,7 @@ class Run:
     services: Services = UNATTENDED
     source_names: Sequence[str] = ()  # of the mixture, as the step numbers them
     board: Board | None = None  # of several processes
+    evaluators: Sequence[NamedEvaluate] = ()
 
 
 @contextlib.contextmanager
@@ -98,6 +106,8 @@ def run_steps(run: Run) -> TrainState | Rewound:
 
     if run.evaluate and run.start_step == 0:
         validate(run, reporter, 0, state)
+    if run.start_step == 0:
+        measure(run, reporter, 0, state, [one for one in run.evaluators if one.every_steps])
     feed = run.open_feed(run.start_step, last_step)
     run.throughput.start()
     try:
@@ -122,15 +132,17 @@ def run_steps(run: Run) -> TrainState | Rewound:
                     leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
                 last = now == last_step or leaving is not None
                 validating = run.evaluate and leaving is None and (last or due(now, run.eval_every_steps))
+                measured = [one for one in run.evaluators if leaving is None and (last or due(now, one.every_steps))]
                 saving = last or due(now, run.save_every_steps) or checkpoints.retry_due
                 sampling = run.sample and leaving is None and due(now, run.sample_every_steps) and now < run.total_steps
-                if validating or saving or sampling or pilot.action:
+                if validating or measured or saving or sampling or pilot.action:
                     unread = read(unread)
                 with phase("eval", now):
                     if pilot.action:
                         state = pilot.act(now, state)  # before it is saved
                     pilot.check_replicas(now, state, saving, leaving)
                 validated = validate(run, reporter, now, state) if validating else {}
+                validated |= measure(run, reporter, now, state, measured)
                 if sampling:
                     write_sample(run, now, state)
                 if saving:
@@ -166,6 +178,20 @@ def validate(run: Run, reporter: Reporter, step: int, state: TrainState) -> dict
     with run.services.watchdog.phase("eval", step):
         metrics = evaluated(run.evaluate, state)
     reporter.validation(step, metrics, seconds_since(began))
+    return metrics
+
+
+def measure(
+    run: Run, reporter: Reporter, step: int, state: TrainState, evaluators: Sequence[NamedEvaluate]
+) -> dict[str, float]:
+    """What these evaluators find, measured and written; the time does not count as training."""
+    if not evaluators:
+        return {}
+    began, metrics = time.monotonic(), {}
+    for one in evaluators:
+        with run.services.watchdog.phase("eval", step):
+            metrics |= evaluated(one.evaluate, state, "evals")
+    reporter.evaluation(step, metrics, seconds_since(began))
     return metrics
 
 

@@ -81,6 +81,11 @@ class Reporter(NamedTuple):
                 "cannot be saved; lower optim.peak_lr, or set model.embed_compute_dtype=float32",
             )
 
+    def evaluation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
+        """Writes what the named evaluators found; the time does not count as training."""
+        self.writer.write(step, metrics | {"evals_seconds": seconds})
+        self.throughput.exclude(seconds)
+
 
 def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, float]:
     """{'NAME/loss': nats per token} of each source that the step had tokens of; taken out of `fetched`."""

@@ -20,6 +20,7 @@ import optax
 from jaxscale.data.batch import Batch
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.ops.taps import POSITIONS, WATCHED, Seen
+from jaxscale.optim.streamed import is_masked
 from jaxscale.sharding.batch_axes import BatchAxes
 from jaxscale.sharding.offload import is_on_host
 from jaxscale.sharding.place import is_axes
@@ -112,10 +113,12 @@ def group_norms(groups: Groups, tree: Any, before: Any = None) -> jax.Array:
 
     before: the parameters, where the tree is updates: of a parameter on the host, an update is the new parameter.
     """
-    leaves = jax.tree.leaves(tree)
+    leaves = jax.tree.leaves(tree, is_leaf=is_masked)
     olds = [None] * len(leaves) if before is None else jax.tree.leaves(before)
     squares = jnp.zeros(groups.num_layers + len(groups.others), jnp.float32)
     for leaf, old, place in zip(leaves, olds, groups.places, strict=True):
+        if is_masked(leaf):  # frozen: it has neither gradient nor update
+            continue
         squares = squares.at[place].add(sum_of_squares(leaf, old, stacked=isinstance(place, np.ndarray)))
     return jnp.sqrt(squares)
 

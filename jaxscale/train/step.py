@@ -55,7 +55,7 @@ def make_train_step(
         )
         params = jax.tree.map(add_update, state.params, updates)
         # A bad step changes nothing. What is on the host was kept, or not, where it was renewed.
-        keep_one = lambda new, old: new if is_on_host(new) else jnp.where(ok, new, old)
+        keep_one = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
         keep = lambda new, old: jax.tree.map(keep_one, new, old)
         new_state = state._replace(
             step=state.step + 1,
@@ -101,7 +101,9 @@ def gated_rows(batch: Batch) -> jax.Array:
 
 
 def add_update(param: jax.Array, update: jax.Array) -> jax.Array:
-    """param + update. For a parameter on the host the update is the new parameter, or on the device if it is frozen."""
+    """param + update; itself where it is frozen and has none. For one on the host the update is the new parameter."""
+    if isinstance(update, optax.MaskedNode):
+        return param
     if is_on_host(param):
         return update if is_on_host(update) else param
     return optax.apply_updates(param, update)

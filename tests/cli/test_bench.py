@@ -175,7 +175,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
     [
         (
             ["speed"],
-            "jaxscale bench has nothing called 'speed'; it has step, loop, survive, statistics, data, collectives",
+            "bench has nothing called 'speed'; it has step, loop, survive, statistics, sample, data, collectives",
         ),
         (["step", "--spec=U"], "--spec=U is not known; there is S or T, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give one of them"),
@@ -202,3 +202,16 @@ def test_a_missing_program_is_named():
 def test_flags_of_bench_are_told_from_the_rest():
     argv = ["--against=a b;; c", "--json", "--steps=3", "--against", "d"]
     assert bench.take_flags(argv) == (["--steps=3"], True, ["a b", "c", "d"])
+
+
+def test_writing_with_a_cache_is_timed_beside_full_passes(capsys):
+    tiny_model = ["model.num_layers=1", "model.embed_dim=16", "model.head_dim=8", "model.num_heads=2"]
+    tiny_model += ["model.num_kv_heads=2", "model.mlp_dim=16", "model.vocab_size=32", "mesh.data=8", "mesh.fsdp=1"]
+    flags = [f"--config.{setting}" for setting in tiny_model]
+    sizes = ["--spec=T", "--prompt_tokens=20", "--num_tokens=4", "--rows=3"]
+    assert bench.main(["sample", *sizes, "--json", *flags]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["rows"], record["mesh"]) == (8, "data=8")  # as many rows as the mesh can share
+    assert record["ratio"] == pytest.approx(record["cached_tok_s"] / record["uncached_tok_s"], rel=0.02)
+    assert bench.main(["sample", *sizes, *flags]) == 0
+    assert "written, uncached" in capsys.readouterr().out

@@ -149,7 +149,7 @@ def test_progress_is_seldom_and_tells_the_rate(capsys):
     for done in (1, 4, 5, 15):
         report(done << 20, 16 << 20)
     assert capsys.readouterr().err.splitlines() == [
-        "step 7: 4.0 MiB of 16.0 MiB, 1.0 MiB/s", "step 7: 15.0 MiB of 16.0 MiB, 1.0 MiB/s",
+        "step 7: 4.0 MiB of 16.0 MiB, 1.0 MiB/s, 12.0s left", "step 7: 15.0 MiB of 16.0 MiB, 1.0 MiB/s, 1.0s left",
     ]  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.cli import verify
-from jaxscale.exits import is_for_people
+from jaxscale.exits import ADVICE, CODES_LINE, Exit, is_for_people
 
 
 def jaxscale(*arguments, module=None):
@@ -19,7 +19,8 @@ def jaxscale(*arguments, module=None):
 
 def test_help_lists_every_verb_with_a_line():
     done = jaxscale("--help")
-    assert done.returncode == 0 and done.stderr == ""
+    assert done.returncode == 0 and done.stderr == "" and CODES_LINE not in done.stdout
+    assert all(f" {int(code)}  {ADVICE[code][0]}" in done.stdout for code in Exit)
     for verb, (_, text) in cli.VERBS.items():
         assert any(line.split() == [verb, *text.split()] for line in done.stdout.splitlines())
 
@@ -53,6 +54,7 @@ def test_both_doors_lead_to_the_same_verb():
     one, other = jaxscale("verify", "--help"), jaxscale("--help", module="jaxscale.cli.verify")
     assert one.returncode == other.returncode == 0
     assert "jaxscale verify resume --config=FILE" in one.stdout and one.stdout == other.stdout
+    assert one.stdout.endswith(f"\n{CODES_LINE}\n")
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from jaxscale.models import num_params
 HERE = pathlib.Path(__file__).parent
 CONFIGS = HERE.parent.parent / "configs"
 GOLDEN = HERE / "configs.json"
-ARGUMENTS = {"auto": ("depth=4", "depth=12", "depth=24")}  # of files that take one
+ARGUMENTS = {"auto": ("depth=4", "depth=12", "depth=24"), "finetune": ("full", "lora")}  # of files that take one
 
 
 def config_paths() -> dict[str, str]:

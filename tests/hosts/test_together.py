@@ -35,7 +35,8 @@ def home(tmp_path_factory):
     words = "def return import while class lambda yield self None True for in".split()
     for number in range(20):
         (folder / f"{number:02}.txt").write_text(" ".join(rng.choice(words, 8 + number)))
-    values = VALUES | dict(data=dict(files=str(folder / "*.txt")))
+    evals = dict(some=dict(kind="text", files=str(folder / "0*.txt"), every_steps=20))
+    values = VALUES | dict(data=dict(files=str(folder / "*.txt")), evals=evals)
     (folder / "tiny.py").write_text(f"def get_config():\n    return {values!r}\n")
     return folder
 
@@ -65,7 +66,7 @@ def saved_steps(workdir):
 
 def assert_same_run(workdir, straight, last=STEPS):
     """The same tokens in every step, and losses that differ by the order of sums alone."""
-    for name in ("loss", "grad_norm", "validation/loss"):
+    for name in ("loss", "grad_norm", "validation/loss", "evals/some/bits_per_byte"):
         found, expected = metrics(workdir, name), metrics(straight, name)
         assert max(found) == last and sorted(found) == sorted(step for step in expected if step <= last)
         np.testing.assert_allclose([found[step] for step in found], [expected[step] for step in found], rtol=1e-5)

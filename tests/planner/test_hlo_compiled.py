@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.ops.attention.mixed import Mix, either
 from jaxscale.planner.hlo import read_hlo
 from jaxscale.planner.topology import link_domains, open_topology
 
@@ -121,3 +122,21 @@ def test_attention_in_cudnn_counts_as_its_products():
     text = jax.jit(jax.grad(attend, argnums=(0, 1, 2))).lower(q, k, k).compile().as_text()
     facts = read_hlo(text, {"data": 1})
     assert facts.dot_flops == 7 * 2 * 2 * 4 * 256 * 256 * 64
+
+
+@pytest.mark.parametrize("flags", [[1, 1, 0, 1, 1], [0, 1, 0, 0, 0]], ids=str)
+def test_each_kind_of_attention_counts_as_often_as_it_runs(flags):
+    """Forward and backward: each product of a layer that is run, and none of the kind that it is not."""
+    near, far = (lambda x, w: x @ (w @ w)), (lambda x, w: x @ w)
+    attend = either(near, far, Mix(sum(flags), len(flags)))
+
+    def loss(x, w):
+        step = lambda x, local: (attend(x, w, local=local), None)
+        return jax.lax.scan(step, x, jnp.asarray(flags, bool))[0].sum()
+
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 8))
+    facts = read_hlo(jax.jit(jax.grad(loss, argnums=(0, 1))).lower(x, w).compile().as_text(), {"data": 1})
+    small, square = 2 * 4 * 8 * 8, 2 * 8 * 8 * 8
+    num_near, num_far = sum(flags), len(flags) - sum(flags)
+    # near: x @ (w @ w) forward; both inputs' gradients of both products backward. far: one product, two gradients.
+    assert facts.dot_flops == num_near * (3 * small + 3 * square) + num_far * 3 * small

@@ -5,7 +5,6 @@ import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -13,6 +12,7 @@ import tiny
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves
+from jaxscale.data.tokenizer.bytes import ByteTokenizer
 from jaxscale.run import open_run
 from jaxscale.telling import make_sample
 from jaxscale.train import loop
@@ -109,25 +109,15 @@ def test_both_are_validated(tmp_path, monkeypatch):
     assert last["validation_ema/loss"] == run.evaluate(state.ema)["validation/loss"]
 
 
-class Letters:
-    """A tokenizer of 64 letters."""
-
-    vocab_size, eos_id = tiny.VOCAB, 0
-
-    def encode(self, text):
-        return [ord(letter) - 64 for letter in text]
-
-    def decode(self, ids):
-        return "".join(chr(64 + id) for id in ids)
-
-
-@pytest.mark.parametrize(("ema", "text"), [(False, "AXX"), (True, "AYY")])
-def test_a_sample_is_of_the_one_that_is_asked_for(ema, text):
-    cfg = tiny.config(ON | {"sample.num_tokens": 2, "sample.prompt": "A", "sample.ema": ema})
-    favourite = lambda params, tokens_BT, last: jax.nn.one_hot(jnp.full(tokens_BT.shape[0], params), tiny.VOCAB) * 1e6
-    program = dataclasses.replace(tiny.program(), cfg=cfg, next_logits=favourite)
-    state = tiny.program().abstract_state._replace(params=ord("X") - 64, ema=ord("Y") - 64)
-    assert make_sample(program, Letters())(state) == text
+def test_a_sample_is_of_the_one_that_is_asked_for():
+    shared, tokenizer = tiny.program({"model.vocab_size": 257}), ByteTokenizer()
+    settings = ON | {"model.vocab_size": 257, "sample.num_tokens": 9, "sample.prompt": "A"}
+    asking = lambda ema: tiny.config(settings | {"sample.ema": ema})
+    write = {ema: make_sample(dataclasses.replace(shared, cfg=asking(ema)), tokenizer) for ema in (False, True)}
+    weights, average = (jax.tree.map(lambda leaf, by=by: leaf * by, shared.init().params) for by in (2, -2))
+    text, other = (write[False](shared.abstract_state._replace(params=params)) for params in (weights, average))
+    assert text != other and text[0] == other[0] == "A"
+    assert write[True](shared.abstract_state._replace(params=weights, ema=average)) == other
 
 
 def test_validation_without_it_is_as_before():

@@ -93,7 +93,7 @@ def rising(rows: Iterable[Row]) -> list[Row]:
 
 def across_of(histories: Sequence[History]) -> Axis:
     """The axis of steps that all plots share: from 0 to the newest step."""
-    last = [row["step"] for h in histories for row in (*h.rows[-1:], *h.abandoned)]
+    last = [row["step"] for h in histories for row in (*h.rows[-1:], *h.abandoned, *h.evals[-1:])]
     return Axis(0.0, float(max([*last, 1])))
 
 

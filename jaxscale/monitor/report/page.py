@@ -9,6 +9,7 @@ from jaxscale.monitor.history import History
 from jaxscale.monitor.json_lines import as_dict, as_list
 from jaxscale.monitor.report.canvas import Canvas, across_of
 from jaxscale.monitor.report.cost import cost_fact, price_words
+from jaxscale.monitor.report.evals import eval_plots, eval_table
 from jaxscale.monitor.report.script import SCRIPT
 from jaxscale.monitor.report.sections import Section, left_out, plot_sections
 from jaxscale.monitor.report.status import Status, status_of
@@ -43,10 +44,26 @@ def make_page(
     canvas = Canvas(histories, across_of(histories))
     statuses = [status_of(history, now, price) for history in histories]
     sections = [*plot_sections(canvas), *text_sections(histories)]
+    head = one_head(histories[0], statuses[0]) if canvas.single else several_heads(histories, statuses)
+    return whole_page(canvas, head, sections, foot(now, "jaxscale report"), version)
+
+
+def make_evals_page(history: History, *, now: float | None = None) -> str:
+    """One HTML file about what the checkpoints of a run were measured on."""
+    canvas = Canvas([history], across_of([history]))
+    sections = [Section("evals", "Evaluations", eval_plots(canvas)), Section("numbers", "Numbers", eval_table(history))]
+    sections = [section for section in sections if section.html]
+    head = f'<div class="top"><h1>{escape(history.name)}</h1></div><p class="sub">{escape(history.workdir)}</p>'
+    made = foot(time.time() if now is None else now, "jaxscale evaluate")
+    return whole_page(canvas, head, sections, made)
+
+
+def whole_page(canvas: Canvas, head: str, sections: Sequence[Section], end: str, version: str | None = None) -> str:
+    """The HTML file around these sections, whose plots the canvas holds."""
+    histories = canvas.histories
     title = ", ".join(history.name for history in histories)
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
     body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
-    head = one_head(histories[0], statuses[0]) if canvas.single else several_heads(histories, statuses)
     data = {"plots": canvas.data, "version": version}
     policy = POLICY + (SERVED if version else "")
     return (
@@ -56,7 +73,7 @@ def make_page(
         '<meta name="referrer" content="no-referrer">'
         f"<title>{escape(title)}</title><style>{style()}</style></head><body>"
         f"<header>{head}<nav>{links}</nav>{told(histories)}</header><main>{body}</main>"
-        f"<footer>{escape(foot(now))}</footer>"
+        f"<footer>{escape(end)}</footer>"
         '<button id="reset" type="button" hidden>Show the whole run</button>'
         f'<script id="plot-data" type="application/json">{json_block(data)}</script>'
         f"<script>{SCRIPT}</script></body></html>\n"
@@ -77,10 +94,10 @@ def escape_policy(policy: str) -> str:
     return policy.replace('"', "&quot;")
 
 
-def foot(now: float) -> str:
-    """When the page was made, and how it is used."""
+def foot(now: float, by: str) -> str:
+    """When the page was made, by which command, and how it is used."""
     return (
-        f"Made {clock(now)} by jaxscale report. Drag across a plot to look closer, double click for the whole run; "
+        f"Made {clock(now)} by {by}. Drag across a plot to look closer, double click for the whole run; "
         "with the keyboard: arrows, + and -, Escape."
     )
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from jaxscale.monitor.history import History
 from jaxscale.monitor.report.canvas import COLORS, Canvas, grouped, tokens_per_step
+from jaxscale.monitor.report.evals import evals_section
 from jaxscale.monitor.report.plots import Band, Line, Plot
 from jaxscale.monitor.report.sources import data_table, is_of_source
 from jaxscale.monitor.report.tables import goodput_tables, supervised_table
@@ -34,6 +35,7 @@ def plot_sections(canvas: Canvas) -> list[Section]:
     makers: tuple[tuple[str, str, Callable[[Canvas], str]], ...] = (
         ("loss", "Loss", loss),
         ("sources", "By source", sources),
+        ("evals", "Evaluations", evals_section),
         ("optimizer", "Gradients and learning rate", optimizer),
         ("speed", "Throughput", speed),
         ("memory", "Memory and devices", memory),

@@ -99,18 +99,58 @@ def open_server(pages: Pages, port: int) -> Server:
     return server
 
 
-class Handler(BaseHTTPRequestHandler):
+class LocalHandler(BaseHTTPRequestHandler):
+    """What every page of ours for this machine alone does: it knows its own name, and says what a page may do."""
+
+    server_version, sys_version = "jaxscale", ""
+    timeout = REQUEST_SECONDS
+    policy = POLICY
+
+    def is_for_us(self) -> bool:
+        """True for a request to this machine's own address; any other is refused."""
+        port = self.server.server_address[1]
+        if self.headers.get_all("Host") in ([f"{name}:{port}"] for name in (ADDRESS, "localhost")):
+            return True
+        self.answer(403, "This page is for this machine alone, under its own address.", "text/plain")
+        return False
+
+    def begin(self, code: int, kind: str, length: int | None = None) -> None:
+        """Sends the head of an answer. length: bytes; None: until the connection ends."""
+        self.send_response(code)
+        for name, value in {
+            "Content-Type": f"{kind}; charset=utf-8",
+            **({} if length is None else {"Content-Length": str(length)}),
+            "Content-Security-Policy": f"{self.policy}; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+            "X-Content-Type-Options": "nosniff",
+            "Cross-Origin-Resource-Policy": "same-origin",
+            "Referrer-Policy": "no-referrer",
+            "Cache-Control": "no-store",
+        }.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def answer(self, code: int, text: str, kind: str) -> None:
+        """Sends a whole answer."""
+        content = text.encode("utf-8", "replace")
+        self.begin(code, kind, len(content))
+        try:
+            self.wfile.write(content)
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True  # the reader went away
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: a line for each look would bury what matters."""
+
+
+class Handler(LocalHandler):
     """GET / is the page, GET /version what it asks to see whether there is a newer one."""
 
     server: Server
-    server_version, sys_version = "jaxscale", ""
-    timeout = REQUEST_SECONDS
+    policy = f"{POLICY}{SERVED}"
 
     def do_GET(self) -> None:
         """Answers, or refuses."""
-        port = self.server.server_address[1]
-        if self.headers.get_all("Host") not in ([f"{name}:{port}"] for name in (ADDRESS, "localhost")):
-            self.answer(403, "This page is for this machine alone, under its own address.", "text/plain")
+        if not self.is_for_us():
             return
         path = self.path.partition("?")[0]
         if path not in ("/", "/version"):
@@ -123,26 +163,3 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(503, f"<!doctype html><title>jaxscale</title><p>{escape(error)}</p>", "text/html")
             return
         self.answer(200, found, "text/html" if path == "/" else "text/plain")
-
-    def answer(self, code: int, text: str, kind: str) -> None:
-        """Sends a whole answer."""
-        content = text.encode("utf-8", "replace")
-        self.send_response(code)
-        for name, value in {
-            "Content-Type": f"{kind}; charset=utf-8",
-            "Content-Length": str(len(content)),
-            "Content-Security-Policy": f"{POLICY}{SERVED}; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
-            "X-Content-Type-Options": "nosniff",
-            "Cross-Origin-Resource-Policy": "same-origin",
-            "Referrer-Policy": "no-referrer",
-            "Cache-Control": "no-store",
-        }.items():
-            self.send_header(name, value)
-        self.end_headers()
-        try:
-            self.wfile.write(content)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True  # the reader went away
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: a line for each look would bury what matters."""

@@ -13,6 +13,7 @@ from jaxscale.monitor.json_lines import as_dict
 from jaxscale.monitor.report.text import clock, time_of
 
 QUIET_SECONDS = 180.0  # without a line for longer than this, and ten times what lines take, a run counts as silent
+MEASURING = ("validation_seconds", "evals_seconds")  # time of the loop that is no training
 RECENT = 20  # reports over which the speed is taken
 BEGINS = ("started", "resumed")
 OWN = "as given by --price"
@@ -122,18 +123,18 @@ def step_time(rows: Sequence[Row]) -> float | None:
             if is_number(row.get("step_seconds")):
                 total, known = total + (row["step"] - before) * row["step_seconds"], True
             before = row["step"]
-        total += row["validation_seconds"] if is_number(row.get("validation_seconds")) else 0.0
+        total += sum(row[name] for name in MEASURING if is_number(row.get(name)))
     return total if known else None
 
 
 def left_seconds(history: History, total: int | None) -> float | None:
-    """Seconds to the last step: the median of the last reports, and validation's share of the time so far."""
+    """Seconds to the last step: the median of the last reports, and the share of measuring in the time so far."""
     each = recent(history.rows, "step_seconds")
     if total is None or each is None:
         return None
     spent = step_time(history.rows) or 0.0
-    validation = sum(history.series("validation_seconds")[1])
-    share = spent / (spent - validation) if spent > validation else 1.0
+    measuring = sum(sum(history.series(name)[1]) for name in MEASURING)
+    share = spent / (spent - measuring) if spent > measuring else 1.0
     return max(total - history.last_step, 0) * each * share
 
 

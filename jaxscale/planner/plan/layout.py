@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from jaxscale import units
 from jaxscale.build import Program
-from jaxscale.models import num_params
+from jaxscale.models import lora_params, num_params
 from jaxscale.planner.memory import MemoryNeed, memory_need, shard_bytes
 from jaxscale.planner.report import plural
 
@@ -24,6 +24,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     """Memory of one device by kind. The state is counted from the shardings that training uses."""
     cfg = program.cfg
     count = units.count(num_params(cfg.model))
+    learned = units.count(lora_params(cfg.model, cfg.lora)) if cfg.lora.on else count
     shape = dict(program.mesh.shape)
     tensor, both = shape["tensor"], shape["fsdp"] * shape["tensor"]
     over = {"zero1": (tensor, both), "zero2": (tensor, both), "zero3": (both, both)}[cfg.rules]
@@ -31,13 +32,13 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     moments, average = shard_bytes(program.abstract_state.opt_state), shard_bytes(program.abstract_state.ema)
     rows = [
         MemoryRow("parameters", need.params, f"4 B x {count}{share(over[0])}"),
-        MemoryRow("moments", moments, f"{OPTIMIZER_MOMENTS[cfg.optim.name]} x 4 B x {count}{share(over[1])}"),
-        MemoryRow("gradients", need.grads, f"4 B x {count}{share(over[0])}, at most"),
+        MemoryRow("moments", moments, f"{OPTIMIZER_MOMENTS[cfg.optim.name]} x 4 B x {learned}{share(over[1])}"),
+        MemoryRow("gradients", need.grads, f"4 B x {learned}{share(over[0])}, at most"),
     ]
     if average:
-        rows.insert(2, MemoryRow("average of parameters", average, f"4 B x {count}{share(over[1])}"))
+        rows.insert(2, MemoryRow("average of parameters", average, f"4 B x {learned}{share(over[1])}"))
     if need.summed:
-        rows.append(MemoryRow("gradients summed so far", need.summed, f"4 B x {count}{share(both)}: microbatches"))
+        rows.append(MemoryRow("gradients summed so far", need.summed, f"4 B x {learned}{share(both)}: microbatches"))
     if need.padding:
         rows.append(MemoryRow("padding", need.padding, "of the above, to a TPU's tiles of 8 x 128 numbers"))
     made = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards

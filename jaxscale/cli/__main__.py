@@ -1,0 +1,5 @@
+"""python -m jaxscale.cli VERB ...: the command `jaxscale`, where it is not on PATH."""
+
+from jaxscale.cli import main
+
+main()

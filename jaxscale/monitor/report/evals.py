@@ -1,0 +1,108 @@
+"""What a model was measured on by name, over its checkpoints: plots, a table, and a page of these alone."""
+
+import re
+from collections.abc import Sequence
+
+from jaxscale.monitor.history import History
+from jaxscale.monitor.report.canvas import COLORS, Canvas
+from jaxscale.monitor.report.plots import Band, Line, Plot
+from jaxscale.monitor.report.tables import n, table
+from jaxscale.monitor.report.text import plain
+
+SHOWN = re.compile(r"evals(?:_ema)?/(?P<name>.+)/(?P<metric>[a-z_]+)")
+METRICS = {  # in this order; what else there is are errors and counts
+    "bits_per_byte": "bits per byte",
+    "acc": "accuracy",
+    "acc_norm": "accuracy, likelihood per character",
+    "acc_bytes": "accuracy, likelihood per byte",
+    "perplexity": "perplexity",
+    "loss": "nats per token",
+}
+DOTS_UP_TO = 40  # measurements that are also shown as points
+
+
+def eval_names(histories: Sequence[History]) -> dict[str, list[str]]:
+    """{metric: the full names that end in it}, in the order of METRICS."""
+    names = list(dict.fromkeys(name for history in histories for name in history.eval_names()))
+    found: dict[str, list[str]] = {metric: [] for metric in METRICS}
+    for name in names:
+        match = SHOWN.fullmatch(name)
+        if match and match["metric"] in found:
+            found[match["metric"]].append(name)
+    return {metric: sorted(names) for metric, names in found.items() if names}
+
+
+def label_of(name: str) -> str:
+    """'wiki' of 'evals/wiki/acc', 'wiki, average' of 'evals_ema/wiki/acc'."""
+    return SHOWN.fullmatch(name)["name"] + (", average" if name.startswith("evals_ema/") else "")
+
+
+def eval_plots(canvas: Canvas) -> str:
+    """A plot for each metric: of one run with a line for each evaluator, of several one for each evaluator."""
+    drawn = []
+    for metric, names in eval_names(canvas.histories).items():
+        if canvas.single:
+            drawn.append(metric_plot(canvas, metric, names))
+        else:
+            drawn += [compared_plot(canvas, metric, name) for name in names]
+    return f'<div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
+
+
+def metric_plot(canvas: Canvas, metric: str, names: Sequence[str]) -> str:
+    """One metric of one run."""
+    history, lines = canvas.histories[0], []
+    for place, name in enumerate(names):
+        lines += with_dots(Line(label_of(name), *history.evaluated(name), f"c{place % COLORS}"))
+    bands = [band for name in names[:1] if len(names) == 1 and (band := error_band(history, name))]
+    title = f"Evaluations: {METRICS[metric]}"
+    log = metric == "perplexity"
+    return canvas.add(Plot(title=title, unit="", lines=lines, bands=bands, log=log, marks=canvas.marks()))
+
+
+def compared_plot(canvas: Canvas, metric: str, name: str) -> str:
+    """One metric of one evaluator, of several runs."""
+    lines = []
+    for place, history in enumerate(canvas.histories):
+        lines += with_dots(Line(history.name, *history.evaluated(name), f"c{place % COLORS}"))
+    return canvas.add(Plot(title=f"{label_of(name)}: {METRICS[metric]}", lines=lines, log=metric == "perplexity"))
+
+
+def with_dots(line: Line) -> list[Line]:
+    """The line, and its points where they are few."""
+    return [line, line._replace(style="dots")] if len(line.steps) < DOTS_UP_TO else [line]
+
+
+def error_band(history: History, name: str) -> Band | None:
+    """One standard error to both sides, where every measurement has one."""
+    steps, values = history.evaluated(name)
+    error_steps, errors = history.evaluated(f"{name}_stderr")
+    if not steps or error_steps != steps:
+        return None
+    low = [value - error for value, error in zip(values, errors)]
+    return Band("one standard error", steps, low, [value + error for value, error in zip(values, errors)])
+
+
+def eval_table(history: History, most_rows: int = 50) -> str:
+    """The newest measurements, each with its standard error."""
+    names = [name for names in eval_names([history]).values() for name in names if not name.endswith("/loss")]
+    columns = {name: dict(zip(*history.evaluated(name))) for name in names}
+    errors = {name: dict(zip(*history.evaluated(f"{name}_stderr"))) for name in names}
+    steps = sorted({step for column in columns.values() for step in column})[-most_rows:]
+    head = ["step", *(f"{label_of(name)} {name.rpartition('/')[2]}" for name in names)]
+    rows = [[n(f"{at:,}"), *(n(shown(columns[name].get(at), errors[name].get(at))) for name in names)] for at in steps]
+    return table(head, rows) if rows else ""
+
+
+def shown(value: float | None, error: float | None) -> str:
+    """'0.512 ± 0.014'."""
+    if value is None:
+        return ""
+    return plain(value) + (f" ± {plain(error)}" if error is not None else "")
+
+
+def evals_section(canvas: Canvas) -> str:
+    """The plots, and for one run the table; '' where nothing was measured."""
+    drawn = eval_plots(canvas)
+    if drawn and canvas.single:
+        drawn += f"<details><summary>Numbers</summary>{eval_table(canvas.histories[0])}</details>"
+    return drawn
