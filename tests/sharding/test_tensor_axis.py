@@ -115,7 +115,7 @@ def program_of(model, mesh, num_devices, **train):
     [
         pytest.param("llama", {"fsdp": 1, "tensor": 4}, marks=pytest.mark.soak),
         pytest.param("gpt2", {"fsdp": 1, "tensor": 4}, marks=pytest.mark.soak),
-        ("llama", {"fsdp": 2, "tensor": 4}),
+        pytest.param("llama", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.soak),
         ("gpt2", {"fsdp": 2, "tensor": 4}),
         ("relative", {"fsdp": 4, "tensor": 2}),
     ],
