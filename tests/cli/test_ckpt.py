@@ -175,6 +175,7 @@ assert not xla_bridge.backends_are_initialized()  # no device was touched
 """
 
 
+@pytest.mark.soak
 def test_memory_does_not_grow_with_the_checkpoint_and_no_device_is_touched(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
     for step in (1, 2):

@@ -52,7 +52,7 @@ def hanging(phase, only=1):
 
 SOAK = pytest.mark.soak
 HANGS = [
-    ("data", 5, 3, "process 1: data of step 5"),
+    pytest.param("data", 5, 3, "process 1: data of step 5", marks=SOAK),  # test_watchdog has one process of each kind
     pytest.param("step", 9, 3, "process [01]: step", marks=SOAK),  # the other one stands in its step as well
     pytest.param("save", 1, 10, "process [01]: save of step 10", marks=SOAK),
     pytest.param("compile", 1, 30, "process 1: compile of step 1", marks=SOAK),
@@ -133,6 +133,7 @@ def test_a_frozen_process_is_left_behind_and_writes_nothing_when_it_thaws(home, 
 
 
 @pytest.mark.fault("F22")
+@pytest.mark.soak
 def test_the_others_name_the_first_process_when_it_is_killed(home, tmp_path):
     with start(2, home, tmp_path / "run") as running:
         running.wait_for("step 4/")

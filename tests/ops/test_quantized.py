@@ -77,7 +77,7 @@ def dots(jaxpr):
 @pytest.mark.parametrize(
     ("overrides", "num_devices"),
     [
-        ({"model.matmul_dtype": "int8", "model.remat": "full"}, 1),
+        pytest.param({"model.matmul_dtype": "int8", "model.remat": "full"}, 1, marks=pytest.mark.soak),
         pytest.param(
             {"model": tiny.GPT2, "model.matmul_dtype": "fp8", "model.compute_dtype": "bfloat16"},
             1,

@@ -116,7 +116,7 @@ def program_of(model, mesh, num_devices, **train):
         pytest.param("llama", {"fsdp": 1, "tensor": 4}, marks=pytest.mark.soak),
         pytest.param("gpt2", {"fsdp": 1, "tensor": 4}, marks=pytest.mark.soak),
         pytest.param("llama", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.soak),
-        ("gpt2", {"fsdp": 2, "tensor": 4}),
+        pytest.param("gpt2", {"fsdp": 2, "tensor": 4}, marks=pytest.mark.soak),
         ("relative", {"fsdp": 4, "tensor": 2}),
     ],
     ids=str,
