@@ -155,6 +155,7 @@ def test_stopped_three_times_and_gone_on_with_it_equals_never_stopping(home, fin
 
 
 @pytest.mark.fault("F12")
+@pytest.mark.soak  # test_going_on and test_together do it too
 def test_another_mesh_goes_on_with_the_same_data_and_nearly_the_same_losses(home, finished, tmp_path):
     workdir = tmp_path / "run"
     train(home, workdir, stop_after=6)

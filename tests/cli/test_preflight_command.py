@@ -53,6 +53,7 @@ def test_what_does_not_fit_is_a_no_go_with_a_change_that_was_compiled_and_does(t
         assert flags and f"  {flags}\n" in out
 
 
+@pytest.mark.soak
 def test_search_keeps_to_its_time_and_writes_the_winner_as_flags(tmp_path, capsys):
     request = Request(config_name="tiny", search=True, seconds=1, overrides=tmp_path / "winner.flags")
     cfg = tiny.config(LONG)

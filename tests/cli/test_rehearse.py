@@ -44,6 +44,7 @@ def config(tmp_path):
     return file
 
 
+@pytest.mark.soak
 def test_a_run_that_works_goes_and_nothing_is_left(config, tmp_path):
     workdir = tmp_path / "runs" / "one"
     code = f"""

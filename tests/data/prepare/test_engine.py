@@ -95,14 +95,14 @@ def test_each_document_leads_back_to_its_place_in_its_file(corpus, tmp_path):
 
 
 def test_the_shuffle_depends_on_the_seed_and_leaves_no_order_of_the_input(tmp_path):
-    made_text.write_jsonl(tmp_path / "sorted.jsonl", [f"{i:05d}" for i in range(4000)])
+    made_text.write_jsonl(tmp_path / "sorted.jsonl", [f"{i:05d}" for i in range(1000)])
     order = {}
     for seed in (0, 1):
-        cfg = recipe(tmp_path / "sorted.jsonl", write={"seed": seed, "shard_tokens": 5000})
+        cfg = recipe(tmp_path / "sorted.jsonl", write={"seed": seed, "shard_tokens": 1250})
         order[seed] = [int(id) for _, _, _, id, _ in documents_in(run(cfg, tmp_path / f"out{seed}"))]
-        assert sorted(order[seed]) == list(range(4000))
-        assert abs(np.corrcoef(order[seed], np.arange(4000))[0, 1]) < 0.06  # 4 standard errors of no correlation
-    assert abs(np.corrcoef(order[0], order[1])[0, 1]) < 0.06
+        assert sorted(order[seed]) == list(range(1000))
+        assert abs(np.corrcoef(order[seed], np.arange(1000))[0, 1]) < 0.13  # 4 standard errors of no correlation
+    assert abs(np.corrcoef(order[0], order[1])[0, 1]) < 0.13
 
 
 def test_shards_are_the_same_for_any_number_of_processes(corpus, tmp_path):
