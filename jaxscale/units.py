@@ -9,6 +9,7 @@ Tokens = int | str  # the type of a setting that holds such an amount; an intege
 FORM = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)\s*")
 UNITS = {"": "tokens", "token": "tokens", "tokens": "tokens", "step": "steps", "steps": "steps", "%": "%"}
 UNITS |= {"row": "rows", "rows": "rows", "epoch": "epochs", "epochs": "epochs"}
+ROUNDED = 0.9995  # of a unit: from here on three digits say the whole
 
 
 def parse(name: str, amount: Tokens) -> tuple[float, str]:
@@ -53,12 +54,32 @@ def steps(tokens: int, batch_tokens: int) -> int:
     return -(-tokens // batch_tokens)
 
 
+def digits(number: float) -> str:
+    """Three digits for people, without an exponent above 1: 12345.6 -> '12,346', 999.4 -> '999', 0.1234 -> '0.123'."""
+    return f"{number:,.0f}" if abs(number) >= ROUNDED * 1000 else f"{number:.3g}"
+
+
 def count(number: float) -> str:
-    """A large number for people: 6.74e9 -> '6.74B', 124439808 -> '124M', 950 -> '950'."""
-    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if abs(number) >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.4g}"
+    """A large number for people: 6.74e9 -> '6.74B', 124439808 -> '124M', 999999 -> '1M', 950 -> '950'."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if abs(number) >= ROUNDED * size:
+            return f"{digits(number / size)}{letter}"
+    return f"{number / 1e3:.3g}K" if abs(number) >= 1000 else f"{number:.4g}"
+
+
+def dollars(amount: float) -> str:
+    """Money for people: '$1.23M', '$12,346', '$0.45', '$0.0031'."""
+    if amount >= ROUNDED * 1e6:
+        return f"${digits(amount / 1e6)}M"
+    if amount >= 100:
+        return f"${amount:,.0f}"
+    return f"${amount:.2f}" if amount >= 0.1 or not amount else f"${amount:.2g}"
+
+
+def plural(number: int, noun: str) -> str:
+    """'1 host', '4 hosts', '2 microbatches'."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
 
 
 def size(num_bytes: float) -> str:

@@ -20,7 +20,7 @@ from jaxscale.data.shards import ShardWriter, open_shard, verify_shard
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
 from jaxscale.exits import Exit, Stop, tell
 from jaxscale.monitor.report import serve
-from jaxscale.monitor.writers import json_line
+from jaxscale.monitor.writers import json_record
 from jaxscale.process import environment, files_as, folder_mode
 from jaxscale.redact import shown
 from jaxscale.sample import serve as chat
@@ -209,7 +209,7 @@ def numbers(version):
 @pytest.mark.fault("H13")
 def test_names_and_texts_cannot_break_a_line_or_drive_a_terminal(capsys):
     nasty = 'a\n{"step": 9}\x1b]0;title\x07\x1b[2J\u202e\r'
-    line = json_line(1, {nasty: 1.0, "text": nasty})
+    line = json.dumps(json_record(1, {nasty: 1.0, "text": nasty}), allow_nan=False) + "\n"
     assert line.count("\n") == 1 and json.loads(line) == {"step": 1, nasty: 1.0, "text": nasty}
     tell(f"error: {nasty}")
     told = capsys.readouterr().err

@@ -69,10 +69,32 @@ def test_steps_are_whole_and_hold_at_least_the_tokens(tokens, steps):
         (1.35e12, "1.35T"),
         (0, "0"),
         (-2e6, "-2M"),
+        (999_999, "1M"),
+        (999_499, "999K"),
+        (999_999_488, "1B"),
+        (1.5e16, "15,000T"),
     ],
 )
 def test_large_numbers_are_short(number, text):
     assert units.count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("amount", "text"),
+    [(0, "$0.00"), (0.00314, "$0.0031"), (0.42, "$0.42"), (4.2, "$4.20"), (250, "$250"), (12_345.6, "$12,346"),
+     (999_499, "$999,499"), (999_600, "$1M"), (1.234e6, "$1.23M"), (5e9, "$5,000M")],
+)  # fmt: skip
+def test_money_is_never_an_exponent_or_nothing(amount, text):
+    assert units.dollars(amount) == text
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1, "1 batch"), (2, "2 batches"), (1234, "1,234 batches"), (0, "0 batches")]
+)
+def test_a_number_of_things_is_spelt(number, text):
+    assert units.plural(number, "batch") == text and units.plural(number, "row") == text.replace(
+        "batches", "rows"
+    ).replace("batch", "row")
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def answer(cfg: RunConfig, arguments: Arguments, wishes: Wishes) -> Exit:
     plan = make_plan(cfg, topology, wishes, measured=measured, kept=kept)
     print(*plan_lines(plan), sep="\n")
     write_plan(plan, None, arguments)
-    return Exit.NO_GO if plan.fits is False else Exit.DONE
+    return Exit.DONE if plan.fits else Exit.NO_GO
 
 
 def propose(arguments: Arguments, numbers: Mapping[str, float]) -> Exit:

@@ -20,9 +20,10 @@ from typing import Any, TextIO
 
 from jaxscale import paths
 from jaxscale.cli.following import Following
-from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame, is_number
+from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.exits import run_and_exit
+from jaxscale.monitor.history import is_finite
 from jaxscale.monitor.json_lines import Row, clean_event
 from jaxscale.redact import printable
 
@@ -72,10 +73,11 @@ class Look:
 
 
 def clean_record(record: Row) -> Row | None:
-    """The record without what is neither a number nor text, None for one without a step."""
-    if not is_number(record.get("step")):
+    """The record's numbers, None for those that are not finite; None for a record without a step."""
+    if not is_finite(record.get("step")):
         return None
-    return {name: value for name, value in record.items() if value is None or isinstance(value, (int, float, str))}
+    numbers = {name: value for name, value in record.items() if value is None or isinstance(value, (int, float))}
+    return {name: value if is_finite(value) else None for name, value in numbers.items()}
 
 
 def grown(before: list[Row], follow: Following, most: int, clean: Callable[[Row], Row | None]) -> list[Row]:

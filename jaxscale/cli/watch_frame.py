@@ -12,6 +12,7 @@ from jaxscale import units
 from jaxscale.exits import meaning
 from jaxscale.monitor.console import plain_number
 from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
+from jaxscale.monitor.history import is_finite
 from jaxscale.monitor.json_lines import as_dict
 from jaxscale.redact import shown
 
@@ -170,10 +171,10 @@ def curve(
     alarm=False,
 ) -> Line:
     """'loss        2.314      ▇▆▅▄▃▂▁  2.31 to 4.16'."""
-    numbers = [value for value in values if is_number(value)]
+    numbers = [value for value in values if is_finite(value)]
     if not numbers:
         return Line(f"{label:<{LABEL}}n/a")
-    newest = next((value for value in reversed(values) if is_number(value)), None)
+    newest = next((value for value in reversed(values) if is_finite(value)), None)
     shown_value = "not finite" if alarm and values[-1] is None else spell(newest)
     told = note or f"{spell(min(numbers))} to {spell(max(numbers))}"
     line = f"{label:<{LABEL}}{shown_value:<11} {sparkline(values, room, unicode=unicode):<{room}}  {told}"
@@ -185,7 +186,7 @@ def sparkline(values: Sequence[Any], room: int, *, unicode: bool = True) -> str:
     blocks = BLOCKS if unicode else PLAIN_BLOCKS
     columns = min(room, len(values))
     edges = [round(column * len(values) / columns) for column in range(columns + 1)] if columns else []
-    parts = [[value for value in values[a:b] if is_number(value)] for a, b in zip(edges, edges[1:])]
+    parts = [[value for value in values[a:b] if is_finite(value)] for a, b in zip(edges, edges[1:])]
     means = [statistics.fmean(part) if part else None for part in parts]
     known = [mean for mean in means if mean is not None]
     low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0)
@@ -214,7 +215,7 @@ def machine(training: Sequence[Mapping]) -> list[Line]:
         "power_watts": lambda v: f"{v:.0f} W",
         "temperature_c": "{:.0f} C".format,
     }
-    device = [spell(last[f"device/{name}"]) for name, spell in spelt.items() if is_number(last.get(f"device/{name}"))]
+    device = [spell(last[f"device/{name}"]) for name, spell in spelt.items() if is_finite(last.get(f"device/{name}"))]
     return lines + ([Line(f"{'device':<{LABEL}}{'  '.join(device)}")] if device else [])
 
 
@@ -283,28 +284,23 @@ def eta_seconds(training: Sequence[Mapping], total: int) -> float | None:
 def seconds_per_step(training: Sequence[Mapping]) -> float | None:
     """Wall time of a step over the last records of this start, saves and validations included where it is known."""
     wall = f"{PREFIX}wall_seconds"
-    newest = [record for record in training[-ETA_RECORDS:] if is_number(record.get(wall))]
+    newest = [record for record in training[-ETA_RECORDS:] if is_finite(record.get(wall))]
     for first in newest:  # the first record of this start: its clock is behind all that follow
         steps, seconds = newest[-1]["step"] - first["step"], newest[-1][wall] - first[wall]
         if steps > 0 and seconds > 0 and all(a[wall] <= b[wall] for a, b in zip(newest, newest[1:])):
             return seconds / steps
-    times = [r["step_seconds"] for r in training[-ETA_RECORDS:] if is_number(r.get("step_seconds"))]
+    times = [r["step_seconds"] for r in training[-ETA_RECORDS:] if is_finite(r.get("step_seconds"))]
     return statistics.median(times) if times else None
 
 
 def newest_of(records: Sequence[Mapping], name: str) -> Any:
     """The newest number of this name, None if there is none among the last few records."""
-    return next((r[name] for r in reversed(records[-5:]) if is_number(r.get(name))), None)
+    return next((r[name] for r in reversed(records[-5:]) if is_finite(r.get(name))), None)
 
 
 def number_of(value: Any) -> float:
     """The value if it is a finite number, else 0."""
-    return value if is_number(value) else 0
-
-
-def is_number(value: Any) -> bool:
-    """True for a finite number."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return value if is_finite(value) else 0
 
 
 def both_ends(left: str, right: str, width: int) -> str:

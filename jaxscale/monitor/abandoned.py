@@ -26,7 +26,8 @@ def abandon(workdir: Any, to_step: int, rewind: int) -> int:
     if not moved:
         return 0
     before = lines_of(folder / "abandoned.jsonl")
-    new = [line for line in moved if line not in set(before)]
+    known = set(before)
+    new = [line for line in moved if line not in known]
     paths.write_text_atomic(folder / "abandoned.jsonl", "".join(f"{line}\n" for line in [*before, *new]))
     paths.write_text_atomic(folder / "metrics.jsonl", "".join(f"{line}\n" for line in kept))
     return len(moved)

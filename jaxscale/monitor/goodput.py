@@ -288,7 +288,7 @@ def unix_time(text: Any) -> float | None:
     """Seconds since 1970 of an ISO 8601 time, None for what is none."""
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last: a year that the clock does not reach
         return None
 
 

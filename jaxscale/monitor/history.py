@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from jaxscale import paths
-from jaxscale.monitor.json_lines import clean_event, plural, read_lines, read_object
+from jaxscale import paths, units
+from jaxscale.monitor.json_lines import clean_event, read_lines, read_object
 
 MOST_VALUES = 1_000_000  # values in the rows that are kept: about 80 MB
 MOST_EVENTS = 20_000  # the newest; about 20 MB
@@ -26,6 +26,8 @@ LONGEST_TEXT = 20_000  # characters of a sample
 GROUP = 10  # rows, of which thinning keeps at most half
 LARGEST = float(2**63)  # an integer beyond it is no measurement
 KNOWN = ("metrics.jsonl", "events.jsonl", "config.json")
+OTHERS = ("abandoned.jsonl", "samples.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
+LEDGERS = "supervise*.jsonl"  # one for each host that supervises
 
 Row = dict[str, Any]
 
@@ -112,7 +114,7 @@ def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History
     problems: list[str] = []
     metrics = read_metrics(folder, most_values, problems)
     abandoned = read_abandoned(folder, metrics, most_values, problems)  # may take rows out of the metrics
-    ledgers = [row for file in sorted(folder.glob("supervise*.jsonl")) for row in read_newest(file, problems)]
+    ledgers = [row for file in sorted(folder.glob(LEDGERS)) for row in read_newest(file, problems)]
     return History(
         workdir=os.fspath(workdir),
         rows=tuple(metrics.rows),
@@ -306,7 +308,7 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
             row["nonfinite"] = list(dict.fromkeys(nonfinite))
         yield row
     if without_step:
-        problems.append(f"{path.name}: {plural(without_step, 'line')} without a step left out")
+        problems.append(f"{path.name}: {units.plural(without_step, 'line')} without a step left out")
 
 
 def read_newest(path: Any, problems: list[str]) -> list[Row]:

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import paths, units
 
 LONGEST_LINE = 8 * 2**20  # bytes; a longer one is damaged
 CHUNK = 2**20  # bytes read at once
@@ -49,7 +49,7 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
     except OSError as error:
         problems.append(f"{path.name} cannot be read to its end: {error.strerror or error}")
     if damaged:
-        problems.append(f"{path.name}: {plural(damaged, 'damaged line')} left out")
+        problems.append(f"{path.name}: {units.plural(damaged, 'damaged line')} left out")
     if torn:
         problems.append(f"{path.name}: its last line is not whole, as while it is written, and is left out")
 
@@ -87,11 +87,6 @@ def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
         problems.append(f"{path.name} is no JSON object: {without}")
         return {}
     return found
-
-
-def plural(count: int, what: str) -> str:
-    """'1 line', '2 lines'."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def clean_event(record: Row) -> Row | None:

@@ -6,7 +6,6 @@ The address is a secret: who has it may write to the chat. It comes from the env
 import collections
 import email.utils
 import http.client
-import ipaddress
 import json
 import os
 import threading
@@ -15,6 +14,8 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
+
+from jaxscale.paths import is_loopback
 
 VARIABLE = "JAXSCALE_WEBHOOK_URL"
 MOST_WAITING = 100  # messages; the oldest make room
@@ -41,14 +42,6 @@ def webhook_url(environment: collections.abc.Mapping[str, str] = os.environ) -> 
     if not plain or not host or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(host)):
         raise ValueError(f"{VARIABLE} must be an https:// address (http:// for this machine alone); unset it for none")
     return url
-
-
-def is_loopback(host: str) -> bool:
-    """True for this machine, by name or number."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 class NotFollowed(urllib.request.HTTPRedirectHandler):

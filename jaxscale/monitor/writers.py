@@ -281,11 +281,6 @@ class JsonLines:
             self.uploader.close()
 
 
-def json_line(step: int, metrics: Mapping[str, Any]) -> str:
-    """One line of metrics.jsonl with its newline."""
-    return json.dumps(json_record(step, metrics), allow_nan=False) + "\n"
-
-
 def json_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """What a line of metrics.jsonl holds."""
     assert "step" not in metrics and "nonfinite" not in metrics, f"reserved names in {sorted(metrics)}"

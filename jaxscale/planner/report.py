@@ -105,7 +105,7 @@ def report_lines(report: Report) -> list[str]:
 
 def head_line(report: Report) -> str:
     """'7b on v5p:2x2x4: 16 TPU v5p on 4 hosts'."""
-    where = f"{report.num_devices} x {report.chip} on {plural(report.num_hosts, 'host')}"
+    where = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
     slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
     return f"{report.config} on {report.topology}: {where}{slices}; mesh {report.layout}"
 
@@ -210,11 +210,6 @@ def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[str]:
 def milliseconds(seconds: float) -> str:
     """'12.3 ms'."""
     return f"{seconds * 1e3:,.4g} ms"
-
-
-def plural(number: int, noun: str) -> str:
-    """'1 host', '4 hosts'."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:

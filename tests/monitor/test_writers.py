@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from jaxscale.monitor.writers import MonitorConfig, Writer, json_line
+from jaxscale.monitor.writers import MonitorConfig, Writer, json_record
 
 PLAIN = MonitorConfig(tensorboard=False, progress="off")
 
@@ -25,7 +25,8 @@ def test_a_line_holds_the_step_first_and_the_names_in_the_order_given(tmp_path):
 
 
 def test_numbers_that_json_lacks_become_null_and_are_named():
-    record = json.loads(json_line(3, {"loss": float("nan"), "grad_norm": float("-inf"), "lr": 0.1}))
+    record = json_record(3, {"loss": float("nan"), "grad_norm": float("-inf"), "lr": 0.1})
+    record = json.loads(json.dumps(record, allow_nan=False))
     assert record == {"step": 3, "loss": None, "grad_norm": None, "lr": 0.1, "nonfinite": ["loss", "grad_norm"]}
 
 

@@ -2,9 +2,10 @@
 
 import collections
 import math
+from statistics import median
 
 from jaxscale.monitor.health.finding import GOOD, Sign
-from jaxscale.monitor.health.robust import Blocks, mad_sigma, median, slope
+from jaxscale.monitor.health.robust import Blocks, mad_sigma, slope
 from jaxscale.monitor.health.rule import Rule, View
 
 SPIKE_LEVELS = ((1.5, "document 003, class"), (2.0, "document 003, function"), (3.0, "document 002"))

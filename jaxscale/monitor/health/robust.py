@@ -3,17 +3,12 @@
 import collections
 import math
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 SIGMA_OF_MAD = 1.4826  # of a normal distribution: its standard deviation by its median absolute deviation
 EVERY = 8  # values between two looks at the noise of the whole window, which costs the most
 LEAST_SIGMA = 1e-3  # of the centre: a window may be so even that the next rounding error were an outlier
-
-
-def median(values: Sequence[float]) -> float:
-    """The middle value; of an even number, the mean of the middle two."""
-    ordered, half = sorted(values), len(values) // 2
-    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def mad_sigma(values: Sequence[float], centre: float) -> float:

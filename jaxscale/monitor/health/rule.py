@@ -3,11 +3,12 @@
 import abc
 import collections
 from collections.abc import Mapping
+from statistics import median
 from typing import Any, NamedTuple
 
 from jaxscale.monitor.health.config import HealthConfig
 from jaxscale.monitor.health.finding import RunFacts, Sign
-from jaxscale.monitor.health.robust import Baseline, Judged, median
+from jaxscale.monitor.health.robust import Baseline, Judged
 
 SMOOTH = 10  # records in a smoothed loss
 REFUSED_SIGMAS = 5.0  # above its baseline, and a value does not enter it

@@ -2,11 +2,12 @@
 
 import abc
 import collections
+from statistics import median
 from typing import Any
 
 from jaxscale import units
 from jaxscale.monitor.health.finding import Sign
-from jaxscale.monitor.health.robust import Blocks, median
+from jaxscale.monitor.health.robust import Blocks
 from jaxscale.monitor.health.rule import Rule, View
 
 STREAK = 5  # records in a row

@@ -13,14 +13,12 @@ from typing import Any
 
 from jaxscale import paths
 from jaxscale.exits import Stop, tell
+from jaxscale.monitor.history import KNOWN, LEDGERS, OTHERS
 from jaxscale.monitor.report.page import POLICY, SERVED
 from jaxscale.monitor.report.status import QUIET_SECONDS
 from jaxscale.monitor.report.text import escape
 
 ADDRESS = "127.0.0.1"
-WATCHED = ("metrics.jsonl", "abandoned.jsonl", "events.jsonl", "config.json", "sample.txt", "samples.jsonl")
-WATCHED += ("forecast.json",)
-WATCHED_TOO = "supervise*.jsonl"  # one for each host that supervises
 LOOK_SECONDS = 2.0  # between two looks at the files, however many ask
 REQUEST_SECONDS = 30.0  # for a client to say what it wants
 
@@ -63,10 +61,10 @@ class Pages:
 def watched(folder: Any) -> list[Any]:
     """The files of a work folder that the page is made of, those that may come included."""
     try:
-        ledgers = sorted(folder.glob(WATCHED_TOO))
+        ledgers = sorted(folder.glob(LEDGERS))
     except OSError:  # the page itself tells of a folder that cannot be listed
         ledgers = []
-    return [*(folder / name for name in WATCHED), *ledgers]
+    return [*(folder / name for name in (*KNOWN, *OTHERS)), *ledgers]
 
 
 def mark_of(path: Any) -> tuple[int, float] | None:

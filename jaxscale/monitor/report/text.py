@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from jaxscale import units
+from jaxscale.monitor.goodput import unix_time
 from jaxscale.redact import redacted, shown
 
 NONE = "n/a"
@@ -64,7 +65,7 @@ def seconds(value: float | None) -> str:
 
 def money(value: float | None) -> str:
     """'$1,234', '$0.42'."""
-    return NONE if value is None else (f"${value:,.0f}" if value >= 100 else f"${value:,.2f}")
+    return NONE if value is None else units.dollars(value)
 
 
 def count(value: float | None) -> str:
@@ -82,10 +83,7 @@ NUMBERS = {"plain": plain, "percent": percent, "size": size, "seconds": seconds,
 
 def time_of(event: dict[str, Any]) -> float | None:
     """When it happened, in Unix seconds; None where the line does not say."""
-    try:
-        return datetime.datetime.fromisoformat(event["time"]).timestamp()
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
+    return unix_time(event.get("time"))
 
 
 def clock(when: float | None) -> str:

@@ -1,23 +1,14 @@
 """Where a device's memory goes, each kind with the formula that says so."""
 
 import dataclasses
-from typing import NamedTuple
 
 from jaxscale import units
 from jaxscale.build import Program
 from jaxscale.models import lora_params, num_params
 from jaxscale.planner.memory import MemoryNeed, memory_need, shard_bytes
-from jaxscale.planner.report import plural
+from jaxscale.planner.report import MemoryRow
 
 OPTIMIZER_MOMENTS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum"}
-
-
-class MemoryRow(NamedTuple):
-    """Bytes of one kind on one device."""
-
-    kind: str
-    num_bytes: int
-    formula: str
 
 
 def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
@@ -47,7 +38,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
         MemoryRow(
             "activations",
             need.activations,
-            f"{plural(made, 'row')} of {cfg.row_lengths.row:,} tokens, {remat}: estimate",
+            f"{units.plural(made, 'row')} of {cfg.row_lengths.row:,} tokens, {remat}: estimate",
         )
     )
     return tuple(rows)

@@ -16,10 +16,11 @@ from jaxscale.planner.plan.cautions import Caution
 from jaxscale.planner.plan.cost import Range
 from jaxscale.planner.plan.dataset import count_tokens
 from jaxscale.planner.plan.kept import Kept
-from jaxscale.planner.plan.layout import MemoryRow, fitting_parts, memory_rows
+from jaxscale.planner.plan.layout import fitting_parts, memory_rows
 from jaxscale.planner.plan.measured import Measured
 from jaxscale.planner.plan.speed import Speed, speed
 from jaxscale.planner.preflight import usable_memory
+from jaxscale.planner.report import MemoryRow
 from jaxscale.planner.topology import Topology, link_domains
 from jaxscale.sharding.mesh import mesh_layout
 
@@ -69,11 +70,9 @@ class Plan:
     memory: tuple[MemoryRow, ...]
     memory_bytes: int
     host_bytes: int
-    usable_bytes: int | None
+    usable_bytes: int
     usable_why: str
-    fitting_microbatches: (
-        int | None
-    )  # the fewest with which the estimate fits; None: none does, or the memory is unknown
+    fitting_microbatches: int | None  # the fewest with which the estimate fits; None: none does
     kept: Kept | None  # what preflight found out about this very step, where that is kept
 
     speed: Speed
@@ -108,10 +107,8 @@ class Plan:
     cautions: tuple[Caution, ...]
 
     @property
-    def fits(self) -> bool | None:
+    def fits(self) -> bool:
         """Whether the estimate is within what a device has; the compiler's word where preflight kept it."""
-        if self.usable_bytes is None:
-            return None
         return (self.kept.peak_bytes if self.kept else self.memory_bytes) <= self.usable_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -120,7 +117,6 @@ class Plan:
             "optimal": self.optimal and self.optimal._asdict(),
             "serving": [one._asdict() for one in self.serving],
             "cautions": [one._asdict() for one in self.cautions],
-            "memory": [one._asdict() for one in self.memory],
             "price": self.price and self.price._asdict(),
             "fits": self.fits,
         }

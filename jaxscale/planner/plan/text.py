@@ -8,7 +8,7 @@ from jaxscale.planner.plan import cost, scaling
 from jaxscale.planner.plan.cost import Range
 from jaxscale.planner.plan.machine import HERE, PLANNED_ONLY
 from jaxscale.planner.plan.plan import Plan
-from jaxscale.planner.report import INDENT, plural, table
+from jaxscale.planner.report import INDENT, table
 
 WIDTH = 120
 NOT_KNOWN = "n/a"
@@ -39,7 +39,7 @@ def head_line(plan: Plan) -> str:
     number = f"{plan.num_devices} x {plan.chip}"
     if plan.num_chips != plan.num_devices:
         number = f"{plan.num_chips:g} x {plan.chip} ({plan.num_devices} devices)"
-    return f"{plan.config} on {plan.topology}: {number} on {plural(plan.num_hosts, 'host')}; mesh {plan.layout}"
+    return f"{plan.config} on {plan.topology}: {number} on {units.plural(plan.num_hosts, 'host')}; mesh {plan.layout}"
 
 
 def model_rows(plan: Plan) -> Rows:
@@ -52,7 +52,7 @@ def model_rows(plan: Plan) -> Rows:
     else:
         word = "about 20 is compute-optimal"
     rows_of = f"{plan.rows:,} rows of {plan.seq_len:,} tokens"
-    passes = f"in {plural(plan.num_microbatches, 'microbatch')}".replace("batchs", "batches")
+    passes = f"in {units.plural(plan.num_microbatches, 'microbatch')}"
     return [
         (
             "parameters",
@@ -65,12 +65,12 @@ def model_rows(plan: Plan) -> Rows:
             f"by the model's own formula, attention included; 6 N = {scientific(plan.flops_per_token_6n)}",
         ),
         ("tokens", units.count(plan.tokens), f"{plan.total_steps:,} steps of {units.count(plan.batch_tokens)} tokens"),
-        ("tokens per parameter", f"{ratio:.3g}", word),
+        ("tokens per parameter", units.digits(ratio), word),
         ("FLOPs of training", scientific(plan.train_flops), "FLOPs per token x tokens"),
         (
             "batch",
             units.count(plan.batch_tokens),
-            f"{rows_of} {passes}; {plural(plan.rows_per_pass, 'row')} a device and pass",
+            f"{rows_of} {passes}; {units.plural(plan.rows_per_pass, 'row')} a device and pass",
         ),
         ("warmup", f"{plan.warmup_steps:,} steps", f"{units.count(plan.warmup_steps * plan.batch_tokens)} tokens"),
     ]
@@ -95,7 +95,7 @@ def size_lines(plan: Plan) -> list[str]:
 
 def memory_lines(plan: Plan) -> list[str]:
     """Memory by kind with its formula, and what is there."""
-    rows = [(row.kind, units.size(row.num_bytes), row.formula) for row in plan.memory]
+    rows = [(row.kind, units.size(row.num_bytes), row.source) for row in plan.memory]
     share = f"{plan.memory_bytes / plan.usable_bytes:.0%} of {units.size(plan.usable_bytes)}"
     rows.append(("together", units.size(plan.memory_bytes), share))
     if plan.kept is not None:
@@ -135,16 +135,22 @@ def money_rows(plan: Plan) -> Rows:
     rows = [
         (
             "chip-hours",
-            span(plan.chip_hours, lambda hours: f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"),
+            span(plan.chip_hours, units.digits),
             f"{cost.chips(plan.num_chips)} x wall time",
         )
     ]
     if plan.price is None:
         rows.append(("dollars", NOT_KNOWN, f"no price of {plan.chip} is known: give --price=DOLLARS a chip and hour"))
     else:
-        rows.append(("dollars", span(plan.dollars, dollars), f"${plan.price.dollars_per_hour:.2f} a chip and hour"))
+        rows.append(
+            (
+                "dollars",
+                span(plan.dollars, units.dollars),
+                f"{units.dollars(plan.price.dollars_per_hour)} a chip and hour",
+            )
+        )
     if plan.budget_dollars is not None and plan.dollars is not None:
-        rows.append(("budget", dollars(plan.budget_dollars), reached(plan.dollars, plan.budget_dollars)))
+        rows.append(("budget", units.dollars(plan.budget_dollars), reached(plan.dollars, plan.budget_dollars)))
     if plan.megawatt_hours is None:
         rows.append(("energy", NOT_KNOWN, f"no figure for the power of {plan.chip} was found"))
     else:
@@ -156,7 +162,7 @@ def money_rows(plan: Plan) -> Rows:
 def checkpoint_rows(plan: Plan) -> Rows:
     """Size, time, interval, what stays."""
     every = NOT_KNOWN if plan.save_interval_seconds is None else span(plan.save_interval_seconds, units.duration)
-    many = plural(plan.kept_checkpoints, "checkpoint")
+    many = units.plural(plan.kept_checkpoints, "checkpoint")
     return [
         ("one", units.size(plan.checkpoint_bytes), "parameters, moments and counters in float32, each once"),
         ("save", units.duration(plan.save_seconds), "size / bandwidth; training goes on meanwhile"),
@@ -166,7 +172,11 @@ def checkpoint_rows(plan: Plan) -> Rows:
             f"every {units.duration(plan.between_failures_seconds)}",
             f"{cost.chips(plan.num_chips)} at a public rate",
         ),
-        ("kept at the end", units.size(plan.kept_bytes), f"{many}, {dollars(plan.storage_dollars_per_month)} a month"),
+        (
+            "kept at the end",
+            units.size(plan.kept_bytes),
+            f"{many}, {units.dollars(plan.storage_dollars_per_month)} a month",
+        ),
     ]
 
 
@@ -175,12 +185,12 @@ def data_rows(plan: Plan) -> Rows:
     wide = plan.data_bytes // plan.tokens
     rows = [("needed", units.size(plan.data_bytes), f"{units.count(plan.tokens)} tokens x {wide} B an id")]
     if plan.data_bytes_per_second is not None:
-        rate = span(plan.data_bytes_per_second, lambda number: f"{number / 1e6:.3g}")
+        rate = span(plan.data_bytes_per_second, lambda number: units.digits(number / 1e6))
         rows.append(("read at", f"{rate} MB/s", f"{span(plan.speed.tokens_per_second, units.count)} tokens/s"))
     there = "unknown" if plan.data_tokens is None else units.count(plan.data_tokens)
     rows.append(("there are", there, plan.data_source.removeprefix("unknown: ")))
     known = plan.epochs is not None
-    rows.append(("epochs", f"{plan.epochs:.3g}" if known else NOT_KNOWN, "tokens / those that are there" * known))
+    rows.append(("epochs", units.digits(plan.epochs) if known else NOT_KNOWN, "tokens / those that are there" * known))
     return rows
 
 
@@ -248,7 +258,7 @@ def reached(needed: Range, there: float) -> str:
     return (
         "enough only at the better end"
         if needed.low <= there
-        else f"not enough: {needed.low / there:.3g} times as much"
+        else f"not enough: {units.digits(needed.low / there)} times as much"
     )
 
 
@@ -271,16 +281,9 @@ def scientific(number: float) -> str:
 
 def seconds(number: float) -> str:
     """'12.3 s', '45 ms'."""
-    return f"{number:.3g} s" if number >= 1 else f"{number * 1e3:.3g} ms"
-
-
-def dollars(number: float) -> str:
-    """'$12,300', '$1.23M', '$0.45'."""
-    if number >= 1e6:
-        return f"${number / 1e6:.3g}M"
-    return f"${number:,.0f}" if number >= 100 else f"${number:,.2f}"
+    return f"{units.digits(number)} s" if number >= 1 else f"{number * 1e3:.3g} ms"
 
 
 def energy(megawatt_hours: float) -> str:
     """'12.3 MWh', '450 kWh'."""
-    return f"{megawatt_hours:,.3g} MWh" if megawatt_hours >= 1 else f"{megawatt_hours * 1e3:.3g} kWh"
+    return f"{units.digits(megawatt_hours)} MWh" if megawatt_hours >= 1 else f"{megawatt_hours * 1e3:.3g} kWh"
