@@ -138,7 +138,7 @@ def forecast_lines(forecast: Forecast) -> list[str]:
     if bits is not None:
         lines.append(f"  {bits * end.middle:.4f} bits/byte, {bits * end.low:.4f} to {bits * end.high:.4f}")
     times = law.reach(forecast.params, forecast.tokens, forecast.flops)
-    lines.append(f"  {times:.3g} times the FLOPs of the ladder's largest run" + far(times))
+    lines.append(f"  {units.digits(times)} times the FLOPs of the ladder's largest run" + far(times))
     lines.append(band_line(forecast))
     return lines
 

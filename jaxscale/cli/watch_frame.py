@@ -14,15 +14,13 @@ from jaxscale.monitor.console import plain_number
 from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
 from jaxscale.monitor.history import is_finite
 from jaxscale.monitor.json_lines import as_dict
+from jaxscale.monitor.silence import patience_seconds
 from jaxscale.redact import shown
 
 LEAST_WIDTH, LEAST_HEIGHT = 80, 24
 LABEL = 12  # columns
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS = "_.-~=+*#"
-SILENT_AFTER = 120.0  # seconds, or as long as SILENT_RECORDS take
-SILENT_RECORDS = 5
-STARTING_SECONDS = 3600.0  # before the first record: the default of hang.compile_seconds
 ETA_RECORDS = 50
 BAD = (
     "alarm",
@@ -107,15 +105,11 @@ def state_of(seen: Seen, step: int, total: int, now: float) -> State:
         what = meaning(code) if isinstance(code, int) else "stopped"
         return State(what, "red" if code not in (10, 130) else "yellow", False)
     silence = 0.0 if seen.grown_at is None else max(0.0, now - seen.grown_at)
-    begun, patience = unix_time(last.get("time")) or now, STARTING_SECONDS
-    own = [r for r in seen.records if "loss" in r and (r.get("step") or 0) > (last.get("step") or 0)]
-    if own:
-        every = number_of(as_dict(as_dict(seen.config.get("config")).get("monitor")).get("log_every_steps")) or 1
-        patience = max(SILENT_AFTER, SILENT_RECORDS * (seconds_per_step(own) or 0.0) * every)
-    if silence > patience:
+    began_at = last.get("step") or 0
+    if silence > patience_seconds(seen.records, began_at):
         return State(f"silent for {units.duration(silence)}", "red", False, silent=True)
-    if not own:
-        return State(f"starting for {units.duration(now - begun)}", "yellow", True)
+    if not any("loss" in record and (record.get("step") or 0) > began_at for record in seen.records):
+        return State(f"starting for {units.duration(now - (unix_time(last.get('time')) or now))}", "yellow", True)
     return State("running", "green", True)
 
 

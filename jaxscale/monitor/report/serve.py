@@ -15,8 +15,8 @@ from jaxscale import paths
 from jaxscale.exits import Stop, tell
 from jaxscale.monitor.history import KNOWN, LEDGERS, OTHERS
 from jaxscale.monitor.report.page import POLICY, SERVED
-from jaxscale.monitor.report.status import QUIET_SECONDS
 from jaxscale.monitor.report.text import escape
+from jaxscale.monitor.silence import QUIET_SECONDS
 
 ADDRESS = "127.0.0.1"
 LOOK_SECONDS = 2.0  # between two looks at the files, however many ask
@@ -53,7 +53,9 @@ class Pages:
         if now - self.looked_at >= LOOK_SECONDS:
             marks = [mark_of(file) for folder in self.folders for file in watched(folder)]
             newest = max((mark[1] for mark in marks if mark), default=0.0)
-            told = repr((marks, now - newest > QUIET_SECONDS))  # a run that falls silent changes its page too
+            # a run that falls silent changes its page too: looked at after 3 minutes, 6, 12, ...
+            quiet = max(0, int((now - newest) / QUIET_SECONDS)).bit_length()
+            told = repr((marks, quiet))
             self.current, self.looked_at = hashlib.sha256(told.encode()).hexdigest()[:16], now
         return self.current
 

@@ -11,8 +11,8 @@ from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, Row, is_number
 from jaxscale.monitor.json_lines import as_dict
 from jaxscale.monitor.report.text import clock, time_of
+from jaxscale.monitor.silence import patience_seconds
 
-QUIET_SECONDS = 180.0  # without a line for longer than this, and ten times what lines take, a run counts as silent
 MEASURING = ("validation_seconds", "evals_seconds")  # time of the loop that is no training
 RECENT = 20  # reports over which the speed is taken
 BEGINS = ("started", "resumed")
@@ -93,10 +93,8 @@ def state_of(history: History, now: float, total: int | None) -> tuple[str, str]
     if history.written_at is None:
         return "begun", "when it was last written is not known"
     quiet = now - history.written_at
-    reports = [row["step"] for row in history.rows if "loss" in row][-RECENT:]
-    stride = (reports[-1] - reports[0]) / (len(reports) - 1) if len(reports) > 1 else 1
-    usual = stride * (recent(history.rows, "step_seconds") or 0.0)
-    if quiet > max(QUIET_SECONDS, 10 * usual):
+    step = ends[-1].get("step") if ends else None
+    if quiet > patience_seconds(history.rows, step if is_number(step) else 0):
         return (
             "silent",
             f"nothing was written for {units.duration(quiet)}, and no end was noted: it was killed, or it hangs",

@@ -1,0 +1,54 @@
+"""A run is silent when it says nothing for much longer than it usually does, and never because it compiles."""
+
+import dataclasses
+import os
+
+import pytest
+
+from jaxscale.monitor.history import History
+from jaxscale.monitor.report.serve import Pages
+from jaxscale.monitor.report.status import status_of
+from jaxscale.monitor.silence import QUIET_SECONDS, STARTING_SECONDS, patience_seconds
+
+BEGAN = 1_790_000_000.0
+
+
+def records(*steps, seconds):
+    return [{"step": step, "loss": 1.0, "step_seconds": seconds} for step in steps]
+
+
+@pytest.mark.parametrize(
+    ("rows", "began_at", "patience"),
+    [
+        ([], 0, STARTING_SECONDS),
+        ([{"step": 5, "validation/loss": 2.0}], 0, STARTING_SECONDS),
+        (records(10, 20, 30, seconds=0.5), 0, QUIET_SECONDS),
+        (records(10, 20, 30, seconds=60.0), 0, 10 * 10 * 60.0),
+        (records(10, seconds=60.0), 0, 10 * 10 * 60.0),  # its distance from the beginning
+        (records(10, 20, 30, seconds=60.0), 30, STARTING_SECONDS),  # it goes on from there, and compiles
+        (records(10, seconds=None), 0, QUIET_SECONDS),
+    ],
+)
+def test_patience_is_that_of_ten_records_and_an_hour_before_the_first(rows, began_at, patience):
+    assert patience_seconds(rows, began_at) == patience
+
+
+def test_a_run_that_compiles_is_not_called_silent_and_one_that_is_killed_meanwhile_is_in_the_end():
+    started = {"event": "started", "step": 0, "time": "2026-09-21T00:00:00+00:00"}
+    begun = History(workdir="run", events=(started,), written_at=BEGAN)
+    assert status_of(begun, BEGAN + 1800).state == "running"
+    assert status_of(begun, BEGAN + 3700).state == "silent"
+    steps = dataclasses.replace(begun, rows=tuple(records(10, 20, seconds=1.0)))
+    assert status_of(steps, BEGAN + 170).state == "running" and status_of(steps, BEGAN + 190).state == "silent"
+
+
+def test_the_served_page_is_made_anew_while_a_run_says_nothing(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    os.utime(tmp_path / "metrics.jsonl", (BEGAN, BEGAN))
+    now = [BEGAN]
+    pages = Pages(lambda version: version, [tmp_path], lambda: now[0])
+    versions = []
+    for quiet in (0, 170, 190, 350, 370, 700, 730):
+        now[0] = BEGAN + quiet
+        versions.append(pages.page())
+    assert [a != b for a, b in zip(versions, versions[1:])] == [False, True, False, True, False, True]
