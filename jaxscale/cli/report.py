@@ -3,7 +3,7 @@
   jaxscale report --workdir=RUN                    report.html: curves, cost, data, settings, samples, incidents
   jaxscale report --workdir=A --workdir=B          both in each plot, and the settings in which they differ
   --output=report.html    where the page is written
-  --price=DOLLARS         what an hour of one chip costs, for the cost so far and to the end; without it the list price
+  --price=DOLLARS         what an hour of one chip costs, for the cost so far and in all; without it the list price
                           of hardware.py, where that has one
   --card                  card.md in its place: a short page in Markdown, a column for each run
   --serve[=PORT]          no file: the page at http://127.0.0.1:PORT, made anew as the run goes on, until Ctrl-C;

@@ -27,7 +27,7 @@ from jaxscale.planner.hlo import Collective, HloFacts, read_hlo
 from jaxscale.planner.topology import Topology, link_domains
 from jaxscale.sharding.compiler_options import VARIABLES
 
-FORMAT = 2  # of a kept result; another number makes all earlier ones unread
+FORMAT = 3  # of a kept result; another number makes all earlier ones unread
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([0-9.]+)([BKMGT]?)"
@@ -45,9 +45,7 @@ class Memory:
 
     peak: int  # the largest sum of live buffers at any time: what must fit
     arguments: int
-    temporaries: int  # of the whole step: more than are ever live at one time
     code: int
-    aliased: int  # of the results, in the place of donated arguments
     host: int  # in the host's memory, of this device's arguments
 
 
@@ -131,9 +129,7 @@ def read_memory(stats: Any, platform: str) -> Memory:
     return Memory(
         peak=arguments + fresh + temporaries if platform == "cpu" else stats.peak_memory_in_bytes - on_host,
         arguments=arguments,
-        temporaries=temporaries,
         code=stats.generated_code_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
         host=stats.host_argument_size_in_bytes,
     )
 

@@ -34,7 +34,6 @@ class Collective:
     times: int
     dcn_bytes: float = 0.0  # the part of wire_bytes that leaves the slice; the rest stays on its fast links
     dtype: str = ""
-    op_name: str = ""  # where in the model it comes from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +112,7 @@ def read_collective(
 ) -> Collective | None:
     """The collective that an instruction starts, under any spelling; None for anything else."""
     if instruction.opcode == "send":
-        return cross_slice_transfer(instruction, computation, layout, times)
+        return cross_slice_transfer(instruction, layout, times)
     opcode = instruction.opcode.removesuffix("-start")
     if opcode not in KINDS:
         return None
@@ -135,19 +134,9 @@ def make_collective(
 ) -> Collective:
     """A collective with the bytes that it puts on wires."""
     ici, dcn = wire_bytes(kind, result, span.size, span.slices)
-    op_name = instruction.attribute(r'op_name="([^"]*)"') or ""
     dtype = shapes[0].dtype if shapes else ""
     return Collective(
-        kind,
-        span.axes,
-        span.slices > 1,
-        span.size,
-        int(result),
-        ici + dcn,
-        times,
-        dcn_bytes=dcn,
-        dtype=dtype,
-        op_name=op_name,
+        kind, span.axes, span.slices > 1, span.size, int(result), ici + dcn, times, dcn_bytes=dcn, dtype=dtype
     )
 
 
@@ -170,9 +159,7 @@ def wire_bytes(kind: str, result: float, size: int, slices: int) -> tuple[float,
     return passes * result * (inside - 1) / inside, passes * result * (slices - 1) / (slices * inside)
 
 
-def cross_slice_transfer(
-    instruction: Instruction, computation: Computation, layout: Layout, times: int
-) -> Collective | None:
+def cross_slice_transfer(instruction: Instruction, layout: Layout, times: int) -> Collective | None:
     """The part of a collective that XLA:TPU hands to the host to run between slices; None for any other send."""
     if instruction.attribute(r'_xla_host_transfer_handler_name="(xla_megascale_runtime)"') is None:
         return None

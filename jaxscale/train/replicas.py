@@ -31,7 +31,6 @@ class Difference:
 
     leaf: str
     devices: tuple[int, ...]  # jax's ids of those whose copy is wrong, or of all where no majority says which
-    copies: int  # how many there are
     certain: bool  # whether a majority says which are wrong
 
 
@@ -64,7 +63,7 @@ class ReplicaReport:
         return tuple(dict.fromkeys(found.leaf for found in self.differences))
 
     def __str__(self) -> str:
-        """'device 5 (process 0) holds other bits of params/head than its 7 copies', or that all are the same."""
+        """'device 5 (process 0) holds other bits of params/head than the other copies', or that all are the same."""
         if self.same:
             return "all copies are the same"
         names = ", ".join(f"device {device} ({self.places[device]})" for device in self.devices)
@@ -158,7 +157,7 @@ def outvoted(leaf: str, seen: dict[int, int]) -> Difference | None:
     (likeliest, votes), *_ = counts.most_common(1)
     certain = 2 * votes > len(seen)
     wrong = tuple(device for device, value in seen.items() if not certain or value != likeliest)
-    return Difference(leaf, wrong, len(seen), certain)
+    return Difference(leaf, wrong, certain)
 
 
 def pieces(leaf: Any) -> dict[tuple, list[int]]:

@@ -158,7 +158,7 @@ def test_the_cost_rests_on_a_price_that_is_named_with_its_date_or_is_said_to_be_
     for page in (make_page([run], now=BEGAN, price=price), make_page([run, run], now=BEGAN, price=price)):
         text = html.unescape(page)
         assert told in text and (cost is None or f"${cost}" in text) and ("no price" in text) == (cost is None)
-    assert cost is None or f"${2 * float(cost):.2f} to the end" in html.unescape(
+    assert cost is None or f"${2 * float(cost):.2f} in all at its end" in html.unescape(
         make_page([run], now=BEGAN, price=price)
     )
 

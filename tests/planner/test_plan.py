@@ -94,7 +94,7 @@ def test_what_preflight_kept_overrules_the_guesses():
 
 
 def test_a_small_machine_that_was_measured_predicts_its_steps():
-    one = Measured("T", "cpu", "cpu", 1, 2**34, "float32", 4096, 1e11, 1.0, 1e11, "2026-11-21", {})
+    one = Measured("T", "cpu", "cpu", 1, 2**34, "float32", 1e11, 1.0, 1e11, "2026-11-21", {})
     ten = dataclasses.replace(one, spec="S", pass_flops=1e13, flops_per_second=4e11)
     assert measured.rate_for([one, ten], "float32", 1e12)[0] == pytest.approx(2e11)  # halfway, on logarithms
     assert measured.rate_for([one, ten], "float32", 1e9)[0] == 1e11
@@ -110,7 +110,7 @@ def test_a_small_machine_that_was_measured_predicts_its_steps():
 def test_measurements_are_kept_and_a_damaged_file_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert measured.read_measured() == []
-    one = Measured("T", "cpu", "cpu", 1, 2**34, "float32", 4096, 1e11, 1.0, 1e11, "2026-11-20", {"jax": "0"})
+    one = Measured("T", "cpu", "cpu", 1, 2**34, "float32", 1e11, 1.0, 1e11, "2026-11-20", {"jax": "0"})
     measured.keep_measured(one)
     measured.keep_measured(dataclasses.replace(one, spec="S"))
     measured.keep_measured(newer := dataclasses.replace(one, date="2026-11-21"))  # in the place of the first

@@ -30,7 +30,7 @@ def test_a_result_is_found_by_its_step_and_by_no_other(monkeypatch, tmp_path):
     topology = open_topology(WHERE)
     program = ahead_program(config(), topology)
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-    memory = Memory(peak=123_456_789, arguments=1, temporaries=1, code=0, aliased=0, host=0)
+    memory = Memory(peak=123_456_789, arguments=1, code=0, host=0)
     result = Compiled(memory, FACTS, None, 1.0, 1.0, {}, "2026-11-21")
     ahead.write_result(ahead.result_key(lowered.as_text(), program, topology), result, print)
     found = find_kept(config(), WHERE)

@@ -11,8 +11,8 @@ def cost_fact(status: Status) -> tuple[str, str, str]:
     name = "cost so far"
     if status.price is None:
         return (name, "no price", f"of {status.chip} is known") if status.chip else (name, NONE, "")
-    ahead = "" if status.state == "finished" or status.cost is None else f"{money(status.cost_to_end)} to the end"
-    return name, money(status.cost), ahead
+    known = status.state != "finished" and status.cost_to_end is not None
+    return name, money(status.cost), f"{money(status.cost_to_end)} in all at its end" if known else ""
 
 
 def price_words(statuses: Sequence[Status]) -> str:

@@ -184,7 +184,7 @@ def several_heads(histories: Sequence[History], statuses: Sequence[Status]) -> s
         ]  # fmt: skip
         rows.append([*cells, *([n(money(s.cost)), n(money(s.cost_to_end))] if has_cost else [])])
     head = ["run", "state", "step", "of", "loss", "validation", "tokens", "tokens/s", "MFU", "time", "to go"]
-    head += ["cost", "to the end"] if has_cost else []
+    head += ["cost", "cost at its end"] if has_cost else []
     return f'<div class="top"><h1>{len(histories)} runs</h1></div>{table(head, rows)}{fine_print(statuses)}'
 
 

@@ -106,18 +106,15 @@ def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: st
 
 def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Caution | None:
     """A batch beyond the critical one at the loss that the run is expected to end with; before, it is smaller still."""
-    loss = scaling.predicted_loss(params, tokens)
-    critical = published.critical_batch(loss)
-    if params < scaling.SMALLEST_FITTED:
-        return None  # no fit tells the loss
-    if batch_tokens <= critical:
+    loss = scaling.fitted_loss(params, tokens)
+    if loss is None or batch_tokens <= (critical := published.critical_batch(loss)):
         return None
     return Caution(
         f"a batch of {units.count(batch_tokens)} tokens is beyond the critical batch",
         f"2.1e8 L^-4.8 = {units.count(critical)} tokens at the loss of {loss:.2f} nats where it would end; larger "
         "batches save steps and cost tokens. A newer fit of the best batch, 0.58 D^0.571, says "
         f"{units.count(published.batch_by_tokens(tokens))}",
-        f"set batch_tokens to about {units.count(min(critical, batch_tokens))}, or begin with a smaller batch",
+        f"set batch_tokens to about {units.count(critical)}, or begin with a smaller batch",
         "arXiv:1812.06162; arXiv:2001.08361, figure 10; arXiv:2503.04715",
     )
 
@@ -208,7 +205,7 @@ def too_many_epochs(epochs: float, most: float = 4.0) -> Caution | None:
     if epochs <= most:
         return None
     return Caution(
-        f"the data would be read {epochs:.3g} times",
+        f"the data would be read {units.digits(epochs)} times",
         f"up to about {most:g} times repeated tokens are worth nearly as much as new ones; beyond that less and less",
         "add data, or shorten the run",
         "arXiv:2305.16264",

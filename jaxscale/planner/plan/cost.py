@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+from jaxscale import units
+
 HOUR, DAY, MONTH_HOURS = 3600.0, 86400.0, 730.0
 GOODPUT = 0.90  # arXiv:2407.21783, section 3.3.4: more than 90% effective training time over 54 days
 GOODPUT_SOURCE = "arXiv:2407.21783, section 3.3.4: more than 90% of the time on 16,384 H100"
@@ -37,7 +39,7 @@ class Range(NamedTuple):
 
 def chips(number: float) -> str:
     """'1 chip', '128 chips', '0.5 chips'."""
-    return f"{number:,.3g} chip{'s' * (number != 1)}" if number < 1000 else f"{number:,.0f} chips"
+    return f"{units.digits(number)} chip{'s' * (number != 1)}"
 
 
 def tokens_per_second(mfu: float, peak_flops: float, num_devices: int, flops_per_token: float) -> float:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxscale.paths import cache_dir, make_private, read_json, write_json
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,6 @@ class Measured:
     num_devices: int
     memory_bytes: int  # of one device
     dtype: str
-    pass_tokens: int  # tokens of a microbatch over all devices
     pass_flops: float  # operations of one microbatch, by the model's own formula
     step_seconds: float
     flops_per_second: float  # over all devices
@@ -95,7 +94,6 @@ def from_record(record: dict[str, Any], *, platform: str, num_devices: int, memo
         num_devices=num_devices,
         memory_bytes=memory_bytes,
         dtype=record["dtype"],
-        pass_tokens=record["rows"] * record["seq_len"] // parts,
         pass_flops=step_flops / parts,
         step_seconds=record["step_s"],
         flops_per_second=flops,
