@@ -90,7 +90,7 @@ def bring_in(name: str, workdir: str, as_json: bool) -> int:
         raise ValueError(f"--from={name}: {error}") from None
     check_tensors(matched.pairs, found.tensors)
     check_twins(matched, found.tensors)
-    files = tokenizer_files.read_files(found.folder, found.files)
+    files = tokenizer_files.with_generation(tokenizer_files.read_files(found.folder, found.files), kept)
     folder, journal = prepare_workdir(workdir, found.identity)
     config = run_config(cfg, kept, files, folder)
     made = {"from": name, "model_type": family.model_type, "kept": kept, "left_out": matched.left_out}
@@ -118,7 +118,6 @@ def run_config(cfg: AnyModelConfig, kept: Mapping[str, Any], files: Mapping[str,
     main = tokenizer_files.main_file(files)
     kept_at = folder / tokenizer_files.FOLDER
     data = {"tokenizer": os.fspath(kept_at / tokenizer_files.kept_name(main)) if main else ""}
-    data |= {"eos_token": tokenizer_files.special_token(files, "eos_token") if main else ""}
     return RunConfig(
         model=cfg, seq_len=seq_len, batch_tokens=seq_len, train_tokens=seq_len, data=schema.from_dict(DataConfig, data)
     )

@@ -25,6 +25,7 @@ FILES = (
     FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", CONFIG,
     "chat_template.jinja", "chat_template.json", GENERATION,
 )  # fmt: skip
+END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOTE = "jaxscale.json"  # by which a run says what it was trained with
 LARGEST = 256 << 20  # bytes of one of them; the largest vocabularies have 40 MB
 EOS_NAME = "<|endoftext|>"  # of our byte tokenizer's one special token
@@ -86,10 +87,18 @@ def read_object(content: bytes) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def with_generation(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files; with a generation_config.json of the ids in config.json where none came, as in transformers."""
+    ends = {name: config[name] for name in END_IDS if config.get(name) is not None}
+    if GENERATION in files or "eos_token_id" not in ends:
+        return dict(files)
+    return {**files, GENERATION: (json.dumps(ends, indent=2) + "\n").encode()}
+
+
 def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
     """{bos_token_id, eos_token_id, pad_token_id} as generation_config.json has them, else as the tokenizer does."""
     told = read_object(files.get(GENERATION, b""))
-    found = {name: told[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in told}
+    found = {name: told[name] for name in END_IDS if name in told}
     if "eos_token_id" not in found and FAST in files:
         import tokenizers
 
@@ -136,6 +145,7 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
     if not path.is_file():
         return Texts(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
     own = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
+    eos_token = load_tokenizer(name, eos_token).eos_token
     return loaded(files | {own: path.read_bytes()}, own, eos_token, seq_len)
 
 

@@ -110,7 +110,7 @@ def tokenise(
     header = {
         "tokenizer": {
             "name": tokenizer.name,
-            "eos_token": cfg.eos_token,
+            "eos_token": tokenizer.eos_token,
             "vocab_size": tokenizer.vocab_size,
             "fingerprint": tokenizer.fingerprint,
         },

@@ -44,7 +44,11 @@ class DataConfig(ReadConfig):
         "'bytes' (ids 0 to 255 and 256 for the end of a document), a tokenizer.json, or a SentencePiece .model; "
         "empty: bytes for text, and for token files the one that their header names, or none",
     )
-    eos_token: str = setting("", "the token that ends a document; empty: found among the usual names")
+    eos_token: str = setting(
+        "",
+        "the token that ends a document; "
+        "empty: eos_token of tokenizer_config.json beside the tokenizer, else a usual name",
+    )
     eos_id: int | None = setting(
         None, "tokens: the id that ends a document in a raw .bin; none: the tokenizer's, or one document per file"
     )

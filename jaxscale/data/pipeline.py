@@ -280,6 +280,7 @@ def assemble(
     facts += fitted
     facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
     facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
+    facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
     facts += [f"skipped {describe_skipped(skipped)}"] if skipped else []
     valid_rows = None
     if valid is not None and whole:

@@ -56,7 +56,8 @@ def test_float16_comes_in_exactly_and_one_file_needs_no_index(tmp_path):
     bring_in(tmp_path / "hf", tmp_path / "run")
     found = take_out(tmp_path / "run", tmp_path / "out", "--dtype=float32")
     assert_same(found, {name: value.astype(np.float32) for name, value in values.items()})
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
+    names = ["config.json", "generation_config.json", "model.safetensors"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
 
 
 def test_what_is_not_finite_is_told_and_kept(tmp_path, capsys):

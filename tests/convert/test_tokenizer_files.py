@@ -11,6 +11,7 @@ from trained_tokenizers import SENTENCES, TEXT, make_tokenizers
 from jaxscale.cli import convert
 from jaxscale.convert import tokenizer_files
 from jaxscale.data.tokenizer.bpe import train_bpe
+from jaxscale.data.tokenizer.kept import open_kept
 from jaxscale.data.tokenizer.load import load_tokenizer
 
 
@@ -68,14 +69,24 @@ def test_files_come_along_both_ways_as_they_are(tmp_path):
     (tmp_path / "hf" / "training_args.bin").write_bytes(b"never read")
     assert convert.main([f"--from={tmp_path / 'hf'}", f"--workdir={tmp_path / 'run'}"]) == 0
     data = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["data"]
-    assert (
-        data["tokenizer"] == str(tmp_path / "run" / "tokenizer" / "tokenizer.json") and data["eos_token"] == "<|eot|>"
-    )
-    assert load_tokenizer(data["tokenizer"], data["eos_token"]).eos_id == 399
+    assert data["tokenizer"] == str(tmp_path / "run" / "tokenizer" / "tokenizer.json")
+    assert load_tokenizer(data["tokenizer"]).eos_token == "<|eot|>"
+    assert open_kept(tmp_path / "run", {}).stop_ids == (399, 2)
     assert convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]) == 0
     for name in (*texts, "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
     assert not (tmp_path / "out" / "training_args.bin").exists()
+
+
+def test_a_folder_without_generation_config_stops_at_the_ends_of_its_config_json(made, tmp_path):
+    make_folder(tmp_path / "hf", LLAMA | {"vocab_size": 400, "eos_token_id": [7, 9]}, np.dtype("<f4"))
+    (tmp_path / "hf" / "tokenizer.json").write_bytes(made["bpe"].read_bytes())
+    assert convert.main([f"--from={tmp_path / 'hf'}", f"--workdir={tmp_path / 'run'}"]) == 0
+    learned = load_tokenizer(str(made["bpe"])).eos_id
+    assert open_kept(tmp_path / "run", {}).stop_ids == (learned, 7, 9)
+    assert convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]) == 0
+    generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
+    assert generation == {"bos_token_id": 1, "eos_token_id": [7, 9]}
 
 
 def test_the_ends_of_a_model_that_is_trained_on_come_from_its_tokenizer(made, tmp_path):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+from pathlib import Path
 from typing import ClassVar
 
 from jaxscale.data.config import Globs
@@ -21,6 +22,7 @@ from jaxscale.data.curate.substring import SubstringConfig
 from jaxscale.data.curate.toxicity import ToxicityConfig
 from jaxscale.data.prepare.passes import JOINS
 from jaxscale.data.sources.settings import ReadConfig
+from jaxscale.data.tokenizer.about import naming_files
 from jaxscale.data.tokenizer.fast import EncodeConfig
 from jaxscale.data.tokenizer.train import TrainTokenizerConfig
 from jaxscale.schema import setting
@@ -58,7 +60,11 @@ class TokenizerConfig:
     name: str = setting(
         TRAINED, "train: one is trained on what is left of the text; or 'bytes', a tokenizer.json, a .model"
     )
-    eos_token: str = setting("", "the token that ends a document; empty: found among the usual names")
+    eos_token: str = setting(
+        "",
+        "the token that ends a document; "
+        "empty: eos_token of tokenizer_config.json beside the tokenizer, else a usual name",
+    )
     train: TrainTokenizerConfig = setting(TrainTokenizerConfig)
     encode: EncodeConfig = setting(EncodeConfig)
 
@@ -139,6 +145,7 @@ class PrepareConfig:
     def beside(self) -> list[str]:
         """Files that the recipe reads beside the sources, and whose content decides what comes out."""
         own = [] if self.tokenizer.is_trained or self.tokenizer.name == "bytes" else [self.tokenizer.name]
+        own += [str(path) for name in own for path in naming_files(Path(name).expanduser())]
         words = [self.c4.bad_words, self.toxicity.word_list]
         return [*own, *(map(str, matching(self.decontaminate.files))), *(path for path in words if path)]
 

@@ -63,7 +63,7 @@ def write_shard(call: ShardCall) -> str:
     header = {
         "tokenizer": {
             "name": pathlib.Path(call.tokenizer).name,
-            "eos_token": call.eos_token,
+            "eos_token": tokenizer.eos_token,
             "vocab_size": tokenizer.vocab_size,
             "fingerprint": tokenizer.fingerprint,
         },

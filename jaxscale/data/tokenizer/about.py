@@ -30,6 +30,11 @@ def read_about(folder: Path | None) -> About:
     return About(folder, settings, read_object(folder, GENERATION), read_object(folder, NOTE))
 
 
+def naming_files(tokenizer_file: Path) -> list[Path]:
+    """The files beside a tokenizer's that name its special tokens, as far as they are there."""
+    return [path for name in (NOTE, SETTINGS, SPECIAL) if (path := tokenizer_file.parent / name).is_file()]
+
+
 def read_object(folder: Path | None, name: str) -> dict[str, Any]:
     """The object in a file, without what is null."""
     path = folder / name if folder else None
@@ -67,6 +72,16 @@ def begin_tokens(tokenizer: Tokenizer, about: About) -> tuple[str, ...]:
     names = {i: name for name, i in tokenizer.special_ids.items()}
     own = tuple(names[i] for i in tokenizer.begin_ids if i in names)
     return own or tuple(name for name in (about.token("bos_token"),) if wanted and name in tokenizer.special_ids)
+
+
+def end_token(about: About) -> str:
+    """The name of the token that ends a document, '' where the folder names none.
+
+    A run notes by what it has ended its documents. Else it is the tokenizer's eos_token, which also ends the documents
+    of other trainers: of TRL's SFTTrainer those without a template, of levanter all.
+    """
+    noted = about.note.get("eos_token")
+    return noted if isinstance(noted, str) and noted else about.token("eos_token")
 
 
 def end_ids(tokenizer: Tokenizer, about: About) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-# In the order they are looked for: GPT-2, Llama and SentencePiece, Llama 3, Gemma, ChatML models, BERT.
+# Of a file with nothing beside it that names one, in the order they are looked for: GPT-2, Llama and SentencePiece,
+# Llama 3, Gemma, ChatML models, BERT.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
 # BERT, RoBERTa and T5, and the manner of GPT-2's.
 MARK_NAMES = {
@@ -77,7 +78,10 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
     """The id of `eos_token`, or of the first usual name that `ids` knows. Raises ValueError if there is none."""
     if eos_token:
         if eos_token not in ids:
-            raise ValueError(f"data.eos_token={eos_token!r} is not a token of {path}")
+            raise ValueError(
+                f"{eos_token!r} should end documents, by data.eos_token or a file beside the tokenizer, and is not a "
+                f"token of {path}; name another in data.eos_token"
+            )
         return ids[eos_token]
     for name in EOS_NAMES:
         if name in ids:

@@ -84,7 +84,8 @@ def open_kept(workdir: Any, data: Mapping[str, Any]) -> KeptTokenizer | None:
     if problem := tokenizer_problem(name):
         raise ValueError(f"{workdir} has no folder {FOLDER}/, and {problem}")
     tokenizer = load_tokenizer(name, data.get("eos_token") or "")
-    return KeptTokenizer(tokenizer, stop_ids=(tokenizer.eos_id,), about=read_about(beside(tokenizer)))
+    about = read_about(beside(tokenizer))
+    return KeptTokenizer(tokenizer, stop_ids=end_ids(tokenizer, about), about=about)
 
 
 def read_folder(folder: Path) -> KeptTokenizer:
@@ -96,7 +97,7 @@ def read_folder(folder: Path) -> KeptTokenizer:
         name = next((name for name in FILES if (folder / name).is_file()), None)
         if name is None:
             raise ValueError(f"{folder} holds none of {', '.join(FILES)}; copy the model's tokenizer there")
-        tokenizer = load_tokenizer(str(folder / name), about.note.get("eos_token") or about.token("eos_token"))
+        tokenizer = load_tokenizer(str(folder / name))
         if about.note and about.note["fingerprint"] != tokenizer.fingerprint:
             raise ValueError(f"{folder / name} is not the tokenizer that the run was trained with; bring that one back")
     begin_ids = tuple(tokenizer.special_ids[name] for name in begin_tokens(tokenizer, about))

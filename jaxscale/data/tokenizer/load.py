@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+from jaxscale.data.tokenizer.about import end_token, read_about
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
 from jaxscale.data.tokenizer.fast import EncodeConfig
@@ -13,6 +14,7 @@ EXACT_OR_FAST = EncodeConfig()
 def load_tokenizer(name: str, eos_token: str = "", encoding: EncodeConfig = EXACT_OR_FAST) -> Tokenizer:
     """The tokenizer `name`: 'bytes', or the path of a tokenizer.json, a SentencePiece .model or a WordPiece vocab.txt.
 
+    eos_token: ends a document; empty: the one that the files beside the tokenizer name, else one of the usual names.
     encoding: how a tokenizer.json is applied; the ids are the same. Raises: ValueError if `name` is none of these.
     """
     if problem := tokenizer_problem(name):
@@ -20,7 +22,7 @@ def load_tokenizer(name: str, eos_token: str = "", encoding: EncodeConfig = EXAC
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    return read_tokenizer(str(path), eos_token, path.stat().st_mtime_ns, encoding)
+    return read_tokenizer(str(path), eos_token or end_token(read_about(path.parent)), path.stat().st_mtime_ns, encoding)
 
 
 @functools.lru_cache(maxsize=2)
