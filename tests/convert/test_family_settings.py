@@ -170,6 +170,27 @@ def test_what_we_do_not_compute_is_refused_in_one_line(hf, told):
     assert "\n" not in str(error.value) and "config.json" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "hf, told",
+    [
+        (dict(model_type="llama", rope_scaling=dict(rope_type="linear")), "llama .KeyError: 'factor'."),
+        (dict(model_type="llama", hidden_size=None), "TypeError"),
+        (dict(model_type="llama", num_attention_heads=0), "ZeroDivisionError"),
+        (dict(model_type="llama", rope_scaling="linear"), "config.json is not that of a llama"),
+        (dict(model_type="gemma3", text_config=[1]), "config.json is not that of a gemma3"),
+        (dict(model_type="gpt2", n_layer=True), "num_layers=True is not an integer"),
+        (dict(model_type="gpt2", layer_norm_epsilon=float("nan")), "norm_eps=nan is not a number"),
+        (dict(model_type="qwen2", tie_word_embeddings="yes"), "tied_embeddings='yes' is not true or false"),
+        (dict(model_type=["llama"]), "model_type=.'llama'. is not supported"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_config_json_with_other_things_than_it_should_have_is_refused_in_one_line(hf, told):
+    with pytest.raises(ValueError, match=told) as error:
+        families.read(hf)
+    assert "\n" not in str(error.value)
+
+
 def tiny_llama(**changes):
     return LlamaConfig(**tiny.LLAMA | changes)
 

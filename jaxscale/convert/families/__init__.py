@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxscale import schema
 from jaxscale.convert.families.family import Family, Row, TensorPair, matches_any, pair_of
 from jaxscale.convert.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
 from jaxscale.convert.families.gpt2 import GPT2
@@ -52,7 +53,7 @@ class Match:
 def family_of(hf: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises ValueError for one that is not here."""
     model_type = hf.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise ValueError(
             f"config.json: model_type={model_type!r} is not supported; it may be {or_list(sorted(FAMILIES))}"
         )
@@ -72,8 +73,20 @@ def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]
     family = family_of(hf)
     if hf.get("quantization_config"):
         raise ValueError("config.json: quantization_config is not supported; convert the model's unquantized weights")
-    told = {**hf, **(hf.get("text_config") or {})}
-    return family, family.read_config(hf), {key: told[key] for key in KEPT if key in told}
+    try:
+        cfg = family.read_config(hf)
+        cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # numbers that are numbers, and none that is NaN
+        told = {**hf, **(hf.get("text_config") or {})}
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:  # somebody else's file: anything may be there
+        raise ValueError(
+            f"config.json is not that of a {family.model_type} ({type(error).__name__}: {error}); fetch it again"
+        ) from None
+    return family, cfg, {key: told[key] for key in KEPT if key in told}
 
 
 def write(family: Family, cfg: AnyModelConfig, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -30,9 +30,9 @@ def read_rope(hf: Mapping[str, Any], kind: str | None = None) -> tuple[float, Ro
     Raises ValueError for a scaling that our RoPE does not have.
     """
     rope = hf.get("rope_parameters") or {}
-    rope = dict(rope.get(kind) or {}) if kind and kind in rope else dict(rope)
+    rope = {**(rope.get(kind) or {})} if kind and kind in rope else {**rope}
     base = rope.get("rope_theta", hf["rope_theta"])
-    scaling = rope if "rope_type" in rope or not hf.get("rope_scaling") else dict(hf["rope_scaling"])
+    scaling = rope if "rope_type" in rope or not hf.get("rope_scaling") else {**hf["rope_scaling"]}
     name = scaling.get("rope_type", scaling.get("type", "default"))
     if scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
         raise ValueError("config.json: partial_rotary_factor is not supported: RoPE here turns whole heads")
