@@ -75,6 +75,8 @@ class Source:
         """Where its weights come from, itself first: what a branch records of its descent."""
         run = self.record["run"]
         own = {"path": str(self.checkpoints.directory), "step": self.step, "sha256": self.record["sha256"]}
+        if kept := (run.get("converted") or {}).get("kept"):
+            own["kept"] = kept  # what its config.json said beside the model, for whoever exports a descendant
         return [own, *run.get("ancestry", ())]
 
     @property

@@ -147,6 +147,7 @@ def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
     step, source = open_step(checkpoints, step, "ema" if ema else "params")
     texts = tokenizer_files.of_run(workdir, source.run)
     config = config_of(source, dtype, texts.end_ids)
+    push = lambda folder: hub.push_folder(folder, options["push"], f"jaxscale: step {step}, {dtype}")
     done = export_step(
         source,
         to,
@@ -155,6 +156,7 @@ def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
         texts=texts.files,
         config=config,
         on_bytes=Progress(f"step {step}"),
+        **({"send": push} if "push" in options else {}),
     )
     for note in texts.notes:
         tell(note)
@@ -162,9 +164,7 @@ def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
     line = f"{to}: step {step} as {source.family.model_type}, {done.num_tensors} tensors in {dtype}"
     line += f" ({units.size(done.num_bytes)}, {done.num_files} file{'s' * (done.num_files > 1)})"
     line += f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
-    if "push" in options:
-        record["pushed"] = hub.push_folder(paths.as_path(to), options["push"], f"jaxscale: step {step}, {dtype}")
-        line += f"; pushed: {record['pushed']}"
+    line += f"; pushed: {done.pushed}" if done.pushed else ""
     print(json.dumps(record) if as_json else line)
     return 0
 

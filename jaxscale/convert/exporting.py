@@ -24,7 +24,7 @@ from jaxscale.convert.leaves import Leaves
 from jaxscale.convert.order import in_order
 from jaxscale.convert.pieces import array_shapes
 from jaxscale.convert.safetensors import DTYPES
-from jaxscale.convert.shards import INDEX, SINGLE, Shard, growing_file, index_of, plan_shards
+from jaxscale.convert.shards import INDEX, Shard, growing_file, index_of, plan_shards
 from jaxscale.exits import Exit, Stop
 from jaxscale.faults import crash_point
 from jaxscale.models import AnyModelConfig
@@ -63,6 +63,7 @@ class Exported:
     num_files: int
     num_bytes: int
     kept_bytes: int  # of them that an earlier, killed export had written already
+    pushed: str = ""  # where it was sent to
 
 
 def open_step(checkpoints: Checkpoints, step: int | None, what: What = "params") -> tuple[int, Source]:
@@ -113,8 +114,11 @@ def export_step(
     texts: Mapping[str, bytes],
     config: Mapping[str, Any],
     on_bytes: Callable[[int, int, int], None] = lambda done, total, kept: None,
+    send: Callable[[Any], str] = lambda folder: "",
 ) -> Exported:
-    """Writes the folder. Args: texts: files of the tokenizer and the like. config: of config.json.
+    """Writes the folder. Args: texts: files of the tokenizer and the like. config: of config.json. send: takes the
+    folder once all is in it, and gives an address; what it raises leaves the journal, so that the same command, run
+    again, comes to it again.
 
     Raises: ValueError if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that is not what
     was saved, (STORAGE) if the folder cannot be written.
@@ -145,8 +149,9 @@ def export_step(
         written(lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder)
     crash_point("export/config")
     written(lambda: paths.write_bytes_atomic(folder / CONFIG, as_json(config)), folder)
+    pushed = send(folder)
     journal.remove()
-    return Exported(len(source.pairs), len(shards), total, kept)
+    return Exported(len(source.pairs), len(shards), total, kept, pushed)
 
 
 def tell_progress(on_bytes: Callable[[int, int, int], None], before: int, total: int, kept: int, now: int) -> None:
@@ -235,15 +240,16 @@ def check_sums(source: Source, journal: Journal) -> None:
 def config_of(source: Source, dtype: str, end_ids: Mapping[str, Any]) -> dict[str, Any]:
     """config.json: the model's, the keys that came with it, and the ids of special tokens.
 
-    Args: end_ids: bos_token_id and eos_token_id of a model that did not come from Hugging Face; it is trained on rows
-    of seq_len tokens, which is what max_position_embeddings says then.
+    Args: end_ids: bos_token_id and eos_token_id of the tokenizer that goes along with what was trained here.
+    max_position_embeddings are the tokens of the rows it was trained on, or those of the model it began with.
     """
-    converted = source.run.get("converted") or {}
-    kept = dict(converted.get("kept") or {})
+    kept = dict((source.run.get("converted") or {}).get("kept") or {})
     if not kept:
-        kept = dict(end_ids)
+        origin = next((one["kept"] for one in source.run.get("ancestry") or () if "kept" in one), {})
+        kept = origin | {name: value for name, value in end_ids.items() if value is not None}
         if getattr(source.cfg, "max_seq_len", None) is None:
-            kept["max_position_embeddings"] = source.run["config"].get("seq_len")
+            longest = source.run["config"].get("seq_len") or 0, origin.get("max_position_embeddings") or 0
+            kept["max_position_embeddings"] = max(longest)
     kept.pop("dtype", None)
     return families.write(source.family, source.cfg, kept | {"torch_dtype": dtype})
 
@@ -255,5 +261,4 @@ def as_json(value: Any) -> bytes:
 
 def is_finished(folder: Any) -> bool:
     """True if the folder holds an export that came to its end."""
-    names = (SINGLE, INDEX)
-    return (folder / CONFIG).exists() and any((folder / name).exists() for name in names)
+    return (folder / CONFIG).exists() and not (folder / JOURNAL).exists()

@@ -47,6 +47,7 @@ def push_folder(folder: Any, name: str, message: str) -> str:
     except Exception as error:  # of whatever client the package has below it
         cause = " ".join(shown(str(error)).split())[:300]
         raise Stop(
-            Exit.STORAGE, f"{folder} is whole, and {name} on the Hub did not take it: {cause}; push it again"
+            Exit.STORAGE,
+            f"{folder} is whole, and {name} on the Hub did not take it: {cause}; run the same command again",
         ) from None
     return str(getattr(done, "commit_url", done))

@@ -85,15 +85,12 @@ class Exporter:
     def export(self, step: int) -> None:
         """Returns when the export is there, or is told to have failed."""
         folder = self.workdir / FOLDER / str(step)
-        if is_finished(folder):  # by a start that was killed before it could say so
-            if self.cfg.push_to:
-                hub.push_folder(folder, self.cfg.push_to, f"jaxscale: step {step}")
-            return
-        code, text = self.run(self.command(step))
-        if self.ended:
-            return
-        if code:
-            return self.failed(step, " ".join(text.split())[-TAIL:] or f"its process ended with {code}")
+        if not is_finished(folder):  # a start that was killed before it could say so may have finished it
+            code, text = self.run(self.command(step))
+            if self.ended:
+                return
+            if code:
+                return self.failed(step, " ".join(text.split())[-TAIL:] or f"its process ended with {code}")
         self.tell("exported", step, folder=str(folder), pushed_to=self.cfg.push_to)
         try:
             self.remove_old(step)

@@ -13,6 +13,7 @@ from hf_folders import FLOAT32, make_folder, read_folder
 
 from jaxscale.cli import convert
 from jaxscale.convert import hub
+from jaxscale.convert.exporting import is_finished
 from jaxscale.exits import Exit, Stop
 
 TOKEN = "hf_" + "abcdefgh" * 4  # of the form that a real one has
@@ -118,6 +119,25 @@ def test_a_hub_that_refuses_is_told_in_a_line_without_the_token(server, tmp_path
     with pytest.raises(Stop, match="is whole, and org/name on the Hub did not take it: .*; push it again") as caught:
         hub.push_folder(tmp_path, "org/name", "message")
     assert TOKEN not in str(caught.value) and "\n" not in str(caught.value) and caught.value.code == Exit.STORAGE
+
+
+def test_the_same_command_after_a_hub_that_refused_goes_on_with_the_push(server, tmp_path, monkeypatch, capsys):
+    make_folder(tmp_path / "hf", dtype=FLOAT32)
+    assert convert.main([f"--from={tmp_path / 'hf'}", f"--workdir={tmp_path / 'run'}"]) == 0
+    for name, value in {"HF_TOKEN": TOKEN, "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path / "home")}.items():
+        monkeypatch.setenv(name, value)
+    server.state["refuse"] = True
+    command = [f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]
+    for _ in range(2):
+        with pytest.raises(
+            Stop, match="out is whole, and org/name on the Hub did not take it: .*; run the same command"
+        ):
+            convert.main([*command, "--push=org/name"])
+        assert (tmp_path / "out" / "config.json").exists() and not is_finished(tmp_path / "out")
+    asked = len(server.state["asked"])
+    assert asked >= 2  # the second command came as far as the Hub
+    assert convert.main(command) == 0 and is_finished(tmp_path / "out")  # or it stays here
+    assert "of it were there already" in capsys.readouterr().out and len(server.state["asked"]) == asked
 
 
 def test_what_can_never_be_sent_is_refused_before_anything_is_converted(tmp_path, monkeypatch):

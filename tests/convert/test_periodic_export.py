@@ -33,7 +33,7 @@ class Watched(Exporter):
 
 WRITE = """
 import pathlib, sys
-folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True)
+folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
 (folder / "model.safetensors").touch(); (folder / "config.json").touch()
 """
 
@@ -116,6 +116,23 @@ def test_what_could_not_be_pushed_is_refused_at_the_start(tmp_path, monkeypatch)
     cfg = ExportConfig(every_steps=2, push_to="org/name")
     with pytest.raises(ValueError, match="HF_TOKEN"), exporting(cfg, tmp_path, print, print, primary=True):
         raise AssertionError
+
+
+def test_an_export_that_was_finished_when_the_run_was_killed_is_told_and_not_made_again(tmp_path):
+    for step in (10, 20):
+        folder = tmp_path / "export" / str(step)
+        folder.mkdir(parents=True)
+        (folder / "config.json").touch()
+    (folder / ".converting.json").touch()  # of step 20: its push had not come to an end
+    (tmp_path / "checkpoints" / "pinned").mkdir(parents=True)
+    exporter = Watched(tmp_path, WRITE, every_steps=10, keep=0)
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / str(step)).mkdir()
+        exporter.pin(step)
+        exporter.take_up()
+        wait_for(lambda: exporter.thread is None)
+    assert exporter.started == [20] and pinned_steps(tmp_path / "checkpoints") == set()
+    assert [event[:2] for event in exporter.events] == [("exported", 10), ("exported", 20)]
 
 
 @pytest.mark.parametrize(

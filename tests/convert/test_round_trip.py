@@ -10,7 +10,7 @@ from hf_folders import BFLOAT16, FLOAT32, GPT2, LLAMA, assert_same, make_folder,
 
 from jaxscale import config as run_config
 from jaxscale import schema
-from jaxscale.checkpoint.branch import branch_state
+from jaxscale.checkpoint.branch import Source, branch_state
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import nest
@@ -129,6 +129,24 @@ def test_a_trained_state_goes_out_and_comes_back(tmp_path, scan):
     mark = lambda run, step: {name: told for name, told in run.read_record(step)["leaves"].items() if "params/" in name}
     if scan:
         assert mark(again, 0) == mark(checkpoints, 7)
+
+
+def test_what_is_trained_on_keeps_the_length_and_the_ends_that_its_model_came_with(tmp_path):
+    values = make_folder(tmp_path / "hf", LLAMA | {"max_position_embeddings": 4096}, FLOAT32)
+    base = bring_in(tmp_path / "hf", tmp_path / "base")
+    begun = Source(base, 0, base.read_record(0)).ancestry
+    again = Source(base, 1, {"sha256": "of the first run", "run": {"ancestry": begun}}).ancestry  # a run of a run
+    config = base.read_record(0)["run"]["config"]
+    params = base.restore(0, {n: jax.ShapeDtypeStruct(s, d) for n, (s, d, _) in base.read_record(0)["leaves"].items()})
+    for name, ancestry, seq_len, longest in (("one", begun, 64, 4096), ("two", again, 8192, 8192)):
+        run = {"config": config | {"seq_len": seq_len, "data": {"name": "tokens"}}, "ancestry": ancestry}
+        trained = Checkpoints(tmp_path / name / "checkpoints", CheckpointConfig())
+        trained.save(3, nest(params), run, wait=True)
+        trained.close()
+        assert_same(take_out(tmp_path / name, tmp_path / f"{name}-out", "--dtype=float32"), values)
+        written = json.loads((tmp_path / f"{name}-out" / "config.json").read_text())
+        assert written["max_position_embeddings"] == longest
+        assert (written["bos_token_id"], written["eos_token_id"], written["torch_dtype"]) == (1, 2, "float32")
 
 
 @pytest.mark.fault("F2")
