@@ -1,7 +1,8 @@
 """Llama 3.1 8B (arXiv:2407.21783): 8,030,261,248 parameters. Measured: nothing yet.
 
-    jaxscale convert --from=Llama-3.1-8B --workdir=runs/llama3_8b    # a folder with the model's files
-    python -m jaxscale.main --config=configs/llama3_8b.py --init_from=runs/llama3_8b --config.data.files='shards/*.bin'
+    jaxscale convert --from=Llama-3.1-8B --workdir=runs/llama3    # a folder with the model's files
+    jaxscale prepare --input='raw/*.jsonl' --output=shards --config.tokenizer.name=runs/llama3/tokenizer/tokenizer.json
+    python -m jaxscale.main --config=configs/llama3_8b.py --init_from=runs/llama3
 
 Shape: config.json of meta-llama/Llama-3.1-8B.
 Continued pretraining of one billion tokens at 40% MFU costs 78 chip-hours of TPU v5p (459 TFLOP/s).
@@ -22,7 +23,7 @@ def get_config():
         remat="full",
     )  # fmt: skip
     c.optim = dict(peak_lr=2e-5, min_lr=2e-6, warmup_tokens="2%")  # of weights that have learned already
-    c.data = dict(name="tokens", files="shards/*.bin")  # of the model's own tokenizer
+    c.data = dict(name="tokens", files="shards/manifest.json")  # of the model's own tokenizer
     c.eval = dict(every_steps=100, num_rows=256)
     c.checkpoint = dict(save_every_steps=100, keep_last=3)
     return c
