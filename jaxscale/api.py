@@ -153,6 +153,7 @@ def evaluate(
     choice: Mapping[str, str] | None = None,
     cloze: Mapping[str, str] | None = None,
     lm_eval: Sequence[str] = (),
+    chat: bool = False,
     limit: int = 0,
     stride: int = 0,
     context: int | None = None,
@@ -161,18 +162,21 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """{name: metrics} of a model: `jaxscale evaluate`. Without anything to measure, what the run's own config names.
 
-    Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. lm_eval: its tasks.
-    limit: items of each file, 0 for all. stride, context: tokens. save: into the work folder too, for the report.
+    Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. lm_eval: its tasks;
+    chat: their questions are put by the model's chat template. limit: items of each file, 0 for all. stride, context:
+    tokens. save: into the work folder too, for the report.
     """
+    if chat and not lm_eval:
+        raise ValueError("chat=True is for the tasks of lm_eval; name some, or leave it out")
     evals = {name: TextEval(files=files, limit=limit, stride=stride) for name, files in (text or {}).items()}
     for kind, given in ((ChoiceEval, choice), (ClozeEval, cloze)):
         for name, file in (given or {}).items():
             if name in evals:
                 raise ValueError(f"{name!r} is the name of two evaluators; call one of them something else")
             evals[name] = kind(file=file, limit=limit)
-    numbers = dict(limit=limit, stride=stride or None, context=context, batch_tokens=batch_tokens)
+    numbers = dict(limit=limit or None, stride=stride or None, context=context, batch_tokens=batch_tokens)
     options = {name: str(number) for name, number in numbers.items() if number is not None}
-    switches = {"save"} if save else set()
+    switches = {name for name, on in (("save", save), ("chat", chat)) if on}
     named = lambda name, settings: f"{settings.kind}[{name!r}]"
     check_request(Request(options, evals, tuple(lm_eval), switches), named)
     loaded = opened(model)

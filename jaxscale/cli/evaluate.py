@@ -12,7 +12,8 @@
   --lm_eval=TASK,...      tasks of lm-eval (jaxscale[lm_eval]); without any of these four, the evals of the run's config
   --include_path=FOLDER   lm_eval: yaml files of more tasks
   --num_fewshot=N         lm_eval: examples before each question
-  --limit=N               items of each file, documents of each source; 0, and unless given: all
+  --chat                  lm_eval: questions are put as conversations, by the model's chat template
+  --limit=N               items of each file or task, documents of each source; all unless given
   --context=TOKENS        that the model reads at a time; the rows it was trained on unless given
   --stride=TOKENS         by which the window over a long document moves on; half of the context unless given
   --text_field=NAME       of .jsonl, .parquet and .arrow; --text_documents=file|line|paragraph of plain text
@@ -72,8 +73,8 @@ DATA = {"text": TextEval, "choice": ChoiceEval, "cloze": ClozeEval}
 READING = ("text_field", "text_documents")
 OPTIONS = ("workdir", "step", "steps", *DATA, "lm_eval", "include_path", "num_fewshot", "limit", "context", "stride")
 OPTIONS += (*READING, "batch_tokens", "compute_dtype", "devices", *(f"mesh.{axis}" for axis in MESH_AXES), *hosts.FLAGS)
-LEAST = {"limit": 0, "context": 2, "stride": 1, "batch_tokens": 1, "num_fewshot": 0, "step": 0}
-SWITCHES = ("ema", "save", "json")
+LEAST = {"limit": 1, "context": 2, "stride": 1, "batch_tokens": 1, "num_fewshot": 0, "step": 0}
+SWITCHES = ("ema", "save", "json", "chat")
 BATCH_TOKENS = 16384
 NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
 GENERATED_AT_ONCE = 8  # texts that lm-eval's tasks have written at a time
@@ -162,8 +163,8 @@ def read_request(options: Mapping[str, str], switches: set[str]) -> Request:
     if "step" in options and "steps" in options:
         raise ValueError("--step is one checkpoint and --steps several; give one of them")
     tasks = tuple(task for task in options.get("lm_eval", "").split(",") if task)
-    for name in ("include_path", "num_fewshot"):
-        if name in options and not tasks:
+    for name in ("include_path", "num_fewshot", "chat"):
+        if (name in options or name in switches) and not tasks:
             raise ValueError(f"--{name} is for --lm_eval; give that too")
     if "include_path" in options and not Path(options["include_path"]).is_dir():
         raise ValueError(f"--include_path={options['include_path']} is no folder")
@@ -185,21 +186,22 @@ def check_request(request: Request, named: Callable[[str, NamedEval], str] | Non
 def read_evals(options: Mapping[str, str]) -> Evals:
     """The evaluators that --text, --choice and --cloze name. Raises ValueError for a name that is given twice."""
     found: Evals = {}
-    shared = {"limit": whole_number("limit", options.get("limit", "0"), 0)}
+    shared = {"limit": whole_number("limit", options["limit"], 1)} if "limit" in options else {}
     hints = typing.get_type_hints(TextEval)
     for kind, settings in DATA.items():
         more = dict(shared)
         if kind == "text":
             given = [name for name in READING if name in options]
             more |= {name: schema.convert(options[name], hints[name], f"--{name}") for name in given}
-            more["stride"] = whole_number("stride", options.get("stride", "0"), 0)
+            if "stride" in options:
+                more["stride"] = whole_number("stride", options["stride"], 1)
         for part in filter(None, options.get(kind, "").split(",")):
             match = NAMED.fullmatch(part)
             name, pattern = match.groups() if match else (own_name(part, kind), part)
             if name in found:
                 raise ValueError(f"--{kind}={part}: the name {name} is given twice; write --{kind}=NAME={pattern}")
             found[name] = settings(**more | {"files" if kind == "text" else "file": pattern})
-    if not found and any(name in options for name in (*READING, "stride")):
+    if "text" not in options and any(name in options for name in (*READING, "stride")):
         raise ValueError("--stride and --text_... are for --text; give that too")
     return found
 
@@ -239,7 +241,7 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
     if reading.context > model.seq_len:
         say(f"{reading.context} tokens are read at a time; the model was trained on rows of {model.seq_len}")
     own = not request.evals and not request.tasks
-    evals, named = (own_evals(model), setting_name) if own else (request.evals, flag_name)
+    evals, named = (own_evals(model, request), setting_name) if own else (request.evals, flag_name)
     several = jax.process_count() > 1  # which must not find other text in a file than the first one does
     evaluators = open_evaluators(evals, reading, named, hold=several)
     check_same_evals(evaluators)
@@ -262,12 +264,13 @@ def reading_of(model: LoadedModel, context: int | None) -> Reading:
     return Reading.of(model.kept.tokenizer, model.kept.begin_ids, context)
 
 
-def own_evals(model: LoadedModel) -> Evals:
-    """The evaluators of the run's own config. Raises ValueError where it has none."""
+def own_evals(model: LoadedModel, request: Request) -> Evals:
+    """The evaluators of the run's own config, by the limit that is asked for. Raises ValueError where it has none."""
     evals = schema.convert(model.run.get("config", {}).get("evals") or {}, Evals, GROUP)
     if not evals:
         raise ValueError("nothing to measure: the config has no evals; give --text, --choice, --cloze or --lm_eval")
-    return evals
+    limit = {"limit": request.number("limit", 0, 1)} if "limit" in request.options else {}
+    return {name: dataclasses.replace(settings, **limit) for name, settings in evals.items()}
 
 
 def measure_all(evaluators: Sequence[Evaluator], scorer, model: LoadedModel) -> dict[str, float]:
@@ -284,8 +287,9 @@ def lm_eval_measure(request: Request, model: LoadedModel, reading: Reading, scor
             generators[rows, longest] = make_generator(model, batch=rows, longest=longest)
         return dataclasses.replace(generators[rows, longest], params=params)
 
-    how = dict(folder=request.options.get("include_path"), limit=request.number("limit", 0, 0))
-    how["num_fewshot"] = request.number("num_fewshot", 0, 0) if "num_fewshot" in request.options else None
+    numbers = [name for name in ("limit", "num_fewshot") if name in request.options]
+    how = dict(folder=request.options.get("include_path"), chat="chat" in request.switches)
+    how |= {name: request.number(name, 0, 0) for name in numbers}
 
     def measure(model: LoadedModel) -> dict[str, float]:
         opened = lambda rows, longest: open_generator(model.params, rows, longest)

@@ -11,7 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.data.chat.asking import open_asking
+from jaxscale.data.chat.asking import Asking, open_asking
+from jaxscale.data.tokenizer.about import find_template
 from jaxscale.data.tokenizer.kept import KeptTokenizer
 from jaxscale.eval.pairs import encode_pair, span_of
 from jaxscale.eval.scorer import Scorer
@@ -49,10 +50,15 @@ def check_installed() -> None:
         raise ValueError(f"--lm_eval needs the package lm_eval, which is not installed: {INSTALL}")
 
 
-def log_likelihoods(served: Served, pairs: Sequence[tuple[str, str]]) -> list[tuple[float, bool]]:
-    """(log-likelihood, whether it is what greedy decoding writes) of each continuation of its context."""
-    reading = served.reading
-    spans = [span_of(encode_pair(reading, *pair), reading.context)[0] for pair in pairs]
+def log_likelihoods(
+    served: Served, pairs: Sequence[tuple[str, str]], asking: Asking | None = None
+) -> list[tuple[float, bool]]:
+    """(log-likelihood, whether it is what greedy decoding writes) of each continuation of its context.
+
+    asking: by which the contexts were written, where they are conversations.
+    """
+    reading, text_ids = served.reading, asking and asking.text_ids
+    spans = [span_of(encode_pair(reading, *pair, text_ids), reading.context)[0] for pair in pairs]
     scores = served.scorer.score(served.params, spans)
     return [(-float(nats), bool(likeliest)) for nats, likeliest in zip(scores.nats, scores.likeliest)]
 
@@ -87,9 +93,15 @@ def wish_of(settings: dict[str, Any]) -> Wish:
     return Wish(sampling, num_tokens, tuple(stop for stop in stops if stop))
 
 
-def generated(served: Served, requests: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    """The text that the model writes behind each context, by its own settings, without the stop text."""
-    reading = served.reading
+def generated(
+    served: Served, requests: Sequence[tuple[str, dict[str, Any]]], asking: Asking | None = None
+) -> list[str]:
+    """The text that the model writes behind each context, by its own settings, without the stop text.
+
+    asking: as of log_likelihoods; then a text also ends with the model's turn.
+    """
+    reading, stop_ids = served.reading, asking.stop_ids if asking else served.kept.stop_ids
+    ids_of = (lambda text: asking.text_ids(text, "")) if asking else functools.partial(prompt_ids, reading)
     groups: dict[Wish, list[int]] = defaultdict(list)
     for number, (_, settings) in enumerate(requests):
         groups[wish_of(settings)].append(number)
@@ -101,12 +113,12 @@ def generated(served: Served, requests: Sequence[tuple[str, dict[str, Any]]]) ->
                 f"{wish.num_tokens} new tokens leave no room in the {reading.context} that the model reads"
             )
         generator = served.open_generator(min(served.rows, len(numbers)), reading.context)
-        prompts = {number: prompt_ids(reading, requests[number][0])[-room:] for number in numbers}
+        prompts = {number: ids_of(requests[number][0])[-room:] for number in numbers}
         numbers = sorted(numbers, key=lambda number: len(prompts[number]))  # alike beside each other: little padding
         for first in range(0, len(numbers), served.rows):
             some, written = numbers[first : first + served.rows], []
             ids = [prompts[number] for number in some]
-            how = dict(num_tokens=wish.num_tokens, stop_ids=served.kept.stop_ids, stops=wish.stops, numbers=some)
+            how = dict(num_tokens=wish.num_tokens, stop_ids=stop_ids, stops=wish.stops, numbers=some)
             for _ in write_texts(generator, reading.tokenizer, ids, wish.sampling, written=written, **how):
                 pass
             for number, one in zip(some, written):
@@ -133,10 +145,11 @@ def adapter_class() -> type:
         def __init__(self, served: Served):
             super().__init__()
             self.served = served
+            self.asking: Asking | None = None  # once conversations were written: then every context is one
 
         def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             """As log_likelihoods."""
-            return self.kept("loglikelihood", requests, log_likelihoods(self.served, [r.args for r in requests]))
+            return self.kept("loglikelihood", requests, self.answers(log_likelihoods, requests))
 
         def loglikelihood_rolling(self, requests: list, disable_tqdm: bool = False) -> list[float]:
             """As rolling_log_likelihoods."""
@@ -145,7 +158,11 @@ def adapter_class() -> type:
 
         def generate_until(self, requests: list, disable_tqdm: bool = False) -> list[str]:
             """As generated."""
-            return self.kept("generate_until", requests, generated(self.served, [r.args for r in requests]))
+            return self.kept("generate_until", requests, self.answers(generated, requests))
+
+        def answers(self, ask: Callable, requests: list) -> list:
+            """What the function finds of the requests."""
+            return ask(self.served, [request.args for request in requests], self.asking)
 
         def kept(self, kind: str, requests: list, found: list) -> list:
             """The answers, told to lm-eval's cache."""
@@ -158,23 +175,32 @@ def adapter_class() -> type:
             """What lm-eval knows requests by."""
             return self.served.kept.tokenizer.fingerprint
 
-        def chat_template(self, chat_template: bool | str = False) -> str | None:
-            """The model's own template, where one is asked for."""
-            return self.served.kept.chat_template if chat_template else ""
+        def chat_template(self, chat_template: bool | str = False) -> str:
+            """The source of the model's own template, where one is asked for."""
+            found = find_template(self.served.kept.about) if chat_template else None
+            return found[0] if found else ""
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-            """A conversation as text."""
-            asking = open_asking(self.served.kept, datetime.date.today().isoformat())
-            return asking.text(chat_history, add_generation_prompt)
+            """A conversation as text, to be read by text_ids: only the special tokens of the template are whole."""
+            self.asking = self.asking or open_asking(self.served.kept, datetime.date.today().isoformat())
+            return self.asking.text(chat_history, add_generation_prompt)
 
     return JaxscaleLM
 
 
 def run_tasks(
-    served: Served, tasks: Sequence[str], *, folder: str | None = None, num_fewshot: int | None = None, limit: int = 0
+    served: Served,
+    tasks: Sequence[str],
+    *,
+    folder: str | None = None,
+    num_fewshot: int | None = None,
+    limit: int | None = None,
+    chat: bool = False,
 ) -> dict[str, float]:
-    """{'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} of lm-eval's tasks. folder: with yaml files of more tasks.
+    """{'TASK/METRIC': value, 'TASK/METRIC_stderr': ...} of lm-eval's tasks.
 
+    Args: folder: with yaml files of more tasks. limit: items of each task. chat: questions, and the examples before
+    them, are turns of a conversation by the model's chat template.
     Raises ValueError for tasks that there are not.
     """
     model = adapter_class()(served)
@@ -190,7 +216,9 @@ def run_tasks(
         model=model,
         tasks=list(tasks),
         num_fewshot=num_fewshot,
-        limit=limit or None,
+        limit=limit,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
         task_manager=manager,
         log_samples=False,
         bootstrap_iters=1000,

@@ -6,12 +6,16 @@ ids as the context alone has. So what is scored is what the model would read, an
 An empty context is replaced by the start mark.
 """
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxscale.eval.scorer import Span
 from jaxscale.eval.text import Reading
+
+
+TextIds = Callable[[str, str], Sequence[int]]  # (a context, what follows it) -> their ids as one text
 
 
 class Pair(NamedTuple):
@@ -27,16 +31,17 @@ def move_space(context: str, continuation: str) -> tuple[str, str]:
     return kept, context[len(kept) :] + continuation
 
 
-def encode_pair(reading: Reading, context: str, continuation: str) -> Pair:
-    """The ids, what the tokenizer's file puts before a text in front. Raises ValueError without a token to score."""
-    encode = reading.tokenizer.encode
+def encode_pair(reading: Reading, context: str, continuation: str, text_ids: TextIds | None = None) -> Pair:
+    """The ids, what the tokenizer's file puts before a text in front. Raises ValueError without a token to score.
+
+    text_ids: for contexts that a chat template wrote, whose beginning is among what it writes.
+    """
+    begin = reading.begin_ids if text_ids is None else ()
+    ids_of = text_ids or (lambda before, behind: reading.tokenizer.encode(before + behind))
     context, continuation = move_space(context, continuation)
-    if not context:
-        ids = np.concatenate([np.asarray(reading.start_ids, np.int32), encode(continuation)])
-        first = len(reading.start_ids)
-    else:
-        begin = np.asarray(reading.begin_ids, np.int32)
-        ids, first = np.concatenate([begin, encode(context + continuation)]), len(begin) + len(encode(context))
+    head, tail = (begin, ids_of(context, "")) if context else (reading.start_ids, ())
+    ids = np.concatenate([np.asarray(part, np.int32) for part in (head, ids_of(context, continuation))])
+    first = len(head) + len(tail)
     if first >= len(ids):
         raise ValueError(f"the continuation {continuation[:80]!r} adds no token to its context")
     return Pair(ids, first)

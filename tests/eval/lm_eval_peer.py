@@ -27,7 +27,7 @@ from jaxscale.eval import lm_eval_adapter
 from jaxscale.eval.text import Reading
 from jaxscale.inference import make_generator, make_scorer, open_model
 
-CONTEXT, BATCH = 48, 4
+CONTEXT, BATCH = 96, 4
 
 
 def their_model(folder):
@@ -39,6 +39,7 @@ def their_model(folder):
     file = str(folder / "run/tokenizer/tokenizer.json")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=file, eos_token="<|endoftext|>")
     tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.chat_template = json.loads((folder / "run/tokenizer/tokenizer_config.json").read_text())["chat_template"]
     return HFLM(pretrained=model.eval(), tokenizer=tokenizer, batch_size=BATCH, max_length=CONTEXT, device="cpu")
 
 
@@ -72,9 +73,11 @@ def main(folder):
     tasks = sorted(path.stem for path in (folder / "tasks").glob("*.yaml"))
     manager = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
     found = {"tasks": tasks}
+    how = dict(tasks=tasks, task_manager=manager, log_samples=False, bootstrap_iters=10)
     for name, model in (("theirs", their_model(folder)), ("ours", our_model(folder))):
-        results = simple_evaluate(model=model, tasks=tasks, task_manager=manager, log_samples=False, bootstrap_iters=10)
-        found[name] = {"answers": answers(model, requests), "results": results["results"]}
+        found[name] = {"answers": answers(model, requests), "results": simple_evaluate(model=model, **how)["results"]}
+        chat = simple_evaluate(model=model, num_fewshot=1, apply_chat_template=True, fewshot_as_multiturn=True, **how)
+        found[name]["chat"] = chat["results"]
     flags = [f"--workdir={folder}/run", f"--context={CONTEXT}", "--save"]
     assert evaluate.main([*flags, f"--lm_eval={','.join(tasks)}", f"--include_path={folder}/tasks"]) == 0
     data = [f"--choice=ask={folder}/ask.jsonl", f"--cloze=guess={folder}/guess.jsonl"]

@@ -7,6 +7,11 @@ import numpy as np
 import pytest
 
 from jaxscale.cli import evaluate
+from jaxscale.data.chat.asking import open_asking
+from jaxscale.data.chat.config import ChatConfig
+from jaxscale.data.chat.template import load_template
+from jaxscale.data.tokenizer.kept import keep_tokenizer
+from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.eval.lm_eval_adapter import (
     Served,
     Wish,
@@ -16,6 +21,7 @@ from jaxscale.eval.lm_eval_adapter import (
     rolling_log_likelihoods,
     wish_of,
 )
+from jaxscale.eval.pairs import encode_pair
 from jaxscale.eval.scorer import Span
 from jaxscale.eval.text import Reading
 from jaxscale.inference import make_generator, make_scorer, open_model
@@ -28,6 +34,7 @@ CONTEXT = 32
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     made_model.make_workdir(folder, scale=3.0)
+    keep_tokenizer(load_tokenizer("bytes"), folder, load_template(load_tokenizer("bytes"), ChatConfig()).note)
     model = open_model(str(folder), say=lambda line: None)
     reading = Reading.of(model.kept.tokenizer, (), CONTEXT)
     open_generator = lambda rows, longest: make_generator(model, batch=rows, longest=longest)
@@ -65,6 +72,28 @@ def test_texts_of_many_lengths_and_settings_come_back_in_their_order(served):
     assert len(long[0]) > 0
     with pytest.raises(ValueError, match="32 new tokens leave no room in the 32"):
         generated(served, [("a", {"max_gen_toks": 32})])
+
+
+QUESTION = {"role": "user", "content": "a<|endoftext|>"}
+ASKED = [*b"<|im_start|>user\na<|endoftext|>", 256, *b"<|im_start|>assistant"]
+
+
+def test_the_special_tokens_of_a_chat_template_are_ids_and_those_that_a_task_has_written_are_text(served):
+    asking, reading = open_asking(served.kept, "2026-11-22"), served.reading._replace(begin_ids=(256,))
+    written = asking.text([QUESTION], True)
+    pair = encode_pair(reading, written, "b<|endoftext|>", asking.text_ids)
+    assert pair.ids.tolist() == [*ASKED, *b"\nb<|endoftext|>"]  # what begins a text is the template's to write
+    assert pair.first == len(ASKED)  # behind white space at the end, as in texts
+    alone = encode_pair(reading, "", "b", asking.text_ids)
+    assert alone.ids.tolist() == [256, *b"b"] and alone.first == 1
+
+    ((found, _),) = log_likelihoods(served._replace(reading=reading._replace(context=99)), [(written, "b")], asking)
+    span = Span(np.array([*ASKED, *b"\nb"], np.int32), len(ASKED))
+    assert found == pytest.approx(-float(served.scorer.score(served.params, [span]).nats[0]), rel=1e-5)
+    asked = served._replace(reading=reading._replace(context=16))
+    longer = [written, "a" + written[1:]]  # cut to the same last tokens
+    same, other = generated(asked, [(text, {"max_gen_toks": 6}) for text in longer], asking)
+    assert same == other
 
 
 def test_settings_of_a_task_become_ours():

@@ -28,11 +28,17 @@ pytestmark = [
     pytest.mark.peer,
     pytest.mark.skipif(not PYTHON, reason="JAXSCALE_LM_EVAL_PYTHON names no Python with lm-eval and transformers"),
 ]
+SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
 TASK = """\
 task: {name}
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
+fewshot_split: test
 {lines}
 """
 TASKS = {
@@ -54,13 +60,14 @@ def write_tokenizer(folder):
     made.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=300, special_tokens=list(SPECIALS), initial_alphabet=sorted(alphabet), show_progress=False
     )
     made.train_from_iterator([TEXT] * 4, trainer)
     shutil.rmtree(folder)
     folder.mkdir()
     made.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    about = {"eos_token": "<|endoftext|>", "chat_template": CHATML}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
 
 
 def theirs_of(pair, leaves):
@@ -127,8 +134,9 @@ def test_every_request_has_the_same_answer(found):
     assert ours["generate_until"] == theirs["generate_until"]
 
 
-def test_every_task_has_the_same_result(found):
-    ours, theirs = found["ours"]["results"], found["theirs"]["results"]
+@pytest.mark.parametrize("how", ["results", "chat"])
+def test_every_task_has_the_same_result(found, how):
+    ours, theirs = found["ours"][how], found["theirs"][how]
     assert ours.keys() == theirs.keys() == set(TASKS)
     compared = 0
     for task in TASKS:

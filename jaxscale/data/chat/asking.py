@@ -5,22 +5,24 @@ from typing import Any, NamedTuple
 
 from jaxscale.data.chat.config import ChatConfig
 from jaxscale.data.chat.encode import encode_prompt
-from jaxscale.data.chat.guard import CLOSE, Guard
+from jaxscale.data.chat.guard import CLOSE, GUARDS, Guard
 from jaxscale.data.chat.records import ASSISTANT
-from jaxscale.data.chat.spans import write_prompt
+from jaxscale.data.chat.spans import marked_spans, pieces_of, write_prompt
 from jaxscale.data.chat.template import ChatTemplate, compiled
 from jaxscale.data.tokenizer.about import find_template
 from jaxscale.data.tokenizer.kept import KeptTokenizer
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else the template knows
 WORD = "answer"
+MARK = GUARDS[0]
 
 
 class Asking(NamedTuple):
     """How conversations are put to a model."""
 
     ids: Callable[[Sequence[Message]], list[int]]  # ValueError where the template refuses the messages
-    text: Callable[[Sequence[Message], bool], str]  # the same for people; the flag: with what begins the model's turn
+    text: Callable[[Sequence[Message], bool], str]  # for text_ids; the flag: with what begins the model's turn
+    text_ids: Callable[[str, str], list[int]]  # (of `text`, a plain text behind it) -> their ids
     stop_ids: tuple[int, ...]  # each ends the model's turn
 
 
@@ -47,9 +49,26 @@ def open_asking(kept: KeptTokenizer, today: str) -> Asking:
         except ValueError as error:
             raise ValueError(f"this conversation {error}") from None
 
+    def text_ids(written: str, behind: str = "") -> list[int]:
+        whole = written + guard.broken_text(behind, MARK)
+        return encode_prompt(tokenizer, pieces_of(whole, (), MARK, guard)).tolist()
+
     ends = tuple(tokenizer.special_ids[name] for name in turn_end(template, guard))
-    text = lambda messages, answer: template.render(messages, None, answer)
-    return Asking(ids, text, tuple(dict.fromkeys((*kept.stop_ids, *ends))))
+    text = lambda messages, answer: written_text(messages, answer, template, guard)
+    return Asking(ids, text, text_ids, tuple(dict.fromkeys((*kept.stop_ids, *ends))))
+
+
+def written_text(messages: Sequence[Message], answer: bool, template: ChatTemplate, guard: Guard) -> str:
+    """The conversation as the template has it, the names of special tokens in its messages broken by MARK.
+
+    answer: with what begins the model's turn; without, a last message of the model is left open, to be gone on from.
+    """
+    if guard.choose(list(messages)) != MARK:
+        raise ValueError("this conversation holds noncharacters (U+FDD0 to U+FDEF), which no text should")
+    if not answer and messages and messages[-1]["role"] == ASSISTANT:
+        begun = written_text(messages[:-1], True, template, guard)
+        return begun + guard.broken_text(messages[-1]["content"], MARK)
+    return marked_spans(template.render(guard.broken(messages, MARK), None, answer), ())[0]
 
 
 def turn_end(template: ChatTemplate, guard: Guard) -> tuple[str, ...]:
