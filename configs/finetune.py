@@ -22,9 +22,11 @@ def get_config(arg="full"):
     how, _, base = arg.partition(",")
     if how not in PEAK_LR:
         raise TypeError(f"the argument is {arg!r}; write full or lora, and a work folder, such as lora,runs/base")
-    begun = json.loads((epath.Path(base) / "config.json").read_text()).get("config") if base else {}
-    if begun is None:
-        raise TypeError(f"{base} is no work folder; first: jaxscale convert --from={base} --workdir=NEW")
+    file = epath.Path(base) / "config.json"
+    begun = json.loads(file.read_text()).get("config") if base and file.exists() else None
+    if base and begun is None:
+        is_model = f"; first: jaxscale convert --from={base} --workdir=NEW" if file.exists() else f": no {file}"
+        raise TypeError(f"{base} is no work folder{is_model}; name one of convert, or of a run: {how},WORKDIR")
     c = ml_collections.ConfigDict()
     c.model = ml_collections.ConfigDict(begun["model"] if base else quickstart.get_config().model.to_dict())
     c.seq_len = min(begun["seq_len"], 2048) if base else 256

@@ -90,11 +90,14 @@ def test_a_wrong_turn_of_the_dial_is_one_line(argument):
     assert "\n" not in str(error.value)
 
 
-def test_a_hugging_face_folder_as_the_base_of_a_fine_tuning_is_one_line_with_the_way_out(tmp_path):
+def test_a_base_of_a_fine_tuning_that_is_no_work_folder_is_one_line_with_the_way_out(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(ValueError, match="is no work folder; .*jaxscale convert --from=") as error:
-        load_config(str(golden.CONFIGS / f"finetune.py:lora,{tmp_path}"))
-    assert "\n" not in str(error.value)
+    told = {"": "; first: jaxscale convert --from=.* --workdir=NEW", "/nothere": ": no .*/nothere/config.json"}
+    for base, why in told.items():
+        wanted = f"is no work folder{why}; name one of convert, or of a run: lora,WORKDIR"
+        with pytest.raises(ValueError, match=wanted) as error:
+            load_config(str(golden.CONFIGS / f"finetune.py:lora,{tmp_path}{base}"))
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", PATHS)

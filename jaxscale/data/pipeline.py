@@ -76,6 +76,11 @@ class Corpus:
         return len(self.train_rows) * self.seq_len
 
     @property
+    def begin_ids(self) -> tuple[int, ...]:
+        """What stands before a text that the model goes on from, as open_kept finds it later in the work folder."""
+        return tuple(self.tokenizer.special_ids[name] for name in self.chat["begin"]) if self.chat else ()
+
+    @property
     def rows_of_sources(self) -> dict[str, int]:
         """Rows of training that each source of a mixture has."""
         return dict(zip(self.source_names, np.diff(self.train_rows.group_rows).tolist()))

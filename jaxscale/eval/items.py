@@ -118,7 +118,9 @@ def arc_item(name: str, value: Mapping[str, Any]) -> Item:
 
 
 def question_item(name: str, context: str, answers: Sequence[str], right: int) -> Item:
-    """Answers behind a space."""
+    """Answers behind a space. Raises ValueError for an empty one, which has no length to be normalised by."""
+    if "" in answers:
+        raise ValueError("has an empty answer")
     return Item(name, context, tuple(f" {answer}" for answer in answers), tuple(answers), right)
 
 

@@ -3,7 +3,7 @@
 The rule is that of lm-eval (TemplateLM._encode_pair): white space at the end of the context is moved to the front of
 the continuation, since tokenizers join it to the word behind; then the ids of the whole text are cut behind as many
 ids as the context alone has. So what is scored is what the model would read, and never a word cut in an unusual place.
-An empty context is replaced by the start mark.
+A context without a token is replaced by the start mark.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,12 +36,12 @@ def encode_pair(reading: Reading, context: str, continuation: str, text_ids: Tex
 
     text_ids: for contexts that a chat template wrote, whose beginning is among what it writes.
     """
-    begin = reading.begin_ids if text_ids is None else ()
     ids_of = text_ids or (lambda before, behind: reading.tokenizer.encode(before + behind))
     context, continuation = move_space(context, continuation)
-    head, tail = (begin, ids_of(context, "")) if context else (reading.start_ids, ())
-    ids = np.concatenate([np.asarray(part, np.int32) for part in (head, ids_of(context, continuation))])
-    first = len(head) + len(tail)
+    begin, tail = () if text_ids else reading.begin_ids, ids_of(context, "") if context else ()
+    begin = begin if len(begin) + len(tail) else reading.start_ids
+    ids = np.concatenate([np.asarray(part, np.int32) for part in (begin, ids_of(context, continuation))])
+    first = len(begin) + len(tail)
     if first >= len(ids):
         raise ValueError(f"the continuation {continuation[:80]!r} adds no token to its context")
     return Pair(ids, first)

@@ -2,14 +2,19 @@
 
 import chat_tokenizers
 import pytest
+import tiny
 from test_chat import ASSISTANT, USER, encode, names
 
 from jaxscale.data.chat.asking import open_asking
 from jaxscale.data.chat.config import ChatConfig
 from jaxscale.data.chat.template import load_template
 from jaxscale.data.tokenizer.about import About, read_about
+from jaxscale.data.pipeline import open_data
 from jaxscale.data.tokenizer.kept import KeptTokenizer, keep_tokenizer, open_kept, read_folder
 from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.eval.named import open_evaluators
+from jaxscale.eval.text import Reading
+from jaxscale.run import open_evals
 
 TODAY = "2026-11-22"
 LONG = {"role": "assistant", "content": "i there"}  # the tokenizer would join it to an h before it
@@ -137,3 +142,21 @@ def test_a_last_message_of_the_model_is_left_open_to_be_gone_on_from(tmp_path):
     assert kept.tokenizer.decode(ids[len(asking.ids([USER])) :]) == "It is<|im_end|>" and 259 not in ids[-5:]
     closed = asking.text_ids(asking.text([USER], False), "")
     assert names(kept.tokenizer, closed).endswith("user says<|im_end|>\n")
+
+
+def test_evaluators_of_a_run_read_a_context_as_those_of_its_work_folder_do(tmp_path):
+    """Also where prompts begin with a token that the tokenizer's file names."""
+    tokenizer = chat_tokenizers.write_folder(tmp_path / "t", bos_token="<|im_start|>", add_bos_token=True)
+    file = tmp_path / "chat.jsonl"
+    file.write_text('{"prompt": "a", "completion": "b", "context": "a", "target": "b"}\n' * 9)
+    data = {"name": "chat", "files": str(file), "tokenizer": tokenizer, "cache_dir": str(tmp_path / "cache")}
+    overrides = {f"data.{name}": value for name, value in data.items()} | {"data.val_fraction": 0.0}
+    text = {"kind": "text", "files": str(file), "text_field": "prompt"}
+    evals = {"text": text, "words": {"kind": "cloze", "file": str(file)}}
+    cfg = tiny.config(overrides | {"model.vocab_size": 260, "evals": evals})
+    corpus = open_data(cfg.data, seq_len=16, vocab_size=260, seed=0, say=lambda text: None)
+    keep_tokenizer(corpus.tokenizer, tmp_path / "run", corpus.chat)
+    kept = open_kept(tmp_path / "run", {})
+    later = open_evaluators(cfg.evals, Reading.of(kept.tokenizer, kept.begin_ids, cfg.seq_len))
+    found = {one.name: one.fingerprint for one in open_evals(cfg, corpus)}
+    assert kept.begin_ids == (258,) and found == {one.name: one.fingerprint for one in later}

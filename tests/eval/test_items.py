@@ -81,6 +81,7 @@ def test_the_word_to_guess_is_the_last_one_with_its_space(tmp_path):
         ("choice", json.dumps(PIQA | {"goal": 3}), "has no text in 'goal', but 3"),
         ("choice", json.dumps(ARC | {"answerKey": "E"}), "has the answerKey 'E', and the labels A, B"),
         ("choice", json.dumps(OWN | {"choices": [" 3"]}), "has fewer than two choices"),
+        ("choice", json.dumps(PIQA | {"sol2": ""}), "has an empty answer"),
         ("choice", json.dumps(OWN | {"answer": " 4"}), "has the answer ' 4', which is not one of its choices"),
         ("choice", json.dumps(OWN | {"choices": [" 3", ""]}), "has no list of texts in 'choices'"),
         ("cloze", '{"text": "ends in "}', "ends in a space"),
@@ -118,7 +119,7 @@ class Words:
         self.ids = {"<end>": 0}
 
     def encode(self, text):
-        pieces = re.findall(r" ?\w+|\s+|.", text)
+        pieces = re.findall(r" ?\w+|\s+|.", text.replace("\u200b", ""))
         return np.array([self.ids.setdefault(piece, len(self.ids)) for piece in pieces], np.int32)
 
     def words(self, ids):
@@ -133,6 +134,7 @@ class Words:
         ("the", "re", [], ["there"]),  # one token of both: there is no way to cut it
         ("", "sat down", ["<end>"], ["sat", " down"]),
         ("  ", "sat", ["<end>"], ["  ", "sat"]),
+        ("\u200b", "sat", ["<end>"], ["sat"]),  # of no token
     ],
 )
 def test_where_a_context_ends(context, continuation, before, scored):

@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from flax import nnx
 
 from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.models import logits, lora_flops, lora_params, make_model
 from jaxscale.models.layers import split_model
-from jaxscale.models.lora import LoraConfig, add_adapters, is_adapter
+from jaxscale.models.lora import LoraConfig, add_adapters, attach, is_adapter
 from jaxscale.ops.adapted import Adapted, adapting, side_specs
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.ops.project import cpu_project, einsum_project
@@ -19,7 +20,6 @@ from jaxscale.train import statistics
 from jaxscale.train.replicas import make_replica_check
 
 LORA = {"lora.rank": 4}
-SPECS = ("BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,DF->BTF")
 SPECS = ("BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,DF->BTF")
 
 
@@ -147,8 +147,32 @@ def test_targets_choose_matrices_and_a_wrong_one_is_told():
     program = tiny.program({"lora.rank": 2, "lora.targets": (r"attention\.w[qv]$",)})
     adapters = {name for name in named(program.abstract_state.params) if is_adapter(name)}
     assert adapters == {f"blocks.attention.w{which}_lora_{part}" for which in "qv" for part in "ab"}
+    moments = {name.rpartition("mu.")[2] for name in named(program.abstract_state.opt_state) if ".mu." in name}
+    assert moments == set(named(program.abstract_grads)) == adapters  # what is frozen has neither
     with pytest.raises(ValueError, match="finds no matrix; there are blocks.attention.wk, blocks.attention.wo"):
         tiny.program({"lora.rank": 2, "lora.targets": ("embedding",)})
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(
+    ("axes", "shape", "of_a", "of_b"),
+    [
+        (("embed", "heads", "head_dim"), (256, 4, 8), (256, 6), (6, 4, 8)),
+        (("heads", "head_dim", "embed"), (4, 64, 16), (4, 64, 6), (6, 16)),
+    ],
+)
+def test_an_adapter_is_alpha_over_rank_times_a_normal_matrix_and_zeros(axes, shape, of_a, of_b, stacked):
+    cfg, owner, layers = LoraConfig(rank=6, alpha=3.0), nnx.Module(), (3,) * stacked
+    owner.w = nnx.Param(jnp.zeros((*layers, *shape)), axes=("layers",) * stacked + axes)
+    attach(owner, "w", owner.w, None if stacked else 0, cfg, jax.random.key(0))
+    a, b = np.asarray(owner.w_lora_a.get_value()), owner.w_lora_b.get_value()
+    assert a.shape == (*layers, *of_a) and b.shape == (*layers, *of_b) and not b.any()
+    assert a.std() == pytest.approx(256**-0.5, rel=0.1) and abs(a.mean()) < 0.005  # of 1,536 draws or more
+    assert not stacked or len({layer.tobytes() for layer in a}) == 3
+    assert cfg.scale == owner.w_lora_a.lora_scale == 0.5
+    begin = ("layers",) * stacked
+    assert owner.w_lora_a.axes == (*begin, *axes[: len(of_a) - 1], "lora_rank")  # cut as the inputs of the matrix
+    assert owner.w_lora_b.axes == (*begin, "lora_rank", *axes[len(of_a) - 1 :])  # and its outputs
 
 
 @pytest.mark.parametrize(
