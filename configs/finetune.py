@@ -25,10 +25,8 @@ def get_config(arg="full"):
     file = epath.Path(base) / "config.json"
     begun = json.loads(file.read_text()).get("config") if base and file.exists() else None
     if base and begun is None:
-        is_model = f"; first: jaxscale convert --from={base} --workdir=NEW" if file.exists() else f": no {file}"
-        raise TypeError(f"{base} is no work folder{is_model}; name one of convert, or of a run: {how},WORKDIR")
-    c = ml_collections.ConfigDict()
-    c.model = ml_collections.ConfigDict(begun["model"] if base else quickstart.get_config().model.to_dict())
+        raise TypeError(f"no run has written {file}; name a work folder, of jaxscale convert --from=FOLDER or of a run")
+    c = ml_collections.ConfigDict(dict(model=begun["model"] if base else quickstart.get_config().model.to_dict()))
     c.seq_len = min(begun["seq_len"], 2048) if base else 256
     c.batch_tokens, c.train_tokens = "16 rows", "3 epochs" if base else 1_000_000
     c.optim = dict(peak_lr=PEAK_LR[how], min_lr=0.0, warmup_tokens="3%", b2=0.999, weight_decay=0.0)

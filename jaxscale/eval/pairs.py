@@ -14,7 +14,6 @@ import numpy as np
 from jaxscale.eval.scorer import Span
 from jaxscale.eval.text import Reading
 
-
 TextIds = Callable[[str, str], Sequence[int]]  # (a context, what follows it) -> their ids as one text
 
 

@@ -8,8 +8,8 @@ from test_chat import ASSISTANT, USER, encode, names
 from jaxscale.data.chat.asking import open_asking
 from jaxscale.data.chat.config import ChatConfig
 from jaxscale.data.chat.template import load_template
-from jaxscale.data.tokenizer.about import About, read_about
 from jaxscale.data.pipeline import open_data
+from jaxscale.data.tokenizer.about import About, read_about
 from jaxscale.data.tokenizer.kept import KeptTokenizer, keep_tokenizer, open_kept, read_folder
 from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.eval.named import open_evaluators
