@@ -25,6 +25,13 @@ class CallableRoom(types.ModuleType):
         """Its arguments, for help() and for notebooks that complete them."""
         return inspect.signature(self._function)
 
+    @property
+    def __doc__(self) -> str:
+        """The function's call and docstring, which help() shows of a package, and then what the package's file says."""
+        function, own = self._function, vars(self).get("__doc__") or ""
+        called = f"{function.__name__}{inspect.signature(function)}"
+        return f"{called}\n\n{inspect.getdoc(function)}\n\nThis package: {own}"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
         return self._function(*args, **kwargs)

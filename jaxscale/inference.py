@@ -3,6 +3,7 @@
 Nothing of training is read: no optimizer, no data. B batch  T position
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from jaxscale import paths, schema, units
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.convert.families import family_for
 from jaxscale.data.batch import Batch
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.data.tokenizer.kept import KeptTokenizer, open_kept
@@ -61,7 +63,7 @@ def open_model(
     """The model of a work folder, or of WORKDIR/checkpoints/STEP, its weights as they were saved, bit for bit.
 
     Args: step: none: the newest. what: the weights or their running average. compute_dtype: instead of the one it was
-    trained with. say: is told in a line what was opened. named: the flag or setting that gave the path, for errors.
+    trained with. say: is told in a line what is opened. named: the flag or setting that gave the path, for errors.
     Raises: ValueError for a path without a checkpoint, for a mesh that does not divide the model, and for a tokenizer
     that cannot be read; Stop (CHECKPOINT_CORRUPT) for arrays that are not as they were saved.
     """
@@ -79,13 +81,13 @@ def open_model(
             f"{kept.tokenizer.name} has {kept.tokenizer.vocab_size} ids, and the model of {source} only "
             f"{cfg.vocab_size}: it is not its tokenizer"
         )
-    params = restore_params(source.checkpoints, source.step, source.record["leaves"], placed, what, named)
     average = ", the running average" if what == "ema" else ""
     adapters = f", with its adapters of rank {lora.rank}" if lora.on else ""
-    say(
-        f"{source}: {cfg.name}, {units.count(num_params(cfg))} parameters, {cfg.compute_dtype}{average}{adapters}; "
-        f"{mesh_layout(placed.mesh)}"
+    say(  # before the arrays are read, which takes minutes where they are large
+        f"{source}: {kind_of(cfg, run)}, {units.count(num_params(cfg))} parameters, {cfg.compute_dtype}{average}"
+        f"{adapters}; {mesh_layout(placed.mesh)}"
     )
+    params = restore_params(source.checkpoints, source.step, source.record["leaves"], placed, what, named)
     return LoadedModel(
         cfg=cfg,
         seq_len=int(config.get("seq_len", 1024)),
@@ -99,6 +101,19 @@ def open_model(
         kept=kept,
         what=what,
     )
+
+
+def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
+    """Which model it is, for people: 'llama', 'qwen3 (llama layout)', or 'llama with the settings of qwen3'.
+
+    The second is one that was converted; the third one of our own whose settings only that family's files can say.
+    """
+    if converted := (run.get("converted") or {}).get("model_type"):
+        return converted if converted == cfg.name else f"{converted} ({cfg.name} layout)"
+    with contextlib.suppress(ValueError):  # no family has these settings
+        if (nearest := family_for(cfg).model_type) != cfg.name:
+            return f"{cfg.name} with the settings of {nearest}"
+    return cfg.name
 
 
 def read_model_config(source: Any, compute_dtype: str | None) -> AnyModelConfig:
@@ -199,10 +214,13 @@ def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedMo
     return dataclasses.replace(model, params=params, step=source.step, path=str(source), run=source.record["run"])
 
 
-def make_generator(model: LoadedModel, *, batch: int, longest: int) -> Generator:
+def make_generator(
+    model: LoadedModel, *, batch: int, longest: int, say: Callable[[str], None] = lambda line: None
+) -> Generator:
     """What goes on from up to `batch` prompts at a time, to texts of at most `longest` tokens; compiled at first use.
 
+    say: is told what is being compiled, and how long it took.
     Raises ValueError for a model that writes no text, and for a text longer than it can read.
     """
     num_ids = model.tokenizer.vocab_size if model.tokenizer is not None else None
-    return Generator(Engine(model.placed, batch=batch, longest=longest, num_ids=num_ids), model.params)
+    return Generator(Engine(model.placed, batch=batch, longest=longest, num_ids=num_ids, say=say), model.params)

@@ -16,7 +16,7 @@ from jaxscale.monitor.writers import Writer
 from jaxscale.redact import redact
 from jaxscale.sample.choose import Sampling
 from jaxscale.sample.config import SampleConfig
-from jaxscale.sample.generator import Engine, Generator
+from jaxscale.sample.generator import Engine, Generator, NotFinite
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.train.ema import averaged
 from jaxscale.train.state import TrainState
@@ -88,10 +88,10 @@ def sample_of_run(program: Program, corpus: Corpus, say: Callable[[str], None]) 
     if corpus.tokenizer is None:
         say(f"no sample: data.name={program.cfg.data.name!r} has no tokenizer")
         return None
-    return make_sample(program, corpus.tokenizer)
+    return make_sample(program, corpus.tokenizer, say)
 
 
-def make_sample(program: Program, tokenizer: Any) -> Sample:
+def make_sample(program: Program, tokenizer: Any, say: Callable[[str], None] = lambda line: None) -> Sample:
     """state -> the prompt and sample.num_tokens tokens that the model adds to it, compiled at its first call.
 
     The end of a document is never chosen. The model reads rows of seq_len as in training: where one is full, its newer
@@ -101,7 +101,8 @@ def make_sample(program: Program, tokenizer: Any) -> Sample:
     cfg, longest = program.cfg, program.cfg.seq_len
     prompt = list(tokenizer.encode(cfg.sample.prompt)) or [tokenizer.eos_id]  # from nothing: from where a document ends
     placed = place_model(cfg.model, program.mesh, cfg.rules, lora=cfg.lora, away=cfg.optim.offload_params)
-    engine = Engine(placed, batch=1, longest=longest, num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id])
+    how = dict(num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id], say=lambda line: say(f"sample: {line}"))
+    engine = Engine(placed, batch=1, longest=longest, **how)
     sampling = Sampling(temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
 
     def sample(state: TrainState) -> str:
@@ -110,7 +111,10 @@ def make_sample(program: Program, tokenizer: Any) -> Sample:
         while len(ids) < total:
             row = ids if len(ids) < longest else ids[-(longest // 2) :]
             steps = generator.generate([row], sampling, total - len(ids), seed=cfg.seed, numbers=[rows])
-            ids += [int(step_B[0]) for step_B in steps]
+            try:
+                ids += [int(step_B[0]) for step_B in steps]
+            except NotFinite as error:  # a run that diverges ends by its own rules
+                return f"(no text: {error})"
             rows += 1
         return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
 

@@ -53,6 +53,7 @@ from jaxscale.inference import LoadedModel, make_generator, open_model  # noqa: 
 from jaxscale.models.layers import Dtype  # noqa: E402
 from jaxscale.redact import printable  # noqa: E402
 from jaxscale.sample.choose import Sampling  # noqa: E402
+from jaxscale.sample.generator import own_numbers  # noqa: E402
 from jaxscale.sample.text import Written, write_texts  # noqa: E402
 from jaxscale.sharding.mesh import MeshConfig  # noqa: E402
 from jaxscale.sharding.rules import MESH_AXES  # noqa: E402
@@ -135,8 +136,9 @@ def write_all(
         asked, stop_ids = sample_chat.asking_of(talk)
         prompts = [asked([{"role": "user", "content": text}]) for text in texts]
     rows = [(prompt, number) for prompt in range(len(prompts)) for number in range(num_samples)]
-    generator = make_generator(model, batch=min(batch, len(rows)), longest=talk.longest_for(prompts, texts))
+    numbers = own_numbers([prompts[prompt] for prompt, _ in rows])
     rows_at_once = min(batch, len(rows))
+    generator = make_generator(model, batch=rows_at_once, longest=talk.longest_for(prompts, texts), say=talk.say)
     for first in range(0, len(rows), rows_at_once):
         some, written = rows[first : first + rows_at_once], []
         of = lambda row: dict(prompt=texts[row[0]], sample=row[1])
@@ -149,7 +151,7 @@ def write_all(
             stop_ids=stop_ids,
             stops=talk.stops,
             seed=talk.seed,
-            numbers=[number for _, number in some],
+            numbers=numbers[first : first + rows_at_once],
             written=written,
         )
         for row, piece in pieces:
@@ -157,7 +159,7 @@ def write_all(
                 yield Piece(text=piece, **of(some[row]))
         for row, one in zip(some, written):
             yield Piece(text="" if len(some) == 1 else one.text, done=one, **of(row))
-        talk.tell_speed(generator.timing, len(some))
+        talk.tell_speed(generator.timing, written)
 
 
 def check_tokenizer(model: LoadedModel, workdir: str) -> None:
@@ -193,10 +195,11 @@ def show_text(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
 
 def show_json(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
     """Prints a line of JSON for each text, when it is complete."""
+    shown = printable if sys.stdout.isatty() else str  # JSON leaves U+009B as it is, which begins a terminal's command
     for piece in pieces:
         if piece.done is not None and not silent:
             line = {"prompt": piece.prompt, "sample": piece.sample, **dataclasses.asdict(piece.done)}
-            print(json.dumps(line, ensure_ascii=False), flush=True)
+            print(shown(json.dumps(line, ensure_ascii=False)), flush=True)
 
 
 def take_several(argv: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -209,7 +212,7 @@ def take_several(argv: Sequence[str], names: Sequence[str]) -> tuple[list[str], 
             rest.append(flag)
             continue
         value = value if equals or not pending else pending.pop(0)
-        if not value:
+        if not value or not equals and value.startswith("--"):  # a flag that follows is not meant as text
             raise ValueError(f"{name} needs a value: {name}=TEXT")
         found[name.removeprefix("--")].append(value)
     return rest, found
@@ -265,13 +268,16 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
     path = paths.as_path(file)
     if not path.is_file():
         raise ValueError(f"--prompts={file} is no file")
-    with contextlib.suppress(UnicodeDecodeError):
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-        found = [json_prompt(file, n, line) for n, line in enumerate(lines, 1)] if file.endswith(".jsonl") else lines
-        if not found:
-            raise ValueError(f"--prompts={file} is empty; write a prompt on each line")
-        return [*given, *found]
-    raise ValueError(f"--prompts={file} is no text in UTF-8")
+    try:
+        text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
+    except UnicodeDecodeError:
+        raise ValueError(f"--prompts={file} is no text in UTF-8") from None
+    read = json_prompt if file.endswith(".jsonl") else lambda file, number, line: line.removesuffix("\r")
+    # by line feeds alone: JSON may hold what else str.splitlines() takes for the end of a line, such as U+2028
+    found = [read(file, n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not found:
+        raise ValueError(f"--prompts={file} is empty; write a prompt on each line")
+    return [*given, *found]
 
 
 def json_prompt(file: str, number: int, line: str) -> str:

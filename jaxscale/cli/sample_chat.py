@@ -3,11 +3,14 @@
 import contextlib
 import dataclasses
 import datetime
+import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxscale.command_line import whole_number
 from jaxscale.data.chat.asking import Message, open_asking
+from jaxscale.exits import silence_closed_streams
 from jaxscale.inference import LoadedModel, make_generator
 from jaxscale.models import max_seq_len
 from jaxscale.redact import printable
@@ -51,16 +54,18 @@ class Talk:
         longest += -longest % SHAPE
         return longest if limit is None else min(longest, limit)
 
-    def tell_speed(self, timing: Timing | None, rows: int) -> None:
-        """Says how fast prompts were read and tokens written."""
-        if timing is None:
+    def tell_speed(self, timing: Timing | None, written: Sequence[Written]) -> None:
+        """Says how fast prompts were read and tokens written: those of the texts, not those behind a stop text."""
+        if timing is None:  # interrupted before the first token
             return
-        compiled = f"; compiled in {timing.compile_seconds:.1f} s" if timing.compile_seconds > 0.05 else ""
-        self.say(
-            f"prefill {timing.prompt_tokens} tokens, {timing.prefill_rate:,.0f} tokens/s; decode "
-            f"{timing.decoded_tokens} tokens, {timing.decode_rate:,.0f} tokens/s"
-            f"{f' in {rows} rows' if rows > 1 else ''}{compiled}"
+        tokens = sum(max(one.tokens - 1, 0) for one in written)  # each row's first is the prefill's
+        rows = f" in {len(written)} rows" if len(written) > 1 else ""
+        decode = (
+            f"; decode {tokens} tokens, {tokens / max(timing.decode_seconds, 1e-9):,.0f} tokens/s{rows}"
+            if tokens
+            else ""
         )
+        self.say(f"prefill {timing.prompt_tokens} tokens, {timing.prefill_rate:,.0f} tokens/s{decode}")
 
 
 def short(text: str) -> str:
@@ -73,13 +78,13 @@ def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | Non
     context = talk.context or max_seq_len(talk.model.cfg) or talk.model.seq_len
     if context > talk.model.seq_len:
         talk.say(f"texts of up to {context} tokens; the model was trained on rows of {talk.model.seq_len}")
-    generator = make_generator(talk.model, batch=1, longest=context)
+    generator = make_generator(talk.model, batch=1, longest=context, say=talk.say)
     if not chat:
         return go_on_from_lines(talk, generator)
     asked, stop_ids = asking_of(talk)
 
     def answer(messages: Sequence[Message], written: list[Written]) -> Iterator[str]:
-        return continued(talk, generator, asked(messages), stop_ids, written)
+        yield from continued(talk, generator, asked(messages), stop_ids, written)
 
     if serve is not None:
         port = whole_number("serve", serve, 0)
@@ -90,16 +95,15 @@ def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | Non
     for line in prompts or lines_of_person():
         messages.append({"role": "user", "content": line})
         written: list[Written] = []
-        try:
+        if prompts:
             show(answer(messages, written))
-        except ValueError as error:
-            if prompts:
-                raise
-            talk.say(f"error: {error}")
+        else:
+            show_to_person(talk, answer(messages, written))
+        talk.tell_speed(generator.timing, written)
+        if written and written[0].text:
+            messages.append({"role": "assistant", "content": written[0].text})
+        else:  # as if it had not been asked
             messages.pop()
-            continue
-        messages.append({"role": "assistant", "content": written[0].text})
-        talk.tell_speed(generator.timing, 1)
     return 0
 
 
@@ -114,15 +118,9 @@ def go_on_from_lines(talk: Talk, generator: Generator) -> int:
     """Goes on from each line that a person writes."""
     kept = talk.model.kept
     for line in lines_of_person():
-        ids = [*kept.begin_ids, *kept.tokenizer.encode(line).tolist()]
-        try:
-            print(printable(line), end="")
-            show(continued(talk, generator, ids, kept.stop_ids, []))
-        except ValueError as error:
-            print()
-            talk.say(f"error: {error}")
-            continue
-        talk.tell_speed(generator.timing, 1)
+        ids, written = [*kept.begin_ids, *kept.tokenizer.encode(line).tolist()], []
+        show_to_person(talk, itertools.chain([line], continued(talk, generator, ids, kept.stop_ids, written)))
+        talk.tell_speed(generator.timing, written)
     return 0
 
 
@@ -130,6 +128,7 @@ def continued(
     talk: Talk, generator: Generator, ids: Sequence[int], stop_ids: Sequence[int], written: list[Written]
 ) -> Iterator[str]:
     """Yields the pieces of the text that follows these ids. Raises ValueError where they leave no room for one."""
+    generator.timing = None
     if len(ids) >= generator.engine.longest:
         raise ValueError(
             f"this has {len(ids)} tokens, and a text here has at most {generator.engine.longest}; begin anew, write "
@@ -141,12 +140,23 @@ def continued(
 
 
 def show(pieces: Iterator[str]) -> None:
-    """Prints a text as it comes. Ctrl-C ends it, and nothing else."""
+    """Prints a text as it comes, and the end of its line."""
     shown = printable if sys.stdout.isatty() else str
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         for piece in pieces:
             print(shown(piece), end="", flush=True)
-    print(flush=True)
+    finally:
+        print(flush=True)
+
+
+def show_to_person(talk: Talk, pieces: Iterator[str]) -> None:
+    """The same for somebody who goes on afterwards: an error is told, and Ctrl-C ends the text and nothing else."""
+    try:
+        show(pieces)
+    except ValueError as error:
+        talk.say(f"error: {error}")
+    except KeyboardInterrupt:
+        talk.say("interrupted; Ctrl-D ends the program")
 
 
 def lines_of_person() -> Iterator[str]:
@@ -162,9 +172,16 @@ def lines_of_person() -> Iterator[str]:
 
 
 def serve_page(talk: Talk, answer: Callable[[Sequence[Message], list[Written]], Iterator[str]], port: int) -> int:
-    """Serves the page until Ctrl-C."""
+    """Serves the page until Ctrl-C, which also ends an answer that is being written."""
     with open_chat(answer, talk.model.path, port) as server:
-        talk.say(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it")
         with contextlib.suppress(KeyboardInterrupt):
+            talk.say(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it")
             server.serve_forever()
+        ended = False
+        with contextlib.suppress(KeyboardInterrupt):
+            ended = server.end_answer()
+        if not ended:
+            # Its thread is in the compiler. Python would end around it, and abort when it comes back.
+            silence_closed_streams()
+            os._exit(0)
     return 0

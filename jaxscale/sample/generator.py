@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -28,8 +29,13 @@ from jaxscale.sharding.rules import partition_spec
 from jaxscale.sharding.tensor_axis import WholeRows, make_tensor_axis
 
 ENDED = -1  # in the place of a token, from a row that has ended
+NO_NUMBER = -2  # the same, from a row whose logits are not finite: raised as NotFinite, never handed out
 LEAST_PROMPT = 16  # tokens for which a prompt's program is made; from there on each is twice as long
 AHEAD = 2  # steps that are under way when a token is handed out, so that the device does not wait for who reads it
+
+
+class NotFinite(ValueError):
+    """The model gives NaN or infinities, of which no token can be drawn."""
 
 
 class State(NamedTuple):
@@ -70,7 +76,7 @@ class Engine:
     """The compiled programs for batches of `batch` rows and texts of at most `longest` tokens, of one model on a mesh.
 
     It holds no parameters: a model that is being trained hands them over anew. num_ids: of the tokenizer; the model's
-    vocabulary may have rows behind them, which are never drawn, nor are those in `never`.
+    vocabulary may have rows behind them, which are never drawn, nor are those in `never`. say: is told of compilations.
     """
 
     def __init__(
@@ -81,13 +87,14 @@ class Engine:
         longest: int,
         num_ids: int | None = None,
         never: Sequence[int] = (),
+        say: Callable[[str], None] = lambda line: None,
     ):
         cfg, limit = placed.cfg, max_seq_len(placed.cfg)
         if not isinstance(cfg, DECODERS):
             raise ValueError(f"model.name={cfg.name!r} writes no text from left to right; llama and gpt2 do")
         if limit is not None and longest > limit:
             raise ValueError(f"a text of {longest} tokens is longer than the model can read, max_seq_len={limit}")
-        self.placed, self.longest = placed, longest
+        self.placed, self.longest, self.say = placed, longest, say
         self.batch = batch + -batch % placed.batch_axes.num_shards
         self.drawable_V = np.arange(cfg.vocab_size) < (num_ids or cfg.vocab_size)
         self.drawable_V[list(never)] = False
@@ -123,7 +130,8 @@ class Engine:
         return State(Cache(self.cache_spec, self.cache_spec), rows, rows, rows, rows, rows, seen, P())
 
     def drawn(self, state: State, logits_BV: jax.Array, sampling: Sampling, stop_ids: tuple[int, ...]):
-        """(the state with one token more, int32[B] the token or ENDED)."""
+        """(the state with one token more, int32[B] the token, ENDED or NO_NUMBER)."""
+        broken_B = ~jnp.all(jnp.isfinite(logits_BV), axis=-1)
         logits_BV = jnp.where(self.drawable_V[None], logits_BV, -jnp.inf)
         own = lambda number, drawn: jax.random.fold_in(
             jax.random.fold_in(jax.random.key(state.seed), number), drawn
@@ -137,7 +145,7 @@ class Engine:
         if seen_BV is not None:
             seen_BV = seen_BV.at[jnp.arange(next_B.shape[0]), next_B].set(True)
         state = state._replace(last_B=next_B, ended_B=ended_B, drawn_B=state.drawn_B + 1, seen_BV=seen_BV)
-        return state, jnp.where(ended_B, ENDED, next_B)
+        return state, jnp.where(ended_B, ENDED, jnp.where(broken_B, NO_NUMBER, next_B))
 
     @functools.cache  # noqa: B019 - as long as the engine lives
     def functions(self, sampling: Sampling, stop_ids: tuple[int, ...]) -> tuple[Callable, Callable]:
@@ -180,6 +188,8 @@ class Engine:
         begin, go_on = self.functions(sampling, stop_ids)
         key = (sampling, stop_ids)
         if (*key, length) not in self.programs:
+            rows = f"{self.batch} row{'s' if self.batch > 1 else ''}"
+            self.say(f"compiling for {rows}, prompts of up to {length} tokens and texts of up to {self.longest}")
             lowered = begin.lower(params, *arguments)
             self.programs[*key, length] = lowered.compile()
             state = jax.tree.map(
@@ -189,6 +199,7 @@ class Engine:
             )
             if key not in self.programs:
                 self.programs[key] = go_on.lower(params, state).compile()
+            self.say(f"compiled in {time.monotonic() - began:.1f} s")
         return self.programs[*key, length], self.programs[key], time.monotonic() - began
 
 
@@ -212,12 +223,13 @@ class Generator:
         """Yields int32[rows] for each step: the next token of every prompt, -1 from where a row has ended.
 
         A row ends before a token of stop_ids, and where its text has `longest` tokens. numbers: of the rows, for their
-        random numbers; none: how many rows before have the same prompt, so that equal prompts get different texts.
-        Raises ValueError for a prompt that is empty or too long, and for more prompts than the batch has rows.
+        random numbers; none: own_numbers(prompts).
+        Raises ValueError for a prompt that is empty or too long, and for more prompts than the batch has rows, and
+        NotFinite where a row's logits are no finite numbers.
         """
-        engine = self.engine
+        engine, self.timing = self.engine, None
         check_prompts(prompts, engine)
-        numbers = repeats(prompts) if numbers is None else numbers
+        numbers = own_numbers(prompts) if numbers is None else numbers
         arguments = self.place(prompts, numbers, seed)
         begin, go_on, compile_seconds = engine.compiled(self.params, arguments, settings, tuple(stop_ids))
         began = time.monotonic()
@@ -237,6 +249,11 @@ class Generator:
                 written += int((found_B != ENDED).sum())
             steps += 1
             self.timing = Timing(compile_seconds, prefill_seconds, sum(map(len, prompts)), now - first, written)
+            if (broken := np.flatnonzero(found_B == NO_NUMBER)).size:
+                raise NotFinite(
+                    f"the model gives no finite numbers for token {steps} behind prompt {broken[0] + 1}: its weights "
+                    f"have diverged, or overflow {engine.placed.cfg.compute_dtype}; take an older step, or float32"
+                )
             if (found_B == ENDED).all():
                 return
             yield found_B
@@ -281,11 +298,14 @@ def prompt_length(tokens: int, longest: int) -> int:
     return min(length, longest)
 
 
-def repeats(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """For each prompt, how many before it are equal."""
+def own_numbers(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """For the random numbers of each prompt, a number of its own: of its tokens, and of how many before it are equal.
+
+    So equal prompts get different texts, unlike prompts do not draw alike, and a text does not depend on other prompts.
+    """
     seen: collections.Counter = collections.Counter()
     numbers = []
-    for prompt in prompts:
-        numbers.append(seen[tuple(prompt)])
-        seen[tuple(prompt)] += 1
+    for prompt in map(tuple, prompts):
+        numbers.append(zlib.crc32(np.asarray([seen[prompt], *prompt], "<i4").tobytes()) >> 1)  # 31 bits, as int32 holds
+        seen[prompt] += 1
     return numbers

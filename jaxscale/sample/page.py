@@ -40,8 +40,8 @@ function writing(on) {
 }
 
 async function ask() {
-  const turn = show("assistant", ""), began = performance.now();
-  let text = "", rest = "", end = null;
+  const turn = show("assistant", "");
+  let text = "", rest = "", end = null, began = null;
   stop = new AbortController();
   writing(true);
   note.textContent = "";
@@ -56,6 +56,7 @@ async function ask() {
       rest = lines.pop();
       for (const line of lines) {
         const told = JSON.parse(line);
+        began ??= performance.now();  // what comes before is the prompt's reading, and compilation
         if ("text" in told) turn.textContent = (text += told.text);
         else end = told;
       }
@@ -67,8 +68,9 @@ async function ask() {
   writing(false);
   stop = null;
   if (end && "done" in end) {
-    const rate = end.tokens / ((performance.now() - began) / 1000);
-    note.textContent = end.tokens + " tokens, " + rate.toFixed(1) + " tokens/s" +
+    const seconds = (performance.now() - began) / 1000;
+    note.textContent = end.tokens + " tokens" +
+      (end.tokens > 1 && seconds > 0 ? ", " + ((end.tokens - 1) / seconds).toFixed(1) + " tokens/s" : "") +
       (end.done === "length" ? "; cut at the most tokens" : "");
   } else {
     note.textContent = end ? end.error : "the answer broke off";

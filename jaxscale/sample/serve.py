@@ -20,8 +20,13 @@ from jaxscale.sample.text import Written
 
 MOST_BYTES = 1 << 20  # of a conversation
 ROLES = ("user", "assistant")
+END_SECONDS = 3.0  # for an answer to end when the program does
 
 Answer = Callable[[Sequence[dict[str, str]], list[Written]], Iterator[str]]
+
+
+# The reader went away, or has taken nothing for REQUEST_SECONDS.
+GONE = (ConnectionError, TimeoutError)
 
 
 class ChatServer(ThreadingHTTPServer):
@@ -31,6 +36,12 @@ class ChatServer(ThreadingHTTPServer):
     answer: Answer
     title: str
     busy: threading.Lock
+    ending: threading.Event  # an answer that is being written is broken off
+
+    def end_answer(self, seconds: float = END_SECONDS) -> bool:
+        """Breaks off what is being written; no other answer begins. False if it has not ended in time."""
+        self.ending.set()
+        return self.busy.acquire(timeout=seconds)
 
 
 def open_chat(answer: Answer, title: str, port: int) -> ChatServer:
@@ -44,7 +55,7 @@ def open_chat(answer: Answer, title: str, port: int) -> ChatServer:
         raise ValueError(
             f"--serve={port}: the port cannot be had ({error.strerror or error}); give another one, or 0 for any"
         ) from None
-    server.answer, server.title, server.busy = answer, title, threading.Lock()
+    server.answer, server.title, server.busy, server.ending = answer, title, threading.Lock(), threading.Event()
     return server
 
 
@@ -74,7 +85,7 @@ class ChatHandler(LocalHandler):
             return
         try:
             messages = self.read_messages()
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the second: JSON that is nested too deep
             self.refuse(400, str(error))
             return
         if not self.server.busy.acquire(blocking=False):
@@ -82,8 +93,8 @@ class ChatHandler(LocalHandler):
             return
         try:
             self.stream(messages)
-        except (BrokenPipeError, ConnectionResetError):
-            self.close_connection = True  # the reader went away: nothing more is written for it
+        except GONE:
+            self.close_connection = True  # nothing more is written for it
         finally:
             self.server.busy.release()
 
@@ -94,10 +105,12 @@ class ChatHandler(LocalHandler):
         try:
             for piece in self.server.answer(messages, written):
                 self.send_line({"text": piece})
+                if self.server.ending.is_set():
+                    raise ValueError("the server has been ended")
         except (ValueError, Stop) as error:
             self.send_line({"error": str(error)})
             return
-        except (BrokenPipeError, ConnectionResetError):
+        except GONE:
             raise
         except Exception as error:  # the page is told, and the cause is shown where the program runs
             tell(f"chat: {type(error).__name__}: {error}")
