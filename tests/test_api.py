@@ -4,6 +4,7 @@ import html
 import inspect
 import json
 import pathlib
+import pydoc
 import subprocess
 import sys
 
@@ -62,6 +63,13 @@ def test_a_room_of_the_same_name_can_be_called_and_still_holds_its_modules(monke
     assert called == [(("cfg", "folder"), {"stop_after": 3})]
     assert jaxscale.train.loop.__name__ == "jaxscale.train.loop"
     assert list(inspect.signature(jaxscale.sample).parameters)[:2] == ["model", "prompt"]
+
+
+def test_help_of_a_room_that_can_be_called_shows_the_call():
+    shown = pydoc.plain(pydoc.render_doc(jaxscale.sample))
+    assert "sample(model: " in shown and "top_p: float = 1.0" in shown and "DESCRIPTION" in shown
+    assert inspect.getdoc(api.sample).splitlines()[0] in shown and "Text from a model." in shown
+    assert "PACKAGE CONTENTS" in shown and "train(cfg: " in jaxscale.train.__doc__
 
 
 def test_a_name_that_is_not_there_is_told_with_those_that_are():

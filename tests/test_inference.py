@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 import tiny
 
+from jaxscale import schema
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.exits import Exit, Stop
-from jaxscale.inference import make_token_losses, open_model
+from jaxscale.inference import kind_of, make_token_losses, open_model
+from jaxscale.models import AnyModelConfig
 from jaxscale.sharding.mesh import MeshConfig
 
 QUIET = dict(say=lambda line: None)
@@ -35,6 +37,22 @@ def test_the_newest_step_comes_as_it_was_saved_with_its_tokenizer(workdir):
     assert (model.step, model.seq_len, model.tokenizer.name) == (7, tiny.SEQ_LEN, "bytes")
     assert model.kept.begin_ids == () and model.kept.stop_ids == (256,)
     assert said == [f"{folder}/checkpoints/7: llama, 14.5K parameters, float32; fsdp=8"]
+
+
+@pytest.mark.parametrize(
+    "settings, run, told",
+    [
+        (tiny.LLAMA, {}, "llama"),
+        (tiny.LLAMA | {"qk_norm": True}, {"converted": {"model_type": "qwen3"}}, "qwen3 (llama layout)"),
+        (tiny.LLAMA, {"converted": {"model_type": "llama"}}, "llama"),
+        (tiny.LLAMA | {"qk_norm": True}, {"converted": None}, "llama with the settings of qwen3"),
+        (tiny.LLAMA | {"qk_norm": True, "global_every": 2, "attention_window": 4}, {}, "llama"),  # of no family
+        (tiny.GPT2, {}, "gpt2"),
+        (tiny.T5, {}, "t5"),
+    ],
+)
+def test_a_model_is_called_what_it_is(settings, run, told):
+    assert kind_of(schema.convert(settings, AnyModelConfig, "model"), run) == told
 
 
 @pytest.mark.parametrize("where", ["--step", "path"])

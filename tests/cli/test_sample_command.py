@@ -2,11 +2,17 @@
 
 import io
 import json
+import re
+import shutil
 
 import made_model
 import pytest
 
 from jaxscale.cli import sample
+from jaxscale.data.chat.config import ChatConfig
+from jaxscale.data.chat.template import load_template
+from jaxscale.data.tokenizer.kept import keep_tokenizer
+from jaxscale.data.tokenizer.load import load_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +32,15 @@ def test_a_text_goes_to_stdout_behind_its_prompt_and_its_speed_beside_it(workdir
     out, err = written(capsys, f"--workdir={workdir}", "--prompt=hi", "--num_tokens=12", "--temperature=0")
     assert out.startswith("hi") and out.endswith("\n") and len(out.encode(errors="replace")) >= 13
     assert "prefill 2 tokens" in err and "decode 11 tokens" in err and "tokens/s" in err
+    before, compiling, compiled, speed = err.splitlines()
+    assert ": llama, " in before and speed.startswith("prefill")
+    assert compiling == "compiling for 8 rows, prompts of up to 16 tokens and texts of up to 128"
+    assert re.fullmatch(r"compiled in [0-9.]+ s", compiled)
     stop = out[2:].rstrip("\n")[3:5]
     same = ["--prompt=hi", "--num_tokens=12", "--temperature=0"]
-    shorter, _ = written(capsys, f"--workdir={workdir}", *same, f"--stop={stop}")
+    shorter, err = written(capsys, f"--workdir={workdir}", *same, f"--stop={stop}")
     assert shorter == out.partition(stop)[0] + "\n"
+    assert int(re.search("decode ([0-9]+) tokens", err)[1]) < 11  # those behind the stop text do not count
 
 
 def test_prompts_of_a_file_are_written_in_batches_of_several_samples_on_a_mesh(workdir, capsys, tmp_path):
@@ -43,6 +54,61 @@ def test_prompts_of_a_file_are_written_in_batches_of_several_samples_on_a_mesh(w
     ]
     assert all(line["tokens"] == 5 or line["reason"] == "end" for line in found)
     assert found[0]["text"] != found[1]["text"]
+
+
+class Interrupted(io.StringIO):
+    """A terminal at which somebody presses Ctrl-C when this piece of text is written."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.pieces = at
+
+    def write(self, text):
+        self.pieces -= 1
+        if not self.pieces:
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+@pytest.fixture(scope="module")
+def chat_workdir(workdir, tmp_path_factory):
+    """The same model, as if trained on chat."""
+    folder = tmp_path_factory.mktemp("chat") / "run"
+    shutil.copytree(workdir, folder)
+    tokenizer = load_tokenizer("bytes")
+    keep_tokenizer(tokenizer, folder, load_template(tokenizer, ChatConfig()).note)
+    return str(folder)
+
+
+def prefills(err):
+    return [int(number) for number in re.findall("prefill ([0-9]+) tokens", err)]
+
+
+def test_a_conversation_grows_and_ctrl_c_ends_one_answer_of_it_and_what_is_too_long_is_not_kept(
+    chat_workdir, capsys, monkeypatch
+):
+    flags = [f"--workdir={chat_workdir}", "--chat", "--num_tokens=6", "--temperature=0", "--context=256"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\n" + "long" * 99 + "\ntwo\n"))
+    out, err = written(capsys, *flags)
+    first, second = prefills(err)
+    assert second > first + len("two") and "error: this has" in err and "at most 256" in err
+    assert len(out.splitlines()) >= 3  # each answer ends its line
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    monkeypatch.setattr("sys.stdout", Interrupted(at=1))
+    _, err = written(capsys, *flags)
+    assert "interrupted; Ctrl-D ends the program" in err
+    assert prefills(err) == [first, first]  # nothing had been answered: it is as if it had not been asked
+
+
+def test_ctrl_c_ends_a_text_of_a_person_and_an_answer_to_a_flag_altogether(chat_workdir, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
+    monkeypatch.setattr("sys.stdout", shown := Interrupted(at=3))
+    flags = [f"--workdir={chat_workdir}", "--num_tokens=6", "--temperature=0", "--context=256"]
+    _, err = written(capsys, *flags, "--interactive")
+    assert "interrupted" in err and shown.getvalue().startswith("one") and "\ntwo" in shown.getvalue()
+    monkeypatch.setattr("sys.stdout", Interrupted(at=1))
+    with pytest.raises(KeyboardInterrupt):
+        sample.main([*flags, "--chat", "--prompt=one", "--prompt=two"])
 
 
 @pytest.mark.soak
@@ -88,6 +154,7 @@ def told(*argv):
         (["--workdir=w", "--num_tokens=0"], "--num_tokens=0 must be a whole number, 1 or more"),
         (["--workdir=w", "--seed=-1"], "--seed=-1 must be a whole number"),
         (["--workdir=w", "--prompt="], "--prompt needs a value"),
+        (["--workdir=w", "--prompt", "--json"], "--prompt needs a value"),
         (["--workdir=w", "--prompts=/no/file.txt"], "--prompts=/no/file.txt is no file"),
         (["--workdir=w", "--config.model.num_layers=3"], "only the mesh may be set"),
         (["--workdir=w", "--config=c.py"], "sampling takes no --config"),
@@ -110,12 +177,19 @@ def test_bad_input_is_told_in_a_line(flags, wanted):
     [
         ("empty.txt", b"\n \n", "is empty"),
         ("half.txt", b"\xff\xfe", "no text in UTF-8"),
-        ("bad.jsonl", b'"a"\n{"question": 1}\n', "line 2 is neither text"),
+        ("bad.jsonl", b'"a"\n\n{"question": 1}\n', "line 3 is neither text"),
     ],
 )
 def test_a_file_without_prompts_is_told(tmp_path, name, content, wanted):
     (tmp_path / name).write_bytes(content)
     assert wanted in told("--workdir=w", f"--prompts={tmp_path / name}")
+
+
+def test_a_line_of_a_file_ends_where_the_line_feed_is(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes('\ufeff"a\u2028b"\r\n{"prompt": "c\x85"}'.encode())
+    assert sample.read_prompts(["first"], str(tmp_path / "a.jsonl")) == ["first", "a\u2028b", "c\x85"]
+    (tmp_path / "a.txt").write_bytes("\ufeffa\u2028b\r\n\r\n c ".encode())
+    assert sample.read_prompts([], str(tmp_path / "a.txt")) == ["a\u2028b", " c "]
 
 
 def test_a_model_that_was_not_made_for_chat_is_told(workdir):

@@ -82,7 +82,7 @@ class Browser:
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", media=media, features=scheme)
         self.call("Page.navigate", url=address)
-        while self.ask("document.readyState + ' ' + location.href.startsWith('file:')") != "complete true":
+        while self.ask("document.readyState + ' ' + (location.href !== 'about:blank')") != "complete true":
             time.sleep(0.02)
 
     def ask(self, expression):

@@ -18,7 +18,7 @@ from jaxscale.models.placed import place_model
 from jaxscale.ops.kernels import PLAIN, choose_kernels
 from jaxscale.sample.cache import Cache
 from jaxscale.sample.choose import GREEDY, Sampling
-from jaxscale.sample.generator import ENDED, Engine, Generator, prompt_length
+from jaxscale.sample.generator import ENDED, Engine, Generator, NotFinite, own_numbers, prompt_length
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
 
 LLAMA_KIND = dict(attention_window=5, attention_softcap=3.0, qk_norm=True, logit_softcap=8.0)
@@ -81,7 +81,7 @@ def full_logits(name, row):
 
 
 PROMPTS = [np.random.default_rng(n).integers(0, tiny.VOCAB, length).tolist() for n, length in enumerate((3, 11, 1, 7))]
-QUICK = [("gemma", "tensor=2")]
+QUICK = [("gemma", "tensor=2"), ("llama", "one")]  # all slots on several devices; a window's few slots and soft-caps
 SLOW = [(kind, mesh) for kind in MODELS for mesh in MESHES if (kind, mesh) not in QUICK]
 
 
@@ -138,6 +138,20 @@ def test_equal_prompts_get_different_texts_and_each_of_them_can_be_had_alone():
     both = [text_of(made, [PROMPTS[1], PROMPTS[1]], row, settings, 3) for row in (0, 1)]
     assert both[0] != both[1]
     assert text_of(made, [PROMPTS[1]], 0, settings, 3, numbers=[1]) == both[1]
+
+
+def test_each_prompt_draws_by_itself_whatever_is_beside_it():
+    numbers = own_numbers([[1, 2], [1], [1, 2], [], [2, 1]])
+    assert len(set(numbers)) == 5 and own_numbers([[1]]) == numbers[1:2]
+    assert own_numbers([[7], [1, 2], [1, 2]])[1:] == [numbers[0], numbers[2]]
+    assert all(0 <= number < 2**31 for number in own_numbers([[token] for token in range(99)]))  # as int32 holds
+
+
+def test_a_model_that_gives_no_numbers_is_told_and_writes_nothing():
+    made = generator("llama", "one")
+    broken = Generator(made.engine, jax.tree.map(lambda leaf: leaf * np.nan, made.params))
+    with pytest.raises(NotFinite, match="no finite numbers for token 1 behind prompt 1: .* overflow float32"):
+        next(broken.generate(PROMPTS[:2], GREEDY, 8))
 
 
 def test_a_row_ends_before_a_stop_token_and_the_others_go_on():
