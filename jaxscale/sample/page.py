@@ -30,9 +30,14 @@ function show(role, text) {
   turn.className = "turn " + role;
   turn.textContent = text;
   turns.append(turn);
-  turn.scrollIntoView({block: "end"});
+  toEnd();
   return turn;
 }
+
+// The end of the page, and not of the turn: the form lies over what is behind it.
+function toEnd() { scrollTo(0, document.documentElement.scrollHeight); }
+
+function atEnd() { return innerHeight + scrollY >= document.documentElement.scrollHeight - 60; }
 
 function writing(on) {
   send.textContent = on ? "Stop" : "Send";
@@ -44,7 +49,7 @@ async function ask() {
   let text = "", rest = "", end = null, began = null;
   stop = new AbortController();
   writing(true);
-  note.textContent = "";
+  note.textContent = "reading";
   try {
     const answer = await fetch("/say", {method: "POST", signal: stop.signal,
       headers: {"Content-Type": "application/json"}, body: JSON.stringify({messages})});
@@ -52,15 +57,19 @@ async function ask() {
     for (;;) {
       const {value, done} = await reader.read();
       if (done) break;
+      const follow = atEnd();  // who has scrolled up to read stays there
       const lines = (rest + value).split("\\n");
       rest = lines.pop();
       for (const line of lines) {
         const told = JSON.parse(line);
-        began ??= performance.now();  // what comes before is the prompt's reading, and compilation
+        if (began === null) {  // what comes before is the prompt's reading, and compilation
+          began = performance.now();
+          note.textContent = "writing";
+        }
         if ("text" in told) turn.textContent = (text += told.text);
         else end = told;
       }
-      turn.scrollIntoView({block: "end"});
+      if (follow) toEnd();
     }
   } catch (error) {
     end = {error: error.name === "AbortError" ? "stopped" : "the server does not answer"};

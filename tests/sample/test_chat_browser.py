@@ -103,6 +103,10 @@ def test_what_a_model_writes_is_text_and_fits_the_window(browser, model, width, 
     say(browser, "again")
     until(browser, f"{TURNS}.length === 4 && send.textContent === 'Send'")
     assert answer.asked[-1] == ["<b>hi</b>", f"é{EVIL}\n\n{LONG}", "again"]
+    seen = "document.getElementById('{}').getBoundingClientRect().{}"
+    assert browser.ask(f"{seen.format('note', 'top')} > {seen.format('turns', 'top')}")
+    assert browser.ask(f"{seen.format('note', 'bottom')} <= {seen.format('form', 'top')} + 1")  # the end is in sight
+    assert browser.ask(f"{seen.format('form', 'bottom')} <= innerHeight + 1")
     picture(browser, f"{width}_{'dark' if dark else 'light'}")
     browser.ask("anew.click()")
     assert browser.ask(TURNS) == []
