@@ -10,10 +10,13 @@ CONTEXT = 8  # tokens of the prompt that the first new one is read with: some de
 class TextStream:
     """Tokens in, text out that will not change any more.
 
-    stops: texts before the first of which the text ends, wherever tokens begin and end. Then `stopped` is true.
+    stops: the text ends before the first of these to be complete, wherever tokens begin and end, and `stopped` is true.
+    Raises ValueError for an empty one.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stops: Sequence[str] = ()):
+        if "" in stops:
+            raise ValueError("a stop text is empty, and would end every text before it begins; leave it out")
         self.decode, self.stops = decode, tuple(stops)
         self.ids = list(prompt)[-CONTEXT:]  # that the text is read from; those before `begin` are only context
         self.begin, self.told = len(self.ids), 0  # told: characters behind the context's that are out
@@ -48,9 +51,9 @@ class TextStream:
     def checked(self, new: str, last: bool = False) -> str:
         """`new` and what was held, up to what may be the beginning of a stop text."""
         self.held += new
-        at = [place for stop in self.stops if (place := self.held.find(stop)) >= 0]
-        if at:
-            self.stopped, out = True, self.held[: min(at)]
+        found = [(place + len(stop), place) for stop in self.stops if (place := self.held.find(stop)) >= 0]
+        if found:
+            self.stopped, out = True, self.held[: min(found)[1]]  # the first to be complete, as if it came by letters
             self.held = ""
             return out
         keep = 0 if last else max((overlap(self.held, stop) for stop in self.stops), default=0)

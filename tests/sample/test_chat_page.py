@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from jaxscale.sample.page import SCRIPT, chat_page
-from jaxscale.sample.serve import allowed, check_messages, open_chat
+from jaxscale.sample.serve import ChatHandler, allowed, check_messages, open_chat
 from jaxscale.sample.text import Written
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -21,7 +21,7 @@ def serve():
     def start(answer):
         server = open_chat(answer, "runs/<b>/checkpoints/3", 0)
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()  # looks often for its end
         return server.server_address[1]
 
     yield start
@@ -30,10 +30,10 @@ def serve():
         server.server_close()
 
 
-def ask(port, method="POST", path="/say", value=HI, **headers):
+def ask(port, method="POST", path="/say", value=HI, body=None, **headers):
     """(status, headers, body) of a request."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
-    body = None if method == "GET" else json.dumps(value)
+    body = None if method == "GET" else body or json.dumps(value)
     told = {"Content-Type": "application/json"} | {name.replace("_", "-"): text for name, text in headers.items()}
     connection.request(method, path, body, told)
     answer = connection.getresponse()
@@ -103,6 +103,50 @@ def test_a_reader_who_goes_away_ends_the_writing_and_the_next_is_answered(serve)
     assert lines(body) == [{"done": "length", "tokens": 0}]
 
 
+def test_a_reader_who_takes_nothing_ends_the_writing_and_nothing_is_printed(serve, monkeypatch, capfd):
+    ended = threading.Event()
+    monkeypatch.setattr(ChatHandler, "timeout", 0.1)
+
+    def endless(messages, written):
+        written.append(Written())
+        try:
+            while True:
+                yield "x" * 65_536
+        finally:
+            ended.set()
+
+    port = serve(endless)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("POST", "/say", json.dumps(HI), {"Content-Type": "application/json"})
+    assert ended.wait(20)
+    connection.close()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_server_that_ends_breaks_off_what_it_writes_and_begins_nothing():
+    ended, began = threading.Event(), threading.Event()
+
+    def endless(messages, written):
+        written.append(Written())
+        try:
+            while True:
+                yield "x"
+                began.set()
+        finally:
+            ended.set()
+
+    with open_chat(endless, "", 0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        port = server.server_address[1]
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        connection.request("POST", "/say", json.dumps(HI), {"Content-Type": "application/json"})
+        assert began.wait(20) and server.end_answer(20) and ended.is_set()
+        assert lines(connection.getresponse().read())[-1] == {"error": "the server has been ended"}
+        assert ask(port)[0] == 503
+        assert not server.end_answer(0.01)  # it is asked once
+        server.shutdown()
+
+
 def test_what_is_wrong_is_told_on_the_page(serve):
     def refuse(messages, written):
         raise ValueError("this has 99 tokens")
@@ -119,6 +163,7 @@ def test_what_is_wrong_is_told_on_the_page(serve):
         (dict(Content_Type="text/plain"), 400, "application/json"),
         (dict(path="/other"), 400, "/say"),
         (dict(value={"messages": []}), 400, "list of turns"),
+        (dict(body="[" * 200_000), 400, "recursion"),
         (dict(value={"messages": [{"role": "system", "content": "x"}]}), 400, "message 1"),
         (dict(Content_Length=str((1 << 20) + 1)), 400, "1 to 1048576 bytes"),
         (dict(method="GET", path="/etc/passwd"), 404, "only one page"),

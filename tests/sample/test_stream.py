@@ -20,7 +20,7 @@ def streamed(ids, decode, prompt=(), stops=()):
 
 
 @given(st.text(max_size=30), st.text(max_size=6))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_no_piece_has_half_a_character_and_none_is_lost(text, prompt):
     pieces, _ = streamed(BYTES.encode(text), BYTES.decode, BYTES.encode(prompt))
     assert "".join(pieces) == text
@@ -28,7 +28,7 @@ def test_no_piece_has_half_a_character_and_none_is_lost(text, prompt):
 
 
 @given(st.lists(st.integers(0, 255), max_size=40))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_bytes_that_are_no_text_come_as_they_are_decoded_at_once(ids):
     pieces, _ = streamed(ids, BYTES.decode)
     assert "".join(pieces) == BYTES.decode(ids)
@@ -59,9 +59,10 @@ def test_pieces_of_a_trained_tokenizer_give_its_text():
     assert "".join(pieces) == texts[0] and not any("\ufffd" in piece for piece in pieces)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 5])
+@pytest.mark.parametrize("cut", [1, 2, 3, 5, 99])
 @pytest.mark.parametrize(
-    "stops, wanted", [(["\nUser:"], "Hello"), (["xyz"], None), (["o", "ll"], "He"), (["🙂"], None)]
+    "stops, wanted",
+    [(["\nUser:"], "Hello"), (["xyz"], None), (["o", "ll"], "He"), (["🙂"], None), (["lo\nUs", "o"], "Hell")],
 )
 def test_a_stop_text_ends_it_wherever_tokens_are_cut(stops, wanted, cut):
     text = "Hello\nUser: hi\nUs 🙂"
@@ -71,6 +72,30 @@ def test_a_stop_text_ends_it_wherever_tokens_are_cut(stops, wanted, cut):
     wanted = text.partition(stops[0])[0] if wanted is None else wanted
     assert "".join(pieces) == wanted
     assert stream.stopped == any(stop in text for stop in stops)
+
+
+ALPHABET = "aé€🙂"  # of one to four bytes; the last bytes of some are those of others
+
+
+@given(st.text(ALPHABET, max_size=12), st.lists(st.text(ALPHABET, min_size=1, max_size=3), max_size=3), st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_text_ends_before_the_first_stop_text_to_be_complete_wherever_bytes_are_cut(text, stops, data):
+    content = text.encode()
+    ends = [end for end in range(1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    wanted = text
+    if ends:
+        before = text[: ends[0]]
+        wanted = min((before.removesuffix(stop) for stop in stops if before.endswith(stop)), key=len)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(content)), max_size=8)) | {0, len(content)})
+    chunks = [content[begin:end] for begin, end in zip(cuts, cuts[1:])]
+    decode = lambda ids: b"".join(chunks[i] for i in ids).decode(errors="replace")
+    pieces, stream = streamed(range(len(chunks)), decode, stops=stops)
+    assert ("".join(pieces), stream.stopped) == (wanted, bool(ends))
+
+
+def test_an_empty_stop_text_is_refused():
+    with pytest.raises(ValueError, match="a stop text is empty"):
+        TextStream(BYTES.decode, stops=["a", ""])
 
 
 def test_what_only_looks_like_a_stop_text_is_held_until_it_does_not():
