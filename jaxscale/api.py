@@ -132,6 +132,8 @@ def sample(
     """
     if num_tokens < 1 or batch < 1:
         raise ValueError(f"num_tokens={num_tokens} and batch={batch} must be 1 or more")
+    if system is not None and not chat:
+        raise ValueError(f"system={system!r} is for chat=True: no other text has a place for it")
     loaded = opened(model)
     check_tokenizer(loaded, str(model) if not isinstance(model, LoadedModel) else loaded.path)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)

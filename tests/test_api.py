@@ -127,6 +127,12 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
         (lambda model: jaxscale.evaluate(model), "nothing to measure"),
         (lambda model: jaxscale.sample(model, num_tokens=0), "num_tokens=0 and batch=8 must be 1 or more"),
         (lambda model: jaxscale.sample(model, top_p=2.0), "top_p"),
+        (
+            lambda model: jaxscale.sample(model, seed=2**32),
+            "seed=4294967296 must be .* to 4294967295",
+        ),
+        (lambda model: jaxscale.sample(model, system="x"), "system='x' is for chat=True"),
+        (lambda model: jaxscale.sample(model, stop=""), "a stop text is empty"),
         (lambda model: jaxscale.sample("nowhere/run"), "nowhere/run"),
         (lambda model: jaxscale.report(), "report needs a work folder"),
         (lambda model: jaxscale.report("nowhere/run"), "nowhere/run"),

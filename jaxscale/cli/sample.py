@@ -227,8 +227,8 @@ def check_ways(options: Mapping[str, str], switches: set[str], prompts: Sequence
         raise ValueError("--interactive reads its prompts from the terminal; leave out --prompt and --serve")
     if "serve" in options and "chat" not in switches:
         raise ValueError("--serve is a page to chat on: give --chat too")
-    for name in ("prompts", "num_samples", "batch"):
-        if talking and name in options:
+    for name in ("prompts", "num_samples", "batch", "json"):
+        if talking and name in {*options, *switches}:
             raise ValueError(f"--{name} is for texts that are written without anybody; leave it out")
     for name in ("system", "context"):
         if not talking and name in options:
@@ -241,7 +241,9 @@ def read_numbers(options: Mapping[str, str]) -> tuple[Sampling, int, int]:
     hints = typing.get_type_hints(Sampling)
     chosen = {name: schema.convert(options[name], hints[name], f"--{name}") for name in DRAWING if name in options}
     num_tokens = whole_number("num_tokens", options.get("num_tokens", "100"), 1)
-    return Sampling(**chosen), num_tokens, whole_number("seed", options.get("seed", "0"), 0)
+    seed = whole_number("seed", options.get("seed", "0"), 0)
+    sample_chat.check_seed(seed)
+    return Sampling(**chosen), num_tokens, seed
 
 
 def read_mesh(options: Mapping[str, str], overrides: Mapping[str, str]) -> MeshConfig:

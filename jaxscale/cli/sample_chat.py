@@ -37,6 +37,9 @@ class Talk:
     context: int | None = None  # tokens of the longest text, where somebody goes on with it
     system: str | None = None
 
+    def __post_init__(self):
+        check_seed(self.seed)
+
     def longest_for(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> int:
         """Tokens of the longest text that these prompts become. Raises ValueError for one that cannot be read."""
         limit = max_seq_len(self.model.cfg)
@@ -66,6 +69,12 @@ class Talk:
             else ""
         )
         self.say(f"prefill {timing.prompt_tokens} tokens, {timing.prefill_rate:,.0f} tokens/s{decode}")
+
+
+def check_seed(seed: int) -> None:
+    """Raises ValueError for a seed that the generator does not tell from another one."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} must be a whole number from 0 to {2**32 - 1}")
 
 
 def short(text: str) -> str:
@@ -100,6 +109,8 @@ def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | Non
         else:
             show_to_person(talk, answer(messages, written))
         talk.tell_speed(generator.timing, written)
+        if written and written[0].tokens >= talk.num_tokens:
+            talk.say(f"the answer is cut at --num_tokens={talk.num_tokens}")
         if written and written[0].text:
             messages.append({"role": "assistant", "content": written[0].text})
         else:  # as if it had not been asked

@@ -91,13 +91,14 @@ def test_a_conversation_grows_and_ctrl_c_ends_one_answer_of_it_and_what_is_too_l
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n" + "long" * 99 + "\ntwo\n"))
     out, err = written(capsys, *flags)
     first, second = prefills(err)
-    assert second > first + len("two") and "error: this has" in err and "at most 256" in err
+    assert first + len("two") < second < first + 99 and "error: this has" in err and "at most 256" in err
     assert len(out.splitlines()) >= 3  # each answer ends its line
     monkeypatch.setattr("sys.stdin", io.StringIO("one\ntwo\n"))
-    monkeypatch.setattr("sys.stdout", Interrupted(at=1))
-    _, err = written(capsys, *flags)
-    assert "interrupted; Ctrl-D ends the program" in err
-    assert prefills(err) == [first, first]  # nothing had been answered: it is as if it had not been asked
+    monkeypatch.setattr("sys.stderr", told := Interrupted(at=5))  # when it is told what is being compiled
+    assert sample.main(flags) == 0
+    assert "interrupted; Ctrl-D ends the program" in told.getvalue()
+    assert "the answer is cut at --num_tokens=6" in told.getvalue()
+    assert prefills(told.getvalue()) == [first]  # nothing had been answered: it is as if it had not been asked
 
 
 def test_ctrl_c_ends_a_text_of_a_person_and_an_answer_to_a_flag_altogether(chat_workdir, capsys, monkeypatch):
@@ -153,6 +154,7 @@ def told(*argv):
         (["--workdir=w", "--top_k=2.5"], "--top_k=2.5 is not an integer"),
         (["--workdir=w", "--num_tokens=0"], "--num_tokens=0 must be a whole number, 1 or more"),
         (["--workdir=w", "--seed=-1"], "--seed=-1 must be a whole number"),
+        (["--workdir=w", f"--seed={2**32}"], "seed=4294967296 must be a whole number from 0 to 4294967295"),
         (["--workdir=w", "--prompt="], "--prompt needs a value"),
         (["--workdir=w", "--prompt", "--json"], "--prompt needs a value"),
         (["--workdir=w", "--prompts=/no/file.txt"], "--prompts=/no/file.txt is no file"),
@@ -163,6 +165,7 @@ def told(*argv):
         (["--workdir=w", "--interactive", "--prompt=a"], "leave out --prompt"),
         (["--workdir=w", "--serve"], "give --chat too"),
         (["--workdir=w", "--chat", "--num_samples=2"], "leave it out"),
+        (["--workdir=w", "--interactive", "--json"], "--json is for texts that are written without anybody"),
         (["--workdir=w", "--system=x"], "--system is for --chat"),
         (["--workdir=w", "--promt=a"], "did you mean --prompts"),
         (["--workdir=w", "--compute_dtype=int4"], "--compute_dtype='int4' is not one of float32"),
