@@ -98,6 +98,8 @@ def train(
     if stop_after is not None:
         options["stop_after"] = str(stop_after)
     wishes = start.wishes_of(options, {"steal_lock"} if steal_lock else set())
+    if not isinstance(cfg, RunConfig):
+        raise ValueError(f"cfg={cfg!r} is no config; train(load_config(FILE), WORKDIR) is how a file is trained")
     train_in(str(workdir), cfg, wishes, {})
     rows = read_history(workdir).rows
     latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
@@ -170,6 +172,9 @@ def evaluate(
     """
     if chat and not lm_eval:
         raise ValueError("chat=True is for the tasks of lm_eval; name some, or leave it out")
+    for name, given in dict(text=text, choice=choice, cloze=cloze).items():
+        if given is not None and not isinstance(given, Mapping):
+            raise ValueError(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
     evals = {name: TextEval(files=files, limit=limit, stride=stride) for name, files in (text or {}).items()}
     for kind, given in ((ChoiceEval, choice), (ClozeEval, cloze)):
         for name, file in (given or {}).items():

@@ -137,6 +137,8 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
         (lambda model: jaxscale.report(), "report needs a work folder"),
         (lambda model: jaxscale.report("nowhere/run"), "nowhere/run"),
         (lambda model: jaxscale.train(None, "x", stop_after=0), "stop_after=0 must be a step"),
+        (lambda model: jaxscale.train("quickstart.py", "x"), r"cfg='quickstart.py' is no config; train\(load_config"),
+        (lambda model: jaxscale.evaluate(model, text="a.txt"), "text='a.txt' must name what it measures"),
     ],
 )
 def test_what_a_person_got_wrong_is_one_line(call, told, model):

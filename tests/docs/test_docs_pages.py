@@ -108,7 +108,11 @@ def test_every_cited_paper_is_on_the_reading_list(monkeypatch):
     assert "`jaxscale/planner/loss_law.py`" in told and told.count("*In the code:*") > 30
     with pytest.raises(ValueError, match="docs/reading.md lacks arXiv:2203.15556, cited in jaxscale/"):
         reading.with_places(page.replace("arXiv:2203.15556", "arXiv:0000.00000"))
-    assert len(reading.ENTRY.findall(page)) == sum(line.startswith("- ") for line in page.split("\n"))
+    assert "[arXiv:2001.08361](https://arxiv.org/abs/2001.08361))." in told
+    nameless = page.replace("(Kaplan et al., arXiv:2001.08361)", "(arXiv:2001.08361)")
+    for broken in (nameless, f"{page}- **A blog**, 2024.\n"):
+        with pytest.raises(ValueError, match="docs/reading.md"):
+            reading.with_places(broken)
 
 
 def test_links_lead_to_pages(made):
