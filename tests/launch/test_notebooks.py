@@ -1,7 +1,11 @@
 """The notebooks beside the quick start run from top to bottom on a CPU, and what their cells show is looked at."""
 
+import importlib.util
 import json
+import re
 import resource
+import subprocess
+import sys
 
 import notebooks
 import pytest
@@ -28,6 +32,26 @@ def test_every_setting_has_a_field_in_colab(notebook):
 def test_it_says_what_to_change_on_a_t4_and_on_a_tpu(notebook):
     words = "\n".join(text(cell) for cell in cells(notebook, "markdown"))
     assert "T4" in words and "TPU" in words and "CPU" in words
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_machine_that_lacks_jaxscale_gets_it_whatever_jax_it_has(notebook, there, tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if there or name != "jaxscale" else None)
+    monkeypatch.setattr(subprocess, "run", lambda command, **how: ran.append(command))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.chdir(notebook.parent)
+    values = dict(REPO="", FOLDER=str(tmp_path / "run"), WORKDIR=str(tmp_path / "run"), EXTRAS=[])
+    exec(text(cells(notebook, "code")[1]), values)  # the cell that installs
+    if there:
+        assert ran == []
+    else:
+        (command,) = ran
+        package = command[command.index("-e") + 1]
+        path, _, extras = package.partition("[")
+        assert path == str(ROOT) and (package == path or re.fullmatch(r"[a-z]+(,[a-z]+)*\]", extras))
 
 
 def cpu_seconds():
