@@ -1,5 +1,6 @@
 """The pages that are made of the code have all of it, and the written ones name nothing that is not there."""
 
+import functools
 import importlib.util
 import re
 import sys
@@ -9,6 +10,7 @@ from shell_blocks import ROOT
 
 from jaxscale import cli, schema
 from jaxscale.config import RunConfig
+from jaxscale.data.prepare.config import PrepareConfig
 from jaxscale.exits import ADVICE, Exit
 
 sys.path[:0] = [str(ROOT / "docs")]
@@ -153,3 +155,35 @@ def test_a_paragraph_within_a_list_does_not_end_it():
     for path in WRITTEN:  # Python-Markdown wants four spaces, which others take for a block of code: put it before
         found = re.search(r"\n\n {1,3}[^ \n].*", path.read_text(encoding="utf-8"))
         assert found is None, f"{of_docs(path)}: {found[0].strip()}"
+
+
+SENTENCES = [*WRITTEN, *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "CHANGELOG"))]
+NAMED = re.compile(r"[a-z_]+(\.[a-z_0-9]+)+")
+FILE = re.compile(r"(?<![\w/.{*-])[a-z_]\w*(?:/[\w.-]+)*/[\w-]+\.(?:py|md|sh|yaml|sbatch|ipynb)\b")
+NO_SETTING = re.compile(r"\.(safetensors|model|json|jsonl|txt)$")  # files, whose names look like settings
+
+
+@functools.cache
+def settings_known():
+    return [name for cls in (RunConfig, PrepareConfig) for name, *_ in schema.describe(cls)]
+
+
+def strange_names(text, folder):
+    """Settings and files that the text names and nobody has, but for links, which have a test of their own."""
+    text, known = LINK.sub("", text), settings_known()
+    groups = {name.partition(".")[0] for name in known if "." in name} - {"evals"}  # whose names are a person's
+    begins = {name[:end] for name in known for end in range(len(name) + 1) if name[end : end + 1] in (".", "")}
+    spans = (re.split(r"[=\s({\[]", span)[0].removeprefix("--config.") for span in re.findall(r"`([^`\n]+)`", text))
+    dotted = {word for word in spans if NAMED.fullmatch(word) and not NO_SETTING.search(word)}
+    roots = (ROOT, ROOT / "jaxscale", ROOT / "docs", folder)
+    files = {file for file in FILE.findall(text) if not any((root / file).exists() for root in roots)}
+    return sorted(word for word in dotted - begins if word.partition(".")[0] in groups) + sorted(files)
+
+
+def test_settings_and_files_that_sentences_name_are_there():
+    found = {path.name: strange_names(path.read_text(encoding="utf-8"), path.parent) for path in SENTENCES}
+    assert not {page: names for page, names in found.items() if names}
+    said = (
+        "`optim.peak_rl=1`, `train.guard`, `--config.optim.peak_lr`, `evals.mine.file`, train/step.py, `train/stepp.py`"
+    )
+    assert strange_names(said, ROOT) == ["optim.peak_rl", "train/stepp.py"]
