@@ -118,7 +118,7 @@ def test_measurements_are_kept_and_a_damaged_file_is_named(monkeypatch, tmp_path
     assert newer in measured.read_measured()
     other = dataclasses.replace(one, device_kind="TPU v5", date="2026-11-22")
     assert measured.newest_machine([*measured.read_measured(), other]) == [other]
-    measured.measured_file().write_text('{"format": 1, "measured": [{"spec": "T"}]}')
+    measured.measured_file().write_text(json.dumps({"format": measured.FORMAT, "measured": [{"spec": "T"}]}))
     with pytest.raises(ValueError, match="measured.json is no file of measurements"):
         measured.read_measured()
 
@@ -151,26 +151,30 @@ def test_young_and_daly_lose_the_least():
 @pytest.mark.parametrize(
     ("bad", "good", "said"),
     [
-        (lambda: cautions.warmup_too_short(1e8, 10, 1e6, 0.95),
+        (lambda: cautions.warmup_too_short(1e8, 39, 1e6, 0.95),
          lambda: cautions.warmup_too_short(1e8, 40, 4e6, 0.95), "2 / (1 - b2)"),
-        (lambda: cautions.warmup_too_short(7e9, 100, 1e8, 0.95),
+        (lambda: cautions.warmup_too_short(7e9, 1999, 3.74e8, 0.95),
          lambda: cautions.warmup_too_short(7e9, 2000, 1e8, 0.95), "375M tokens or 2,000 steps"),
+        (lambda: cautions.warmup_too_short(1e9, 100, 3.74e8, 0.95),
+         lambda: cautions.warmup_too_short(1e9, 100, 3.75e8, 0.95), "375M tokens or 2,000 steps"),
         (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 3e-3),
          lambda: cautions.rate_outside(7e9, 140e9, 4e6, 3e-4), "by the square-root rule"),
         (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 1e-5),
          lambda: cautions.rate_outside(7e9, 140e9, 4e6, 2e-4), "by the linear rule"),
-        (lambda: cautions.tokens_of_params(7e9, 1e9), lambda: cautions.tokens_of_params(7e9, 140e9), "20 a parameter"),
+        (lambda: cautions.tokens_of_params(7e9, 69e9), lambda: cautions.tokens_of_params(7e9, 7e10), "20 a parameter"),
         (lambda: cautions.horizon_too_far(1e12, 5e11, "cosine", "the budget"),
          lambda: cautions.horizon_too_far(1e12, 1e12, "cosine", "the budget"), "100% too long"),
+        (lambda: cautions.horizon_too_far(1e12, 8e11, "linear", "the deadline"),
+         lambda: cautions.horizon_too_far(1e12, 8e11, "constant", "the deadline"), "25% too long"),
         (lambda: cautions.batch_too_large(7e9, 140e9, 2e7),
          lambda: cautions.batch_too_large(7e9, 140e9, 4e6), "2.1e8 L^-4.8"),
-        (lambda: cautions.save_interval(10 * cost.DAY, 60, 1024, 30 * cost.DAY),
-         lambda: cautions.save_interval(2 * cost.HOUR, 60, 1024, 30 * cost.DAY), "sqrt(2 x 1m00s x MTBF)"),
+        (lambda: cautions.save_interval(3.1 * cost.HOUR, 60, 1024, 30 * cost.DAY),  # 1.1% and 0.9% of the time over the best
+         lambda: cautions.save_interval(2.9 * cost.HOUR, 60, 1024, 30 * cost.DAY), "sqrt(2 x 1m00s x MTBF)"),
         (lambda: cautions.save_interval(30, 60, 1024, 30 * cost.DAY),
          lambda: cautions.save_interval(7200, 60, 1024, 30 * cost.DAY), "too frequent"),
         (lambda: cautions.save_interval(30, 6, 1, 600),
          lambda: cautions.save_interval(10 * cost.DAY, 6, 1, 600), "at the end alone"),
-        (lambda: cautions.pass_too_short(2e-4), lambda: cautions.pass_too_short(3e-3), "0.2 ms at its peak"),
+        (lambda: cautions.pass_too_short(9.9e-4), lambda: cautions.pass_too_short(1e-3), "0.99 ms at its peak"),
         (lambda: cautions.tensor_over_slow_links(16, 8, H100),
          lambda: cautions.tensor_over_slow_links(8, 8, H100), "mesh.tensor=8 or less"),
         (lambda: cautions.tensor_over_slow_links(2, 8, T4),
@@ -179,7 +183,7 @@ def test_young_and_daly_lose_the_least():
         (lambda: cautions.dtype_of_chip("bfloat16", T4), lambda: cautions.dtype_of_chip("bfloat16", V5P), "float16"),
         (lambda: cautions.dtype_of_chip("float32", H100), lambda: cautions.dtype_of_chip("float32", V5P), "TF32"),
         (lambda: cautions.dtype_of_chip("float32", T4), lambda: cautions.dtype_of_chip("float32", V5P), "8.1 in fl"),
-        (lambda: cautions.too_many_epochs(9), lambda: cautions.too_many_epochs(2), "read 9 times"),
+        (lambda: cautions.too_many_epochs(4.1), lambda: cautions.too_many_epochs(4), "read 4.1 times"),
     ],
 )  # fmt: skip
 def test_a_caution_is_given_for_its_reason_with_a_way_out_and_a_source(bad, good, said):
@@ -195,6 +199,43 @@ def test_both_rules_for_the_rate_agree_at_the_published_batch_and_part_from_ther
         assert published.linear_rule(run, four) == pytest.approx(2 * published.square_root_rule(run, four))
         span, lines = cautions.rate_range(run.params, 20 * run.params, run.batch_tokens)
         assert span.low <= run.peak_lr <= span.high and any(run.name in line for line in lines)
+
+
+def test_published_formulas_have_their_constants():
+    """Each is worked out by hand, in powers of ten."""
+    assert published.rate_by_flops(1e20) == pytest.approx(0.3118 * 10**-2.5)
+    assert published.batch_by_flops(1e20) == pytest.approx(0.2920 * 10**6.542)
+    assert published.rate_by_params(1e9) == pytest.approx(0.003239 - 0.0001395 * 20.7232658)
+    assert published.rate_by_params(2e9) is None
+    assert published.rate_by_size(1e9, 1e11) == pytest.approx(1.79 * 10 ** (-6.417 + 3.377))
+    assert published.batch_by_tokens(1e11) == pytest.approx(0.58 * 10**6.281)
+    assert published.critical_batch(10.0) == pytest.approx(2.1e8 * 10**-4.8)
+
+
+def test_energy_storage_saves_and_data_have_their_units():
+    """Watts to MWh, bytes to dollars, chips and not their devices: each from the figures that are printed beside it."""
+    plan = seven("h100:8x8")
+    assert plan.megawatt_hours == pytest.approx(plan.wall_seconds.times(700 * 64 * 1.56 / 3600 / 1e6))
+    assert seven("h100:8x8", pue=1.2).megawatt_hours.low == pytest.approx(plan.megawatt_hours.low * 1.2 / 1.56)
+    assert plan.checkpoint_bytes == pytest.approx(12 * plan.params, rel=1e-4)
+    assert plan.save_seconds == pytest.approx(plan.checkpoint_bytes / 8e9)  # 1 GB/s of each of 8 hosts
+    assert plan.best_interval_seconds == pytest.approx((2 * plan.save_seconds * plan.between_failures_seconds) ** 0.5)
+    assert plan.kept_bytes == plan.kept_checkpoints * plan.checkpoint_bytes
+    assert cost.storage_dollars_per_month(1e12) == pytest.approx(20.0)
+    assert plan.data_bytes == 2 * plan.tokens and plan.data_bytes_per_second == plan.speed.tokens_per_second.times(2)
+    assert cost.flops_for_dollars(1e6, 4.0, 1e15, 0.4, 0.9) == pytest.approx(250_000 * 3600 * 1e15 * 0.36)
+    cores = seven("tpu7x:4x4x4", price=8.0)
+    assert cores.chip_hours == pytest.approx(cores.wall_seconds.times(64 / 3600))
+    assert cores.dollars == pytest.approx(cores.chip_hours.times(8.0))
+
+
+def test_epochs_are_passes_over_what_lies_there(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"x" * 99_999)  # and the end of the document
+    settings = {"data.name": "files", "data.files": f"{tmp_path}/*.txt", "data.val_fraction": "0.1"}
+    cfg = load_config(str(ROOT / "configs" / "quickstart.py"), settings | {"train_tokens": "900_000"})
+    plan = make_plan(cfg, open_machine("v5e:1x1"), Wishes())
+    assert plan.data_tokens == 90_000 and plan.epochs == pytest.approx(plan.tokens / 90_000) and plan.epochs >= 10
+    assert sum(one.what.startswith("the data would be read 10") for one in plan.cautions) == 1
 
 
 @pytest.mark.parametrize("name", ["1b", "7b", "13b", "70b", "175b", "gpt2_124m"])

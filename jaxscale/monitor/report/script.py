@@ -16,7 +16,9 @@ SCRIPT = r"""
   const clamp = (v, low, high) => Math.min(Math.max(v, low), high);
   const trim = (v, digits) => String(parseFloat(v.toPrecision(digits)));
   const scaled = (v, units) => {
-    for (const [size, letter] of units) if (Math.abs(v) >= size) return trim(v / size, 3) + letter;
+    for (const [size, letter] of units) {  // 999,999 is 1M
+      if (Math.abs(v) >= (size > 1024 ? 0.9995 : 1) * size) return trim(v / size, 3) + letter;
+    }
     return trim(v, 4);
   };
   const count = v => scaled(v, [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "K"]]);
