@@ -168,7 +168,7 @@ def test_young_and_daly_lose_the_least():
          lambda: cautions.horizon_too_far(1e12, 8e11, "constant", "the deadline"), "25% too long"),
         (lambda: cautions.batch_too_large(7e9, 140e9, 2e7),
          lambda: cautions.batch_too_large(7e9, 140e9, 4e6), "2.1e8 L^-4.8"),
-        (lambda: cautions.save_interval(3.1 * cost.HOUR, 60, 1024, 30 * cost.DAY),  # 1.1% and 0.9% of the time over the best
+        (lambda: cautions.save_interval(3.1 * cost.HOUR, 60, 1024, 30 * cost.DAY),  # 1.1%, 0.9% over the best
          lambda: cautions.save_interval(2.9 * cost.HOUR, 60, 1024, 30 * cost.DAY), "sqrt(2 x 1m00s x MTBF)"),
         (lambda: cautions.save_interval(30, 60, 1024, 30 * cost.DAY),
          lambda: cautions.save_interval(7200, 60, 1024, 30 * cost.DAY), "too frequent"),
