@@ -60,7 +60,7 @@ class Following:
         for line in filter(None, content.decode("utf-8", "replace").split("\n")):
             try:
                 record = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # the second: brackets without end
                 record = None
             if isinstance(record, dict):
                 found.append(record)

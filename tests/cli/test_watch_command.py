@@ -157,8 +157,8 @@ def test_a_file_is_followed_over_torn_lines_and_over_one_that_takes_its_place(tm
     file.write_text('{"step": 1}\n{"st')
     assert follow.look() == ([{"step": 1}], True)
     with file.open("a") as opened:
-        opened.write('ep": 2}\nrubbish\n[1]\n{"step": 3}\n')
-    assert follow.look() == ([{"step": 2}, {"step": 3}], False) and follow.damaged == 2
+        opened.write('ep": 2}\nrubbish\n[1]\n' + "[" * 100_000 + '\n{"step": 3}\n')
+    assert follow.look() == ([{"step": 2}, {"step": 3}], False) and follow.damaged == 3
     assert follow.look() == ([], False)
     (tmp_path / "new").write_text('{"step": 1}\n{"step": 9}\n{"step": 10}\n{"step": 11}\n{"step": 12}\n')
     (tmp_path / "new").replace(file)
