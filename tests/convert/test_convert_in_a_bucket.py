@@ -25,7 +25,7 @@ def test_a_model_comes_from_a_bucket_into_one_and_goes_out_to_one(tmp_path, gcs)
     values = make_folder(tmp_path / "hf", CONFIG, FLOAT32, 2)
     for path in (tmp_path / "hf").iterdir():
         gcs.put("bucket", f"hf/{path.name}", path.read_bytes())
-    gcs.faults.append(Fault("status", path="hf%2Fmodel-00001", status=503, times=3))
+    gcs.faults.append(Fault("status", path="hf%2Fmodel-00001", status=503, times=1))
     assert convert.main(["--from=gs://bucket/hf", "--workdir=gs://bucket/run"]) == 0
     assert verify_folder(as_path("gs://bucket/run/checkpoints/0")).damages == ()
     assert "run/converting.json" not in gcs.names("bucket")
