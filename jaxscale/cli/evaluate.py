@@ -295,7 +295,8 @@ def lm_eval_measure(request: Request, model: LoadedModel, reading: Reading, scor
         opened = lambda rows, longest: open_generator(model.params, rows, longest)
         served = Served(reading, model.kept, scorer, model.params, opened, GENERATED_AT_ONCE)
         found = run_tasks(served, request.tasks, **how)
-        return {f"{GROUP}/{name}": value for name, value in found.items() if math.isfinite(value)}
+        told = {name: value for name, value in found.items() if math.isfinite(value) or "_stderr" not in name}
+        return {f"{GROUP}/{name}": value for name, value in told.items()}
 
     return measure
 

@@ -56,7 +56,8 @@ def choice_metrics(items: Sequence[Item], scores: Scores) -> dict[str, float]:
     """acc, acc_norm and acc_bytes with their standard errors.
 
     acc: the likeliest continuation is the right one; acc_norm: the likeliest per character of the answer; acc_bytes:
-    per byte of it in UTF-8. These are lm-eval's three of those names. Of equal ones the first is chosen.
+    per byte of it in UTF-8. These are lm-eval's three of those names. Of equal ones the first is chosen. A likelihood
+    that is not a number leaves no accuracy: all are nan.
     """
     right: dict[str, list[float]] = {"acc": [], "acc_norm": [], "acc_bytes": []}
     begin = 0
@@ -69,7 +70,8 @@ def choice_metrics(items: Sequence[Item], scores: Scores) -> dict[str, float]:
             "acc_bytes": np.array([len(answer.encode(errors="surrogatepass")) for answer in item.answers], np.float64),
         }
         for name, length in lengths.items():
-            right[name].append(float(np.argmax(likelihoods / length) == item.right))
+            chosen = np.argmax(likelihoods / length)  # a nan, where there is one
+            right[name].append(float(chosen == item.right) if not np.isnan(likelihoods[chosen]) else np.nan)
     return with_errors({name: mean_error(values) for name, values in right.items()}) | {"items": len(items)}
 
 
@@ -77,7 +79,10 @@ def cloze_metrics(scores: Scores) -> dict[str, float]:
     """acc: every token of the target is the likeliest in its place; perplexity of a target: exp of the mean of their
     nats, each target being one (LAMBADA, arXiv:1606.06031, as lm-eval has it)."""
     nats, nats_error = mean_error(scores.nats)
-    found = {"acc": mean_error(scores.likeliest), "perplexity": exp_error(nats, nats_error)}
+    found = {
+        "acc": mean_error(np.where(np.isnan(scores.nats), np.nan, scores.likeliest)),
+        "perplexity": exp_error(nats, nats_error),
+    }
     return with_errors(found) | {"items": len(scores.nats)}
 
 

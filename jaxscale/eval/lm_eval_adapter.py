@@ -11,11 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jaxscale.data.chat.asking import Asking, open_asking
 from jaxscale.data.tokenizer.about import find_template
 from jaxscale.data.tokenizer.kept import KeptTokenizer
 from jaxscale.eval.pairs import encode_pair, span_of
-from jaxscale.eval.scorer import Scorer
+from jaxscale.eval.scorer import Scorer, Scores
 from jaxscale.eval.text import Reading, document_spans
 from jaxscale.sample.choose import Sampling
 from jaxscale.sample.generator import Generator
@@ -59,8 +61,15 @@ def log_likelihoods(
     """
     reading, text_ids = served.reading, asking and asking.text_ids
     spans = [span_of(encode_pair(reading, *pair, text_ids), reading.context)[0] for pair in pairs]
-    scores = served.scorer.score(served.params, spans)
+    scores = checked(served.scorer.score(served.params, spans))
     return [(-float(nats), bool(likeliest)) for nats, likeliest in zip(scores.nats, scores.likeliest)]
+
+
+def checked(scores: Scores) -> Scores:
+    """The scores. Raises ValueError for what is not a number, which lm-eval would count as an answer like others."""
+    if np.isnan(scores.nats).any():
+        raise ValueError("the weights of this checkpoint give likelihoods that are not numbers; measure another step")
+    return scores
 
 
 def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]:
@@ -71,7 +80,7 @@ def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]
         own = document_spans(ids, reading.start_ids, reading.context, stride=reading.context)
         spans, owners = spans + own, owners + [number] * len(own)
     sums = [0.0] * len(texts)
-    for number, nats in zip(owners, served.scorer.score(served.params, spans).nats):
+    for number, nats in zip(owners, checked(served.scorer.score(served.params, spans)).nats):
         sums[number] -= float(nats)
     return sums
 

@@ -1,10 +1,12 @@
 """jaxscale evaluate: what a person types, sees, finds in the work folder, and is told."""
 
+import functools
 import json
 
 import made_model
 import numpy as np
 import pytest
+import verbs
 
 from jaxscale import api
 from jaxscale.cli import evaluate
@@ -13,6 +15,7 @@ from jaxscale.monitor.report import make_page
 
 ITEMS = [{"context": "1 + 1 =", "choices": [" 3", " 2"], "answer": n % 2} for n in range(5)]
 WORDS = [{"text": f"say hello to {name}"} for name in ("Ann", "Bo", "Cy")]
+printed, told = functools.partial(verbs.printed, evaluate), functools.partial(verbs.told, evaluate)
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +33,6 @@ def files(tmp_path_factory):
     (folder / "ask.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
     (folder / "words.jsonl").write_text("".join(json.dumps(item) + "\n" for item in WORDS))
     return folder
-
-
-def printed(capsys, *argv):
-    """(stdout, stderr) of a command that works."""
-    assert evaluate.main(list(argv)) == 0
-    return capsys.readouterr()
 
 
 def test_one_checkpoint_is_a_line_for_each_name(workdir, files, capsys):
@@ -84,8 +81,8 @@ def test_all_checkpoints_are_a_table_a_file_and_curves(workdir, files, capsys):
 def test_the_evals_of_the_config_are_measured_without_a_flag(tmp_path, files, capsys):
     evals = {"ask": {"kind": "choice", "file": str(files / "ask.jsonl")}}
     made_model.make_workdir(tmp_path, {"evals": evals})
-    out, _ = printed(capsys, f"--workdir={tmp_path}")
-    assert out.startswith("ask: acc ")
+    out, _ = printed(capsys, f"--workdir={tmp_path}", "--limit=2")
+    assert out.startswith("ask: acc ") and out.endswith("; 2 items\n")
 
 
 def test_a_notebook_gets_the_same_numbers(workdir, files, capsys):
@@ -101,14 +98,6 @@ def test_help_begins_with_an_example(capsys):
     assert "jaxscale evaluate --workdir=" in "".join(out.splitlines()[:3])
 
 
-def told(*argv):
-    """The line that a person is told."""
-    with pytest.raises(ValueError) as caught:
-        evaluate.main(list(argv))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize(
     "flags, wanted",
     [
@@ -117,9 +106,11 @@ def told(*argv):
         (["--workdir=w", "--text=wiki=nowhere.txt"], "--text wiki=nowhere.txt does not exist"),
         (["--workdir=w", "--choice=nowhere.jsonl"], "--choice nowhere=nowhere.jsonl does not exist"),
         (["--workdir=w", "--cloze=a=x.jsonl,a=y.jsonl"], "the name a is given twice"),
-        (["--workdir=w", "--stride=4"], "are for --text; give that too"),
+        (["--workdir=w", "--stride=4", "--cloze=a"], "are for --text; give that too"),
         (["--workdir=w", "--include_path=."], "--include_path is for --lm_eval"),
-        (["--workdir=w", "--limit=-1"], "--limit=-1 must be a whole number"),
+        (["--workdir=w", "--limit=0", "--text=a"], "--limit=0 must be a whole number, 1 or more"),
+        (["--workdir=w", "--limit=0", "--lm_eval=a"], "--limit=0 must be a whole number, 1 or more"),
+        (["--workdir=w", "--chat", "--text=a"], "--chat is for --lm_eval; give that too"),
         (["--workdir=w", "--config=c.py"], "evaluate takes no --config"),
         (["--workdir=/nowhere/run"], "--workdir=/nowhere/run holds no checkpoint"),
         (["--workdir=w", "--steps=all"], "holds no checkpoint"),

@@ -1,5 +1,6 @@
 """jaxscale sample: what a person types, sees, and is told."""
 
+import functools
 import io
 import json
 import re
@@ -7,6 +8,7 @@ import shutil
 
 import made_model
 import pytest
+import verbs
 
 from jaxscale.cli import sample
 from jaxscale.data.chat.config import ChatConfig
@@ -14,18 +16,14 @@ from jaxscale.data.chat.template import load_template
 from jaxscale.data.tokenizer.kept import keep_tokenizer
 from jaxscale.data.tokenizer.load import load_tokenizer
 
+written, told = functools.partial(verbs.printed, sample), functools.partial(verbs.told, sample)
+
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     made_model.make_workdir(folder, scale=3.0)
     return str(folder)
-
-
-def written(capsys, *argv):
-    """(stdout, stderr) of a command that works."""
-    assert sample.main(list(argv)) == 0
-    return capsys.readouterr()
 
 
 def test_a_text_goes_to_stdout_behind_its_prompt_and_its_speed_beside_it(workdir, capsys):
@@ -133,14 +131,6 @@ def test_prompts_come_from_a_terminal_until_it_ends(workdir, capsys, monkeypatch
 def test_help_begins_with_an_example(capsys):
     out, _ = written(capsys, "--help")
     assert "jaxscale sample --workdir=" in "".join(out.splitlines()[:3])
-
-
-def told(*argv):
-    """The line that a person is told."""
-    with pytest.raises(ValueError) as caught:
-        sample.main(list(argv))
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,15 @@ def test_answers_are_counted_as_on_paper():
     assert found["perplexity_stderr"] == pytest.approx(math.e**2 * math.sqrt(2) / math.sqrt(2))
 
 
+def test_likelihoods_that_are_not_numbers_leave_no_accuracy():
+    """Such a model has no likelier token than the right one either."""
+    items = [Item("i", "q", (" a", " b"), ("a", "b"), 0)] * 2
+    found = choice_metrics(items, Scores(np.array([1.0, 2.0, np.nan, 2.0]), np.ones(4, bool), np.ones(4, int)))
+    assert all(math.isnan(found[name]) for name in ("acc", "acc_norm", "acc_bytes"))
+    found = cloze_metrics(Scores(np.array([1.0, np.nan]), np.ones(2, bool), np.ones(2, int)))
+    assert math.isnan(found["acc"]) and math.isnan(found["perplexity"])
+
+
 @pytest.mark.parametrize(
     "name, kind, count",
     [("lambada_test.jsonl.gz", "cloze", 5153), ("piqa_validation.arrow", "choice", 1838),

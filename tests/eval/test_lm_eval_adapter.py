@@ -2,6 +2,7 @@
 
 import sys
 
+import jax
 import made_model
 import numpy as np
 import pytest
@@ -60,6 +61,13 @@ def test_a_rolling_text_adds_up_over_its_windows(served):
     wanted = -served.scorer.score(served.params, windows).nats.sum()
     found = rolling_log_likelihoods(served, [text, "", "ab"])
     assert found[0] == pytest.approx(wanted, rel=1e-5) and found[1] == 0.0 and found[2] < 0
+
+
+def test_likelihoods_that_are_not_numbers_are_told(served):
+    broken = served._replace(params=jax.tree.map(lambda leaf: leaf * np.float32(np.nan), served.params))
+    for ask, asked in ((log_likelihoods, [("a", "b")]), (rolling_log_likelihoods, ["ab"])):
+        with pytest.raises(ValueError, match="likelihoods that are not numbers; measure another step"):
+            ask(broken, asked)
 
 
 def test_texts_of_many_lengths_and_settings_come_back_in_their_order(served):
