@@ -4,9 +4,12 @@ The class is registered there under the name `jaxscale`. Its three kinds of requ
 `jaxscale sample` use: the scorer and the generator with its cache.
 """
 
+import contextlib
 import datetime
 import functools
 import importlib.util
+import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -221,17 +224,19 @@ def run_tasks(
     if missing := [task for task in tasks if task not in known]:
         where = f" and in {folder}" if folder else "; --include_path=FOLDER has more"
         raise ValueError(f"--lm_eval={','.join(missing)}: no task of lm-eval {lm_eval.__version__}{where}")
-    found = lm_eval.simple_evaluate(
-        model=model,
-        tasks=list(tasks),
-        num_fewshot=num_fewshot,
-        limit=limit,
-        apply_chat_template=chat,
-        fewshot_as_multiturn=chat,
-        task_manager=manager,
-        log_samples=False,
-        bootstrap_iters=1000,
-    )
+    os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's: else it forks this process, whose jax has threads
+    with contextlib.redirect_stdout(sys.stderr):  # it prints, and stdout may be read as JSON
+        found = lm_eval.simple_evaluate(
+            model=model,
+            tasks=list(tasks),
+            num_fewshot=num_fewshot,
+            limit=limit,
+            apply_chat_template=chat,
+            fewshot_as_multiturn=chat,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=1000,
+        )
     return flattened(found["results"])
 
 

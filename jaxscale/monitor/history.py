@@ -25,6 +25,7 @@ LONGEST_VALUE = 200  # characters of a text among the numbers
 LONGEST_TEXT = 20_000  # characters of a sample
 GROUP = 10  # rows, of which thinning keeps at most half
 LARGEST = float(2**63)  # an integer beyond it is no measurement
+VITALS = ("goodput/", "device/")  # of the moment, in each record
 KNOWN = ("metrics.jsonl", "events.jsonl", "config.json")
 OTHERS = ("abandoned.jsonl", "samples.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
 LEDGERS = "supervise*.jsonl"  # one for each host that supervises
@@ -193,8 +194,8 @@ class Metrics:
 
 
 def shared_names(a: Row, b: Row) -> bool:
-    """True if both rows tell of the same metric."""
-    return any(name in b for name in a if name not in ("step", "nonfinite"))
+    """True if both rows tell of the same metric, but for what every record has."""
+    return any(name in b for name in a if name not in ("step", "nonfinite") and not name.startswith(VITALS))
 
 
 def thin(rows: list[Row]) -> list[Row]:

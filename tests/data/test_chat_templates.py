@@ -30,6 +30,21 @@ def test_a_template_of_chatml_gives_what_the_built_in_one_does(tmp_path):
     assert (ids == own.special_ids["<|im_end|>"]).sum() == 4
 
 
+def test_a_turn_that_ends_by_text_alone_has_the_end_of_the_document_learned_behind_it(tmp_path):
+    spoken = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+    tokenizer = tokenizer_with(tmp_path, spoken + "{% if add_generation_prompt %}assistant: {% endif %}")
+    ids, learned = encode(tokenizer, [USER, ASSISTANT])
+    assert learned_text(tokenizer, ids, learned) == "assistant says\n" and learned[-1]
+    ids, learned = encode(tokenizer, [USER, ASSISTANT, USER])
+    assert learned_text(tokenizer, ids, learned) == "assistant says\n" and not learned[-1]
+
+
+def test_a_turn_without_a_text_is_learned_as_its_end_alone(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, chat_tokenizers.CHATML)
+    ids, learned = encode(tokenizer, [USER, {"role": "assistant", "content": ""}, USER, ASSISTANT])
+    assert learned_text(tokenizer, ids, learned) == "<|im_end|>|assistant says<|im_end|>"
+
+
 @pytest.mark.parametrize("name", ["bytes", "chatml"])
 def test_the_built_in_template_in_jinja_writes_the_same(tmp_path, name):
     tokenizer = load_tokenizer("bytes") if name == "bytes" else tokenizer_with(tmp_path)

@@ -5,6 +5,8 @@
 Run by test_lm_eval_peer.py in an environment that has jaxscale, lm-eval, torch and transformers.
 """
 
+import contextlib
+import io
 import json
 import logging
 import os
@@ -79,7 +81,9 @@ def main(folder):
         chat = simple_evaluate(model=model, num_fewshot=1, apply_chat_template=True, fewshot_as_multiturn=True, **how)
         found[name]["chat"] = chat["results"]
     flags = [f"--workdir={folder}/run", f"--context={CONTEXT}", "--save"]
-    assert evaluate.main([*flags, f"--lm_eval={','.join(tasks)}", f"--include_path={folder}/tasks"]) == 0
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        assert evaluate.main([*flags, f"--lm_eval={','.join(tasks)}", f"--include_path={folder}/tasks", "--json"]) == 0
+    found["said"] = said.getvalue()
     data = [f"--choice=ask={folder}/ask.jsonl", f"--cloze=guess={folder}/guess.jsonl"]
     assert evaluate.main([*flags, *data, f"--text=read={folder}/read.jsonl", f"--stride={CONTEXT}"]) == 0
     found["verb"] = [json.loads(line) for line in (folder / "run/evals.jsonl").read_text().splitlines()]

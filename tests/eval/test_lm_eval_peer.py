@@ -150,6 +150,7 @@ def test_every_task_has_the_same_result(found, how):
 def test_the_verb_says_the_same_with_tasks_and_with_files(found):
     theirs = found["theirs"]["results"]
     of_tasks, of_files = found["verb"]
+    assert json.loads(found["said"])["evals/ask/acc"] == of_tasks["evals/ask/acc"]  # and not a line that lm-eval prints
     for task, metric in [("ask", "acc"), ("ask", "acc_norm"), ("ask", "acc_bytes"), ("guess", "acc"),
                          ("guess", "perplexity"), ("read", "bits_per_byte")]:  # fmt: skip
         wanted = theirs[task][f"{metric},none"]

@@ -30,6 +30,16 @@ def test_the_newest_measurement_of_a_step_counts_and_damaged_ones_are_left_out(t
     assert any("evals.jsonl" in problem for problem in history.problems)
 
 
+def test_what_was_trained_validated_and_measured_at_one_step_all_counts(tmp_path):
+    vitals = {"goodput/fraction": 0.5, "device/utilisation": 0.9}
+    found = [{"loss": 2.0}, {"validation/loss": 2.1}, {"evals/wiki/acc": 0.2, "evals_seconds": 1.0}]
+    write(tmp_path, "metrics.jsonl", [{"step": 10} | row | vitals for row in found])
+    history = read_history(tmp_path)
+    for name, value in (("loss", 2.0), ("validation/loss", 2.1), ("evals/wiki/acc", 0.2)):
+        assert history.series(name) == ([10], [value])
+    assert not history.abandoned
+
+
 def test_pages_show_curves_and_numbers_and_escape_names(tmp_path):
     one, other = run_in(tmp_path / "one"), run_in(tmp_path / "other")
     alone = make_evals_page(one, now=0.0)
