@@ -7,9 +7,11 @@ import jax
 import numpy as np
 
 from jaxscale.config import RunConfig
+from jaxscale.exits import tell
 from jaxscale.models import make_model, max_seq_len
 from jaxscale.models.layers import split_model
 from jaxscale.models.placed import place_model
+from jaxscale.ops.precision import matmul_precision
 from jaxscale.planner.check import check_machine
 from jaxscale.sample.choose import GREEDY
 from jaxscale.sample.generator import Engine, Generator
@@ -31,7 +33,7 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
     placed = place_model(cfg.model, make_mesh(cfg.mesh), cfg.rules, lora=cfg.lora)
     init = lambda key: split_model(make_model(cfg.model, key=key, kernels=placed.kernels, lora=cfg.lora))[1]
     params = jax.jit(init, out_shardings=placed.shardings)(jax.random.key(cfg.seed))
-    engine = Engine(placed, batch=batch, longest=longest)
+    engine = Engine(placed, batch=batch, longest=longest, say=tell)
     generator = Generator(engine, params)
     rng = np.random.default_rng(cfg.seed)
     prompts = rng.integers(0, cfg.model.vocab_size, (engine.batch, prompt_tokens)).tolist()
@@ -62,7 +64,11 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
 def time_full_pass(engine: Engine, params: Any, tokens_BT: np.ndarray) -> float:
     """Seconds of one compiled pass over whole rows to the logits behind their last token: the fastest of several."""
     specs, rows = engine.placed.specs, engine.rows_spec
-    logits = lambda params, tokens_BT, lengths_B: engine.read_prompts(params, tokens_BT, lengths_B)[1]
+
+    def logits(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
+        with matmul_precision(engine.placed.cfg.matmul_precision):  # as what it is compared with
+            return engine.read_prompts(params, tokens_BT, lengths_B)[1]
+
     call = jax.jit(engine.placed.batch_axes.spread(logits, (specs, rows, rows), rows))
     place = jax.sharding.NamedSharding(engine.placed.mesh, rows)
     tokens_BT = jax.device_put(tokens_BT.astype(np.int32), place)

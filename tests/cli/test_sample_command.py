@@ -1,10 +1,14 @@
 """jaxscale sample: what a person types, sees, and is told."""
 
 import functools
+import http.client
 import io
 import json
 import re
 import shutil
+import signal
+import subprocess
+import sys
 
 import made_model
 import pytest
@@ -108,6 +112,27 @@ def test_ctrl_c_ends_a_text_of_a_person_and_an_answer_to_a_flag_altogether(chat_
     monkeypatch.setattr("sys.stdout", Interrupted(at=1))
     with pytest.raises(KeyboardInterrupt):
         sample.main([*flags, "--chat", "--prompt=one", "--prompt=two"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("while_it_writes", [False, True])
+def test_ctrl_c_ends_the_chat_page_in_time_and_without_a_word(chat_workdir, while_it_writes):
+    flags = [f"--workdir={chat_workdir}", "--chat", "--serve=0", "--num_tokens=9000", "--context=9999", "--devices=1"]
+    command = [sys.executable, "-m", "jaxscale.cli.sample", *flags, "--temperature=2"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            port = next(int(line.split(":")[2].partition("/")[0]) for line in server.stderr if line.startswith("http"))
+            if while_it_writes:
+                asked = http.client.HTTPConnection("127.0.0.1", port, timeout=300)
+                said = json.dumps({"messages": [{"role": "user", "content": "hi"}]})
+                asked.request("POST", "/say", said, {"Content-Type": "application/json"})
+                answer = asked.getresponse()
+                assert "text" in json.loads(answer.readline())  # it is compiled, and goes on
+            server.send_signal(signal.SIGINT)
+            told = server.communicate(timeout=100)[1]
+        finally:
+            server.kill()
+    assert server.returncode == 0 and [line for line in told.splitlines() if not line.startswith("compil")] == []
 
 
 @pytest.mark.soak

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 import tiny
 
@@ -24,10 +25,14 @@ def test_a_sample_is_longer_than_the_rows_of_training_and_never_ends_a_document(
     shared = tiny.program()
     sample = SampleConfig(num_tokens=50, prompt="\1", temperature=9.0, top_k=0)
     program = dataclasses.replace(shared, cfg=dataclasses.replace(shared.cfg, sample=sample))
-    write, state = make_sample(program, Letters()), shared.init()
+    said = []
+    write, state = make_sample(program, Letters(), said.append), shared.init()
     text = write(state)
     assert len(text) == 51 > tiny.SEQ_LEN and set(text) <= set("0123456") and len(set(text[20:])) > 3
     assert write(state) == text
+    assert [line.partition(" for ")[0] for line in said if "compiling" in line] == ["sample: compiling"]
+    lost = write(state._replace(params=jax.tree.map(lambda leaf: leaf * np.nan, state.params)))
+    assert lost.startswith("(no text: the model gives no finite numbers for token 1")  # and the run goes on
     assert write(state._replace(params=jax.tree.map(lambda leaf: leaf * 3, state.params))) != text
     halves = [text[i : i + 8] for i in range(16, 48, 8)]
     assert len(set(halves)) == len(halves)  # each row has draws of its own
