@@ -14,6 +14,7 @@ import numpy as np
 
 from generators import by_hand
 from generators.by_hand import FLOAT32, MIXED, NO_MASTER
+from generators.scaling import HOFFMANN
 from generators.words import table
 from jaxscale import config, units
 from jaxscale.config import RunConfig
@@ -184,6 +185,19 @@ def ten_million() -> str:
     return table(head, rows)
 
 
+def lowest_params(flops: float, law: scaling.LossFit) -> float:
+    """N where the law is lowest for so many operations: its slope in N along 6 N D = C is zero there."""
+    both = law.alpha + law.beta
+    return (law.alpha * law.A / (law.beta * law.B)) ** (1 / both) * (flops / 6) ** (law.beta / both)
+
+
+def valley(factor: float, flops: float = 6e23) -> float:
+    """Nats a token that so many times the best size costs, by the refit."""
+    best = lowest_params(flops, scaling.BESIROGLU)
+    at = lambda params: scaling.predicted_loss(params, flops / scaling.train_flops(params, 1))
+    return at(factor * best) - at(best)
+
+
 def published_runs() -> str:
     """Days of A100 that published amounts of computation take, at the whole peak and at what runs reach."""
     runs = (
@@ -279,6 +293,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "optimal_6e23": lambda: f"{best_of(6e23).params / 1e9:.1f}B on {best_of(6e23).tokens / 1e12:.2f}T",
     "optimal_gpt3": lambda: f"{best_of(3.14e23).params / 1e9:.0f}B on {best_of(3.14e23).tokens / 1e12:.2f}T",
     "over_7b": lambda: f"{1e12 / scaling.optimal_tokens(7e9):.1f}",
+    "valley_half": lambda: f"{valley(0.5):.3f}",
+    "valley_double": lambda: f"{valley(2):.3f}",
+    "valley_quarter": lambda: f"{valley(0.25):.3f}",
+    "lowest_refit": lambda: f"{6e23 / 6 / lowest_params(6e23, scaling.BESIROGLU) ** 2:.0f}",
+    "lowest_first_fit": lambda: f"{6e23 / 6 / lowest_params(6e23, HOFFMANN) ** 2:.0f}",
     "double_growth": lambda: f"{best_of(2e24).params / best_of(1e24).params:.2f}",
     "spike_ratio": lambda: f"{GUARD.spike_ratio:g}",
     "guard_window": lambda: f"{GUARD.window_steps}",

@@ -98,6 +98,19 @@ def test_numbers_are_those_that_the_questions_have(name, said):
     assert figures.FIGURES[name]() == said
 
 
+def test_nothing_near_is_lower_than_the_lowest_size():
+    for law in (figures.scaling.BESIROGLU, figures.HOFFMANN):
+        best = figures.lowest_params(6e23, law)
+        losses = {
+            size: figures.scaling.predicted_loss(size * best, 1e23 / (size * best), law) for size in (0.99, 1, 1.01)
+        }
+        assert losses[1] < min(losses[0.99], losses[1.01])
+    refit = figures.scaling.predicted_loss
+    grid = [refit(size * 1e9, 1e23 / (size * 1e9)) for size in range(10, 500)]
+    half = figures.lowest_params(6e23, figures.scaling.BESIROGLU) / 2
+    assert figures.valley(0.5) == pytest.approx(refit(half, 1e23 / half) - min(grid), abs=1e-6)
+
+
 def test_a_slower_network_slows_a_step_down():
     fast, slow = (figures.plan_of("7b", "h100:64x8", network).speed for network in (1.0, 0.1))
     assert slow.link_seconds > 4 * fast.link_seconds and slow.step_seconds.low > fast.step_seconds.high
@@ -178,6 +191,14 @@ def strange_names(text, folder):
     roots = (ROOT, ROOT / "jaxscale", ROOT / "docs", folder)
     files = {file for file in FILE.findall(text) if not any((root / file).exists() for root in roots)}
     return sorted(word for word in dotted - begins if word.partition(".")[0] in groups) + sorted(files)
+
+
+def test_the_list_of_files_in_the_readme_has_all_modules_at_the_top():
+    listed = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The files")[2]
+    places = [path for path in (ROOT / "jaxscale").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    names = [path.name if path.suffix else f"{path.name}/" for path in places if not path.name.startswith("__")]
+    missing = [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}", listed)]
+    assert len(names) > 30 and not missing
 
 
 def test_settings_and_files_that_sentences_name_are_there():
