@@ -193,6 +193,16 @@ def strange_names(text, folder):
     return sorted(word for word in dotted - begins if word.partition(".")[0] in groups) + sorted(files)
 
 
+def test_the_way_to_add_a_model_names_all_that_is_asked_of_one():
+    code = (ROOT / "jaxscale" / "models" / "__init__.py").read_text(encoding="utf-8")
+    by_kind = {node.name for node in api.ast.parse(code).body if "isinstance(cfg," in api.ast.unparse(node)}
+    asked = (
+        by_kind | set(re.findall(r"MODELS\[type\(cfg\)\]\[1\]\.(\w+)", code)) | {"MODELS", "AnyModelConfig", "DECODERS"}
+    )
+    page = (ROOT / "docs" / "howto" / "add_model.md").read_text(encoding="utf-8")
+    assert len(asked) > 8 and not [name for name in asked if f"`{name}" not in page]
+
+
 def test_the_list_of_files_in_the_readme_has_all_modules_at_the_top():
     listed = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The files")[2]
     places = [path for path in (ROOT / "jaxscale").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]

@@ -35,6 +35,12 @@ def test_xpk_starts_again_at_the_same_codes():
     assert [int(code) for code in codes.split(",")] == list(STARTED_AGAIN)  # death by signal by itself
 
 
+def test_the_readme_names_each_code_and_those_that_are_started_again():
+    (text,) = re.findall(r"^Exit codes: (.*?)\. While", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    found = {int(code): "(start again)" in what for code, what in re.findall(r"(\d+) ([^\d]+)", text)}
+    assert found == {int(code): code in STARTED_AGAIN for code in Exit}
+
+
 def test_the_page_tells_each_code_as_it_is():
     text = (ROOT / "docs" / "survive.md").read_text()
     rows = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \| (yes|no) \|$", text, re.MULTILINE)
