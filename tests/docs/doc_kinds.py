@@ -33,7 +33,13 @@ SMALL = (
     "--config.sample.num_tokens=5",
     "--config.train_tokens=6 steps",
 )
-FEWER = ("--config.train_tokens=4 steps", "--config.eval.num_rows=8", "--config.sample.num_tokens=5")
+FEWER = (
+    "--config.train_tokens=4 steps",
+    "--config.model.num_layers=1",
+    "--config.batch_tokens=8 rows",
+    "--config.eval.num_rows=8",
+    "--config.sample.num_tokens=5",
+)
 NEWEST = (("--steps=4000", "--steps=20"), ("--last=5", "--last=2"))
 
 KINDS = (
