@@ -23,9 +23,9 @@ MOST_EVENTS = 20_000  # the newest; about 20 MB
 MOST_SAMPLES = 200
 LONGEST_VALUE = 200  # characters of a text among the numbers
 LONGEST_TEXT = 20_000  # characters of a sample
+VITALS = ("goodput/", "device/")  # in every row, whatever else it is about: Writer's vitals
 GROUP = 10  # rows, of which thinning keeps at most half
 LARGEST = float(2**63)  # an integer beyond it is no measurement
-VITALS = ("goodput/", "device/")  # of the moment, in each record
 KNOWN = ("metrics.jsonl", "events.jsonl", "config.json")
 OTHERS = ("abandoned.jsonl", "samples.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
 LEDGERS = "supervise*.jsonl"  # one for each host that supervises
@@ -194,7 +194,7 @@ class Metrics:
 
 
 def shared_names(a: Row, b: Row) -> bool:
-    """True if both rows tell of the same metric, but for what every record has."""
+    """True if both rows tell of the same metric, what every row tells of the moment when it was written left out."""
     return any(name in b for name in a if name not in ("step", "nonfinite") and not name.startswith(VITALS))
 
 

@@ -13,6 +13,7 @@ from jaxscale.hosts.watchdog import HangConfig, Watchdog
 from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.goodput import KINDS, Ledger, goodput_of, iso_time, last_record, own_age_seconds
+from jaxscale.monitor.history import read_history
 from jaxscale.monitor.writers import kept_lines
 
 
@@ -279,6 +280,9 @@ def test_a_real_run_that_is_stopped_and_gone_on_with_adds_up(tmp_path):
     assert main.main([*command, "--stop_after=8"]) == 0
     assert main.main(command) == 0
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    shown = read_history(tmp_path / "run")  # a row of training and one of validation at steps 6 and 12
+    assert shown.problems == shown.abandoned == () and shown.series("loss")[0] == [*range(1, 13)]
+    assert [record["step"] for record in records if "validation/loss" in record] == shown.series("validation/loss")[0]
     for record in records:
         kinds = [record[f"goodput/{kind}_seconds"] for kind in KINDS if kind != "idle"]
         assert sum(kinds) == pytest.approx(record["goodput/wall_seconds"], rel=0.01) and min(kinds) >= 0

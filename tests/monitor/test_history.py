@@ -21,10 +21,17 @@ def losses(found):
 
 
 def test_training_and_validation_of_one_step_are_both_kept(tmp_path):
-    write(tmp_path, [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "validation/loss": 2.5}])
+    vitals = {"goodput/wall_seconds": 9.0, "goodput/step_seconds": 8.0, "device/power_watts": 300.0}
+    rows = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0}, {"step": 2, "validation/loss": 2.5}]
+    rows += [{"step": 2, "evals/wiki/acc": 0.5}]
+    write(tmp_path, [row | vitals for row in rows])
     found = read_history(tmp_path)
     assert losses(found) == [(1, 3.0), (2, 2.0)] and found.series("validation/loss") == ([2], [2.5])
-    assert found.abandoned == () and found.last_step == 2
+    assert found.series("evals/wiki/acc") == ([2], [0.5])
+    assert found.abandoned == () and found.last_step == 2 and not any("twice" in line for line in found.problems)
+    write(tmp_path, [row | vitals for row in [*rows, *rows[1:]]])  # killed after them, and run again
+    found = read_history(tmp_path)
+    assert losses(found) == [(1, 3.0), (2, 2.0)] and len(found.rows) == 4 and len(found.abandoned) == 3
 
 
 def test_a_torn_last_line_and_damaged_ones_are_left_out_and_told(tmp_path):
