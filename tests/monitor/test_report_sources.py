@@ -56,13 +56,16 @@ def test_batches_that_were_left_out_count_for_nobody():
     assert kept_ranges(96, [(12, 20), (10, 13), (90, 99)]) == [(0, 10), (20, 90)]
 
 
-def test_the_table_tells_tokens_shares_and_epochs_and_an_older_run_what_it_can():
-    cells = lambda run: [html.unescape(c) for c in re.findall(r"<td[^>]*>(.*?)</td>", source_table(run))]
+def test_the_table_tells_tokens_shares_and_epochs_and_leaves_out_what_it_knows_of_no_source():
+    inside = lambda tag: rf"<{tag}(?: [^>]*)?>(.*?)</{tag}>"
+    texts = lambda run, tag: [html.unescape(cell) for cell in re.findall(inside(tag), source_table(run))]
+    first = lambda run: dict(zip(texts(run, "th"), texts(run, "td")))
+    known = {"source": "web", "planned share": "80%, then 50%", "last training loss": "2.5"}
     _, run = history(97)
-    row = cells(run)[:7]
-    assert row[:2] == ["web", "80%, then 50%"] and row[6] == "2.5"
-    assert row[2] == "7.81K" and row[3] == "62.2%" and row[4] == "0.122"
+    assert first(run) == known | {"tokens seen": "7.81K", "of all": "62.2%", "epochs": "0.122"}
+    _, capped = history(97, caps={"math": 1.5})
+    assert first(capped)["most epochs"] == "none" and "1.5" in texts(capped, "td")
     _, old = history(97, with_stages=False)
-    assert cells(old)[2:5] == ["n/a", "n/a", "n/a"]
+    assert first(old) == known
     _, one = history(97, mixture={"web": 0.75, "code": 0.25}, with_stages=False)
-    assert cells(one)[2:5] == ["9.41K", "75%", "n/a"]
+    assert first(one) == known | {"planned share": "75%", "tokens seen": "9.41K", "of all": "75%"}

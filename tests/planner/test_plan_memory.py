@@ -41,6 +41,8 @@ CASES = list(preflights())  # the factors of planner/memory.py were fitted to th
 HELD_OUT = [
     ("1b", "v5e:2x4", {"train.num_microbatches": "16"}, 5.474),  # docs/statistics.md
     ("gpt2_124m", "v5e:2x2", {"train.num_microbatches": "64"}, 3770.0 / 1024),  # without remat
+    ("175b", "v5p:8x8x8", {}, 28_465_545_056 / GIB),
+    ("ladder", "v5e:2x2", {}, 13_525_504 / GIB),  # without remat, float32
 ]
 # Without remat. From the buffer assignments of these planner/residuals.py was written; no further number was fitted.
 WITHOUT_REMAT = [

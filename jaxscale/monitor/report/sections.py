@@ -15,10 +15,14 @@ MOST_LINES = 12  # in one plot of a page of one run
 HEAT_FROM = 4  # rows: fewer are lines
 STATISTICS = (
     ("activation_rms", "Activations", "root mean square"),
+    ("attention_rms", "What attention adds", "root mean square"),
+    ("mlp_rms", "What the MLP adds", "root mean square"),
     ("attention_logit_max", "Largest attention logit", ""),
     ("attention_logit_bound", "Bound of the largest attention logit", "max|q| max|k|"),
     ("grad_norm", "Gradient norm by group", ""),
     ("update_ratio", "Update-to-weight ratio by group", ""),
+    ("update_norm", "Norm of the update by group", ""),
+    ("weight_norm", "Norm of the weights by group", ""),
 )
 
 

@@ -15,6 +15,7 @@ from jaxscale.monitor.report.tables import n, run_name, table
 from jaxscale.monitor.report.text import escape, percent, plain
 from jaxscale.monitor.report.words import described, is_pair
 
+UNTOLD = (n("n/a"), n("none"))  # a column of these alone is left out
 Stage = tuple[float, dict[str, float]]  # first row in the stream, weights
 
 
@@ -90,7 +91,9 @@ def source_table(history: History) -> str:
             n(plain(history.latest(f"validation/{name}/bits_per_byte"))),
         ))  # fmt: skip
     head = ("source", "planned share", "tokens seen", "of all", "epochs", "most epochs", "last training loss")
-    return table((*head, "held-out bits/byte"), rows)
+    columns = zip((*head, "held-out bits/byte"), zip(*rows))
+    known = [(title, cells) for title, cells in columns if any(cell not in UNTOLD for cell in cells)]
+    return table([title for title, _ in known], zip(*(cells for _, cells in known)))
 
 
 def rows_by_source(history: History) -> dict[str, float]:
