@@ -229,7 +229,7 @@ def assumption_lines(plan: Plan) -> list[str]:
     if plan.kept is None:
         found.append(
             "memory: the state exactly; activations and padding are an estimate: the whole was within 15% of the "
-            "compiler's for the shipped configs that were compared, and up to 35% above it for TPU programs of a few "
+            "compiler's for the shipped configs that were compared, and up to 44% above it for TPU programs of a few "
             "hundred MiB (docs/plan.md)"
         )
     return [line for text in found for line in wrapped(text, INDENT, INDENT + "  ")]
