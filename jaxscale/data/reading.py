@@ -18,7 +18,7 @@ from jaxscale.data.document import Document
 from jaxscale.data.sources import SourceFile, read_file
 from jaxscale.data.tokenizer.base import Tokenizer
 
-VERSION = 1  # of how conversations become ids: another number where the same records would give others
+VERSION = 2  # of how conversations become ids: another number where the same records would give others
 LATER = ("too_long",)  # settings of data.chat that are read when rows are made of the ids
 
 Encoded = tuple[np.ndarray, np.ndarray | None]  # ids without the end of the document; learned or not, for that end too
@@ -41,9 +41,8 @@ def make_reading(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], Non
     template, guard = load_template(tokenizer, cfg.chat), Guard(tokenizer.special_ids)
     say(f"chat template: {template.name}")
     settings = {key: value for key, value in dataclasses.asdict(cfg.chat).items() if key not in LATER}
-    made_from = json.dumps(
-        [VERSION, template.fingerprint, sorted(tokenizer.special_ids.items()), settings], sort_keys=True
-    )
+    names = sorted(tokenizer.special_ids.items())
+    made_from = json.dumps([VERSION, template.fingerprint, template.begin, names, settings], sort_keys=True)
     return Reading(
         lambda file, skipped: iter(read_samples(file, cfg, template, guard, skipped)),
         lambda items: encode_written(tokenizer, items),

@@ -33,7 +33,7 @@ def read_samples(
     """
     if not unpacked_name(file.path).endswith(JSON_LINES):
         for document in read_file(file, cfg, skipped):
-            yield Sample(document, write_pair(Pair("", document.text)))
+            yield Sample(document, write_pair(Pair("", document.text), template.begin))
         return
     try:
         for offset, number, line, record in records(file.path, cfg, skipped):
