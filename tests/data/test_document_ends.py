@@ -82,7 +82,8 @@ def test_a_row_learns_the_end_that_the_model_stops_at(tmp_path, name, record):
 
 
 def test_text_among_conversations_begins_as_prompts_do_whatever_file_it_is_in(tmp_path):
-    path = folder_of(tmp_path, bos_token="<|im_start|>", add_bos_token=True)
+    about = {"template": chat_tokenizers.CHATML, "bos_token": "<|im_start|>"}
+    path = folder_of(tmp_path, **about, add_bos_token=True)
     (tmp_path / "a.jsonl").write_text('{"text": "hi there"}\n')
     (tmp_path / "a.txt").write_text("hi there")
     rows = {}
@@ -91,7 +92,7 @@ def test_text_among_conversations_begins_as_prompts_do_whatever_file_it_is_in(tm
         rows[name] = corpus.batches(1).batch(0)
     assert rows["a.txt"].tokens[0, 0] == START
     np.testing.assert_array_equal(rows["a.txt"].tokens, rows["a.jsonl"].tokens)
-    folder_of(tmp_path, bos_token="<|im_start|>", add_bos_token=False)  # the same files, and another rule beside them
+    folder_of(tmp_path, **about, add_bos_token=False)  # the same files, and another rule beside them
     corpus = open_corpus(tmp_path, name="chat", files=str(tmp_path / "a.jsonl"), tokenizer=path)
     assert START not in corpus.batches(1).batch(0).tokens
 
