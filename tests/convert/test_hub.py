@@ -116,7 +116,7 @@ def test_a_hub_that_refuses_is_told_in_a_line_without_the_token(server, tmp_path
         monkeypatch.setenv(name, value)
     (tmp_path / "config.json").write_text("{}")
     server.state["refuse"] = True
-    with pytest.raises(Stop, match="is whole, and org/name on the Hub did not take it: .*; run the same command") as caught:
+    with pytest.raises(Stop, match="is whole, and org/name on the Hub did not take it: .*; run the same") as caught:
         hub.push_folder(tmp_path, "org/name", "message")
     assert TOKEN not in str(caught.value) and "\n" not in str(caught.value) and caught.value.code == Exit.STORAGE
 
