@@ -84,6 +84,8 @@ def main(folder):
     with contextlib.redirect_stdout(io.StringIO()) as said:
         assert evaluate.main([*flags, f"--lm_eval={','.join(tasks)}", f"--include_path={folder}/tasks", "--json"]) == 0
     found["said"] = said.getvalue()
+    chat = ["--lm_eval=ask", f"--include_path={folder}/tasks", "--chat", "--num_fewshot=1"]
+    assert evaluate.main([*flags, *chat]) == 0
     data = [f"--choice=ask={folder}/ask.jsonl", f"--cloze=guess={folder}/guess.jsonl"]
     assert evaluate.main([*flags, *data, f"--text=read={folder}/read.jsonl", f"--stride={CONTEXT}"]) == 0
     found["verb"] = [json.loads(line) for line in (folder / "run/evals.jsonl").read_text().splitlines()]

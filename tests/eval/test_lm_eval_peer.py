@@ -149,7 +149,9 @@ def test_every_task_has_the_same_result(found, how):
 
 def test_the_verb_says_the_same_with_tasks_and_with_files(found):
     theirs = found["theirs"]["results"]
-    of_tasks, of_files = found["verb"]
+    of_tasks, of_chat, of_files = found["verb"]
+    wanted = found["theirs"]["chat"]["ask"]["acc_norm,none"]
+    assert of_chat["evals/ask/acc_norm"] == pytest.approx(wanted, rel=TOLERANCE)
     assert json.loads(found["said"])["evals/ask/acc"] == of_tasks["evals/ask/acc"]  # and not a line that lm-eval prints
     for task, metric in [("ask", "acc"), ("ask", "acc_norm"), ("ask", "acc_bytes"), ("guess", "acc"),
                          ("guess", "perplexity"), ("read", "bits_per_byte")]:  # fmt: skip
