@@ -41,12 +41,14 @@ def test_a_run_that_is_measured_is_the_same_and_its_numbers_are_in_the_metrics(t
     wanted = tiny.host(loop.train(plain))
     program = plain.program
     monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, budget: dataclasses.replace(program, cfg=cfg))
-    run = open_tiny(tmp_path / "run", files, evals_of(files), {"train.ema.decay": 0.5})
+    begun = open_tiny(tmp_path / "run", files, evals_of(files), {"train.ema.decay": 0.5})
+    loop.train(dataclasses.replace(begun, stop_after=3))
+    run = open_tiny(tmp_path / "run", files, evals_of(files), {"train.ema.decay": 0.5})  # goes on
     tiny.assert_same_bits(tiny.host(loop.train(run)), wanted)
     history = read_history(tmp_path / "run")
     steps, values = history.evaluated("evals/wiki/bits_per_byte")
-    assert steps == [0, 2, 4, 5] and values[0] > values[-1]
-    assert history.evaluated("evals/words/acc")[0] == [5]
+    assert steps == [0, 2, 3, 4, 5] and values[0] > values[-1] and not history.abandoned
+    assert history.evaluated("evals/words/acc")[0] == [3, 5] and history.series("loss")[0] == [1, 2, 3, 4, 5]
     assert history.evaluated("evals_ema/wiki/bits_per_byte")[0] == steps
     assert history.series("evals_seconds")[0] == steps
     scorer = run.evaluators[0].evaluate.args[0]
