@@ -180,6 +180,16 @@ def test_the_average_of_adapters_is_opened_with_the_base_that_has_none(base, tmp
     }
     assert ends and all(map(is_adapter, ends))
 
+    merge_lora(run, 2, tmp_path / "merged", what="ema")
+    merged = open_model(str(tmp_path / "merged"), say=lambda line: None)
+    tokens_BT = tiny.packed_batch(5, rows=4, seq_len=32, vocab=256)
+    found, wanted, newest = (
+        np.asarray(make_token_losses(one)(tokens_BT))
+        for one in (merged, model, open_model(str(tmp_path / "tuned"), say=lambda line: None))
+    )
+    np.testing.assert_allclose(found, wanted, atol=1e-5)  # float32, summed in another order
+    assert np.abs(found - newest).max() > 1e-4
+
 
 def test_a_damaged_adapter_is_named(base, tmp_path):
     run = tuned(tmp_path / "tuned", base, steps=2, **LORA)
