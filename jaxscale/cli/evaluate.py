@@ -252,13 +252,13 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
     return lambda model: measure_all(evaluators, scorer, model) | tasks(model)
 
 
-def reading_of(model: LoadedModel, context: int | None) -> Reading:
+def reading_of(model: LoadedModel, context: int) -> Reading:
     """How the model reads text. Raises ValueError for a model that cannot, and for a context that is too long."""
     if not isinstance(model.cfg, DECODERS):
         raise ValueError(f"model.name={model.cfg.name!r} does not read from left to right; llama and gpt2 do")
     if model.kept is None:
         raise ValueError(f"{model.path} does not say with which tokenizer its ids were made")
-    context, limit = context or model.seq_len, max_seq_len(model.cfg)
+    limit = max_seq_len(model.cfg)
     if limit is not None and context > limit:
         raise ValueError(f"--context={context} is longer than the model can read, max_seq_len={limit}")
     return Reading.of(model.kept.tokenizer, model.kept.begin_ids, context)

@@ -73,7 +73,7 @@ def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, 
         sets = {source: one.loaded() for source, one in sets.items()}
         for one in sets.values():
             if not any(len(ids) for block in one.held for ids, _ in block):
-                raise ValueError(f"{where}: {one.nothing}")
+                raise ValueError(f"{where}: {one.nothing(one.left_out)}")
 
     def measure(scorer: Scorer, params: Any) -> dict[str, float]:
         skipped: Counter = Counter()

@@ -134,8 +134,8 @@ class TextSet:
 
     def measure(self, scorer: Scorer, params: Any, skipped: Counter) -> list[Measured]:
         """Each document that has a token. Raises ValueError where there is none."""
-        found = []
-        for block in self.blocks(skipped):
+        found, left_out = [], Counter()
+        for block in self.blocks(left_out):
             spans, owners = [], []
             for number, (ids, _) in enumerate(block):
                 own = document_spans(ids, self.reading.start_ids, self.reading.context, self.stride)
@@ -146,13 +146,15 @@ class TextSet:
             nats = np.bincount(owners, weights=scores.nats, minlength=len(block)) if owners else []
             found += [Measured(float(sum_), len(ids), size) for sum_, (ids, size) in zip(nats, block) if len(ids)]
         if not found:
-            raise ValueError(self.nothing)
+            raise ValueError(self.nothing(left_out))
+        skipped.update(left_out)
         return found
 
-    @property
-    def nothing(self) -> str:
-        """That there is no text, for people."""
-        return f"{', '.join(file.path for file in self.files[:3])} hold no text to measure"
+    def nothing(self, left_out: Counter) -> str:
+        """That there is no text, and what was left out, for people."""
+        why = ", ".join(f"{number:,} {reason}" for reason, number in left_out.items())
+        files = ", ".join(file.path for file in self.files[:3])
+        return f"no text to measure in {files}" + (f" (left out: {why})" if why else "")
 
     @property
     def fingerprint(self) -> str:
