@@ -9,12 +9,14 @@ import made_model
 import numpy as np
 import pytest
 import tiny
+from gcs_emulator import Emulator
 
 from jaxscale import schema
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.cli.sample import read_prompts
 from jaxscale.exits import Exit, Stop
-from jaxscale.inference import kind_of, make_token_losses, open_model
+from jaxscale.inference import at_step, kind_of, make_token_losses, open_model
 from jaxscale.models import AnyModelConfig
 from jaxscale.sharding.mesh import MeshConfig
 
@@ -63,6 +65,26 @@ def test_an_older_step_and_the_average_can_be_named(workdir, where):
     assert model.step == average.step == 3
     halves = jax.tree.map(lambda leaf: leaf / 2, tiny.host(model.params))
     tiny.assert_same_bits(tiny.host(average.params), halves)
+
+
+def test_a_model_is_opened_out_of_a_bucket_and_prompts_are_read_there(workdir, monkeypatch):
+    folder, _ = workdir
+    with Emulator() as bucket:
+        for name, value in bucket.environment().items():
+            monkeypatch.setenv(name, value)
+        for path in folder.rglob("*"):
+            if path.is_file():
+                bucket.put("bucket", f"run/{path.relative_to(folder)}", path.read_bytes())
+        bucket.put("bucket", "prompts.txt", "é\nb\n".encode())
+        model = open_model("gs://bucket/run", step=3, **QUIET)
+        newest = at_step(model, 7)
+        assert read_prompts([], "gs://bucket/prompts.txt") == ["é", "b"]
+    assert (model.path, newest.path) == ("gs://bucket/run/checkpoints/3", "gs://bucket/run/checkpoints/7")
+    assert model.tokenizer.name == "bytes" and model.kept.stop_ids == (256,)
+    for found in (model, newest):
+        tiny.assert_same_bits(
+            tiny.host(found.params), tiny.host(open_model(str(folder), step=found.step, **QUIET).params)
+        )
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
