@@ -96,6 +96,21 @@ def test_the_likeliest_tokens_are_those_of_full_passes(name, mesh):
             row.append(token)
 
 
+def test_a_penalty_is_for_the_tokens_of_the_prompt_and_for_those_drawn_since():
+    steps = list(generator("llama", "one").generate(PROMPTS, Sampling(temperature=0.0, repetition_penalty=5.0), 8))
+    texts, plain = np.stack(steps, axis=1).tolist(), 0
+    for prompt, text in zip(PROMPTS, texts):
+        row = list(prompt)
+        for token in text:
+            logits_V = full_logits("llama", row).copy()
+            plain += token == int(np.argmax(logits_V))
+            seen = sorted(set(row))
+            logits_V[seen] = np.where(logits_V[seen] > 0, logits_V[seen] / 5, logits_V[seen] * 5)
+            assert token == int(np.argmax(logits_V))
+            row.append(token)
+    assert plain < 32  # it mattered
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("name, mesh", [("llama", "tensor=2"), ("gpt2", "fsdp=4")])
 def test_logits_are_those_of_full_passes(name, mesh):
