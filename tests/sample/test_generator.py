@@ -147,12 +147,12 @@ def test_the_same_seed_gives_the_same_text_whatever_the_mesh_and_the_batch():
     assert text_of(generator("llama", "one", batch=1), [PROMPTS[3]], 0, settings, 8) != alone
 
 
-@pytest.mark.soak
 def test_equal_prompts_get_different_texts_and_each_of_them_can_be_had_alone():
-    settings, made = Sampling(temperature=1.0), generator("gpt2", "one")
-    both = [text_of(made, [PROMPTS[1], PROMPTS[1]], row, settings, 3) for row in (0, 1)]
-    assert both[0] != both[1]
-    assert text_of(made, [PROMPTS[1]], 0, settings, 3, numbers=[1]) == both[1]
+    settings, made, prompt = Sampling(temperature=1.0), generator("llama", "one"), PROMPTS[1]
+    first, second = (text_of(made, [prompt, PROMPTS[0], prompt], row, settings, 3) for row in (0, 2))
+    assert first != second and text_of(made, [prompt], 0, settings, 3) == first
+    assert text_of(made, [prompt], 0, settings, 3, numbers=own_numbers([prompt, prompt])[1:]) == second
+    assert text_of(made, [prompt], 0, settings, 4) != first
 
 
 def test_each_prompt_draws_by_itself_whatever_is_beside_it():
