@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import datetime
-import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -130,9 +129,15 @@ def go_on_from_lines(talk: Talk, generator: Generator) -> int:
     kept = talk.model.kept
     for line in lines_of_person():
         ids, written = [*kept.begin_ids, *kept.tokenizer.encode(line).tolist()], []
-        show_to_person(talk, itertools.chain([line], continued(talk, generator, ids, kept.stop_ids, written)))
+        show_to_person(talk, behind(line, continued(talk, generator, ids, kept.stop_ids, written)))
         talk.tell_speed(generator.timing, written)
     return 0
+
+
+def behind(prompt: str, pieces: Iterator[str]) -> Iterator[str]:
+    """Yields the pieces of a text, the prompt before the first: nothing comes before what is told of compiling it."""
+    yield prompt + next(pieces, "")
+    yield from pieces
 
 
 def continued(
