@@ -14,11 +14,14 @@ import made_model
 import pytest
 import verbs
 
-from jaxscale.cli import sample
+from jaxscale.cli import sample, sample_chat
 from jaxscale.data.chat.config import ChatConfig
 from jaxscale.data.chat.template import load_template
 from jaxscale.data.tokenizer.kept import keep_tokenizer
 from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.sample.choose import GREEDY
+from jaxscale.sample.generator import Timing
+from jaxscale.sample.text import Written
 
 written, told = functools.partial(verbs.printed, sample), functools.partial(verbs.told, sample)
 
@@ -49,13 +52,26 @@ def test_prompts_of_a_file_are_written_in_batches_of_several_samples_on_a_mesh(w
     file = tmp_path / "prompts.jsonl"
     file.write_text('"a long beginning"\n{"prompt": "b"}\n\n{"text": "c"}\n')
     flags = [f"--workdir={workdir}", f"--prompts={file}", "--num_samples=2", "--num_tokens=5", "--seed=4", "--json"]
-    out, _ = written(capsys, *flags, "--batch=4", "--mesh.data=2", "--mesh.tensor=2")
+    out, err = written(capsys, *flags, "--batch=4", "--mesh.data=2", "--mesh.tensor=2")
+    assert "tokens/s in 4 rows" in err and "tokens/s in 2 rows" in err
     found = [json.loads(line) for line in out.splitlines()]
     assert [(line["prompt"], line["sample"]) for line in found] == [
         (prompt, number) for prompt in ("a long beginning", "b", "c") for number in (0, 1)
     ]
     assert all(line["tokens"] == 5 or line["reason"] == "end" for line in found)
     assert found[0]["text"] != found[1]["text"]
+
+
+def test_the_speed_is_of_tokens_that_are_in_a_text_and_of_no_prompt():
+    said = []
+    talk = sample_chat.Talk(None, GREEDY, (), 100, 0, said.append)
+    timing = Timing(9.0, 0.5, prompt_tokens=20, decode_seconds=2.0, decoded_tokens=70)
+    talk.tell_speed(timing, [Written(tokens=31), Written(tokens=11), Written(tokens=0)])
+    talk.tell_speed(timing, [Written(tokens=1)])
+    assert said == [
+        "prefill 20 tokens, 40 tokens/s; decode 40 tokens, 20 tokens/s in 3 rows",
+        "prefill 20 tokens, 40 tokens/s",
+    ]
 
 
 class Interrupted(io.StringIO):
