@@ -43,8 +43,9 @@ def test_a_text_goes_to_stdout_behind_its_prompt_and_its_speed_beside_it(workdir
     assert re.fullmatch(r"compiled in [0-9.]+ s", compiled)
     stop = out[2:].rstrip("\n")[3:5]
     same = ["--prompt=hi", "--num_tokens=12", "--temperature=0"]
-    shorter, err = written(capsys, f"--workdir={workdir}", *same, f"--stop={stop}")
-    assert shorter == out.partition(stop)[0] + "\n"
+    shown, err = written(capsys, f"--workdir={workdir}", *same, f"--stop={stop}", "--json")
+    shorter = json.loads(shown)
+    assert (shorter["text"], shorter["reason"]) == (out[2:].partition(stop)[0], "stop")
     assert int(re.search("decode ([0-9]+) tokens", err)[1]) < 11  # those behind the stop text do not count
 
 
@@ -58,7 +59,7 @@ def test_prompts_of_a_file_are_written_in_batches_of_several_samples_on_a_mesh(w
     assert [(line["prompt"], line["sample"]) for line in found] == [
         (prompt, number) for prompt in ("a long beginning", "b", "c") for number in (0, 1)
     ]
-    assert all(line["tokens"] == 5 or line["reason"] == "end" for line in found)
+    assert all(line["reason"] == ("length" if line["tokens"] == 5 else "end") for line in found)
     assert found[0]["text"] != found[1]["text"]
 
 
