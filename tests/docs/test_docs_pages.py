@@ -11,7 +11,7 @@ from shell_blocks import ROOT
 from jaxscale import cli, schema
 from jaxscale.config import RunConfig
 from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.exits import ADVICE, Exit
+from jaxscale.exits import ADVICE, Exit, may_start_again
 
 sys.path[:0] = [str(ROOT / "docs")]
 from generators import api, figures, nav, reading, recipes, words  # noqa: E402
@@ -40,10 +40,17 @@ def test_every_setting_verb_code_chip_and_config_is_in_the_reference(made):
     names = [name for name, *_ in schema.describe(RunConfig)]
     page = made["reference/settings.md"]
     assert len(names) > 200 and not [name for name in names if f"| `{name}`" not in page]
+    free = schema.changeable(RunConfig)  # what may change when a run goes on is marked
+    may = lambda name: any(name == one or name.startswith(f"{one}.") for one in free)
+    assert (
+        not [name for name in names if (f"| `{name}` **c** |" in page) != may(name)] and may("mesh") and not may("seed")
+    )
     assert all(f"reference/verbs/{verb}.md" in made for verb in cli.VERBS)
     plan = made["reference/verbs/plan.md"]
     assert "--topology=NAME" in plan and "model.vocab_size" not in plan
-    assert all(f"| {int(code)} | `{code.name}` | {ADVICE[code][0]}" in made["reference/exit_codes.md"] for code in Exit)
+    for code in Exit:
+        (row,) = re.findall(rf"^\| {int(code)} \| `{code.name}` \| .*$", made["reference/exit_codes.md"], re.M)
+        assert ADVICE[code][0] in row and row.endswith("| yes |" if may_start_again(code) else "| no |")
     assert all(f"`{kind}`" in made["reference/chips.md"] for kind in CHIPS)
     found = {path.relative_to(ROOT).as_posix() for path in (ROOT / "configs").rglob("*.py")}
     assert not [name for name in found if f"## {name}\n" not in made["reference/configs.md"]]
