@@ -24,7 +24,7 @@ from jaxscale.checkpoint.branch import open_source  # noqa: E402
 from jaxscale.checkpoint.cause import written  # noqa: E402
 from jaxscale.cli.evaluate import Request, check_request, make_measure  # noqa: E402
 from jaxscale.cli.evaluate_steps import by_name, record_of, save_record  # noqa: E402
-from jaxscale.cli.report import read_all  # noqa: E402
+from jaxscale.cli.report import price_of, read_all  # noqa: E402
 from jaxscale.cli.sample import check_tokenizer, write_all  # noqa: E402
 from jaxscale.cli.sample_chat import Talk  # noqa: E402
 from jaxscale.config import RunConfig, load_config  # noqa: E402
@@ -121,7 +121,7 @@ def sample(
     top_p: float = DEFAULT_SAMPLING.top_p,
     min_p: float = DEFAULT_SAMPLING.min_p,
     repetition_penalty: float = DEFAULT_SAMPLING.repetition_penalty,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     seed: int = 0,
     batch: int = 8,
     chat: bool = False,
@@ -132,10 +132,10 @@ def sample(
     Args: model: a work folder (or WORKDIR/checkpoints/STEP), what train gave back, or of open_model, which is read once
     for many calls. chat: a prompt is what a person says, and the text the answer, by the model's chat template.
     """
-    if num_tokens < 1 or batch < 1:
-        raise ValueError(f"num_tokens={num_tokens} and batch={batch} must be 1 or more")
+    if not all(isinstance(number, int) and number > 0 for number in (num_tokens, batch)):
+        raise ValueError(f"num_tokens={num_tokens} and batch={batch} must be whole numbers, 1 or more")
     if system is not None and not chat:
-        raise ValueError(f"system={system!r} is for chat=True: no other text has a place for it")
+        raise ValueError(f"system={system!r} is what a conversation begins with; give chat=True too")
     loaded = opened(model)
     check_tokenizer(loaded, str(model) if not isinstance(model, LoadedModel) else loaded.path)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -156,7 +156,7 @@ def evaluate(
     text: Mapping[str, str] | None = None,
     choice: Mapping[str, str] | None = None,
     cloze: Mapping[str, str] | None = None,
-    lm_eval: Sequence[str] = (),
+    lm_eval: str | Sequence[str] = (),
     chat: bool = False,
     limit: int = 0,
     stride: int = 0,
@@ -181,13 +181,14 @@ def evaluate(
             if name in evals:
                 raise ValueError(f"{name!r} is the name of two evaluators; call one of them something else")
             evals[name] = kind(file=file, limit=limit)
+    tasks = (lm_eval,) if isinstance(lm_eval, str) else tuple(lm_eval)
     numbers = dict(limit=limit or None, stride=stride or None, context=context, batch_tokens=batch_tokens)
     options = {name: str(number) for name, number in numbers.items() if number is not None}
     switches = {name for name, on in (("save", save), ("chat", chat)) if on}
     named = lambda name, settings: f"{settings.kind}[{name!r}]"
-    check_request(Request(options, evals, tuple(lm_eval), switches), named)
+    check_request(Request(options, evals, tasks, switches), named)
     loaded = opened(model)
-    request = Request(options | {"workdir": loaded.path}, evals, tuple(lm_eval), switches)
+    request = Request(options | {"workdir": loaded.path}, evals, tasks, switches)
     record = record_of(loaded, make_measure(request, loaded, silent)(loaded))
     if save and jax.process_index() == 0:
         workdir = paths.as_path(loaded.path).parent.parent
@@ -202,8 +203,8 @@ def report(*runs: str | Trained, price: float | None = None, height: int = FRAME
     """
     if not runs:
         raise ValueError("report needs a work folder; more than one are compared")
-    workdirs = [str(run) for run in runs]
-    return Report(make_page(read_all(workdirs), price=price, now=time.time()), ", ".join(workdirs), height)
+    workdirs, hourly = [str(run) for run in runs], None if price is None else price_of(str(price))
+    return Report(make_page(read_all(workdirs), price=hourly, now=time.time()), ", ".join(workdirs), height)
 
 
 def opened(model: str | Trained | LoadedModel) -> LoadedModel:

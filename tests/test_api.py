@@ -125,14 +125,17 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
         (lambda model: jaxscale.evaluate(model, text={"a": "missing/*.txt"}), r"text\['a'\].*missing"),
         (lambda model: jaxscale.evaluate(model, text={"a": "x"}, cloze={"a": "y"}), "'a' is the name of two"),
         (lambda model: jaxscale.evaluate(model), "nothing to measure"),
-        (lambda model: jaxscale.sample(model, num_tokens=0), "num_tokens=0 and batch=8 must be 1 or more"),
+        (lambda model: jaxscale.sample(model, num_tokens=0), "num_tokens=0 and batch=8 must be whole numbers"),
+        (lambda model: jaxscale.sample(model, num_tokens=2.5), "num_tokens=2.5 and batch=8 must be whole numbers"),
+        (lambda model: jaxscale.sample(model, system="Be brief."), "system='Be brief.' is what .* give chat=True too"),
+        (lambda model: jaxscale.sample(model, "hi", chat=True), "bytes has no chat template"),
         (lambda model: jaxscale.sample(model, top_p=2.0), "top_p"),
         (
             lambda model: jaxscale.sample(model, seed=2**32),
             "seed=4294967296 must be .* to 4294967295",
         ),
-        (lambda model: jaxscale.sample(model, system="x"), "system='x' is for chat=True"),
         (lambda model: jaxscale.sample(model, stop=""), "a stop text is empty"),
+        (lambda model: jaxscale.report("nowhere/run", price="cheap"), "price=cheap must be dollars"),
         (lambda model: jaxscale.sample("nowhere/run"), "nowhere/run"),
         (lambda model: jaxscale.report(), "report needs a work folder"),
         (lambda model: jaxscale.report("nowhere/run"), "nowhere/run"),
@@ -178,6 +181,15 @@ def test_it_goes_on_and_leaves_what_is_complete_alone(cfg, tmp_path, capsys):
     assert "going on from step 2" in capsys.readouterr().out
     assert jaxscale.train(cfg, str(run)).step == 4
     assert "complete at step 4" in capsys.readouterr().out
+
+
+def test_one_task_of_lm_eval_may_be_a_word(model, monkeypatch):
+    def stop(request, named):
+        raise ValueError(f"asked for {request.tasks}")
+
+    monkeypatch.setattr(api, "check_request", stop)
+    with pytest.raises(ValueError, match=r"asked for \('sciq',\)"):
+        jaxscale.evaluate(model, lm_eval="sciq")
 
 
 def test_a_stop_is_shown_in_a_notebook_as_its_line():
