@@ -7,7 +7,7 @@ usage() {
   cat <<'TEXT'
 speedrun.sh [OPTION ...] [-- ARGUMENT ...]
 
-  launch/speedrun.sh --depth=4                   3e6 parameters, from this Python's own library: no data is needed
+  launch/speedrun.sh --depth=4                   5.3e6 parameters, from this Python's own library: no data is needed
   launch/speedrun.sh --depth=12 --text='corpus/*.jsonl' --chat='chat/*.jsonl' --held='held/*.jsonl' \
       --questions=arc_easy.jsonl --folder=runs/twelve -- --config.model.compute_dtype=bfloat16
 

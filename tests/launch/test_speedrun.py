@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -11,6 +12,9 @@ import time
 import pytest
 from scripts import LAUNCH, ROOT, printed, shell
 from xla_flags import xla_flags
+
+from jaxscale import config
+from jaxscale.models import num_params
 
 STAGES = ["data", "tokenizer", "base", "chat", "evaluate", "card"]
 
@@ -36,6 +40,15 @@ def test_a_dry_run_shows_every_stage_and_touches_nothing(tmp_path):
     assert f"--config={ROOT}/configs/finetune.py:full,{folder}/base" in chat and "--config.seed=1" not in chat
     assert [command[3] for command in found["evaluate"]] == ["evaluate"] * 2
     assert f"--choice=questions={folder}/data/questions.jsonl" in found["evaluate"][0]
+
+
+def test_its_help_tells_the_size_of_the_model_that_it_makes():
+    (base,) = stages_of(printed("speedrun.sh", "--depth=4", "--folder=run", "--dry-run"))["base"]
+    (file,) = (word.removeprefix("--config=") for word in base if word.startswith("--config="))
+    (size,) = (word.removeprefix("--config.model.") for word in base if word.startswith("--config.model.vocab_size"))
+    cfg = config.load_config(file, {f"model.{size.partition('=')[0]}": size.partition("=")[2]})
+    (told,) = re.findall(r"--depth=4 +(\S+) parameters", printed("speedrun.sh", "--help"))
+    assert float(told) == pytest.approx(num_params(cfg.model), rel=0.02)
 
 
 def test_own_data_stand_in_the_place_of_the_librarys():
