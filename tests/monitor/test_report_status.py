@@ -1,4 +1,4 @@
-"""A run is silent when it says nothing for much longer than it usually does, and never because it compiles."""
+"""Whether a run is silent, how long it has to go, and what that costs."""
 
 import dataclasses
 import os
@@ -6,6 +6,7 @@ import os
 import pytest
 
 from jaxscale.monitor.history import History
+from jaxscale.monitor.report.cost import cost_fact
 from jaxscale.monitor.report.serve import Pages
 from jaxscale.monitor.report.status import status_of
 from jaxscale.monitor.silence import QUIET_SECONDS, STARTING_SECONDS, patience_seconds
@@ -40,6 +41,16 @@ def test_a_run_that_compiles_is_not_called_silent_and_one_that_is_killed_meanwhi
     assert status_of(begun, BEGAN + 3700).state == "silent"
     steps = dataclasses.replace(begun, rows=tuple(records(10, 20, seconds=1.0)))
     assert status_of(steps, BEGAN + 170).state == "running" and status_of(steps, BEGAN + 190).state == "silent"
+
+
+def test_the_time_to_go_has_validations_share_and_a_run_without_an_end_no_cost_there():
+    rows = (*records(10, seconds=1.0), {"step": 10, "validation/loss": 2.0, "validation_seconds": 10.0})
+    devices = {"kind": "TPU v5", "number": 1}
+    run = History(workdir="run", rows=rows, config={"devices": devices, "budget": {"total_steps": 30}})
+    assert status_of(run, BEGAN).left_seconds == pytest.approx(20 * 1.0 * 2)  # half of the time so far was validation
+    assert cost_fact(status_of(run, BEGAN, 3600.0)) == ("cost so far", "$20.00", "$60.00 in all at its end")
+    endless = dataclasses.replace(run, config={"devices": devices})
+    assert cost_fact(status_of(endless, BEGAN, 3600.0)) == ("cost so far", "$20.00", "")
 
 
 def test_the_served_page_is_made_anew_while_a_run_says_nothing(tmp_path):
