@@ -8,6 +8,7 @@ import pytest
 from jaxscale import schema
 from jaxscale.monitor.health import ALL, Health, HealthConfig, RunFacts, facts_of, replay
 from jaxscale.monitor.health.config import RULES
+from jaxscale.monitor.health.course_rules import band_at
 from jaxscale.monitor.health.finding import band_of
 from jaxscale.monitor.health.robust import Baseline, Blocks, median, slope
 from jaxscale.monitor.health.words import WORDS
@@ -346,3 +347,8 @@ def test_the_statistics_are_what_they_are_called():
         blocks.add(step, float(step))
     assert len(blocks.done) <= 8 and all(x == pytest.approx(y) for x, y in blocks.done)
     assert [x for x, _ in blocks.done] == sorted(x for x, _ in blocks.done)
+
+
+def test_between_two_points_the_band_lies_on_straight_lines():
+    band = ((10.0, 1.0, 2.0), (20.0, 3.0, 6.0), (40.0, 3.0, 6.0))
+    assert [band_at(band, tokens) for tokens in (10, 15, 20, 40)] == [(1, 2), (2, 4), (3, 6), (3, 6)]
