@@ -1,6 +1,7 @@
 """Eight simulated CPU devices for every test; broadcasting by accident and warnings are errors."""
 
 import contextlib
+import gc
 import json
 import os
 import pathlib
@@ -28,6 +29,8 @@ from jaxscale.planner.ahead import without_compilation_cache  # noqa: E402
 from jaxscale.redact import is_secret  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Programs that stay compiled are millions of objects, and each full collection goes through all of them.
+gc.set_threshold(100_000, 20, 50)
 
 
 @pytest.fixture(scope="session", autouse=True)

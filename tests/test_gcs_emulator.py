@@ -94,7 +94,9 @@ assert not folder.exists()
 
 
 @pytest.mark.parametrize("program", [TENSORSTORE, EPATH], ids=["tensorstore", "epath"])
-@pytest.mark.parametrize("busy", [{}, {"burst": 3, "status": 429}], ids=["fair", "429"])
+@pytest.mark.parametrize(
+    "busy", [{}, pytest.param({"burst": 3, "status": 429}, marks=pytest.mark.soak)], ids=["fair", "429"]
+)
 def test_the_clients_of_a_checkpoint_work_against_it_and_get_through_faults(gcs, program, busy):
     gcs.weather = Weather(**busy)
     env = os.environ | gcs.environment()

@@ -146,13 +146,13 @@ def run_with_kills(trainers, gcs, kills):
 def test_a_run_in_a_busy_bucket_that_is_killed_equals_one_on_a_disk(trainers, gcs, tmp_path, kills):
     code, log = trainers.finish(trainers.start(tmp_path / "straight"))
     assert code == 0, log
-    gcs.weather = Weather(every=7, status=503, lacks=ROLE)
+    gcs.weather = Weather(every=21 // kills, status=503, lacks=ROLE)  # a client waits for seconds each time
     for first in run_with_kills(trainers, gcs, kills):
         if kills == 1:
             continue  # tests of the lock refuse a second one in less time
         code, log = trainers.finish(trainers.start())  # a second one beside it
         assert code == Exit.LOCK_HELD and f"in use by process {first.pid} on" in log, log
-    gcs.weather = Weather(burst=6, status=429, lacks=ROLE)
+    gcs.weather = Weather(burst=2 * kills, status=429, lacks=ROLE)
     last = trainers.start()
     code, log = trainers.finish(last)
     assert code == 0 and f"the lock of process {trainers.started[-2].pid}" in log, log

@@ -98,6 +98,7 @@ def test_long_phases_with_budgets_of_their_own_do_not_trip_the_one_of_a_step(hom
 
 
 @pytest.mark.fault("F9")
+@pytest.mark.soak
 def test_a_write_that_fails_on_one_process_ends_both_with_its_cause(home, tmp_path):
     workdir = tmp_path / "run"
     began = time.monotonic()

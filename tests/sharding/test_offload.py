@@ -69,7 +69,7 @@ def test_moments_on_the_host_train_to_the_same_numbers(overrides, num_devices):
 @pytest.mark.parametrize(
     ("overrides", "num_devices"),
     [
-        ({"train.num_microbatches": 2}, 2),
+        pytest.param({"train.num_microbatches": 2}, 8, marks=pytest.mark.soak),
         pytest.param(
             {"mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "model.remat": "full"}, 8, marks=pytest.mark.soak
         ),

@@ -84,6 +84,7 @@ def test_the_loss_of_the_other_layouts_falls(case, text_file):
     check_learning(case, text_file)
 
 
+@pytest.mark.soak
 def test_eight_devices_train_as_one_does(text_file):
     one, many = (losses("span_corruption", mesh, 3, text_file) for mesh in ("one", "fsdp and tensor"))
     np.testing.assert_allclose(many, one, rtol=1e-5)  # float32 sums taken in another order

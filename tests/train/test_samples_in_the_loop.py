@@ -43,6 +43,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.soak
 def test_a_run_that_is_sampled_is_the_same_bit_for_bit_and_its_samples_are_of_their_steps(tmp_path, files):
     states = {
         every: tiny.host(loop.train(open_tiny(tmp_path / str(every), files, {"sample.every_steps": every})))

@@ -197,9 +197,8 @@ def other_statistics(name, text_file, mesh, num_devices):
     return statistics(program, corpus.batches(cfg.rows_per_step).batch(0))
 
 
-@pytest.mark.parametrize("name", [
-    "t5", *[pytest.param(name, marks=pytest.mark.soak) for name in OTHERS if name != "t5"]
-])  # fmt: skip
+@pytest.mark.soak
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_models_give_the_same_numbers_on_any_mesh(name, text_file):
     alone = other_statistics(name, text_file, {}, 1)
     assert_close(other_statistics(name, text_file, {"mesh.fsdp": 4, "mesh.tensor": 2}, 8), alone)
