@@ -278,8 +278,8 @@ def assemble(
         f"{count(len(train), 'document')}, {train.num_tokens:,} tokens, {count(len(train_rows), 'row')} of {seq_len}",
         f"packing {cfg.packing}, {train.num_tokens / (len(train_rows) * seq_len):.2%} of positions real",
     ]
-    held = valid is not None and f"validation {count(len(valid), 'document')}, {valid.num_tokens:,} tokens ({rule})"
-    facts += [held or "no validation", *fitted]
+    validation = "" if valid is None else f"{count(len(valid), 'document')}, {valid.num_tokens:,} tokens ({rule})"
+    facts += [f"validation {validation}" if validation else "no validation", *fitted]
     facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
     facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
     facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
