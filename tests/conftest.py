@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import tempfile
 
 from xla_flags import QUICK
@@ -29,6 +30,8 @@ from jaxscale.planner.ahead import without_compilation_cache  # noqa: E402
 from jaxscale.redact import is_secret  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a suite in the background; the programs it starts would too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # Programs that stay compiled are millions of objects, and each full collection goes through all of them.
 gc.set_threshold(100_000, 20, 50)
 
