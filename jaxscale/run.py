@@ -328,7 +328,7 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
         return ()
     if corpus.tokenizer is None:
         raise ValueError("evals read text, and the tokenizer of this run's ids is not known; give data.tokenizer")
-    evaluators = open_evaluators(cfg.evals, Reading.of(corpus.tokenizer, corpus.begin_ids, cfg.seq_len))
+    evaluators = open_evaluators(cfg.evals, Reading.of(corpus.tokenizer, cfg.seq_len))
     check_same_evals(evaluators)
     return evaluators
 

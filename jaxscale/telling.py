@@ -99,7 +99,8 @@ def make_sample(program: Program, tokenizer: Any, say: Callable[[str], None] = l
     between. To be called in all processes.
     """
     cfg, longest = program.cfg, program.cfg.seq_len
-    prompt = list(tokenizer.encode(cfg.sample.prompt)) or [tokenizer.eos_id]  # from nothing: from where a document ends
+    prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]
+    prompt = prompt or [tokenizer.eos_id]  # from nothing: from where a document ends
     placed = place_model(cfg.model, program.mesh, cfg.rules, lora=cfg.lora, away=cfg.optim.offload_params)
     how = dict(num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id], say=lambda line: say(f"sample: {line}"))
     engine = Engine(placed, batch=1, longest=longest, **how)

@@ -37,7 +37,7 @@ def test_the_newest_step_comes_as_it_was_saved_with_its_tokenizer(workdir):
     saved = Checkpoints(folder / "checkpoints", CheckpointConfig()).restore(7, program.abstract_state)
     tiny.assert_same_bits(tiny.host(model.params), tiny.host(saved.params))
     assert (model.step, model.seq_len, model.tokenizer.name) == (7, tiny.SEQ_LEN, "bytes")
-    assert model.kept.begin_ids == () and model.kept.stop_ids == (256,)
+    assert model.kept.tokenizer.begin_ids == () and model.kept.stop_ids == (256,)
     assert said == [f"{folder}/checkpoints/7: llama, 14.5K parameters, float32; fsdp=8"]
 
 

@@ -261,7 +261,7 @@ def reading_of(model: LoadedModel, context: int) -> Reading:
     limit = max_seq_len(model.cfg)
     if limit is not None and context > limit:
         raise ValueError(f"--context={context} is longer than the model can read, max_seq_len={limit}")
-    return Reading.of(model.kept.tokenizer, model.kept.begin_ids, context)
+    return Reading.of(model.kept.tokenizer, context)
 
 
 def own_evals(model: LoadedModel, request: Request) -> Evals:

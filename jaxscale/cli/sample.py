@@ -173,7 +173,7 @@ def check_tokenizer(model: LoadedModel, workdir: str) -> None:
 
 def prompt_ids(model: LoadedModel, text: str) -> list[int]:
     """The ids of a prompt; where it has none, those from which a document goes on."""
-    return [*model.kept.begin_ids, *model.tokenizer.encode(text).tolist()] or [model.tokenizer.eos_id]
+    return [*model.tokenizer.begin_ids, *model.tokenizer.encode(text).tolist()] or [model.tokenizer.eos_id]
 
 
 def show_text(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:

@@ -128,7 +128,7 @@ def go_on_from_lines(talk: Talk, generator: Generator) -> int:
     """Goes on from each line that a person writes."""
     kept = talk.model.kept
     for line in lines_of_person():
-        ids, written = [*kept.begin_ids, *kept.tokenizer.encode(line).tolist()], []
+        ids, written = [*kept.tokenizer.begin_ids, *kept.tokenizer.encode(line).tolist()], []
         show_to_person(talk, behind(line, continued(talk, generator, ids, kept.stop_ids, written)))
         talk.tell_speed(generator.timing, written)
     return 0

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale import paths
-from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.about import NO_BOS, as_setting
+from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.bytes import EOS_ID
 from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.data.tokenizer.probe import probes
@@ -135,8 +136,9 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
         return with_learned_end(files, str(note.get("eos_token") or ""))
     name = str(note.get("name") or data.get("tokenizer") or "")
     eos_token = str(note.get("eos_token") or data.get("eos_token") or "")
+    bos_token = as_setting(note.get("begin_tokens", ())) if note else data.get("bos_token", NO_BOS)
     if main := main_file(files):
-        return loaded(files, main, eos_token, seq_len)
+        return loaded(files, main, eos_token, bos_token, seq_len)
     if name == "" and (run.get("converted") or data.get("name") in ("tokens", "synthetic")):
         return Texts(files, ("no tokenizer goes along: the work folder has none and its config names none",))
     if name in ("", "bytes"):
@@ -145,8 +147,9 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
     if not path.is_file():
         return Texts(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
     own = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
-    eos_token = load_tokenizer(name, eos_token).eos_token
-    return loaded(files | {own: path.read_bytes()}, own, eos_token, seq_len)
+    tokenizer = load_tokenizer(name, eos_token, bos_token)
+    bos_token = as_setting(begin_names(tokenizer))
+    return loaded(files | {own: path.read_bytes()}, own, tokenizer.eos_token, bos_token, seq_len)
 
 
 def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
@@ -168,13 +171,13 @@ def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
     return Texts(files | {GENERATION: (json.dumps(generation, indent=2) + "\n").encode()}, (said,), ends)
 
 
-def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | None) -> Texts:
+def loaded(files: dict[str, bytes], main: str, eos_token: str, bos_token: str, seq_len: int | None) -> Texts:
     """The files, and those that transformers needs besides."""
     eos_token = eos_token or special_token(files, "eos_token")
     with tempfile.TemporaryDirectory() as scratch:
         place = pathlib.Path(scratch) / main
         place.write_bytes(files[main])
-        tokenizer = load_tokenizer(str(place), eos_token)
+        tokenizer = load_tokenizer(str(place), eos_token, bos_token)
         if main == FAST:
             return made_for(tokenizer, files[FAST].decode(), eos_token, seq_len, files)
         if main == WORDPIECE:
@@ -186,7 +189,8 @@ def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | No
 
 def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: int | None, files: dict) -> Texts:
     """The files with a tokenizer.json of this text and a tokenizer_config.json, if its ids are the tokenizer's own."""
-    ends = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
+    begin = begin_names(tokenizer)
+    ends = {"bos_token_id": tokenizer.begin_ids[0] if begin else None, "eos_token_id": int(tokenizer.eos_id)}
     if text is None or not same_ids(tokenizer, text):
         told = "transformers has no tokenizer that gives the ids of this SentencePiece model; the .model goes along"
         return Texts(files, (told,), ends)
@@ -194,10 +198,16 @@ def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: in
 
     made = tokenizers.Tokenizer.from_str(text)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id)), "add_bos_token": False}
+    about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id)), "add_bos_token": bool(begin)}
+    if begin:
+        about |= {"bos_token": begin[0]}
+        pieces = [*begin, "$A"]
+        known = list(zip(begin, tokenizer.begin_ids, strict=True))
+        made.post_processor = tokenizers.processors.TemplateProcessing(single=pieces, special_tokens=known)
+        text = made.to_str()
     about |= {"model_max_length": seq_len} if seq_len else {}
     made_files = {FAST: text.encode(), CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
-    return Texts(made_files | files, (), ends)
+    return Texts(made_files | files | ({FAST: made_files[FAST]} if begin else {}), (), ends)
 
 
 def same_ids(tokenizer: Tokenizer, text: str) -> bool:

@@ -23,7 +23,7 @@ from jaxscale.data.sources import SourceFile
 from jaxscale.data.sources.decode import REPAIRED, is_repair
 from jaxscale.data.sources.files import file_stamp
 from jaxscale.data.sources.settings import read_settings
-from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.paths import cache_dir, make_private
 
 Say = Callable[[str], None]
@@ -111,6 +111,7 @@ def tokenise(
         "tokenizer": {
             "name": tokenizer.name,
             "eos_token": tokenizer.eos_token,
+            "begin_tokens": begin_names(tokenizer),
             "vocab_size": tokenizer.vocab_size,
             "fingerprint": tokenizer.fingerprint,
         },

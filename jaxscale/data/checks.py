@@ -81,7 +81,7 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int) -> list[str]
     if problem := tokenizer_problem(name):
         return [problem]
     try:
-        tokenizer = load_tokenizer(name, cfg.eos_token)
+        tokenizer = load_tokenizer(name, cfg.eos_token, cfg.bos_token)
     except ValueError as error:
         return [str(error)]
     if tokenizer.vocab_size > vocab_size:
@@ -94,7 +94,7 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int) -> list[str]
 
 def objective_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:
     """Why the objective cannot do with the ids of its settings and of this tokenizer, which can be loaded."""
-    tokenizer = load_tokenizer(name, cfg.eos_token)
+    tokenizer = load_tokenizer(name, cfg.eos_token, cfg.bos_token)
     try:
         find_ids(cfg.objective, tokenizer, tokenizer.token_bytes, vocab_size, seq_len)
     except ValueError as error:

@@ -49,6 +49,11 @@ class DataConfig(ReadConfig):
         "the token that ends a document; "
         "empty: eos_token of tokenizer_config.json beside the tokenizer, else a usual name",
     )
+    bos_token: str = setting(
+        "",
+        "the token that begins a document; empty: as the tokenizer's own files say (Llama's and Gemma's have one, "
+        "GPT-2's and Qwen's none); none: nothing",
+    )
     eos_id: int | None = setting(
         None, "tokens: the id that ends a document in a raw .bin; none: the tokenizer's, or one document per file"
     )

@@ -13,16 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.array_record import array_record_shard, is_array_record
 from jaxscale.data.batch import Batch, padding_row, stack_rows
 from jaxscale.data.best_fit import BestFitRows, plan_settings, write_plan
-from jaxscale.data.cache import Say, cache_folder, count, describe_skipped, made_folder, scanned, tokenised
+from jaxscale.data.cache import cache_folder, count, describe_skipped, made_folder, tokenised
 from jaxscale.data.chat.template import load_template
-from jaxscale.data.checks import check_data, check_lengths, corpus_files, raw_dtype, vocabulary_problem
+from jaxscale.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
 from jaxscale.data.config import DataConfig
 from jaxscale.data.gate import make_gate
-from jaxscale.data.manifest import is_manifest
-from jaxscale.data.megatron import is_megatron, megatron_shard
 from jaxscale.data.mixture import Detour, Mixture, check_sources, plan_mixture, stages_of
 from jaxscale.data.objectives import (
     NextTokenConfig,
@@ -38,13 +35,13 @@ from jaxscale.data.objectives import (
 from jaxscale.data.order import ORDER, Batches, RowOrder
 from jaxscale.data.packing import DocumentRows, DocumentTable, PackedRows, join_tables
 from jaxscale.data.parts import data_parts, digest
-from jaxscale.data.prepared import open_prepared
-from jaxscale.data.shards import Shard, open_shard, read_header
+from jaxscale.data.shards import Shard
 from jaxscale.data.sources import SourceFile
 from jaxscale.data.split import hold_out
 from jaxscale.data.synthetic import SyntheticRows
-from jaxscale.data.tokenizer.base import Tokenizer
-from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
+from jaxscale.data.token_files import common_token_bytes, open_tokens
+from jaxscale.data.tokenizer.base import Tokenizer, begin_names
+from jaxscale.data.tokenizer.load import load_tokenizer
 
 VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
 VALIDATION_ROWS_SYNTHETIC = 4096
@@ -74,11 +71,6 @@ class Corpus:
     def epoch_tokens(self) -> int:
         """Tokens in all rows of training, the padding of the last one included."""
         return len(self.train_rows) * self.seq_len
-
-    @property
-    def begin_ids(self) -> tuple[int, ...]:
-        """What stands before a text that the model goes on from, as open_kept finds it later in the work folder."""
-        return tuple(self.tokenizer.special_ids[name] for name in self.chat["begin"]) if self.chat else ()
 
     @property
     def rows_of_sources(self) -> dict[str, int]:
@@ -192,7 +184,7 @@ def open_data(
     if cfg.name == "tokens":
         shards, val_shards, tokenizer = open_tokens(cfg, files, val_files, vocab_size, say)
     else:
-        tokenizer = load_tokenizer(cfg.tokenizer or "bytes", cfg.eos_token)
+        tokenizer = load_tokenizer(cfg.tokenizer or "bytes", cfg.eos_token, cfg.bos_token)
         shards = [tokenised(files, tokenizer, cfg, say)]
         for line in unpinned(files, shards[0]):
             say(line)
@@ -282,6 +274,8 @@ def assemble(
     facts += [f"validation {validation}" if validation else "no validation", *fitted]
     facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
     facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
+    if begin := tokenizer and "".join(begin_names(tokenizer)):
+        facts += [f"documents begin with {begin}"]
     facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
     facts += [f"skipped {describe_skipped(skipped)}"] if skipped else []
     valid_rows = None
@@ -347,52 +341,3 @@ def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: in
         fingerprint=f"synthetic-{vocab_size}-order-{ORDER}",
         summary=f"data.synthetic: uniform ids below {vocab_size:,}; its loss cannot fall below log(vocabulary)",
     )
-
-
-def open_tokens(
-    cfg: DataConfig, files: Sequence[SourceFile], val_files: Sequence[SourceFile], vocab_size: int, say: Say
-) -> tuple[list[Shard], list[Shard], Tokenizer | None]:
-    """(training shards, validation shards, tokenizer if it is known) of token files, with or without a header."""
-    tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token) if cfg.tokenizer else None
-    eos_id = cfg.eos_id if cfg.eos_id is not None or tokenizer is None else tokenizer.eos_id
-
-    def open_one(file: SourceFile) -> list[Shard]:
-        if is_manifest(file.path):
-            return open_prepared(file.path, cfg, say)
-        if is_megatron(file.path):
-            return [megatron_shard(file, cfg, say)]
-        if is_array_record(file.path):
-            return [array_record_shard(file, raw_dtype(cfg, vocab_size), eos_id, vocab_size, cfg)]
-        if read_header(Path(file.path)) is None:
-            return [scanned(file, raw_dtype(cfg, vocab_size), eos_id, cfg, say)]
-        return [open_shard(Path(file.path))]
-
-    shards = [shard for file in files for shard in open_one(file)]
-    val_shards = [shard for file in val_files for shard in open_one(file)]
-    headers = [shard.header["tokenizer"] for shard in [*shards, *val_shards]]
-    made_with = {header["fingerprint"]: header for header in headers if header["fingerprint"]}
-    if len(made_with) > 1:
-        names = sorted(header["name"] for header in made_with.values())
-        raise ValueError(f"data.files mixes shards of different tokenizers: {', '.join(names)}; train on one at a time")
-    for fingerprint, header in made_with.items():
-        if tokenizer and tokenizer.fingerprint != fingerprint:
-            raise ValueError(
-                f"data.tokenizer={cfg.tokenizer} is not the one that {shards[0].place} was made with, which is "
-                f"{header['name']} with end token {shards[0].header['eos_id']}; name that, or leave it empty"
-            )
-        if tokenizer is None and tokenizer_problem(header["name"]) is None:
-            found = load_tokenizer(header["name"], header["eos_token"])
-            tokenizer = found if found.fingerprint == fingerprint else None
-    for shard in [*shards, *val_shards]:
-        if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
-            raise ValueError(
-                f"{shard.place} holds token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
-                f"not have (its largest is {tokenizer.vocab_size - 1}); name the one it was made with, or none"
-            )
-    return shards, val_shards, tokenizer
-
-
-def common_token_bytes(shards: Sequence[Shard]) -> np.ndarray | None:
-    """The table that the shards carry, if every one does; they were checked to be of one tokenizer."""
-    tables = [shard.token_bytes for shard in shards]
-    return tables[0] if all(table is not None for table in tables) else None

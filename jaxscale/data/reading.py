@@ -21,7 +21,7 @@ from jaxscale.data.tokenizer.base import Tokenizer
 VERSION = 2  # of how conversations become ids: another number where the same records would give others
 LATER = ("too_long",)  # settings of data.chat that are read when rows are made of the ids
 
-Encoded = tuple[np.ndarray, np.ndarray | None]  # ids without the end of the document; learned or not, for that end too
+Encoded = tuple[np.ndarray, np.ndarray | None]  # ids up to the end of the document; learned or not, for that end too
 
 
 class Reading(NamedTuple):
@@ -37,7 +37,10 @@ def make_reading(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], Non
     """The reading of data.name. Raises ValueError for a chat template that is none."""
     if cfg.name != "chat":
         texts = lambda file, skipped: ((document, document.text) for document in read_file(file, cfg, skipped))
-        return Reading(texts, lambda items: [(ids, None) for ids in tokenizer.encode_many(items)])
+        begin = np.array(tokenizer.begin_ids, np.int32)
+        return Reading(
+            texts, lambda items: [(np.concatenate([begin, ids]), None) for ids in tokenizer.encode_many(items)]
+        )
     template, guard = load_template(tokenizer, cfg.chat), Guard(tokenizer.special_ids)
     say(f"chat template: {template.name}")
     settings = {key: value for key, value in dataclasses.asdict(cfg.chat).items() if key not in LATER}

@@ -32,13 +32,13 @@ class Reading(NamedTuple):
 
     tokenizer: Tokenizer
     start_ids: tuple[int, ...]  # before every text, never scored; at least one
-    begin_ids: tuple[int, ...]  # before a context, where the tokenizer's own file puts any
+    begin_ids: tuple[int, ...]  # before a context, where any begin a document
     context: int  # tokens that the model reads at most
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, begin_ids: Sequence[int], context: int) -> "Reading":
-        """With the end-of-document token as start where the tokenizer names no other."""
-        return cls(tokenizer, tuple(begin_ids) or (tokenizer.eos_id,), tuple(begin_ids), context)
+    def of(cls, tokenizer: Tokenizer, context: int) -> "Reading":
+        """With the end-of-document token as start where nothing begins a document."""
+        return cls(tokenizer, tokenizer.begin_ids or (tokenizer.eos_id,), tokenizer.begin_ids, context)
 
 
 Block = list[tuple[np.ndarray, int]]  # (ids, bytes) of documents

@@ -37,6 +37,19 @@ def test_our_own_tokenizers_become_a_tokenizer_json_with_the_same_ids(made, tmp_
     assert texts.notes == () and ("tokenizer.model" in texts.files) == (kind == "unigram")
 
 
+@pytest.mark.parametrize(("kind", "begin"), [("bpe", "<|endoftext|>"), ("wordpiece", "[CLS]"), ("unigram", "</s>")])
+def test_texts_of_an_export_begin_as_the_documents_of_the_run(made, tmp_path, kind, begin):
+    texts = tokenizer_files.of_run(tmp_path, run_with(str(made[kind]), bos_token=begin))
+    theirs, ours = (
+        tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode()),
+        load_tokenizer(str(made[kind])),
+    )
+    first = ours.special_ids[begin]
+    assert theirs.encode("the mesh").ids == [first, *ours.encode("the mesh").tolist()]
+    about = json.loads(texts.files["tokenizer_config.json"])
+    assert (about["bos_token"], about["add_bos_token"], texts.end_ids["bos_token_id"]) == (begin, True, first)
+
+
 def test_what_transformers_cannot_do_is_said_and_the_model_goes_along(made, tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer_files, "unigram", lambda path: made["bpe"].read_text())  # other ids
     texts = tokenizer_files.of_run(tmp_path, run_with(str(made["unigram"])))

@@ -62,7 +62,7 @@ def test_a_run_is_asked_with_the_ids_that_stand_before_the_turn_it_learned(tmp_p
     assert asking.ids(TALK[:number]) == ids[:last].tolist()
     assert [*ids, tokenizer.eos_id][learned.nonzero()[0][-1]] in asking.stop_ids
     begin = tuple(tokenizer.special_ids[name] for name in load_template(tokenizer, ChatConfig(**settings)).begin)
-    assert kept.begin_ids == begin and (path == "bytes" or begin == (tokenizer.eos_id,))
+    assert kept.tokenizer.begin_ids == begin and (path == "bytes" or begin == (tokenizer.eos_id,))
 
 
 def test_what_is_learned_of_a_conversation_does_not_change_its_ids(tmp_path):
@@ -157,6 +157,6 @@ def test_evaluators_of_a_run_read_a_context_as_those_of_its_work_folder_do(tmp_p
     corpus = open_data(cfg.data, seq_len=16, vocab_size=260, seed=0, say=lambda text: None)
     keep_tokenizer(corpus.tokenizer, tmp_path / "run", corpus.chat)
     kept = open_kept(tmp_path / "run", {})
-    later = open_evaluators(cfg.evals, Reading.of(kept.tokenizer, kept.begin_ids, cfg.seq_len))
+    later = open_evaluators(cfg.evals, Reading.of(kept.tokenizer, cfg.seq_len))
     found = {one.name: one.fingerprint for one in open_evals(cfg, corpus)}
-    assert kept.begin_ids == (258,) and found == {one.name: one.fingerprint for one in later}
+    assert kept.tokenizer.begin_ids == (258,) and found == {one.name: one.fingerprint for one in later}

@@ -4,6 +4,7 @@ import gzip
 import json
 import re
 from pathlib import Path
+from typing import NamedTuple
 from unicodedata import category
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxscale.data.tokenizer.base import Block, block_of, end_documents, find_marks
+from jaxscale.data.tokenizer.base import Block, block_of, find_marks, frame_documents
 from jaxscale.data.tokenizer.bpe import cutter
 from jaxscale.data.tokenizer.fast import EncodeConfig
 from jaxscale.data.tokenizer.huggingface import HuggingFaceTokenizer
@@ -62,8 +63,8 @@ def written(folder, spec, name="changed.json"):
 
 def exact_and(path, encoder, **more):
     """The two tokenizers: slow and exact, and by `encoder`."""
-    return HuggingFaceTokenizer(path, "", EncodeConfig(encoder="exact")), HuggingFaceTokenizer(
-        path, "", EncodeConfig(encoder=encoder, **more)
+    return HuggingFaceTokenizer(path, encoding=EncodeConfig(encoder="exact")), HuggingFaceTokenizer(
+        path, encoding=EncodeConfig(encoder=encoder, **more)
     )
 
 
@@ -77,7 +78,7 @@ def assert_same(ours, theirs):
 @settings(max_examples=25, deadline=None)
 @given(texts=texts_of_all_kinds)
 def test_fast_ids_are_the_slow_ones_for_every_text(path, encoder, texts):
-    slow, fast = (load_tokenizer(path, "", EncodeConfig(encoder=name)) for name in ("exact", encoder))
+    slow, fast = (load_tokenizer(path, encoding=EncodeConfig(encoder=name)) for name in ("exact", encoder))
     assert (slow.encoder, fast.encoder) == ("tokenizers", encoder)
     block = fast.encode_block(texts)
     assert_same(block, slow.encode_block(texts))
@@ -144,7 +145,7 @@ def test_long_runs_are_read_alike(path, encoder):
 
 
 def test_the_fastest_one_is_taken_and_the_fingerprint_does_not_depend_on_it(path):
-    tokenizers_ = [load_tokenizer(path, "", EncodeConfig(encoder=name)) for name in ("auto", "tiktoken", "exact")]
+    tokenizers_ = [load_tokenizer(path, encoding=EncodeConfig(encoder=name)) for name in ("auto", "tiktoken", "exact")]
     assert [one.encoder for one in tokenizers_] == ["gigatoken", "tiktoken", "tokenizers"]
     assert len({one.fingerprint for one in tokenizers_}) == 1
 
@@ -167,7 +168,7 @@ def test_another_kind_of_file_is_left_to_the_slow_one_or_refused_by_name(tmp_pat
     assert split_of(spec) is None and load_tokenizer(file).encoder == "tokenizers"
     for encoder in FAST:
         with pytest.raises(ValueError, match=f"encoder={encoder}: it is no byte-level BPE"):
-            HuggingFaceTokenizer(file, "", EncodeConfig(encoder=encoder)).encode_block(["a"])
+            HuggingFaceTokenizer(file, encoding=EncodeConfig(encoder=encoder)).encode_block(["a"])
 
 
 def by_hand(folder, merges, split="gpt2", **model):
@@ -188,7 +189,7 @@ def test_an_encoder_that_differs_is_refused_with_the_text_before_it_is_used(tmp_
     with pytest.raises(
         ValueError, match=r"tiktoken and the tokenizers package differ for the text 'abc.* from token 0: .258,"
     ):
-        HuggingFaceTokenizer(file, "", EncodeConfig(encoder="tiktoken")).encode_block(["x"])
+        HuggingFaceTokenizer(file, encoding=EncodeConfig(encoder="tiktoken")).encode_block(["x"])
     slow, fast = exact_and(file, "gigatoken")
     assert_same(fast.encode_block(["abc", "ab"]), slow.encode_block(["abc", "ab"]))
 
@@ -203,7 +204,7 @@ def test_ids_that_do_not_rise_with_the_merges_are_not_for_tiktoken(tmp_path):
     spec = spec_of(by_hand(tmp_path, [("a", "b"), ("c", "d")]))
     spec["model"]["merges"].reverse()
     with pytest.raises(ValueError, match="its ids do not rise with its merges"):
-        HuggingFaceTokenizer(written(tmp_path, spec), "", EncodeConfig(encoder="tiktoken")).encode_block(["x"])
+        HuggingFaceTokenizer(written(tmp_path, spec), encoding=EncodeConfig(encoder="tiktoken")).encode_block(["x"])
 
 
 def lengths_of(texts):
@@ -241,18 +242,28 @@ def test_one_document_in_n_is_compared_and_which_does_not_depend_on_the_order():
 def test_a_text_that_is_no_unicode_is_named(path):
     for encoder in ("exact", *FAST):
         with pytest.raises(ValueError, match="half a surrogate pair at character 2 of a text, near"):
-            HuggingFaceTokenizer(path, "", EncodeConfig(encoder=encoder)).encode_block(["fine", "ab\ud800c"])
+            HuggingFaceTokenizer(path, encoding=EncodeConfig(encoder=encoder)).encode_block(["fine", "ab\ud800c"])
 
 
-def test_documents_end_with_the_end_token_and_ids_beyond_the_vocabulary_are_refused():
+class Ends(NamedTuple):
+    """What frame_documents reads of a tokenizer."""
+
+    eos_id: int
+    vocab_size: int
+    begin_ids: tuple[int, ...] = ()
+
+
+def test_documents_are_framed_by_their_tokens_and_ids_beyond_the_vocabulary_are_refused():
     block = block_of([[1, 2], [], [3]])
-    ended = end_documents(block, 9, 10, np.dtype("<u2"))
-    assert ended.ids.tolist() == [1, 2, 9, 9, 3, 9] and ended.lengths.tolist() == [3, 1, 2]
-    assert ended.ids.dtype == np.dtype("<u2")
-    assert end_documents(block_of([]), 9, 10, np.dtype("<u2")).ids.tolist() == []
+    framed = frame_documents(block, Ends(9, 10), np.dtype("<u2"))
+    assert framed.ids.tolist() == [1, 2, 9, 9, 3, 9] and framed.lengths.tolist() == [3, 1, 2]
+    assert framed.ids.dtype == np.dtype("<u2")
+    assert frame_documents(block_of([]), Ends(9, 10), np.dtype("<u2")).ids.tolist() == []
+    begun = frame_documents(block, Ends(9, 10, (7, 8)), np.dtype("<u2"))
+    assert begun.ids.tolist() == [7, 8, 1, 2, 9, 7, 8, 9, 7, 8, 3, 9] and begun.lengths.tolist() == [5, 3, 4]
     for eos_id, vocab_size, ids in [(9, 9, [1]), (2, 9, [9]), (2, 100_000, [70_000])]:
         with pytest.raises(ValueError, match=r"token id \d+ is not below vocab_size|does not fit in uint16"):
-            end_documents(block_of([ids]), eos_id, vocab_size, np.dtype("<u2"))
+            frame_documents(block_of([ids]), Ends(eos_id, vocab_size), np.dtype("<u2"))
     assert Block(np.zeros(0, np.uint32), np.zeros(0, np.int64)).split() == []
 
 

@@ -28,33 +28,36 @@ def folder(tmp_path):
 def test_the_folder_of_a_converted_model_says_how_texts_begin_and_end(folder):
     kept = open_kept(folder, {})
     assert kept.tokenizer.encode("<|im_start|>").tolist() != [258]  # in a text it is text
-    assert (kept.begin_ids, kept.stop_ids) == ((258,), (257, 259))
+    assert (kept.tokenizer.begin_ids, kept.stop_ids) == ((258,), (257, 259))
     assert find_template(kept.about)[0] == chat_tokenizers.CHATML
     settings = {"add_bos_token": False, "eos_token": {"content": "<|im_end|>"}}
     (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "tokenizer/chat_template.jinja").write_text("own")
     kept = open_kept(folder, {})
-    assert (kept.begin_ids, kept.stop_ids) == ((), (259, 257)) and find_template(kept.about)[0] == "own"
+    assert (kept.tokenizer.begin_ids, kept.stop_ids) == ((), (259, 257)) and find_template(kept.about)[0] == "own"
 
 
 def test_a_run_keeps_its_tokenizer_and_its_texts_begin_as_its_documents_did(folder, tmp_path):
     keep_tokenizer(load_tokenizer(str(folder / "tokenizer/tokenizer.json")), tmp_path / "run")
     kept = open_kept(tmp_path / "run", {"tokenizer": "/gone/tokenizer.json"})
-    assert kept.begin_ids == () and kept.stop_ids == (257, 259)
+    assert kept.tokenizer.begin_ids == (258,) and kept.stop_ids == (257, 259)
     assert find_template(kept.about)[0] == chat_tokenizers.CHATML
+    without = load_tokenizer(str(folder / "tokenizer/tokenizer.json"), bos_token="none")
+    keep_tokenizer(without, tmp_path / "none")
+    assert open_kept(tmp_path / "none", {}).tokenizer.begin_ids == ()
     file = tmp_path / "run/tokenizer/tokenizer.json"
-    file.write_text(file.read_text().replace("<|im_start|>", "<|im_begin|>"))
+    file.write_text(file.read_text().replace("<|im_end|>", "<|im_close|>"))
     with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
         open_kept(tmp_path / "run", {})
 
 
 def test_what_a_run_keeps_follows_what_it_is_trained_with_next(folder, tmp_path):
     tokenizer = load_tokenizer(str(folder / "tokenizer/tokenizer.json"))
-    chat = {"template": "a", "variables": {"x": 1}, "today": "", "begin": ["<|im_start|>"], "fingerprint": "1"}
+    chat = {"template": "a", "variables": {"x": 1}, "today": "", "fingerprint": "1"}
     keep_tokenizer(tokenizer, tmp_path / "run")
     keep_tokenizer(tokenizer, tmp_path / "run", chat)
     kept = open_kept(tmp_path / "run", {})
-    assert find_template(kept.about)[0] == "a" and kept.begin_ids == (258,)
+    assert find_template(kept.about)[0] == "a" and kept.tokenizer.begin_ids == (258,)
     assert kept.about.note["chat"]["variables"] == {"x": 1}
     keep_tokenizer(tokenizer, tmp_path / "run", chat | {"template": "b", "fingerprint": "2"})
     assert find_template(open_kept(tmp_path / "run", {}).about)[0] == "b"

@@ -49,7 +49,7 @@ def our_model(folder):
     """The same by our code."""
     model = open_model(str(folder / "run"))
     served = lm_eval_adapter.Served(
-        Reading.of(model.kept.tokenizer, model.kept.begin_ids, CONTEXT),
+        Reading.of(model.kept.tokenizer, CONTEXT),
         model.kept,
         make_scorer(model, batch_tokens=256),
         model.params,

@@ -113,7 +113,7 @@ def test_files_that_are_missing_empty_torn_or_of_another_kind_are_told(tmp_path)
 class Words:
     """A tokenizer in the manner of GPT-2's: a word takes the space before it along."""
 
-    eos_id = 0
+    eos_id, begin_ids = 0, ()
 
     def __init__(self):
         self.ids = {"<end>": 0}
@@ -139,7 +139,7 @@ class Words:
 )
 def test_where_a_context_ends(context, continuation, before, scored):
     words = Words()
-    reading = Reading.of(words, (), context=16)
+    reading = Reading.of(words, context=16)
     if not before:
         with pytest.raises(ValueError, match="the continuation 're' adds no token to its context"):
             encode_pair(reading, context, continuation)
@@ -155,12 +155,12 @@ def test_white_space_moves_whole_and_what_stands_before_a_text_stays_there():
     assert move_space("a \n", "b") == ("a", " \nb") and move_space("", " b") == ("", " b")
     words = Words()
     assert words.encode("<")[0] == 1
-    ids, first = encode_pair(Reading.of(words, (7,), context=8), "x", " y")
+    ids, first = encode_pair(Reading(words, start_ids=(7,), begin_ids=(7,), context=8), "x", " y")
     assert ids[0] == 7 and first == 2 and len(ids) == 3
 
 
 def test_a_context_is_cut_at_the_left_and_a_continuation_never():
-    reading = Reading.of(load_tokenizer("bytes"), (), context=4)
+    reading = Reading.of(load_tokenizer("bytes"), context=4)
     span, cut = span_of(encode_pair(reading, "abcdef", "xy"), 4)
     assert bytes(span.ids.tolist()) == b"defxy" and span.first == 3 and cut
     assert not span_of(encode_pair(reading, "abc", "xy"), 4)[1]
@@ -208,5 +208,5 @@ def test_published_files_are_read_whole(name, kind, count):
         pytest.skip("needs JAXSCALE_EVAL_CORPORA: a folder with lambada_test.jsonl.gz and the like")
     items = read_items([pathlib.Path(folder) / name], kind)
     assert len(items) == count
-    encoded = encode_items(kind, items, Reading.of(load_tokenizer("bytes"), (), context=4096))
+    encoded = encode_items(kind, items, Reading.of(load_tokenizer("bytes"), context=4096))
     assert encoded.cut == 0 and len(encoded.spans) == sum(len(item.continuations) for item in items)

@@ -38,7 +38,7 @@ def served(tmp_path_factory):
     made_model.make_workdir(folder, scale=3.0)
     keep_tokenizer(load_tokenizer("bytes"), folder, load_template(load_tokenizer("bytes"), ChatConfig()).note)
     model = open_model(str(folder), say=lambda line: None)
-    reading = Reading.of(model.kept.tokenizer, (), CONTEXT)
+    reading = Reading.of(model.kept.tokenizer, CONTEXT)
     open_generator = functools.cache(lambda rows, longest: make_generator(model, batch=rows, longest=longest))
     return Served(reading, model.kept, make_scorer(model, batch_tokens=256), model.params, open_generator, rows=2)
 

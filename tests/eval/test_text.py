@@ -77,7 +77,7 @@ def test_text_of_several_files_and_sources_is_what_the_losses_add_up_to(model, t
     records = [{"text": "of several"}, {"text": ""}, {"text": "lines, é"}]
     (tmp_path / "b.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     files = {"plain": str(tmp_path / "*.txt"), "lines": str(tmp_path / "b.jsonl")}
-    reading = Reading.of(load_tokenizer("bytes"), (), context=32)
+    reading = Reading.of(load_tokenizer("bytes"), context=32)
     (one,) = open_evaluators({"both": TextEval(files=files)}, reading)
     metrics = one.metrics(make_scorer(model, batch_tokens=128), model.params)
     losses = make_token_losses(model)
@@ -101,7 +101,7 @@ def test_text_of_several_files_and_sources_is_what_the_losses_add_up_to(model, t
 
 def test_a_longer_stride_gives_a_long_text_less_context(model, tmp_path):
     (tmp_path / "long.txt").write_text("abcdefghij" * 30)
-    reading = Reading.of(load_tokenizer("bytes"), (), context=16)
+    reading = Reading.of(load_tokenizer("bytes"), context=16)
     scorer, found = make_scorer(model, batch_tokens=128), {}
     for stride in (1, 8, 16):
         settings = TextEval(files=str(tmp_path / "long.txt"), stride=stride)
@@ -115,7 +115,7 @@ def test_a_longer_stride_gives_a_long_text_less_context(model, tmp_path):
 def test_text_that_is_held_is_the_same_and_may_go_away(model, tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("some text to hold")
-    reading, scorer = Reading.of(load_tokenizer("bytes"), (), context=16), make_scorer(model, batch_tokens=64)
+    reading, scorer = Reading.of(load_tokenizer("bytes"), context=16), make_scorer(model, batch_tokens=64)
     evals = {"x": TextEval(files=str(file))}
     (held,), (read,) = open_evaluators(evals, reading), open_evaluators(evals, reading, hold=False)
     wanted = read.metrics(scorer, model.params)
@@ -133,7 +133,7 @@ LEFT_OUT = r".*empty.txt \(left out: 1 .*UTF-8.*\)$"
 
 def test_a_source_without_text_is_named_with_what_was_left_out(model, tmp_path):
     (tmp_path / "empty.txt").write_bytes(b"\xff\xfe")
-    reading = Reading.of(load_tokenizer("bytes"), (), context=16)
+    reading = Reading.of(load_tokenizer("bytes"), context=16)
     evals = {"x": TextEval(files=str(tmp_path / "empty.txt"))}
     with pytest.raises(ValueError, match=f"evals.x.files: no text to measure in {LEFT_OUT}"):
         open_evaluators(evals, reading)

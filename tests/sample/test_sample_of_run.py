@@ -13,9 +13,9 @@ from jaxscale.telling import make_sample
 
 
 class Letters(ByteTokenizer):
-    """Bytes of which only those below eight are in the vocabulary, and seven ends a document."""
+    """Bytes of which only those below eight are in the vocabulary; five begins a document, seven ends one."""
 
-    vocab_size, eos_id = 8, 7
+    vocab_size, eos_id, begin_ids = 8, 7, (5,)
 
     def decode(self, ids):
         return "".join(map(str, ids))
@@ -28,7 +28,8 @@ def test_a_sample_is_longer_than_the_rows_of_training_and_never_ends_a_document(
     said = []
     write, state = make_sample(program, Letters(), said.append), shared.init()
     text = write(state)
-    assert len(text) == 51 > tiny.SEQ_LEN and set(text) <= set("0123456") and len(set(text[20:])) > 3
+    assert len(text) == 52 > tiny.SEQ_LEN and set(text) <= set("0123456") and len(set(text[20:])) > 3
+    assert text.startswith("51")  # the model has read documents that begin so
     assert write(state) == text
     assert [line.partition(" for ")[0] for line in said if "compiling" in line] == ["sample: compiling"]
     lost = write(state._replace(params=jax.tree.map(lambda leaf: leaf * np.nan, state.params)))

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from jaxscale.data.chat.config import ChatConfig
 from jaxscale.data.sources.settings import missing_package
-from jaxscale.data.tokenizer.about import About, begin_tokens, beside, find_template, read_about, read_source
-from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.about import About, beside, find_template, read_about, read_source
+from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 
 START, END = "<|im_start|>", "<|im_end|>"  # ChatML's
 BUILT_IN = "built-in, in the manner of ChatML"
@@ -34,7 +34,7 @@ class ChatTemplate(NamedTuple):
     def note(self) -> dict[str, Any]:
         """What keep_tokenizer keeps of it, so that whoever asks the model writes as it was trained."""
         told = {"template": self.source, "variables": dict(self.variables), "today": self.today}
-        return told | {"begin": list(self.begin), "fingerprint": self.fingerprint}
+        return told | {"fingerprint": self.fingerprint}
 
 
 def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
@@ -47,13 +47,12 @@ def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
         told = f"data.chat.template={cfg.template}"
         return compiled(tokenizer, cfg, about, read_source(Path(cfg.template).expanduser(), told), told)
     found = find_template(about)
-    return compiled(tokenizer, cfg, about, *found) if found else built_in(tokenizer, begin_tokens(tokenizer, about))
+    return compiled(tokenizer, cfg, about, *found) if found else built_in(tokenizer)
 
 
 def compiled(tokenizer: Tokenizer, cfg: ChatConfig, about: About, source: str, where: str) -> ChatTemplate:
     """The template of this source, which is in the file `where`. Raises as load_template does."""
-    begin = begin_tokens(tokenizer, about)
-    if turn_end(tokenizer) and source == (own := built_in(tokenizer, begin)).source:
+    if turn_end(tokenizer) and source == (own := built_in(tokenizer)).source:
         return own  # that a run has kept; it needs no package
     try:
         from jaxscale.data.chat.jinja import compile_template  # jinja2 is an extra
@@ -64,7 +63,7 @@ def compiled(tokenizer: Tokenizer, cfg: ChatConfig, about: About, source: str, w
     variables = dict(cfg.variables)
     made_from = hashlib.sha256(json.dumps([source, names, variables, cfg.today], sort_keys=True).encode())
     render = compile_template(source, where, names, variables, cfg.today)
-    return ChatTemplate(where, render, source, made_from.hexdigest(), begin, variables, cfg.today)
+    return ChatTemplate(where, render, source, made_from.hexdigest(), begin_names(tokenizer), variables, cfg.today)
 
 
 def end_name(tokenizer: Tokenizer) -> str:
@@ -77,11 +76,12 @@ def turn_end(tokenizer: Tokenizer) -> str:
     return f"{END}\n" if END in tokenizer.special_ids else end_name(tokenizer)
 
 
-def built_in(tokenizer: Tokenizer, begin: tuple[str, ...]) -> ChatTemplate:
+def built_in(tokenizer: Tokenizer) -> ChatTemplate:
     """Each turn as '<|im_start|>role', its text on the next lines, and '<|im_end|>'.
 
     A tokenizer without that last token ends a turn with the token that ends a document, so that no text can end one.
     """
+    begin = begin_names(tokenizer)
     first, end = "".join(begin), turn_end(tokenizer)
     if not end:
         raise ValueError(

@@ -65,6 +65,11 @@ class TokenizerConfig:
         "the token that ends a document; "
         "empty: eos_token of tokenizer_config.json beside the tokenizer, else a usual name",
     )
+    bos_token: str = setting(
+        "",
+        "the token that begins a document; empty: as the tokenizer's own files say (Llama's and Gemma's have one, "
+        "GPT-2's and Qwen's none); none: nothing",
+    )
     train: TrainTokenizerConfig = setting(TrainTokenizerConfig)
     encode: EncodeConfig = setting(EncodeConfig)
 

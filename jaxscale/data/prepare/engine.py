@@ -104,7 +104,7 @@ def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: E
     progress.end()
     write_text_atomic(output / MADE_FROM, plan.key + "\n")  # first: shards of two recipes have the same names
     move_out(folder, names, output)
-    loaded = tokenizer_of(tokenizer, plan.cfg.tokenizer.eos_token, plan.cfg.tokenizer.encode)
+    loaded = tokenizer_of(tokenizer, plan.cfg.tokenizer)
     facts = {"tally": tally.to_json(), "clusters": clusters, "fertility": fertility_rows(blocks, loaded)}
     write_outcome(plan.cfg, output, names, tokenizer, facts)
 
@@ -202,8 +202,7 @@ def write_shards(
     """Writes all shards and returns their names in order."""
     count = num_shards(sum(block.tokens for block in blocks), plan.cfg.write.shard_tokens)
     paths = tuple(block.path for block in blocks)
-    own = plan.cfg.tokenizer
-    base = ShardCall(str(folder), paths, 0, count, tuple(plan.cfg.sources), tokenizer, own.eos_token, own.encode)
+    base = ShardCall(str(folder), paths, 0, count, tuple(plan.cfg.sources), tokenizer, plan.cfg.tokenizer)
     calls = [base._replace(number=i) for i in range(count)]
     progress.begin(f"writing {count} shards", count)
     for _ in executor.run_all(write_shard, calls):

@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from jaxscale.data.prepare.blocks import read_table
+from jaxscale.data.prepare.config import TokenizerConfig
 from jaxscale.data.prepare.tokens import tokenizer_of
 from jaxscale.data.shards import ShardWriter
-from jaxscale.data.tokenizer.fast import EncodeConfig
+from jaxscale.data.tokenizer.base import begin_names
 from jaxscale.paths import sync_folder
 
 
@@ -27,8 +28,7 @@ class ShardCall(NamedTuple):
     count: int  # of all shards
     sources: tuple[str, ...]
     tokenizer: str  # path
-    eos_token: str
-    encode: EncodeConfig
+    cfg: TokenizerConfig
 
     @property
     def name(self) -> str:
@@ -54,7 +54,7 @@ def write_shard(call: ShardCall) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     making = pathlib.Path(tempfile.mkdtemp(prefix=f".{call.name}.", dir=folder))  # another may be making the same
     ids, rows = gather(call)
-    tokenizer = tokenizer_of(call.tokenizer, call.eos_token, call.encode)
+    tokenizer = tokenizer_of(call.tokenizer, call.cfg)
     ends = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
     writer = ShardWriter(making, call.name, **ends, sources=call.sources)
     lengths = rows.column("tokens").to_numpy()
@@ -64,6 +64,7 @@ def write_shard(call: ShardCall) -> str:
         "tokenizer": {
             "name": pathlib.Path(call.tokenizer).name,
             "eos_token": tokenizer.eos_token,
+            "begin_tokens": begin_names(tokenizer),
             "vocab_size": tokenizer.vocab_size,
             "fingerprint": tokenizer.fingerprint,
         },

@@ -12,10 +12,9 @@ import pyarrow as pa
 
 from jaxscale.data.document import Document
 from jaxscale.data.prepare.blocks import to_table, write_table
-from jaxscale.data.prepare.config import PrepareConfig
+from jaxscale.data.prepare.config import PrepareConfig, TokenizerConfig
 from jaxscale.data.shards import dtype_for
-from jaxscale.data.tokenizer.base import Tokenizer, end_documents
-from jaxscale.data.tokenizer.fast import EncodeConfig
+from jaxscale.data.tokenizer.base import Tokenizer, frame_documents
 from jaxscale.data.tokenizer.fertility import Key, Sums, measure
 from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.paths import write_bytes_atomic
@@ -37,18 +36,18 @@ def shuffle_keys(seed: int, place: tuple[int, int], count: int) -> np.ndarray:
 def tokenise_block(
     cfg: PrepareConfig, path: str, base: pathlib.Path, documents: Sequence[Document], place: tuple[int, int]
 ) -> tuple[int, list]:
-    """Writes BASE.ids (documents, an end token after each) and BASE.arrow (a row for each), in the order of their keys.
+    """Writes BASE.ids (documents with their begin and end) and BASE.arrow (a row for each), in the order of their keys.
 
     Args: path: of the tokenizer. place: of the block, (piece, number within it).
-    Returns the number of tokens, end tokens included, and how well the tokenizer fits a sample, as plain data.
+    Returns the number of tokens, those included, and how well the tokenizer fits a sample, as plain data.
     Raises ValueError where the fast encoder is wrong, or gives an id that the vocabulary does not have.
     """
-    tokenizer = tokenizer_of(path, cfg.tokenizer.eos_token, cfg.tokenizer.encode)
+    tokenizer = tokenizer_of(path, cfg.tokenizer)
     keys = shuffle_keys(cfg.write.seed, place, len(documents))
     order = np.argsort(keys, kind="stable")
     documents = [documents[i] for i in order]
     encoded = tokenizer.encode_block([document.text for document in documents])
-    ids, lengths = end_documents(encoded, tokenizer.eos_id, tokenizer.vocab_size, dtype_for(tokenizer.vocab_size - 1))
+    ids, lengths = frame_documents(encoded, tokenizer, dtype_for(tokenizer.vocab_size - 1))
     rows = to_table(documents, with_text=False)
     rows = rows.append_column("key", pa.array(keys[order]))
     rows = rows.append_column("tokens", pa.array(lengths))
@@ -71,6 +70,6 @@ def unpack(packed: Sequence[Sequence[Any]], vocab_size: int) -> dict[Key, Sums]:
 
 
 @functools.lru_cache(maxsize=2)
-def tokenizer_of(path: str, eos_token: str, encode: EncodeConfig) -> Tokenizer:
+def tokenizer_of(path: str, cfg: TokenizerConfig) -> Tokenizer:
     """The tokenizer, loaded once in a process."""
-    return load_tokenizer(path, eos_token, encode)
+    return load_tokenizer(path, cfg.eos_token, cfg.bos_token, cfg.encode)

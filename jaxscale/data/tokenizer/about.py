@@ -1,7 +1,7 @@
 """What the files beside a tokenizer say of texts: how they begin and end, and how a conversation is written."""
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ from jaxscale.data.tokenizer.base import Tokenizer
 
 NOTE, SETTINGS, GENERATION = "jaxscale.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+NO_BOS = "none"  # as bos_token: nothing begins a document
 
 
 class About(NamedTuple):
@@ -60,18 +61,24 @@ def token_text(value: Any) -> str:
     return value if isinstance(value, str) else ""
 
 
-def begin_tokens(tokenizer: Tokenizer, about: About) -> tuple[str, ...]:
-    """The special tokens before a text that the model is to go on from, by name.
+def begin_tokens(about: About, bos_token: str) -> tuple[str, ...] | None:
+    """The names of the special tokens that begin a document; None: whatever the tokenizer's own file puts before one.
 
-    A run notes what its texts began with. Else add_bos_token says, and where nothing does, the tokenizer's own file.
+    bos_token: the setting. Empty: a run has noted what its documents began with; else add_bos_token says, as it does
+    for the tokenizers of transformers.
     """
+    if bos_token:
+        return () if bos_token == NO_BOS else (bos_token,)
     if about.note:
         return tuple(about.note.get("begin_tokens", ()))
     if (wanted := about.settings.get("add_bos_token")) is False:
         return ()
-    names = {i: name for name, i in tokenizer.special_ids.items()}
-    own = tuple(names[i] for i in tokenizer.begin_ids if i in names)
-    return own or tuple(name for name in (about.token("bos_token"),) if wanted and name in tokenizer.special_ids)
+    return (about.token("bos_token"),) if wanted and about.token("bos_token") else None
+
+
+def as_setting(begin_tokens: Sequence[str]) -> str:
+    """The setting bos_token by which documents begin with these: one token, none, or what the tokenizer's file puts."""
+    return NO_BOS if not begin_tokens else begin_tokens[0] if len(begin_tokens) == 1 else ""
 
 
 def end_token(about: About) -> str:

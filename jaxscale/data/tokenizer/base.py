@@ -53,12 +53,11 @@ class Tokenizer(Protocol):
     eos_id: int  # ends every document
     eos_token: str  # its name, as data.eos_token has it
     special_ids: Mapping[str, int]  # name -> id of every special token
-    begin_ids: tuple[int, ...]  # what the file itself puts before a text; documents of our own shards have none
-    fingerprint: str  # of the file and the end token: equal fingerprints, equal ids
+    begin_ids: tuple[int, ...]  # begin every document, and every text that a model reads; often none
+    fingerprint: str  # of the file and of what begins and ends a document: equal fingerprints, equal ids
     token_bytes: np.ndarray  # int32[vocab_size]: bytes of text that each id stands for; 0 for special tokens
     fallback: np.ndarray  # bool[vocab_size]: ids of a byte out of a longer character, or of whatever is not known
     marks: Marks
-    special_ids: Mapping[str, int]  # special tokens by name
     prefix_after_special: bool  # a text behind a special token begins as a document does
 
     def encode(self, text: str) -> np.ndarray:
@@ -89,9 +88,34 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
     raise ValueError(f"{path} has none of the usual end-of-document tokens {EOS_NAMES}; name it in data.eos_token")
 
 
-def fingerprint(kind: str, path: Path, eos_id: int) -> str:
-    """sha256 of the file's bytes, of how they are read, and of the end token."""
-    return hashlib.sha256(path.read_bytes() + f"|{kind}|{eos_id}".encode()).hexdigest()
+def choose_begin(
+    path: str, names: Sequence[str] | None, own: Sequence[int], special_ids: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The ids that begin a document: of the tokens `names`; None: `own`, which the file itself puts before a text.
+
+    Raises ValueError for a name that is no special token.
+    """
+    if names is None:
+        return tuple(i for i in own if i in special_ids.values())
+    for name in names:
+        if name not in special_ids:
+            raise ValueError(
+                f"{name!r} should begin documents, by data.bos_token or a file beside the tokenizer, and is no special "
+                f"token of {path}; name another in data.bos_token, or none"
+            )
+    return tuple(special_ids[name] for name in names)
+
+
+def begin_names(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The tokens that begin a document, by name."""
+    names = {i: name for name, i in tokenizer.special_ids.items()}
+    return tuple(names[i] for i in tokenizer.begin_ids)
+
+
+def fingerprint(kind: str, path: Path, eos_id: int, begin_ids: Sequence[int]) -> str:
+    """sha256 of the file's bytes, of how they are read, and of what begins and ends a document."""
+    begin = f"|{','.join(map(str, begin_ids))}" if begin_ids else ""
+    return hashlib.sha256(path.read_bytes() + f"|{kind}|{eos_id}{begin}".encode()).hexdigest()
 
 
 def find_marks(ids: Mapping[str, int]) -> Marks:
@@ -113,21 +137,24 @@ def block_of(encoded: Iterable[np.ndarray | Sequence[int]]) -> Block:
     return Block(ids, np.array([len(part) for part in parts], np.int64))
 
 
-def end_documents(block: Block, eos_id: int, vocab_size: int, dtype: np.dtype) -> Block:
-    """The block with `eos_id` after every document, as `dtype` (of shards.dtype_for).
+def frame_documents(block: Block, tokenizer: Tokenizer, dtype: np.dtype) -> Block:
+    """The block with what begins and ends a document around every one, as `dtype` (of shards.dtype_for).
 
     Raises: ValueError if an id is not in the vocabulary: the tokenizer and its file do not belong together.
     """
-    largest = max(int(block.ids.max(initial=0)), eos_id)
+    begin, eos_id, vocab_size = list(tokenizer.begin_ids), tokenizer.eos_id, tokenizer.vocab_size
+    largest = max(int(block.ids.max(initial=0)), eos_id, *begin)
     if largest >= vocab_size or largest > np.iinfo(dtype).max:
         raise ValueError(
             f"token id {largest} is not below vocab_size={vocab_size}, or does not fit in {np.dtype(dtype).name}; "
             "the shards must be made with the tokenizer that they name"
         )
-    ends = np.cumsum(block.lengths + 1)
+    lengths = block.lengths + len(begin) + 1
+    ends = np.cumsum(lengths)
     ids = np.empty(int(ends[-1]) if len(ends) else 0, dtype)
     is_text = np.ones(len(ids), bool)
-    is_text[ends - 1] = False
-    ids[ends - 1] = eos_id
+    for places, i in [(ends - 1, eos_id), *((ends - lengths + n, i) for n, i in enumerate(begin))]:
+        is_text[places] = False
+        ids[places] = i
     ids[is_text] = block.ids
-    return Block(ids, block.lengths + 1)
+    return Block(ids, lengths)

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import tokenizers
 
-from jaxscale.data.tokenizer.base import Block, Encode, block_of, choose_eos, find_marks, fingerprint
+from jaxscale.data.tokenizer.base import Block, Encode, block_of, choose_begin, choose_eos, find_marks, fingerprint
 from jaxscale.data.tokenizer.fast import EncodeConfig, make_encode
 from jaxscale.data.tokenizer.split import byte_alphabet
 from jaxscale.data.tokenizer.wordpiece import read_vocab_txt
@@ -21,7 +21,13 @@ class HuggingFaceTokenizer:
     Many texts at once go through the fastest encoder that gives the same ids (see fast.py); `encoder` names it.
     """
 
-    def __init__(self, path: str, eos_token: str = "", encoding: EncodeConfig = EncodeConfig()):  # noqa: B008 - frozen
+    def __init__(
+        self,
+        path: str,
+        eos_token: str = "",
+        begin_tokens: Sequence[str] | None = None,
+        encoding: EncodeConfig = EncodeConfig(),  # noqa: B008 - frozen
+    ):
         try:
             is_list = path.endswith(".txt")
             self._tokenizer = read_vocab_txt(path) if is_list else tokenizers.Tokenizer.from_file(path)
@@ -39,12 +45,13 @@ class HuggingFaceTokenizer:
         self.eos_token = self._tokenizer.id_to_token(self.eos_id)
         whole = self._tokenizer.encode("a", add_special_tokens=True)
         first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
-        self.begin_ids = tuple(whole.ids[:first])
-        self.fingerprint = fingerprint("vocab.txt" if is_list else "tokenizers", Path(path), self.eos_id)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {name: i for name, i in ids.items() if i in added and added[i].special}
         self.marks = find_marks(self.special_ids)
         self.special_ids |= {name: i for name, i in ids.items() if i == self.eos_id}
+        self.begin_ids = choose_begin(path, begin_tokens, whole.ids[:first], self.special_ids)
+        kind = "vocab.txt" if is_list else "tokenizers"
+        self.fingerprint = fingerprint(kind, Path(path), self.eos_id, self.begin_ids)
         self.prefix_after_special = self._begins_anew()
         self.token_bytes, self.fallback = self._count_bytes(json.loads(self._tokenizer.to_str()))
 

@@ -15,17 +15,17 @@ from typing import Any
 from jaxscale import paths
 from jaxscale.data.tokenizer.about import (
     GENERATION,
+    NO_BOS,
     NOTE,
     SETTINGS,
     SPECIAL,
     TEMPLATE,
     About,
-    begin_tokens,
     beside,
     end_ids,
     read_about,
 )
-from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
 
 FOLDER = "tokenizer"
@@ -38,7 +38,6 @@ class KeptTokenizer:
     """A tokenizer and what its folder says of texts."""
 
     tokenizer: Tokenizer
-    begin_ids: tuple[int, ...] = ()  # before every text that the model reads
     stop_ids: tuple[int, ...] = ()  # each ends a text
     about: About = About(None)
 
@@ -50,8 +49,9 @@ def keep_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
     """
     folder = paths.as_path(workdir) / FOLDER
     note = {"name": tokenizer.name, "eos_token": tokenizer.eos_token, "fingerprint": tokenizer.fingerprint}
+    note |= {"begin_tokens": list(begin_names(tokenizer))}
     if chat:
-        note |= {"begin_tokens": chat["begin"], "chat": {k: chat[k] for k in ("variables", "today", "fingerprint")}}
+        note |= {"chat": {key: chat[key] for key in ("variables", "today", "fingerprint")}}
     copied: dict[str, bytes] = {}
     if (source := beside(tokenizer)) is not None:
         file = Path(tokenizer.name).expanduser()
@@ -83,9 +83,10 @@ def open_kept(workdir: Any, data: Mapping[str, Any]) -> KeptTokenizer | None:
         return None
     if problem := tokenizer_problem(name):
         raise ValueError(f"{workdir} has no folder {FOLDER}/, and {problem}")
-    tokenizer = load_tokenizer(name, data.get("eos_token") or "")
+    bos_token = data.get("bos_token", NO_BOS)  # of settings that do not know it, which began documents with nothing
+    tokenizer = load_tokenizer(name, data.get("eos_token") or "", bos_token)
     about = read_about(beside(tokenizer))
-    return KeptTokenizer(tokenizer, stop_ids=end_ids(tokenizer, about), about=about)
+    return KeptTokenizer(tokenizer, end_ids(tokenizer, about), about)
 
 
 def read_folder(folder: Path) -> KeptTokenizer:
@@ -100,8 +101,7 @@ def read_folder(folder: Path) -> KeptTokenizer:
         tokenizer = load_tokenizer(str(folder / name))
         if about.note and about.note["fingerprint"] != tokenizer.fingerprint:
             raise ValueError(f"{folder / name} is not the tokenizer that the run was trained with; bring that one back")
-    begin_ids = tuple(tokenizer.special_ids[name] for name in begin_tokens(tokenizer, about))
-    return KeptTokenizer(tokenizer, begin_ids, end_ids(tokenizer, about), about)
+    return KeptTokenizer(tokenizer, end_ids(tokenizer, about), about)
 
 
 def local_copy(folder: Any) -> Path | None:

@@ -3,7 +3,7 @@
 import functools
 from pathlib import Path
 
-from jaxscale.data.tokenizer.about import end_token, read_about
+from jaxscale.data.tokenizer.about import begin_tokens, end_token, read_about
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
 from jaxscale.data.tokenizer.fast import EncodeConfig
@@ -11,10 +11,13 @@ from jaxscale.data.tokenizer.fast import EncodeConfig
 EXACT_OR_FAST = EncodeConfig()
 
 
-def load_tokenizer(name: str, eos_token: str = "", encoding: EncodeConfig = EXACT_OR_FAST) -> Tokenizer:
+def load_tokenizer(
+    name: str, eos_token: str = "", bos_token: str = "", encoding: EncodeConfig = EXACT_OR_FAST
+) -> Tokenizer:
     """The tokenizer `name`: 'bytes', or the path of a tokenizer.json, a SentencePiece .model or a WordPiece vocab.txt.
 
     eos_token: ends a document; empty: the one that the files beside the tokenizer name, else one of the usual names.
+    bos_token: begins one; empty: what the files beside the tokenizer say, else its own file; 'none': nothing.
     encoding: how a tokenizer.json is applied; the ids are the same. Raises: ValueError if `name` is none of these.
     """
     if problem := tokenizer_problem(name):
@@ -22,19 +25,23 @@ def load_tokenizer(name: str, eos_token: str = "", encoding: EncodeConfig = EXAC
     if name == "bytes":
         return ByteTokenizer()
     path = Path(name).expanduser()
-    return read_tokenizer(str(path), eos_token or end_token(read_about(path.parent)), path.stat().st_mtime_ns, encoding)
+    about = read_about(path.parent)
+    ends, begins = eos_token or end_token(about), begin_tokens(about, bos_token)
+    return read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding)
 
 
 @functools.lru_cache(maxsize=2)
-def read_tokenizer(path: str, eos_token: str, modified: int, encoding: EncodeConfig) -> Tokenizer:
+def read_tokenizer(
+    path: str, eos_token: str, begin_tokens: tuple[str, ...] | None, modified: int, encoding: EncodeConfig
+) -> Tokenizer:
     """The tokenizer in the file; kept, since a large one takes half a second and is asked for more than once."""
     if path.endswith(".model"):
         from jaxscale.data.tokenizer.sentencepiece import SentencePieceTokenizer  # the package only where it is used
 
-        return SentencePieceTokenizer(path, eos_token)
+        return SentencePieceTokenizer(path, eos_token, begin_tokens)
     from jaxscale.data.tokenizer.huggingface import HuggingFaceTokenizer
 
-    return HuggingFaceTokenizer(path, eos_token, encoding)
+    return HuggingFaceTokenizer(path, eos_token, begin_tokens, encoding)
 
 
 def tokenizer_problem(name: str) -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from jaxscale.data.tokenizer.base import Block, block_of, choose_eos, find_marks, fingerprint
+from jaxscale.data.tokenizer.base import Block, block_of, choose_begin, choose_eos, find_marks, fingerprint
 
 SENTENCE_BYTES = 4000  # what is longer than 4,192 would be left out in training
 THREADS = 8  # of training, on any machine: its sums, and so its pieces, depend on it
@@ -16,7 +16,7 @@ THREADS = 8  # of training, on any machine: its sums, and so its pieces, depend 
 class SentencePieceTokenizer:
     """A .model file. What its normalizer does to a text (most turn line ends into spaces) is part of the tokenizer."""
 
-    def __init__(self, path: str, eos_token: str = ""):
+    def __init__(self, path: str, eos_token: str = "", begin_tokens: Sequence[str] | None = None):
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=path)
         except (RuntimeError, OSError) as error:
@@ -31,13 +31,14 @@ class SentencePieceTokenizer:
         else:
             self.eos_id = choose_eos(path, eos_token, {piece: i for i, piece in enumerate(pieces)})
         self.eos_token = pieces[self.eos_id]
-        self.begin_ids = (processor.bos_id(),) if processor.bos_id() >= 0 else ()  # Llama's and Gemma's habit
-        self.fingerprint = fingerprint("sentencepiece", Path(path), self.eos_id)
         self.token_bytes = np.array([self._count_bytes(i, piece) for i, piece in enumerate(pieces)], np.int32)
         self.fallback = np.array(
             [processor.is_byte(i) or processor.is_unknown(i) for i in range(self.vocab_size)], bool
         )
         self.special_ids = {piece: i for i, piece in enumerate(pieces) if processor.is_control(i) or i == self.eos_id}
+        own = [i for i in (processor.bos_id(),) if i >= 0]  # Llama's and Gemma's habit
+        self.begin_ids = choose_begin(path, begin_tokens, own, self.special_ids)
+        self.fingerprint = fingerprint("sentencepiece", Path(path), self.eos_id, self.begin_ids)
         self.prefix_after_special = False
         self.marks = find_marks({piece: i for i, piece in enumerate(pieces) if processor.is_control(i)})
 
