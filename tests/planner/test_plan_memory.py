@@ -42,6 +42,9 @@ HELD_OUT = [
     ("1b", "v5e:2x4", {"train.num_microbatches": "16"}, 5.474),  # docs/statistics.md
     ("gpt2_124m", "v5e:2x2", {"train.num_microbatches": "64"}, 3770.0 / 1024),  # without remat
     ("175b", "v5p:8x8x8", {}, 28_465_545_056 / GIB),
+    ("llama3_8b", "v5p:2x2x2", {}, 43.3),
+    ("qwen3_8b", "v5p:2x2x2", {}, 45.1),
+    ("gemma3_4b", "v5p:2x2x2", {}, 27.5),
     ("ladder", "v5e:2x2", {}, 13_525_504 / GIB),  # without remat, float32
     ("auto:depth=12", "v5e:2x4", {}, 11_778_607_104 / GIB),  # without remat
 ]
