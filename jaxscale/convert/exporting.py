@@ -4,6 +4,7 @@ config.json is written last: a folder without one is not finished. What is read 
 were taken when it was saved, before that.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -126,32 +127,33 @@ def export_step(
     number_type = FORMATS[dtype]
     shards = plan_shards(source.pairs, number_type, shard_bytes)
     folder, journal = prepare_folder(to, source, shards, dtype)
-    total, done, kept = sum(shard.num_bytes for shard in shards), 0, 0
-    leaves = open_leaves(source)
-    for shard in shards:
-        told = journal.done.get(shard.name)
-        if told and mark_of(folder / shard.name) == tuple(told["mark"]):
-            kept += shard.num_bytes
+    with contextlib.closing(journal):
+        total, done, kept = sum(shard.num_bytes for shard in shards), 0, 0
+        leaves = open_leaves(source)
+        for shard in shards:
+            told = journal.done.get(shard.name)
+            if told and mark_of(folder / shard.name) == tuple(told["mark"]):
+                kept += shard.num_bytes
+                done += shard.num_bytes
+                continue
+            report = functools.partial(tell_progress, on_bytes, done, total, kept)
+            write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, number_type, report)
+            mark, sums = written(write, folder)
+            journal.note(shard.name, {"mark": mark, "sums": sums})
+            written(journal.settle, folder)
+            crash_point("export/shard")
             done += shard.num_bytes
-            continue
-        report = functools.partial(tell_progress, on_bytes, done, total, kept)
-        write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, number_type, report)
-        mark, sums = written(write, folder)
-        journal.note(shard.name, {"mark": mark, "sums": sums})
-        written(journal.settle, folder)
-        crash_point("export/shard")
-        done += shard.num_bytes
-    check_sums(source, journal)
-    files = dict(texts)
-    if len(shards) > 1:
-        files[INDEX] = as_json(index_of(shards))
-    for name, content in files.items():
-        written(lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder)
-    crash_point("export/config")
-    written(lambda: paths.write_bytes_atomic(folder / CONFIG, as_json(config)), folder)
-    pushed = send(folder)
-    journal.remove()
-    return Exported(len(source.pairs), len(shards), total, kept, pushed)
+        check_sums(source, journal)
+        files = dict(texts)
+        if len(shards) > 1:
+            files[INDEX] = as_json(index_of(shards))
+        for name, content in files.items():
+            written(lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder)
+        crash_point("export/config")
+        written(lambda: paths.write_bytes_atomic(folder / CONFIG, as_json(config)), folder)
+        pushed = send(folder)
+        journal.remove()
+        return Exported(len(source.pairs), len(shards), total, kept, pushed)
 
 
 def tell_progress(on_bytes: Callable[[int, int, int], None], before: int, total: int, kept: int, now: int) -> None:

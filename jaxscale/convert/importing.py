@@ -4,6 +4,7 @@ It is complete or not a step at all: arrays, record and lists of files lie in a 
 one act commits it, as when training saves. A killed conversion goes on where its journal says.
 """
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -86,23 +87,24 @@ def import_tensors(
     shapes = array_shapes(pairs)
     total = sum(int(np.prod(shape, dtype=np.int64)) * OURS.itemsize for shape in shapes.values())
     growing, final = growing_folder(folder), folder / "checkpoints" / str(STEP)
-    if not (final / COMMITTED).exists():
-        if not journal.done or not growing.exists():  # nothing there is known to be of this conversion
-            journal.done = {}
-            written(lambda: clear(growing), folder)
-            check_room(folder, total)
-        marks, kept, odd = write_units(growing, journal, pairs, tensors, total, on_bytes)
-        leaves = {f"{PREFIX}{name}": [list(shapes[name]), "float32", marks[name]] for name in shapes}
-        try:
-            written(lambda: complete(growing, final, leaves, run), folder)
-        except Damaged as damage:
-            remove_tree(growing)
-            journal.remove()
-            raise Stop(Exit.STORAGE, f"what was written reads back otherwise: {damage}; run it again") from None
-    else:
-        kept, odd = total, odd_ones(journal.done)
-    journal.remove()
-    return Imported(len(shapes), total, kept, tuple(odd))
+    with contextlib.closing(journal):
+        if not (final / COMMITTED).exists():
+            if not journal.done or not growing.exists():  # nothing there is known to be of this conversion
+                journal.done = {}
+                written(lambda: clear(growing), folder)
+                check_room(folder, total)
+            marks, kept, odd = write_units(growing, journal, pairs, tensors, total, on_bytes)
+            leaves = {f"{PREFIX}{name}": [list(shapes[name]), "float32", marks[name]] for name in shapes}
+            try:
+                written(lambda: complete(growing, final, leaves, run), folder)
+            except Damaged as damage:
+                remove_tree(growing)
+                journal.remove()
+                raise Stop(Exit.STORAGE, f"what was written reads back otherwise: {damage}; run it again") from None
+        else:
+            kept, odd = total, odd_ones(journal.done)
+        journal.remove()
+        return Imported(len(shapes), total, kept, tuple(odd))
 
 
 def check_room(folder: Any, needed: int) -> None:

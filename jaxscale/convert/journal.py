@@ -1,6 +1,10 @@
 """What a conversion has done so far, written beside what it makes, so that a killed one goes on and repeats nothing."""
 
+import fcntl
+import os
 import time
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 from jaxscale import paths
@@ -20,15 +24,18 @@ class Journal:
         self.done: dict[str, Any] = {}
         self.waiting: dict[str, Any] = {}  # done, and not yet safe on the disk
         self.written = 0.0
+        self.close: Callable[[], Any] = lambda: None  # gives the folder back
 
     def begin(self) -> bool:
         """True if this very conversion was begun before: `done` then tells what of it is there. Else notes that it is.
 
-        Raises: ValueError if another one was.
+        Raises: ValueError if another one was, or if another process is at it.
         """
+        self.hold()
         found = read_optional(self.path)
         if found:
             if found.get("what") != self.identity:
+                self.close()
                 raise ValueError(
                     f"{self.path} is of another conversion, or of files that have changed since; name a new folder, "
                     f"or remove {self.path.parent} to begin again"
@@ -37,6 +44,21 @@ class Journal:
             return True
         self.write()
         return False
+
+    def hold(self) -> None:
+        """Takes the folder for this process, on a disk that has locks; the system takes it back from one that dies."""
+        if paths.is_remote(self.path):
+            return
+        folder = os.open(self.path.parent, os.O_RDONLY)  # itself, so that nothing is left behind
+        self.close = weakref.finalize(self, os.close, folder)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"another process is converting into {self.path.parent} now; wait for it, or name a new folder"
+            ) from None
+        except OSError:  # some network disks lock no folders
+            self.close()
 
     def note(self, part: str, value: Any) -> None:
         """A part is done once the data behind it are safe, which `settle` tells."""

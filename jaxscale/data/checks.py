@@ -44,9 +44,10 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
 def check_lengths(cfg: DataConfig, train: DocumentTable, valid: DocumentTable | None, seq_len: int) -> None:
     """Raises ValueError for a corpus that fills no row and for a validation set that holds no target."""
     if cfg.name == "chat" and not len(train):
+        more = ", or set data.chat.too_long='cut'" if cfg.chat.too_long == "drop" else ""
         raise ValueError(
-            f"data.files has no document for training that fits into a row of seq_len={seq_len:,}; lengthen seq_len, "
-            "or set data.chat.too_long='cut'"
+            f"data.files has no document for training that fits into a row of seq_len={seq_len:,}; lengthen seq_len"
+            + more
         )
     if train.num_tokens < seq_len and cfg.name != "chat":
         raise ValueError(

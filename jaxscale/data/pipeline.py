@@ -240,12 +240,16 @@ def assemble(
         content += [str(cfg.val_fraction), *(f"{name}:{documents}" for name, documents in files)]
     fitted = []
     if whole:
-        train, long_train = fit_rows(train, cfg.chat.too_long, seq_len)
-        valid, long_valid = (None, 0) if valid is None else fit_rows(valid, cfg.chat.too_long, seq_len)
-        done = "cut" if cfg.chat.too_long == "cut" else "dropped"
-        if number := long_train + long_valid:
-            fitted = [f"{count(number, 'document')} longer than a row {done} (data.chat.too_long)"]
-        content += [cfg.chat.too_long, str(seq_len)]
+        train, cut, dropped = fit_rows(train, cfg.chat.too_long, seq_len)
+        if valid is not None:
+            valid, *more = fit_rows(valid, cfg.chat.too_long, seq_len)
+            cut, dropped = cut + more[0], dropped + more[1]
+        content += [cfg.chat.too_long, str(seq_len), *([f"dropped {dropped}"] if cut and dropped else [])]
+        if cut:
+            fitted = [f"{count(cut, 'document')} longer than a row cut (data.chat.too_long)"]
+        if dropped:
+            why = ", what is learned lies behind a row's end" if cfg.chat.too_long == "cut" else ""
+            fitted += [f"{count(dropped, 'document')} longer than a row dropped (data.chat.too_long{why})"]
     check_lengths(cfg, train, valid, seq_len)
 
     content += [f"order {ORDER}", cfg.packing]
@@ -300,14 +304,25 @@ def assemble(
     )
 
 
-def fit_rows(table: DocumentTable, too_long: str, seq_len: int) -> tuple[DocumentTable, int]:
-    """(the documents as they fit into a row, how many did not)."""
+def fit_rows(table: DocumentTable, too_long: str, seq_len: int) -> tuple[DocumentTable, int, int]:
+    """(the documents as they fit into a row, how many were cut, how many dropped).
+
+    Where long ones are cut, those are dropped of which nothing would be learned.
+    """
     is_long = table.lengths > seq_len
+    keep = ~is_long
     if too_long == "cut":
-        fitting = table.clip(np.zeros_like(table.lengths), np.minimum(table.lengths, seq_len))
-    else:
-        fitting = table.select(~is_long)
-    return fitting, int(is_long.sum())
+        keep[is_long] = [learns(table, document, seq_len) for document in np.flatnonzero(is_long)]
+    kept = table.select(keep)
+    fitting = kept.clip(np.zeros_like(kept.lengths), np.minimum(kept.lengths, seq_len))
+    return fitting, int((is_long & keep).sum()), int((~keep).sum())
+
+
+def learns(table: DocumentTable, document: int, seq_len: int) -> bool:
+    """Whether the first seq_len tokens of a conversation hold a target; its first token is none."""
+    marks = np.memmap(table.trained[table.file_ids[document]], np.uint8, mode="r")
+    start = int(table.starts[document])
+    return bool(marks[start + 1 : start + seq_len].any())
 
 
 def make_rows(

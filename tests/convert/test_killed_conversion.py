@@ -8,6 +8,8 @@ import sys
 import pytest
 from hf_folders import FLOAT32, LLAMA, assert_same, make_folder, read_folder
 
+from jaxscale.convert.journal import Journal
+
 CONFIG = LLAMA | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 256}
 IN = [
     "convert/written:2",
@@ -109,8 +111,19 @@ def test_an_export_goes_on_after_the_files_that_were_finished(killed):
 
 
 def test_a_folder_of_another_conversion_is_not_gone_on_with(tmp_path):
-    from jaxscale.convert.journal import Journal
-
     Journal(tmp_path / "converting.json", "one").begin()
     with pytest.raises(ValueError, match="is of another conversion, or of files that have changed since"):
         Journal(tmp_path / "converting.json", "two").begin()
+
+
+def test_two_conversions_do_not_write_into_one_folder_and_a_dead_one_holds_nothing(tmp_path):
+    first = Journal(tmp_path / "converting.json", "one")
+    assert not first.begin()
+    with pytest.raises(ValueError, match=f"another process is converting into {tmp_path} now; wait for it, or name a"):
+        Journal(tmp_path / "converting.json", "one").begin()
+    first.close()  # as the system does where a process dies
+    second = Journal(tmp_path / "converting.json", "one")
+    assert second.begin()
+    second.remove()
+    second.close()
+    assert list(tmp_path.iterdir()) == []

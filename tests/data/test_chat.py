@@ -206,6 +206,16 @@ def test_a_document_longer_than_a_row_is_dropped_or_cut_and_told(tmp_path, too_l
     assert batch.weights.sum() == (5 + 1) + (9 + 1) + (15 if too_long == "cut" else 0)
 
 
+def test_a_conversation_of_which_the_cut_would_leave_nothing_to_learn_is_dropped(tmp_path):
+    cfg = files(tmp_path, *[{"prompt": "p" * n, "completion": "c" * 9} for n in (3, 15, 16, 40)])
+    cfg = DataConfig(**{**vars(cfg), "chat": ChatConfig(too_long="cut")})
+    corpus = open_data(cfg, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
+    assert "2 documents, " in corpus.summary and "1 document longer than a row cut" in corpus.summary
+    assert "2 documents longer than a row dropped (data.chat.too_long, what is learned lies behind" in corpus.summary
+    batch = corpus.batches(len(corpus.train_rows)).batch(0)
+    assert batch.weights.sum() == (9 + 1) + 1 and (batch.weights.sum(1) > 0).all()
+
+
 def test_whole_conversations_are_held_out_even_of_a_few(tmp_path):
     cfg = DataConfig(**{**vars(files(tmp_path, *pairs(12))), "val_fraction": 0.25})
     corpus = open_data(cfg, seq_len=32, vocab_size=300, seed=0, say=lambda text: None)
