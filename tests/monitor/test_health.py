@@ -39,7 +39,7 @@ def test_a_spike_is_told_once_and_once_more_when_it_is_over():
     told, found = said([record(step, 8.0 if 30 <= step < 36 else None) for step in range(1, 60)])
     assert told == [("spike", 30, False), ("spike", 38, True)]
     assert found[0].numbers["ratio"] == pytest.approx(8 / 3, rel=0.02) and found[0].numbers["since"] == 30
-    for level in ("above 1.5 (document 003, class)", "above 2 (document 003, function)", "below 3 (document 002)"):
+    for level in ("above 1.5 (a common rule)", "above 2 (another)", "below 3 (a third)"):
         assert level in found[0].seen
     assert found[1].numbers["highest"] == 8.0 and found[1].causes == ()
 
@@ -83,7 +83,7 @@ def test_a_gradient_norm_of_four_times_the_clip_norm_alerts_nobody_and_the_text_
     assert said([record(step, grad_norm=4.0 if step in (30, 31) else 0.5) for step in range(1, 60)])[0] == []
     told, found = said([record(step, grad_norm=200.0 if step == 30 else 0.5) for step in range(1, 60)])
     assert told == [("explosion", 30, False), ("explosion", 35, True)]
-    assert "above 100 (document 001, which calls 0.1 to 10 normal), above 3 times the clip norm, 3" in found[0].seen
+    assert "above 100 (a common rule; 0.1 to 10 counts as normal), above 3 times the clip norm, 3" in found[0].seen
 
 
 def test_a_loss_that_never_falls_is_flat_unless_the_run_began_with_another_ones_weights():
@@ -105,7 +105,7 @@ def test_a_plateau_is_told_while_the_rate_is_up_and_not_late_under_a_falling_one
     kinds, found = said(records, facts)
     assert [kind for kind, *_ in kinds] == (["plateau"] if told else [])
     for finding in found:
-        assert "surely by less than 1%" in finding.seen and "of its first: a plateau by document 003" in finding.seen
+        assert "surely by less than 1%" in finding.seen and "of its first: a plateau by a common rule" in finding.seen
 
 
 def test_too_few_noisy_records_are_no_plateau():

@@ -25,8 +25,8 @@ class HealthConfig:
     off: tuple[str, ...] = setting((), f"rules that are silent: {', '.join(RULES)}", may_change=True)
     spike_ratio: float = setting(
         1.5,
-        "a loss so many times the median of the records before it, in two records, is a spike (document 003's class; "
-        "its function has 2, document 002 has 3: from 2 on one record is enough)",
+        "a loss so many times the median of the records before it, in two records, is a spike (common rules "
+        "have 1.5, 2 and 3: from 2 on one record is enough)",
         may_change=True,
     )
     spike_sigma: float = setting(
@@ -42,8 +42,8 @@ class HealthConfig:
     )
     plateau_drop: float = setting(
         0.01,
-        "a loss that surely falls by less than this part over the last half of the run is a plateau (document 003: its "
-        "second half is at least 0.99 of its first)",
+        "a loss that surely falls by less than this part over the last half of the run is a plateau (a common "
+        "rule: its second half is at least 0.99 of its first)",
         may_change=True,
     )
     plateau_records: int = setting(100, "records before a plateau is looked for", may_change=True)
@@ -52,17 +52,13 @@ class HealthConfig:
     )
     grad_norm: float = setting(
         100.0,
-        "a gradient norm above it alerts (document 001, which calls 0.1 to 10 normal; document 003's 3 times the clip "
-        "norm lies within that and is shown alone)",
+        "a gradient norm above it alerts (0.1 to 10 counts as normal; another common rule, 3 times the clip norm, lies "
+        "within that and is shown alone)",
         may_change=True,
     )
     grad_ratio: float = setting(10.0, "and so does one so many times its own median, in two records", may_change=True)
-    activation_high: float = setting(
-        100.0, "largest healthy RMS of a layer's activations (document 001)", may_change=True
-    )
-    activation_low: float = setting(
-        0.01, "smallest healthy RMS of a layer's activations (document 001)", may_change=True
-    )
+    activation_high: float = setting(100.0, "largest healthy RMS of a layer's activations", may_change=True)
+    activation_low: float = setting(0.01, "smallest healthy RMS of a layer's activations", may_change=True)
     branch_low: float = setting(
         1e-3,
         "smallest healthy RMS of what attention or the MLP of a layer adds, as a part of the RMS behind the layer",

@@ -106,7 +106,7 @@ def low_rate(past: Past, facts: RunFacts, step: int) -> Evidence:
     if now is None:
         return Evidence(NOTHING, "the learning rate is not known")
     if now < 1e-6:
-        return Evidence(STRONG, f"the learning rate is {now:.3g}; 1e-4 to 3e-4 is usual (document 004)")
+        return Evidence(STRONG, f"the learning rate is {now:.3g}; 1e-4 to 3e-4 is usual")
     if now < 0.5 * past.highest_rate:
         return Evidence(FOR, f"the learning rate is {now:.3g}, {now / past.highest_rate:.0%} of its peak")
     return Evidence(NOTHING, f"the learning rate is {now:.3g}")

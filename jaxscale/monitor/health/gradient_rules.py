@@ -32,11 +32,11 @@ class Explosion(Rule):
             return Sign(False, f"the gradient norm is back at {norm:.4g}", told) if back or not self.spoken else None
         usual = f", {ratio:.1f} times its median {judged.centre:.4g}" if judged else ""
         clip = view.facts.clip_norm
-        beside = f", {'above' if norm > 3 * clip else 'below'} 3 times the clip norm, {3 * clip:g} (document 003)"
+        beside = f", {'above' if norm > 3 * clip else 'below'} 3 times the clip norm, {3 * clip:g} (another)"
         side = "above" if norm > view.cfg.grad_norm else "below"
         seen = (
             f"the gradient norm before clipping is {norm:.4g}{usual}: {side} {view.cfg.grad_norm:g} "
-            f"(document 001, which calls 0.1 to 10 normal){beside if clip else ''}"
+            f"(a common rule; 0.1 to 10 counts as normal){beside if clip else ''}"
         )
         return Sign(True, seen, told, sure=absurd and steep)
 
@@ -97,9 +97,9 @@ class Activations(Rule):
             parts.append(f"above {high:g} in {shown(huge, layers)}")
         if dead:
             parts.append(f"below {low:g} in {shown(dead, layers)}")
-        said = [f"activation RMS {'; '.join(parts)} (document 001: about 1, a concern above 100 or below 0.01)"] * bool(
-            parts
-        )
+        said = [
+            f"activation RMS {'; '.join(parts)} (a common rule: about 1, a concern above 100 or below 0.01)"
+        ] * bool(parts)
         if shut:
             said.append(
                 f"of the stream behind them, these add less than {view.cfg.branch_low:g}: {shown([*shut], shut)}"

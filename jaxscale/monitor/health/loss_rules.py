@@ -8,13 +8,11 @@ from jaxscale.monitor.health.finding import GOOD, Sign
 from jaxscale.monitor.health.robust import Blocks, mad_sigma, slope
 from jaxscale.monitor.health.rule import Rule, View
 
-SPIKE_LEVELS = ((1.5, "document 003, class"), (2.0, "document 003, function"), (3.0, "document 002"))
+SPIKE_LEVELS = ((1.5, "a common rule"), (2.0, "another"), (3.0, "a third"))  # they disagree: all are shown
 SURE_RATIO = 2.0  # of a spike: one record is enough
 LOW_RATIO = 1.15  # of a spike that twice as many standard deviations speak for
 SURE_SIGMAS = 6  # above the lowest smoothed loss, which is itself a lucky one of many
-HALF = (
-    0.99  # of the first half of a window: from there on the second is a plateau by document 003, which is shown alone
-)
+HALF = 0.99  # of the first half of a window: from there on the second is a plateau by a common rule, shown alone
 SWING = 24  # records in which swings are measured
 
 
@@ -188,7 +186,7 @@ class Plateau(Rule):
             seen = (
                 f"from step {late[0][0]:.0f} to {view.step} the loss has fallen by {drop:.2%} with a standard error of "
                 f"{error:.2%}, surely by less than {view.cfg.plateau_drop:.0%}; it is {line.level:.4g}. Its "
-                f"second half is {ratio:.4f} of its first: {'a' if ratio >= HALF else 'no'} plateau by document 003, "
+                f"second half is {ratio:.4f} of its first: {'a' if ratio >= HALF else 'no'} plateau by a common rule, "
                 f"from {HALF:g} on"
             )
             return Sign(True, seen, told | {"threshold": view.cfg.plateau_drop})
