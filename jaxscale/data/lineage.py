@@ -82,7 +82,10 @@ def parse_lineage(content: bytes, columns: Sequence[str] | None = None) -> "pyar
     import pyarrow.parquet
 
     try:
-        return pyarrow.parquet.read_table(pyarrow.BufferReader(content), columns=columns)
+        # Read by this thread. One of Arrow's that still holds the bytes, which are Python's, while Python ends aborts
+        # the process (github.com/apache/arrow/issues/34314); read_table has such threads in any case.
+        with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content), pre_buffer=False) as file:
+            return file.read(columns=columns, use_threads=False)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"it is no Parquet file: {error}") from None
 

@@ -50,8 +50,8 @@ def parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(path) as file:
-            yield from rows(path, file.iter_batches(ROWS_AT_ONCE))
+        with parquet.ParquetFile(path, pre_buffer=False) as file:  # without threads: see lineage.py
+            yield from rows(path, file.iter_batches(ROWS_AT_ONCE, use_threads=False))
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"evaluation file {path} is not whole Parquet: {error}") from None
 

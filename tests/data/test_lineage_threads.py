@@ -1,0 +1,22 @@
+"""Reading a lineage leaves no thread behind that could abort the process while Python ends."""
+
+import os
+import subprocess
+import sys
+
+SCRIPT = """
+import os
+import pyarrow.parquet
+from jaxscale.data.document import Document
+from jaxscale.data.lineage import lineage_bytes, lineage_table, parse_lineage
+content = lineage_bytes(lineage_table([Document("a", file="f", offset=n) for n in range(9)]), 9)
+before = set(os.listdir("/proc/self/task"))
+assert parse_lineage(content, ["file", "offset"])["offset"].to_pylist() == list(range(9))
+names = [open(f"/proc/self/task/{task}/comm").read().strip() for task in set(os.listdir("/proc/self/task")) - before]
+print([name for name in names if "jemalloc" not in name])
+"""
+
+
+def test_no_thread_holds_what_was_read():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, env=dict(os.environ))
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
