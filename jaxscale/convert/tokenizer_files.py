@@ -5,6 +5,7 @@ beside it, which AutoTokenizer reads; it is compared with ours on texts before i
 """
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import tempfile
@@ -12,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale import paths
-from jaxscale.data.tokenizer.about import NO_BOS, as_setting
+from jaxscale.data.tokenizer.about import NO_BOS
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.bytes import EOS_ID
 from jaxscale.data.tokenizer.load import load_tokenizer
@@ -133,12 +134,11 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
     if generation := (run.get("converted") or {}).get("generation"):
         files.setdefault(GENERATION, (json.dumps(generation, indent=2) + "\n").encode())
     if CONFIG in files and FAST in files:
-        return with_learned_end(files, str(note.get("eos_token") or ""))
+        return begun(with_learned_end(files, str(note.get("eos_token") or "")), note.get("begin_tokens"))
     name = str(note.get("name") or data.get("tokenizer") or "")
     eos_token = str(note.get("eos_token") or data.get("eos_token") or "")
-    bos_token = as_setting(note.get("begin_tokens", ())) if note else data.get("bos_token", NO_BOS)
     if main := main_file(files):
-        return loaded(files, main, eos_token, bos_token, seq_len)
+        return begun(loaded(files, main, eos_token, seq_len), note.get("begin_tokens"))
     if name == "" and (run.get("converted") or data.get("name") in ("tokens", "synthetic")):
         return Texts(files, ("no tokenizer goes along: the work folder has none and its config names none",))
     if name in ("", "bytes"):
@@ -147,9 +147,9 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
     if not path.is_file():
         return Texts(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
     own = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
-    tokenizer = load_tokenizer(name, eos_token, bos_token)
-    bos_token = as_setting(begin_names(tokenizer))
-    return loaded(files | {own: path.read_bytes()}, own, tokenizer.eos_token, bos_token, seq_len)
+    tokenizer = load_tokenizer(name, eos_token, data.get("bos_token", NO_BOS))
+    texts = loaded(files | {own: path.read_bytes()}, own, tokenizer.eos_token, seq_len)
+    return begun(texts, begin_names(tokenizer))
 
 
 def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
@@ -171,13 +171,67 @@ def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
     return Texts(files | {GENERATION: (json.dumps(generation, indent=2) + "\n").encode()}, (said,), ends)
 
 
-def loaded(files: dict[str, bytes], main: str, eos_token: str, bos_token: str, seq_len: int | None) -> Texts:
+def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
+    """The files, whose tokenizer.json begins texts as this run has begun documents. begin: none: it is not known."""
+    if begin is None or FAST not in texts.files:
+        return texts
+    content = begin_with(begin, texts.files[FAST].decode())
+    if content is None:
+        return texts
+    import tokenizers
+
+    first = tokenizers.Tokenizer.from_str(content).token_to_id(begin[0]) if begin else None
+    about = read_object(texts.files.get(CONFIG, b"")) | {"add_bos_token": bool(begin)}
+    files = {FAST: content.encode()}
+    ends = texts.end_ids
+    if begin:
+        about |= {"bos_token": begin[0]}
+        ends = ends | {"bos_token_id": first}
+        if GENERATION in texts.files:
+            told = read_object(texts.files[GENERATION]) | {"bos_token_id": first}
+            files[GENERATION] = (json.dumps(told, indent=2) + "\n").encode()
+    files[CONFIG] = (json.dumps(about, indent=2) + "\n").encode()
+    said = f"{FAST} begins texts with {''.join(begin) or 'nothing'}, as this run its documents"
+    return Texts(texts.files | files, (*texts.notes, said), ends)
+
+
+def begin_with(begin: Sequence[str], text: str) -> str | None:
+    """A tokenizer.json that puts these tokens before a text in place of those that it has put there; None: it does.
+
+    What a template puts behind a text, or between the two of a pair, stays.
+    """
+    import tokenizers
+
+    made, spec = tokenizers.Tokenizer.from_str(text), json.loads(text)
+    whole = made.encode("a")
+    first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
+    ids = [made.token_to_id(name) for name in begin]
+    if whole.ids[:first] == ids:
+        return None
+    old = spec.get("post_processor") or {}
+    steps = old.get("processors") or [old]
+    template = next((step for step in steps if step.get("type") == "TemplateProcessing"), {})
+    place = lambda name, number: {"Sequence": {"id": name, "type_id": number}}
+    single = template.get("single") or [place("A", 0)]
+    pair = template.get("pair") or [place("A", 0), place("B", 1)]
+    marks = [{"SpecialToken": {"id": name, "type_id": 0}} for name in begin]
+    rest = [list(itertools.dropwhile(lambda piece: "SpecialToken" in piece, pieces)) for pieces in (single, pair)]
+    known = dict(template.get("special_tokens") or {})
+    known |= {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in zip(begin, ids, strict=True)}
+    made_step = {"type": "TemplateProcessing", "single": marks + rest[0], "pair": marks + rest[1]}
+    made_step |= {"special_tokens": known}
+    others = [step for step in steps if step.get("type") == "ByteLevel"]  # it moves offsets alone
+    spec["post_processor"] = {"type": "Sequence", "processors": [*others, made_step]} if others else made_step
+    return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)).to_str()
+
+
+def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | None) -> Texts:
     """The files, and those that transformers needs besides."""
     eos_token = eos_token or special_token(files, "eos_token")
     with tempfile.TemporaryDirectory() as scratch:
         place = pathlib.Path(scratch) / main
         place.write_bytes(files[main])
-        tokenizer = load_tokenizer(str(place), eos_token, bos_token)
+        tokenizer = load_tokenizer(str(place), eos_token)
         if main == FAST:
             return made_for(tokenizer, files[FAST].decode(), eos_token, seq_len, files)
         if main == WORDPIECE:
@@ -189,8 +243,7 @@ def loaded(files: dict[str, bytes], main: str, eos_token: str, bos_token: str, s
 
 def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: int | None, files: dict) -> Texts:
     """The files with a tokenizer.json of this text and a tokenizer_config.json, if its ids are the tokenizer's own."""
-    begin = begin_names(tokenizer)
-    ends = {"bos_token_id": tokenizer.begin_ids[0] if begin else None, "eos_token_id": int(tokenizer.eos_id)}
+    ends = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
     if text is None or not same_ids(tokenizer, text):
         told = "transformers has no tokenizer that gives the ids of this SentencePiece model; the .model goes along"
         return Texts(files, (told,), ends)
@@ -198,16 +251,10 @@ def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: in
 
     made = tokenizers.Tokenizer.from_str(text)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id)), "add_bos_token": bool(begin)}
-    if begin:
-        about |= {"bos_token": begin[0]}
-        pieces = [*begin, "$A"]
-        known = list(zip(begin, tokenizer.begin_ids, strict=True))
-        made.post_processor = tokenizers.processors.TemplateProcessing(single=pieces, special_tokens=known)
-        text = made.to_str()
+    about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id)), "add_bos_token": False}
     about |= {"model_max_length": seq_len} if seq_len else {}
     made_files = {FAST: text.encode(), CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
-    return Texts(made_files | files | ({FAST: made_files[FAST]} if begin else {}), (), ends)
+    return Texts(made_files | files, (), ends)
 
 
 def same_ids(tokenizer: Tokenizer, text: str) -> bool:

@@ -52,7 +52,7 @@ class DataConfig(ReadConfig):
     bos_token: str = setting(
         "",
         "the token that begins a document; empty: as the tokenizer's own files say (Llama's and Gemma's have one, "
-        "GPT-2's and Qwen's none); none: nothing",
+        "GPT-2's and Qwen's none); none: nothing. Conversations begin as their template says",
     )
     eos_id: int | None = setting(
         None, "tokens: the id that ends a document in a raw .bin; none: the tokenizer's, or one document per file"

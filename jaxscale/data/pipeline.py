@@ -244,7 +244,8 @@ def assemble(
         if valid is not None:
             valid, *more = fit_rows(valid, cfg.chat.too_long, seq_len)
             cut, dropped = cut + more[0], dropped + more[1]
-        content += [cfg.chat.too_long, str(seq_len), *([f"dropped {dropped}"] if cut and dropped else [])]
+        content += [cfg.chat.too_long, str(seq_len)]
+        content += [f"dropped {dropped}"] if cfg.chat.too_long == "cut" and dropped else []
         if cut:
             fitted = [f"{count(cut, 'document')} longer than a row cut (data.chat.too_long)"]
         if dropped:
@@ -279,7 +280,7 @@ def assemble(
     facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
     facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
     if begin := tokenizer and "".join(begin_names(tokenizer)):
-        facts += [f"documents begin with {begin}"]
+        facts += [f"{'prompts and texts' if cfg.name == 'chat' else 'documents'} begin with {begin}"]
     facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
     facts += [f"skipped {describe_skipped(skipped)}"] if skipped else []
     valid_rows = None
@@ -312,17 +313,18 @@ def fit_rows(table: DocumentTable, too_long: str, seq_len: int) -> tuple[Documen
     is_long = table.lengths > seq_len
     keep = ~is_long
     if too_long == "cut":
-        keep[is_long] = [learns(table, document, seq_len) for document in np.flatnonzero(is_long)]
+        keep[is_long] = [learned > 0 for learned in learned_in_row(table, np.flatnonzero(is_long), seq_len)]
     kept = table.select(keep)
     fitting = kept.clip(np.zeros_like(kept.lengths), np.minimum(kept.lengths, seq_len))
     return fitting, int((is_long & keep).sum()), int((~keep).sum())
 
 
-def learns(table: DocumentTable, document: int, seq_len: int) -> bool:
-    """Whether the first seq_len tokens of a conversation hold a target; its first token is none."""
-    marks = np.memmap(table.trained[table.file_ids[document]], np.uint8, mode="r")
-    start = int(table.starts[document])
-    return bool(marks[start + 1 : start + seq_len].any())
+def learned_in_row(table: DocumentTable, documents: np.ndarray, seq_len: int) -> Iterator[int]:
+    """Yields for each of these conversations how many of its first seq_len tokens are learned, never the first."""
+    marks = [np.memmap(path, np.uint8, mode="r") for path in table.trained]
+    for document in documents:
+        start = int(table.starts[document])
+        yield int(marks[table.file_ids[document]][start + 1 : start + seq_len].sum())
 
 
 def make_rows(

@@ -1,5 +1,6 @@
 """Token files as shards: those of a prepared set and of this program, Megatron's, array records and raw ids."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +17,10 @@ from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, open_shard, read_header
 from jaxscale.data.sources import SourceFile
 from jaxscale.data.tokenizer.about import NO_BOS, as_setting
-from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
 
-LOOKED_AT = 16  # documents of each file: by chance none of them begins as a tokenizer says
+LOOKED_AT = 16  # documents of each file, of which most tell; a first or last one may be cut
 
 
 def open_tokens(
@@ -49,7 +50,8 @@ def open_tokens(
         raise ValueError(f"data.files mixes shards of different tokenizers: {', '.join(names)}; train on one at a time")
     for fingerprint, header in made_with.items():
         if tokenizer and tokenizer.fingerprint != fingerprint and not cfg.bos_token:
-            tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, as_setting(header.get("begin_tokens", ())))
+            with contextlib.suppress(ValueError):  # it has no such token: it is another one
+                tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, as_setting(header.get("begin_tokens", ())))
         if tokenizer and tokenizer.fingerprint != fingerprint:
             raise ValueError(
                 f"data.tokenizer={cfg.tokenizer} is not the one that {shards[0].place} was made with, which is "
@@ -59,7 +61,9 @@ def open_tokens(
         if tokenizer is None and tokenizer_problem(header["name"]) is None:
             found = load_tokenizer(header["name"], header["eos_token"], as_setting(header.get("begin_tokens", ())))
             tokenizer = found if found.fingerprint == fingerprint else None
-    if tokenizer and not made_with and not cfg.bos_token and not begin_so(shards, tokenizer):
+    if tokenizer and not made_with and not cfg.bos_token and not most_begin_with(tokenizer.begin_ids, shards):
+        name = "".join(begin_names(tokenizer))
+        say(f"data.files: documents do not begin with {name}, as those of {cfg.tokenizer} do; see data.bos_token")
         tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, NO_BOS)
     for shard in [*shards, *val_shards]:
         if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
@@ -70,15 +74,14 @@ def open_tokens(
     return shards, val_shards, tokenizer
 
 
-def begin_so(shards: Sequence[Shard], tokenizer: Tokenizer) -> bool:
-    """Whether the first documents of shards that tell no tokenizer begin as this one would have them begin."""
-    begin = list(tokenizer.begin_ids)
+def most_begin_with(begin_ids: Sequence[int], shards: Sequence[Shard]) -> bool:
+    """Whether most of the first documents of shards that tell no tokenizer begin with these ids."""
+    found = []
     for shard in shards:
         ids = map_ids(shard.bin_path, shard.header["dtype"])
-        for start in shard.offsets[: min(len(shard.offsets) - 1, LOOKED_AT)]:
-            if ids[start : start + len(begin)].tolist() != begin:
-                return False
-    return True
+        starts = shard.offsets[:-1][:LOOKED_AT]
+        found += [ids[start : start + len(begin_ids)].tolist() == list(begin_ids) for start in starts]
+    return 2 * sum(found) > len(found)
 
 
 def common_token_bytes(shards: Sequence[Shard]) -> np.ndarray | None:

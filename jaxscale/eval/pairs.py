@@ -31,7 +31,7 @@ def move_space(context: str, continuation: str) -> tuple[str, str]:
 
 
 def encode_pair(reading: Reading, context: str, continuation: str, text_ids: TextIds | None = None) -> Pair:
-    """The ids, what the tokenizer's file puts before a text in front. Raises ValueError without a token to score.
+    """The ids, what begins a document in front. Raises ValueError without a token to score.
 
     text_ids: for contexts that a chat template wrote, whose beginning is among what it writes.
     """

@@ -3,7 +3,7 @@
 A document is read in windows of `context` tokens that move on by `stride`: in the first window every token is scored,
 in a later one the `stride` newest, so that each of these has at least context - stride tokens before it. stride =
 context are plain windows; even then the window of a document's end reaches back for a full context. The first token of
-a document is predicted from the start mark: what the tokenizer puts before a text, else its end-of-document token.
+a document is predicted from the start mark: what begins documents, else the token that ends them.
 """
 
 import dataclasses

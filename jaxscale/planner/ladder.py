@@ -201,6 +201,7 @@ def comparable(cfg: RunConfig) -> dict[str, Any]:
         "data.val_files": schema.to_dict(data.val_files),
         "data.val_fraction": data.val_fraction,
         "data.tokenizer": data.tokenizer,
+        "data.bos_token": data.bos_token,
         "data.packing": data.packing,
         "data.mixture": schema.to_dict(data.mixture),
         "data.objective": schema.to_dict(data.objective),

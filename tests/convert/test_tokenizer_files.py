@@ -11,7 +11,7 @@ from trained_tokenizers import SENTENCES, TEXT, make_tokenizers
 from jaxscale.cli import convert
 from jaxscale.convert import tokenizer_files
 from jaxscale.data.tokenizer.bpe import train_bpe
-from jaxscale.data.tokenizer.kept import open_kept
+from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept
 from jaxscale.data.tokenizer.load import load_tokenizer
 
 
@@ -40,14 +40,42 @@ def test_our_own_tokenizers_become_a_tokenizer_json_with_the_same_ids(made, tmp_
 @pytest.mark.parametrize(("kind", "begin"), [("bpe", "<|endoftext|>"), ("wordpiece", "[CLS]"), ("unigram", "</s>")])
 def test_texts_of_an_export_begin_as_the_documents_of_the_run(made, tmp_path, kind, begin):
     texts = tokenizer_files.of_run(tmp_path, run_with(str(made[kind]), bos_token=begin))
-    theirs, ours = (
-        tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode()),
-        load_tokenizer(str(made[kind])),
-    )
+    theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
+    ours = load_tokenizer(str(made[kind]))
     first = ours.special_ids[begin]
     assert theirs.encode("the mesh").ids == [first, *ours.encode("the mesh").tolist()]
     about = json.loads(texts.files["tokenizer_config.json"])
     assert (about["bos_token"], about["add_bos_token"], texts.end_ids["bos_token_id"]) == (begin, True, first)
+
+
+@pytest.mark.parametrize("with_config", [True, False], ids=["with tokenizer_config.json", "alone"])
+@pytest.mark.parametrize("bos_token", ["", "none", "<|b|>"])
+def test_an_export_of_a_tuned_model_begins_texts_so_too_and_ends_them_as_before(tmp_path, with_config, bos_token):
+    (tmp_path / "from").mkdir()
+    made = train_bpe(TEXT, 400, ["<|endoftext|>", "<|a|>", "<|b|>"], "gpt2", "tokenizers")
+    ids = {name: made.token_to_id(name) for name in ("<|endoftext|>", "<|a|>", "<|b|>")}
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<|a|> $A <|endoftext|>",
+        pair="<|a|> $A <|endoftext|> $B:1 <|endoftext|>:1",
+        special_tokens=[*ids.items()],
+    )
+    made.save(str(tmp_path / "from/tokenizer.json"))
+    if with_config:
+        (tmp_path / "from/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "extra": 1}')
+    tokenizer = load_tokenizer(str(tmp_path / "from/tokenizer.json"), bos_token=bos_token)
+    keep_tokenizer(tokenizer, tmp_path / "run")
+    texts = tokenizer_files.of_run(tmp_path / "run", run_with(tokenizer.name, bos_token=bos_token))
+    theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
+    plain, end = tokenizer.encode("mesh").tolist(), ids["<|endoftext|>"]
+    begin = {"": [ids["<|a|>"]], "none": [], "<|b|>": [ids["<|b|>"]]}[bos_token]
+    assert list(tokenizer.begin_ids) == begin and theirs.encode("mesh").ids == [*begin, *plain, end]
+    assert theirs.encode("mesh", "mesh").ids == [*begin, *plain, end, *plain, end]
+    if bos_token:
+        about = json.loads(texts.files["tokenizer_config.json"])
+        assert about["add_bos_token"] == bool(begin) and about.get("extra") == (1 if with_config else None)
+        assert "as this run its documents" in texts.notes[-1]
+    else:
+        assert texts.files["tokenizer.json"] == (tmp_path / "from/tokenizer.json").read_bytes() and texts.notes == ()
 
 
 def test_what_transformers_cannot_do_is_said_and_the_model_goes_along(made, tmp_path, monkeypatch):

@@ -8,6 +8,9 @@ import pytest
 from test_document_ends import START, folder_of, open_corpus
 
 from jaxscale.cli import prepare
+from jaxscale.data.config import DataConfig
+from jaxscale.data.pipeline import open_data
+from jaxscale.data.tokenizer.bpe import train_bpe
 from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept
 from jaxscale.data.tokenizer.load import load_tokenizer
 
@@ -37,6 +40,7 @@ def starts_of(corpus):
         ({"bos_token": {"content": NAME}, "add_bos_token": True}, "", (START,)),
         ({"bos_token": NAME, "add_bos_token": True}, "none", ()),  # a person's word goes before
         ({"add_bos_token": False}, NAME, (START,)),
+        ({"bos_token": "hi", "add_bos_token": True}, "", ()),  # no special token: any text could write it
     ],
     ids=str,
 )
@@ -51,10 +55,11 @@ def test_what_begins_documents_is_part_of_the_fingerprint_where_there_is_any(tmp
 
 
 def test_a_name_that_is_no_special_token_is_refused_with_the_way_out(tmp_path):
-    with pytest.raises(
-        ValueError, match="'hi' should begin documents, .* no special token of .*; name another in data.b"
-    ):
-        load_tokenizer(folder_of(tmp_path), bos_token="hi")
+    for path in (folder_of(tmp_path), "bytes"):
+        with pytest.raises(
+            ValueError, match="data.bos_token=hi.*(no special token of .*; name another, or none|no such)"
+        ):
+            load_tokenizer(path, bos_token="hi")
 
 
 def test_each_document_begins_so_the_first_token_of_a_text_is_learned_and_the_work_folder_knows(tmp_path, texts):
@@ -83,17 +88,54 @@ def test_shards_tell_how_their_documents_begin(tmp_path, texts, bos_token):
         assert corpus.tokenizer.begin_ids == expected
         assert (set(starts_of(corpus)) == {START}) == bool(expected)
     other = "none" if expected else NAME
+    stranger = str(tmp_path / "other.json")
+    train_bpe(["hi there"], 300, ["<|endoftext|>"], "gpt2", "tokenizers").save(stranger)
+    with pytest.raises(ValueError, match="is not the one that .* was made with"):
+        open_corpus(tmp_path, name="tokens", files=str(tmp_path / "out/manifest.json"), tokenizer=stranger)
     with pytest.raises(ValueError, match="is not the one that .* was made with"):
         open_corpus(tmp_path, name="tokens", files=str(tmp_path / "out/manifest.json"), tokenizer=path, bos_token=other)
 
 
 @pytest.mark.parametrize("begin", [(), (START,)], ids=["bare", "begun"])
-def test_raw_ids_are_asked_how_their_documents_begin(tmp_path, begin):
+def test_most_of_the_first_documents_tell_how_raw_ids_begin(tmp_path, begin):
     tokenizer = load_tokenizer(folder_of(tmp_path, bos_token=NAME, add_bos_token=True))
     document = [*begin, *tokenizer.encode("hi there you"), tokenizer.eos_id]
-    np.array(document * 40, np.uint16).tofile(tmp_path / "raw.bin")
-    corpus = open_corpus(tmp_path, name="tokens", files=str(tmp_path / "raw.bin"), tokenizer=tokenizer.name)
+    np.array([tokenizer.eos_id, *document * 40], np.uint16).tofile(tmp_path / "raw.bin")  # an odd one goes before
+    cfg = DataConfig(
+        name="tokens",
+        files=str(tmp_path / "raw.bin"),
+        tokenizer=tokenizer.name,
+        cache_dir=str(tmp_path / "c"),
+        val_fraction=0,
+    )
+    said = []
+    corpus = open_data(cfg, seq_len=32, vocab_size=264, seed=0, say=said.append)
     assert corpus.tokenizer.begin_ids == begin
+    assert any("do not begin with <|im_start|>" in line for line in said) == (not begin)
+
+
+@pytest.mark.parametrize("name", ["train", "bytes", "given"])
+def test_a_recipe_with_a_begin_that_its_tokenizer_does_not_have_is_refused_before_any_work(
+    tmp_path, texts, name, capfd
+):
+    path = folder_of(tmp_path) if name == "given" else name
+    recipe = [f"--config.tokenizer.name={path}", "--config.tokenizer.bos_token=<s>", "--config.stages=()"]
+    with pytest.raises(ValueError, match="tokenizer.bos_token=<s>"):
+        prepare.main(["--workers=1", f"--input={texts}", f"--output={tmp_path / 'out'}", *recipe])
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_note_of_before_opens_its_tokenizer_and_another_file_does_not(tmp_path):
+    tokenizer = load_tokenizer(folder_of(tmp_path, bos_token=NAME, add_bos_token=True))
+    keep_tokenizer(tokenizer, tmp_path / "run")
+    note = tmp_path / "run/tokenizer/jaxscale.json"
+    bare = load_tokenizer(tokenizer.name, bos_token="none").fingerprint  # as it was when it knew no beginning
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"fingerprint": bare}))
+    assert open_kept(tmp_path / "run", {}).tokenizer.begin_ids == (START,)
+    file = tmp_path / "run/tokenizer/tokenizer.json"
+    file.write_text(file.read_text().replace(NAME, "<|im_begin|>"))
+    with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
+        open_kept(tmp_path / "run", {})
 
 
 def test_conversations_follow_the_setting_too(tmp_path):

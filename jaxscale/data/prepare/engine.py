@@ -18,7 +18,7 @@ from jaxscale.data.document import Document
 from jaxscale.data.locks import locked
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import check_manifest
-from jaxscale.data.prepare.config import PrepareConfig
+from jaxscale.data.prepare.config import PrepareConfig, TokenizerConfig
 from jaxscale.data.prepare.executors import Executor
 from jaxscale.data.prepare.gather import ShardCall, move_out, num_shards, write_shard
 from jaxscale.data.prepare.joins import cluster_facts, find_duplicates
@@ -31,8 +31,10 @@ from jaxscale.data.prepare.tokens import tokenizer_of, unpack
 from jaxscale.data.prepare.work import Block, Call, count_blocks, document_at, in_order, join_folder, run
 from jaxscale.data.sources import Part, SourceFile, list_files, parts
 from jaxscale.data.tokenizer import fertility
+from jaxscale.data.tokenizer.about import NO_BOS
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.data.tokenizer.load import tokenizer_problem
+from jaxscale.data.tokenizer.train import special_names
 from jaxscale.paths import make_private, write_text_atomic
 
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
@@ -54,6 +56,8 @@ def make_plan(cfg: PrepareConfig) -> Plan:
     files, problems = list_files(cfg.globs, "sources", "text")
     if not cfg.tokenizer.is_trained and (problem := tokenizer_problem(cfg.tokenizer.name)):
         problems.append(problem.replace("data.tokenizer", "tokenizer.name"))
+    if not problems:
+        problems += bos_problems(cfg.tokenizer)
     if problems:
         raise ValueError(problems[0])
     pieces = [(file, part) for file in files for part in parts(file, cfg.reading(file.source), cfg.block_bytes)]
@@ -64,6 +68,19 @@ def make_plan(cfg: PrepareConfig) -> Plan:
         "read beside": [[path, file_sha256(path)] for path in cfg.beside()],
     }
     return Plan(cfg, hash_of(made_from), pieces, plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained))
+
+
+def bos_problems(cfg: TokenizerConfig) -> list[str]:
+    """Why documents cannot begin as the setting says."""
+    if cfg.is_trained and cfg.bos_token not in ("", NO_BOS, *special_names(cfg.train)):
+        known = ", ".join(special_names(cfg.train))
+        return [f"tokenizer.bos_token={cfg.bos_token} is no special token of the one to be trained ({known})"]
+    if not cfg.is_trained:
+        try:
+            tokenizer_of(cfg.name, cfg)
+        except ValueError as error:
+            return [str(error).replace("data.tokenizer", "tokenizer.name").replace("data.", "tokenizer.")]
+    return []
 
 
 def prepare(

@@ -65,7 +65,7 @@ def begin_tokens(about: About, bos_token: str) -> tuple[str, ...] | None:
     """The names of the special tokens that begin a document; None: whatever the tokenizer's own file puts before one.
 
     bos_token: the setting. Empty: a run has noted what its documents began with; else add_bos_token says, as it does
-    for the tokenizers of transformers.
+    for Llama's tokenizers in transformers 4; transformers 5 asks tokenizer.json alone.
     """
     if bos_token:
         return () if bos_token == NO_BOS else (bos_token,)
@@ -77,7 +77,7 @@ def begin_tokens(about: About, bos_token: str) -> tuple[str, ...] | None:
 
 
 def as_setting(begin_tokens: Sequence[str]) -> str:
-    """The setting bos_token by which documents begin with these: one token, none, or what the tokenizer's file puts."""
+    """The setting bos_token for these; empty for several, which only the tokenizer's own file can ask for."""
     return NO_BOS if not begin_tokens else begin_tokens[0] if len(begin_tokens) == 1 else ""
 
 

@@ -88,22 +88,14 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
     raise ValueError(f"{path} has none of the usual end-of-document tokens {EOS_NAMES}; name it in data.eos_token")
 
 
-def choose_begin(
-    path: str, names: Sequence[str] | None, own: Sequence[int], special_ids: Mapping[str, int]
-) -> tuple[int, ...]:
+def choose_begin(names: Sequence[str] | None, own: Sequence[int], special_ids: Mapping[str, int]) -> tuple[int, ...]:
     """The ids that begin a document: of the tokens `names`; None: `own`, which the file itself puts before a text.
 
-    Raises ValueError for a name that is no special token.
+    What is no special token begins none: no text must be able to write it.
     """
     if names is None:
         return tuple(i for i in own if i in special_ids.values())
-    for name in names:
-        if name not in special_ids:
-            raise ValueError(
-                f"{name!r} should begin documents, by data.bos_token or a file beside the tokenizer, and is no special "
-                f"token of {path}; name another in data.bos_token, or none"
-            )
-    return tuple(special_ids[name] for name in names)
+    return tuple(special_ids[name] for name in names if name in special_ids)
 
 
 def begin_names(tokenizer: Tokenizer) -> tuple[str, ...]:

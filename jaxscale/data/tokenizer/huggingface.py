@@ -49,7 +49,7 @@ class HuggingFaceTokenizer:
         self.special_ids = {name: i for name, i in ids.items() if i in added and added[i].special}
         self.marks = find_marks(self.special_ids)
         self.special_ids |= {name: i for name, i in ids.items() if i == self.eos_id}
-        self.begin_ids = choose_begin(path, begin_tokens, whole.ids[:first], self.special_ids)
+        self.begin_ids = choose_begin(begin_tokens, whole.ids[:first], self.special_ids)
         kind = "vocab.txt" if is_list else "tokenizers"
         self.fingerprint = fingerprint(kind, Path(path), self.eos_id, self.begin_ids)
         self.prefix_after_special = self._begins_anew()

@@ -99,7 +99,8 @@ def read_folder(folder: Path) -> KeptTokenizer:
         if name is None:
             raise ValueError(f"{folder} holds none of {', '.join(FILES)}; copy the model's tokenizer there")
         tokenizer = load_tokenizer(str(folder / name))
-        if about.note and about.note["fingerprint"] != tokenizer.fingerprint:
+        known = {tokenizer.fingerprint, load_tokenizer(str(folder / name), bos_token=NO_BOS).fingerprint}
+        if about.note and about.note["fingerprint"] not in known:  # the second: of notes that know no beginning
             raise ValueError(f"{folder / name} is not the tokenizer that the run was trained with; bring that one back")
     return KeptTokenizer(tokenizer, end_ids(tokenizer, about), about)
 

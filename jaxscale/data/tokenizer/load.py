@@ -3,8 +3,8 @@
 import functools
 from pathlib import Path
 
-from jaxscale.data.tokenizer.about import begin_tokens, end_token, read_about
-from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.about import NO_BOS, begin_tokens, end_token, read_about
+from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
 from jaxscale.data.tokenizer.fast import EncodeConfig
 
@@ -23,11 +23,16 @@ def load_tokenizer(
     if problem := tokenizer_problem(name):
         raise ValueError(problem)
     if name == "bytes":
+        if bos_token not in ("", NO_BOS):
+            raise ValueError(f"data.bos_token={bos_token}: data.tokenizer=bytes has no such token; leave it out")
         return ByteTokenizer()
     path = Path(name).expanduser()
     about = read_about(path.parent)
     ends, begins = eos_token or end_token(about), begin_tokens(about, bos_token)
-    return read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding)
+    tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding)
+    if bos_token and begin_names(tokenizer) != begins:
+        raise ValueError(f"data.bos_token={bos_token} is no special token of {name}; name another, or none")
+    return tokenizer
 
 
 @functools.lru_cache(maxsize=2)

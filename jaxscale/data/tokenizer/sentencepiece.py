@@ -37,7 +37,7 @@ class SentencePieceTokenizer:
         )
         self.special_ids = {piece: i for i, piece in enumerate(pieces) if processor.is_control(i) or i == self.eos_id}
         own = [i for i in (processor.bos_id(),) if i >= 0]  # Llama's and Gemma's habit
-        self.begin_ids = choose_begin(path, begin_tokens, own, self.special_ids)
+        self.begin_ids = choose_begin(begin_tokens, own, self.special_ids)
         self.fingerprint = fingerprint("sentencepiece", Path(path), self.eos_id, self.begin_ids)
         self.prefix_after_special = False
         self.marks = find_marks({piece: i for i, piece in enumerate(pieces) if processor.is_control(i)})
