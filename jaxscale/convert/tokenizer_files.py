@@ -5,7 +5,6 @@ beside it, which AutoTokenizer reads; it is compared with ours on texts before i
 """
 
 import dataclasses
-import itertools
 import json
 import pathlib
 import tempfile
@@ -13,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale import paths
-from jaxscale.data.tokenizer.about import NO_BOS
+from jaxscale.convert.text_begin import begin_with
+from jaxscale.data.tokenizer.about import NO_BOS, SPECIAL, About, begin_tokens
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.bytes import EOS_ID
 from jaxscale.data.tokenizer.load import load_tokenizer
@@ -133,12 +133,13 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
     note = read_object((folder / NOTE).read_bytes()) if NOTE in there else {}
     if generation := (run.get("converted") or {}).get("generation"):
         files.setdefault(GENERATION, (json.dumps(generation, indent=2) + "\n").encode())
+    noted = note.get("begin_tokens", ()) if note else None  # notes of before begin documents with nothing
     if CONFIG in files and FAST in files:
-        return begun(with_learned_end(files, str(note.get("eos_token") or "")), note.get("begin_tokens"))
+        return begun(with_learned_end(files, str(note.get("eos_token") or "")), noted)
     name = str(note.get("name") or data.get("tokenizer") or "")
     eos_token = str(note.get("eos_token") or data.get("eos_token") or "")
     if main := main_file(files):
-        return begun(loaded(files, main, eos_token, seq_len), note.get("begin_tokens"))
+        return begun(loaded(files, main, eos_token, seq_len), noted)
     if name == "" and (run.get("converted") or data.get("name") in ("tokens", "synthetic")):
         return Texts(files, ("no tokenizer goes along: the work folder has none and its config names none",))
     if name in ("", "bytes"):
@@ -172,57 +173,52 @@ def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
 
 
 def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
-    """The files, whose tokenizer.json begins texts as this run has begun documents. begin: none: it is not known."""
-    if begin is None or FAST not in texts.files:
-        return texts
-    content = begin_with(begin, texts.files[FAST].decode())
-    if content is None:
-        return texts
-    import tokenizers
+    """The files, which begin texts as this run has begun documents. begin: none: it is not known.
 
-    first = tokenizers.Tokenizer.from_str(content).token_to_id(begin[0]) if begin else None
-    about = read_object(texts.files.get(CONFIG, b"")) | {"add_bos_token": bool(begin)}
-    files = {FAST: content.encode()}
-    ends = texts.end_ids
-    if begin:
-        about |= {"bos_token": begin[0]}
-        ends = ends | {"bos_token_id": first}
-        if GENERATION in texts.files:
-            told = read_object(texts.files[GENERATION]) | {"bos_token_id": first}
-            files[GENERATION] = (json.dumps(told, indent=2) + "\n").encode()
-    files[CONFIG] = (json.dumps(about, indent=2) + "\n").encode()
-    said = f"{FAST} begins texts with {''.join(begin) or 'nothing'}, as this run its documents"
-    return Texts(texts.files | files, (*texts.notes, said), ends)
-
-
-def begin_with(begin: Sequence[str], text: str) -> str | None:
-    """A tokenizer.json that puts these tokens before a text in place of those that it has put there; None: it does.
-
-    What a template puts behind a text, or between the two of a pair, stays.
+    tokenizer.json is asked, and what tokenizer_config.json says over it; where both are right, they stay as they are.
     """
+    main = main_file(texts.files)
+    if begin is None or main is None:
+        return texts
+    files, ends = dict(texts.files), dict(texts.end_ids)
+    content = begin_with(begin, files[FAST].decode()) if main == FAST else None
+    is_right = content is None and (main not in MODELS or model_begin(files[main]) == tuple(begin))
+    about = read_object(files.get(CONFIG, b""))
+    told = begin_tokens(About(None, about), "")
+    if begin and main == FAST:
+        ends["bos_token_id"] = token_id(begin[0], files[FAST])
+    if is_right and told in (None, tuple(begin)):
+        return Texts(files, texts.notes, ends)
+    if content is not None:
+        files[FAST] = content.encode()
+    changed = {"add_bos_token": bool(begin)} | ({"bos_token": begin[0]} if begin else {})
+    files[CONFIG] = as_json(about | changed)
+    if begin and SPECIAL in files:  # which transformers puts over the other
+        files[SPECIAL] = as_json(read_object(files[SPECIAL]) | {"bos_token": begin[0]})
+    if begin and GENERATION in files and "bos_token_id" in ends:
+        files[GENERATION] = as_json(read_object(files[GENERATION]) | {"bos_token_id": ends["bos_token_id"]})
+    said = f"the tokenizer begins texts with {''.join(begin) or 'nothing'}, as this run its documents"
+    return Texts(files, (*texts.notes, said), ends)
+
+
+def model_begin(content: bytes) -> tuple[str, ...]:
+    """The token that a SentencePiece model has for the beginning of a text, by name."""
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    return (model.id_to_piece(model.bos_id()),) if model.bos_id() >= 0 else ()
+
+
+def token_id(name: str, content: bytes) -> int | None:
+    """The id of a token in a tokenizer.json."""
     import tokenizers
 
-    made, spec = tokenizers.Tokenizer.from_str(text), json.loads(text)
-    whole = made.encode("a")
-    first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
-    ids = [made.token_to_id(name) for name in begin]
-    if whole.ids[:first] == ids:
-        return None
-    old = spec.get("post_processor") or {}
-    steps = old.get("processors") or [old]
-    template = next((step for step in steps if step.get("type") == "TemplateProcessing"), {})
-    place = lambda name, number: {"Sequence": {"id": name, "type_id": number}}
-    single = template.get("single") or [place("A", 0)]
-    pair = template.get("pair") or [place("A", 0), place("B", 1)]
-    marks = [{"SpecialToken": {"id": name, "type_id": 0}} for name in begin]
-    rest = [list(itertools.dropwhile(lambda piece: "SpecialToken" in piece, pieces)) for pieces in (single, pair)]
-    known = dict(template.get("special_tokens") or {})
-    known |= {name: {"id": name, "ids": [i], "tokens": [name]} for name, i in zip(begin, ids, strict=True)}
-    made_step = {"type": "TemplateProcessing", "single": marks + rest[0], "pair": marks + rest[1]}
-    made_step |= {"special_tokens": known}
-    others = [step for step in steps if step.get("type") == "ByteLevel"]  # it moves offsets alone
-    spec["post_processor"] = {"type": "Sequence", "processors": [*others, made_step]} if others else made_step
-    return tokenizers.Tokenizer.from_str(json.dumps(spec, ensure_ascii=False)).to_str()
+    return tokenizers.Tokenizer.from_str(content.decode()).token_to_id(name)
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    """The content of a settings file."""
+    return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | None) -> Texts:
@@ -251,7 +247,7 @@ def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: in
 
     made = tokenizers.Tokenizer.from_str(text)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id)), "add_bos_token": False}
+    about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id))}
     about |= {"model_max_length": seq_len} if seq_len else {}
     made_files = {FAST: text.encode(), CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
     return Texts(made_files | files, (), ends)

@@ -244,8 +244,7 @@ def assemble(
         if valid is not None:
             valid, *more = fit_rows(valid, cfg.chat.too_long, seq_len)
             cut, dropped = cut + more[0], dropped + more[1]
-        content += [cfg.chat.too_long, str(seq_len)]
-        content += [f"dropped {dropped}"] if cfg.chat.too_long == "cut" and dropped else []
+        content += fitted_content(cfg.chat.too_long, seq_len, dropped)
         if cut:
             fitted = [f"{count(cut, 'document')} longer than a row cut (data.chat.too_long)"]
         if dropped:
@@ -317,6 +316,11 @@ def fit_rows(table: DocumentTable, too_long: str, seq_len: int) -> tuple[Documen
     kept = table.select(keep)
     fitting = kept.clip(np.zeros_like(kept.lengths), np.minimum(kept.lengths, seq_len))
     return fitting, int((is_long & keep).sum()), int((~keep).sum())
+
+
+def fitted_content(too_long: str, seq_len: int, dropped: int) -> list[str]:
+    """What of fit_rows goes into the fingerprint of the data: all that decides which rows there are."""
+    return [too_long, str(seq_len), *([f"dropped {dropped}"] if too_long == "cut" and dropped else [])]
 
 
 def learned_in_row(table: DocumentTable, documents: np.ndarray, seq_len: int) -> Iterator[int]:

@@ -59,9 +59,11 @@ def open_tokens(
                 f"{as_setting(header.get('begin_tokens', ())) or 'its own'}; name that, or leave it empty"
             )
         if tokenizer is None and tokenizer_problem(header["name"]) is None:
-            found = load_tokenizer(header["name"], header["eos_token"], as_setting(header.get("begin_tokens", ())))
-            tokenizer = found if found.fingerprint == fingerprint else None
-    if tokenizer and not made_with and not cfg.bos_token and not most_begin_with(tokenizer.begin_ids, shards):
+            with contextlib.suppress(ValueError):  # another file stands there now
+                found = load_tokenizer(header["name"], header["eos_token"], as_setting(header.get("begin_tokens", ())))
+                tokenizer = found if found.fingerprint == fingerprint else None
+    asked = tokenizer and tokenizer.begin_ids and not made_with and not cfg.bos_token
+    if asked and not most_begin_with(tokenizer.begin_ids, shards):
         name = "".join(begin_names(tokenizer))
         say(f"data.files: documents do not begin with {name}, as those of {cfg.tokenizer} do; see data.bos_token")
         tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, NO_BOS)

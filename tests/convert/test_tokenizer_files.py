@@ -10,6 +10,7 @@ from trained_tokenizers import SENTENCES, TEXT, make_tokenizers
 
 from jaxscale.cli import convert
 from jaxscale.convert import tokenizer_files
+from jaxscale.convert.text_begin import begin_with
 from jaxscale.data.tokenizer.bpe import train_bpe
 from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept
 from jaxscale.data.tokenizer.load import load_tokenizer
@@ -70,12 +71,48 @@ def test_an_export_of_a_tuned_model_begins_texts_so_too_and_ends_them_as_before(
     begin = {"": [ids["<|a|>"]], "none": [], "<|b|>": [ids["<|b|>"]]}[bos_token]
     assert list(tokenizer.begin_ids) == begin and theirs.encode("mesh").ids == [*begin, *plain, end]
     assert theirs.encode("mesh", "mesh").ids == [*begin, *plain, end, *plain, end]
+    assert texts.end_ids["bos_token_id"] == (begin[0] if begin else texts.end_ids["bos_token_id"])
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes(texts.files[name])
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).begin_ids == tokenizer.begin_ids  # also read by ourselves
     if bos_token:
         about = json.loads(texts.files["tokenizer_config.json"])
         assert about["add_bos_token"] == bool(begin) and about.get("extra") == (1 if with_config else None)
         assert "as this run its documents" in texts.notes[-1]
     else:
         assert texts.files["tokenizer.json"] == (tmp_path / "from/tokenizer.json").read_bytes() and texts.notes == ()
+
+
+@pytest.mark.parametrize(("said", "bos_token", "expected"), [(True, "none", []), (False, "<|a|>", ["<|a|>"])])
+def test_what_the_config_says_over_the_tokenizer_follows_the_run_too(tmp_path, said, bos_token, expected):
+    (tmp_path / "from").mkdir()
+    made = train_bpe(TEXT, 400, ["<|endoftext|>", "<|a|>"], "gpt2", "tokenizers")
+    if not said:
+        known = [("<|a|>", made.token_to_id("<|a|>"))]
+        made.post_processor = tokenizers.processors.TemplateProcessing(single="<|a|> $A", special_tokens=known)
+    made.save(str(tmp_path / "from/tokenizer.json"))
+    about = {"eos_token": "<|endoftext|>", "bos_token": "<|a|>", "add_bos_token": said}
+    (tmp_path / "from/tokenizer_config.json").write_text(json.dumps(about))
+    tokenizer = load_tokenizer(str(tmp_path / "from/tokenizer.json"), bos_token=bos_token)
+    keep_tokenizer(tokenizer, tmp_path / "run")
+    texts = tokenizer_files.of_run(tmp_path / "run", run_with(tokenizer.name, bos_token=bos_token))
+    assert json.loads(texts.files["tokenizer_config.json"]) == about | {"add_bos_token": not said}
+    theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
+    assert theirs.encode("mesh").tokens[: len(expected)] == expected
+    assert len(theirs.encode("mesh").ids) == len(tokenizer.encode("mesh")) + len(expected)
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta"])
+def test_older_post_processors_keep_what_they_put_behind_a_text(kind):
+    made = train_bpe(TEXT, 400, ["</s>", "<s>"], "gpt2", "tokenizers")
+    ids = {name: made.token_to_id(name) for name in ("</s>", "<s>")}
+    made.post_processor = getattr(tokenizers.processors, f"{kind}Processing")(
+        ("</s>", ids["</s>"]), ("<s>", ids["<s>"])
+    )
+    assert begin_with(["<s>"], made.to_str()) is None
+    changed = tokenizers.Tokenizer.from_str(begin_with([], made.to_str()))
+    for texts in (["mesh"], ["mesh", "axis"]):
+        assert changed.encode(*texts).ids == made.encode(*texts).ids[1:]
 
 
 def test_what_transformers_cannot_do_is_said_and_the_model_goes_along(made, tmp_path, monkeypatch):

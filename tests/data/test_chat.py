@@ -14,7 +14,7 @@ from jaxscale.data.chat.spans import write_chat, write_pair
 from jaxscale.data.chat.template import load_template
 from jaxscale.data.config import DataConfig
 from jaxscale.data.objectives import PrefixLmConfig
-from jaxscale.data.pipeline import open_data
+from jaxscale.data.pipeline import fitted_content, open_data
 from jaxscale.data.tokenizer.load import load_tokenizer
 
 USER, ASSISTANT = ({"role": role, "content": f"{role} says"} for role in ("user", "assistant"))
@@ -214,22 +214,11 @@ def test_a_conversation_of_which_the_cut_would_leave_nothing_to_learn_is_dropped
     assert "2 documents longer than a row dropped (data.chat.too_long, what is learned lies behind" in corpus.summary
     batch = corpus.batches(len(corpus.train_rows)).batch(0)
     assert batch.weights.sum() == (9 + 1) + 1 and (batch.weights.sum(1) > 0).all()
-    others = [
-        open_data(one, seq_len=16, vocab_size=300, seed=0, say=lambda text: None)
-        for one in cut_and_dropped(cfg, tmp_path)
-    ]
-    assert others[0].fingerprint != others[1].fingerprint and len(others[0].train_rows) != len(others[1].train_rows)
 
 
-def cut_and_dropped(cfg, tmp_path):
-    """The same conversations twice, but that the long ones of the second are learned behind the row's end alone."""
-    for name, long in (
-        ("cut", {"prompt": "p", "completion": "c" * 49}),
-        ("lost", {"prompt": "p" * 49, "completion": "c"}),
-    ):
-        (tmp_path / name).mkdir()
-        made = files(tmp_path / name, *[{"prompt": "p", "completion": "c" * 9}] * 4, *[long] * 4)
-        yield DataConfig(**{**vars(made), "chat": cfg.chat})
+def test_the_fingerprint_counts_conversations_that_the_cut_leaves_nothing_of():
+    assert fitted_content("cut", 16, 4) != fitted_content("cut", 16, 0) == ["cut", "16"]
+    assert fitted_content("drop", 16, 4) == ["drop", "16"]  # the table of the corpus and seq_len say which these are
 
 
 def test_whole_conversations_are_held_out_even_of_a_few(tmp_path):

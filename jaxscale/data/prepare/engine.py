@@ -52,7 +52,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(cfg: PrepareConfig) -> Plan:
-    """The pieces of the input and the passes over them. Raises ValueError where no file is found."""
+    """The pieces of the input and the passes over them. Raises ValueError where no file or no tokenizer is found."""
     files, problems = list_files(cfg.globs, "sources", "text")
     if not cfg.tokenizer.is_trained and (problem := tokenizer_problem(cfg.tokenizer.name)):
         problems.append(problem.replace("data.tokenizer", "tokenizer.name"))
@@ -79,7 +79,9 @@ def bos_problems(cfg: TokenizerConfig) -> list[str]:
         try:
             tokenizer_of(cfg.name, cfg)
         except ValueError as error:
-            return [str(error).replace("data.tokenizer", "tokenizer.name").replace("data.", "tokenizer.")]
+            names = {"data.tokenizer=": "tokenizer.name=", "data.bos_token": "tokenizer.bos_token"}
+            names |= {"data.eos_token": "tokenizer.eos_token"}
+            return [functools.reduce(lambda told, pair: told.replace(*pair), names.items(), str(error))]
     return []
 
 

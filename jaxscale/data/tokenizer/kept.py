@@ -99,8 +99,11 @@ def read_folder(folder: Path) -> KeptTokenizer:
         if name is None:
             raise ValueError(f"{folder} holds none of {', '.join(FILES)}; copy the model's tokenizer there")
         tokenizer = load_tokenizer(str(folder / name))
-        known = {tokenizer.fingerprint, load_tokenizer(str(folder / name), bos_token=NO_BOS).fingerprint}
-        if about.note and about.note["fingerprint"] not in known:  # the second: of notes that know no beginning
+        noted = about.note.get(
+            "fingerprint", tokenizer.fingerprint
+        )  # in older ones what begins documents did not count
+        older = lambda: load_tokenizer(str(folder / name), bos_token=NO_BOS).fingerprint
+        if noted != tokenizer.fingerprint and noted != older():
             raise ValueError(f"{folder / name} is not the tokenizer that the run was trained with; bring that one back")
     return KeptTokenizer(tokenizer, end_ids(tokenizer, about), about)
 
