@@ -58,11 +58,12 @@ BLACKWELL_LINKS = (
     "ConnectX-7 ports"
 )
 # Prices: list prices as the sources named here quote them. Google's own page shows its figures only to a browser.
-TPU_PRICE = (
+GOOGLE_PRICE = (
     "on demand in us-central1 (v4: us-central2), from Google's price list as github.com/skypilot-org/skypilot-catalog "
     "keeps it: catalogs/v8/gcp/vms.csv at 006059e"
 )
-TPU_PRICE_DATE = "2026-11-22"  # read then
+GOOGLE_CARD = "the card alone, its machine is billed beside it; " + GOOGLE_PRICE
+GOOGLE_DATE = "2026-11-22"  # read then
 LAMBDA = "lambda.ai/instances, one of 8 GPUs, as transcribed by api-evangelist/lambda-labs"
 NEBIUS = "nebius.com/prices, HGX H200, as transcribed by tgarg01/silybench-data"
 CHIPS = {
@@ -71,28 +72,28 @@ CHIPS = {
         ici_bandwidth=300e9, ici_dims=3, devices_per_host=4, int8_flops=275e12,
         links_source="glennklockwood.com/garden/processors/TPUv4: 6 links, 400 Gb/s a direction; no DCN figure found",
         watts=192.0, watts_source="cloud.google.com/tpu/docs/v4: measured min/mean/max 90/170/192 W",
-        price=Price(3.22, TPU_PRICE_DATE, TPU_PRICE),
+        price=Price(3.22, GOOGLE_DATE, GOOGLE_PRICE),
     ),
     "TPU v5 lite": Chip(
         "TPU v5e", 197e12, 16 * 2**30, 0.819e12, CLOUD,
         ici_bandwidth=200e9, ici_dims=2, dcn_bandwidth=6.4e12 / 8 / 256, devices_per_host=4,
         host_bytes=512 * 2**30 // 8, int8_flops=393e12,
         links_source=CLOUD + ": ICI 400 GB/s both directions, DCN 6.4 Tb/s for 256 chips, 512 GiB for 8 chips",
-        price=Price(1.20, TPU_PRICE_DATE, TPU_PRICE),
+        price=Price(1.20, GOOGLE_DATE, GOOGLE_PRICE),
     ),
     "TPU v5": Chip(
         "TPU v5p", 459e12, 95 * 2**30, 2.765e12, CLOUD,
         ici_bandwidth=600e9, ici_dims=3, dcn_bandwidth=50e9 / 8, devices_per_host=4,
         host_bytes=448 * 10**9 // 4, int8_flops=918e12, fp8_flops=459e12,
         links_source=CLOUD + ": ICI 1200 GB/s both directions, DCN 50 Gb/s, 448 GB for 4 chips",
-        price=Price(4.20, TPU_PRICE_DATE, TPU_PRICE),
+        price=Price(4.20, GOOGLE_DATE, GOOGLE_PRICE),
     ),
     "TPU v6 lite": Chip(
         "TPU v6e", 918e12, 32 * 2**30, 1.64e12, CLOUD,
         ici_bandwidth=400e9, ici_dims=2, dcn_bandwidth=100e9 / 8, devices_per_host=4,
         host_bytes=720 * 10**9 // 4, int8_flops=1836e12, fp8_flops=918e12,
         links_source=CLOUD + ": ICI 800 GB/s both directions, DCN 100 Gb/s, 720 GB for 4 chips",
-        price=Price(2.70, TPU_PRICE_DATE, TPU_PRICE),
+        price=Price(2.70, GOOGLE_DATE, GOOGLE_PRICE),
     ),
     "TPU7x": Chip(
         "TPU7x", 2307e12 / 2, 192 * 2**30 // 2, 7.38e12 / 2, TPU7X,
@@ -140,8 +141,12 @@ CHIPS = {
     "Tesla T4": Chip(
         "T4", 65e12, 16 * 10**9, 0.32e12, "NVIDIA T4 datasheet (float16)", int8_flops=130e12,
         fp16_flops=65e12, fp32_flops=8.1e12, bfloat16=False, watts=70.0, watts_source="NVIDIA T4 datasheet",
+        price=Price(0.35, GOOGLE_DATE, GOOGLE_CARD),
     ),
-    "NVIDIA L4": Chip("L4", 121e12, 24 * 10**9, 0.3e12, "NVIDIA L4 datasheet"),
+    "NVIDIA L4": Chip(
+        "L4", 121e12, 24 * 10**9, 0.3e12, "NVIDIA L4 datasheet", watts=72.0, watts_source="NVIDIA L4 datasheet",
+        price=Price(0.56, GOOGLE_DATE, GOOGLE_CARD),
+    ),
 }  # fmt: skip
 
 
