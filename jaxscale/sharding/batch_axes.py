@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from jaxscale.sharding import tensor_axis
 from jaxscale.sharding.place import is_axes
 from jaxscale.sharding.rules import Placement, Rules, names_of
+from jaxscale.sharding.tiles import from_scatter, has_tiles, to_scatter
 from jaxscale.sharding.torus import Groups, gather_along, link_stages, scatter_along
 
 GATHERED = "gathered"  # the name of gathered weights for remat policies: never to be kept for the backward pass
@@ -27,18 +28,25 @@ Cut = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes that cut 
 
 
 @dataclasses.dataclass(frozen=True)
-class BatchAxes:
-    """Mesh axes of more than one device along which rows are cut. On one device every method leaves things as they are.
+class Travel:
+    """How gradients travel and are summed: in which type, along which links, and from what memory.
 
-    reduce_dtype: in which gradients travel and are summed. stages: for an axis along several links, the devices that
-    share each of them.
+    stages: of mesh axes along several links, the devices that share each. tiled: memory is in tiles, as a TPU's.
     """
+
+    dtype: Any
+    stages: tuple[tuple[str, tuple[Groups, ...]], ...]
+    tiled: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchAxes:
+    """Mesh axes of more than one device along which rows are cut. With none every method leaves things as they are."""
 
     mesh: Mesh
     rules: Rules
     axes: tuple[str, ...]
-    reduce_dtype: Any
-    stages: tuple[tuple[str, tuple[Groups, ...]], ...]
+    travel: Travel
 
     @property
     def num_shards(self) -> int:
@@ -74,7 +82,7 @@ class BatchAxes:
         if not cut:
             return w
         narrow = jnp.dtype(dtype)
-        return checkpoint_name(_gather(cut, narrow, self.reduce_dtype, self.stages, w), GATHERED)
+        return checkpoint_name(_gather(cut, narrow, self.travel, w), GATHERED)
 
     def reduce_each(self, grads: Any, axes: Any) -> Any:
         """float32 gradients of one microbatch, scattered where the rules cut gradients and not parameters (ZeRO-2)."""
@@ -91,7 +99,7 @@ class BatchAxes:
             if not any(tensor_axis.AXIS in names_of(self.rules.params[axis]) for axis in a):
                 rest += (tensor_axis.AXIS,)  # each device had its own positions or heads of it
             rest = tuple(name for name in rest if self.mesh.shape[name] > 1)
-            return lax.psum(grad.astype(self.reduce_dtype), rest).astype(jnp.float32) if rest else grad
+            return lax.psum(grad.astype(self.travel.dtype), rest).astype(jnp.float32) if rest else grad
 
         return self.map(reduce, grads, axes)
 
@@ -101,7 +109,7 @@ class BatchAxes:
 
     def scatter(self, grad: jax.Array, cut: Cut) -> jax.Array:
         """The device's own part of the sum over the axes of the cut."""
-        return scattered(grad.astype(self.reduce_dtype), cut, self.stages).astype(jnp.float32) if cut else grad
+        return scattered(grad, cut, self.travel).astype(jnp.float32) if cut else grad
 
     def map(self, f: Callable, grads: Any, axes: Any) -> Any:
         """f(gradient, its logical axes) over two trees; where there is no gradient, an empty subtree stays."""
@@ -125,38 +133,42 @@ def make_batch_axes(mesh: Mesh, rules: Rules, reduce_dtype: Any = jnp.float32) -
     """The axes of this mesh that cut rows."""
     axes = tuple(name for name in names_of(rules.params["act_batch"]) if mesh.shape[name] > 1)
     stages = tuple((name, link_stages(mesh, name)) for name in axes)
-    return BatchAxes(mesh, rules, axes, jnp.dtype(reduce_dtype), stages)
+    return BatchAxes(mesh, rules, axes, Travel(jnp.dtype(reduce_dtype), stages, has_tiles(mesh)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gather(cut: Cut, dtype: Any, reduce_dtype: Any, stages: Any, w: jax.Array) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gather(cut: Cut, dtype: Any, travel: Travel, w: jax.Array) -> jax.Array:
     w = w.astype(dtype)
     for dimension, names in cut:
         for name in reversed(names):
-            w = gather_along(w, name, dimension, dict(stages)[name])
-    return w.astype(jnp.promote_types(dtype, reduce_dtype))
+            w = gather_along(w, name, dimension, dict(travel.stages)[name])
+    return w.astype(jnp.promote_types(dtype, travel.dtype))
 
 
-def _gather_forward(cut, dtype, reduce_dtype, stages, w):
-    return _gather(cut, dtype, reduce_dtype, stages, w), jnp.zeros((), w.dtype)
+def _gather_forward(cut, dtype, travel, w):
+    return _gather(cut, dtype, travel, w), jnp.zeros((), w.dtype)
 
 
-def _gather_backward(cut, dtype, reduce_dtype, stages, like_w, grad):
-    return (scattered(grad.astype(reduce_dtype), cut, stages).astype(like_w.dtype),)
+def _gather_backward(cut, dtype, travel, like_w, grad):
+    return (scattered(grad, cut, travel).astype(like_w.dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def scattered(x: jax.Array, cut: Cut, stages: tuple[tuple[str, tuple[Groups, ...]], ...]) -> jax.Array:
-    """This device's part of the sum of x over the axes of the cut.
+def scattered(x: jax.Array, cut: Cut, travel: Travel) -> jax.Array:
+    """This device's part of the sum of x over the axes of the cut, in the type that it travels in.
 
     What is cut lies outermost in memory first: along the innermost axis XLA:TPU pads the parts to 128 lanes, and sums
     the last stage whole on every device (libtpu 0.0.51 for v5e, 2026-11-21).
     """
+    x = x.astype(travel.dtype)
     for dimension, names in cut:
-        x = with_layout_constraint(jnp.moveaxis(x, dimension, 0), Layout(tuple(range(x.ndim))))
+        x = jnp.moveaxis(x, dimension, 0)
+        shape = x.shape[1:]
+        x = to_scatter(x) if travel.tiled else x
+        x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
         for name in names:
-            x = scatter_along(x, name, 0, dict(stages)[name])
-        x = jnp.moveaxis(x, 0, dimension)
+            x = scatter_along(x, name, 0, dict(travel.stages)[name])
+        x = jnp.moveaxis(from_scatter(x, shape), 0, dimension)
     return x

@@ -65,6 +65,21 @@ def test_fsdp_gathers_a_layer_at_a_time_and_reduce_scatters_its_gradient(topolog
     assert scatters == pytest.approx(weights * 15 / 16, rel=0.05)
 
 
+@pytest.mark.parametrize("topology", ["v5e:4x4", "v5p:2x2x2"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model.vocab_size": 151_936},  # Qwen: 1,187 tiles across, a prime
+        {"model.vocab_size": 262_208},  # Gemma 3: no whole number of tiles
+        {"model.num_heads": 4, "model.num_kv_heads": 4, "model.head_dim": 256},  # Gemma 3's keys: half a tile of heads
+    ],
+    ids=str,
+)
+def test_no_gradient_is_summed_whole_for_its_shape(topology, settings):
+    found = collectives(topology, (*settings.items(), ("train.reduce_dtype", "bfloat16")))
+    assert moved(found, "all-reduce") < 2 * SMALL  # of all norms together
+
+
 def test_sums_in_float32_cost_twice_the_bytes_of_bfloat16():
     narrow, wide = (
         moved(collectives("v5e:4x4", (("train.reduce_dtype", dtype),)), "reduce-scatter")
