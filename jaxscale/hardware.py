@@ -144,7 +144,7 @@ CHIPS = {
         price=Price(0.35, GOOGLE_DATE, GOOGLE_CARD),
     ),
     "NVIDIA L4": Chip(
-        "L4", 121e12, 24 * 10**9, 0.3e12, "NVIDIA L4 datasheet", watts=72.0, watts_source="NVIDIA L4 datasheet",
+        "L4", 121e12, 24 * 10**9, 0.3e12, "NVIDIA L4 datasheet", watts=72.0, watts_source="aiwiki.ai/wiki/nvidia_l4",
         price=Price(0.56, GOOGLE_DATE, GOOGLE_CARD),
     ),
 }  # fmt: skip

@@ -12,8 +12,9 @@ from jaxscale.models import layer_widths, num_params
 from jaxscale.models.layers import ModelConfig
 from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE
 from jaxscale.ops.attention.names import ATTENTION_OUT
-from jaxscale.planner.residuals import kept_by_stack, number_bytes, on_tpu, tiled_bytes
+from jaxscale.planner.residuals import kept_by_stack, number_bytes, tiled_bytes
 from jaxscale.sharding.offload import HOST
+from jaxscale.sharding.tiles import on_tpu
 
 NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 # Over what a block's own arrays sum to: XLA:TPU does not reuse all at once. Fitted to the ten TPU results in the
@@ -56,7 +57,7 @@ def memory_need(program: Program) -> MemoryNeed:
     summed = shard_bytes(program.abstract_grads) if program.cfg.train.num_microbatches > 1 else 0
     moments = shard_bytes((state.opt_state, state.ema))
     padding = 0
-    if on_tpu(program):
+    if on_tpu(program.mesh):
         filled = {tree: padding_bytes(getattr(state, tree)) for tree in ("params", "opt_state", "ema")}
         again = filled["params"] + (padding_bytes(program.abstract_grads) if summed else 0)
         padding = sum(filled.values()) + again
@@ -148,7 +149,7 @@ def cast_bytes(program: Program) -> int:
     """Bytes of the device's own parts of the weights in the type of the products, where several microbatches gather
     them: XLA casts them once, before the first. With remat BLOCK_SLACK stands for it."""
     cfg = program.cfg
-    _, operand = number_bytes(cfg.model, on_tpu(program))
+    _, operand = number_bytes(cfg.model, on_tpu(program.mesh))
     gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and program.mesh.shape["fsdp"] > 1
     return shard_bytes(program.abstract_state.params) * operand // 4 if gathers and operand < 4 else 0
 

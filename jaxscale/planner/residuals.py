@@ -16,8 +16,8 @@ from typing import NamedTuple
 from jaxscale.build import Program
 from jaxscale.models import EncoderConfig, Gpt2Config, LlamaConfig, T5Config, layer_stacks, layer_widths
 from jaxscale.models.layers import ModelConfig
+from jaxscale.sharding.tiles import LANES, SUBLANES, on_tpu
 
-LANES, SUBLANES = 128, 8  # of a TPU's tile (openxla.org/xla/tiled_layout); the last two axes are filled up to them
 F32 = 4
 
 
@@ -31,7 +31,7 @@ class Kept(NamedTuple):
 
 def kept_by_stack(program: Program) -> dict[str, tuple[int, int]]:
     """{stack of blocks: (its layers, bytes on one device that are kept of each)}, where nothing is computed again."""
-    cfg, tpu = program.cfg, on_tpu(program)
+    cfg, tpu = program.cfg, on_tpu(program.mesh)
     rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
     how = dict(scores=program.attention == "xla", tensor=program.mesh.shape["tensor"], tpu=tpu)
     found = {}
@@ -136,8 +136,3 @@ def tiled_bytes(shape: Sequence[int], itemsize: int, tpu: bool) -> int:
 def filled(size: int, tile: int) -> int:
     """The next multiple of `tile`."""
     return -(-size // tile) * tile
-
-
-def on_tpu(program: Program) -> bool:
-    """True for a program for TPUs."""
-    return program.mesh.devices.flat[0].platform == "tpu"

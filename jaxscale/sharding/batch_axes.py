@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 from jaxscale.sharding import tensor_axis
 from jaxscale.sharding.place import is_axes
 from jaxscale.sharding.rules import Placement, Rules, names_of
-from jaxscale.sharding.tiles import from_scatter, has_tiles, to_scatter
+from jaxscale.sharding.tiles import from_scatter, on_tpu, to_scatter
 from jaxscale.sharding.torus import Groups, gather_along, link_stages, scatter_along
 
 GATHERED = "gathered"  # the name of gathered weights for remat policies: never to be kept for the backward pass
@@ -29,9 +29,10 @@ Cut = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes that cut 
 
 @dataclasses.dataclass(frozen=True)
 class Travel:
-    """How gradients travel and are summed: in which type, along which links, and from what memory.
+    """How weights and their gradients travel.
 
-    stages: of mesh axes along several links, the devices that share each. tiled: memory is in tiles, as a TPU's.
+    dtype: in which gradients do and are summed. stages: of mesh axes along several links, the devices that share each.
+    tiled: arrays lie in tiles, as in a TPU's memory.
     """
 
     dtype: Any
@@ -133,7 +134,7 @@ def make_batch_axes(mesh: Mesh, rules: Rules, reduce_dtype: Any = jnp.float32) -
     """The axes of this mesh that cut rows."""
     axes = tuple(name for name in names_of(rules.params["act_batch"]) if mesh.shape[name] > 1)
     stages = tuple((name, link_stages(mesh, name)) for name in axes)
-    return BatchAxes(mesh, rules, axes, Travel(jnp.dtype(reduce_dtype), stages, has_tiles(mesh)))
+    return BatchAxes(mesh, rules, axes, Travel(jnp.dtype(reduce_dtype), stages, on_tpu(mesh)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.planner.plan.machine import open_machine
 from jaxscale.sharding.batch_axes import make_batch_axes, scattered
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
 from jaxscale.sharding.rules import RULES
-from jaxscale.sharding.tiles import LANES, from_scatter, has_tiles, largest_prime_factor, to_scatter
+from jaxscale.sharding.tiles import LANES, falls_into_groups, from_scatter, on_tpu, to_scatter
 
 SHAPES = [  # and what is scattered
     ((16, 151_936), (16, 1200 * LANES)),  # Qwen: 1,187 tiles, a prime
@@ -54,9 +55,16 @@ def test_devices_get_the_same_parts_of_the_same_sums(shape, dimension):
     np.testing.assert_allclose(sums(tiled=True), x.sum(0), rtol=1e-5, atol=1e-5)
 
 
-def test_a_cpu_has_no_tiles():
-    assert not has_tiles(make_mesh(MeshConfig(fsdp=8)))
+def test_only_a_tpu_has_tiles():
+    cpus = make_mesh(MeshConfig(fsdp=8))
+    assert not on_tpu(cpus) and not make_batch_axes(cpus, RULES["zero3"]).travel.tiled
+    for name, tiled in (("v5e:2x4", True), ("h100:1x8", False)):
+        mesh = make_mesh(MeshConfig(fsdp=8), open_machine(name).devices)
+        assert on_tpu(mesh) == make_batch_axes(mesh, RULES["zero3"]).travel.tiled == tiled
 
 
-def test_a_largest_prime_factor():
-    assert [largest_prime_factor(n) for n in (1, 2, 12, 97, 1002, 1024, 1187, 2049)] == [1, 2, 3, 97, 167, 2, 1187, 683]
+def test_tiles_in_groups_of_a_middling_size():
+    whole = [614, 802, 1004, 1186, 1187, 2049, 167, 334, 482]  # summed whole on lines of 2, 4 or 8 chips
+    fine = [1, 8, 86, 112, 150, 250, 393, 404, 784, 1001, 1023, 1188, 2000, 2050]  # few, or scattered on lines of 2
+    assert not any(map(falls_into_groups, whole)) and all(map(falls_into_groups, fine))
+    assert all(falls_into_groups(16 * n) for n in range(1, 400))
