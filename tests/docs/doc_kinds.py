@@ -64,6 +64,7 @@ KINDS = (
         r"^jaxscale evaluate .*(--lm_eval|held/|lambada)",
         "files that a reader has; tests/cli and tests/eval make small ones",
     ),
+    Kind(PARSED, r"runs/speedrun-1/chat", "a speedrun's model; tests/launch/test_speedrun.py makes one"),
     Kind(PARSED, r"--serve$", "does not end; tests/cli/test_report.py serves"),
     Kind(PARSED, r"^--config\.", "settings alone"),
     Kind(PARSED, r"configs/(1b|7b|13b|70b|175b)\.py.*--(workdir|skip-data|config\.data)", "a model for accelerators"),
