@@ -1,12 +1,13 @@
 """The Python interface, for notebooks and programs of one's own: the functions that the command line is made of.
 
 `import jaxscale` gives them all: load_config, train, sample, evaluate, report, open_model. docs/python_api.md has more.
-What a person got wrong is a ValueError of one line; what else ends a training is jaxscale.exits.Stop, with its code.
+What a person got wrong is a BadInput of one line; what else ends a training is jaxscale.exits.Stop, with its code.
 """
 
 import sys
 
 from jaxscale import process
+from jaxscale.exits import BadInput
 
 if "jax" not in sys.modules:
     process.keep_compiled_programs()  # read by jax when it is imported, which comes next
@@ -92,14 +93,14 @@ def train(
 
     Args: cfg: of load_config. workdir: local or gs://. stop_after: leave after this step, the horizon stays as it is.
     allow_change: settings in which a run that goes on may differ from how it began.
-    Raises: ValueError and Stop as `jaxscale train` ends with their codes.
+    Raises: BadInput and Stop as `jaxscale train` ends with their codes.
     """
     options = {"allow_change": ",".join(allow_change)} if allow_change else {}
     if stop_after is not None:
         options["stop_after"] = str(stop_after)
     wishes = start.wishes_of(options, {"steal_lock"} if steal_lock else set())
     if not isinstance(cfg, RunConfig):
-        raise ValueError(f"cfg={cfg!r} is no config; train(load_config(FILE), WORKDIR) is how a file is trained")
+        raise BadInput(f"cfg={cfg!r} is no config; train(load_config(FILE), WORKDIR) is how a file is trained")
     train_in(str(workdir), cfg, wishes, {})
     rows = read_history(workdir).rows
     latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
@@ -133,9 +134,9 @@ def sample(
     for many calls. chat: a prompt is what a person says, and the text the answer, by the model's chat template.
     """
     if not all(isinstance(number, int) and number > 0 for number in (num_tokens, batch)):
-        raise ValueError(f"num_tokens={num_tokens} and batch={batch} must be whole numbers, 1 or more")
+        raise BadInput(f"num_tokens={num_tokens} and batch={batch} must be whole numbers, 1 or more")
     if system is not None and not chat:
-        raise ValueError(f"system={system!r} is what a conversation begins with; give chat=True too")
+        raise BadInput(f"system={system!r} is what a conversation begins with; give chat=True too")
     loaded = opened(model)
     check_tokenizer(loaded, str(model) if not isinstance(model, LoadedModel) else loaded.path)
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
@@ -171,15 +172,15 @@ def evaluate(
     tokens. save: into the work folder too, for the report.
     """
     if chat and not lm_eval:
-        raise ValueError("chat=True is for the tasks of lm_eval; name some, or leave it out")
+        raise BadInput("chat=True is for the tasks of lm_eval; name some, or leave it out")
     for name, given in dict(text=text, choice=choice, cloze=cloze).items():
         if given is not None and not isinstance(given, Mapping):
-            raise ValueError(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
+            raise BadInput(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
     evals = {name: TextEval(files=files, limit=limit, stride=stride) for name, files in (text or {}).items()}
     for kind, given in ((ChoiceEval, choice), (ClozeEval, cloze)):
         for name, file in (given or {}).items():
             if name in evals:
-                raise ValueError(f"{name!r} is the name of two evaluators; call one of them something else")
+                raise BadInput(f"{name!r} is the name of two evaluators; call one of them something else")
             evals[name] = kind(file=file, limit=limit)
     tasks = (lm_eval,) if isinstance(lm_eval, str) else tuple(lm_eval)
     numbers = dict(limit=limit or None, stride=stride or None, context=context, batch_tokens=batch_tokens)
@@ -202,7 +203,7 @@ def report(*runs: str | Trained, price: float | None = None, height: int = FRAME
     Args: price: dollars an hour of one chip. height: of the frame in the notebook, pixels.
     """
     if not runs:
-        raise ValueError("report needs a work folder; more than one are compared")
+        raise BadInput("report needs a work folder; more than one are compared")
     workdirs, hourly = [str(run) for run in runs], None if price is None else price_of(str(price))
     return Report(make_page(read_all(workdirs), price=hourly, now=time.time()), ", ".join(workdirs), height)
 

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from jaxscale.exits import BadInput
 from jaxscale.paths import prepare_remote
 
 T = TypeVar("T")
@@ -64,11 +65,11 @@ class Transient(Exception):
         self.wait = wait
 
 
-class Forbidden(ValueError):
+class Forbidden(BadInput):
     """The machine's account may not do this; the line names the permission that it lacks."""
 
 
-class Unreachable(ValueError):
+class Unreachable(BadInput):
     """The service has not answered in so many tries; a later one may do better."""
 
 
@@ -107,7 +108,7 @@ class Bucket:
             return None
 
     def read(self, url: str) -> bytes:
-        """A small object whole. Raises ValueError telling what is missing: the object, or the right to read it."""
+        """A small object whole. Raises BadInput telling what is missing: the object, or the right to read it."""
 
         def ask() -> bytes:
             with self.request("GET", self.object_url(url, alt="media"), url, "read") as response:
@@ -119,7 +120,7 @@ class Bucket:
         try:
             return self.patiently(ask, url)
         except FileNotFoundError as error:
-            raise ValueError(str(error)) from None
+            raise BadInput(str(error)) from None
 
     def look(self, url: str) -> Look | None:
         """A small object with its generation and age, or None if there is none."""
@@ -158,14 +159,14 @@ class Bucket:
     def stream(self, url: str, start: int, size: int) -> Iterator[bytes]:
         """Yields the bytes [start, size) of an object of this size, from one request.
 
-        Raises: Transient if the connection breaks, FileNotFoundError, ValueError if the object has another size or may
+        Raises: Transient if the connection breaks, FileNotFoundError, BadInput if the object has another size or may
         not be read.
         """
         headers = {"Range": f"bytes={start}-"} if start else {}
         with self.request("GET", self.object_url(url, alt="media"), url, "read", headers) as response:
             total = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers["Content-Length"]
             if not total or int(total) != size:
-                raise ValueError(f"{url} has {total} bytes where {size} are expected: it was replaced since")
+                raise BadInput(f"{url} has {total} bytes where {size} are expected: it was replaced since")
             skipped = start if response.status == 200 else 0  # a server that does not know ranges sends everything
             left = size - start
             while left:
@@ -184,7 +185,7 @@ class Bucket:
     def upload(self, path: Path, url: str) -> None:
         """Copies a local file to an object, which appears whole; goes on after a fault where the service stopped.
 
-        Raises: ValueError if it may not be written, or the service has another content at the end.
+        Raises: BadInput if it may not be written, or the service has another content at the end.
         """
         size, md5 = path.stat().st_size, hashlib.md5(usedforsecurity=False)
         answer = None
@@ -194,12 +195,12 @@ class Bucket:
                 while answer is None:
                     answer = self.patiently(lambda: self.upload_chunk(session, url, file, size), url)
             except FileNotFoundError as error:
-                raise ValueError(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
+                raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
             file.seek(0)
             while piece := file.read(PIECE):
                 md5.update(piece)
         if answer.get("md5Hash") != base64.b64encode(md5.digest()).decode():
-            raise ValueError(f"{url} does not hold what {path} does: the copy was damaged on its way; run it again")
+            raise BadInput(f"{url} does not hold what {path} does: the copy was damaged on its way; run it again")
 
     def start_upload(self, url: str, size: int) -> str:
         """The address to which the chunks go."""
@@ -247,7 +248,7 @@ class Bucket:
     ) -> Any:
         """The open answer to one request.
 
-        Raises: Transient, FileNotFoundError, or ValueError for what no second try would change.
+        Raises: Transient, FileNotFoundError, or BadInput for what no second try would change.
         """
         headers = {"Accept-Encoding": "identity", **(headers or {})}
         try:
@@ -259,7 +260,7 @@ class Bucket:
                 raise self.refusal(error, url, what) from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):
-                raise ValueError(f"{url}: the server's certificate is not good: {error.reason}") from None
+                raise BadInput(f"{url}: the server's certificate is not good: {error.reason}") from None
             raise Transient(str(error.reason)) from None
         except (OSError, http.client.HTTPException) as error:
             raise Transient(str(error) or type(error).__name__) from None
@@ -275,10 +276,10 @@ class Bucket:
         if error.code == 412:
             return Changed(url)
         if error.code == 416:
-            return ValueError(f"{url} is shorter than expected: it was replaced since")
+            return BadInput(f"{url} is shorter than expected: it was replaced since")
         if error.code == 410:
-            return ValueError(f"{url}: the upload was given up by the service (410); run it again")
-        return ValueError(f"{url} cannot be {what}: the service answers {error.code} {error.reason}")
+            return BadInput(f"{url}: the upload was given up by the service (410); run it again")
+        return BadInput(f"{url} cannot be {what}: the service answers {error.code} {error.reason}")
 
     def forbidden(self, error: urllib.error.HTTPError, url: str, what: str) -> Forbidden:
         """The error for 401 and 403: what is missing as the service says it, else as its documentation does."""
@@ -335,10 +336,10 @@ OPENER = urllib.request.build_opener(NoRedirects)
 
 
 def split(url: str) -> tuple[str, str]:
-    """(bucket, object's name). Raises ValueError for what is no gs:// address of an object."""
+    """(bucket, object's name). Raises BadInput for what is no gs:// address of an object."""
     bucket, _, name = url.removeprefix("gs://").partition("/")
     if not url.startswith("gs://") or not bucket or not name:
-        raise ValueError(f"{url} is no gs://BUCKET/NAME")
+        raise BadInput(f"{url} is no gs://BUCKET/NAME")
     return bucket, name
 
 
@@ -360,14 +361,14 @@ def age(updated: str, now: str) -> float:
 def open_bucket(*, writing: bool = False, clock: Clock = REAL, silence: float = SILENCE) -> Bucket:
     """The door to Google's service with this machine's credentials, or to the emulator that the environment names.
 
-    Raises: ValueError if the package that finds credentials is not installed, or the environment names another machine.
+    Raises: BadInput if the package that finds credentials is not installed, or the environment names another machine.
     """
     prepare_remote()
     if endpoint := os.environ.get(ENDPOINT, ""):
         endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
         return Bucket(endpoint, lambda headers: None, clock, silence)
     if importlib.util.find_spec("gcsfs") is None:
-        raise ValueError("gs:// needs gcsfs: pip install 'jaxscale[gcs]'")
+        raise BadInput("gs:// needs gcsfs: pip install 'jaxscale[gcs]'")
     import gcsfs.credentials
     import google.auth.exceptions
 

@@ -19,6 +19,7 @@ from jaxscale import faults, units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.mixture import mixture_names
+from jaxscale.exits import BadInput
 from jaxscale.models import attention_needs, layer_stacks, make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.lora import is_adapter
@@ -278,7 +279,7 @@ def gradient_spoiler() -> Callable[[Any, jax.Array], Any]:
 def at_rest(cfg: RunConfig, state: TrainState, mesh: Mesh) -> TrainState:
     """Where the state's arrays live between two steps: as `state` says, or in the host's memory.
 
-    Raises ValueError where the config wants host memory and the devices have none.
+    Raises BadInput where the config wants host memory and the devices have none.
     """
     for setting, field in (("offload_moments", "opt_state"), ("offload_params", "params")):
         if getattr(cfg.optim, setting):
@@ -288,7 +289,7 @@ def at_rest(cfg: RunConfig, state: TrainState, mesh: Mesh) -> TrainState:
 
 
 def check_layout(cfg: RunConfig, mesh: Mesh, shapes: Any, axes: Any) -> None:
-    """Raises ValueError unless the mesh divides every array, and each microbatch's rows.
+    """Raises BadInput unless the mesh divides every array, and each microbatch's rows.
 
     XLA would compile uneven rows, and copy whole activations between devices at every layer.
     """
@@ -297,20 +298,20 @@ def check_layout(cfg: RunConfig, mesh: Mesh, shapes: Any, axes: Any) -> None:
         shapes, axes, rules.moments, mesh.shape
     )
     if uneven:
-        raise ValueError(
+        raise BadInput(
             f"model and mesh do not fit: {'; '.join(dict.fromkeys(uneven))}; choose a mesh axis that divides"
         )
     tensor, lengths = mesh.shape["tensor"], cfg.row_lengths
     made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
     if made_rows and any((length or 0) % tensor for length in lengths[:2]):
-        raise ValueError(
+        raise BadInput(
             f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, no "
             f"multiples of mesh.tensor={tensor}, which shares the positions of a row; use data.objective.multiple_of="
             f"{tensor}, or another mesh"
         )
     if not made_rows and cfg.seq_len % tensor:
         fitting = cfg.seq_len // tensor * tensor
-        raise ValueError(
+        raise BadInput(
             f"seq_len={cfg.seq_len} is not a multiple of mesh.tensor={tensor}, which shares the positions of a row; "
             f"use seq_len={fitting or tensor}, or another mesh"
         )
@@ -319,7 +320,7 @@ def check_layout(cfg: RunConfig, mesh: Mesh, shapes: Any, axes: Any) -> None:
     if rows // parts % shards:
         fitting = [part for part in units.divisors(rows) if rows // part % shards == 0]
         way_out = f"use {units.or_list(fitting)}" if fitting else "use fewer devices on data and fsdp"
-        raise ValueError(
+        raise BadInput(
             f"train.num_microbatches={parts} leaves {rows // parts} rows for {shards} batch shards (mesh data x fsdp); "
             f"{way_out}, or a batch of {parts * shards} rows: batch_tokens={parts * shards * cfg.seq_len}"
         )

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jaxscale import schema
+from jaxscale.exits import BadInput
 
 LONGEST_NAME = 128  # characters of a run's name
 
@@ -30,7 +31,7 @@ class Arguments:
 def parse_arguments(argv: Sequence[str], options: Sequence[str]) -> Arguments:
     """--config=FILE, --config.NAME=VALUE, and `options` of the command's own; each as --name=value or --name value.
 
-    Raises ValueError for anything else, with the nearest flag there is.
+    Raises BadInput for anything else, with the nearest flag there is.
     """
     config, overrides, found, rest = "", {}, {}, list(argv)
     while rest:
@@ -48,15 +49,15 @@ def parse_arguments(argv: Sequence[str], options: Sequence[str]) -> Arguments:
             )
             if not flag.startswith("--") or "." in name:
                 hint = "; settings are written --config.NAME=VALUE"
-            raise ValueError(f"{flag} is not a flag of this command{hint}")
+            raise BadInput(f"{flag} is not a flag of this command{hint}")
         if not equals:
             if not rest:
-                raise ValueError(f"--{name} needs a value: --{name}=VALUE")
+                raise BadInput(f"--{name} needs a value: --{name}=VALUE")
             value = rest.pop(0)
             if value.startswith("--"):
-                raise ValueError(f"--{name} needs a value: --{name}=VALUE (=true for a switch), not {value}")
+                raise BadInput(f"--{name} needs a value: --{name}=VALUE (=true for a switch), not {value}")
         if not value and (name == "config" or name in options):
-            raise ValueError(f"--{name} needs a value: --{name}=VALUE")
+            raise BadInput(f"--{name} needs a value: --{name}=VALUE")
         if name == "config":
             config = value
         elif name in options:
@@ -77,16 +78,16 @@ def take_switches(argv: Sequence[str], options: Sequence[str], switches: Sequenc
         elif own in options:
             rest.append(f"--{own}{equals}{value}")
         elif value not in (("true", "false") if equals else ("",)):
-            raise ValueError(f"--{own}={value} must be true or false; --{own} alone is true")
+            raise BadInput(f"--{own}={value} must be true or false; --{own} alone is true")
         elif value != "false":
             found.add(own)
     return rest, found
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """The value of --name as a number. Raises ValueError if it is none, or too small."""
+    """The value of --name as a number. Raises BadInput if it is none, or too small."""
     if not (text.isascii() and text.isdecimal()) or int(text) < least:
-        raise ValueError(f"--{name}={text} must be a whole number, {least} or more")
+        raise BadInput(f"--{name}={text} must be a whole number, {least} or more")
     return int(text)
 
 
@@ -98,30 +99,30 @@ def flag_list(options: Sequence[str]) -> str:
 def config_values(path: str) -> dict[str, Any]:
     """What the file's get_config returns, as nested plain dicts."""
     if "://" in path:
-        raise ValueError(f"--config={path} must be a local file: a config is code, and code is not run from a bucket")
+        raise BadInput(f"--config={path} must be a local file: a config is code, and code is not run from a bucket")
     name, argument = split_argument(path)
     file = pathlib.Path(name)
     if not name:
-        raise ValueError("--config must be given, such as --config=configs/quickstart.py")
+        raise BadInput("--config must be given, such as --config=configs/quickstart.py")
     if not file.is_file():
         near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
         close = difflib.get_close_matches(str(file), near, n=1)
-        raise ValueError(f"--config={name} is no file{f'; did you mean {close[0]}?' if close else ''}")
+        raise BadInput(f"--config={name} is no file{f'; did you mean {close[0]}?' if close else ''}")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     try:
         with neighbours_first(file.parent):
             spec.loader.exec_module(module)
             if not hasattr(module, "get_config"):
-                raise ValueError("it has no get_config()")
+                raise BadInput("it has no get_config()")
             values = module.get_config(argument) if argument else module.get_config()
         values = values.to_dict() if hasattr(values, "to_dict") else values
         if not isinstance(values, dict):
-            raise ValueError(f"get_config() must return a ConfigDict or a dict, and returned {values!r}")
+            raise BadInput(f"get_config() must return a ConfigDict or a dict, and returned {values!r}")
     except Exception as error:  # a config is anybody's code: whatever it raises is told in one line
-        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        kind = "" if type(error) in (ValueError, BadInput) else f"{type(error).__name__}: "
         told = " ".join(str(error).split())
-        raise ValueError(f"--config={path} cannot be read: {kind}{told}{line_of(error, str(file))}") from None
+        raise BadInput(f"--config={path} cannot be read: {kind}{told}{line_of(error, str(file))}") from None
     return values
 
 

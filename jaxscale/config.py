@@ -15,6 +15,7 @@ from jaxscale.data.mixture import mixture_names
 from jaxscale.data.objectives import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
 from jaxscale.eval.config import Evals, check_names
 from jaxscale.eval.perplexity import EvalConfig
+from jaxscale.exits import BadInput
 from jaxscale.hosts.watchdog import HangConfig
 from jaxscale.models import DECODERS, AnyModelConfig, flops_per_token, lora_flops, max_seq_len
 from jaxscale.models.encoder import EncoderConfig
@@ -68,13 +69,13 @@ class RunConfig:
 
     def __post_init__(self):
         if self.seq_len < 2:
-            raise ValueError(f"seq_len={self.seq_len} must be at least 2")
+            raise BadInput(f"seq_len={self.seq_len} must be at least 2")
         check_objective(self)
         check_clean_source(self)
         longest = max_seq_len(self.model)
         if longest and self.row_lengths.row > longest:
             made = "" if self.row_lengths.row == self.seq_len else f", which makes rows of {self.row_lengths.row},"
-            raise ValueError(f"seq_len={self.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
+            raise BadInput(f"seq_len={self.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
         check_ema(self)
         check_export(self)
         check_lora(self)
@@ -82,11 +83,11 @@ class RunConfig:
         rows, rest = divmod(self.tokens_per_step, self.seq_len)
         if rest or not rows:
             nearest = max(1, round(self.tokens_per_step / self.seq_len)) * self.seq_len
-            raise ValueError(
+            raise BadInput(
                 f"batch_tokens={self.batch_tokens} is no whole number of rows of seq_len={self.seq_len}; try {nearest}"
             )
         if rows % self.train.num_microbatches:
-            raise ValueError(
+            raise BadInput(
                 f"train.num_microbatches={self.train.num_microbatches} does not divide the {rows} rows of a batch; "
                 f"it may be {or_list(divisors(rows))}"
             )
@@ -117,7 +118,7 @@ class RunConfig:
 
 
 def check_objective(cfg: RunConfig) -> None:
-    """Raises ValueError for a model that cannot learn what data.objective asks for."""
+    """Raises BadInput for a model that cannot learn what data.objective asks for."""
     objective, model = cfg.data.objective, cfg.model
     needed, way_out = DECODERS, "a decoder: llama or gpt2"
     if isinstance(objective, MaskedLmConfig):
@@ -128,68 +129,64 @@ def check_objective(cfg: RunConfig) -> None:
         else:
             way_out += ", or data.objective.layout='encoder_decoder' with model.name='t5'"
     if not isinstance(model, needed):
-        raise ValueError(
-            f"data.objective.name={objective.name!r} cannot train model.name={model.name!r}; use {way_out}"
-        )
+        raise BadInput(f"data.objective.name={objective.name!r} cannot train model.name={model.name!r}; use {way_out}")
     if cfg.row_lengths.prefix and getattr(model, "attention_window", None) is not None:
-        raise ValueError(
+        raise BadInput(
             f"data.objective.name={objective.name!r} lets all of a document see its prefix, and model.attention_window="
             f"{model.attention_window} would not; set that to none"
         )
 
 
 def check_lora(cfg: RunConfig) -> None:
-    """Raises ValueError for adapters on a model that takes none, and where parameters are kept off the devices."""
+    """Raises BadInput for adapters on a model that takes none, and where parameters are kept off the devices."""
     if cfg.lora.on and not isinstance(cfg.model, DECODERS):
-        raise ValueError(
-            f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} takes no adapters; llama and gpt2 do"
-        )
+        raise BadInput(f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} takes no adapters; llama and gpt2 do")
     if cfg.lora.on and cfg.optim.offload_params:
-        raise ValueError("lora.rank and optim.offload_params do not go together yet; leave one of them out")
+        raise BadInput("lora.rank and optim.offload_params do not go together yet; leave one of them out")
 
 
 def check_clean_source(cfg: RunConfig) -> None:
-    """Raises ValueError for a train.ladder.clean_source that data.mixture does not have."""
+    """Raises BadInput for a train.ladder.clean_source that data.mixture does not have."""
     source, names = cfg.train.ladder.clean_source, mixture_names(cfg.data.mixture)
     if source is not None and source not in names:
-        raise ValueError(
+        raise BadInput(
             f"train.ladder.clean_source={source!r} is no source of data.mixture, which has {or_list(names) or 'none'}"
         )
 
 
 def check_export(cfg: RunConfig) -> None:
-    """Raises ValueError for an export of steps that are never saved, of an average that is not kept, or of adapters."""
+    """Raises BadInput for an export of steps that are never saved, of an average that is not kept, or of adapters."""
     every, saved = cfg.export.every_steps, cfg.checkpoint.save_every_steps
     if every and (not saved or every % saved):
-        raise ValueError(
+        raise BadInput(
             f"export.every_steps={every} must be a multiple of checkpoint.save_every_steps={saved}: an export is made "
             "of a checkpoint"
         )
     if every and cfg.lora.on:
-        raise ValueError(
+        raise BadInput(
             f"export.every_steps={every} would export weights without their adapters (lora.rank={cfg.lora.rank}); set "
             "it to 0, and merge them with jaxscale ckpt merge_lora when the run is done"
         )
     if every and cfg.export.ema and not cfg.train.ema.on:
-        raise ValueError("export.ema=true exports an average that train.ema.decay=0 does not keep; set the decay")
+        raise BadInput("export.ema=true exports an average that train.ema.decay=0 does not keep; set the decay")
 
 
 def check_ema(cfg: RunConfig) -> None:
-    """Raises ValueError where something needs the average of the parameters that is not kept, or cannot be."""
+    """Raises BadInput where something needs the average of the parameters that is not kept, or cannot be."""
     if cfg.train.ema.on and cfg.optim.offload_params:
-        raise ValueError(
+        raise BadInput(
             "train.ema.decay keeps an average on the devices, and optim.offload_params keeps the parameters off them; "
             "set one of them back"
         )
     if cfg.sample.ema and not cfg.train.ema.on:
-        raise ValueError("sample.ema=true samples from an average that train.ema.decay=0 does not keep; set the decay")
+        raise BadInput("sample.ema=true samples from an average that train.ema.decay=0 does not keep; set the decay")
 
 
 def check_evals(cfg: RunConfig) -> None:
-    """Raises ValueError for an evaluator of a model that does not read from left to right, or with a name of no use."""
+    """Raises BadInput for an evaluator of a model that does not read from left to right, or with a name of no use."""
     check_names(cfg.evals)
     if cfg.evals and not isinstance(cfg.model, DECODERS):
-        raise ValueError(f"evals are of decoders, and model.name={cfg.model.name!r} is none; use llama or gpt2")
+        raise BadInput(f"evals are of decoders, and model.name={cfg.model.name!r} is none; use llama or gpt2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,25 +214,23 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
     warmup = units.resolve("optim.warmup_tokens", cfg.optim.warmup_tokens, train_tokens=train_tokens, **known)
     total_steps, warmup_steps = units.steps(train_tokens, batch), units.steps(warmup, batch)
     if total_steps < 1:
-        raise ValueError(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch}")
+        raise BadInput(f"train_tokens={cfg.train_tokens} is less than one token; a step has {batch}")
     if warmup_steps > total_steps:
-        raise ValueError(
-            f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}"
-        )
+        raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}")
     return Budget(batch, train_tokens, total_steps, warmup_steps)
 
 
 def with_flags(arguments: Arguments) -> dict[str, Any]:
     """The overrides, with --skip-data=A:B,C:D as data.skip_batches and --init_from=PATH as init.from_path.
 
-    Raises ValueError unless the ranges are written so, and where both a flag and its setting are given.
+    Raises BadInput unless the ranges are written so, and where both a flag and its setting are given.
     """
     overrides = dict(arguments.overrides)
     for flag, name in (("skip-data", "data.skip_batches"), ("init_from", "init.from_path")):
         if (text := arguments.options.get(flag)) is None:
             continue
         if name in overrides:
-            raise ValueError(f"--{flag}={text} and --config.{name} say the same thing; give one of them")
+            raise BadInput(f"--{flag}={text} and --config.{name} say the same thing; give one of them")
         overrides[name] = skipped_batches(text) if flag == "skip-data" else text
     return overrides
 
@@ -244,7 +239,7 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
     """The ranges of --skip-data."""
     found = [SKIPPED.fullmatch(part.strip()) for part in text.split(",")]
     if not all(found):
-        raise ValueError(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
+        raise BadInput(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
     return tuple((int(part[1]), int(part[2])) for part in found)
 
 
@@ -259,10 +254,10 @@ def load_config(path: str, overrides: dict[str, Any] | None = None) -> RunConfig
 
 
 def check_no_secrets(settings: dict[str, Any]) -> None:
-    """Raises ValueError for a setting that holds a secret: every checkpoint and the command line would show it."""
+    """Raises BadInput for a setting that holds a secret: every checkpoint and the command line would show it."""
     for name, value in settings.items():
         if redacted([value, name]) != [value, name]:
-            raise ValueError(
+            raise BadInput(
                 f"{name}={value!r} holds a secret, or the value of an environment variable that is named like one; "
                 "libraries read secrets from the environment, where they belong"
             )

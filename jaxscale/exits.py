@@ -1,4 +1,4 @@
-"""Exit codes, and the one exception that carries one. A supervisor may restart 10, 13, 14, 15 and death by signal."""
+"""Exit codes, and the two exceptions that choose one. A supervisor may restart 10, 13, 14, 15 and death by signal."""
 
 import contextlib
 import enum
@@ -14,7 +14,6 @@ from jaxscale.redact import shown, shown_traceback
 
 INTERRUPTED = 130  # Ctrl-C, and a reader of our output that went away: what a shell calls death by these signals
 READER_GONE = 141
-PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
 
 
 class Exit(enum.IntEnum):
@@ -88,6 +87,13 @@ def codes_help() -> str:
     return "\n".join(f"  {int(code):3}  {what}: {do}" for code, (what, do) in ADVICE.items())
 
 
+class BadInput(ValueError):
+    """What a person can mend: the message is one line with the place, the value, the rule and the way out; exit 2.
+
+    Any other exception, a ValueError too, is a defect and keeps its traceback (exit 1).
+    """
+
+
 class Stop(Exception):
     """Ends the process with `code` after printing the message: one line that says what, where and the way out."""
 
@@ -101,7 +107,7 @@ class Stop(Exception):
 
 
 def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = True) -> None:
-    """Runs main(argv) and leaves with its exit code; ValueError, Stop and Ctrl-C become one clear line on stderr.
+    """Runs main(argv) and leaves with its exit code; BadInput, Stop and Ctrl-C become one clear line on stderr.
 
     Where nobody reads our output any more, as after `| head`, it leaves without a word. The help of a verb ends with
     what its exit codes mean.
@@ -151,7 +157,7 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
     """(exit code, line for people) of an error that ends the program; the line is None where a traceback tells more."""
     if isinstance(error, Stop):
         return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {error}"
-    if isinstance(error, ValueError) and is_for_people(error):  # not one from inside a library
+    if isinstance(error, BadInput):
         return Exit.BAD_INPUT, f"error: {error}"
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"stopped (interrupted, exit {INTERRUPTED})"
@@ -183,15 +189,3 @@ def has_no_reader(stream: TextIO) -> bool:
     except (OSError, ValueError):  # no file at all
         return False
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
-
-
-def is_for_people(error: BaseException) -> bool:
-    """True if the error was raised by jaxscale itself, whose ValueErrors are written for the person at the keyboard."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    if frame is None:
-        return False
-    name = frame.tb_frame.f_globals.get("__name__", "")
-    # a module of ours that is run by itself is called __main__
-    return name.partition(".")[0] == "jaxscale" or frame.tb_frame.f_code.co_filename.startswith(PACKAGE)

@@ -21,6 +21,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.data.tokenizer.kept import KeptTokenizer, open_kept
 from jaxscale.eval.scorer import Scorer
+from jaxscale.exits import BadInput
 from jaxscale.models import AnyModelConfig, num_params
 from jaxscale.models.lora import LoraConfig, is_adapter
 from jaxscale.models.loss import target_scores, token_losses
@@ -64,12 +65,12 @@ def open_model(
 
     Args: step: none: the newest. what: the weights or their running average. compute_dtype: instead of the one it was
     trained with. say: is told in a line what is opened. named: the flag or setting that gave the path, for errors.
-    Raises: ValueError for a path without a checkpoint, for a mesh that does not divide the model, and for a tokenizer
+    Raises: BadInput for a path without a checkpoint, for a mesh that does not divide the model, and for a tokenizer
     that cannot be read; Stop (CHECKPOINT_CORRUPT) for arrays that are not as they were saved.
     """
     source = open_source(path, wanted=step, named=named)
     if step is not None and source.step != step:
-        raise ValueError(f"{named}={path} is step {source.step}, and step {step} is asked for; leave out one of them")
+        raise BadInput(f"{named}={path} is step {source.step}, and step {step} is asked for; leave out one of them")
     run = source.record["run"]
     cfg, config = read_model_config(source, compute_dtype), run["config"]
     lora = schema.convert(config.get("lora") or {}, LoraConfig, "lora")  # none in a record of an older program
@@ -77,7 +78,7 @@ def open_model(
     workdir = source.checkpoints.directory.parent
     kept = open_kept(workdir, config.get("data", {}))
     if kept is not None and kept.tokenizer.vocab_size > cfg.vocab_size:
-        raise ValueError(
+        raise BadInput(
             f"{kept.tokenizer.name} has {kept.tokenizer.vocab_size} ids, and the model of {source} only "
             f"{cfg.vocab_size}: it is not its tokenizer"
         )
@@ -133,7 +134,7 @@ def restore_params(
     """The parameters of a step, in the dtypes in which they were saved. Raises as open_model does."""
     if not any(name.startswith(f"{what}/") for name in leaves):
         has = sorted({name.partition("/")[0] for name in leaves})
-        raise ValueError(f"{named}: {checkpoints.directory / str(step)} holds no {what!r}, only {', '.join(has)}")
+        raise BadInput(f"{named}: {checkpoints.directory / str(step)} holds no {what!r}, only {', '.join(has)}")
 
     def wanted(part: str, path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct | None:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -207,7 +208,7 @@ def make_scorer(model: LoadedModel, *, batch_tokens: int) -> Scorer:
 def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:
     """The same model with its parameters of another step, in the same places: what was compiled for it still serves.
 
-    Raises ValueError for a step that is no checkpoint, and as open_model does.
+    Raises BadInput for a step that is no checkpoint, and as open_model does.
     """
     source = open_source(str(paths.as_path(model.path).parent), wanted=step, named=named)
     params = restore_params(source.checkpoints, source.step, source.record["leaves"], model.placed, model.what, named)
@@ -220,7 +221,7 @@ def make_generator(
     """What goes on from up to `batch` prompts at a time, to texts of at most `longest` tokens; compiled at first use.
 
     say: is told what is being compiled, and how long it took.
-    Raises ValueError for a model that writes no text, and for a text longer than it can read.
+    Raises BadInput for a model that writes no text, and for a text longer than it can read.
     """
     num_ids = model.tokenizer.vocab_size if model.tokenizer is not None else None
     return Generator(Engine(model.placed, batch=batch, longest=longest, num_ids=num_ids, say=say), model.params)

@@ -12,6 +12,8 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
+from jaxscale.exits import BadInput
+
 # Where TensorFlow is installed, epath would take 6 s to import it and go to the bucket its way; and gcsfs would ask a
 # second service, over gRPC, what kind of bucket it is, with rights that a run does not need otherwise.
 OWN_CLIENT = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
@@ -29,13 +31,13 @@ def is_remote(path: Any) -> bool:
 def as_path(path: Any) -> Any:
     """A pathlib.Path, or an epath.Path (which has the same methods) for gs://.
 
-    Raises ValueError for gs:// where the package that reads it is not installed, or where the environment would send
+    Raises BadInput for gs:// where the package that reads it is not installed, or where the environment would send
     the machine's credentials to another one.
     """
     if is_remote(path):
         prepare_remote()
         if os.fspath(path).startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
-            raise ValueError(f"{os.fspath(path)} needs gcsfs: pip install 'jaxscale[gcs]'")
+            raise BadInput(f"{os.fspath(path)} needs gcsfs: pip install 'jaxscale[gcs]'")
         from etils import epath  # only runs in a bucket pay for it
 
         ask_afresh()
@@ -54,7 +56,7 @@ def ask_afresh() -> None:
 def prepare_remote() -> None:
     """To be called before a package that reads object stores is imported: sets what they read from the environment.
 
-    Raises ValueError if the environment would send what is meant for Google, credentials included, to another machine.
+    Raises BadInput if the environment would send what is meant for Google, credentials included, to another machine.
     """
     for name, value in OWN_CLIENT.items():
         os.environ.setdefault(name, value)
@@ -66,7 +68,7 @@ def prepare_remote() -> None:
             continue
         host = urllib.parse.urlsplit(value if "://" in value else f"http://{value}").hostname or ""
         if not is_loopback(host):
-            raise ValueError(
+            raise BadInput(
                 f"{variable}={value} would send this machine's credentials for Google Cloud to {host or 'nowhere'}; "
                 "only an emulator on this machine (http://127.0.0.1:PORT) may be named: unset it"
             )
@@ -134,21 +136,21 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 def read_json(path: Any) -> Any:
-    """The JSON value in the file. Raises FileNotFoundError, or ValueError that names the file if it is no JSON file."""
+    """The JSON value in the file. Raises FileNotFoundError, or BadInput that names the file if it is no JSON file."""
     try:
         text = as_path(path).read_bytes()
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
     try:
         return json.loads(text)
     except ValueError as error:  # UnicodeDecodeError is one too
-        raise ValueError(f"{path} is not valid JSON ({error}); it is damaged or was edited by hand") from None
+        raise BadInput(f"{path} is not valid JSON ({error}); it is damaged or was edited by hand") from None
 
 
 def write_json(path: Any, value: Any) -> None:
-    """Writes the value as indented JSON, whole or not at all. Raises ValueError for NaN, which JSON does not have."""
+    """Writes the value as indented JSON, whole or not at all. Raises BadInput for NaN, which JSON does not have."""
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
@@ -156,10 +158,10 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     """The folder of a run as a path. If missing it is made, on a local disk private to its owner unless `mode` differs.
 
     A folder that is there keeps its mode, which its owner chose. An object store has no folders, and nothing is asked.
-    Raises ValueError if the path is empty, a file is in the way, or the folder may not be made or written.
+    Raises BadInput if the path is empty, a file is in the way, or the folder may not be made or written.
     """
     if not os.fspath(path).strip():
-        raise ValueError(f"workdir={path!r} is empty; name a folder, such as --workdir=runs/first")
+        raise BadInput(f"workdir={path!r} is empty; name a folder, such as --workdir=runs/first")
     folder = as_path(path)
     if is_remote(path):
         return folder
@@ -167,14 +169,12 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
         if not folder.is_dir():
             make_private(folder, mode)  # a run holds data samples and settings; Orbax itself would leave 0755
     except (FileExistsError, NotADirectoryError):
-        raise ValueError(
-            f"workdir={path} runs through a file where a folder is needed; choose another workdir"
-        ) from None
+        raise BadInput(f"workdir={path} runs through a file where a folder is needed; choose another workdir") from None
     except OSError as error:
         cause = error.strerror or error
-        raise ValueError(f"workdir={path} cannot be created ({cause}); choose another workdir") from None
+        raise BadInput(f"workdir={path} cannot be created ({cause}); choose another workdir") from None
     if not os.access(folder, os.W_OK | os.X_OK):
-        raise ValueError(f"workdir={path} cannot be written by this user; choose another workdir")
+        raise BadInput(f"workdir={path} cannot be written by this user; choose another workdir")
     return folder
 
 

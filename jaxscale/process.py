@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 
+from jaxscale.exits import BadInput
 from jaxscale.paths import PRIVATE, cache_dir, make_private
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
@@ -74,11 +75,11 @@ def use_huge_pages() -> None:
 
 
 def folder_mode(text: str | None) -> int:
-    """The mode that --run_dir_mode names; 0700 without it. Raises ValueError for one that shuts out the owner."""
+    """The mode that --run_dir_mode names; 0700 without it. Raises BadInput for one that shuts out the owner."""
     if text is None:
         return PRIVATE
     if not re.fullmatch("0?7[0-7][0-7]", text):
-        raise ValueError(
+        raise BadInput(
             f"--run_dir_mode={text} must be an octal mode that leaves everything to the owner, such as 0700 or 0750"
         )
     return int(text, 8)

@@ -27,6 +27,7 @@ from jaxscale.eval.named import Evaluator, open_evaluators
 from jaxscale.eval.perplexity import evaluate, make_eval_step
 from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import Reading
+from jaxscale.exits import BadInput
 from jaxscale.hardware import find_chip
 from jaxscale.hosts.agree import check_shared, open_board
 from jaxscale.monitor.alerts import Diagnosis, read_facts
@@ -89,7 +90,7 @@ def open_run(
     """A run ready to train, new or gone on from its last checkpoint; None if it is complete already.
 
     Args: before: the same run, opened earlier in this process, that goes back to an older step.
-    Raises ValueError for input that a person can mend, and Stop with CONFIG_MISMATCH, DATA_MISMATCH or
+    Raises BadInput for input that a person can mend, and Stop with CONFIG_MISMATCH, DATA_MISMATCH or
     CHECKPOINT_CORRUPT where the work folder holds something else. Never begins anew over an old run.
     """
     folder, services = paths.as_path(workdir), services or with_events(workdir)
@@ -323,11 +324,11 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
 
 
 def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
-    """The named evaluators with their data read. Raises ValueError for data that is not as told."""
+    """The named evaluators with their data read. Raises BadInput for data that is not as told."""
     if not cfg.evals:
         return ()
     if corpus.tokenizer is None:
-        raise ValueError("evals read text, and the tokenizer of this run's ids is not known; give data.tokenizer")
+        raise BadInput("evals read text, and the tokenizer of this run's ids is not known; give data.tokenizer")
     evaluators = open_evaluators(cfg.evals, Reading.of(corpus.tokenizer, cfg.seq_len))
     check_same_evals(evaluators)
     return evaluators

@@ -18,7 +18,7 @@ from jaxscale.data.order import Ranges, batch_index, merge_skips
 from jaxscale.data.pipeline import Corpus, open_data
 from jaxscale.data.remote import Unwritable
 from jaxscale.eval.named import Evaluator
-from jaxscale.exits import Exit, Stop, is_for_people
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hosts.agree import agreed
 from jaxscale.train.decisions import Decisions
 
@@ -38,12 +38,12 @@ class Change:
 
 
 def allowed_names(text: str | None) -> tuple[str, ...]:
-    """The settings, or groups of them, that --allow_change names. Raises ValueError for one that may never change."""
+    """The settings, or groups of them, that --allow_change names. Raises BadInput for one that may never change."""
     names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
     known = {part for name, *_ in schema.describe(RunConfig) for part in groups_of(name)}
     for name in names:
         if name in NEVER:
-            raise ValueError(
+            raise BadInput(
                 f"--allow_change={name}: which rows each step reads follows from {name}, so that a run cannot go on "
                 "with another; begin another --workdir"
             )
@@ -51,7 +51,7 @@ def allowed_names(text: str | None) -> tuple[str, ...]:
             leaf = {other.rpartition(".")[2]: other for other in sorted(known, reverse=True)}
             close = difflib.get_close_matches(name, known, n=1) or [leaf[n] for n in [name] if n in leaf]
             hint = f"; did you mean {close[0]}?" if close else "; write names as in --config.NAME, with commas between"
-            raise ValueError(f"--allow_change={name} is no setting{hint}")
+            raise BadInput(f"--allow_change={name} is no setting{hint}")
     return names
 
 
@@ -123,13 +123,13 @@ def open_same_data(
 ) -> Corpus:
     """The corpus, as open_data gives it.
 
-    Raises: ValueError as open_data does. Instead, where a run has begun with these very data: Stop (DATA_MISMATCH), or
+    Raises: BadInput as open_data does. Instead, where a run has begun with these very data: Stop (DATA_MISMATCH), or
     Stop (STORAGE) where they cannot be reached now.
     """
     try:
         return open_data(cfg, say=say, **settings)
-    except ValueError as error:
-        if recorded is None or not is_for_people(error) or isinstance(error, Unwritable | Forbidden):
+    except BadInput as error:
+        if recorded is None or isinstance(error, Unwritable | Forbidden):
             raise
         if is_trouble(error):
             raise Stop(Exit.STORAGE, f"the data of this run cannot be reached: {error}; start again") from error

@@ -14,6 +14,8 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
+from jaxscale.exits import BadInput
+
 T = TypeVar("T")
 
 
@@ -34,7 +36,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
         if rest:
             inner = merged.get(head, {})
             if not isinstance(inner, Mapping):
-                raise ValueError(f"{dotted}={value!r} reaches into {head}, which is {inner!r}, not a group of settings")
+                raise BadInput(f"{dotted}={value!r} reaches into {head}, which is {inner!r}, not a group of settings")
             merged[head] = merge(inner, {rest: value})
         else:
             merged[head] = value
@@ -42,24 +44,24 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 
 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
-    """The dataclass `cls` built from `values`. Raises ValueError that names the setting, the value and the rule."""
+    """The dataclass `cls` built from `values`. Raises BadInput that names the setting, the value and the rule."""
     if not isinstance(values, Mapping):
-        raise ValueError(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}")
+        raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key in values:
         if key not in fields:
-            raise ValueError(f"{join(path, key)} is not a setting of {cls.__name__}{suggestion(str(key), cls, path)}")
+            raise BadInput(f"{join(path, key)} is not a setting of {cls.__name__}{suggestion(str(key), cls, path)}")
     built = {}
     for name, field in fields.items():
         if name in values:
             built[name] = convert(with_default_name(values[name], field, hints[name]), hints[name], join(path, name))
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
-            raise ValueError(f"{join(path, name)} must be given: {field.metadata.get('help') or hints[name]}")
+            raise BadInput(f"{join(path, name)} must be given: {field.metadata.get('help') or hints[name]}")
     try:
         return cls(**built)
     except ValueError as error:  # a rule between two settings of this group: say where
-        raise ValueError(f"{path}: {error}" if path else str(error)) from None
+        raise BadInput(f"{path}: {error}" if path else str(error)) from None
 
 
 def to_dict(config: Any) -> Any:
@@ -131,7 +133,7 @@ def difference(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """`value`, which may be command-line text, as the type `hint`. Raises ValueError naming the path and the type."""
+    """`value`, which may be command-line text, as the type `hint`. Raises BadInput naming the path and the type."""
     candidates = options(hint)
     groups = [option for option in candidates if dataclasses.is_dataclass(option)]
     if isinstance(value, str):
@@ -148,7 +150,7 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         matched, converted = match(value, option, path)
         if matched:
             return converted
-    raise ValueError(f"{path}={value!r} is not {type_name(hint)}{nearest(value, candidates)}")
+    raise BadInput(f"{path}={value!r} is not {type_name(hint)}{nearest(value, candidates)}")
 
 
 def match(value: Any, option: Any, path: str) -> tuple[bool, Any]:
@@ -210,14 +212,14 @@ def choose_group(groups: list[type], value: Any, path: str) -> type:
     named = {group_name(group): group for group in groups}
     tag = group_tag(groups[0])
     if not isinstance(value, Mapping):
-        raise ValueError(f"{path}={value!r} must be a group of settings with a {tag}, one of {sorted(named)}")
+        raise BadInput(f"{path}={value!r} must be a group of settings with a {tag}, one of {sorted(named)}")
     if tag not in value:
-        raise ValueError(f"{path}.{tag} must be given: one of {sorted(named)}")
+        raise BadInput(f"{path}.{tag} must be given: one of {sorted(named)}")
     name = value[tag]
     if not isinstance(name, str) or name not in named:
         close = difflib.get_close_matches(str(name), named, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"{path}.{tag}={name!r} must be one of {sorted(named)}{hint}")
+        raise BadInput(f"{path}.{tag}={name!r} must be one of {sorted(named)}{hint}")
     return named[name]
 
 

@@ -11,7 +11,7 @@ from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
 from jaxscale.data.order import normalise
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hosts.agree import agreed
 from jaxscale.monitor.abandoned import abandon, lines_of
 from jaxscale.monitor.events import read_events
@@ -51,10 +51,10 @@ NO_WISHES = Wishes()
 
 
 def wishes_of(options: Mapping[str, str], switches: set[str]) -> Wishes:
-    """The flags. Raises ValueError for a step that is none and for a setting that there is not, or may not change."""
+    """The flags. Raises BadInput for a step that is none and for a setting that there is not, or may not change."""
     step = options.get("stop_after")
     if step is not None and not (step.isascii() and step.isdecimal() and int(step) > 0):
-        raise ValueError(f"--stop_after={step} must be a step, 1 or more")
+        raise BadInput(f"--stop_after={step} must be a step, 1 or more")
     return Wishes(
         stop_after=step and int(step),
         allow_change=allowed_names(options.get("allow_change")),
@@ -81,13 +81,13 @@ def carry_out(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
 def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str) -> tuple[RunConfig, Decisions]:
     """(cfg with the batches that another run skipped, what that run decided).
 
-    Raises ValueError where there is no other run, and Stop(CONFIG_MISMATCH) where it cannot be repeated with cfg.
+    Raises BadInput where there is no other run, and Stop(CONFIG_MISMATCH) where it cannot be repeated with cfg.
     """
     old = paths.as_path(old_workdir)
     if same_folder(old, folder):
-        raise ValueError(f"--replay={old_workdir} is the workdir itself; give the replay another --workdir")
+        raise BadInput(f"--replay={old_workdir} is the workdir itself; give the replay another --workdir")
     if not (old / "config.json").exists():
-        raise ValueError(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
+        raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
     check_same_run(cfg, old, None)
     written = paths.read_json(old / "config.json")
     if changes := written.get("allowed_changes"):

@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from jaxscale.exits import BadInput
+
 Tokens = int | str  # the type of a setting that holds such an amount; an integer once it is resolved
 
 FORM = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)\s*")
@@ -13,10 +15,10 @@ ROUNDED = 0.9995  # of a unit: from here on three digits say the whole
 
 
 def parse(name: str, amount: Tokens) -> tuple[float, str]:
-    """(number, unit) with unit one of tokens, steps, rows, epochs, %. Raises ValueError that names the setting."""
+    """(number, unit) with unit one of tokens, steps, rows, epochs, %. Raises BadInput that names the setting."""
     found = FORM.fullmatch(str(amount))
     if not found or found[2].lower() not in UNITS:
-        raise ValueError(
+        raise BadInput(
             f"{name}={amount!r} is no amount of training: write tokens as an integer, or '2000 steps', '1%', '1 epoch'"
         )
     return float(found[1].replace("_", "")), UNITS[found[2].lower()]
@@ -31,7 +33,7 @@ def resolve(
     train_tokens: int | None = None,
     epoch_tokens: int | None = None,
 ) -> int:
-    """The amount in tokens. Raises ValueError where the unit needs something that is not known here."""
+    """The amount in tokens. Raises BadInput where the unit needs something that is not known here."""
     number, unit = parse(name, amount)
     size = {
         "tokens": 1,
@@ -43,9 +45,9 @@ def resolve(
     if size is None:
         needs = {"steps": "batch_tokens", "%": "train_tokens", "epochs": "a data set of known length"}[unit]
         other = "tokens or steps" if batch_tokens else "tokens or rows"
-        raise ValueError(f"{name}={amount!r} needs {needs}, which is not known here; write it in {other}")
+        raise BadInput(f"{name}={amount!r} needs {needs}, which is not known here; write it in {other}")
     if not (number * size).is_integer() and unit == "tokens":
-        raise ValueError(f"{name}={amount!r} must be a whole number of tokens")
+        raise BadInput(f"{name}={amount!r} must be a whole number of tokens")
     return round(number * size)
 
 

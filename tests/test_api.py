@@ -17,7 +17,7 @@ import jaxscale
 from jaxscale import api, config, inference
 from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import sample as sample_verb
-from jaxscale.exits import Exit, Stop, is_for_people
+from jaxscale.exits import BadInput, Exit, Stop
 
 TEXTS = ("def f(x):\n    return x\n" * 20, "import sys\n" * 40)
 
@@ -147,7 +147,7 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
 def test_what_a_person_got_wrong_is_one_line(call, told, model):
     with pytest.raises(ValueError, match=told) as error:
         call(model)
-    assert is_for_people(error.value) and "\n" not in str(error.value)
+    assert isinstance(error.value, BadInput) and "\n" not in str(error.value)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxscale import schema
-from jaxscale.exits import Exit, Stop, is_for_people, run_and_exit
+from jaxscale.exits import Exit, Stop, run_and_exit
 
 
 def leave(main):
@@ -58,10 +58,6 @@ def test_a_value_error_from_inside_a_library_keeps_its_traceback():
 def test_any_other_error_keeps_its_traceback():
     with pytest.raises(KeyError):
         run_and_exit(lambda argv: {}["x"])
-
-
-def test_an_error_that_was_never_raised_is_not_for_people():
-    assert not is_for_people(ValueError("x"))
 
 
 def test_the_codes_a_supervisor_relies_on_do_not_move():

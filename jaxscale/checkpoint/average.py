@@ -28,7 +28,7 @@ from jaxscale.checkpoint.reading import read_record
 from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
 from jaxscale.checkpoint.verifying import require_reachable, verify_folder
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.faults import crash_point
 
 GROWING = "averaging-"  # never a number, so it never counts as a step
@@ -56,7 +56,7 @@ def average_steps(
     The sum is taken in float64 in the order of the steps and rounded once to the leaves' own dtype. Leaves of whole
     numbers must be equal in all steps. Sources are checked as they are read, the result once it is written.
     Args: what: 'params', or another part of the state with the same leaves, such as averages kept by training.
-    Raises: ValueError if the steps do not fit together or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the
+    Raises: BadInput if the steps do not fit together or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the
     leaf of a damaged source, (STORAGE) if it cannot be written.
     """
     steps = sorted(set(steps))
@@ -101,15 +101,15 @@ def source_record(source: Checkpoints, step: int) -> dict[str, Any]:
 
 
 def common_leaves(records: Mapping[int, Mapping[str, Any]], what: str) -> dict[str, list]:
-    """{'w' for 'params/w': [shape, dtype]}. Raises ValueError if steps differ in them, or have none."""
+    """{'w' for 'params/w': [shape, dtype]}. Raises BadInput if steps differ in them, or have none."""
     newest = max(records)
     below = {step: weights_of(record, what) for step, record in records.items()}
     if not below[newest]:
         tops = sorted({name.partition("/")[0] for name in records[newest]["leaves"]})
-        raise ValueError(f"--what={what}: step {newest} has no such leaves; it has {', '.join(tops)}")
+        raise BadInput(f"--what={what}: step {newest} has no such leaves; it has {', '.join(tops)}")
     for step, leaves in below.items():
         if wrong := sorted(name for name in leaves | below[newest] if leaves.get(name) != below[newest].get(name)):
-            raise ValueError(
+            raise BadInput(
                 f"steps {step} and {newest} differ in the shape or dtype of {what}/{wrong[0]}; leave one out"
             )
     return below[newest]
@@ -132,14 +132,14 @@ def leaf_bytes(described: Sequence[Any]) -> int:
 
 
 def prepare_folder(workdir: Any, made: str = "average", own: Sequence[str] = ()) -> Any:
-    """The folder of checkpoints of a new run. Raises ValueError if anything but an unfinished one is there.
+    """The folder of checkpoints of a new run. Raises BadInput if anything but an unfinished one is there.
 
     made: under which config.json tells what it is. own: other names that one which was killed may have left.
     """
     folder = paths.as_path(workdir)
     folder = folder if paths.is_remote(workdir) else folder.absolute()
     if used := what_is_in(folder, made, own):
-        raise ValueError(f"--to={workdir} is in use, it holds {used}; name a new folder")
+        raise BadInput(f"--to={workdir} is in use, it holds {used}; name a new folder")
     paths.make_run_dir(folder)
     paths.make_run_dir(folder / "checkpoints")
     return folder / "checkpoints"
@@ -238,7 +238,7 @@ class Mean:
         self.total, self.dtype = None, None
 
     def add(self, piece: np.ndarray, name: str) -> None:
-        """Takes the piece of one more step. Raises ValueError for whole numbers that differ."""
+        """Takes the piece of one more step. Raises BadInput for whole numbers that differ."""
         exact = piece.dtype.kind in "iub"
         if self.total is None:
             self.dtype = piece.dtype
@@ -246,7 +246,7 @@ class Mean:
         elif not exact:
             self.total += piece
         elif not np.array_equal(self.total, piece):
-            raise ValueError(f"{name} is {self.dtype} and not the same in all steps: whole numbers have no mean")
+            raise BadInput(f"{name} is {self.dtype} and not the same in all steps: whole numbers have no mean")
 
     def value(self, count: int) -> np.ndarray:
         """The mean in the dtype of the pieces."""

@@ -16,6 +16,7 @@ from jaxscale import paths, units
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import leaf_text, named_leaves
+from jaxscale.exits import BadInput
 from jaxscale.hosts.agree import agreed
 from jaxscale.models.lora import is_adapter
 from jaxscale.schema import setting
@@ -48,15 +49,15 @@ class InitConfig:
     def __post_init__(self):
         for rule in self.rename:
             if ARROW not in rule:
-                raise ValueError(f"rename={rule!r} must be 'REGEX{ARROW}REPLACEMENT'")
+                raise BadInput(f"rename={rule!r} must be 'REGEX{ARROW}REPLACEMENT'")
         for pattern in (*(rule.partition(ARROW)[0] for rule in self.rename), *self.skip):
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+                raise BadInput(f"{pattern!r} is no regular expression: {error}") from None
         changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
         if self.from_path is None and changed:
-            raise ValueError(f"{changed[0]} is for a run that begins with another's weights; give from_path too")
+            raise BadInput(f"{changed[0]} is for a run that begins with another's weights; give from_path too")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +103,7 @@ def open_source(
 
     ancestor: the one with which the run began before; then it must be that, step and content. wanted: the step, where
     the path names none. named: the setting or flag that gave the path, for errors.
-    Raises ValueError where no checkpoint is there, and Stop (CHECKPOINT_CORRUPT) for one that cannot be read.
+    Raises BadInput where no checkpoint is there, and Stop (CHECKPOINT_CORRUPT) for one that cannot be read.
     """
     folder = paths.as_path(path)
     if folder.name.isdecimal() and not (folder / "checkpoints").exists():  # a run may be called 2026
@@ -114,17 +115,17 @@ def open_source(
     if not steps:
         foreign = any((folder.parent / name).exists() for name in HUGGING_FACE)
         how = f"; for a Hugging Face model: jaxscale convert --from={path} --workdir=NEW, then NEW" if foreign else ""
-        raise ValueError(f"{named}={path} holds no checkpoint: {folder} has none that was completed{how}")
+        raise BadInput(f"{named}={path} holds no checkpoint: {folder} has none that was completed{how}")
     if step is not None and step not in steps:
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
-        raise ValueError(f"{named}={path}: step {step} is no checkpoint; {folder} has {units.or_list(near)}")
+        raise BadInput(f"{named}={path}: step {step} is no checkpoint; {folder} has {units.or_list(near)}")
     if step is None:
         step = ancestor["step"] if ancestor else steps[-1]
         if step not in steps:
-            raise ValueError(f"{named}={path}: this run began with its step {step}, and that is no longer there")
+            raise BadInput(f"{named}={path}: this run began with its step {step}, and that is no longer there")
     source = Source(checkpoints, step, checkpoints.read_record(step))
     if ancestor and ancestor["sha256"] != source.record["sha256"]:
-        raise ValueError(
+        raise BadInput(
             f"{named}={path}: step {step} is not the checkpoint this run began with "
             f"({source.record['sha256'][:16]} now, {ancestor['sha256'][:16]} then); use another --workdir"
         )
@@ -137,7 +138,7 @@ def branch_state(program: Any, cfg: InitConfig, say: Callable[[str], None], sour
     Each array is read straight into its sharding, and what is drawn at random is given up first where it is replaced,
     so that at most one state is in memory. step, random key, guard and loss scale are a new run's.
     Args: program: as build.py makes it (init, abstract_state, cfg.model.vocab_size). source: open_source's, if opened.
-    Raises: ValueError with one line for all that does not fit. Stop (CHECKPOINT_CORRUPT) where a bit there has changed.
+    Raises: BadInput with one line for all that does not fit. Stop (CHECKPOINT_CORRUPT) where a bit there has changed.
     """
     source = source or open_source(cfg.from_path)
     own = named_leaves(program.abstract_state)
@@ -160,7 +161,7 @@ def branch_state(program: Any, cfg: InitConfig, say: Callable[[str], None], sour
 
 
 def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_size: int) -> Plan:
-    """What goes where. Raises ValueError, one line, if a leaf on either side is neither used nor skipped."""
+    """What goes where. Raises BadInput, one line, if a leaf on either side is neither used nor skipped."""
     leaves = source.record["leaves"]
     saved = {name: leaf for name, leaf in leaves.items() if group_of(name) in WHAT[cfg.what]}
     if cfg.what == "ema" and saved:  # what was frozen has no average
@@ -169,7 +170,7 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
     is_skipped = lambda name: any(re.search(pattern, name) for pattern in cfg.skip)
     renamed = {name: new_name(cfg, name) for name in saved}
     if clash := [name for name, number in Counter(renamed.values()).items() if number > 1]:
-        raise ValueError(f"init.rename gives several arrays of {source} the name {clash[0]}")
+        raise BadInput(f"init.rename gives several arrays of {source} the name {clash[0]}")
     available = {new: old for old, new in renamed.items() if not is_skipped(new) and not is_skipped(old)}
     wanted = [name for name in own if group_of(name) in receivers(cfg, available) and not is_skipped(name)]
     loaded, resized, problems = {}, {}, []
@@ -198,7 +199,7 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
     ]
     if problems:
         more = f"; and {len(problems) - SHOWN_PROBLEMS} more" if len(problems) > SHOWN_PROBLEMS else ""
-        raise ValueError(
+        raise BadInput(
             f"init.from_path: {source} does not fit this config: {'; '.join(problems[:SHOWN_PROBLEMS])}{more}; "
             "use init.rename or init.skip, or the model it was trained with"
         )
@@ -211,18 +212,18 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
 
 
 def check_rules(cfg: InitConfig, source: Source, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-    """Raises ValueError for a rule that nothing matches, or where the checkpoint has not what is asked for."""
+    """Raises BadInput for a rule that nothing matches, or where the checkpoint has not what is asked for."""
     first = WHAT[cfg.what][0]
     if not any(group_of(name) == first for name in saved):
         has = sorted({group_of(name) for name in source.record["leaves"]})
-        raise ValueError(f"init.what={cfg.what!r}: {source} has no {first}, only {', '.join(has)}")
+        raise BadInput(f"init.what={cfg.what!r}: {source} has no {first}, only {', '.join(has)}")
     for rule in cfg.rename:
         pattern = rule.partition(ARROW)[0]
         if not any(re.search(pattern, name) for name in saved):
-            raise ValueError(f"init.rename={rule!r} matches nothing in {source}; nearest: {nearest(pattern, saved)}")
+            raise BadInput(f"init.rename={rule!r} matches nothing in {source}; nearest: {nearest(pattern, saved)}")
     for pattern in cfg.skip:
         if not any(re.search(pattern, name) for name in (*saved, *own)):
-            raise ValueError(f"init.skip={pattern!r} matches nothing there or here; nearest: {nearest(pattern, own)}")
+            raise BadInput(f"init.skip={pattern!r} matches nothing there or here; nearest: {nearest(pattern, own)}")
 
 
 def group_of(name: str) -> str:

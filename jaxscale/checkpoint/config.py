@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -33,12 +34,12 @@ class CheckpointConfig:
     def __post_init__(self):
         for name in ("save_every_steps", "keep_every_steps", "keep_best"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
+                raise BadInput(f"{name}={getattr(self, name)} must be 0 or more")
         if self.keep_last < 1:
-            raise ValueError(f"keep_last={self.keep_last} must be at least 1, or there would be nothing to go on from")
+            raise BadInput(f"keep_last={self.keep_last} must be at least 1, or there would be nothing to go on from")
         if self.max_failed_saves < 1:
-            raise ValueError(f"max_failed_saves={self.max_failed_saves} must be at least 1: the first failure stops")
+            raise BadInput(f"max_failed_saves={self.max_failed_saves} must be at least 1: the first failure stops")
         if self.wait_seconds < 0:
-            raise ValueError(f"wait_seconds={self.wait_seconds} must be 0 or more")
+            raise BadInput(f"wait_seconds={self.wait_seconds} must be 0 or more")
         if self.max_save_seconds <= 0:
-            raise ValueError(f"max_save_seconds={self.max_save_seconds} must be above 0; give it an hour if unsure")
+            raise BadInput(f"max_save_seconds={self.max_save_seconds} must be above 0; give it an hour if unsure")

@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxscale import paths
 from jaxscale.bucket import Bucket, Transient, open_bucket
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 
 READ_BYTES = 1 << 20
 
@@ -46,7 +46,7 @@ def objects_under(url: str) -> Iterator[tuple[str, int]]:
         try:
             page = door.patiently(ask, url)
         except FileNotFoundError as error:
-            raise ValueError(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
+            raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
         for item in page.get("items", ()):
             if not item["name"].endswith("/"):  # a folder, as some tools write it
                 yield item["name"][len(prefix) + 1 :], int(item["size"])
@@ -66,7 +66,7 @@ def file_mark(path: Any) -> tuple[int, str]:
 
 
 def copy_file(source: Any, target: Any) -> None:
-    """Copies one file, which appears whole. Raises ValueError for a bucket that refuses, OSError's cause as Stop."""
+    """Copies one file, which appears whole. Raises BadInput for a bucket that refuses, OSError's cause as Stop."""
     try:
         if not paths.is_remote(target):
             paths.make_private(target.parent)
@@ -86,7 +86,7 @@ def copy_file(source: Any, target: Any) -> None:
                 fetch(open_bucket(), os.fspath(source), file)
             forget(target)
     except FileNotFoundError as error:
-        raise ValueError(f"{error.filename or error} is gone: training deletes old steps; pin the step first") from None
+        raise BadInput(f"{error.filename or error} is gone: training deletes old steps; pin the step first") from None
     except OSError as error:
         raise Stop(Exit.STORAGE, f"{target} cannot be written: {error.strerror or error}; run it again") from None
 

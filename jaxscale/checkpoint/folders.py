@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxscale import paths
 from jaxscale.checkpoint.files import files_under
+from jaxscale.exits import BadInput
 from jaxscale.faults import crash_point
 
 COMMITTED = "commit_success.txt"
@@ -32,7 +33,7 @@ def all_steps(directory: Any) -> list[int]:
     if not directory.exists():
         return []
     if not directory.is_dir():
-        raise ValueError(f"{directory} is a file where the folder of checkpoints belongs; move it away")
+        raise BadInput(f"{directory} is a file where the folder of checkpoints belongs; move it away")
     return sorted(int(child.name) for child in directory.iterdir() if is_committed(child))
 
 

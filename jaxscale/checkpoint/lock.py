@@ -16,7 +16,7 @@ from jaxscale.bucket import Changed, Unreachable
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.holder import Holder, lives, this_process
 from jaxscale.checkpoint.lock_stores import FileLock, Look, ObjectLock
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.monitor.events import ignore
 from jaxscale.schema import setting
 
@@ -39,9 +39,9 @@ class LockConfig:
 
     def __post_init__(self):
         if self.lease_seconds <= 0:
-            raise ValueError(f"lease_seconds={self.lease_seconds} must be above 0")
+            raise BadInput(f"lease_seconds={self.lease_seconds} must be above 0")
         if self.outage_seconds < 0:
-            raise ValueError(f"outage_seconds={self.outage_seconds} must be 0 or more")
+            raise BadInput(f"outage_seconds={self.outage_seconds} must be 0 or more")
 
 
 class RunLock:
@@ -49,7 +49,7 @@ class RunLock:
 
     Args: steal: takes it from whoever has it. primary: False for all processes of a run but the first; they have no
     lock of their own. me, clock: who asks, and a monotonic clock, passed in for tests.
-    Raises: Stop (LOCK_HELD) where another run has it, ValueError where the folder cannot be made or written.
+    Raises: Stop (LOCK_HELD) where another run has it, BadInput where the folder cannot be made or written.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class RunLock:
     def check(self) -> None:
         """To be called in the thread that saves, before anything that makes a checkpoint count: asks the storage.
 
-        Raises: Stop (LOCK_HELD) if the lock is another's or gone; OSError or ValueError if the storage does not answer.
+        Raises: Stop (LOCK_HELD) if the lock is another's or gone; OSError or BadInput if the storage does not answer.
         """
         if self.store is None:
             return

@@ -34,7 +34,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.output import Output, layout_of
 from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.models.lora import NO_LORA, A, B, LoraConfig, is_adapter
 from jaxscale.schema import to_dict
 
@@ -52,14 +52,14 @@ def merge_lora(
     """Writes the weights of a step with its adapters merged into a new work folder.
 
     Args: what: 'params', or 'ema': with the average of the adapters, where the run keeps one.
-    Raises: ValueError for a run without adapters or a folder in use; Stop (CHECKPOINT_CORRUPT) naming the leaf of a
+    Raises: BadInput for a run without adapters or a folder in use; Stop (CHECKPOINT_CORRUPT) naming the leaf of a
     damaged source, (STORAGE) if it cannot be written.
     """
     record = source_record(source, step)
     lora = LoraConfig(**given(record["run"].get("config", {}).get("lora") or {}))
     names = {name for name in record["leaves"] if name.startswith(f"{what}/") and is_adapter(name)}
     if not lora.on or not names:
-        raise ValueError(f"step {step} has no adapters in {what}; merge_lora is for a run with lora.rank above 0")
+        raise BadInput(f"step {step} has no adapters in {what}; merge_lora is for a run with lora.rank above 0")
     leaves = {name: found for name, found in weights_of(record, WEIGHTS).items() if not is_adapter(name)}
     destination = prepare_folder(workdir, MADE, (TOKENIZER,))
     final = destination / str(step)

@@ -13,6 +13,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import is_sealed
 from jaxscale.checkpoint.retention import PINNED
 from jaxscale.checkpoint.verified import LAST_GOOD
+from jaxscale.exits import BadInput
 
 RECORD, TIMES, COPIED = "run/metadata", "_CHECKPOINT_METADATA", "copied"
 
@@ -67,16 +68,16 @@ def step_facts(
 
 
 def read_record(folder: Any) -> dict[str, Any]:
-    """The sealed record of a step's folder. Raises ValueError if it cannot be read or one bit of it changed."""
+    """The sealed record of a step's folder. Raises BadInput if it cannot be read or one bit of it changed."""
     try:
         record = paths.read_json(folder / RECORD)
     except Exception as error:
         if isinstance(error, ValueError) or not (isinstance(error, OSError) or is_trouble(error)):
             raise
         cause = getattr(error, "strerror", None) or type(error).__name__
-        raise ValueError(f"{folder / RECORD} cannot be read: {cause}") from None
+        raise BadInput(f"{folder / RECORD} cannot be read: {cause}") from None
     if not is_sealed(record):
-        raise ValueError(f"the sha256 of {folder / RECORD} does not match its content")
+        raise BadInput(f"the sha256 of {folder / RECORD} does not match its content")
     return record
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 
 RECORD = ("run", "metadata")  # where it lies in the folder of a step: Orbax's JSON item of the name `run`
 
@@ -16,11 +17,11 @@ def read_record(folder: Any) -> dict[str, Any]:
     """The sealed JSON object of a step: {run, leaves: {name: [shape, dtype, fingerprint]}, health, metrics, sha256}.
 
     Checkpoints of earlier versions have no health and no metrics. Needs no Orbax.
-    Raises: OSError if it is not there, ValueError if one bit of it has changed.
+    Raises: OSError if it is not there, BadInput if one bit of it has changed.
     """
     record = paths.read_json(folder.joinpath(*RECORD))
     if not is_sealed(record):
-        raise ValueError("its sha256 does not match its content")
+        raise BadInput("its sha256 does not match its content")
     return record
 
 

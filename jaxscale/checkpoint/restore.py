@@ -12,7 +12,7 @@ from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, nest, read_record
 from jaxscale.checkpoint.write import epath
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hosts.agree import gathered, next_key
 
 SHOWN_MISMATCHES = 4
@@ -81,7 +81,7 @@ def load_record(folder: Any) -> dict[str, Any]:
         trouble = is_trouble(error)
         if not trouble and not isinstance(error, OSError | ValueError):
             raise
-        cause = clip(str(error)) if type(error) is ValueError else short_cause(error)
+        cause = clip(str(error)) if type(error) in (ValueError, BadInput) else short_cause(error)
         raise_for(folder, "run", cause, trouble)
 
 

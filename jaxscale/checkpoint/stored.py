@@ -64,7 +64,7 @@ class Arrays:
         self.context = tensorstore().Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
     def open(self, name: str) -> Any:
-        """The leaf as a tensorstore.TensorStore. Raises ValueError (its own, of many lines) if it is not there."""
+        """The leaf as a tensorstore.TensorStore. Raises BadInput (its own, of many lines) if it is not there."""
         store = {"driver": "ocdbt", "base": kvstore(self.folder / STATE), "path": f"{stored_name(name)}/"}
         spec = {"driver": self.driver, "kvstore": store, "recheck_cached_data": False}
         return tensorstore().open(spec, open=True, read=True, context=self.context).result()

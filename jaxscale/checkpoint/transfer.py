@@ -19,7 +19,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import COPIED, read_optional, read_record
 from jaxscale.checkpoint.record import digest
 from jaxscale.checkpoint.verifying import verify_folder
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.faults import crash_point
 from jaxscale.monitor.events import NAME as EVENTS
 
@@ -41,7 +41,7 @@ def copy_step(
     """Copies a committed step into the run folder `workdir`, with events.jsonl, and config.json if that has none.
 
     Args: on_bytes: called with the bytes that are there and those there will be.
-    Raises: Stop (CHECKPOINT_CORRUPT) if a leaf is not what was saved, before the copy counts as a step; ValueError if
+    Raises: Stop (CHECKPOINT_CORRUPT) if a leaf is not what was saved, before the copy counts as a step; BadInput if
     the destination belongs to another run, cannot be written, or the source is not there (any more).
     """
     run, folder = source.directory.parent, source.directory / str(step)
@@ -108,14 +108,14 @@ def run_identity(record: Mapping[str, Any]) -> str:
 
 
 def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: Any) -> Any:
-    """The folder of checkpoints below `workdir`. Raises ValueError if another run lives there, and touches nothing.
+    """The folder of checkpoints below `workdir`. Raises BadInput if another run lives there, and touches nothing.
 
     It is this run's if it is empty, if a copy of this run was begun there, or if both hold one and the same step.
     """
     folder = paths.as_path(workdir)
     folder = folder if paths.is_remote(workdir) else folder.absolute()
     if os.fspath(folder).rstrip("/") == os.fspath(run).rstrip("/"):
-        raise ValueError(f"--to={workdir} is the run itself; name another folder")
+        raise BadInput(f"--to={workdir} is the run itself; name another folder")
     destination, own = folder / "checkpoints", run_identity(record)
     other = Checkpoints(destination, CheckpointConfig())
     steps, shared = other.all_steps(), False
@@ -125,18 +125,16 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
         except ValueError:
             continue  # damaged: it says nothing of whose it is
         if run_identity(found) != own:
-            raise ValueError(f"--to={workdir} holds step {theirs} of another run; name an empty folder")
+            raise BadInput(f"--to={workdir} holds step {theirs} of another run; name an empty folder")
         mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / "run" / "metadata")
         if mine and mine["sha256"] != found["sha256"]:
-            raise ValueError(
-                f"--to={workdir} has another step {theirs} than {run}: it is another run; name an empty one"
-            )
+            raise BadInput(f"--to={workdir} has another step {theirs} than {run}: it is another run; name an empty one")
         shared |= bool(mine)
     begun = [read_optional(destination / COPIED / name) for name in copies(destination)]
     if any(note.get("run", own) != own for note in begun):
-        raise ValueError(f"--to={workdir} holds a copy of another run, {begun[0].get('from')}; name an empty folder")
+        raise BadInput(f"--to={workdir} holds a copy of another run, {begun[0].get('from')}; name an empty folder")
     if not begun and not shared and (steps or (folder / "config.json").exists()):
-        raise ValueError(f"--to={workdir} holds a run that shares no step with {run}; name an empty folder")
+        raise BadInput(f"--to={workdir} holds a run that shares no step with {run}; name an empty folder")
     return destination
 
 
@@ -156,7 +154,7 @@ def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -
     for name, size in sizes.items():
         mark = mark_of(source / name)
         if mark is None:
-            raise ValueError(f"{source / name} is gone: training deletes old steps; pin the step first")
+            raise BadInput(f"{source / name} is gone: training deletes old steps; pin the step first")
         if there.get(name) == size and mark_of(target / name) == mark:
             kept += size
         else:
@@ -199,6 +197,6 @@ def commit(growing: Any, final: Any, source: Any) -> list:
         os.rename(growing, final)
     except OSError as error:
         cause = error.strerror or error
-        raise ValueError(f"{final} is in the way of the copy in {growing} ({cause}); move it away") from None
+        raise BadInput(f"{final} is in the way of the copy in {growing} ({cause}); move it away") from None
     paths.sync_folder(final.parent)
     return mark

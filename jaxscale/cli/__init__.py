@@ -8,7 +8,7 @@ import importlib
 import sys
 
 from jaxscale import process
-from jaxscale.exits import codes_help, run_and_exit
+from jaxscale.exits import BadInput, codes_help, run_and_exit
 
 VERBS = {
     "train": ("jaxscale.main", "train a language model, or go on with one"),
@@ -76,14 +76,14 @@ def set_up(verb: str) -> None:
 
 
 def dispatch(argv: list[str]) -> int:
-    """Runs the verb that argv begins with and returns its exit code. Raises ValueError for a verb that is not there."""
+    """Runs the verb that argv begins with and returns its exit code. Raises BadInput for a verb that is not there."""
     verb, *rest = argv or ["--help"]
     if verb in ("-h", "--help", "help"):
         print(verbs_help())
         return 0
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
-        raise ValueError(f"jaxscale has no verb {verb!r}; " + (f"did you mean {close[0]!r}?" if close else verb_list()))
+        raise BadInput(f"jaxscale has no verb {verb!r}; " + (f"did you mean {close[0]!r}?" if close else verb_list()))
     return importlib.import_module(VERBS[verb][0]).main(rest)
 
 

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+from jaxscale.exits import BadInput
+
 LOOK_SECONDS = 0.05  # how often the command is looked at
 
 # Becomes the command. Before that it asks Linux to kill it when the thread that started it ends, however that ends. A
@@ -33,9 +35,9 @@ class Attempt:
     """
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, output: int | None = None):
-        """Starts it, from the main thread. Raises ValueError if there is no such program."""
+        """Starts it, from the main thread. Raises BadInput if there is no such program."""
         if shutil.which(command[0], path=(env or os.environ).get("PATH")) is None:
-            raise ValueError(f"{command[0]} is no program that can be started; what follows -- must begin with one")
+            raise BadInput(f"{command[0]} is no program that can be started; what follows -- must begin with one")
         if sys.platform.startswith("linux"):
             command = [sys.executable, "-I", "-S", "-c", TIED, str(os.getpid()), *command]
         self.process = subprocess.Popen(

@@ -40,6 +40,7 @@ collectives runs on many hosts as training does, and takes its mesh from --confi
 The exit code does not depend on speed.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare
 
 if __name__ == "__main__":
@@ -83,13 +84,13 @@ def main(argv: list[str]) -> int:
     """Measures what argv names, the step if it names nothing, and returns the exit code."""
     what, *rest = argv if argv and not argv[0].startswith("-") else ["step", *argv]
     if what not in OPTIONS:
-        raise ValueError(f"jaxscale bench has nothing called {what!r}; it has {', '.join(OPTIONS)}")
+        raise BadInput(f"jaxscale bench has nothing called {what!r}; it has {', '.join(OPTIONS)}")
     save, rest = "--save" in rest, [flag for flag in rest if flag != "--save"]
     rest, as_json, commands = take_flags(rest)
     if save and (what != "step" or commands):
-        raise ValueError("--save keeps what `jaxscale bench step` measured, and nothing else")
+        raise BadInput("--save keeps what `jaxscale bench step` measured, and nothing else")
     if commands and what != "step":
-        raise ValueError("--against compares steps: jaxscale bench step --against='COMMAND'")
+        raise BadInput("--against compares steps: jaxscale bench step --against='COMMAND'")
     arguments = parse_arguments(rest, OPTIONS[what])
     if arguments.help:
         print(__doc__, hosts.HELP, sep="")
@@ -212,7 +213,7 @@ def take_flags(argv: list[str]) -> tuple[list[str], bool, list[str]]:
             as_json = True
         elif name == "--against":
             if not equals and not left:
-                raise ValueError("--against needs a command: --against='python other.py'")
+                raise BadInput("--against needs a command: --against='python other.py'")
             value = value if equals else left.pop(0)
             commands += [command.strip() for command in value.split(";;")]
         else:

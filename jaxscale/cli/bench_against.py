@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxscale import process
 from jaxscale.cli.bench_step import loss_problem
+from jaxscale.exits import BadInput
 
 OURS = "jaxscale"
 SHOWN_STDERR = 300  # characters of the last line that a failed command wrote
@@ -22,7 +23,7 @@ def compare(ours: Sequence[str], commands: Sequence[str], *, rounds: int, say: C
 
     In turn, because a machine's speed drifts: only figures of one round belong together. A record is the JSON object
     that a command prints as the last such line of its output; tok_s is required. ours: arguments. commands: shell text,
-    with NAME=VALUE in front if wanted; no shell runs it. Raises ValueError for a command that cannot be run or read.
+    with NAME=VALUE in front if wanted; no shell runs it. Raises BadInput for a command that cannot be run or read.
     """
     lines = [list(ours), *(split_command(command) for command in commands)]
     environments = [our_environment(), *([shell_environment()] * len(commands))]
@@ -37,13 +38,13 @@ def compare(ours: Sequence[str], commands: Sequence[str], *, rounds: int, say: C
 
 
 def split_command(command: str) -> list[str]:
-    """The words of shell text, leading NAME=VALUE kept. Raises ValueError if there is no command or a quote is open."""
+    """The words of shell text, leading NAME=VALUE kept. Raises BadInput if there is no command or a quote is open."""
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise ValueError(f"--against={command!r} cannot be split into words: {error}") from None
+        raise BadInput(f"--against={command!r} cannot be split into words: {error}") from None
     if not take_assignments(words)[1]:
-        raise ValueError(f"--against={command!r} has no command; write --against='python other.py'")
+        raise BadInput(f"--against={command!r} has no command; write --against='python other.py'")
     return words
 
 
@@ -76,13 +77,13 @@ def run_one(words: Sequence[str], environment: Mapping[str, str], name: str) -> 
             command, capture_output=True, stdin=subprocess.DEVNULL, text=True, env={**environment, **assigned}
         )
     except OSError as error:
-        raise ValueError(f"{command[0]} cannot be run ({error.strerror}), from: {name}") from None
+        raise BadInput(f"{command[0]} cannot be run ({error.strerror}), from: {name}") from None
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
-        raise ValueError(f"exit {done.returncode} from: {name}: {said[-SHOWN_STDERR:]}")
+        raise BadInput(f"exit {done.returncode} from: {name}: {said[-SHOWN_STDERR:]}")
     record = last_record(done.stdout)
     if record is None:
-        raise ValueError(f'no line of JSON with a number "tok_s" was printed by: {name}')
+        raise BadInput(f'no line of JSON with a number "tok_s" was printed by: {name}')
     return record
 
 

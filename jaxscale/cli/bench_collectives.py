@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale import config, schema, units
 from jaxscale.command_line import Arguments
+from jaxscale.exits import BadInput
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.sharding.mesh import MeshConfig, groups_along, make_mesh, mesh_layout
 from jaxscale.sharding.rules import MESH_AXES
@@ -34,7 +35,7 @@ def read_mesh(arguments: Arguments) -> MeshConfig:
     if arguments.config:
         return config.load_config(arguments.config, arguments.overrides).mesh
     if other := [name for name in arguments.overrides if not name.startswith("mesh.")]:
-        raise ValueError(f"--config.{other[0]} needs --config=FILE; without one there is --config.mesh.AXIS=N only")
+        raise BadInput(f"--config.{other[0]} needs --config=FILE; without one there is --config.mesh.AXIS=N only")
     values = {name.removeprefix("mesh."): value for name, value in arguments.overrides.items()}
     return schema.from_dict(MeshConfig, values, "mesh")
 
@@ -46,7 +47,7 @@ def read_sizes(text: str) -> list[int]:
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1024:
-        raise ValueError(f"--megabytes={text} must be sizes in MiB with commas between, such as 1,16,256")
+        raise BadInput(f"--megabytes={text} must be sizes in MiB with commas between, such as 1,16,256")
     return sizes
 
 

@@ -29,6 +29,7 @@ from jaxscale.data.prepare.local import LocalExecutor
 from jaxscale.data.prepare.progress import Progress
 from jaxscale.data.prepare.stages import make_stage
 from jaxscale.data.sources import list_files, read_file, stdlib_files
+from jaxscale.exits import BadInput
 
 CURATION = ("language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "exact_dedup", "near_dedup", "pii")
 FAR_STEP = 1_000_000
@@ -74,7 +75,7 @@ def read_all(cfg: PrepareConfig) -> list[Document]:
     """All documents of the recipe's sources, in memory."""
     files, problems = list_files(cfg.globs, "sources", "text")
     if problems:
-        raise ValueError(problems[0])
+        raise BadInput(problems[0])
     return [document for file in files for document in read_file(file, cfg.reading(file.source), Counter())]
 
 

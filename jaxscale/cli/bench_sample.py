@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from jaxscale.config import RunConfig
-from jaxscale.exits import tell
+from jaxscale.exits import BadInput, tell
 from jaxscale.models import make_model, max_seq_len
 from jaxscale.models.layers import split_model
 from jaxscale.models.placed import place_model
@@ -24,12 +24,12 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
     """The record that --json prints: tokens/s of prompts read, of tokens written with a cache, and of full passes.
 
     A full pass reads a row as long as the finished text, as a compiled program without a cache does for every token.
-    Weights are random. Raises ValueError for a text longer than the model can read.
+    Weights are random. Raises BadInput for a text longer than the model can read.
     """
     check_machine(cfg)
     longest, limit = prompt_tokens + num_tokens, max_seq_len(cfg.model)
     if limit is not None and longest > limit:
-        raise ValueError(f"--prompt_tokens={prompt_tokens} and --num_tokens={num_tokens} are more than {limit}")
+        raise BadInput(f"--prompt_tokens={prompt_tokens} and --num_tokens={num_tokens} are more than {limit}")
     placed = place_model(cfg.model, make_mesh(cfg.mesh), cfg.rules, lora=cfg.lora)
     init = lambda key: split_model(make_model(cfg.model, key=key, kernels=placed.kernels, lora=cfg.lora))[1]
     params = jax.jit(init, out_shardings=placed.shardings)(jax.random.key(cfg.seed))

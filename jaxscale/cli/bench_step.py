@@ -16,6 +16,7 @@ from jaxscale.command_line import Arguments, config_name
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch, stack_rows
 from jaxscale.data.synthetic import SyntheticRows
+from jaxscale.exits import BadInput
 from jaxscale.hardware import find_chip
 from jaxscale.models import flops_per_token, num_params
 from jaxscale.monitor.memory import memory_metrics
@@ -53,18 +54,18 @@ NEAR_NATS = 0.5  # a new model's loss is log(vocabulary) to within this, with th
 def read_config(arguments: Arguments) -> tuple[str, RunConfig]:
     """(name, RunConfig) of --config, or of --spec (S unless given), with --dtype and --config.NAME=VALUE put in.
 
-    Raises ValueError where both are given, or for an unknown spec.
+    Raises BadInput where both are given, or for an unknown spec.
     """
     options, overrides = arguments.options, dict(arguments.overrides)
     if "dtype" in options:
         overrides["model.compute_dtype"] = options["dtype"]
     if arguments.config:
         if "spec" in options:
-            raise ValueError("--spec and --config each name a model; give one of them")
+            raise BadInput("--spec and --config each name a model; give one of them")
         return config_name(arguments.config), config.load_config(arguments.config, overrides)
     spec = options.get("spec", "S")
     if spec not in SPECS:
-        raise ValueError(f"--spec={spec} is not known; there is {units.or_list(list(SPECS))}, or --config=FILE")
+        raise BadInput(f"--spec={spec} is not known; there is {units.or_list(list(SPECS))}, or --config=FILE")
     return spec, schema.from_dict(RunConfig, schema.merge(SPECS[spec], COMMON | overrides))
 
 

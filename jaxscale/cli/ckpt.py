@@ -24,6 +24,7 @@ float64, checks its sources as it reads them, and writes the weights alone: begi
 the adapters of a fine-tuned run to its weights: what it writes is read by convert, sample and evaluate as any model.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if verb not in VERBS:
-        raise ValueError(f"jaxscale ckpt has no verb {verb!r}; it has {', '.join(VERBS)}")
+        raise BadInput(f"jaxscale ckpt has no verb {verb!r}; it has {', '.join(VERBS)}")
     work, own, needed = VERBS[verb]
     switches = ("json", "delete") if verb == "prune" else ("json",)
     rest, on = take_switches(rest, ("workdir", *own), switches)
@@ -87,9 +88,9 @@ def main(argv: list[str]) -> int:
         return 0
     for name in ("workdir", *needed):
         if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
-            raise ValueError(f"ckpt {verb} needs --{name}; see jaxscale ckpt --help")
+            raise BadInput(f"ckpt {verb} needs --{name}; see jaxscale ckpt --help")
     if arguments.config or arguments.overrides:
-        raise ValueError("ckpt takes no --config: what it needs to know stands in the work folder")
+        raise BadInput("ckpt takes no --config: what it needs to know stands in the work folder")
     try:
         checkpoints = open_folder(arguments.options["workdir"])
         return work(Request(checkpoints, arguments.options, "json" in on, "delete" in on))
@@ -97,17 +98,17 @@ def main(argv: list[str]) -> int:
         told_by_bucket = isinstance(error, OSError) and paths.is_remote(arguments.options["workdir"])
         if not (told_by_bucket or type(error).__module__.startswith("gcsfs.")):  # which has errors of its own
             raise
-        raise ValueError(f"the bucket refuses: {short_cause(error)}; {NEEDED}") from None
+        raise BadInput(f"the bucket refuses: {short_cause(error)}; {NEEDED}") from None
 
 
 def open_folder(workdir: str) -> Checkpoints:
-    """The checkpoints of a run. Raises ValueError if there are none."""
+    """The checkpoints of a run. Raises BadInput if there are none."""
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of what it raises as well
     checkpoints = Checkpoints(paths.as_path(workdir) / "checkpoints", CheckpointConfig())
     if not checkpoints.all_steps():
         inside = os.path.basename(os.fspath(workdir).rstrip("/")) == "checkpoints"
         hint = "give the folder above it" if inside else "give the work folder of a run that has saved"
-        raise ValueError(f"--workdir={workdir} holds no checkpoint; {hint}")
+        raise BadInput(f"--workdir={workdir} holds no checkpoint; {hint}")
     return checkpoints
 
 
@@ -214,7 +215,7 @@ def mark(request: Request, action: Callable[[Checkpoints, int], bool], done: str
 def average(request: Request) -> int:
     """Writes the mean of several steps."""
     if ("last" in request.options) == bool({"step", "steps"} & set(request.options)):
-        raise ValueError("ckpt average needs --last=5 or --steps=10,20,30, one of them")
+        raise BadInput("ckpt average needs --last=5 or --steps=10,20,30, one of them")
     if "last" in request.options:
         steps = newest_clean(list_steps(request.checkpoints), whole_number("last", request.options["last"], 1))
     else:
@@ -232,7 +233,7 @@ def average(request: Request) -> int:
 def merge(request: Request) -> int:
     """Writes the weights of a step with its adapters merged."""
     if len(steps := chosen(request, newest=True)) != 1:
-        raise ValueError("ckpt merge_lora merges one step; give --step=N")
+        raise BadInput("ckpt merge_lora merges one step; give --step=N")
     to, what = request.options["to"], request.options.get("what", "params")
     done = merge_lora(request.checkpoints, steps[0], to, what, Progress("merge_lora"))
     record = {"to": to, "what": what, **dataclasses.asdict(done)}
@@ -242,29 +243,29 @@ def merge(request: Request) -> int:
 
 
 def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
-    """The newest steps that training did not suspect. Raises ValueError if there are fewer."""
+    """The newest steps that training did not suspect. Raises BadInput if there are fewer."""
     clean = [fact.step for fact in facts if fact.health in ("clean", None) and not fact.problem]
     if passed := [fact.step for fact in facts if fact.step not in clean]:
         tell(f"left out, as not clean: {', '.join(map(str, passed))}")
     if len(clean) < count:
-        raise ValueError(f"--last={count}: there are {len(clean)} clean steps; give at most that many, or --steps")
+        raise BadInput(f"--last={count}: there are {len(clean)} clean steps; give at most that many, or --steps")
     return clean[-count:]
 
 
 def chosen(request: Request, newest: bool = False) -> list[int]:
-    """The steps of --step or --steps, ascending. Raises ValueError for one that is not there.
+    """The steps of --step or --steps, ascending. Raises BadInput for one that is not there.
 
     Args: newest: the newest one if none is given.
     """
     there = request.checkpoints.all_steps()
     if {"step", "steps"} <= set(request.options):
-        raise ValueError("give --step or --steps, not both")
+        raise BadInput("give --step or --steps, not both")
     text = request.options.get("steps", request.options.get("step"))
     if text == "all" or text is None and newest:
         return there if text else there[-1:]
     steps = sorted({whole_number("steps", part.strip(), 0) for part in text.split(",")})
     if missing := [step for step in steps if step not in there]:
-        raise ValueError(f"--steps={text}: there is no step {missing[0]}; there are {', '.join(map(str, there))}")
+        raise BadInput(f"--steps={text}: there is no step {missing[0]}; there are {', '.join(map(str, there))}")
     return steps
 
 

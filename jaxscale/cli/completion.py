@@ -18,7 +18,7 @@ from jaxscale import __version__, cli, schema
 from jaxscale.command_line import parse_arguments
 from jaxscale.config import RunConfig
 from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.exits import run_and_exit
+from jaxscale.exits import BadInput, run_and_exit
 
 FLAG_HEAD = re.compile(r" *(--\w.*?)(?:  |$)")  # of a line of help, up to the gap before what it says
 FLAG = re.compile(r"--([\w.-]+)(\[?=)?")
@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if len(argv) > 1:
-        raise ValueError(f"give one shell, of {' and '.join(SHELLS)}")
+        raise BadInput(f"give one shell, of {' and '.join(SHELLS)}")
     print(SHELLS[argv[0]](read_verbs()), end="")
     return 0
 

@@ -22,6 +22,7 @@ memory at a time, in its own type, and about 0.6 GB more: a 70B model converts o
 A killed conversion goes on where it was when the same command is run again. Pickled files (.bin, .pt) are never read.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -68,14 +69,14 @@ def main(argv: list[str]) -> int:
         return 0
     options = arguments.options
     if arguments.config or arguments.overrides:
-        raise ValueError("convert takes no --config: the model's own config.json says what it is")
+        raise BadInput("convert takes no --config: the model's own config.json says what it is")
     if ("from" in options) == ("to" in options):
-        raise ValueError("convert needs --from=FOLDER to bring a model in, or --to=FOLDER to take one out, one of them")
+        raise BadInput("convert needs --from=FOLDER to bring a model in, or --to=FOLDER to take one out, one of them")
     if "workdir" not in options:
-        raise ValueError("convert needs --workdir=FOLDER, the work folder; see jaxscale convert --help")
+        raise BadInput("convert needs --workdir=FOLDER, the work folder; see jaxscale convert --help")
     if "from" in options:
         if wrong := [name for name in (*OUT_ONLY, "ema") if name in options or name in on]:
-            raise ValueError(f"--{wrong[0]} is for an export, with --to; it says nothing with --from")
+            raise BadInput(f"--{wrong[0]} is for an export, with --to; it says nothing with --from")
         return bring_in(options["from"], options["workdir"], "json" in on)
     return take_out(options, "ema" in on, "json" in on)
 
@@ -87,7 +88,7 @@ def bring_in(name: str, workdir: str, as_json: bool) -> int:
         family, cfg, kept = families.read(found.config)
         matched = families.match(family, cfg, found.tensors)
     except ValueError as error:
-        raise ValueError(f"--from={name}: {error}") from None
+        raise BadInput(f"--from={name}: {error}") from None
     check_tensors(matched.pairs, found.tensors)
     check_twins(matched, found.tensors)
     files = tokenizer_files.with_generation(tokenizer_files.read_files(found.folder, found.files), kept)
@@ -138,7 +139,7 @@ def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
     """A step's weights as Hugging Face's folder."""
     to, dtype = options["to"], options.get("dtype", "bfloat16")
     if dtype not in FORMATS:
-        raise ValueError(f"--dtype={dtype} must be {units.or_list(FORMATS)}")
+        raise BadInput(f"--dtype={dtype} must be {units.or_list(FORMATS)}")
     if "push" in options:
         hub.check_push(options["push"], to)
     step = whole_number("step", options["step"], 0) if "step" in options else None
@@ -170,7 +171,7 @@ def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
 
 
 def shard_bytes(text: str | None) -> int:
-    """The value of --shard_bytes. Raises ValueError if it is no number of bytes."""
+    """The value of --shard_bytes. Raises BadInput if it is no number of bytes."""
     if text is None:
         return SHARD_BYTES
     try:
@@ -178,7 +179,7 @@ def shard_bytes(text: str | None) -> int:
     except ValueError:
         size = 0.0
     if not 1 <= size < 1e15:
-        raise ValueError(f"--shard_bytes={text} must be a number of bytes, such as 5e9")
+        raise BadInput(f"--shard_bytes={text} must be a number of bytes, such as 5e9")
     return int(size)
 
 

@@ -27,6 +27,7 @@
 Numbers stand with their standard error. On several hosts the flags of training apply; the first one writes.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare
 
 if __name__ == "__main__":
@@ -91,7 +92,7 @@ class Request:
     switches: set[str]
 
     def number(self, name: str, default: int, least: int) -> int:
-        """The value of --name. Raises ValueError if it is no such number."""
+        """The value of --name. Raises BadInput if it is no such number."""
         return whole_number(name, self.options.get(name, str(default)), least)
 
     @property
@@ -108,7 +109,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if arguments.config:
-        raise ValueError("evaluate takes no --config: the settings of a model are read from its work folder")
+        raise BadInput("evaluate takes no --config: the settings of a model are read from its work folder")
     request = read_request(arguments.options, switches)
     mesh, dtype = read_mesh(arguments.options, arguments.overrides), read_dtype(arguments.options.get("compute_dtype"))
     options = dict(arguments.options)
@@ -157,24 +158,24 @@ def evaluate_steps(
 
 
 def read_request(options: Mapping[str, str], switches: set[str]) -> Request:
-    """What the flags ask for. Raises ValueError for flags that exclude each other, and for a file that is not there."""
+    """What the flags ask for. Raises BadInput for flags that exclude each other, and for a file that is not there."""
     if "workdir" not in options:
-        raise ValueError("--workdir must be given: the work folder of a run, or of a converted model")
+        raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
     if "step" in options and "steps" in options:
-        raise ValueError("--step is one checkpoint and --steps several; give one of them")
+        raise BadInput("--step is one checkpoint and --steps several; give one of them")
     tasks = tuple(task for task in options.get("lm_eval", "").split(",") if task)
     for name in ("include_path", "num_fewshot", "chat"):
         if (name in options or name in switches) and not tasks:
-            raise ValueError(f"--{name} is for --lm_eval; give that too")
+            raise BadInput(f"--{name} is for --lm_eval; give that too")
     if "include_path" in options and not Path(options["include_path"]).is_dir():
-        raise ValueError(f"--include_path={options['include_path']} is no folder")
+        raise BadInput(f"--include_path={options['include_path']} is no folder")
     request = Request(options, read_evals(options), tasks, switches)
     check_request(request)
     return request
 
 
 def check_request(request: Request, named: Callable[[str, NamedEval], str] | None = None) -> None:
-    """Raises ValueError for a number out of range, a name of no use, a file that is not there, and without lm-eval."""
+    """Raises BadInput for a number out of range, a name of no use, a file that is not there, and without lm-eval."""
     if request.tasks:
         check_installed()
     for name, least in LEAST.items():
@@ -184,7 +185,7 @@ def check_request(request: Request, named: Callable[[str, NamedEval], str] | Non
 
 
 def read_evals(options: Mapping[str, str]) -> Evals:
-    """The evaluators that --text, --choice and --cloze name. Raises ValueError for a name that is given twice."""
+    """The evaluators that --text, --choice and --cloze name. Raises BadInput for a name that is given twice."""
     found: Evals = {}
     shared = {"limit": whole_number("limit", options["limit"], 1)} if "limit" in options else {}
     hints = typing.get_type_hints(TextEval)
@@ -199,10 +200,10 @@ def read_evals(options: Mapping[str, str]) -> Evals:
             match = NAMED.fullmatch(part)
             name, pattern = match.groups() if match else (own_name(part, kind), part)
             if name in found:
-                raise ValueError(f"--{kind}={part}: the name {name} is given twice; write --{kind}=NAME={pattern}")
+                raise BadInput(f"--{kind}={part}: the name {name} is given twice; write --{kind}=NAME={pattern}")
             found[name] = settings(**more | {"files" if kind == "text" else "file": pattern})
     if "text" not in options and any(name in options for name in (*READING, "stride")):
-        raise ValueError("--stride and --text_... are for --text; give that too")
+        raise BadInput("--stride and --text_... are for --text; give that too")
     return found
 
 
@@ -219,24 +220,24 @@ def flag_name(name: str, settings: NamedEval) -> str:
 
 
 def chosen_steps(request: Request) -> list[int | None]:
-    """The steps to measure; [None] for the newest. Raises ValueError for one that is no number, or not there."""
+    """The steps to measure; [None] for the newest. Raises BadInput for one that is no number, or not there."""
     if request.steps is None:
         return [request.number("step", 0, 0) if "step" in request.options else None]
     workdir = request.options["workdir"]
     if paths.as_path(workdir).name.isdecimal() and not (paths.as_path(workdir) / "checkpoints").exists():
-        raise ValueError(f"--workdir={workdir} is one checkpoint; give the work folder for --steps")
+        raise BadInput(f"--workdir={workdir} is one checkpoint; give the work folder for --steps")
     steps = agreed(lambda: open_source(workdir, named="--workdir").checkpoints.all_steps())
     if request.steps == "all":
         return steps
     wanted = [whole_number("steps", text, 0) for text in request.steps.split(",")]
     if missing := [step for step in wanted if step not in steps]:
         there = ", ".join(map(str, steps))
-        raise ValueError(f"--steps={request.steps}: step {missing[0]} is no checkpoint; there are {there}")
+        raise BadInput(f"--steps={request.steps}: step {missing[0]} is no checkpoint; there are {there}")
     return sorted(set(wanted))
 
 
 def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None]) -> Measure:
-    """model -> metrics of all that is asked for. Raises ValueError for data and models that do not fit it."""
+    """model -> metrics of all that is asked for. Raises BadInput for data and models that do not fit it."""
     reading = reading_of(model, request.number("context", model.seq_len, 2))
     if reading.context > model.seq_len:
         say(f"{reading.context} tokens are read at a time; the model was trained on rows of {model.seq_len}")
@@ -253,22 +254,22 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
 
 
 def reading_of(model: LoadedModel, context: int) -> Reading:
-    """How the model reads text. Raises ValueError for a model that cannot, and for a context that is too long."""
+    """How the model reads text. Raises BadInput for a model that cannot, and for a context that is too long."""
     if not isinstance(model.cfg, DECODERS):
-        raise ValueError(f"model.name={model.cfg.name!r} does not read from left to right; llama and gpt2 do")
+        raise BadInput(f"model.name={model.cfg.name!r} does not read from left to right; llama and gpt2 do")
     if model.kept is None:
-        raise ValueError(f"{model.path} does not say with which tokenizer its ids were made")
+        raise BadInput(f"{model.path} does not say with which tokenizer its ids were made")
     limit = max_seq_len(model.cfg)
     if limit is not None and context > limit:
-        raise ValueError(f"--context={context} is longer than the model can read, max_seq_len={limit}")
+        raise BadInput(f"--context={context} is longer than the model can read, max_seq_len={limit}")
     return Reading.of(model.kept.tokenizer, context)
 
 
 def own_evals(model: LoadedModel, request: Request) -> Evals:
-    """The evaluators of the run's own config, by the limit that is asked for. Raises ValueError where it has none."""
+    """The evaluators of the run's own config, by the limit that is asked for. Raises BadInput where it has none."""
     evals = schema.convert(model.run.get("config", {}).get("evals") or {}, Evals, GROUP)
     if not evals:
-        raise ValueError("nothing to measure: the config has no evals; give --text, --choice, --cloze or --lm_eval")
+        raise BadInput("nothing to measure: the config has no evals; give --text, --choice, --cloze or --lm_eval")
     limit = {"limit": request.number("limit", 0, 1)} if "limit" in request.options else {}
     return {name: dataclasses.replace(settings, **limit) for name, settings in evals.items()}
 

@@ -20,6 +20,7 @@ Nothing is compiled and no device is touched. Times, money and energy are ranges
 end with its source. Exit code 0: it fits by the estimate, or a proposal was made; 3: it does not fit.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -72,18 +73,16 @@ def main(argv: list[str]) -> int:
         return 0
     numbers = {name: positive(name, arguments.options[name]) for name in NUMBERS if name in arguments.options}
     if numbers.get("mfu", 0.0) > 1:
-        raise ValueError(f"--mfu={arguments.options['mfu']} must be a share of the peak, such as 0.4")
+        raise BadInput(f"--mfu={arguments.options['mfu']} must be a share of the peak, such as 0.4")
     if numbers.get("pue", 1.0) < 1:
-        raise ValueError(
-            f"--pue={arguments.options['pue']} must be 1 or more: what the building uses over its machines"
-        )
+        raise BadInput(f"--pue={arguments.options['pue']} must be 1 or more: what the building uses over its machines")
     for name in ("write", "json"):
         check_file(name, arguments)
     if not arguments.config:
         return propose(arguments, numbers)
     for name in ("flops", "model_size", "write"):
         if name in arguments.options:
-            raise ValueError(f"--{name} proposes a model, and --config names one; give one of them")
+            raise BadInput(f"--{name} proposes a model, and --config names one; give one of them")
     cfg = config.load_config(arguments.config, arguments.overrides)
     return answer(cfg, arguments, wishes_of(arguments, numbers, config_name(arguments.config)))
 
@@ -102,12 +101,12 @@ def propose(arguments: Arguments, numbers: Mapping[str, float]) -> Exit:
     """Prints a proposal, and its plan where a topology is given; writes its config where asked."""
     asked = [name for name in ("budget", "flops", "model_size") if name in arguments.options]
     if len(asked) != 1:
-        raise ValueError(
+        raise BadInput(
             "give --config=FILE to plan a run, or one of --budget=DOLLARS, --flops=NUMBER, --model_size=7b to get one"
         )
     found = proposal_of(asked[0], arguments, numbers)
     if arguments.overrides:
-        raise ValueError(
+        raise BadInput(
             f"--config.{next(iter(arguments.overrides))} sets a setting of a config, and a proposal is none yet; "
             "--write=FILE it, then plan it with --config=FILE"
         )
@@ -156,9 +155,9 @@ def proposal_of(asked: str, arguments: Arguments, numbers: Mapping[str, float]) 
     chip = topology.chip
     price = numbers.get("price") or (chip.price and chip.price.dollars_per_hour)
     if price is None:
-        raise ValueError(f"--budget: no price of {chip.name} is known; give --price=DOLLARS a chip and hour")
+        raise BadInput(f"--budget: no price of {chip.name} is known; give --price=DOLLARS a chip and hour")
     if topology.platform not in PUBLISHED and "mfu" not in numbers:
-        raise ValueError("--budget needs --topology of TPUs or GPUs, or --mfu")
+        raise BadInput("--budget needs --topology of TPUs or GPUs, or --mfu")
     mfu = numbers.get("mfu") or PUBLISHED[topology.platform][0].low  # what is left over costs less than what is short
     peak = chip.peak_flops * chip.devices_per_chip
     flops = cost.flops_for_dollars(numbers["budget"], price, peak, mfu, cost.GOODPUT)
@@ -173,12 +172,12 @@ def machine_of(arguments: Arguments) -> tuple[Topology, list[Measured]]:
     """(the machine that --topology names, what was measured on it if it is this one)."""
     text = arguments.options.get("topology")
     if text is None:
-        raise ValueError("--topology must be given, such as --topology=v5p:4x4x8, --topology=h100:8x8 or here")
+        raise BadInput("--topology must be given, such as --topology=v5p:4x4x8, --topology=h100:8x8 or here")
     if text != HERE:
         return open_machine(text), []
     measured = newest_machine(read_measured())
     if not measured:
-        raise ValueError(
+        raise BadInput(
             f"--topology=here: {measured_file()} has no measurement of this machine; run: jaxscale bench step --save"
         )
     return measured_machine(measured[-1]), measured
@@ -206,37 +205,37 @@ def write_plan(plan: Plan | None, proposal: Proposal | None, arguments: Argument
 
 
 def check_file(name: str, arguments: Arguments) -> None:
-    """Raises ValueError before anything is computed if the file of an option cannot be written."""
+    """Raises BadInput before anything is computed if the file of an option cannot be written."""
     if name in arguments.options:
         file = pathlib.Path(arguments.options[name]).expanduser()
         if file.is_dir() or not file.parent.is_dir():
-            raise ValueError(f"--{name}={file} must be a file in a folder that exists")
+            raise BadInput(f"--{name}={file} must be a file in a folder that exists")
 
 
 def positive(name: str, text: str) -> float:
-    """A number above 0, '1e6' and '1_000_000' too, with or without '$'. Raises ValueError naming the flag."""
+    """A number above 0, '1e6' and '1_000_000' too, with or without '$'. Raises BadInput naming the flag."""
     try:
         number = float(text.removeprefix("$").replace(",", ""))
     except ValueError:
         number = math.nan
     if not (math.isfinite(number) and number > 0):
-        raise ValueError(f"--{name}={text} must be a number above 0")
+        raise BadInput(f"--{name}={text} must be a number above 0")
     return number
 
 
 def duration_of(text: str) -> float:
-    """Seconds of '30d', '12h', '90m'. Raises ValueError for anything else."""
+    """Seconds of '30d', '12h', '90m'. Raises BadInput for anything else."""
     found = re.fullmatch(r"([0-9.]+)([smhdw])", text.strip().lower())
     if not found or not re.fullmatch(r"\d+(\.\d+)?", found[1]) or float(found[1]) == 0:
-        raise ValueError(f"--deadline={text} must be a time such as 30d, 12h or 90m")
+        raise BadInput(f"--deadline={text} must be a time such as 30d, 12h or 90m")
     return float(found[1]) * SECONDS[found[2]]
 
 
 def size_of(text: str) -> float:
-    """Parameters of '7b', '350m', '1.5e9'. Raises ValueError for anything else."""
+    """Parameters of '7b', '350m', '1.5e9'. Raises BadInput for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?(?:e\d+)?)([kmbt]?)", text.strip().lower())
     if not found or float(found[1]) == 0:
-        raise ValueError(f"--model_size={text} must be a number of parameters such as 7b, 350m or 1.5e9")
+        raise BadInput(f"--model_size={text} must be a number of parameters such as 7b, 350m or 1.5e9")
     return float(found[1]) * SIZES[found[2]]
 
 

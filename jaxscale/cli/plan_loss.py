@@ -14,6 +14,7 @@ Runs are compared by their held-out loss after the last step. Those that are not
 tokenizer, row length or schedule are left out, each with its reason. Nothing is compiled; a forecast takes seconds.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -55,14 +56,14 @@ class Forecast(NamedTuple):
 
 
 def main_loss(argv: list[str]) -> int:
-    """Prints the forecast and returns the exit code. Raises ValueError for a ladder that allows none."""
+    """Prints the forecast and returns the exit code. Raises BadInput for a ladder that allows none."""
     arguments = parse_arguments([flag for flag in argv if flag != "--loss"], OPTIONS)
     if arguments.help:
         print(__doc__)
         return 0
     options = arguments.options
     if "runs" not in options:
-        raise ValueError("--runs must be given, such as --runs='runs/ladder/*' (quoted)")
+        raise BadInput("--runs must be given, such as --runs='runs/ladder/*' (quoted)")
     draws = whole_number("draws", options.get("draws", str(LEAST_DRAWS)), LEAST_DRAWS)
     seed = whole_number("seed", options.get("seed", "0"), 0)
     cfg = config.load_config(arguments.config, arguments.overrides)
@@ -81,7 +82,7 @@ def main_loss(argv: list[str]) -> int:
 
 
 def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, draws: int, seed: int) -> Forecast:
-    """The forecast of a run's end, and of its curve where the ladder allows one. Raises ValueError as fit() does."""
+    """The forecast of a run's end, and of its curve where the ladder allows one. Raises BadInput as fit() does."""
     law = fit(ladder.points, draws=draws, seed=seed)
     params, tokens = num_params(cfg.model), budget.total_steps * budget.batch_tokens
     end = law.predict(params, tokens, seed)
@@ -196,9 +197,9 @@ def short(folder: str) -> str:
 
 
 def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> None:
-    """Writes forecast.json. Raises ValueError where there is no band, or the folder holds another run."""
+    """Writes forecast.json. Raises BadInput where there is no band, or the folder holds another run."""
     if forecast.band is None:
-        raise ValueError(f"--to={workdir}: no band to write: {forecast.why_no_band}")
+        raise BadInput(f"--to={workdir}: no band to write: {forecast.why_no_band}")
     folder = paths.make_run_dir(workdir)
     if (folder / "config.json").exists():
         check_same_end(paths.read_json(folder / "config.json"), workdir, cfg, budget)
@@ -224,13 +225,13 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
 
 
 def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) -> None:
-    """Raises ValueError if the run in the folder is not the one that was forecast."""
+    """Raises BadInput if the run in the folder is not the one that was forecast."""
     model, steps = recorded.get("config", {}).get("model"), recorded.get("budget", {}).get("total_steps")
     own = config.schema.to_dict(cfg.model)
     differ = sorted(name for name, value in own.items() if not model or model.get(name, value) != value)
     if differ or steps != budget.total_steps:
         what = f"model.{differ[0]}" if differ else f"its length, {steps} steps and not {budget.total_steps}"
-        raise ValueError(
+        raise BadInput(
             f"--to={workdir} holds a run that differs from the config in {what}; give the config and --tokens of that "
             "run, or another folder"
         )

@@ -15,6 +15,7 @@ No device is touched, and none need be there; TPUs need the package libtpu, GPUs
 that the chip's datasheet allows. Exit code 0: it fits; 3: it does not, and two changes that do are shown if they exist.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
         print(__doc__, "\nSettings:\n" + config.settings_help(), sep="")
         return 0
     if "topology" not in arguments.options:
-        raise ValueError("--topology must be given, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
+        raise BadInput("--topology must be given, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
     request = Request(
         config_name=config_name(arguments.config),
         search="search" in switches,
@@ -98,12 +99,12 @@ def answer(cfg: RunConfig, topology: Topology, request: Request) -> Exit:
 
 
 def file_of(name: str, arguments: Arguments) -> pathlib.Path | None:
-    """The file that an option names, or None. Raises ValueError before anything is compiled if it cannot be written."""
+    """The file that an option names, or None. Raises BadInput before anything is compiled if it cannot be written."""
     if name not in arguments.options:
         return None
     file = pathlib.Path(arguments.options[name]).expanduser()
     if file.is_dir() or not file.parent.is_dir():
-        raise ValueError(f"--{name}={file} must be a file in a folder that exists")
+        raise BadInput(f"--{name}={file} must be a file in a folder that exists")
     return file
 
 

@@ -43,7 +43,7 @@ from jaxscale.data.prepare.outcome import FACTS, PAGE, rewrite_report
 from jaxscale.data.prepare.progress import Progress
 from jaxscale.data.publish import publish
 from jaxscale.data.sources.files import size_of
-from jaxscale.exits import Exit, Stop, run_and_exit
+from jaxscale.exits import BadInput, Exit, Stop, run_and_exit
 from jaxscale.paths import is_remote
 
 SWITCHES = ("report", "keep_work", "plan")
@@ -62,9 +62,9 @@ def main(argv: list[str]) -> int:
     progress = Progress()
     output = arguments.options.get("output", "")
     if not output and "plan" not in switches:
-        raise ValueError("--output must be given: the folder for shards, manifest and report")
+        raise BadInput("--output must be given: the folder for shards, manifest and report")
     if is_remote(output) and ("report" in switches or "export" in arguments.options):
-        raise ValueError(f"--output={output}: a report is written, and a set exported, from a local folder")
+        raise BadInput(f"--output={output}: a report is written, and a set exported, from a local folder")
     if "report" in switches:
         rewrite_report(pathlib.Path(output).expanduser())
         progress.say(f"wrote {output}/report.html")
@@ -97,12 +97,12 @@ def main(argv: list[str]) -> int:
 
 
 def load_recipe(arguments: Arguments) -> PrepareConfig:
-    """The settings of file and flags. Raises ValueError for those that are wrong."""
+    """The settings of file and flags. Raises BadInput for those that are wrong."""
     values = config_values(arguments.config) if arguments.config else {}
     if "input" in arguments.options:
         sources = values.get("sources") or {"text": {}}
         if len(sources) > 1:
-            raise ValueError(
+            raise BadInput(
                 f"--input={arguments.options['input']} names files of one source, and the recipe has "
                 f"{', '.join(sources)}; write --config.sources.NAME.files=GLOB for each"
             )
@@ -115,10 +115,10 @@ def local_output(arguments: Arguments) -> pathlib.Path:
     output = arguments.options["output"]
     if not is_remote(output):
         if "work_dir" in arguments.options:
-            raise ValueError(f"--work_dir is for an output under gs://; --output={output} keeps its work in itself")
+            raise BadInput(f"--work_dir is for an output under gs://; --output={output} keeps its work in itself")
         return pathlib.Path(output).expanduser()
     if "work_dir" not in arguments.options:
-        raise ValueError(f"--output={output} is remote; give --work_dir=FOLDER, a local one with room for all shards")
+        raise BadInput(f"--output={output} is remote; give --work_dir=FOLDER, a local one with room for all shards")
     return pathlib.Path(arguments.options["work_dir"]).expanduser()
 
 
@@ -127,7 +127,7 @@ def make_executor(arguments: Arguments, beam_flags: list[str]) -> Executor:
     runner = arguments.options.get("runner", "local")
     if runner == "local":
         if beam_flags:
-            raise ValueError(f"flags after -- are for a Beam runner, and --runner is local: {' '.join(beam_flags)}")
+            raise BadInput(f"flags after -- are for a Beam runner, and --runner is local: {' '.join(beam_flags)}")
         return LocalExecutor(whole_number("workers", arguments.options.get("workers", str(os.cpu_count() or 1)), 1))
     from jaxscale.data.prepare.beam import BeamExecutor  # Apache Beam is an extra, and slow to load
 
@@ -138,7 +138,7 @@ def export(output: pathlib.Path, wish: str) -> str:
     """Writes the finished set in another program's format, and says so."""
     kind, _, file = wish.partition(":")
     if kind not in EXPORTS or not file:
-        raise ValueError(f"--export={wish} must be KIND:FILE, with KIND one of {', '.join(EXPORTS)}")
+        raise BadInput(f"--export={wish} must be KIND:FILE, with KIND one of {', '.join(EXPORTS)}")
     shards = open_set(read_manifest(output / MANIFEST))
     EXPORTS[kind](shards, pathlib.Path(file).expanduser())
     return f"wrote {sum(shard.header['num_documents'] for shard in shards):,} documents to {file}"

@@ -37,7 +37,7 @@ from jaxscale.cli.rehearsal import (
 )
 from jaxscale.cli.shrink import table
 from jaxscale.command_line import Arguments, config_name, parse_arguments, whole_number
-from jaxscale.exits import Exit, run_and_exit
+from jaxscale.exits import BadInput, Exit, run_and_exit
 from jaxscale.hosts import find_own_place
 from jaxscale.process import files_as
 
@@ -79,7 +79,7 @@ def carry_out(rehearsal: Rehearsal) -> int:
 
 
 def plan_rehearsal(arguments: Arguments) -> Rehearsal:
-    """What to do. Raises ValueError for what a person has to correct, before anything is started."""
+    """What to do. Raises BadInput for what a person has to correct, before anything is started."""
     options = arguments.options
     steps = whole_number("steps", options.get("steps", str(LEAST_STEPS)), LEAST_STEPS)
     cfg = config.load_config(arguments.config, config.with_flags(arguments))
@@ -88,7 +88,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     is_first = place is None or place.is_first
     folder = paths.as_path(workdir) / "rehearsal"
     if is_first and any((folder / run).exists() for run in RUNS):
-        raise ValueError(f"{folder} holds an earlier rehearsal that ended with NO-GO; look at it, then delete it")
+        raise BadInput(f"{folder} holds an earlier rehearsal that ended with NO-GO; look at it, then delete it")
     remote = paths.is_remote(workdir)
     logs = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-rehearsal-")) if remote else pathlib.Path(folder).absolute()
     command = [sys.executable, "-m", "jaxscale.main", f"--config={arguments.config}"]

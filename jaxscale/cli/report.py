@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from jaxscale import paths, units
 from jaxscale.checkpoint.cause import reached, short_cause, written
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.exits import run_and_exit
+from jaxscale.exits import BadInput, run_and_exit
 from jaxscale.monitor.history import History, read_history
 from jaxscale.monitor.report import make_card, make_page
 from jaxscale.monitor.report.serve import Pages, open_server
@@ -39,20 +39,20 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if arguments.config or arguments.overrides:
-        raise ValueError("a report takes no --config: the settings of a run are read from its work folder")
+        raise BadInput("a report takes no --config: the settings of a run are read from its work folder")
     if not workdirs:
-        raise ValueError("--workdir must be given, the folder of a run; more than one compares them")
+        raise BadInput("--workdir must be given, the folder of a run; more than one compares them")
     options = arguments.options
     price = price_of(options["price"]) if "price" in options else None
     if "serve" in options:
         if "output" in options or switches:
-            raise ValueError("--serve writes no file; leave out --output and --card, or --serve")
+            raise BadInput("--serve writes no file; leave out --output and --card, or --serve")
         return serve(workdirs, price, port_of(options["serve"]))
     output = options.get("output", "card.md" if switches else "report.html")
     if not paths.is_remote(output) and not paths.as_path(output).parent.is_dir():
-        raise ValueError(f"--output={output} is in no folder that is there; make it, or choose another")
+        raise BadInput(f"--output={output} is in no folder that is there; make it, or choose another")
     if not paths.is_remote(output) and paths.as_path(output).is_dir():
-        raise ValueError(f"--output={output} is a folder; name a file, such as {output.rstrip('/')}/report.html")
+        raise BadInput(f"--output={output} is a folder; name a file, such as {output.rstrip('/')}/report.html")
     page = (make_card if switches else make_page)(read_all(workdirs), price=price, now=time.time())
     written(lambda: paths.write_text_atomic(output, page), output)
     way_on = "" if switches else "; open it in a browser"
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
 
 
 def take_workdirs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(the values of all --workdir, the other arguments). Raises ValueError for one without a value, or given twice."""
+    """(the values of all --workdir, the other arguments). Raises BadInput for one without a value, or given twice."""
     found, rest, pending = [], [], list(argv)
     while pending:
         flag = pending.pop(0)
@@ -71,34 +71,34 @@ def take_workdirs(argv: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         value = value if equals or not pending or pending[0].startswith("--") else pending.pop(0)
         if not value:
-            raise ValueError("--workdir needs a value: --workdir=FOLDER")
+            raise BadInput("--workdir needs a value: --workdir=FOLDER")
         if value in found:
-            raise ValueError(f"--workdir={value} is given twice")
+            raise BadInput(f"--workdir={value} is given twice")
         found.append(value)
     return found, rest
 
 
 def price_of(text: str) -> float:
-    """The value of --price. Raises ValueError if it is no amount of money."""
+    """The value of --price. Raises BadInput if it is no amount of money."""
     try:
         price = float(text.removeprefix("$"))
     except ValueError:
         price = math.nan
     if not (math.isfinite(price) and price >= 0):
-        raise ValueError(f"--price={text} must be dollars for one hour of one chip, such as 4.20")
+        raise BadInput(f"--price={text} must be dollars for one hour of one chip, such as 4.20")
     return price
 
 
 def port_of(text: str) -> int:
-    """The value of --serve. Raises ValueError if it is no port."""
+    """The value of --serve. Raises BadInput if it is no port."""
     port = whole_number("serve", text, 0)
     if port > HIGHEST_PORT:
-        raise ValueError(f"--serve={text} is no port; give 0 (any free one) to {HIGHEST_PORT}")
+        raise BadInput(f"--serve={text} is no port; give 0 (any free one) to {HIGHEST_PORT}")
     return port
 
 
 def read_all(workdirs: Sequence[str]) -> list[History]:
-    """The runs. Raises ValueError for a folder that holds none, Stop (STORAGE) for a bucket that cannot be reached."""
+    """The runs. Raises BadInput for a folder that holds none, Stop (STORAGE) for a bucket that cannot be reached."""
     return [read_one(workdir) for workdir in workdirs]
 
 
@@ -107,7 +107,7 @@ def read_one(workdir: str) -> History:
     try:
         return reached(lambda: read_history(workdir), workdir)
     except OSError as error:
-        raise ValueError(f"workdir={workdir} cannot be read: {short_cause(error)}") from None
+        raise BadInput(f"workdir={workdir} cannot be read: {short_cause(error)}") from None
 
 
 def serve(workdirs: Sequence[str], price: float | None, port: int) -> int:

@@ -30,6 +30,7 @@
 Text goes to stdout as it comes, all else to stderr. On several hosts the flags of training apply; the first one writes.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare
 
 if __name__ == "__main__":
@@ -77,16 +78,16 @@ def main(argv: list[str]) -> int:
     sampling, num_tokens, seed = read_numbers(options)
     mesh = read_mesh(options, arguments.overrides)
     if arguments.config:
-        raise ValueError("sampling takes no --config: the settings of a model are read from its work folder")
+        raise BadInput("sampling takes no --config: the settings of a model are read from its work folder")
     if "workdir" not in options:
-        raise ValueError("--workdir must be given: the work folder of a run, or of a converted model")
+        raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
     talking = check_ways(options, switches, several["prompt"])
     texts = [] if talking else read_prompts(several["prompt"], options.get("prompts"))
     if "devices" in options:
         jax.config.update("jax_num_cpu_devices", whole_number("devices", options["devices"], 1))
     place = hosts.find_own_place(options)
     if place is not None and talking:
-        raise ValueError("--interactive and --chat are for one host; give --prompt or --prompts on several")
+        raise BadInput("--interactive and --chat are for one host; give --prompt or --prompts on several")
     facts = {name: value for name, value in options.items() if name not in hosts.FLAGS} | {"prompts": texts}
     with hosts.joined(place, facts | {"switches": sorted(switches)}, options):
         say = tell if jax.process_index() == 0 else lambda line: None
@@ -163,9 +164,9 @@ def write_all(
 
 
 def check_tokenizer(model: LoadedModel, workdir: str) -> None:
-    """Raises ValueError for a model whose ids nobody can read."""
+    """Raises BadInput for a model whose ids nobody can read."""
     if model.tokenizer is None:
-        raise ValueError(
+        raise BadInput(
             f"{workdir} does not say with which tokenizer its ids were made; put its file into {workdir}/tokenizer/ as "
             "tokenizer.json or tokenizer.model"
         )
@@ -203,7 +204,7 @@ def show_json(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
 
 
 def take_several(argv: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(the other arguments, the values of each of these flags in order). Raises ValueError for one without a value."""
+    """(the other arguments, the values of each of these flags in order). Raises BadInput for one without a value."""
     found, rest, pending = {name: [] for name in names}, [], list(argv)
     while pending:
         flag = pending.pop(0)
@@ -213,31 +214,31 @@ def take_several(argv: Sequence[str], names: Sequence[str]) -> tuple[list[str], 
             continue
         value = value if equals or not pending else pending.pop(0)
         if not value or not equals and value.startswith("--"):  # a flag that follows is not meant as text
-            raise ValueError(f"{name} needs a value: {name}=TEXT")
+            raise BadInput(f"{name} needs a value: {name}=TEXT")
         found[name.removeprefix("--")].append(value)
     return rest, found
 
 
 def check_ways(options: Mapping[str, str], switches: set[str], prompts: Sequence[str]) -> bool:
-    """Whether text comes from a person as it goes. Raises ValueError for ways that exclude each other."""
+    """Whether text comes from a person as it goes. Raises BadInput for ways that exclude each other."""
     talking = bool({"interactive", "chat"} & switches) or "serve" in options
     if {"interactive", "chat"} <= switches:
-        raise ValueError("--interactive goes on from text and --chat answers; give one of them")
+        raise BadInput("--interactive goes on from text and --chat answers; give one of them")
     if "interactive" in switches and (prompts or "serve" in options):
-        raise ValueError("--interactive reads its prompts from the terminal; leave out --prompt and --serve")
+        raise BadInput("--interactive reads its prompts from the terminal; leave out --prompt and --serve")
     if "serve" in options and "chat" not in switches:
-        raise ValueError("--serve is a page to chat on: give --chat too")
+        raise BadInput("--serve is a page to chat on: give --chat too")
     for name in ("prompts", "num_samples", "batch", "json"):
         if talking and name in {*options, *switches}:
-            raise ValueError(f"--{name} is for texts that are written without anybody; leave it out")
+            raise BadInput(f"--{name} is for texts that are written without anybody; leave it out")
     for name in ("system", "context"):
         if not talking and name in options:
-            raise ValueError(f"--{name} is for --chat" + (" and --interactive" if name == "context" else ""))
+            raise BadInput(f"--{name} is for --chat" + (" and --interactive" if name == "context" else ""))
     return talking
 
 
 def read_numbers(options: Mapping[str, str]) -> tuple[Sampling, int, int]:
-    """(how tokens are drawn, tokens to write, seed). Raises ValueError for what is no number or out of range."""
+    """(how tokens are drawn, tokens to write, seed). Raises BadInput for what is no number or out of range."""
     hints = typing.get_type_hints(Sampling)
     chosen = {name: schema.convert(options[name], hints[name], f"--{name}") for name in DRAWING if name in options}
     num_tokens = whole_number("num_tokens", options.get("num_tokens", "100"), 1)
@@ -247,11 +248,11 @@ def read_numbers(options: Mapping[str, str]) -> tuple[Sampling, int, int]:
 
 
 def read_mesh(options: Mapping[str, str], overrides: Mapping[str, str]) -> MeshConfig:
-    """The mesh of --mesh.AXIS=N or --config.mesh.AXIS=N. Raises ValueError for another setting."""
+    """The mesh of --mesh.AXIS=N or --config.mesh.AXIS=N. Raises BadInput for another setting."""
     values = {name.removeprefix("mesh."): text for name, text in options.items() if name.startswith("mesh.")}
     for name, text in overrides.items():
         if not name.startswith("mesh."):
-            raise ValueError(f"--config.{name}: only the mesh may be set; the model is as it was trained")
+            raise BadInput(f"--config.{name}: only the mesh may be set; the model is as it was trained")
         values[name.removeprefix("mesh.")] = text
     if "-1" in values.values():
         values.setdefault("fsdp", "1")  # only one axis takes what is left
@@ -264,21 +265,21 @@ def read_dtype(name: str | None) -> str | None:
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
-    """All prompts; one that is empty where there is none. Raises ValueError for a file that holds none."""
+    """All prompts; one that is empty where there is none. Raises BadInput for a file that holds none."""
     if file is None:
         return list(given) or [""]
     path = paths.as_path(file)
     if not path.is_file():
-        raise ValueError(f"--prompts={file} is no file")
+        raise BadInput(f"--prompts={file} is no file")
     try:
         text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
     except UnicodeDecodeError:
-        raise ValueError(f"--prompts={file} is no text in UTF-8") from None
+        raise BadInput(f"--prompts={file} is no text in UTF-8") from None
     read = json_prompt if file.endswith(".jsonl") else lambda file, number, line: line.removesuffix("\r")
     # by line feeds alone: JSON may hold what else str.splitlines() takes for the end of a line, such as U+2028
     found = [read(file, n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not found:
-        raise ValueError(f"--prompts={file} is empty; write a prompt on each line")
+        raise BadInput(f"--prompts={file} is empty; write a prompt on each line")
     return [*given, *found]
 
 
@@ -289,7 +290,7 @@ def json_prompt(file: str, number: int, line: str) -> str:
         value = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
         if isinstance(value, str):
             return value
-    raise ValueError(f"--prompts={file}: line {number} is neither text in JSON nor an object with a prompt")
+    raise BadInput(f"--prompts={file}: line {number} is neither text in JSON nor an object with a prompt")
 
 
 def tell(line: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxscale.command_line import whole_number
 from jaxscale.data.chat.asking import Message, open_asking
-from jaxscale.exits import silence_closed_streams
+from jaxscale.exits import BadInput, silence_closed_streams
 from jaxscale.inference import LoadedModel, make_generator
 from jaxscale.models import max_seq_len
 from jaxscale.redact import printable
@@ -40,11 +40,11 @@ class Talk:
         check_seed(self.seed)
 
     def longest_for(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> int:
-        """Tokens of the longest text that these prompts become. Raises ValueError for one that cannot be read."""
+        """Tokens of the longest text that these prompts become. Raises BadInput for one that cannot be read."""
         limit = max_seq_len(self.model.cfg)
         for text, prompt in zip(texts, prompts):
             if limit is not None and len(prompt) >= limit:
-                raise ValueError(
+                raise BadInput(
                     f"the prompt {short(text)} has {len(prompt)} tokens, and the model reads at most {limit} "
                     "(model.max_seq_len), its own included; shorten it"
                 )
@@ -71,9 +71,9 @@ class Talk:
 
 
 def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed that the generator does not tell from another one."""
+    """Raises BadInput for a seed that the generator does not tell from another one."""
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} must be a whole number from 0 to {2**32 - 1}")
+        raise BadInput(f"seed={seed} must be a whole number from 0 to {2**32 - 1}")
 
 
 def short(text: str) -> str:
@@ -97,7 +97,7 @@ def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | Non
     if serve is not None:
         port = whole_number("serve", serve, 0)
         if port > HIGHEST_PORT:
-            raise ValueError(f"--serve={serve} is no port; give 0 (any free one) to {HIGHEST_PORT}")
+            raise BadInput(f"--serve={serve} is no port; give 0 (any free one) to {HIGHEST_PORT}")
         return serve_page(talk, answer, port)
     messages: list[Message] = []
     for line in prompts or lines_of_person():
@@ -143,10 +143,10 @@ def behind(prompt: str, pieces: Iterator[str]) -> Iterator[str]:
 def continued(
     talk: Talk, generator: Generator, ids: Sequence[int], stop_ids: Sequence[int], written: list[Written]
 ) -> Iterator[str]:
-    """Yields the pieces of the text that follows these ids. Raises ValueError where they leave no room for one."""
+    """Yields the pieces of the text that follows these ids. Raises BadInput where they leave no room for one."""
     generator.timing = None
     if len(ids) >= generator.engine.longest:
-        raise ValueError(
+        raise BadInput(
             f"this has {len(ids)} tokens, and a text here has at most {generator.engine.longest}; begin anew, write "
             "less, or give --context"
         )

@@ -30,7 +30,7 @@ from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import Ledger, Totals
 from jaxscale.cli.progress import Progress, look
 from jaxscale.command_line import config_name, parse_arguments, whole_number
-from jaxscale.exits import Exit, codes_help, may_start_again, meaning, run_and_exit, tell
+from jaxscale.exits import BadInput, Exit, codes_help, may_start_again, meaning, run_and_exit, tell
 from jaxscale.hosts import FLAGS, find_own_place
 
 SLICE_SECONDS = 0.05  # how soon a signal ends a pause
@@ -247,9 +247,9 @@ def main(argv: list[str]) -> int:
         print(__doc__, "\nExit codes:\n", codes_help(), sep="")
         return 0
     if arguments.config or arguments.overrides:
-        raise ValueError("--config belongs to the training: jaxscale supervise -- --config=FILE")
+        raise BadInput("--config belongs to the training: jaxscale supervise -- --config=FILE")
     if not command:
-        raise ValueError("nothing to supervise; give the training's command: jaxscale supervise -- --config=FILE")
+        raise BadInput("nothing to supervise; give the training's command: jaxscale supervise -- --config=FILE")
     options = arguments.options
     given = [name for name in numbers if name in options]
     values = {name: whole_number(name, options[name], least=int(name == "max_fruitless")) for name in given}
@@ -271,13 +271,13 @@ def flags_of(command: Sequence[str]) -> dict[str, str]:
 
 
 def workdir_of(command: Sequence[str]) -> str:
-    """The work folder that the command trains in. Raises ValueError where that cannot be told."""
+    """The work folder that the command trains in. Raises BadInput where that cannot be told."""
     flags = flags_of(command)
     if flags.get("workdir"):
         return flags["workdir"]
     if flags.get("config"):
         return f"runs/{config_name(flags['config'])}"
-    raise ValueError("the command names neither --workdir nor --config; say jaxscale supervise --workdir=FOLDER -- ...")
+    raise BadInput("the command names neither --workdir nor --config; say jaxscale supervise --workdir=FOLDER -- ...")
 
 
 def default_ledger(workdir: str, command: Sequence[str]) -> str:

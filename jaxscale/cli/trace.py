@@ -18,6 +18,7 @@ checkpoint, and the data, which must be those of the run. Where metrics.jsonl te
 as it was after the objective, the two are compared; if they differ, that is said on stderr and the exit code is 12.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -65,13 +66,13 @@ def main(argv: list[str]) -> int:
         return 0
     options = arguments.options
     if "workdir" not in options or arguments.config:
-        raise ValueError("--workdir must be given, the folder of the run, which holds its config")
+        raise BadInput("--workdir must be given, the folder of the run, which holds its config")
     if sum(name in options for name in ("step", "batch", "doc")) != 1:
-        raise ValueError("give one of --step, --batch and --doc")
+        raise BadInput("give one of --step, --batch and --doc")
     if moved := [name for name in arguments.overrides if not name.startswith("data.")]:
-        raise ValueError(f"--config.{moved[0]}: only settings of data may be given, to say where the data lie now")
+        raise BadInput(f"--config.{moved[0]}: only settings of data may be given, to say where the data lie now")
     if fixed := [name for name in arguments.overrides if name.startswith(WHAT_WAS_TRAINED_ON)]:
-        raise ValueError(f"--config.{fixed[0]}: what the run trains on is read from its work folder; leave this out")
+        raise BadInput(f"--config.{fixed[0]}: what the run trains on is read from its work folder; leave this out")
     characters = whole_number("text", options.get("text", "200"), 0)
     numbers = {name: whole_number(name, options[name], 0) for name in ("step", "batch", "row") if name in options}
     run = open_run_folder(options["workdir"], arguments.overrides)
@@ -90,11 +91,11 @@ def main(argv: list[str]) -> int:
 def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     """The run in a work folder.
 
-    Raises ValueError where there is none, and Stop(DATA_MISMATCH) where the data are not those of the run.
+    Raises BadInput where there is none, and Stop(DATA_MISMATCH) where the data are not those of the run.
     """
     folder = paths.as_path(workdir)
     if not (folder / "config.json").exists():
-        raise ValueError(f"--workdir={workdir} holds no config.json: it is not the folder of a run")
+        raise BadInput(f"--workdir={workdir} holds no config.json: it is not the folder of a run")
     written = paths.read_json(folder / "config.json")
     cfg = schema.from_dict(RunConfig, schema.merge(written["config"], overrides))
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
@@ -162,16 +163,16 @@ def hashes_of(folder: Any) -> dict[int, str]:
 def step_and_batch(run: Traced, numbers: dict[str, int]) -> tuple[int | None, int]:
     """(step, or None for a skipped batch, batch) of --step or --batch.
 
-    Raises ValueError for one behind the end of the run, and for a row that no batch has.
+    Raises BadInput for one behind the end of the run, and for a row that no batch has.
     """
     rows = run.ledger.batches.rows_per_batch
     if numbers.get("row", 0) >= rows:
-        raise ValueError(f"--row={numbers['row']} is not among the {rows} rows of a batch; give 0 to {rows - 1}")
+        raise BadInput(f"--row={numbers['row']} is not among the {rows} rows of a batch; give 0 to {rows - 1}")
     name = "step" if "step" in numbers else "batch"
     number = numbers[name]
     last = run.total_steps - 1 if name == "step" else run.ledger.batch_of(run.total_steps - 1)
     if number > last:
-        raise ValueError(
+        raise BadInput(
             f"--{name}={number} lies behind the end of the run, which has {run.total_steps} steps by its config.json; "
             f"give 0 to {last}"
         )

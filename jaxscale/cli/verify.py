@@ -13,6 +13,7 @@
 The exit code is 0 if the proof holds and 1 if not; what was changed in the config is printed.
 """
 
+from jaxscale.exits import BadInput
 from jaxscale.process import prepare
 
 if __name__ == "__main__":
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if what not in OPTIONS:
-        raise ValueError(f"jaxscale verify has no proof {what!r}; it has {', '.join(OPTIONS)}")
+        raise BadInput(f"jaxscale verify has no proof {what!r}; it has {', '.join(OPTIONS)}")
     arguments = parse_arguments(rest, OPTIONS[what])
     if arguments.help:
         print(__doc__)
@@ -77,7 +78,7 @@ def prepared(arguments: Arguments, copies: int) -> tuple[RunConfig, RunConfig]:
     layers = whole_number("layers", options["layers"], 1) if "layers" in options else None
     small = options.get("small", "auto")
     if small not in ("on", "off", "auto"):
-        raise ValueError(f"--small={small} must be on, off or auto")
+        raise BadInput(f"--small={small} must be on, off or auto")
     smaller = shrink(cfg, layers=layers, small=is_large(cfg, copies) if small == "auto" else small == "on")
     smaller, problems = use_available_data(smaller)
     for problem in problems:

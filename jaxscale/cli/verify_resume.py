@@ -20,7 +20,7 @@ from jaxscale.cli.compare_runs import Comparison, checkpoints_of, compare, read_
 from jaxscale.cli.shrink import as_flags, changes
 from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig
-from jaxscale.exits import Stop
+from jaxscale.exits import BadInput, Stop
 from jaxscale.sharding.mesh import MeshConfig, mesh_shape
 
 SAVE_EVERY = 3
@@ -87,12 +87,12 @@ def verify(
 
 
 def new_folder(workdir: str | None) -> pathlib.Path:
-    """An empty folder for both runs. Raises ValueError if `workdir` holds something."""
+    """An empty folder for both runs. Raises BadInput if `workdir` holds something."""
     if workdir is None:
         return pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-verify-"))
     folder = paths.make_run_dir(workdir)
     if any(folder.iterdir()):
-        raise ValueError(f"workdir={workdir} is not empty, and a proof begins anew; name another folder")
+        raise BadInput(f"workdir={workdir} is not empty, and a proof begins anew; name another folder")
     return folder
 
 

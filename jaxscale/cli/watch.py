@@ -22,7 +22,7 @@ from jaxscale import paths
 from jaxscale.cli.following import Following
 from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.exits import run_and_exit
+from jaxscale.exits import BadInput, run_and_exit
 from jaxscale.monitor.history import is_finite
 from jaxscale.monitor.json_lines import Row, clean_event
 from jaxscale.redact import printable
@@ -96,9 +96,9 @@ def main(argv: list[str]) -> int:
         return 0
     workdir = arguments.options.get("workdir")
     if not workdir or arguments.config or arguments.overrides:
-        raise ValueError("watch needs --workdir=FOLDER and no --config: what it shows stands in the work folder")
+        raise BadInput("watch needs --workdir=FOLDER and no --config: what it shows stands in the work folder")
     if not paths.is_remote(workdir) and not paths.as_path(workdir).is_dir():
-        raise ValueError(f"--workdir={workdir} is no folder; give that of a run, such as --workdir=runs/first")
+        raise BadInput(f"--workdir={workdir} is no folder; give that of a run, such as --workdir=runs/first")
     default = EVERY_SECONDS_REMOTE if paths.is_remote(workdir) else EVERY_SECONDS
     every = whole_number("every", arguments.options.get("every", str(default)), 1)
     look, stream = Look(workdir), sys.stdout

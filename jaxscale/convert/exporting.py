@@ -26,7 +26,7 @@ from jaxscale.convert.order import in_order
 from jaxscale.convert.pieces import array_shapes
 from jaxscale.convert.safetensors import DTYPES
 from jaxscale.convert.shards import INDEX, Shard, growing_file, index_of, plan_shards
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.faults import crash_point
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.lora import LoraConfig
@@ -68,19 +68,19 @@ class Exported:
 
 
 def open_step(checkpoints: Checkpoints, step: int | None, what: What = "params") -> tuple[int, Source]:
-    """(the step, what it holds); None: the newest. Raises ValueError for what no family has a word for."""
+    """(the step, what it holds); None: the newest. Raises BadInput for what no family has a word for."""
     steps = checkpoints.all_steps()
     if not steps:
-        raise ValueError(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
+        raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
     if step is not None and step not in steps:
-        raise ValueError(f"--step={step}: there is no such step; there are {', '.join(map(str, steps))}")
+        raise BadInput(f"--step={step}: there is no such step; there are {', '.join(map(str, steps))}")
     step = steps[-1] if step is None else step
     record = checkpoints.read_record(step)
     values = record["run"].get("config", {}).get("model")
     if values is None:
-        raise ValueError(f"step {step} does not say which model it is of; it was not saved by a run")
+        raise BadInput(f"step {step} does not say which model it is of; it was not saved by a run")
     if schema.convert(record["run"]["config"].get("lora") or {}, LoraConfig, "lora").on:
-        raise ValueError(
+        raise BadInput(
             f"step {step} has its adapters beside its weights, and other tools would read the weights alone; merge "
             f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER, and export that"
         )
@@ -92,18 +92,18 @@ def open_step(checkpoints: Checkpoints, step: int | None, what: What = "params")
 
 
 def check_leaves(record: Mapping[str, Any], pairs: Sequence[TensorPair], what: What, step: int) -> None:
-    """Raises ValueError unless the step has every array, with the shape that its config asks for."""
+    """Raises BadInput unless the step has every array, with the shape that its config asks for."""
     leaves = record["leaves"]
     if not any(name.startswith(f"{what}/") for name in leaves):
-        raise ValueError(f"step {step} has no {what}" + ("; train.ema.decay keeps one" if what == "ema" else ""))
+        raise BadInput(f"step {step} has no {what}" + ("; train.ema.decay keeps one" if what == "ema" else ""))
     shapes = array_shapes(pairs)
     for name, shape in shapes.items():
         told = leaves.get(f"{what}/{name}")
         if told is None or told[:2] != [list(shape), "float32"]:
             there = "missing" if told is None else f"{told[1]}{told[0]}"
-            raise ValueError(f"step {step}: {what}/{name} is {there}, and by its config it is float32{list(shape)}")
+            raise BadInput(f"step {step}: {what}/{name} is {there}, and by its config it is float32{list(shape)}")
     if extra := sorted(n for n in leaves if n.startswith(f"{what}/") and n.removeprefix(f"{what}/") not in shapes):
-        raise ValueError(f"step {step} has {extra[0]}, for which its config has no place")
+        raise BadInput(f"step {step} has {extra[0]}, for which its config has no place")
 
 
 def export_step(
@@ -121,7 +121,7 @@ def export_step(
     folder once all is in it, and gives an address; what it raises leaves the journal, so that the same command, run
     again, comes to it again.
 
-    Raises: ValueError if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that is not what
+    Raises: BadInput if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that is not what
     was saved, (STORAGE) if the folder cannot be written.
     """
     number_type = FORMATS[dtype]
@@ -162,13 +162,13 @@ def tell_progress(on_bytes: Callable[[int, int, int], None], before: int, total:
 
 
 def prepare_folder(to: Any, source: Source, shards: Sequence[Shard], dtype: str) -> tuple[Any, Journal]:
-    """(the folder, its journal). Raises ValueError if anything but this export is in the folder."""
+    """(the folder, its journal). Raises BadInput if anything but this export is in the folder."""
     folder = paths.absolute(to)
     plan = [[shard.name, shard.num_bytes, [pair.theirs for pair in shard.pairs]] for shard in shards]
     journal = Journal(folder / JOURNAL, digest([source.record["sha256"], source.what, dtype, plan]))
     there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     if there and not journal.path.exists():
-        raise ValueError(f"--to={to} is in use, it holds {there[0]}; name a new folder")
+        raise BadInput(f"--to={to} is in use, it holds {there[0]}; name a new folder")
     paths.make_run_dir(folder)
     if written(journal.begin, folder):
         for name in there:

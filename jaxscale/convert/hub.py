@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale import paths
 from jaxscale.convert.settings import check_hub_name
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.redact import shown
 
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
@@ -15,17 +15,17 @@ PRIVATE = ".*"  # files that are ours alone, such as the journal
 
 
 def check_push(name: str, folder: Any = None) -> None:
-    """Raises ValueError for what can never be sent: found before anything is converted."""
+    """Raises BadInput for what can never be sent: found before anything is converted."""
     check_hub_name("push", name)
     if folder is not None and paths.is_remote(folder):
-        raise ValueError(f"--push sends a local folder, and {folder} is none; export to a disk and push from there")
+        raise BadInput(f"--push sends a local folder, and {folder} is none; export to a disk and push from there")
     if importlib.util.find_spec("huggingface_hub") is None:
-        raise ValueError("--push needs huggingface_hub: pip install 'jaxscale[hub]'")
+        raise BadInput("--push needs huggingface_hub: pip install 'jaxscale[hub]'")
     address = urllib.parse.urlsplit(os.environ.get(ENDPOINT) or "https://huggingface.co")
     if address.scheme != "https" and not paths.is_loopback(address.hostname or ""):
-        raise ValueError(f"{ENDPOINT}={address.geturl()} would send the token unencrypted; give an https:// address")
+        raise BadInput(f"{ENDPOINT}={address.geturl()} would send the token unencrypted; give an https:// address")
     if not os.environ.get(TOKEN, "").strip():
-        raise ValueError(f"--push needs a token that may write, in the environment variable {TOKEN}, and nowhere else")
+        raise BadInput(f"--push needs a token that may write, in the environment variable {TOKEN}, and nowhere else")
 
 
 def push_folder(folder: Any, name: str, message: str) -> str:

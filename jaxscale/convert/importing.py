@@ -31,7 +31,7 @@ from jaxscale.convert.journal import Journal
 from jaxscale.convert.order import in_order
 from jaxscale.convert.pieces import OURS, PREFIX, Unit, array_shapes, chunk_shapes, cut, plan_units
 from jaxscale.convert.safetensors import DTYPES, Tensor
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.faults import crash_point
 
 JOURNAL = "converting.json"
@@ -51,11 +51,11 @@ class Imported:
 
 
 def prepare_workdir(workdir: Any, identity: str) -> tuple[Any, Journal]:
-    """(the work folder, its journal). Raises ValueError if anything but this conversion is in the folder."""
+    """(the work folder, its journal). Raises BadInput if anything but this conversion is in the folder."""
     folder = paths.absolute(workdir)
     journal = Journal(folder / JOURNAL, identity)
     if not journal.path.exists() and (used := first_name(folder)):
-        raise ValueError(f"--workdir={workdir} is in use, it holds {used}; name a new folder")
+        raise BadInput(f"--workdir={workdir} is in use, it holds {used}; name a new folder")
     for place in (folder, folder / "checkpoints"):
         paths.make_run_dir(place)
     written(journal.begin, folder)
@@ -82,7 +82,7 @@ def import_tensors(
 ) -> Imported:
     """Writes the tensors as step 0 of the work folder. Args: run: what the record says beside the arrays.
 
-    Raises: ValueError for a file that cannot be read as its header says, Stop (STORAGE) if it cannot be written.
+    Raises: BadInput for a file that cannot be read as its header says, Stop (STORAGE) if it cannot be written.
     """
     shapes = array_shapes(pairs)
     total = sum(int(np.prod(shape, dtype=np.int64)) * OURS.itemsize for shape in shapes.values())

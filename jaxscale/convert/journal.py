@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxscale import paths
 from jaxscale.checkpoint.reading import read_optional
+from jaxscale.exits import BadInput
 
 REMOTE_SECONDS = 5.0  # between two writes to a bucket, which takes about one a second of the same object
 
@@ -29,14 +30,14 @@ class Journal:
     def begin(self) -> bool:
         """True if this very conversion was begun before: `done` then tells what of it is there. Else notes that it is.
 
-        Raises: ValueError if another one was, or if another process is at it.
+        Raises: BadInput if another one was, or if another process is at it.
         """
         self.hold()
         found = read_optional(self.path)
         if found:
             if found.get("what") != self.identity:
                 self.close()
-                raise ValueError(
+                raise BadInput(
                     f"{self.path} is of another conversion, or of files that have changed since; name a new folder, "
                     f"or remove {self.path.parent} to begin again"
                 )
@@ -54,7 +55,7 @@ class Journal:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(
+            raise BadInput(
                 f"another process is converting into {self.path.parent} now; wait for it, or name a new folder"
             ) from None
         except OSError:  # some network disks lock no folders

@@ -181,7 +181,7 @@ class Exporter:
 def exporting(cfg: ExportConfig, workdir: Any, note: Note, say: Callable[[str], None], primary: bool) -> Iterator[Note]:
     """Gives the run's note, which has steps exported as they are saved; waits for the last one at a good end.
 
-    Raises: ValueError, before anything is trained, if what is exported could not be pushed.
+    Raises: BadInput, before anything is trained, if what is exported could not be pushed.
     """
     if not cfg.every_steps or not primary:
         yield note

@@ -14,6 +14,7 @@ import numpy as np
 from jaxscale.checkpoint.stored import Box
 from jaxscale.convert.families import TensorPair
 from jaxscale.convert.safetensors import DTYPES, Tensor, how_to_widen
+from jaxscale.exits import BadInput
 
 PREFIX = "params/"  # before our names, in a checkpoint
 OURS = np.dtype("<f4")  # parameters are float32 in our checkpoints
@@ -102,14 +103,14 @@ def cut(shape: Sequence[int], sizes: Sequence[int]) -> list[Box]:
 
 
 def check_tensors(pairs: Sequence[TensorPair], tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError, one line, for a tensor whose shape or dtype is not what the config asks for."""
+    """Raises BadInput, one line, for a tensor whose shape or dtype is not what the config asks for."""
     for pair in pairs:
         tensor = tensors[pair.theirs]
         where = f"{tensor.file.path}: {pair.theirs}"
         if tensor.shape != pair.their_shape:
-            raise ValueError(
+            raise BadInput(
                 f"{where} has shape {list(tensor.shape)}, and by config.json it is {list(pair.their_shape)}; "
                 "the two belong to different models: fetch both again"
             )
         if tensor.kind not in DTYPES:
-            raise ValueError(f"{where} is {tensor.kind}; {how_to_widen(tensor.kind)}")
+            raise BadInput(f"{where} is {tensor.kind}; {how_to_widen(tensor.kind)}")

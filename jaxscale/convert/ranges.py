@@ -9,6 +9,7 @@ from typing import Any
 from jaxscale import paths
 from jaxscale.bucket import Transient, open_bucket
 from jaxscale.checkpoint.files import objects_under
+from jaxscale.exits import BadInput
 
 PART_BYTES = 16 << 20  # of one request to a bucket
 REQUESTS = 8  # at once: one connection to a bucket brings about 100 MB/s at best
@@ -30,11 +31,11 @@ class File:
     def read_into(self, start: int, out: Any) -> None:
         """Fills `out`, a writable buffer, with the bytes from `start` on.
 
-        Raises: ValueError if the file is shorter or was replaced, OSError if it cannot be read.
+        Raises: BadInput if the file is shorter or was replaced, OSError if it cannot be read.
         """
         view = memoryview(out).cast("B")
         if start + len(view) > self.size:
-            raise ValueError(f"{self.path} ends at byte {self.size}, before byte {start + len(view)} that is wanted")
+            raise BadInput(f"{self.path} ends at byte {self.size}, before byte {start + len(view)} that is wanted")
         if not paths.is_remote(self.path):
             return self.read_disk(start, view)
         parts = [(begin, view[begin : begin + PART_BYTES]) for begin in range(0, len(view), PART_BYTES)]
@@ -56,7 +57,7 @@ class File:
             while done < len(view):
                 count = file.readinto(view[done:])
                 if not count:
-                    raise ValueError(f"{self.path} became shorter while it was read; is something still writing it?")
+                    raise BadInput(f"{self.path} became shorter while it was read; is something still writing it?")
                 done += count
 
     def read_object(self, start: int, view: memoryview) -> None:
@@ -69,13 +70,13 @@ class File:
             try:
                 with bucket.request("GET", where, url, "read", headers) as response:
                     if response.status != 206 and (start + done or len(view) < self.size):
-                        raise ValueError(f"{url}: the service does not send a part of it (status {response.status})")
+                        raise BadInput(f"{url}: the service does not send a part of it (status {response.status})")
                     while done < len(view) and (count := receive(response, view[done:])):
                         done, failures = done + count, 0
                 if done < len(view):
                     raise Transient("the connection was closed before the end")
             except FileNotFoundError:
-                raise ValueError(f"{url} was replaced or removed while it was read; run it again") from None
+                raise BadInput(f"{url} was replaced or removed while it was read; run it again") from None
             except Transient as fault:
                 failures += 1
                 bucket.wait(fault, failures, url)
@@ -90,7 +91,7 @@ def receive(response: Any, view: memoryview) -> int:
 
 
 def look_at(path: Any) -> File:
-    """The file as it is now. Raises FileNotFoundError, or ValueError where a bucket refuses."""
+    """The file as it is now. Raises FileNotFoundError, or BadInput where a bucket refuses."""
     if paths.is_remote(path):
         told = open_bucket().metadata(os.fspath(path))
         if told is None:

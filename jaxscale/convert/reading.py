@@ -10,6 +10,7 @@ from jaxscale import paths
 from jaxscale.checkpoint.cause import reached
 from jaxscale.convert.ranges import look_at, names_in
 from jaxscale.convert.safetensors import Tensor, read_header
+from jaxscale.exits import BadInput
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 LARGEST_JSON = 200_000_000  # bytes: an index has about 100 for each tensor
@@ -38,18 +39,18 @@ class Checkpoint:
 def open_checkpoint(name: str) -> Checkpoint:
     """The model in a folder, local or gs://, with every header read and checked.
 
-    Raises: ValueError, one line, if there is none, if it is pickled, or if a file breaks the rules of its format.
+    Raises: BadInput, one line, if there is none, if it is pickled, or if a file breaks the rules of its format.
     """
     if name.endswith(PICKLED) or name.endswith(".safetensors"):
         pickled = name.endswith(PICKLED)
-        raise ValueError(f"--from={name} " + (unpickled(name) if pickled else "is a file: give the folder it lies in"))
+        raise BadInput(f"--from={name} " + (unpickled(name) if pickled else "is a file: give the folder it lies in"))
     folder = paths.as_path(name)
     files = reached(lambda: names_in(folder), folder)
     if not files:
         hint = f"; to fetch it: hf download {name} --local-dir FOLDER" if HUB_NAME.fullmatch(name) else ""
-        raise ValueError(f"--from={name} is no folder with files in it{hint}")
+        raise BadInput(f"--from={name} is no folder with files in it{hint}")
     if CONFIG not in files:
-        raise ValueError(f"--from={name} holds no {CONFIG}: it is not the folder of a Hugging Face model")
+        raise BadInput(f"--from={name} holds no {CONFIG}: it is not the folder of a Hugging Face model")
     config = read_object(folder, CONFIG, files)
     return Checkpoint(folder, config, find_tensors(name, folder, files), files)
 
@@ -60,25 +61,23 @@ def find_tensors(name: str, folder: Any, files: dict[str, int]) -> dict[str, Ten
         if WEIGHTS in files:
             return headers(folder, [WEIGHTS])[WEIGHTS]
         if pickled := [file for file in files if file.endswith(PICKLED) and file != "training_args.bin"]:
-            raise ValueError(f"--from={name} has {pickled[0]}, which {unpickled(name)}")
+            raise BadInput(f"--from={name} has {pickled[0]}, which {unpickled(name)}")
         others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
         there = f"; there is {others[0]}" if others else ""
-        raise ValueError(f"--from={name} has neither {WEIGHTS} nor {INDEX}{there}")
+        raise BadInput(f"--from={name} has neither {WEIGHTS} nor {INDEX}{there}")
     places = read_object(folder, INDEX, files).get("weight_map")
     where = f"{folder / INDEX}: weight_map"
     if not isinstance(places, dict) or not places:
-        raise ValueError(f"{where} is no table of names and files; fetch it again")
+        raise BadInput(f"{where} is no table of names and files; fetch it again")
     for tensor, file in places.items():
         if not isinstance(file, str) or not is_plain(file):
-            raise ValueError(
-                f"{where} puts {tensor!r} into {str(file)[:120]!r}, which is no .safetensors file beside it"
-            )
+            raise BadInput(f"{where} puts {tensor!r} into {str(file)[:120]!r}, which is no .safetensors file beside it")
         if file not in files:
-            raise ValueError(f"{where} puts {tensor!r} into {file}, which is not there; fetch it")
+            raise BadInput(f"{where} puts {tensor!r} into {file}, which is not there; fetch it")
     found = headers(folder, sorted(set(places.values())))
     for tensor, file in places.items():
         if tensor not in found[file]:
-            raise ValueError(f"{where} puts {tensor!r} into {file}, which does not have it; fetch both again")
+            raise BadInput(f"{where} puts {tensor!r} into {file}, which does not have it; fetch both again")
     return {tensor: found[file][tensor] for tensor, file in places.items()}
 
 
@@ -93,12 +92,12 @@ def is_plain(file: str) -> bool:
 
 
 def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError if it is none, or too large to be one of ours."""
+    """The JSON object in a file. Raises BadInput if it is none, or too large to be one of ours."""
     if files[name] > LARGEST_JSON:
-        raise ValueError(f"{folder / name} has {files[name]} bytes, more than the {LARGEST_JSON} of any such file")
+        raise BadInput(f"{folder / name} has {files[name]} bytes, more than the {LARGEST_JSON} of any such file")
     value = reached(lambda: paths.read_json(folder / name), folder)
     if not isinstance(value, dict):
-        raise ValueError(f"{folder / name} is no JSON object; fetch it again")
+        raise BadInput(f"{folder / name} is no JSON object; fetch it again")
     return value
 
 

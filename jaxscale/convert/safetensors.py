@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxscale.convert.ranges import File
+from jaxscale.exits import BadInput
 
 LENGTH_BYTES = 8
 LONGEST_HEADER = 100_000_000  # bytes; the limit of Hugging Face's own reader
@@ -43,9 +44,9 @@ class Tensor:
     stop: int
 
     def read(self) -> np.ndarray:
-        """Its values. Raises ValueError for a dtype that is not converted, and as File.read_into does."""
+        """Its values. Raises BadInput for a dtype that is not converted, and as File.read_into does."""
         if self.kind not in DTYPES:
-            raise ValueError(f"{self.file.path}: {self.name} is {self.kind}; {how_to_widen(self.kind)}")
+            raise BadInput(f"{self.file.path}: {self.name} is {self.kind}; {how_to_widen(self.kind)}")
         values = np.empty(self.shape, DTYPES[self.kind])
         if values.size:
             self.file.read_into(self.start, values.reshape(-1).view(np.uint8))
@@ -61,7 +62,7 @@ def how_to_widen(kind: str) -> str:
 
 
 def read_header(file: File) -> dict[str, Tensor]:
-    """{name: tensor} of a file. Raises ValueError, one line, for whatever breaks the format's rules."""
+    """{name: tensor} of a file. Raises BadInput, one line, for whatever breaks the format's rules."""
     if file.size < LENGTH_BYTES + 2:
         raise broken(file, f"it has {file.size} bytes, which no header fits in")
     length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
@@ -84,11 +85,11 @@ def read_header(file: File) -> dict[str, Tensor]:
 
 
 def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object. Raises ValueError for a name that is there twice."""
+    """The object. Raises BadInput for a name that is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        raise BadInput(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
     return found
 
 
@@ -118,7 +119,7 @@ def is_sizes(value: Any) -> bool:
 
 
 def check_covered(file: File, tensors: Iterable[Tensor], begin: int) -> None:
-    """Raises ValueError unless the tensors lie one behind the other, from the header to the end of the file."""
+    """Raises BadInput unless the tensors lie one behind the other, from the header to the end of the file."""
     end, before = begin, "the header"
     for tensor in sorted(tensors, key=lambda tensor: (tensor.start, tensor.stop)):
         if tensor.start != end:
@@ -131,7 +132,7 @@ def check_covered(file: File, tensors: Iterable[Tensor], begin: int) -> None:
 
 def broken(file: File, cause: str) -> ValueError:
     """The error for a file that is no good safetensors file."""
-    return ValueError(f"{file.path} is no good safetensors file: {cause}; fetch it again")
+    return BadInput(f"{file.path} is no good safetensors file: {cause}; fetch it again")
 
 
 def clip(text: str) -> str:

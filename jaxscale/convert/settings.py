@@ -4,6 +4,7 @@ import dataclasses
 import re
 from typing import Literal
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
@@ -32,14 +33,14 @@ class ExportConfig:
     def __post_init__(self):
         for name in ("every_steps", "keep"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
+                raise BadInput(f"{name}={getattr(self, name)} must be 0 or more")
         if self.push_to is not None:
             check_hub_name("push_to", self.push_to)
             if not self.every_steps:
-                raise ValueError("push_to sends what every_steps=0 never exports; set every_steps too")
+                raise BadInput("push_to sends what every_steps=0 never exports; set every_steps too")
 
 
 def check_hub_name(setting_name: str, name: str) -> None:
-    """Raises ValueError unless the name is one that a repository of the Hub can have."""
+    """Raises BadInput unless the name is one that a repository of the Hub can have."""
     if not HUB_NAME.fullmatch(name) or ".." in name or "--" in name:
-        raise ValueError(f"{setting_name}={name!r} must be a repository of the Hub, written OWNER/NAME")
+        raise BadInput(f"{setting_name}={name!r} must be a repository of the Hub, written OWNER/NAME")

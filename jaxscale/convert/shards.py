@@ -15,6 +15,7 @@ from jaxscale import paths
 from jaxscale.bucket import UPLOAD_CHUNK, Bucket, Transient, open_bucket
 from jaxscale.convert.families import TensorPair
 from jaxscale.convert.safetensors import encode_header
+from jaxscale.exits import BadInput
 
 SINGLE, MANY = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"  # as transformers names them
 INDEX = "model.safetensors.index.json"
@@ -80,7 +81,7 @@ class Growing:
 def growing_file(path: Any, num_bytes: int) -> Iterator[Growing]:
     """A file of this size to write into, which is there, whole, when the block has ended.
 
-    Raises: OSError, or ValueError where a bucket refuses or holds something else at the end.
+    Raises: OSError, or BadInput where a bucket refuses or holds something else at the end.
     """
     if not paths.is_remote(path):
         with paths.replacing(path) as file:
@@ -119,7 +120,7 @@ class Upload:
         try:
             self.session = self.session or self.bucket.patiently(self.start, self.url)
         except FileNotFoundError as error:
-            raise ValueError(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
+            raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
         while self.answer is None and self.sent < end:
             try:
                 headers, content = self.next_request(end, asking=failures > 0)
@@ -131,7 +132,7 @@ class Upload:
             failures = 0
             if self.answer is None:
                 if not self.sent <= done <= end:
-                    raise ValueError(f"{self.url}: the service lost what it had been sent; run it again")
+                    raise BadInput(f"{self.url}: the service lost what it had been sent; run it again")
                 del self.buffer[: done - self.sent]
                 self.sent = done
 
@@ -146,8 +147,8 @@ class Upload:
         return {"Content-Range": f"bytes {self.sent}-{end - 1}/{self.total}"}, bytes(self.buffer)
 
     def finish(self, md5: bytes) -> None:
-        """Returns when the object is there. Raises ValueError if it is not what was sent."""
+        """Returns when the object is there. Raises BadInput if it is not what was sent."""
         self.flush()
         told = (self.answer or {}).get("md5Hash")
         if told != base64.b64encode(md5).decode():
-            raise ValueError(f"{self.url} does not hold what was sent: it was damaged on its way; run it again")
+            raise BadInput(f"{self.url} does not hold what was sent: it was damaged on its way; run it again")

@@ -19,6 +19,7 @@ from jaxscale.data.tokenizer.bytes import EOS_ID
 from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.data.tokenizer.probe import probes
 from jaxscale.data.tokenizer.split import byte_alphabet
+from jaxscale.exits import BadInput
 
 FOLDER = "tokenizer"
 FAST, MODELS, WORDPIECE = "tokenizer.json", ("tokenizer.model", "spiece.model"), "vocab.txt"
@@ -43,12 +44,12 @@ class Texts:
 
 
 def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
-    """{name: content} of those of FILES that a folder has. Raises ValueError for one that is far too large."""
+    """{name: content} of those of FILES that a folder has. Raises BadInput for one that is far too large."""
     found = {}
     for name in FILES:
         if name in names:
             if names[name] > LARGEST:
-                raise ValueError(f"{folder / name} has {names[name]} bytes: it is no file of a tokenizer; move it away")
+                raise BadInput(f"{folder / name} has {names[name]} bytes: it is no file of a tokenizer; move it away")
             found[name] = (folder / name).read_bytes()
     return found
 

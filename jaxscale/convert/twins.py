@@ -4,19 +4,20 @@ from collections.abc import Mapping
 
 from jaxscale.convert.families import Match
 from jaxscale.convert.safetensors import Tensor
+from jaxscale.exits import BadInput
 
 BLOCK_BYTES = 32 << 20
 HEAD = "lm_head.weight"
 
 
 def check_twins(matched: Match, tensors: Mapping[str, Tensor]) -> None:
-    """Raises ValueError if a head that is left out, as tied to the embedding, holds other numbers than that."""
+    """Raises BadInput if a head that is left out, as tied to the embedding, holds other numbers than that."""
     for name in matched.left_out:
         if not name.endswith(HEAD):
             continue
         table = next(tensors[pair.theirs] for pair in matched.pairs if pair.ours == ("embedding",))
         if not same_bytes(table, tensors[name]):
-            raise ValueError(
+            raise BadInput(
                 f"{tensors[name].file.path}: {name} is not the same as {table.name}, though config.json says "
                 "tie_word_embeddings; set that to false there"
             )

@@ -15,6 +15,7 @@ from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, ShardWriter
 from jaxscale.data.sources import SourceFile
 from jaxscale.data.sources.array_record import is_array_record, load_package
+from jaxscale.exits import BadInput
 
 if TYPE_CHECKING:
     import pyarrow
@@ -28,11 +29,11 @@ AT_ONCE = 4096  # records read or written together
 def export_array_record(shards: Sequence[Shard], path: Path) -> int:
     """Writes each document of the shards as one record of little-endian ids; gives their number.
 
-    All records have the type of the first shard's ids. Raises ValueError if the shards have several types.
+    All records have the type of the first shard's ids. Raises BadInput if the shards have several types.
     """
     types = sorted({shard.header["dtype"] for shard in shards})
     if len(types) > 1:
-        raise ValueError(f"{path}: shards of {' and '.join(types)} cannot share a file, which does not tell the type")
+        raise BadInput(f"{path}: shards of {' and '.join(types)} cannot share a file, which does not tell the type")
     writer, written = load_package().ArrayRecordWriter(str(path), OPTIONS), 0
     try:
         for shard in shards:
@@ -46,10 +47,10 @@ def export_array_record(shards: Sequence[Shard], path: Path) -> int:
 
 
 def read_records(path: Path) -> Iterator[bytes]:
-    """Yields every record, in order. Raises ValueError naming the file if it cannot be read."""
+    """Yields every record, in order. Raises BadInput naming the file if it cannot be read."""
     module = load_package()
     if not Path(path).is_file():
-        raise ValueError(f"{path} does not exist")
+        raise BadInput(f"{path} does not exist")
     try:
         reader = module.ArrayRecordReader(str(path))
         try:
@@ -57,21 +58,21 @@ def read_records(path: Path) -> Iterator[bytes]:
             for start in range(0, total, AT_ONCE):
                 records = reader.read(start, min(start + AT_ONCE, total))
                 if len(records) != min(AT_ONCE, total - start):
-                    raise ValueError(f"only {start + len(records):,} of {total:,} records are there")
+                    raise BadInput(f"only {start + len(records):,} of {total:,} records are there")
                 yield from records
         finally:
             reader.close()
     except (RuntimeError, IndexError, ValueError) as error:
-        raise ValueError(f"{path} is no whole ArrayRecord file: {error}") from None
+        raise BadInput(f"{path} is no whole ArrayRecord file: {error}") from None
 
 
 def array_record_shard(file: SourceFile, dtype: str, eos_id: int | None, vocab_size: int, cfg: DataConfig) -> Shard:
     """A file of ids as a shard, copied into the cache once.
 
-    Raises: ValueError naming it if it is damaged, holds ids that the model does not have, or no end token is known.
+    Raises: BadInput naming it if it is damaged, holds ids that the model does not have, or no end token is known.
     """
     if eos_id is None:
-        raise ValueError(f"{file.path} does not tell where documents end; set data.eos_id, or data.tokenizer")
+        raise BadInput(f"{file.path} does not tell where documents end; set data.eos_id, or data.tokenizer")
     made_from = {"array record": [*file, *stamp(file.path)], "dtype": dtype, "eos_id": eos_id, "vocab": vocab_size}
     make = dict(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, source=file.source)
     return cached(
@@ -96,7 +97,7 @@ def import_array_record(
 
     Args: dtype: of the ids in the records, which the files do not tell. eos_id: put after each document that does not
     end with it.
-    Raises: ValueError naming file and record for one that is no whole number of ids, or an id beyond the vocabulary.
+    Raises: BadInput naming file and record for one that is no whole number of ids, or an id beyond the vocabulary.
     """
     itemsize = np.dtype(dtype).itemsize
     writer = ShardWriter(folder, name, vocab_size=vocab_size, eos_id=eos_id, sources=[source])
@@ -106,14 +107,12 @@ def import_array_record(
             before = writer.num_documents
             for number, record in enumerate(read_records(path)):
                 if len(record) % itemsize:
-                    raise ValueError(
-                        f"{path}: record {number:,} of {len(record):,} bytes is no whole number of {dtype}"
-                    )
+                    raise BadInput(f"{path}: record {number:,} of {len(record):,} bytes is no whole number of {dtype}")
                 ids = np.frombuffer(record, np.dtype(dtype).newbyteorder("<"))
                 try:
                     writer.add(ids[:-1] if len(ids) and ids[-1] == eos_id else ids, source)
                 except ValueError as error:
-                    raise ValueError(f"{path}: record {number:,}: {error}") from None
+                    raise BadInput(f"{path}: record {number:,}: {error}") from None
             files.append({"name": Path(path).name, "source": source, "documents": writer.num_documents - before})
     except BaseException:
         writer.abandon()

@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.exits import BadInput
+
 HASH_SALTS = (np.uint32(0), np.uint32(0x27D4EB2F))  # two sums of 32 bits
 
 
@@ -46,7 +48,7 @@ def stack_fields(rows: Sequence[Any]) -> Any:
     columns = []
     for column in zip(*rows, strict=True):
         if any((field is None) != (column[0] is None) for field in column):
-            raise ValueError("some rows of a batch have a prefix or an encoder's input and some have none")
+            raise BadInput("some rows of a batch have a prefix or an encoder's input and some have none")
         nested = isinstance(column[0], tuple)
         columns.append(None if column[0] is None else stack_fields(column) if nested else np.stack(column))
     return type(rows[0])(*columns)

@@ -18,6 +18,7 @@ from jaxscale.data.bins import pack_bins
 from jaxscale.data.packing import DocumentRows, DocumentTable, group_members, ranges
 from jaxscale.data.permutation import permuted
 from jaxscale.data.rows import Pieces
+from jaxscale.exits import BadInput
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
 VERSION = 1  # of the plan: another number where the same documents would get other rows
@@ -92,7 +93,7 @@ def write_plan(folder: Path, table: DocumentTable, *, seq_len: int, seed: int, n
 
 
 def open_plan(folder: Path) -> Plan:
-    """The plan in a folder. Raises ValueError that names it if a file is missing or of another size."""
+    """The plan in a folder. Raises BadInput that names it if a file is missing or of another size."""
     try:
         header = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         rows, pieces = header["group_rows"][-1], header["pieces"]
@@ -101,9 +102,9 @@ def open_plan(folder: Path) -> Plan:
             name: np.asarray(np.memmap(folder / name, dtype=dtype, mode="r")) for name, (dtype, _) in shapes.items()
         }
         if wrong := [name for name, (_, length) in shapes.items() if len(arrays[name]) != length]:
-            raise ValueError(f"{wrong[0]} has another size than plan.json says")
+            raise BadInput(f"{wrong[0]} has another size than plan.json says")
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
+        raise BadInput(
             f"the row plan {folder} cannot be read: {error}; delete the folder to have it made again"
         ) from None
     return Plan(**arrays, group_rows=np.array(header["group_rows"], np.int64))

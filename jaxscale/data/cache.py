@@ -24,6 +24,7 @@ from jaxscale.data.sources.decode import REPAIRED, is_repair
 from jaxscale.data.sources.files import file_stamp
 from jaxscale.data.sources.settings import read_settings
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
+from jaxscale.exits import BadInput
 from jaxscale.paths import cache_dir, make_private
 
 Say = Callable[[str], None]
@@ -46,7 +47,7 @@ def cache_folder(cfg: DataConfig) -> Path:
 def tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say) -> Shard:
     """The documents of all files as one shard, from the cache if these very files were tokenised before.
 
-    Raises: ValueError if no document is left, or as read_file does.
+    Raises: BadInput if no document is left, or as read_file does.
     """
     made_from = {
         "files": [[*file, *stamp(file.path)] for file in files],
@@ -103,7 +104,7 @@ def tokenise(
         encode_waiting()
         if not documents:
             left_out = f" ({describe_skipped(skipped)})" if skipped else ""
-            raise ValueError(f"{files[0].path}{' and the other files' * (len(files) > 1)} hold no document{left_out}")
+            raise BadInput(f"{files[0].path}{' and the other files' * (len(files) > 1)} hold no document{left_out}")
     except BaseException:
         writer.abandon()
         raise
@@ -133,7 +134,7 @@ def tokenise(
 
 
 def read_or_say(file: SourceFile, reading: Reading, skipped: Counter) -> Iterator[tuple[Document, Any]]:
-    """What is read, with a ValueError that names the file where reading it fails; writing fails elsewhere."""
+    """What is read, with a BadInput that names the file where reading it fails; writing fails elsewhere."""
     try:
         yield from reading.read(file, skipped)
     except OSError as error:
@@ -142,20 +143,20 @@ def read_or_say(file: SourceFile, reading: Reading, skipped: Counter) -> Iterato
 
 def unreadable(path: str, error: BaseException) -> ValueError:
     """The error for a source that cannot be read."""
-    return ValueError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
+    return BadInput(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def scanned(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, say: Say) -> Shard:
     """A raw .bin of ids as a shard: documents end at `eos_id`, or the file is one document.
 
-    Raises: ValueError if the file cannot hold ids of this type, or cannot be read.
+    Raises: BadInput if the file cannot hold ids of this type, or cannot be read.
     """
     path, itemsize = file.path, np.dtype(dtype).itemsize
     size = stamp(path)[0]
     if size == 0 or size % itemsize:
-        raise ValueError(f"{path} has {size:,} bytes, which is no whole number of {dtype} ids; see data.token_dtype")
+        raise BadInput(f"{path} has {size:,} bytes, which is no whole number of {dtype} ids; see data.token_dtype")
     if dtype == "uint16" and looks_wider(open_ids(path, dtype)):
-        raise ValueError(
+        raise BadInput(
             f"{path} is no file of uint16 ids: every second one of its first is 0; set data.token_dtype=uint32"
         )
     made_from = {"bin": [*file, *stamp(path)], "dtype": dtype, "eos_id": eos_id}

@@ -18,6 +18,7 @@ from jaxscale.data.shards import read_header
 from jaxscale.data.sources import SourceFile, list_files, stdlib_files, text_problem
 from jaxscale.data.sources.files import STREAMS, Globs, is_saved_dataset, size_of
 from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
+from jaxscale.exits import BadInput
 
 
 def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
@@ -42,21 +43,21 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
 
 
 def check_lengths(cfg: DataConfig, train: DocumentTable, valid: DocumentTable | None, seq_len: int) -> None:
-    """Raises ValueError for a corpus that fills no row and for a validation set that holds no target."""
+    """Raises BadInput for a corpus that fills no row and for a validation set that holds no target."""
     if cfg.name == "chat" and not len(train):
         more = ", or set data.chat.too_long='cut'" if cfg.chat.too_long == "drop" else ""
-        raise ValueError(
+        raise BadInput(
             f"data.files has no document for training that fits into a row of seq_len={seq_len:,}; lengthen seq_len"
             + more
         )
     if train.num_tokens < seq_len and cfg.name != "chat":
-        raise ValueError(
+        raise BadInput(
             f"data.files has {train.num_tokens:,} training tokens, fewer than one row of seq_len={seq_len:,}; "
             "add text or shorten seq_len"
         )
     if valid is not None and not (valid.lengths > 1).any():
         way_out = "name other data.val_files" if cfg.val_files else "raise data.val_fraction, or set it to 0"
-        raise ValueError(f"the validation set is empty ({valid.num_tokens} tokens of {train.num_tokens:,}); {way_out}")
+        raise BadInput(f"the validation set is empty ({valid.num_tokens} tokens of {train.num_tokens:,}); {way_out}")
 
 
 def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:

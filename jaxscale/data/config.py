@@ -10,6 +10,7 @@ from jaxscale.data.objectives import NextTokenConfig, ObjectiveConfig
 from jaxscale.data.order import check_skips
 from jaxscale.data.sources.files import Globs
 from jaxscale.data.sources.settings import ReadConfig
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -98,18 +99,18 @@ class DataConfig(ReadConfig):
     def __post_init__(self):
         super().__post_init__()
         if not 0 <= self.val_fraction <= 0.5:
-            raise ValueError(f"val_fraction={self.val_fraction} must lie from 0 to 0.5")
+            raise BadInput(f"val_fraction={self.val_fraction} must lie from 0 to 0.5")
         if self.eos_id is not None and self.eos_id < 0:
-            raise ValueError(f"eos_id={self.eos_id} must be a token id, 0 or more")
+            raise BadInput(f"eos_id={self.eos_id} must be a token id, 0 or more")
         if self.cache_bytes <= 0:
-            raise ValueError(f"cache_bytes={self.cache_bytes} must be more than 0")
+            raise BadInput(f"cache_bytes={self.cache_bytes} must be more than 0")
         check_skips(self.skip_batches)
         check_mixture(self.mixture, self.max_epochs)
         if self.name == "chat" and self.objective.name != "next_token":
-            raise ValueError(
+            raise BadInput(
                 f"name='chat' tells what is learned; objective.name={self.objective.name!r} must be next_token"
             )
         if self.name != "chat" and self.chat != ChatConfig():
-            raise ValueError(f"data.chat is read with data.name='chat' only, and that is {self.name!r}")
+            raise BadInput(f"data.chat is read with data.name='chat' only, and that is {self.name!r}")
         if self.name == "chat" and self.packing != "best_fit":
-            raise ValueError("packing='concat' cuts conversations; data.name='chat' needs best_fit")
+            raise BadInput("packing='concat' cuts conversations; data.name='chat' needs best_fit")

@@ -20,6 +20,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.data.permutation import permuted
 from jaxscale.data.rows import Located
 from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 Gate = Callable[[Batch, Located, Sequence[int]], np.ndarray]  # (rows, where they lie, places there) -> bool[rows]
@@ -55,9 +56,9 @@ class GateConfig:
     def __post_init__(self):
         for name in ("max_top_share", "min_distinct_share", "max_repeated_share", "max_damaged_share"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must lie from 0 to 1")
+                raise BadInput(f"{name}={getattr(self, name)} must lie from 0 to 1")
         if self.max_run < 8 or self.max_depth_rows < 0:
-            raise ValueError(
+            raise BadInput(
                 f"max_run={self.max_run} must be at least 8 and max_depth_rows={self.max_depth_rows} at least 0"
             )
 

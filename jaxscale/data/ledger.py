@@ -16,6 +16,7 @@ import numpy as np
 from jaxscale.data.order import Batches, batch_index, step_of
 from jaxscale.data.pipeline import Corpus
 from jaxscale.data.shards import Shard, read_lineage
+from jaxscale.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Ledger:
     def __init__(self, corpus: Corpus, batches: Batches, skipped: Iterable[Sequence[int]] = ()):
         """batches: of the run, with its mixture. skipped: its skipped ranges of batches, as its checkpoint has them."""
         if not corpus.shards:
-            raise ValueError(f"data.name={corpus.cfg.name!r} has no documents to list: its tokens are drawn at random")
+            raise BadInput(f"data.name={corpus.cfg.name!r} has no documents to list: its tokens are drawn at random")
         self.corpus, self.batches, self.skipped = corpus, batches, tuple(skipped)
         self._shards = {shard.bin_path: shard for shard in corpus.shards}
         self._rows = corpus.train_rows
@@ -103,7 +104,7 @@ class Ledger:
     def steps_of(self, document: str, stop: int) -> list[tuple[int, Entry]]:
         """(step, the piece) for every sight of a document in the steps below `stop`, in order.
 
-        document: its id, FILE:OFFSET or SHARD:NUMBER; all that are named so count. Raises ValueError if there is none,
+        document: its id, FILE:OFFSET or SHARD:NUMBER; all that are named so count. Raises BadInput if there is none,
         or none in training.
         """
         stop_place = batch_index(stop - 1, self.skipped) * self.batches.rows_per_batch + self.batches.rows_per_batch
@@ -112,7 +113,7 @@ class Ledger:
         if not len(numbers):
             path, number = found[0]
             each = f"each of the {len(found)} documents of this name, such as " if len(found) > 1 else ""
-            raise ValueError(
+            raise BadInput(
                 f"--doc={document}: {each}document {number} of {self._shards[path].place} is empty or held out for "
                 "validation: no step trains on it; name one that --step lists"
             )
@@ -152,7 +153,7 @@ class Ledger:
     def find(self, document: str) -> list[tuple[str, int]]:
         """(shard, number in it) of every document of this name; several where the corpus has a file or an id twice.
 
-        Raises: ValueError if there is none.
+        Raises: BadInput if there is none.
         """
         import pyarrow
         import pyarrow.compute
@@ -175,7 +176,7 @@ class Ledger:
                 here = pyarrow.compute.or_(here, there)
             found += [(path, number) for number in np.flatnonzero(here.to_numpy()).tolist()]
         if not found and document:
-            raise ValueError(
+            raise BadInput(
                 f"--doc={document}: no document of the corpus has this id or place; write an id, FILE:OFFSET, or "
                 "SHARD.bin:NUMBER as --step lists them"
             )

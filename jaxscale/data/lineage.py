@@ -11,6 +11,8 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxscale.exits import BadInput
+
 if TYPE_CHECKING:
     import pyarrow
 
@@ -38,15 +40,15 @@ def lineage_table(documents: Sequence["Document"]) -> "pyarrow.Table":
 def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
     """The same rows with columns in our order and of our types, in one piece each: equal rows give equal bytes.
 
-    Raises: ValueError for a column that is missing or not of its type.
+    Raises: BadInput for a column that is missing or not of its type.
     """
     import pyarrow
 
     names = table.column_names
     if missing := [name for name in COLUMNS if name not in names]:
-        raise ValueError(f"the lineage lacks the columns {missing}; it has {names}")
+        raise BadInput(f"the lineage lacks the columns {missing}; it has {names}")
     if len(set(names)) != len(names):
-        raise ValueError(f"the lineage has a column twice: {names}")
+        raise BadInput(f"the lineage has a column twice: {names}")
     kinds = {"file": pyarrow.string(), "offset": pyarrow.int64(), **dict.fromkeys(TEXTS, pyarrow.string())}
     columns = {}
     for name in [*COLUMNS, *sorted(set(names) - set(COLUMNS))]:
@@ -54,7 +56,7 @@ def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
         try:
             column = table[name].cast(kind)
         except (pyarrow.ArrowInvalid, pyarrow.ArrowNotImplementedError) as error:
-            raise ValueError(f"the lineage's column {name!r} is {table[name].type} and no {kind}: {error}") from None
+            raise BadInput(f"the lineage's column {name!r} is {table[name].type} and no {kind}: {error}") from None
         # a dictionary numbered by first appearance, however the caller numbered his
         columns[name] = column.combine_chunks().dictionary_encode() if name == "file" else column.combine_chunks()
     return pyarrow.table(columns)
@@ -63,13 +65,13 @@ def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
 def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
     """The table as Parquet; the same bytes for the same rows and release of pyarrow.
 
-    Raises: ValueError if it does not have one row for each of `documents`, or a column is not as the head of this file
+    Raises: BadInput if it does not have one row for each of `documents`, or a column is not as the head of this file
     says.
     """
     import pyarrow.parquet
 
     if table.num_rows != documents:
-        raise ValueError(f"the lineage has {table.num_rows:,} rows for {documents:,} documents")
+        raise BadInput(f"the lineage has {table.num_rows:,} rows for {documents:,} documents")
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(
         canonical(table), buffer, row_group_size=ROW_GROUP, compression="zstd", compression_level=3
@@ -78,7 +80,7 @@ def lineage_bytes(table: "pyarrow.Table", documents: int) -> bytes:
 
 
 def parse_lineage(content: bytes, columns: Sequence[str] | None = None) -> "pyarrow.Table":
-    """The table out of `lineage_bytes`, or some of its columns. Raises ValueError if it cannot be read."""
+    """The table out of `lineage_bytes`, or some of its columns. Raises BadInput if it cannot be read."""
     import pyarrow.parquet
 
     try:
@@ -87,7 +89,7 @@ def parse_lineage(content: bytes, columns: Sequence[str] | None = None) -> "pyar
         with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(content), pre_buffer=False) as file:
             return file.read(columns=columns, use_threads=False)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"it is no Parquet file: {error}") from None
+        raise BadInput(f"it is no Parquet file: {error}") from None
 
 
 class LineageRows:

@@ -21,6 +21,7 @@ import numpy as np
 from jaxscale.data.digest import file_sha256
 from jaxscale.data.locks import locked
 from jaxscale.data.shards import ENDINGS, Shard, open_shard, read_token_bytes, shard_files, write_synced
+from jaxscale.exits import BadInput
 from jaxscale.paths import make_private, read_json, write_json
 
 FORMAT, VERSION, NAME = "jaxscale-manifest", 1, "manifest.json"
@@ -76,12 +77,12 @@ def write_manifest(
 
     Args: tokenizer_file: copied beside, so that the set is whole in itself. source_bytes: text of each source, where
     that is known. versions: of what made it.
-    Raises: ValueError for a shard that is missing or damaged in a way that can be seen without reading it whole, and
+    Raises: BadInput for a shard that is missing or damaged in a way that can be seen without reading it whole, and
     for shards that do not belong together.
     """
     folder = Path(folder)
     if not names or len(set(names)) != len(names):
-        raise ValueError(f"{folder}: a manifest lists each shard once and at least one, not {list(names)[:5]}")
+        raise BadInput(f"{folder}: a manifest lists each shard once and at least one, not {list(names)[:5]}")
     entries, tokenizers = [], {}
     sources: dict[str, dict[str, Any]] = {}
     for name in names:
@@ -94,7 +95,7 @@ def write_manifest(
             for what, number in counts.items():
                 total[what] += number
     if len(tokenizers) > 1:
-        raise ValueError(f"{folder} holds shards of {len(tokenizers)} tokenizers; a set has one")
+        raise BadInput(f"{folder} holds shards of {len(tokenizers)} tokenizers; a set has one")
     for source, size in (source_bytes or {}).items():
         sources.setdefault(source, {"documents": 0, "tokens": 0})["text_bytes"] = int(size)
     (made_with,) = tokenizers.values()
@@ -115,7 +116,7 @@ def write_manifest(
     try:
         json.dumps(content, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"the recipe cannot be kept in {folder / NAME}: {error}") from None
+        raise BadInput(f"the recipe cannot be kept in {folder / NAME}: {error}") from None
     write_json(folder / NAME, content)
     shutil.copymode(folder / f"{names[0]}.json", folder / NAME)  # as readable as the shards are
     return read_manifest(folder / NAME)
@@ -139,9 +140,9 @@ def listed(folder: Path, name: str, shard: Shard) -> dict[str, Any]:
     """The entry of one shard."""
     base = folder / name
     if not PLAIN_NAME.fullmatch(name) or shard.header["bin"] != f"{name}.bin":
-        raise ValueError(f"{base}.json: a shard of a set has a plain name and its .bin beside it")
+        raise BadInput(f"{base}.json: a shard of a set has a plain name and its .bin beside it")
     if sum(file["documents"] for file in shard.header["files"]) != shard.header["num_documents"]:
-        raise ValueError(f"{base}.json: its 'files' do not account for its {shard.header['num_documents']:,} documents")
+        raise BadInput(f"{base}.json: its 'files' do not account for its {shard.header['num_documents']:,} documents")
     files = {Path(path).name: (os.path.getsize(path), sha256) for _, path, sha256 in shard_files(Path(f"{base}.json"))}
     for ending in ("", *ENDINGS.values()):  # of an older header that does not know the hash of each
         path = f"{base}{ending or '.json'}"
@@ -164,7 +165,7 @@ def keep_tokenizer(folder: Path, file: Path | None) -> dict[str, Any]:
         return {"file": None}
     ending = Path(file).suffix
     if ending not in (".json", ".model"):
-        raise ValueError(f"{file} is no tokenizer.json and no .model")
+        raise BadInput(f"{file} is no tokenizer.json and no .model")
     content = Path(file).read_bytes()
     write_synced(folder / f"tokenizer{ending}", content)
     return {"file": f"tokenizer{ending}", "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
@@ -184,39 +185,39 @@ def is_manifest(path: str) -> bool:
 
 
 def read_manifest(path: Path | str) -> Manifest:
-    """The manifest at a local path; nothing but itself is read. Raises ValueError naming it if it is not good."""
+    """The manifest at a local path; nothing but itself is read. Raises BadInput naming it if it is not good."""
     try:
         return parse_manifest(str(path), read_json(path))
     except FileNotFoundError:
-        raise ValueError(f"{path} does not exist; a set without its manifest is not whole: {WAY_OUT}") from None
+        raise BadInput(f"{path} does not exist; a set without its manifest is not whole: {WAY_OUT}") from None
 
 
 def parse_manifest(path: str, content: Any) -> Manifest:
-    """The manifest with this content, checked. Raises ValueError naming `path` and what is wrong in it."""
+    """The manifest with this content, checked. Raises BadInput naming `path` and what is wrong in it."""
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(f"{path} is not the manifest of a prepared set")
+        raise BadInput(f"{path} is not the manifest of a prepared set")
     if content.get("version") != VERSION:
-        raise ValueError(f"{path} has version {content.get('version')} of the format, this program reads {VERSION}")
+        raise BadInput(f"{path} has version {content.get('version')} of the format, this program reads {VERSION}")
     for key, kind in CONTENT.items():
         if not isinstance(content.get(key), kind):
-            raise ValueError(f"{path} has no good {key!r}; {WAY_OUT}")
+            raise BadInput(f"{path} has no good {key!r}; {WAY_OUT}")
     for i, shard in enumerate(content["shards"]):
         if not isinstance(shard, dict) or not all(isinstance(shard.get(key), kind) for key, kind in SHARD.items()):
-            raise ValueError(f"{path} has no good 'shards[{i}]'; {WAY_OUT}")
+            raise BadInput(f"{path} has no good 'shards[{i}]'; {WAY_OUT}")
         needed = [f"{shard['name']}{ending}" for ending in (".json", ".bin", ".idx", ".src")]
         allowed = {f"{shard['name']}{ending}" for ending in (".json", *ENDINGS.values())}
         good = PLAIN_NAME.fullmatch(shard["name"]) and set(needed) <= shard["files"].keys() <= allowed
         if not good or not all(map(is_listed_file, shard["files"].values())):
-            raise ValueError(f"{path} has no good 'files' of shard {shard['name']!r}; {WAY_OUT}")
+            raise BadInput(f"{path} has no good 'files' of shard {shard['name']!r}; {WAY_OUT}")
     if not content["shards"] or len({shard["name"] for shard in content["shards"]}) != len(content["shards"]):
-        raise ValueError(f"{path} lists no shard, or one of them twice; {WAY_OUT}")
+        raise BadInput(f"{path} lists no shard, or one of them twice; {WAY_OUT}")
     tokenizer = content["tokenizer"]
     if tokenizer.get("file") not in (None, "tokenizer.json", "tokenizer.model") or (
         tokenizer.get("file") and not is_listed_file(tokenizer)
     ):
-        raise ValueError(f"{path} has no good 'tokenizer'; {WAY_OUT}")
+        raise BadInput(f"{path} has no good 'tokenizer'; {WAY_OUT}")
     if set_fingerprint(content["shards"]) != content["fingerprint"]:
-        raise ValueError(f"{path} has a fingerprint that its shards do not give: it was edited by hand; {WAY_OUT}")
+        raise BadInput(f"{path} has a fingerprint that its shards do not give: it was edited by hand; {WAY_OUT}")
     return Manifest(path, {**content, "tokenizer": {"file": None, **tokenizer}})
 
 
@@ -266,7 +267,7 @@ def hash_problems(folder: Path, names: Sequence[str], manifest: Manifest) -> lis
 def check_manifest(path: Path | str, deep: bool) -> Manifest:
     """The manifest of a set that is whole. deep: every file is read and hashed, not only measured.
 
-    Raises: ValueError naming the files that are missing, cut or were edited after the manifest.
+    Raises: BadInput naming the files that are missing, cut or were edited after the manifest.
     """
     manifest = read_manifest(path)
     refuse(manifest_problems(manifest, deep=deep))
@@ -274,10 +275,10 @@ def check_manifest(path: Path | str, deep: bool) -> Manifest:
 
 
 def refuse(problems: Sequence[str]) -> None:
-    """Raises ValueError telling the first problems and how many there are; nothing if there are none."""
+    """Raises BadInput telling the first problems and how many there are; nothing if there are none."""
     if problems:
         more = f"; and {len(problems) - SHOWN:,} more such files" if len(problems) > SHOWN else ""
-        raise ValueError("; ".join(problems[:SHOWN]) + more)
+        raise BadInput("; ".join(problems[:SHOWN]) + more)
 
 
 def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = print) -> None:
@@ -285,7 +286,7 @@ def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = pr
 
     A file counts as unchanged while its size and its time of change are. What was found good is remembered in `cache`
     even where another file is not, so that a large set is not read twice.
-    Raises: ValueError as check_manifest does.
+    Raises: BadInput as check_manifest does.
     """
     refuse(manifest_problems(manifest, deep=False))
     folder = Path(manifest.path).absolute().parent
@@ -297,7 +298,7 @@ def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = pr
 
 
 def hash_new(manifest: Manifest, folder: Path, memory: Path, say: Callable[[str], None]) -> None:
-    """Hashes what is not in the memory as it is now; puts in what is good; ValueError for what is not."""
+    """Hashes what is not in the memory as it is now; puts in what is good; BadInput for what is not."""
     stamps = {name: stamp(folder / name, sha256) for name, (_, sha256) in manifest.files.items()}
     known = remembered(memory)
     new = [name for name in stamps if known.get(name) != stamps[name]]
@@ -331,7 +332,7 @@ def open_set(manifest: Manifest, place: Callable[[str], str] | None = None) -> l
 
     Args: place: where a file of the set is, by its name; without it, beside the manifest. Where it answers with an
     address for a .bin, that one is not looked at.
-    Raises: ValueError naming a shard that is not the one that was listed.
+    Raises: BadInput naming a shard that is not the one that was listed.
     """
     folder = Path(manifest.path).parent
     place = place or (lambda name: str(folder / name))
@@ -347,7 +348,7 @@ def open_set(manifest: Manifest, place: Callable[[str], str] | None = None) -> l
             parts["docs"] = functools.partial(place, docs)
         shard = open_shard(Path(header_path), with_token_bytes=False, parts=parts)
         if shard.fingerprint != entry["fingerprint"] or shard.header["bin"] != f"{name}.bin":
-            raise ValueError(f"{header_path} is not the shard that {manifest.path} lists; {WAY_OUT}")
+            raise BadInput(f"{header_path} is not the shard that {manifest.path} lists; {WAY_OUT}")
         if listed_table := files.get(table := f"{name}{ENDINGS['token_bytes']}"):
             if listed_table["sha256"] not in tables:
                 tables[listed_table["sha256"]] = read_token_bytes(place(table))

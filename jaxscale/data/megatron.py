@@ -22,6 +22,7 @@ from jaxscale.data.digest import READ_BYTES
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, expect_size, write_index, write_synced
 from jaxscale.data.sources import SourceFile
+from jaxscale.exits import BadInput
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEAD = struct.Struct("<9sQBQQ")
@@ -62,20 +63,20 @@ def is_megatron(path: str) -> bool:
 
 
 def read_index(path: Path) -> MegatronIndex:
-    """The index in the file. Raises ValueError naming it if it is damaged or of another version."""
+    """The index in the file. Raises BadInput naming it if it is damaged or of another version."""
     try:
         raw = np.memmap(path, np.uint8, mode="r")
     except (OSError, ValueError) as error:  # ValueError: it is empty
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise BadInput(f"{path} cannot be read: {error}") from None
     if len(raw) < HEAD.size or raw[: len(MAGIC)].tobytes() != MAGIC:
-        raise ValueError(f"{path} is no index of Megatron: it does not begin with {MAGIC!r}")
+        raise BadInput(f"{path} is no index of Megatron: it does not begin with {MAGIC!r}")
     _, version, code, sequences, bounds = HEAD.unpack(raw[: HEAD.size].tobytes())
     if version != VERSION or code not in TYPES:
-        raise ValueError(f"{path} has version {version} and type {code}; read are version {VERSION} and types 1 to 8")
+        raise BadInput(f"{path} has version {version} and type {code}; read are version {VERSION} and types 1 to 8")
     size = HEAD.size + 12 * sequences + 8 * bounds
     if len(raw) not in (size, size + sequences) or not bounds:
         what = "cut short" if len(raw) < size else "too long"
-        raise ValueError(f"{path} has {len(raw):,} bytes where its head says {size:,}: it is {what}; copy it again")
+        raise BadInput(f"{path} has {len(raw):,} bytes where its head says {size:,}: it is {what}; copy it again")
     parts, place = [], HEAD.size
     for dtype, count in (("<i4", sequences), ("<i8", sequences), ("<i8", bounds)):
         stop = place + np.dtype(dtype).itemsize * count
@@ -89,16 +90,14 @@ def read_index(path: Path) -> MegatronIndex:
 
 
 def check_index(path: Path, index: MegatronIndex) -> None:
-    """Raises ValueError unless the sequences follow one another and the documents account for all of them."""
+    """Raises BadInput unless the sequences follow one another and the documents account for all of them."""
     starts = np.cumsum(index.lengths, dtype=np.int64) - index.lengths
     itemsize = np.dtype(TYPES[index.code]).itemsize
     if (index.lengths < 0).any() or (index.pointers != starts * itemsize).any():
-        raise ValueError(f"{path}: its sequences do not lie one after the other in the .bin; write the pair again")
+        raise BadInput(f"{path}: its sequences do not lie one after the other in the .bin; write the pair again")
     documents = index.documents
     if documents[0] != 0 or documents[-1] != len(index.lengths) or (np.diff(documents) < 0).any():
-        raise ValueError(
-            f"{path}: its documents do not account for its {len(index.lengths):,} sequences; write it again"
-        )
+        raise BadInput(f"{path}: its documents do not account for its {len(index.lengths):,} sequences; write it again")
 
 
 def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np.ndarray | None = None) -> bytes:
@@ -113,7 +112,7 @@ def index_bytes(code: int, lengths: np.ndarray, documents: np.ndarray, modes: np
 def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
     """A pair of Megatron's as a shard: the .bin stays where it is, and only its index is written into the cache.
 
-    A document of several sequences is one document. Raises ValueError naming the file if the pair is damaged, or holds
+    A document of several sequences is one document. Raises BadInput naming the file if the pair is damaged, or holds
     what are no token ids.
     """
     idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
@@ -127,9 +126,9 @@ def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, sa
     """Writes into `folder` the index of Megatron's pair as one of ours."""
     index = read_index(idx)
     if index.code not in SAME_BITS:
-        raise ValueError(f"{idx}: type {index.code} ({np.dtype(TYPES[index.code])}) is none of token ids")
+        raise BadInput(f"{idx}: type {index.code} ({np.dtype(TYPES[index.code])}) is none of token ids")
     if index.modes is not None and index.modes.any():
-        raise ValueError(f"{idx} is a multimodal set; only text is read")
+        raise BadInput(f"{idx} is a multimodal set; only text is read")
     dtype, offsets = SAME_BITS[index.code], index.offsets
     expect_size(file.path, int(offsets[-1]) * np.dtype(dtype).itemsize)
     say(f"reading {file.path} once, to know its ids ({int(offsets[-1]):,} tokens)")
@@ -139,7 +138,7 @@ def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, sa
         part = np.asarray(ids[start : start + SCAN_TOKENS])
         sha256.update(part)
         if part.min() < 0 or part.max() >= SIGNED_END.get(index.code, 2**64):
-            raise ValueError(f"{file.path} holds negative ids: it is no file of token ids")
+            raise BadInput(f"{file.path} holds negative ids: it is no file of token ids")
         largest = max(largest, int(part.max()))
     documents = len(offsets) - 1
     header = {
@@ -160,11 +159,11 @@ def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, sa
 def export_megatron(shards: Sequence[Shard], base: Path) -> None:
     """Writes BASE.bin and BASE.idx of all documents of the shards, a sequence each; the .idx last.
 
-    Raises: ValueError for ids that Megatron's types do not have.
+    Raises: BadInput for ids that Megatron's types do not have.
     """
     widest = max((shard.header["dtype"] for shard in shards), key=lambda name: np.dtype(name).itemsize)
     if (largest := max(shard.header["max_id"] for shard in shards)) >= 2**31 and CODES[widest] == 4:
-        raise ValueError(f"{shards[0].bin_path}: id {largest} is beyond int32, which is what Megatron has for ids")
+        raise BadInput(f"{shards[0].bin_path}: id {largest} is beyond int32, which is what Megatron has for ids")
     base.parent.mkdir(parents=True, exist_ok=True)
     idx = Path(f"{base}.idx")
     idx.unlink(missing_ok=True)  # no old index over a new .bin, whenever this ends

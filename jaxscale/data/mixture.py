@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale import units
+from jaxscale.exits import BadInput
 
 PATTERN_ROWS = (512, 2048)  # lengths that are tried: the one whose whole numbers come nearest to the weights is taken
 LONGEST_PATTERN = 16_384  # where a weight is smaller than one row of the usual ones
@@ -94,13 +95,13 @@ class Mixture:
         return self._told[self.locate(places)[0]]
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
-        """The places of a source's rows: the inverse of locate. Raises ValueError for one that never comes."""
+        """The places of a source's rows: the inverse of locate. Raises BadInput for one that never comes."""
         places = np.empty_like(turns)
         numbers = self._before[:, source].searchsorted(turns, side="right") - 1
         for number in np.unique(numbers):
             here, (first, pattern) = numbers == number, self.stages[number]
             if not pattern.counts_G[source]:
-                raise ValueError(f"the mixture never comes to row {turns[here].min()} of {self.names[source]}")
+                raise BadInput(f"the mixture never comes to row {turns[here].min()} of {self.names[source]}")
             places[here] = first + pattern.place(source, turns[here] - self._before[number, source])
         return places
 
@@ -140,7 +141,7 @@ def pattern_of(counts_G: np.ndarray) -> Pattern:
 def whole_counts(weights_G: np.ndarray) -> np.ndarray:
     """int64[G]: whole numbers in nearly these proportions, by largest remainders, with the sum that suits best.
 
-    Raises: ValueError where a weight is too small for the longest pattern. weights_G: they sum to 1.
+    Raises: BadInput where a weight is too small for the longest pattern. weights_G: they sum to 1.
     """
     for shortest, longest in (PATTERN_ROWS, (PATTERN_ROWS[1], LONGEST_PATTERN)):
         lengths = np.arange(shortest, longest + 1)
@@ -153,7 +154,7 @@ def whole_counts(weights_G: np.ndarray) -> np.ndarray:
         best = np.lexsort((np.abs(lengths - NEAR), errors))[0]
         if not lost[best]:
             return counts[best]
-    raise ValueError(
+    raise BadInput(
         f"a weight of data.mixture is {weights_G[weights_G > 0].min():.2g} of its stage, less than 1 in "
         f"{LONGEST_PATTERN}; raise it or leave the source out"
     )
@@ -183,15 +184,15 @@ def spread(counts_G: np.ndarray) -> np.ndarray:
 
 
 def stages_of(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
-    """(start, weights) of each stage as they are written. Raises ValueError for what is neither form of the setting."""
+    """(start, weights) of each stage as they are written. Raises BadInput for what is neither form of the setting."""
     staged = [isinstance(value, Mapping) for value in mixture.values()]
     if any(staged) and not all(staged):
-        raise ValueError("mixture must be {source: weight}, or {start: {source: weight}}, not both in one")
+        raise BadInput("mixture must be {source: weight}, or {start: {source: weight}}, not both in one")
     stages = list(mixture.items()) if any(staged) else [("0", mixture)]
     for start, weights in stages:
         units.parse("data.mixture's start", start)
         if not weights or min(weights.values()) < 0 or sum(weights.values()) <= 0:
-            raise ValueError(
+            raise BadInput(
                 f"mixture from {start!r} has weights {dict(weights)}; they must be at least 0, and one above"
             )
     return stages
@@ -203,13 +204,13 @@ def mixture_names(mixture: MixtureSetting) -> tuple[str, ...]:
 
 
 def check_mixture(mixture: MixtureSetting, max_epochs: Mapping[str, float]) -> None:
-    """Raises ValueError for settings that mean nothing with any data."""
+    """Raises BadInput for settings that mean nothing with any data."""
     if mixture:
         stages_of(mixture)
     if max_epochs and not mixture:
-        raise ValueError("max_epochs caps the sources of a mixture, and there is none; set data.mixture too")
+        raise BadInput("max_epochs caps the sources of a mixture, and there is none; set data.mixture too")
     if wrong := {name: number for name, number in max_epochs.items() if number <= 0}:
-        raise ValueError(f"max_epochs={wrong} must be above 0; leave a source out of the mixture instead")
+        raise BadInput(f"max_epochs={wrong} must be above 0; leave a source out of the mixture instead")
 
 
 def plan_mixture(
@@ -228,7 +229,7 @@ def plan_mixture(
 
     Args: sizes: rows of each source. total_steps: what '80%' refers to. num_batches: batches up to the run's end.
     detours: stages of one source in between.
-    Raises: ValueError for a source that is not there, and where all have used up their epochs before the end.
+    Raises: BadInput for a source that is not there, and where all have used up their epochs before the end.
     """
     batch_tokens = seq_len * rows_per_batch
     for _, weights in stages_of(mixture):
@@ -253,7 +254,7 @@ def plan_mixture(
                     "of the run; its share goes to the others"
                 )
             if not weights_G.any():
-                raise ValueError(
+                raise BadInput(
                     f"data.max_epochs={dict(max_epochs)} lets every source of data.mixture run out after "
                     f"{row * seq_len:,} tokens, and the run has {num_batches * batch_tokens:,}; raise a cap, add a "
                     "source, or lower train_tokens"
@@ -275,7 +276,7 @@ def plan_mixture(
 def start_batches(mixture: MixtureSetting, **known: int) -> list[tuple[int, Weights]]:
     """(first batch, weights) of each stage, in order. known: what units.resolve needs.
 
-    Raises: ValueError unless the first is batch 0, and where two are the same.
+    Raises: BadInput unless the first is batch 0, and where two are the same.
     """
     resolved = [
         (units.resolve("data.mixture's start", start, **known), weights) for start, weights in stages_of(mixture)
@@ -285,9 +286,9 @@ def start_batches(mixture: MixtureSetting, **known: int) -> list[tuple[int, Weig
         key=lambda stage: stage[0],
     )
     if starts[0][0] != 0:
-        raise ValueError(f"data.mixture begins at batch {starts[0][0]}; its first stage must start at '0'")
+        raise BadInput(f"data.mixture begins at batch {starts[0][0]}; its first stage must start at '0'")
     if len({start for start, _ in starts}) < len(starts):
-        raise ValueError(f"data.mixture has two stages that start at one batch: {[start for start, _ in starts]}")
+        raise BadInput(f"data.mixture has two stages that start at one batch: {[start for start, _ in starts]}")
     return starts
 
 
@@ -312,10 +313,10 @@ def realised(pattern: Pattern, names: Sequence[str], weights_G: np.ndarray) -> s
 
 
 def check_sources(setting: str, named: Mapping[str, float], names: Sequence[str], sizes: Sequence[int]) -> None:
-    """Raises ValueError for a name that is no source of the training data."""
+    """Raises BadInput for a name that is no source of the training data."""
     having = [name for name, size in zip(names, sizes) if size]
     if unknown := [name for name in named if name not in having]:
-        raise ValueError(
+        raise BadInput(
             f"data.{setting} names {unknown[0]!r}, which is no source of the training data; there are "
             f"{', '.join(having)}"
         )

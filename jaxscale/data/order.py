@@ -10,6 +10,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.data.gate import Gate
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.permutation import permuted, unpermuted
+from jaxscale.exits import BadInput
 
 ORDER = 2  # another number where the same settings give other batches; 1 was the order of Grain's shuffle
 Transform = Callable[[Batch, int, Sequence[int]], Batch]
@@ -103,7 +104,7 @@ class Batches:
         if isinstance(row_indices, slice):
             row_indices = range(*row_indices.indices(self.rows_per_batch))
         if outside := [row for row in row_indices if not 0 <= row < self.rows_per_batch]:
-            raise ValueError(f"rows {outside} are not among the {self.rows_per_batch} rows of a batch")
+            raise BadInput(f"rows {outside} are not among the {self.rows_per_batch} rows of a batch")
         located, sources, first = self.whereabouts(n)
         chosen = [first + int(row) for row in row_indices]
         text = self.order.rows.read(located, chosen)
@@ -174,13 +175,13 @@ def step_of(n: int, skipped: Iterable[Sequence[int]]) -> int | None:
 def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence[int]], at_step: int) -> Ranges:
     """The recorded and the configured ranges as one list, sorted and disjoint, for a run that goes on at `at_step`.
 
-    What is recorded stays. Raises ValueError if a configured range would change which batches earlier steps trained on.
+    What is recorded stays. Raises BadInput if a configured range would change which batches earlier steps trained on.
     """
     check_skips(configured)
     reached = batch_index(at_step, recorded)
     for start, stop in without(normalise(configured), normalise(recorded)):
         if start < reached:
-            raise ValueError(
+            raise BadInput(
                 f"data.skip_batches skips batches {start} to {stop}, but the run has reached batch {reached} "
                 f"(step {at_step}): what is done cannot be skipped; begin at {reached} or later, or go back to an "
                 "earlier checkpoint"
@@ -189,10 +190,10 @@ def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence
 
 
 def check_skips(ranges: Iterable[Sequence[int]]) -> None:
-    """Raises ValueError unless every range is [from, to) with 0 <= from < to."""
+    """Raises BadInput unless every range is [from, to) with 0 <= from < to."""
     for start, stop in ranges:
         if not 0 <= start < stop:
-            raise ValueError(f"skip_batches has ({start}, {stop}); a range is (from, to) with 0 <= from < to")
+            raise BadInput(f"skip_batches has ({start}, {stop}); a range is (from, to) with 0 <= from < to")
 
 
 def normalise(ranges: Iterable[Sequence[int]]) -> Ranges:

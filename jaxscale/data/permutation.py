@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from jaxscale.data.curate.hashes import mix
+from jaxscale.exits import BadInput
 
 ROUNDS = 8  # four are known to be few for small sizes; each costs about 12 ns an index
 LARGEST = 1 << 62  # a b stays below 2**63
@@ -34,9 +35,9 @@ def walked(indices: ArrayLike, size: int, step: Callable[[Halves, int, int], Hal
     """`step`, a bijection of Z_a x Z_b, repeated on each index until it is below `size` again (cycle walking)."""
     indices = np.asarray(indices, np.int64)
     if not 0 < size <= LARGEST:
-        raise ValueError(f"a permutation of {size} numbers; it may be of 1 to {LARGEST}")
+        raise BadInput(f"a permutation of {size} numbers; it may be of 1 to {LARGEST}")
     if indices.size and not (0 <= indices.min() and indices.max() < size):
-        raise ValueError(f"indices from {indices.min()} to {indices.max()} are not below {size}")
+        raise BadInput(f"indices from {indices.min()} to {indices.max()} are not below {size}")
     a = math.isqrt(size - 1) + 1  # the root, rounded up
     b = -(-size // a)
     found = indices.reshape(-1).astype(np.uint64)

@@ -42,6 +42,7 @@ from jaxscale.data.synthetic import SyntheticRows
 from jaxscale.data.token_files import common_token_bytes, open_tokens
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.exits import BadInput
 
 VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
 VALIDATION_ROWS_SYNTHETIC = 4096
@@ -100,7 +101,7 @@ class Corpus:
         """The stages of a run of so many steps; None where the settings have no mixture.
 
         num_batches: up to the end of the run, those that it skips counted too. detours: of its rewinds.
-        Raises ValueError as the function does.
+        Raises BadInput as the function does.
         """
         if not self.cfg.mixture:
             return None
@@ -173,11 +174,11 @@ def open_data(
     """The corpus, tokenised first if it never was.
 
     Args: seq_len: tokens in a row. vocab_size: the model's. seed: of the order of documents and rows.
-    Raises: ValueError for what check_data finds, a corpus that is empty or shorter than a row, an empty validation set,
+    Raises: BadInput for what check_data finds, a corpus that is empty or shorter than a row, an empty validation set,
     text that is not UTF-8 where that is to stop, a token id that the model does not have, a damaged cache.
     """
     if problems := check_data(cfg, seq_len, vocab_size):
-        raise ValueError(problems[0])
+        raise BadInput(problems[0])
     if cfg.name == "synthetic":
         return with_objective(synthetic_corpus(cfg, seq_len=seq_len, vocab_size=vocab_size, seed=seed), vocab_size)
     files, val_files = corpus_files(cfg)[0]
@@ -191,7 +192,7 @@ def open_data(
         val_shards = [tokenised(val_files, tokenizer, cfg, say)] if val_files else []
     for shard in [*shards, *val_shards]:
         if shard.header["max_id"] >= vocab_size:
-            raise ValueError(vocabulary_problem(shard.place, shard.header["max_id"], vocab_size))
+            raise BadInput(vocabulary_problem(shard.place, shard.header["max_id"], vocab_size))
     corpus = with_objective(assemble(cfg, shards, val_shards, tokenizer, seq_len, seed), vocab_size)
     if cfg.name != "chat":
         return corpus
@@ -210,7 +211,7 @@ def unpinned(files: Sequence[SourceFile], shard: Shard) -> list[str]:
 
 
 def with_objective(corpus: Corpus, vocab_size: int) -> Corpus:
-    """The corpus whose batches are made for its objective. Raises ValueError where an id that it needs is unknown."""
+    """The corpus whose batches are made for its objective. Raises BadInput where an id that it needs is unknown."""
     cfg, tokenizer = corpus.cfg, corpus.tokenizer
     if tokenizer is None:
         tokenizer = stand_in_ids(vocab_size) if cfg.name == "synthetic" else StandIn("unknown", cfg.eos_id)

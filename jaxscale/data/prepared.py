@@ -17,6 +17,7 @@ from jaxscale.data.manifest import (
 )  # fmt: skip
 from jaxscale.data.remote import ShardCache, locator, shard_cache
 from jaxscale.data.shards import Shard
+from jaxscale.exits import BadInput
 from jaxscale.paths import is_remote
 
 SMALL_AT_ONCE = 8  # headers and indices: each is one round trip
@@ -26,7 +27,7 @@ def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
     """The shards that the manifest at a local path or gs:// address lists, in its order.
 
     Local files are hashed once on this machine if data.verify is 'hash'; those of a bucket in each process.
-    Raises: ValueError naming what is missing, was changed since, or may not be read.
+    Raises: BadInput naming what is missing, was changed since, or may not be read.
     """
     if is_remote(path):
         return open_remote_set(path, shard_cache(str(cache_folder(cfg) / "bucket"), cfg.cache_bytes))
@@ -57,23 +58,23 @@ def too_small(url: str, largest: int) -> str:
 
 
 def read_remote_manifest(url: str, bucket: Bucket) -> Manifest:
-    """The manifest at a gs:// address. Raises ValueError naming it if it is missing or not good."""
+    """The manifest at a gs:// address. Raises BadInput naming it if it is missing or not good."""
     content = bucket.read(url)
     try:
         return parse_manifest(url, json.loads(content))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{url} is not valid JSON ({error}); publish the set again") from None
+        raise BadInput(f"{url} is not valid JSON ({error}); publish the set again") from None
 
 
 def open_remote_set(url: str, cache: ShardCache) -> list[Shard]:
     """The shards of the set whose manifest is at this gs:// address. Headers and indices are fetched now, ids later.
 
-    Raises: ValueError naming what is missing, may not be read, or is not what the manifest lists.
+    Raises: BadInput naming what is missing, may not be read, or is not what the manifest lists.
     """
     manifest = read_remote_manifest(url, cache.bucket)
     base = url.rpartition("/")[0]
     if (largest := max(size for size, _ in manifest.files.values())) > cache.max_bytes:
-        raise ValueError(too_small(url, largest))
+        raise BadInput(too_small(url, largest))
 
     def place(name: str) -> str:
         size, sha256 = manifest.files[name]

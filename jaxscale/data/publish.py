@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxscale.bucket import Bucket, open_bucket
 from jaxscale.data.manifest import NAME, check_manifest, parse_manifest
+from jaxscale.exits import BadInput
 
 AT_ONCE = 4  # uploads
 
@@ -27,7 +28,7 @@ def publish(
 
     Run again after a kill, it sends only what is not there yet. A set without its manifest is not there for anybody, so
     that a half sent one is never trained on.
-    Raises: ValueError if the local set is not whole, if the address holds another set, or may not be written.
+    Raises: BadInput if the local set is not whole, if the address holds another set, or may not be written.
     """
     bucket, url = bucket or open_bucket(writing=True), url.rstrip("/")
     manifest = check_manifest(Path(folder) / NAME, deep=True)
@@ -35,7 +36,7 @@ def publish(
     if bucket.metadata(address) is not None:
         there = parse_manifest(address, json.loads(bucket.read(address)))
         if there.files != manifest.files:
-            raise ValueError(f"{address} lists another set; publish to an empty address, or delete that one first")
+            raise BadInput(f"{address} lists another set; publish to an empty address, or delete that one first")
     say(f"publishing {len(manifest.files):,} files to {url}")
 
     def send(name: str) -> bool:

@@ -34,7 +34,7 @@ class Reading(NamedTuple):
 
 
 def make_reading(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], None]) -> Reading:
-    """The reading of data.name. Raises ValueError for a chat template that is none."""
+    """The reading of data.name. Raises BadInput for a chat template that is none."""
     if cfg.name != "chat":
         texts = lambda file, skipped: ((document, document.text) for document in read_file(file, cfg, skipped))
         begin = np.array(tokenizer.begin_ids, np.int32)

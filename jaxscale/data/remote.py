@@ -29,6 +29,7 @@ import numpy as np
 from jaxscale.bucket import Bucket, Transient, open_bucket
 from jaxscale.data.digest import READ_BYTES, file_sha256
 from jaxscale.data.locks import locked
+from jaxscale.exits import BadInput
 from jaxscale.paths import make_private, sync_folder
 
 WRONG_HASHES = 3  # whole downloads that may arrive damaged before it is told
@@ -36,7 +37,7 @@ COMING = ".part-"  # no file of a set begins with a dot
 Say = Callable[[str], None]
 
 
-class Unwritable(ValueError):
+class Unwritable(BadInput):
     """The folder for what can be made again takes nothing: no word on the data."""
 
 
@@ -69,7 +70,7 @@ class ShardCache:
         """Where the object lies on the local disk, fetched first if it is not there or no longer what it was.
 
         It stays there until `release`, or until this cache is closed or its process ends.
-        Raises: ValueError telling what is missing, does not fit or cannot be written.
+        Raises: BadInput telling what is missing, does not fit or cannot be written.
         """
         with self._guard:
             if os.getpid() != self._pid:
@@ -131,7 +132,7 @@ class ShardCache:
                 shutil.rmtree(self.folder / "objects" / ids.sha256)
                 excess -= sizes[ids.sha256]
         if excess > 0:
-            raise ValueError(
+            raise BadInput(
                 f"the cache {self.folder} of at most {self.max_bytes:,} bytes has no room for {size:,} more: all "
                 f"that is in it is in use; raise data.cache_bytes by {excess:,} or more"
             )
@@ -279,13 +280,13 @@ def shard_cache(folder: str, max_bytes: int) -> ShardCache:
 def download(bucket: Bucket, url: str, size: int, sha256: str, part: Path) -> None:
     """Completes the local file `part`, which may hold the beginning of the object, until its hash agrees.
 
-    Raises: ValueError if the object is not there, may not be read, or is another one.
+    Raises: BadInput if the object is not there, may not be read, or is another one.
     """
     for _ in range(WRONG_HASHES):
         if fetch_rest(bucket, url, size, part) == sha256:
             return
         os.truncate(part, 0)  # the beginning of a killed process, or damaged on its way: once more from the start
-    raise ValueError(
+    raise BadInput(
         f"{url} arrived {WRONG_HASHES} times with another sha256 than its manifest tells: it was changed after the "
         "manifest; publish the set again"
     )
@@ -308,7 +309,7 @@ def fetch_rest(bucket: Bucket, url: str, size: int, part: Path) -> str:
                 failures += 1
                 bucket.wait(fault, failures, url)
             except FileNotFoundError as error:
-                raise ValueError(str(error)) from None
+                raise BadInput(str(error)) from None
         file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()

@@ -23,6 +23,7 @@ import numpy as np
 from jaxscale.data.digest import file_sha256
 from jaxscale.data.lineage import lineage_bytes, parse_lineage
 from jaxscale.data.packing import DocumentTable
+from jaxscale.exits import BadInput
 
 if TYPE_CHECKING:
     import pyarrow
@@ -103,7 +104,7 @@ class ShardWriter:
     ):
         """trained: whether each document comes with marks of the tokens that are learned."""
         if not 0 <= eos_id < vocab_size:
-            raise ValueError(f"the end token {eos_id} is not among the {vocab_size:,} ids of the vocabulary")
+            raise BadInput(f"the end token {eos_id} is not among the {vocab_size:,} ids of the vocabulary")
         self._base, self._dtype, self._vocab_size = Path(folder) / name, dtype_for(vocab_size - 1), vocab_size
         self._eos_id, self._eos = eos_id, np.array([eos_id], self._dtype).tobytes()
         self._sources = list(sources)
@@ -124,7 +125,7 @@ class ShardWriter:
         return len(self._document_sources)
 
     def add(self, ids: np.ndarray, source: str, trained: np.ndarray | None = None) -> None:
-        """Appends one document and its end token. Raises ValueError for an id that the vocabulary does not have.
+        """Appends one document and its end token. Raises BadInput for an id that the vocabulary does not have.
 
         trained: bool[ids + 1], for the end token too, where the writer keeps marks.
         """
@@ -150,14 +151,12 @@ class ShardWriter:
         Args: ids: of all documents, one after the other. lengths: ids of each. sources: the name of the one they are
         all of, or a name or a number (into the writer's sources) for each. ended: each document's last id already is
         its end token, and its length counts it.
-        Raises: ValueError for an id that the vocabulary does not have, for lengths and sources that do not fit.
+        Raises: BadInput for an id that the vocabulary does not have, for lengths and sources that do not fit.
         """
         assert self._marks is None, "documents with marks are added one by one"
         ids, lengths = np.asarray(ids), np.asarray(lengths, np.int64)
         if ids.ndim != 1 or lengths.ndim != 1 or (lengths < int(ended)).any() or int(lengths.sum()) != len(ids):
-            raise ValueError(
-                f"{self._base}: {len(ids):,} ids are not the {len(lengths):,} documents that lengths tells"
-            )
+            raise BadInput(f"{self._base}: {len(ids):,} ids are not the {len(lengths):,} documents that lengths tells")
         if not len(lengths):
             return
         numbers = self._source_numbers(sources, len(lengths))
@@ -167,7 +166,7 @@ class ShardWriter:
         )
         if ended:
             if not (ids[ends - 1] == self._eos_id).all():
-                raise ValueError(f"{self._base}: a document does not end with the end token {self._eos_id}")
+                raise BadInput(f"{self._base}: a document does not end with the end token {self._eos_id}")
             content = np.ascontiguousarray(ids, self._dtype)
         else:
             content, is_id = np.empty(ends[-1], self._dtype), np.ones(ends[-1], bool)
@@ -181,13 +180,13 @@ class ShardWriter:
         self._document_sources.frombytes(numbers.tobytes())
 
     def _largest(self, ids: np.ndarray, document_at: Callable[[int], int]) -> int:
-        """The largest id, or 0; ValueError for one outside the vocabulary. document_at: which one an id is of."""
+        """The largest id, or 0; BadInput for one outside the vocabulary. document_at: which one an id is of."""
         if not len(ids):
             return 0
         largest = int(ids.max())
         if largest >= self._vocab_size or (ids.dtype.kind != "u" and int(ids.min()) < 0):
             place = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
-            raise ValueError(
+            raise BadInput(
                 f"token id {int(ids[place])} in document {document_at(place):,} of {self._base}.bin is not among the "
                 f"{self._vocab_size:,} ids of the vocabulary; the text was encoded with another tokenizer"
             )
@@ -195,7 +194,7 @@ class ShardWriter:
 
     def _source_number(self, name: str) -> int:
         if name not in self._sources:
-            raise ValueError(f"{self._base}: source {name!r} is none of {self._sources}")
+            raise BadInput(f"{self._base}: source {name!r} is none of {self._sources}")
         return self._sources.index(name)
 
     def _source_numbers(self, sources: str | Sequence[str] | np.ndarray, documents: int) -> np.ndarray:
@@ -205,7 +204,7 @@ class ShardWriter:
         if not isinstance(sources, np.ndarray) or sources.dtype.kind not in "iu":
             sources = np.array([self._source_number(str(name)) for name in sources], np.uint16)
         if len(sources) != documents or (sources >= len(self._sources)).any() or (sources < 0).any():
-            raise ValueError(
+            raise BadInput(
                 f"{self._base}: {len(sources):,} source numbers for {documents:,} documents, sources {self._sources}"
             )
         return sources.astype(np.uint16)
@@ -278,7 +277,7 @@ def write_synced(path: Path, content: bytes) -> None:
 def read_header(path: Path) -> dict[str, Any] | None:
     """The header that lies beside a .bin (or is `path` itself), or None if there is none of ours.
 
-    Raises: ValueError naming the file if it is ours but of another version, or lacks something.
+    Raises: BadInput naming the file if it is ours but of another version, or lacks something.
     """
     path = path.with_suffix(".json")
     try:
@@ -288,30 +287,30 @@ def read_header(path: Path) -> dict[str, Any] | None:
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         return None
     if header.get("version") != VERSION:
-        raise ValueError(f"{path} has version {header.get('version')} of the format, this program reads {VERSION}")
+        raise BadInput(f"{path} has version {header.get('version')} of the format, this program reads {VERSION}")
     for key, kind in HEADER.items():
         value = header.get(key)
         if not isinstance(value, kind) or not all(name in value for name in INNER.get(key, ())):
-            raise ValueError(f"{path} has no good {key!r}; {WAY_OUT}")
+            raise BadInput(f"{path} has no good {key!r}; {WAY_OUT}")
     if header["dtype"] not in DTYPES:
-        raise ValueError(f"{path} has no good 'dtype'; {WAY_OUT}")
+        raise BadInput(f"{path} has no good 'dtype'; {WAY_OUT}")
     return header
 
 
 def open_shard(
     path: Path, *, with_token_bytes: bool = True, parts: Mapping[str, Any] | None = None, outside: bool = False
 ) -> Shard:
-    """The shard of which `path` is the .bin or the .json. Raises ValueError naming the file if sizes do not fit.
+    """The shard of which `path` is the .bin or the .json. Raises BadInput naming the file if sizes do not fit.
 
     Args: parts: where "bin", "idx", "src", "token_bytes" and "docs" are, if not beside the header. A .bin in a bucket
     is not looked at. outside: its .bin may lie anywhere, as it does where our cache holds the index of a raw one.
     """
     header, base = read_header(path), path.with_suffix("")
     if header is None:
-        raise ValueError(f"{base}.json is not the header of a token shard; {WAY_OUT}")
+        raise BadInput(f"{base}.json is not the header of a token shard; {WAY_OUT}")
     place: dict[str, Any] = {name: f"{base}{ending}" for name, ending in ENDINGS.items()}
     if not outside and (header["bin"] != os.path.basename(header["bin"]) or header["bin"] in ("", ".", "..")):
-        raise ValueError(
+        raise BadInput(
             f"{base}.json names {header['bin']!r} as its .bin, which must lie beside it; {WAY_OUT}"
         )  # it may come from anywhere
     place |= {"bin": str(base.parent / header["bin"]), **(parts or {})}
@@ -321,9 +320,9 @@ def open_shard(
     offsets = read_array(place["idx"], "<i8", documents + 1)
     source_ids = read_array(place["src"], "<u2", documents)
     if offsets[0] != 0 or offsets[-1] != header["num_tokens"] or (np.diff(offsets) < 0).any():
-        raise ValueError(f"{place['idx']} does not fit {base}.json; {WAY_OUT}")
+        raise BadInput(f"{place['idx']} does not fit {base}.json; {WAY_OUT}")
     if documents and source_ids.max() >= len(header["sources"]):
-        raise ValueError(f"{place['src']} does not fit {base}.json; {WAY_OUT}")
+        raise BadInput(f"{place['src']} does not fit {base}.json; {WAY_OUT}")
     token_bytes = read_token_bytes(place["token_bytes"]) if with_token_bytes else None
     trained = place["trained"] if "trained" in header["sha256"] else ""
     if trained:
@@ -335,15 +334,15 @@ def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
     """Yields (name of the part, its path, its sha256) for each file of a shard but the header, which `path` is."""
     header, base = read_header(path), path.with_suffix("")
     if header is None:
-        raise ValueError(f"{base}.json is not the header of a token shard; {WAY_OUT}")
+        raise BadInput(f"{base}.json is not the header of a token shard; {WAY_OUT}")
     for name, sha256 in header["sha256"].items():
         if name not in ENDINGS:
-            raise ValueError(f"{base}.json knows the sha256 of {name!r}, which is no part of a shard; {WAY_OUT}")
+            raise BadInput(f"{base}.json knows the sha256 of {name!r}, which is no part of a shard; {WAY_OUT}")
         yield name, str(base.parent / header["bin"]) if name == "bin" else f"{base}{ENDINGS[name]}", sha256
 
 
 def verify_shard(path: Path) -> None:
-    """Reads every file of the shard whole; raises ValueError naming the first that is not what the header says."""
+    """Reads every file of the shard whole; raises BadInput naming the first that is not what the header says."""
     open_shard(path)  # sizes and sense, at no cost
     for _, file, sha256 in shard_files(path):
         expect_sha256(file, sha256)
@@ -352,7 +351,7 @@ def verify_shard(path: Path) -> None:
 def read_lineage(shard: Shard, columns: Sequence[str] | None = None) -> "pyarrow.Table | None":
     """Where its documents came from, a row for each as lineage.py says, or None if that was not kept.
 
-    Raises: ValueError naming the file if it is missing or not the one that was written.
+    Raises: BadInput naming the file if it is missing or not the one that was written.
     """
     if "docs" not in shard.header["sha256"]:
         return None
@@ -360,23 +359,23 @@ def read_lineage(shard: Shard, columns: Sequence[str] | None = None) -> "pyarrow
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror or error}; {WAY_OUT}") from None
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}; {WAY_OUT}") from None
     if hashlib.sha256(content).hexdigest() != shard.header["sha256"]["docs"]:
-        raise ValueError(f"{path} was changed after it was written; {WAY_OUT}")
+        raise BadInput(f"{path} was changed after it was written; {WAY_OUT}")
     try:
         return parse_lineage(content, columns)
     except ValueError as error:
-        raise ValueError(f"{path} cannot be read: {error}; {WAY_OUT}") from None
+        raise BadInput(f"{path} cannot be read: {error}; {WAY_OUT}") from None
 
 
 def read_token_bytes(path: str) -> np.ndarray | None:
-    """int32[vocabulary], or None if there is no such file. Raises ValueError naming it if it is damaged."""
+    """int32[vocabulary], or None if there is no such file. Raises BadInput naming it if it is damaged."""
     if not os.path.exists(path):
         return None
     try:
         return np.load(path, allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} cannot be read: {error}; {WAY_OUT}") from None
+        raise BadInput(f"{path} cannot be read: {error}; {WAY_OUT}") from None
 
 
 def read_array(path: str, dtype: str, count: int) -> np.ndarray:
@@ -386,15 +385,15 @@ def read_array(path: str, dtype: str, count: int) -> np.ndarray:
 
 
 def expect_size(path: str, size: int) -> None:
-    """Raises ValueError unless the file is there with exactly this many bytes."""
+    """Raises BadInput unless the file is there with exactly this many bytes."""
     if not os.path.exists(path):
-        raise ValueError(f"{path} is missing; {WAY_OUT}")
+        raise BadInput(f"{path} is missing; {WAY_OUT}")
     if (actual := os.path.getsize(path)) != size:
         what = "cut short" if actual < size else "too long"
-        raise ValueError(f"{path} has {actual:,} bytes where its header says {size:,}: it is {what}; {WAY_OUT}")
+        raise BadInput(f"{path} has {actual:,} bytes where its header says {size:,}: it is {what}; {WAY_OUT}")
 
 
 def expect_sha256(path: str, sha256: str) -> None:
-    """Raises ValueError unless the file holds what was written into it."""
+    """Raises BadInput unless the file holds what was written into it."""
     if file_sha256(path) != sha256:
-        raise ValueError(f"{path} was changed after it was written: its sha256 is another; {WAY_OUT}")
+        raise BadInput(f"{path} was changed after it was written: its sha256 is another; {WAY_OUT}")

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from jaxscale.command_line import parse_arguments, whole_number
 from jaxscale.data.sources import stdlib_files
-from jaxscale.exits import run_and_exit
+from jaxscale.exits import BadInput, run_and_exit
 from jaxscale.paths import write_text_atomic
 
 HELD_OUT = 10  # every so many-th module is kept from training
@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     if "output" not in arguments.options:
-        raise ValueError("--output must be given: the folder for the sets")
+        raise BadInput("--output must be given: the folder for the sets")
     most = arguments.options.get("most_bytes")
     folder = pathlib.Path(arguments.options["output"])
     counts = write_sets(folder, whole_number("most_bytes", most, 1) if most else None)
@@ -52,15 +52,13 @@ def main(argv: list[str]) -> int:
 
 
 def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str, int]:
-    """Writes the four files and says how many lines each has. Raises ValueError where there is too little source."""
+    """Writes the four files and says how many lines each has. Raises BadInput where there is too little source."""
     sources = read_sources(most_bytes)
     kept = {name: text for name, text in sources.items() if not is_held_out(name)}
     held = {name: text for name, text in sources.items() if is_held_out(name)}
     answers, asked = ([entry for name, text in part.items() for entry in entries(name, text)] for part in (kept, held))
     if not kept or not held or len({entry.line for entry in asked}) <= WRONG:
-        raise ValueError(
-            f"{len(sources)} modules are too few for a set to train on and one to hold out; take more bytes"
-        )
+        raise BadInput(f"{len(sources)} modules are too few for a set to train on and one to hold out; take more bytes")
     files = {
         "text.jsonl": [{"id": name, "text": text} for name, text in kept.items()],
         "held.jsonl": [{"id": name, "text": text} for name, text in held.items()],

@@ -19,6 +19,7 @@ from jaxscale.data.sources import SourceFile
 from jaxscale.data.tokenizer.about import NO_BOS, as_setting
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
+from jaxscale.exits import BadInput
 
 LOOKED_AT = 16  # documents of each file, of which most tell; a first or last one may be cut
 
@@ -47,13 +48,13 @@ def open_tokens(
     made_with = {header["fingerprint"]: header for header in headers if header["fingerprint"]}
     if len(made_with) > 1:
         names = sorted(header["name"] for header in made_with.values())
-        raise ValueError(f"data.files mixes shards of different tokenizers: {', '.join(names)}; train on one at a time")
+        raise BadInput(f"data.files mixes shards of different tokenizers: {', '.join(names)}; train on one at a time")
     for fingerprint, header in made_with.items():
         if tokenizer and tokenizer.fingerprint != fingerprint and not cfg.bos_token:
             with contextlib.suppress(ValueError):  # it has no such token: it is another one
                 tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, as_setting(header.get("begin_tokens", ())))
         if tokenizer and tokenizer.fingerprint != fingerprint:
-            raise ValueError(
+            raise BadInput(
                 f"data.tokenizer={cfg.tokenizer} is not the one that {shards[0].place} was made with, which is "
                 f"{header['name']} with end token {shards[0].header['eos_id']} and data.bos_token="
                 f"{as_setting(header.get('begin_tokens', ())) or 'its own'}; name that, or leave it empty"
@@ -69,7 +70,7 @@ def open_tokens(
         tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, NO_BOS)
     for shard in [*shards, *val_shards]:
         if tokenizer and shard.header["max_id"] >= tokenizer.vocab_size:
-            raise ValueError(
+            raise BadInput(
                 f"{shard.place} holds token id {shard.header['max_id']}, which data.tokenizer={tokenizer.name} does "
                 f"not have (its largest is {tokenizer.vocab_size - 1}); name the one it was made with, or none"
             )

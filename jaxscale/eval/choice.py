@@ -11,6 +11,7 @@ from jaxscale.eval.pairs import encode_pair, span_of
 from jaxscale.eval.scorer import Laid, Scorer, Scores, Span
 from jaxscale.eval.text import Reading
 from jaxscale.eval.uncertainty import exp_error, mean_error
+from jaxscale.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +40,14 @@ class ItemSet:
 
 
 def encode_items(kind: str, items: Sequence[Item], reading: Reading) -> ItemSet:
-    """The items in ids. Raises ValueError naming the item whose answer is empty or longer than the model reads."""
+    """The items in ids. Raises BadInput naming the item whose answer is empty or longer than the model reads."""
     spans, num_cut = [], 0
     for item in items:
         for continuation in item.continuations:
             try:
                 span, cut = span_of(encode_pair(reading, item.context, continuation), reading.context)
             except ValueError as error:
-                raise ValueError(f"evaluation item {item.name}: {error}") from None
+                raise BadInput(f"evaluation item {item.name}: {error}") from None
             spans.append(span)
             num_cut += cut
     return ItemSet(kind, tuple(items), tuple(spans), num_cut)

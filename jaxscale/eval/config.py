@@ -9,6 +9,7 @@ from jaxscale.data.sources.files import Globs
 from jaxscale.data.sources.settings import ReadConfig
 from jaxscale.eval.items import check_item_files
 from jaxscale.eval.text import check_text_files
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
@@ -63,17 +64,17 @@ Evals = dict[str, NamedEval]
 
 
 def check_numbers(settings: NamedEval, *names: str) -> None:
-    """Raises ValueError for a number below 0."""
+    """Raises BadInput for a number below 0."""
     for name in names:
         if getattr(settings, name) < 0:
-            raise ValueError(f"{name}={getattr(settings, name)} must be 0 or more")
+            raise BadInput(f"{name}={getattr(settings, name)} must be 0 or more")
 
 
 def check_names(evals: Evals) -> None:
-    """Raises ValueError for a name that cannot be part of a metric's name."""
+    """Raises BadInput for a name that cannot be part of a metric's name."""
     for name in evals:
         if not NAME.fullmatch(name):
-            raise ValueError(
+            raise BadInput(
                 f"evals has the name {name!r}: part of metrics' names, so it is of letters, digits, _ . and -, "
                 "at most 64, and begins with a letter or a digit"
             )
@@ -85,7 +86,7 @@ def setting_name(name: str, settings: NamedEval) -> str:
 
 
 def check_files(evals: Evals, named: Callable[[str, NamedEval], str] = setting_name) -> None:
-    """Raises ValueError, one line, for an evaluator whose files are not there or of no known kind. Reads none.
+    """Raises BadInput, one line, for an evaluator whose files are not there or of no known kind. Reads none.
 
     named: what stands for an evaluator in messages.
     """

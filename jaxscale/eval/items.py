@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.data.sources.files import list_files
 from jaxscale.data.sources.records import ENDINGS, kind_of, read_records
+from jaxscale.exits import BadInput
 
 
 class Item(NamedTuple):
@@ -31,20 +32,20 @@ class Item(NamedTuple):
 
 
 def check_item_files(pattern: str, setting: str) -> list[Path]:
-    """The files of a glob. Raises ValueError, one line, where there is none, or one of another kind."""
+    """The files of a glob. Raises BadInput, one line, where there is none, or one of another kind."""
     found, problems = list_files(pattern, setting, "items")
     if problems:
-        raise ValueError(problems[0])
+        raise BadInput(problems[0])
     for file in found:
         if kind_of(Path(file.path)) not in ENDINGS or Path(file.path).is_dir():
-            raise ValueError(f"{setting}={file.path} must be .jsonl (also .gz), .parquet or .arrow, an item a row")
+            raise BadInput(f"{setting}={file.path} must be .jsonl (also .gz), .parquet or .arrow, an item a row")
     return [Path(file.path) for file in found]
 
 
 def read_items(files: Sequence[Path], kind: str, limit: int = 0) -> list[Item]:
     """The items of the files, at most `limit` (0: all). kind: choice or cloze.
 
-    Raises ValueError naming file and place for a record that is none of the known forms.
+    Raises BadInput naming file and place for a record that is none of the known forms.
     """
     form = choice_item if kind == "choice" else cloze_item
     items: list[Item] = []
@@ -55,20 +56,20 @@ def read_items(files: Sequence[Path], kind: str, limit: int = 0) -> list[Item]:
                     return items
                 items.append(named(form, name, str(path.parent / name), value))
         except (OSError, EOFError, UnicodeDecodeError) as error:  # a torn gzip is an EOFError
-            raise ValueError(f"evaluation file {path} cannot be read: {error}") from None
+            raise BadInput(f"evaluation file {path} cannot be read: {error}") from None
     if not items:
-        raise ValueError(f"{', '.join(map(str, files))} hold no item")
+        raise BadInput(f"{', '.join(map(str, files))} hold no item")
     return items
 
 
 def named(form: Callable[[str, Mapping[str, Any]], Item], name: str, place: str, value: Any) -> Item:
-    """The item of a record. Raises ValueError beginning with the place."""
+    """The item of a record. Raises BadInput beginning with the place."""
     try:
         if not isinstance(value, Mapping):
-            raise ValueError(f"is a {type(value).__name__}, and an item is an object with fields")
+            raise BadInput(f"is a {type(value).__name__}, and an item is an object with fields")
         return form(name, value)
     except ValueError as error:
-        raise ValueError(f"evaluation item {place} {error}") from None
+        raise BadInput(f"evaluation item {place} {error}") from None
 
 
 def choice_item(name: str, value: Mapping[str, Any]) -> Item:
@@ -84,7 +85,7 @@ def choice_item(name: str, value: Mapping[str, Any]) -> Item:
         return question_item(name, f"{support}\nQuestion: {text_of(value, 'question')}\nAnswer:", answers, 3)
     if {"question", "choices", "answerKey"} <= value.keys():
         return arc_item(name, value)
-    raise ValueError(
+    raise BadInput(
         f"has the fields {', '.join(map(str, value))[:200]}; an item has context, choices and answer, or those of "
         "PIQA, SciQ or ARC (see docs/evaluate.md)"
     )
@@ -94,11 +95,11 @@ def own_item(name: str, value: Mapping[str, Any]) -> Item:
     """Of {"context", "choices", "answer"}: nothing is put between the context and a choice."""
     choices = texts_of(value, "choices")
     if len(choices) < 2:
-        raise ValueError("has fewer than two choices")
+        raise BadInput("has fewer than two choices")
     answer = value["answer"]
     if isinstance(answer, str):
         if choices.count(answer) != 1:
-            raise ValueError(f"has the answer {answer!r}, which is not one of its choices")
+            raise BadInput(f"has the answer {answer!r}, which is not one of its choices")
         right = choices.index(answer)
     else:
         right = right_place(value, "answer", len(choices))
@@ -109,18 +110,18 @@ def arc_item(name: str, value: Mapping[str, Any]) -> Item:
     """Of ARC, whose answers have letters or numbers."""
     choices = value["choices"]
     if not isinstance(choices, Mapping) or not {"text", "label"} <= choices.keys():
-        raise ValueError("has choices without text and label")
+        raise BadInput("has choices without text and label")
     answers, labels = texts_of(choices, "text"), texts_of(choices, "label")
     if value["answerKey"] not in labels or len(labels) != len(answers):
-        raise ValueError(f"has the answerKey {value['answerKey']!r}, and the labels {', '.join(labels)}")
+        raise BadInput(f"has the answerKey {value['answerKey']!r}, and the labels {', '.join(labels)}")
     right = labels.index(value["answerKey"])
     return question_item(name, f"Question: {text_of(value, 'question')}\nAnswer:", answers, right)
 
 
 def question_item(name: str, context: str, answers: Sequence[str], right: int) -> Item:
-    """Answers behind a space. Raises ValueError for an empty one, which has no length to be normalised by."""
+    """Answers behind a space. Raises BadInput for an empty one, which has no length to be normalised by."""
     if "" in answers:
-        raise ValueError("has an empty answer")
+        raise BadInput("has an empty answer")
     return Item(name, context, tuple(f" {answer}" for answer in answers), tuple(answers), right)
 
 
@@ -132,16 +133,16 @@ def cloze_item(name: str, value: Mapping[str, Any]) -> Item:
         context, space, target = text_of(value, "text").rpartition(" ")
         target = space + target
     else:
-        raise ValueError(f"has the fields {', '.join(map(str, value))[:200]}; it needs text, or context and target")
+        raise BadInput(f"has the fields {', '.join(map(str, value))[:200]}; it needs text, or context and target")
     if not target.strip():
-        raise ValueError("ends in a space, so that there is no word to guess" if "text" in value else "has no target")
+        raise BadInput("ends in a space, so that there is no word to guess" if "text" in value else "has no target")
     return Item(name, context, (target,), (target.strip(),), 0)
 
 
 def text_of(value: Mapping[str, Any], field: str) -> str:
     """A field that is text."""
     if not isinstance(value[field], str):
-        raise ValueError(f"has no text in {field!r}, but {value[field]!r}"[:200])
+        raise BadInput(f"has no text in {field!r}, but {value[field]!r}"[:200])
     return value[field]
 
 
@@ -149,7 +150,7 @@ def texts_of(value: Mapping[str, Any], field: str) -> tuple[str, ...]:
     """A field that is a list of texts, none of them empty."""
     found = value[field]
     if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) and text for text in found):
-        raise ValueError(f"has no list of texts in {field!r}, but {found!r}"[:200])
+        raise BadInput(f"has no list of texts in {field!r}, but {found!r}"[:200])
     return tuple(found)
 
 
@@ -158,5 +159,5 @@ def right_place(value: Mapping[str, Any], field: str, number: int) -> int:
     found = value[field]
     place = int(found) if isinstance(found, str) and found.isascii() and found.isdecimal() else found
     if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < number:
-        raise ValueError(f"has {field}={found!r}, which is no place among its {number} answers, counted from 0")
+        raise BadInput(f"has {field}={found!r}, which is no place among its {number} answers, counted from 0")
     return place

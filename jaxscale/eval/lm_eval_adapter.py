@@ -22,6 +22,7 @@ from jaxscale.data.tokenizer.kept import KeptTokenizer
 from jaxscale.eval.pairs import encode_pair, span_of
 from jaxscale.eval.scorer import Scorer, Scores
 from jaxscale.eval.text import Reading, document_spans
+from jaxscale.exits import BadInput
 from jaxscale.sample.choose import Sampling
 from jaxscale.sample.generator import Generator
 from jaxscale.sample.text import write_texts
@@ -50,9 +51,9 @@ class Wish(NamedTuple):
 
 
 def check_installed() -> None:
-    """Raises ValueError where lm-eval is not there."""
+    """Raises BadInput where lm-eval is not there."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise ValueError(f"--lm_eval needs the package lm_eval, which is not installed: {INSTALL}")
+        raise BadInput(f"--lm_eval needs the package lm_eval, which is not installed: {INSTALL}")
 
 
 def log_likelihoods(
@@ -69,9 +70,9 @@ def log_likelihoods(
 
 
 def checked(scores: Scores) -> Scores:
-    """The scores. Raises ValueError for what is not a number, which lm-eval would count as an answer like others."""
+    """The scores. Raises BadInput for what is not a number, which lm-eval would count as an answer like others."""
     if np.isnan(scores.nats).any():
-        raise ValueError("the weights of this checkpoint give likelihoods that are not numbers; measure another step")
+        raise BadInput("the weights of this checkpoint give likelihoods that are not numbers; measure another step")
     return scores
 
 
@@ -89,7 +90,7 @@ def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]
 
 
 def wish_of(settings: dict[str, Any]) -> Wish:
-    """A task's generation_kwargs as ours; greedy unless it says do_sample. Raises ValueError for what is not known."""
+    """A task's generation_kwargs as ours; greedy unless it says do_sample. Raises BadInput for what is not known."""
     settings = dict(settings)
     stops = settings.pop("until", None) or ()
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
@@ -98,7 +99,7 @@ def wish_of(settings: dict[str, Any]) -> Wish:
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     given = {name: settings.pop(name) for name in names if settings.get(name) is not None}
     if settings := {name: value for name, value in settings.items() if value is not None}:
-        raise ValueError(f"generation_kwargs {', '.join(sorted(settings))} are not known here; leave them out")
+        raise BadInput(f"generation_kwargs {', '.join(sorted(settings))} are not known here; leave them out")
     if not draws:
         given = {"repetition_penalty": given.get("repetition_penalty", 1.0), "temperature": 0.0}
     sampling = Sampling(**{"temperature": 1.0} | given)
@@ -121,9 +122,7 @@ def generated(
     for wish, numbers in groups.items():
         room = reading.context - wish.num_tokens
         if room < 1:
-            raise ValueError(
-                f"{wish.num_tokens} new tokens leave no room in the {reading.context} that the model reads"
-            )
+            raise BadInput(f"{wish.num_tokens} new tokens leave no room in the {reading.context} that the model reads")
         generator = served.open_generator(min(served.rows, len(numbers)), reading.context)
         prompts = {number: ids_of(requests[number][0])[-room:] for number in numbers}
         numbers = sorted(numbers, key=lambda number: len(prompts[number]))  # alike beside each other: little padding
@@ -145,7 +144,7 @@ def prompt_ids(reading: Reading, text: str) -> list[int]:
 
 @functools.cache
 def adapter_class() -> type:
-    """The class, registered. Raises ValueError where lm-eval is not installed."""
+    """The class, registered. Raises BadInput where lm-eval is not installed."""
     check_installed()
     from lm_eval.api.model import LM
     from lm_eval.api.registry import register_model
@@ -213,7 +212,7 @@ def run_tasks(
 
     Args: folder: with yaml files of more tasks. limit: items of each task. chat: questions, and the examples before
     them, are turns of a conversation by the model's chat template.
-    Raises ValueError for tasks that there are not.
+    Raises BadInput for tasks that there are not.
     """
     model = adapter_class()(served)
     import lm_eval
@@ -223,7 +222,7 @@ def run_tasks(
     known = set(manager.all_tasks)
     if missing := [task for task in tasks if task not in known]:
         where = f" and in {folder}" if folder else "; --include_path=FOLDER has more"
-        raise ValueError(f"--lm_eval={','.join(missing)}: no task of lm-eval {lm_eval.__version__}{where}")
+        raise BadInput(f"--lm_eval={','.join(missing)}: no task of lm-eval {lm_eval.__version__}{where}")
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # lm-eval's: else it forks this process, whose jax has threads
     with contextlib.redirect_stdout(sys.stderr):  # it prints, and stdout may be read as JSON
         found = lm_eval.simple_evaluate(

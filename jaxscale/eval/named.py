@@ -11,6 +11,7 @@ from jaxscale.eval.config import Evals, NamedEval, TextEval, setting_name
 from jaxscale.eval.items import check_item_files, read_items
 from jaxscale.eval.scorer import Scorer, lay, row_length
 from jaxscale.eval.text import Reading, TextSet, check_text_files, text_metrics
+from jaxscale.exits import BadInput
 
 GROUP = "evals"  # before the metrics' names
 
@@ -33,7 +34,7 @@ class Evaluator:
 def open_evaluators(
     evals: Evals, reading: Reading, named: Callable[[str, NamedEval], str] = setting_name, *, hold: bool = True
 ) -> tuple[Evaluator, ...]:
-    """Every evaluator with its data read. Raises ValueError, one line, for data that is missing or not as told.
+    """Every evaluator with its data read. Raises BadInput, one line, for data that is missing or not as told.
 
     named: what stands for an evaluator in messages. hold: text in memory, so that a run of weeks does not end for a
     file that went away; else it is read anew each time, and may be larger than memory.
@@ -63,7 +64,7 @@ def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, 
     """The evaluator of text."""
     stride = settings.stride or max(reading.context // 2, 1)
     if stride > reading.context:
-        raise ValueError(f"{where}: stride={stride} is more than the {reading.context} tokens that the model reads")
+        raise BadInput(f"{where}: stride={stride} is more than the {reading.context} tokens that the model reads")
     sources = check_text_files(settings.files, where)
     sets = {
         source: TextSet(tuple(files), settings, reading, stride, settings.limit) for source, files in sources.items()
@@ -73,7 +74,7 @@ def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, 
         sets = {source: one.loaded() for source, one in sets.items()}
         for one in sets.values():
             if not any(len(ids) for block in one.held for ids, _ in block):
-                raise ValueError(f"{where}: {one.nothing(one.left_out)}")
+                raise BadInput(f"{where}: {one.nothing(one.left_out)}")
 
     def measure(scorer: Scorer, params: Any) -> dict[str, float]:
         skipped: Counter = Counter()

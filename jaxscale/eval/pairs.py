@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxscale.eval.scorer import Span
 from jaxscale.eval.text import Reading
+from jaxscale.exits import BadInput
 
 TextIds = Callable[[str, str], Sequence[int]]  # (a context, what follows it) -> their ids as one text
 
@@ -31,7 +32,7 @@ def move_space(context: str, continuation: str) -> tuple[str, str]:
 
 
 def encode_pair(reading: Reading, context: str, continuation: str, text_ids: TextIds | None = None) -> Pair:
-    """The ids, what begins a document in front. Raises ValueError without a token to score.
+    """The ids, what begins a document in front. Raises BadInput without a token to score.
 
     text_ids: for contexts that a chat template wrote, whose beginning is among what it writes.
     """
@@ -42,19 +43,19 @@ def encode_pair(reading: Reading, context: str, continuation: str, text_ids: Tex
     ids = np.concatenate([np.asarray(part, np.int32) for part in (begin, ids_of(context, continuation))])
     first = len(begin) + len(tail)
     if first >= len(ids):
-        raise ValueError(f"the continuation {continuation[:80]!r} adds no token to its context")
+        raise BadInput(f"the continuation {continuation[:80]!r} adds no token to its context")
     return Pair(ids, first)
 
 
 def span_of(pair: Pair, longest: int) -> tuple[Span, bool]:
     """(the span of at most `longest` tokens that are read, whether its context was cut at the left).
 
-    Raises ValueError where the continuation alone is longer.
+    Raises BadInput where the continuation alone is longer.
     """
     ids, first = pair
     cut = max(len(ids) - 1 - longest, 0)
     if first - cut < 1:
-        raise ValueError(
+        raise BadInput(
             f"its continuation has {len(ids) - first} tokens, and {longest} are read; take it out, or have more read "
             "(--context, or seq_len of the run)"
         )

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.data.batch import Batch
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 EvalStep = Callable[[Any, Batch, jax.Array, jax.Array], jax.Array]
@@ -24,7 +25,7 @@ class EvalConfig:
 
     def __post_init__(self):
         if self.every_steps < 0 or self.num_rows < 0:
-            raise ValueError("every_steps and num_rows must be at least 0")
+            raise BadInput("every_steps and num_rows must be at least 0")
 
 
 def make_eval_step(token_losses: Callable[[Any, Batch], jax.Array], num_sources: int) -> EvalStep:

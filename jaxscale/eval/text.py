@@ -23,6 +23,7 @@ from jaxscale.data.sources.settings import ReadConfig
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.eval.scorer import Scorer, Span, row_length
 from jaxscale.eval.uncertainty import exp_error, ratio_error
+from jaxscale.exits import BadInput
 
 TOKENS_AT_ONCE = 1 << 21  # of documents held in memory; a longer document comes alone
 
@@ -70,11 +71,11 @@ def document_spans(ids: np.ndarray, start_ids: Sequence[int], context: int, stri
 
 
 def check_text_files(files: Globs, setting: str) -> dict[str, list[SourceFile]]:
-    """The files of each source. Raises ValueError, one line, for a glob without a file and a file that is no text."""
+    """The files of each source. Raises BadInput, one line, for a glob without a file and a file that is no text."""
     found, problems = list_files(files, setting, "text")
     problems += [problem for file in found if (problem := text_problem(file))]
     if problems or not found:
-        raise ValueError(problems[0] if problems else f"{setting} names no file")
+        raise BadInput(problems[0] if problems else f"{setting} names no file")
     sources: dict[str, list[SourceFile]] = {}
     for file in found:
         sources.setdefault(file.source, []).append(file)
@@ -133,7 +134,7 @@ class TextSet:
         yield from encoded(read_documents(self.files, self.read, self.limit, skipped), self.reading.tokenizer)
 
     def measure(self, scorer: Scorer, params: Any, skipped: Counter) -> list[Measured]:
-        """Each document that has a token. Raises ValueError where there is none."""
+        """Each document that has a token. Raises BadInput where there is none."""
         found, left_out = [], Counter()
         for block in self.blocks(left_out):
             spans, owners = [], []
@@ -146,7 +147,7 @@ class TextSet:
             nats = np.bincount(owners, weights=scores.nats, minlength=len(block)) if owners else []
             found += [Measured(float(sum_), len(ids), size) for sum_, (ids, size) in zip(nats, block) if len(ids)]
         if not found:
-            raise ValueError(self.nothing(left_out))
+            raise BadInput(self.nothing(left_out))
         skipped.update(left_out)
         return found
 
@@ -183,7 +184,7 @@ def text_metrics(
     sets: Mapping[str, TextSet], scorer: Scorer, params: Any, skipped: Counter | None = None
 ) -> dict[str, float]:
     """The metrics of all sources: 'bits_per_byte' and the like where there is one, else 'SOURCE/bits_per_byte', and
-    in all. Raises ValueError for a source without text."""
+    in all. Raises BadInput for a source without text."""
     skipped = Counter() if skipped is None else skipped
     measured = {name: one.measure(scorer, params, skipped) for name, one in sets.items()}
     metrics = summarise_text([document for found in measured.values() for document in found])

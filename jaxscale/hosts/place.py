@@ -6,6 +6,8 @@ import re
 import urllib.request
 from collections.abc import Callable, Mapping
 
+from jaxscale.exits import BadInput
+
 FLAGS = ("coordinator", "num_processes", "process_id", "roll_call_seconds")
 TPU_PORT = 8482  # what jax uses on TPU slices; firewalls made for it let it through
 METADATA_SECONDS = 5
@@ -26,12 +28,12 @@ class Place:
 
     def __post_init__(self):
         if not 0 <= self.process_id < self.num_processes:
-            raise ValueError(
+            raise BadInput(
                 f"process_id={self.process_id} (from {self.found_in}) must be 0 to {self.num_processes - 1}, "
                 f"there being num_processes={self.num_processes}"
             )
         if not 0 < self.port < 65535:
-            raise ValueError(f"port {self.port} of the coordinator (from {self.found_in}) must be 1 to 65534")
+            raise BadInput(f"port {self.port} of the coordinator (from {self.found_in}) must be 1 to 65534")
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +57,7 @@ def find_place(
     Asked in this order: the flags, JAX_COORDINATOR_ADDRESS with JAX_NUM_PROCESSES and JAX_PROCESS_ID (or JobSet's
     JOB_COMPLETION_INDEX), GKE's variables for TPUs, Slurm's, and the metadata server of a Cloud TPU.
     Args: metadata: attribute of the Cloud TPU VM -> its text or None; None where this is no such machine.
-    Raises: ValueError where what is there is incomplete or contradicts itself.
+    Raises: BadInput where what is there is incomplete or contradicts itself.
     """
     found = from_flags(flags)
     if found is None:
@@ -76,7 +78,7 @@ def from_flags(flags: Mapping[str, str]) -> Place | None:
     if count == 1:
         return Place(host="localhost", port=TPU_PORT, num_processes=1, process_id=0, found_in="flags")
     if missing := [f"--{name}" for name in FLAGS[:3] if name not in given]:
-        raise ValueError(f"{' and '.join(missing)} must be given too: {', '.join(f'--{n}' for n in given)} alone tells "
+        raise BadInput(f"{' and '.join(missing)} must be given too: {', '.join(f'--{n}' for n in given)} alone tells "
                          "a process too little of where it stands")  # fmt: skip
     host, port = split_address("--coordinator", given["coordinator"])
     process_id = number("--process_id", given["process_id"])
@@ -90,7 +92,7 @@ def from_jax_variables(env: Mapping[str, str]) -> Place | None:
     if not address or not count:
         return None
     if index is None:
-        raise ValueError("JAX_COORDINATOR_ADDRESS is set, and neither JAX_PROCESS_ID nor JOB_COMPLETION_INDEX is; "
+        raise BadInput("JAX_COORDINATOR_ADDRESS is set, and neither JAX_PROCESS_ID nor JOB_COMPLETION_INDEX is; "
                          f"set one, {WAY_OUT}")  # fmt: skip
     host, port = split_address("JAX_COORDINATOR_ADDRESS", address)
     return Place(
@@ -110,7 +112,7 @@ def from_tpu_variables(env: Mapping[str, str]) -> Place | None:
     if "TPU_WORKER_ID" not in env:
         if "," not in workers and "MEGASCALE_NUM_SLICES" not in env:
             return None  # one host
-        raise ValueError(f"TPU_WORKER_HOSTNAMES names several hosts and TPU_WORKER_ID is not set; set it, {WAY_OUT}")
+        raise BadInput(f"TPU_WORKER_HOSTNAMES names several hosts and TPU_WORKER_ID is not set; set it, {WAY_OUT}")
     return tpu_place(workers, env["TPU_WORKER_ID"], env.get, "TPU_WORKER_HOSTNAMES")
 
 
@@ -130,7 +132,7 @@ def tpu_place(workers: str, index: str, variable: Callable[[str], str | None], f
     own_slice = number("MEGASCALE_SLICE_ID", variable("MEGASCALE_SLICE_ID") or "0")
     first = variable("MEGASCALE_COORDINATOR_ADDRESS") if slices > 1 else None
     if slices > 1 and not first:
-        raise ValueError(f"there are {slices} TPU slices and MEGASCALE_COORDINATOR_ADDRESS is not set ({found_in}); "
+        raise BadInput(f"there are {slices} TPU slices and MEGASCALE_COORDINATOR_ADDRESS is not set ({found_in}); "
                          f"set it, {WAY_OUT}")  # fmt: skip
     return Place(
         host=worker_host(first) if first else hosts[0],
@@ -158,9 +160,7 @@ def from_slurm(env: Mapping[str, str]) -> Place | None:
         return None
     nodes = env.get("SLURM_STEP_NODELIST")
     if not nodes or "SLURM_PROCID" not in env:
-        raise ValueError(
-            f"SLURM_NTASKS={count} and this process was not started by srun; start it with srun, {WAY_OUT}"
-        )
+        raise BadInput(f"SLURM_NTASKS={count} and this process was not started by srun; start it with srun, {WAY_OUT}")
     hosts, tasks = expand_nodes(nodes), expand_counts(env.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     node = number("SLURM_NODEID", env.get("SLURM_NODEID", "0"))
     shared = node < len(tasks) and tasks[node] > 1
@@ -199,14 +199,14 @@ def split_address(name: str, text: str) -> tuple[str, int]:
     """('host', 1234) of 'host:1234' or '[::1]:1234'."""
     host, colon, port = text.rpartition(":")
     if not colon or not host or not (port.isascii() and port.isdecimal()):
-        raise ValueError(f"{name}={text} must be HOST:PORT, such as 10.0.0.2:8476")
+        raise BadInput(f"{name}={text} must be HOST:PORT, such as 10.0.0.2:8476")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def number(name: str, text: str) -> int:
     """The text as a number of 0 or more."""
     if not (text.isascii() and text.isdecimal()):
-        raise ValueError(f"{name}={text} must be a whole number")
+        raise BadInput(f"{name}={text} must be a whole number")
     return int(text)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hosts.place import Place
 from jaxscale.hosts.wire import Wire
 
@@ -112,7 +112,7 @@ def listen(place: Place) -> socket.socket:
     try:
         return socket.create_server((address, port), family=family, backlog=min(place.num_processes, 4096))
     except OSError as error:
-        raise ValueError(
+        raise BadInput(
             f"the roll call cannot listen on {address} port {port}: {error.strerror or error}; process 0 must run on "
             f"{place.host} itself, with ports {place.port} and {port} free (from {place.found_in})"
         ) from None
@@ -126,7 +126,7 @@ def interface(host: str, resolve: Any = socket.getaddrinfo) -> str:
     try:
         address = resolve(host, None, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        raise ValueError(f"the coordinator's name {host} has no address: {error.strerror or error}") from None
+        raise BadInput(f"the coordinator's name {host} has no address: {error.strerror or error}") from None
     literal = host == "localhost" or host.replace(".", "").isdecimal() or ":" in host
     return address if literal or not ipaddress.ip_address(address.partition("%")[0]).is_loopback else "0.0.0.0"
 

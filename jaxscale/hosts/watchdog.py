@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxscale import faults, paths
-from jaxscale.exits import Exit, silence_closed_streams, tell
+from jaxscale.exits import BadInput, Exit, silence_closed_streams, tell
 from jaxscale.hosts.backstop import Backstop
 from jaxscale.schema import setting
 
@@ -51,7 +51,7 @@ class HangConfig:
         for field in dataclasses.fields(self):
             seconds = getattr(self, field.name)
             if not (math.isfinite(seconds) and (seconds == 0 or seconds >= 1)):
-                raise ValueError(f"{field.name}={seconds} must be 0 (never a hang) or at least 1")
+                raise BadInput(f"{field.name}={seconds} must be 0 (never a hang) or at least 1")
 
 
 class Observer(Protocol):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.exits import BadInput
 from jaxscale.models.layers import (
     ModelConfig,
     check_positive,
@@ -56,11 +57,11 @@ class EncoderConfig(ModelConfig):
         super().__post_init__()
         check_positive(self, "max_seq_len", "mlp_dim")
         if self.embed_dim % self.num_heads:
-            raise ValueError(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
+            raise BadInput(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+            raise BadInput(f"dropout={self.dropout} must be at least 0 and below 1")
         if self.num_token_types < 0:
-            raise ValueError(f"num_token_types={self.num_token_types} must not be negative")
+            raise BadInput(f"num_token_types={self.num_token_types} must not be negative")
 
 
 def num_params(cfg: EncoderConfig) -> int:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.exits import BadInput
 from jaxscale.models.lora import join_adapters
 from jaxscale.models.remat import RematName, check_remat, remat_policy
 from jaxscale.ops.attention import AttentionName
@@ -73,16 +74,16 @@ class ModelConfig:
         check_remat(self.remat, self.remat_save, self.remat_offload, self.activation_names)
         check_positive(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "loss_chunk_tokens")
         if self.norm_eps < 0:
-            raise ValueError(f"norm_eps={self.norm_eps} must not be negative")
+            raise BadInput(f"norm_eps={self.norm_eps} must not be negative")
         if self.logit_softcap is not None and self.logit_softcap <= 0:
-            raise ValueError(f"logit_softcap={self.logit_softcap} must be above 0, or none")
+            raise BadInput(f"logit_softcap={self.logit_softcap} must be above 0, or none")
 
 
 def check_positive(cfg: ModelConfig, *names: str) -> None:
-    """Raises ValueError for the first of these settings that is below 1."""
+    """Raises BadInput for the first of these settings that is below 1."""
     for name in names:
         if getattr(cfg, name) < 1:
-            raise ValueError(f"{name}={getattr(cfg, name)} must be at least 1")
+            raise BadInput(f"{name}={getattr(cfg, name)} must be at least 1")
 
 
 def param(

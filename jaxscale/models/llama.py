@@ -15,6 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.exits import BadInput
 from jaxscale.models.layers import (
     ModelConfig,
     check_positive,
@@ -81,25 +82,25 @@ class LlamaConfig(ModelConfig):
         super().__post_init__()
         check_positive(self, "num_kv_heads", "head_dim", "mlp_dim", "rope_base")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+            raise BadInput(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.attention_window is not None and self.attention_window < 1:
-            raise ValueError(f"attention_window={self.attention_window} must be at least 1, or none")
+            raise BadInput(f"attention_window={self.attention_window} must be at least 1, or none")
         if self.attention_softcap is not None and self.attention_softcap <= 0:
-            raise ValueError(f"attention_softcap={self.attention_softcap} must be above 0, or none")
+            raise BadInput(f"attention_softcap={self.attention_softcap} must be above 0, or none")
         if self.query_scalar is not None and self.query_scalar <= 0:
-            raise ValueError(f"query_scalar={self.query_scalar} must be above 0, or none")
+            raise BadInput(f"query_scalar={self.query_scalar} must be above 0, or none")
         if self.qk_norm_over == "all_heads" and not self.qk_norm:
-            raise ValueError("qk_norm_over='all_heads' needs qk_norm=true")
+            raise BadInput("qk_norm_over='all_heads' needs qk_norm=true")
         if self.global_every is not None and (self.global_every < 2 or self.attention_window is None):
-            raise ValueError(
+            raise BadInput(
                 f"global_every={self.global_every} needs an attention_window, and must be at least 2, or none"
             )
         if self.local_rope_base is not None and (self.local_rope_base < 1 or self.global_every is None):
-            raise ValueError(
+            raise BadInput(
                 f"local_rope_base={self.local_rope_base} needs global_every, and must be at least 1, or none"
             )
         if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even, for RoPE turns pairs")
+            raise BadInput(f"head_dim={self.head_dim} must be even, for RoPE turns pairs")
 
 
 def num_params(cfg: LlamaConfig) -> int:

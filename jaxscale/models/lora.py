@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.exits import BadInput
 from jaxscale.ops.adapted import RANK, Adapted
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
@@ -36,16 +37,16 @@ class LoraConfig:
 
     def __post_init__(self):
         if self.rank < 0:
-            raise ValueError(f"rank={self.rank} must be 1 or more, or 0 for no adapters")
+            raise BadInput(f"rank={self.rank} must be 1 or more, or 0 for no adapters")
         if self.alpha <= 0:
-            raise ValueError(f"alpha={self.alpha} must be above 0")
+            raise BadInput(f"alpha={self.alpha} must be above 0")
         if self.rank and not self.targets:
-            raise ValueError("targets is empty, and with rank above 0 something must be learned; name matrices")
+            raise BadInput("targets is empty, and with rank above 0 something must be learned; name matrices")
         for pattern in self.targets:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"targets has {pattern!r}, which is no regular expression: {error}") from None
+                raise BadInput(f"targets has {pattern!r}, which is no regular expression: {error}") from None
 
     @property
     def on(self) -> bool:
@@ -80,13 +81,13 @@ def add_adapters(model: nnx.Module, cfg: LoraConfig, key: jax.Array) -> nnx.Modu
     """The model, in which each matrix of the blocks that a target finds has A, normal with std 1 / sqrt(fan_in), and
     B = 0 beside it, as parameters of their own.
 
-    Raises ValueError for a target that finds none, with the names there are.
+    Raises BadInput for a target that finds none, with the names there are.
     """
     matrices = list(block_matrices(model.blocks))
     names = sorted({name for name, *_ in matrices})
     for pattern in cfg.targets:
         if not any(re.search(pattern, name) for name in names):
-            raise ValueError(f"lora.targets has {pattern!r}, which finds no matrix; there are {', '.join(names)}")
+            raise BadInput(f"lora.targets has {pattern!r}, which finds no matrix; there are {', '.join(names)}")
     key = jax.random.fold_in(key, KEY)
     for name, layer, owner, leaf in matrices:
         if any(re.search(pattern, name) for pattern in cfg.targets):

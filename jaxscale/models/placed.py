@@ -9,6 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxscale.exits import BadInput
 from jaxscale.models import AnyModelConfig, attention_needs, make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.lora import NO_LORA, LoraConfig
@@ -68,7 +69,7 @@ class PlacedModel:
 def place_model(
     cfg: AnyModelConfig, mesh: Mesh, rules: str | Rules, *, lora: LoraConfig = NO_LORA, away: bool = False
 ) -> PlacedModel:
-    """Where this model's parameters live on a mesh. Raises ValueError where the mesh does not divide them.
+    """Where this model's parameters live on a mesh. Raises BadInput where the mesh does not divide them.
 
     lora: of the adapters that the model was trained with: they are among its parameters until they are merged.
     """
@@ -80,5 +81,5 @@ def place_model(
     _, shapes, axes = split_model(jax.eval_shape(make, jax.random.key(0)))
     if uneven := check_divides(shapes, axes, rules.params, mesh.shape):
         told = "; ".join(dict.fromkeys(uneven))
-        raise ValueError(f"model and mesh do not fit: {told}; choose a mesh axis that divides")
+        raise BadInput(f"model and mesh do not fit: {told}; choose a mesh axis that divides")
     return PlacedModel(cfg, mesh, rules, make_batch_axes(mesh, rules), shapes, axes, needs, kernels, away, lora)

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import jax
 from jax import lax
 
+from jaxscale.exits import BadInput
 from jaxscale.ops.attention.names import ATTENTION_OUT, kept_by_kernel
 from jaxscale.ops.project import PRODUCT
 from jaxscale.sharding.batch_axes import GATHERED
@@ -33,7 +34,7 @@ SAVED: dict[str, tuple[str, ...]] = {
 
 
 def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Raises ValueError for a list that the policy does not read, or a name that the model does not give.
+    """Raises BadInput for a list that the policy does not read, or a name that the model does not give.
 
     names: of the model's activations.
     """
@@ -42,18 +43,18 @@ def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...
             if name not in names:
                 close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
                 hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(names)}"
-                raise ValueError(f"{field} has {name!r}, which this model gives to no activation; {hint}")
+                raise BadInput(f"{field} has {name!r}, which this model gives to no activation; {hint}")
         if twice := sorted({name for name in listed if listed.count(name) > 1}):
-            raise ValueError(f"{field} has {twice[0]!r} twice; name it once")
+            raise BadInput(f"{field} has {twice[0]!r} twice; name it once")
     if save and remat != "save":
-        raise ValueError(f"remat_save is read with remat='save' only, and remat={remat!r}; set that, or remat_save=()")
+        raise BadInput(f"remat_save is read with remat='save' only, and remat={remat!r}; set that, or remat_save=()")
     if remat == "save" and not save and not offload:
-        raise ValueError(f"remat='save' needs remat_save or remat_offload: names among {', '.join(names)}")
+        raise BadInput(f"remat='save' needs remat_save or remat_offload: names among {', '.join(names)}")
     if offload and remat not in (*SAVED, "save"):
         able = ", ".join(name for name in get_args(RematName) if name in SAVED or name == "save")
-        raise ValueError(f"remat_offload cannot go with remat={remat!r}, which keeps by other rules; use {able}")
+        raise BadInput(f"remat_offload cannot go with remat={remat!r}, which keeps by other rules; use {able}")
     if both := [name for name in save if name in offload]:
-        raise ValueError(f"{both[0]!r} is in remat_save and in remat_offload; it can be kept in one place")
+        raise BadInput(f"{both[0]!r} is in remat_save and in remat_offload; it can be kept in one place")
 
 
 def all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:

@@ -16,6 +16,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.data.batch import EncoderInput
+from jaxscale.exits import BadInput
 from jaxscale.models.layers import (
     ModelConfig,
     check_positive,
@@ -69,16 +70,16 @@ class T5Config(ModelConfig):
         super().__post_init__()
         check_positive(self, "head_dim", "mlp_dim")
         if self.decoder_layers < 1:
-            raise ValueError(f"num_decoder_layers={self.num_decoder_layers} must be at least 1, or none")
+            raise BadInput(f"num_decoder_layers={self.num_decoder_layers} must be at least 1, or none")
         if self.num_buckets < 4 or self.num_buckets % 2:
-            raise ValueError(f"num_buckets={self.num_buckets} must be even and at least 4")
+            raise BadInput(f"num_buckets={self.num_buckets} must be even and at least 4")
         if self.max_distance <= self.num_buckets // 2:
-            raise ValueError(
+            raise BadInput(
                 f"max_distance={self.max_distance} must be above half of num_buckets={self.num_buckets}: "
                 "nearer positions have a bucket each"
             )
         if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout} must be at least 0 and below 1")
+            raise BadInput(f"dropout={self.dropout} must be at least 0 and below 1")
 
 
 def num_params(cfg: T5Config) -> int:

@@ -130,7 +130,7 @@ class Diagnosis:
     ):
         """documents: names those of a batch. earlier: what events.jsonl holds from before this start.
 
-        Raises: ValueError for a webhook that may not be used. Touches no file and no network.
+        Raises: BadInput for a webhook that may not be used. Touches no file and no network.
         """
         self.documents, self.earlier = documents, earlier
         self.health, self.note, self.run, self.url = Health(cfg, facts), note, facts.workdir, webhook_url()

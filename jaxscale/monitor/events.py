@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale import paths
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.monitor.appending import append
 from jaxscale.monitor.upload import LAST_SECONDS, Uploader, take_up
 from jaxscale.redact import redacted
@@ -113,7 +113,7 @@ class Events:
 def read_events(workdir: Any) -> list[dict[str, Any]]:
     """The events of a run, oldest first; [] where there are none. A torn last line is left out.
 
-    Raises ValueError naming the line where another one is damaged: decisions are read from here.
+    Raises BadInput naming the line where another one is damaged: decisions are read from here.
     """
     path = paths.as_path(workdir) / NAME
     events = []
@@ -122,7 +122,7 @@ def read_events(workdir: Any) -> list[dict[str, Any]]:
             event = json.loads(line)
             events.append(event | {"event": event["event"], "step": event["step"]})
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{path}:{number} is no event: damaged, or edited by hand; mend that line") from None
+            raise BadInput(f"{path}:{number} is no event: damaged, or edited by hand; mend that line") from None
     return events
 
 

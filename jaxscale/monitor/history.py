@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxscale import paths, units
+from jaxscale.exits import BadInput
 from jaxscale.monitor.json_lines import clean_event, read_lines, read_object
 
 MOST_VALUES = 1_000_000  # values in the rows that are kept: about 80 MB
@@ -107,11 +108,11 @@ def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History
 
     Args: most_values: about so many numbers are kept of metrics.jsonl; of each group of rows those with the lowest and
     highest loss, the largest gradient norm, the longest step, and a skipped one. None: all.
-    Raises: ValueError where there is no such folder, or nothing of a run in it.
+    Raises: BadInput where there is no such folder, or nothing of a run in it.
     """
     folder = paths.as_path(workdir)
     if not any((folder / name).exists() for name in KNOWN):
-        raise ValueError(no_run(workdir, folder))
+        raise BadInput(no_run(workdir, folder))
     problems: list[str] = []
     metrics = read_metrics(folder, most_values, problems)
     abandoned = read_abandoned(folder, metrics, most_values, problems)  # may take rows out of the metrics

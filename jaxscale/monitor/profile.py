@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 from jaxscale.monitor.events import Note
 
 TOUCHED = "PROFILE"
@@ -38,12 +39,12 @@ class Steps(NamedTuple):
 
 
 def parse_steps(text: str | None) -> Steps | None:
-    """'100:105' as steps 100 to 104. Raises ValueError for what is no such range."""
+    """'100:105' as steps 100 to 104. Raises BadInput for what is no such range."""
     if not text:
         return None
     found = RANGE.fullmatch(text)
     if not found or not 1 <= int(found[1]) < int(found[2]):
-        raise ValueError(
+        raise BadInput(
             f"profile_steps={text!r} must be FIRST:STOP with 1 <= FIRST < STOP, such as 100:105 for steps 100 to 104"
         )
     return Steps(int(found[1]), int(found[2]))

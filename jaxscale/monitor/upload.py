@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxscale import paths
 from jaxscale.bucket import Bucket, Changed, open_bucket
+from jaxscale.exits import BadInput
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before the second try, and between two tries at most
 QUIET_SECONDS = 60.0  # a fault that passes sooner is nobody's concern
@@ -17,7 +18,7 @@ SILENCE_SECONDS = 30.0  # without a byte, after which a try is given up
 LAST_SECONDS = 20.0  # for the last lines to reach a bucket that does not answer: machines are taken away after 30
 
 
-class Taken(ValueError):
+class Taken(BadInput):
     """Another process has written the object, which is its own from then on."""
 
 
@@ -141,7 +142,7 @@ def make_write(path: Any) -> Callable[[bytes], None]:
 def take_up(path: Any) -> tuple[bytes, Callable[[bytes], None]]:
     """(what the object holds, b"" where there is none; make_write's function, which replaces just that).
 
-    Raises: OSError, or ValueError, where it cannot be read.
+    Raises: OSError, or BadInput, where it cannot be read.
     """
     if os.fspath(path).startswith("gs://"):
         own = OwnObject(os.fspath(path))
@@ -173,7 +174,7 @@ class OwnObject:
     def read(self) -> bytes:
         """The content, b"" where there is no object. `write` replaces nothing that comes after it.
 
-        Raises: ValueError if the service does not answer, or refuses.
+        Raises: BadInput if the service does not answer, or refuses.
         """
         found = self.open().look(self.url) or self.open().look(self.url)  # it may be replaced while one looks
         self.generation, self.tried = (found.generation, found.content) if found else (0, b"")

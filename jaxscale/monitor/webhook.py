@@ -15,6 +15,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 
+from jaxscale.exits import BadInput
 from jaxscale.paths import is_loopback
 
 VARIABLE = "JAXSCALE_WEBHOOK_URL"
@@ -29,7 +30,7 @@ LAST_SECONDS = 5.0  # for what is waiting, when a run ends
 def webhook_url(environment: collections.abc.Mapping[str, str] = os.environ) -> str | None:
     """The address in JAXSCALE_WEBHOOK_URL; None where there is none.
 
-    Raises: ValueError unless it is https, or http to this machine. The address is not in the error.
+    Raises: BadInput unless it is https, or http to this machine. The address is not in the error.
     """
     if not (url := environment.get(VARIABLE, "").strip()):
         return None
@@ -40,7 +41,7 @@ def webhook_url(environment: collections.abc.Mapping[str, str] = os.environ) -> 
         host = None
     plain = url.isascii() and url.isprintable() and " " not in url
     if not plain or not host or not (parts.scheme == "https" or parts.scheme == "http" and is_loopback(host)):
-        raise ValueError(f"{VARIABLE} must be an https:// address (http:// for this machine alone); unset it for none")
+        raise BadInput(f"{VARIABLE} must be an https:// address (http:// for this machine alone); unset it for none")
     return url
 
 

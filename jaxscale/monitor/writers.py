@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 from jaxscale.monitor.alerts import Diagnosis
 from jaxscale.monitor.appending import append
 from jaxscale.monitor.console import choose_style
@@ -63,13 +64,13 @@ class MonitorConfig:
     def __post_init__(self):
         parse_steps(self.profile_steps)
         if len(set(self.writers)) < len(self.writers):
-            raise ValueError(f"writers={self.writers} names one twice")
+            raise BadInput(f"writers={self.writers} names one twice")
         if self.telemetry_seconds != 0 and not 1 <= self.telemetry_seconds < math.inf:
-            raise ValueError(f"telemetry_seconds={self.telemetry_seconds} must be 0 (never) or at least 1")
+            raise BadInput(f"telemetry_seconds={self.telemetry_seconds} must be 0 (never) or at least 1")
         if self.log_every_steps < 1:
-            raise ValueError(f"log_every_steps={self.log_every_steps} must be at least 1")
+            raise BadInput(f"log_every_steps={self.log_every_steps} must be at least 1")
         if self.statistics_every_steps < 0:
-            raise ValueError(f"statistics_every_steps={self.statistics_every_steps} must not be negative; 0: none")
+            raise BadInput(f"statistics_every_steps={self.statistics_every_steps} must not be negative; 0: none")
 
 
 class Writer:

@@ -36,7 +36,7 @@ PLAIN = Kernels(attend=xla.attend, attention="xla", project=einsum_project)
 def choose_kernels(
     platform: str, attention: AttentionName, needs: AttentionNeeds, device: jax.Device | None = None
 ) -> Kernels:
-    """The kernels for "cpu", "gpu" or "tpu". Raises ValueError for an attention that the platform lacks.
+    """The kernels for "cpu", "gpu" or "tpu". Raises BadInput for an attention that the platform lacks.
 
     device: one of those that the kernels are for, where that is known.
     """

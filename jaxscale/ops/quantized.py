@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.exits import BadInput
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.project import PRODUCT, contracted_axes
 
@@ -38,11 +39,11 @@ RECIPES = {
 
 
 def with_matmul_dtype(kernels: Kernels, name: MatmulDtype) -> Kernels:
-    """The kernels with the blocks' projections in this type. Raises ValueError where the library is missing."""
+    """The kernels with the blocks' projections in this type. Raises BadInput where the library is missing."""
     if name == "none":
         return kernels
     if importlib.util.find_spec("qwix") is None:
-        raise ValueError(f"model.matmul_dtype={name!r} needs qwix: pip install 'jaxscale[quant]'")
+        raise BadInput(f"model.matmul_dtype={name!r} needs qwix: pip install 'jaxscale[quant]'")
     return dataclasses.replace(kernels, project=functools.partial(project, RECIPES[name]))
 
 

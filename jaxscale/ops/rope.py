@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -26,15 +27,15 @@ class RopeScaling:
 
     def __post_init__(self):
         if self.factor < 1:
-            raise ValueError(f"factor={self.factor} must be at least 1; leave out rope scaling to have none")
+            raise BadInput(f"factor={self.factor} must be at least 1; leave out rope scaling to have none")
         if self.low_freq_factor <= 0:
-            raise ValueError(f"low_freq_factor={self.low_freq_factor} must be above 0")
+            raise BadInput(f"low_freq_factor={self.low_freq_factor} must be above 0")
         if self.high_freq_factor <= self.low_freq_factor:
-            raise ValueError(
+            raise BadInput(
                 f"high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
             )
         if self.original_max_len < 1:
-            raise ValueError(f"original_max_len={self.original_max_len} must be at least 1 token")
+            raise BadInput(f"original_max_len={self.original_max_len} must be at least 1 token")
 
 
 class Rotation(NamedTuple):
@@ -47,7 +48,7 @@ class Rotation(NamedTuple):
 def frequencies(head_dim: int, base: float, scaling: RopeScaling | None = None) -> np.ndarray:
     """Angle per position of each pair, float64 [h, radians]. llama3 is the rule published with Llama 3.1."""
     if head_dim % 2:
-        raise ValueError(f"head_dim={head_dim} must be even: rotary positions turn pairs of dimensions")
+        raise BadInput(f"head_dim={head_dim} must be even: rotary positions turn pairs of dimensions")
     freq_h = base ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
         return freq_h

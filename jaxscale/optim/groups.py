@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 FROZEN_BASE = "base"  # what adapters are added to
@@ -27,11 +28,11 @@ class GroupConfig:
         try:
             re.compile(self.pattern)
         except re.error as error:
-            raise ValueError(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+            raise BadInput(f"pattern={self.pattern!r} is no regular expression: {error}") from None
         if self.lr_multiplier < 0:
-            raise ValueError(f"lr_multiplier={self.lr_multiplier} must not be negative; frozen=true stops a group")
+            raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; frozen=true stops a group")
         if self.weight_decay is not None and self.weight_decay < 0:
-            raise ValueError(f"weight_decay={self.weight_decay} must not be negative")
+            raise BadInput(f"weight_decay={self.weight_decay} must not be negative")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def assign_groups(
     """A tree of Group, one for each leaf of axes_tree (leaves: tuples of logical axes).
 
     Without a group, matrices decay; norms, biases and embeddings do not, unless weight_decay_all. What does not learn,
-    by its name, is frozen whatever the groups say. Raises ValueError for a pattern that finds nothing, with the names
+    by its name, is frozen whatever the groups say. Raises BadInput for a pattern that finds nothing, with the names
     there are.
     """
     is_axes = lambda leaf: isinstance(leaf, tuple)
@@ -84,11 +85,11 @@ def assign_groups(
     for index, found in matched.items():
         pattern = groups[index].pattern
         if not found and not any(re.search(pattern, name) for name in names):
-            raise ValueError(
+            raise BadInput(
                 f"optim.groups[{index}].pattern={pattern!r} matches no parameter; there are {', '.join(names)}"
             )
         if not found:
-            raise ValueError(
+            raise BadInput(
                 f"optim.groups[{index}].pattern={pattern!r} only matches what earlier groups took; move it up"
             )
     return assigned

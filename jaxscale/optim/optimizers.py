@@ -12,6 +12,7 @@ import jax
 import optax
 
 from jaxscale import units
+from jaxscale.exits import BadInput
 from jaxscale.optim.groups import Group, GroupConfig, frozen_mask
 from jaxscale.optim.schedules import Decay, Schedule, make_schedule
 from jaxscale.optim.streamed import is_masked, renewed, streamed
@@ -46,17 +47,17 @@ class OptimConfig:
 
     def __post_init__(self):
         if not 0 <= self.min_lr <= self.peak_lr:
-            raise ValueError(f"min_lr={self.min_lr:g} must lie between 0 and peak_lr={self.peak_lr:g}")
+            raise BadInput(f"min_lr={self.min_lr:g} must lie between 0 and peak_lr={self.peak_lr:g}")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0 and below 1")
         if not 0 < self.decay_fraction <= 1:
-            raise ValueError(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
+            raise BadInput(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
         if self.offload_moments and self.name == "sgd" and self.b1 == 0:
-            raise ValueError("offload_moments=true: sgd with b1=0 has no moments; leave it out")
+            raise BadInput("offload_moments=true: sgd with b1=0 has no moments; leave it out")
         for name in ("weight_decay", "clip_norm", "eps"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must not be negative")
+                raise BadInput(f"{name}={getattr(self, name)} must not be negative")
 
 
 def optim_schedule(cfg: OptimConfig, *, warmup_steps: int, total_steps: int) -> Schedule:

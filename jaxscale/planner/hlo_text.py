@@ -5,6 +5,8 @@ import functools
 import math
 import re
 
+from jaxscale.exits import BadInput
+
 SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\](?:\{([^}]*)\})?")
 HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->\s.*\{\s*$")
 INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)")
@@ -111,7 +113,7 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """The computations of a compiled program (`compiled.as_text()`). Raises ValueError if it has no entry."""
+    """The computations of a compiled program (`compiled.as_text()`). Raises BadInput if it has no entry."""
     computations: dict[str, Computation] = {}
     entry, name, lines = None, None, []
     for line in text.splitlines():
@@ -128,7 +130,7 @@ def parse_module(text: str) -> Module:
         else:
             lines[-1] += line  # Pallas kernels carry metadata that is printed over several lines
     if entry is None:
-        raise ValueError("this is not the text of a compiled program: it has no ENTRY computation")
+        raise BadInput("this is not the text of a compiled program: it has no ENTRY computation")
     partitions = re.search(r"\bnum_partitions=(\d+)", text[: text.find("\n")])
     return Module(computations, entry, int(partitions[1]) if partitions else None)
 

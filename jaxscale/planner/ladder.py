@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxscale import paths, schema, units
 from jaxscale.config import Budget, RunConfig, resolve_budget
+from jaxscale.exits import BadInput
 from jaxscale.models import num_params
 from jaxscale.monitor.history import History, read_history
 from jaxscale.optim.optimizers import optim_schedule
@@ -95,7 +96,7 @@ class Ladder(NamedTuple):
 
 
 def find_runs(patterns: str) -> list[str]:
-    """The folders that patterns such as 'runs/ladder/*,gs://bucket/small-*' match, in order. ValueError for none."""
+    """The folders that patterns such as 'runs/ladder/*,gs://bucket/small-*' match, in order. BadInput for none."""
     found: list[str] = []
     for pattern in filter(None, (part.strip() for part in patterns.split(","))):
         parts = pattern.split("/")
@@ -104,10 +105,10 @@ def find_runs(patterns: str) -> list[str]:
         folder, rest = paths.as_path(base), "/".join(parts[wild:])
         matched = sorted(str(path) for path in folder.glob(rest) if path.is_dir()) if rest else [str(folder)]
         if not matched:
-            raise ValueError(f"--runs={pattern} matches no folder; name work folders of finished runs, quoted")
+            raise BadInput(f"--runs={pattern} matches no folder; name work folders of finished runs, quoted")
         found += [name for name in matched if name not in found]
     if not found:
-        raise ValueError("--runs must name work folders, such as --runs='runs/ladder/*'")
+        raise BadInput("--runs must name work folders, such as --runs='runs/ladder/*'")
     return found
 
 
@@ -121,7 +122,7 @@ def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, apart
     for folder in folders:
         try:
             if apart is not None and paths.absolute(folder) == paths.absolute(apart):
-                raise ValueError("it is the run to be forecast")
+                raise BadInput("it is the run to be forecast")
             rungs.append(read_rung(folder, wanted, own))
         except ValueError as why:
             left_out.append((folder, str(why)))
@@ -129,37 +130,37 @@ def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, apart
 
 
 def read_rung(folder: str, wanted: dict[str, Any], own: Schedule) -> Rung:
-    """A finished run. Raises ValueError that says why it cannot stand beside the others."""
+    """A finished run. Raises BadInput that says why it cannot stand beside the others."""
     history = read_history(folder)
     cfg, budget = settings_of(history)
     for name, value in comparable(cfg).items():
         if value != wanted[name]:
-            raise ValueError(f"{name} is {told(value)}, not {told(wanted[name])} as in the config")
+            raise BadInput(f"{name} is {told(value)}, not {told(wanted[name])} as in the config")
     schedule = schedule_of(cfg, budget)
     if not schedule.ends_as(own):
-        raise ValueError(f"its schedule is {schedule}, not {own}")
+        raise BadInput(f"its schedule is {schedule}, not {own}")
     if history.config.get("ancestry"):
-        raise ValueError("it began with the parameters of another run, so its tokens are not all it learned from")
+        raise BadInput("it began with the parameters of another run, so its tokens are not all it learned from")
     last = history.last_step
     steady = schedule.decay == "constant"
     if last < budget.total_steps and not steady:
-        raise ValueError(f"it is not finished: step {last} of {budget.total_steps}")
+        raise BadInput(f"it is not finished: step {last} of {budget.total_steps}")
     check_rate(history, cfg, budget)
     params, flops = num_params(cfg.model), cfg.flops_per_token
     told_at = [row for row in history.rows if LOSS in row]
     if not told_at:
-        raise ValueError("it has no held-out loss; runs of a ladder need eval.num_rows above 0 and held-out text")
+        raise BadInput("it has no held-out loss; runs of a ladder need eval.num_rows above 0 and held-out text")
     bad = [row["step"] for row in told_at if row[LOSS] is None]
     if bad:
-        raise ValueError(f"it diverged: its held-out loss at step {bad[0]} is not finite")
+        raise BadInput(f"it diverged: its held-out loss at step {bad[0]} is not finite")
     end = told_at[-1]
     if not steady and end["step"] != budget.total_steps:
-        raise ValueError(f"its last held-out loss is of step {end['step']}, and it ends at {budget.total_steps}")
+        raise BadInput(f"its last held-out loss is of step {end['step']}, and it ends at {budget.total_steps}")
     steps, losses = (np.array(values, float) for values in history.series("loss"))
     check_healthy(steps, losses, max(int(end["step"]), 1))
     ends = [row for row in told_at if row["step"] >= WARM * max(1, budget.warmup_steps)] if steady else [end]
     if not ends:
-        raise ValueError(f"it has no held-out loss after its warmup of {budget.warmup_steps} steps")
+        raise BadInput(f"it has no held-out loss after its warmup of {budget.warmup_steps} steps")
     tokens = budget.batch_tokens
     points = [Point(params, row["step"] * tokens, row[LOSS], str(folder), flops * row["step"] * tokens) for row in ends]
     return Rung(
@@ -177,16 +178,16 @@ def read_rung(folder: str, wanted: dict[str, Any], own: Schedule) -> Rung:
 
 
 def settings_of(history: History) -> tuple[RunConfig, Budget]:
-    """(config, amounts) of a run as its config.json has them. Raises ValueError where that cannot be read."""
+    """(config, amounts) of a run as its config.json has them. Raises BadInput where that cannot be read."""
     if not history.config:
-        raise ValueError(next((p for p in history.problems if "config.json" in p), "config.json is missing"))
+        raise BadInput(next((p for p in history.problems if "config.json" in p), "config.json is missing"))
     try:
         cfg = schema.from_dict(RunConfig, history.config["config"])
         return cfg, Budget(**history.config["budget"])
     except (KeyError, TypeError) as error:
-        raise ValueError(f"its config.json lacks what a run writes there ({error})") from None
+        raise BadInput(f"its config.json lacks what a run writes there ({error})") from None
     except ValueError as error:
-        raise ValueError(f"its config.json is of another version: {error}") from None
+        raise BadInput(f"its config.json is of another version: {error}") from None
 
 
 def comparable(cfg: RunConfig) -> dict[str, Any]:
@@ -226,7 +227,7 @@ def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
 
 
 def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
-    """Raises ValueError if the rates that were logged are not those of the schedule.
+    """Raises BadInput if the rates that were logged are not those of the schedule.
 
     So it is after a horizon that was changed on the way, and after a cut of the rate in answer to trouble: the end of
     such a run is not that of a run which had its last schedule from the beginning.
@@ -237,24 +238,24 @@ def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
     off = np.abs(rates - due) > RATE_OFF * np.maximum(due, 1e-3 * cfg.optim.peak_lr)
     if off.any():
         at = int(np.argmax(off))
-        raise ValueError(
+        raise BadInput(
             f"its learning rate at step {steps[at]:.0f} was {rates[at]:.3g}, and its schedule has {due[at]:.3g}: the "
             "horizon changed on the way, or the rate was cut"
         )
 
 
 def check_healthy(steps: np.ndarray, losses: np.ndarray, last: int) -> None:
-    """Raises ValueError if the training loss rose again: its mean over the last twentieth against the lowest one."""
+    """Raises BadInput if the training loss rose again: its mean over the last twentieth against the lowest one."""
     means = [losses[(steps > part * last) & (steps <= (part + 0.05) * last)] for part in np.arange(0.1, 1, 0.05)]
     means = [float(part.mean()) for part in means if len(part)]
     if means and means[-1] > ROSE * min(means):
-        raise ValueError(f"it diverged: its training loss ends at {means[-1]:.4g} after {min(means):.4g}")
+        raise BadInput(f"it diverged: its training loss ends at {means[-1]:.4g} after {min(means):.4g}")
 
 
 def target_budget(cfg: RunConfig, tokens: str | None) -> tuple[RunConfig, Budget]:
     """(config, amounts) of the run to be forecast; tokens: as in --tokens, in place of train_tokens.
 
-    Raises ValueError where the amounts need the data, which is not opened here.
+    Raises BadInput where the amounts need the data, which is not opened here.
     """
     if tokens is not None:
         cfg = dataclasses.replace(cfg, train_tokens=units.resolve("--tokens", tokens, seq_len=cfg.seq_len))

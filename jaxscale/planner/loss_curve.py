@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.special import stdtrit  # scipy comes with jax
 
+from jaxscale.exits import BadInput
 from jaxscale.planner.ladder import Rung, Schedule
 from jaxscale.planner.loss_law import INTERVAL, Prediction
 
@@ -49,21 +50,21 @@ def shape_of(rungs: Sequence[Rung], schedule: Schedule) -> Shape:
     """The shape of runs with this schedule.
 
     The band is Student's interval for one more run of the same kind, which a few curves give a width that quantiles of
-    so few cannot. Raises ValueError where the schedules differ, or too few curves are whole.
+    so few cannot. Raises BadInput where the schedules differ, or too few curves are whole.
     """
     if other := [rung for rung in rungs if not rung.schedule.runs_as(schedule)]:
-        raise ValueError(
+        raise BadInput(
             f"the curve of {other[0].name} followed {other[0].schedule}, and the run to be forecast follows "
             f"{schedule}; a band over its curve needs the same shape of schedule in all"
         )
     if (begin := float(PARTS[0]) - SMOOTHED) < schedule.warmup:
-        raise ValueError(
+        raise BadInput(
             f"the warmup is {schedule.warmup:.0%} of the run, and the band begins at {begin:.0%}; the shape of curves "
             "is known after the warmup alone"
         )
     curves = [curve for rung in rungs if (curve := smoothed(rung)) is not None]
     if len(curves) < LEAST_CURVES:
-        raise ValueError(
+        raise BadInput(
             f"{len(curves)} runs have a line of training metrics in every twentieth of the run; a band over the curve "
             f"needs {LEAST_CURVES}: lower monitor.log_every_steps in the ladder"
         )

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 from jaxscale.planner.loss_fit import PULL_AT, PULL_WIDTH, Form, Problem
 from jaxscale.units import count
 
@@ -79,7 +80,7 @@ class LossLaw:
     line: tuple[float, float] | None  # form params: log D = line[0] + line[1] log N in the ladder
 
     def predict(self, params: float, tokens: float, seed: int = 0) -> Prediction:
-        """(low, middle, high) of a run's end. Raises ValueError where the ladder says nothing about such a run."""
+        """(low, middle, high) of a run's end. Raises BadInput where the ladder says nothing about such a run."""
         self.check_reach(params, tokens)
         middle = self.terms.loss(params, tokens)
         drawn = np.log([terms.loss(params, tokens) for terms in self.draws])
@@ -92,17 +93,17 @@ class LossLaw:
         )
 
     def check_reach(self, params: float, tokens: float) -> None:
-        """Raises ValueError if the law has no term for what this run has another of than the ladder."""
+        """Raises BadInput if the law has no term for what this run has another of than the ladder."""
         first = self.points[0]
         if self.form == "tokens" and abs(math.log(params / first.params)) > SAME:
-            raise ValueError(
+            raise BadInput(
                 f"the ladder has one size, {count(first.params)} parameters, and cannot tell the loss of "
                 f"{count(params)}; add runs of another size"
             )
         if self.form == "params":
             usual = math.exp(self.line[0] + self.line[1] * math.log(params))
             if abs(math.log(tokens / usual)) > math.log(1.25):
-                raise ValueError(
+                raise BadInput(
                     f"in the ladder the tokens follow from the size, and at {count(params)} parameters are "
                     f"{count(usual)}; it cannot tell the loss at {count(tokens)}: add runs of one size and other tokens"
                 )
@@ -131,7 +132,7 @@ class LossLaw:
 def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0) -> LossLaw:
     """The law of the points, the same for the same points and seed; 400 draws of 9 runs take about 5 s.
 
-    Raises ValueError, in one line that says what is missing, for a ladder that fixes no law.
+    Raises BadInput, in one line that says what is missing, for a ladder that fixes no law.
     """
     points = tuple(points)
     form, line = choose_form(points)
@@ -168,17 +169,17 @@ def run_of(points: Sequence[Point]) -> list[str]:
 def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | None]:
     """(which terms the points can tell, how tokens follow from parameters where they do). Raises as fit() does."""
     if bad := [point for point in points if not (point.loss > 0 and math.isfinite(point.loss))]:
-        raise ValueError(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}; leave it out")
+        raise BadInput(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}; leave it out")
     if len(points) < LEAST_POINTS:
-        raise ValueError(
+        raise BadInput(
             f"a law needs {LEAST_POINTS} finished runs or more, and the ladder has {len(points)}; "
             "three sizes with three amounts of tokens each are a good start"
         )
     if (runs := len(set(run_of(points)))) < LEAST_RUNS:
-        raise ValueError(f"the points are of {runs} runs, and an interval needs {LEAST_RUNS}: points of one run agree")
+        raise BadInput(f"the points are of {runs} runs, and an interval needs {LEAST_RUNS}: points of one run agree")
     sizes, amounts = distinct([p.params for p in points]), distinct([p.tokens for p in points])
     if sizes < LEAST_SIZES and amounts < 3:
-        raise ValueError(
+        raise BadInput(
             f"the ladder has {sizes} size and {amounts} amount{'s' * (amounts > 1)} of tokens; a law in both needs 2 "
             "sizes or more, one in tokens alone 3 amounts"
         )
@@ -188,7 +189,7 @@ def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | No
     slope, start = np.polyfit(log_params, log_tokens, 1)
     if np.abs(log_tokens - start - slope * log_params).max() < 0.1:  # one variable in two dresses
         if sizes < 3:
-            raise ValueError(
+            raise BadInput(
                 f"the ladder has {sizes} sizes, each with one amount of tokens; a law needs 3 sizes, or a second amount"
             )
         return "params", (float(start), float(slope))
@@ -221,7 +222,7 @@ def write_forecast(path: Any, law: LossLaw, band: Mapping[str, Sequence[float]],
 
     Args: path: the folder. band: tokens, low, middle, high, of equal length, for the smoothed training loss. facts:
     what else a reader may want, such as made_from, as JSON has it.
-    Raises: ValueError for numbers that are not finite.
+    Raises: BadInput for numbers that are not finite.
     """
     assert set(band) == {"tokens", "low", "middle", "high"} and len(set(map(len, band.values()))) == 1, sorted(band)
     paths.write_json(paths.as_path(path) / "forecast.json", {**band, **facts, "law": law.to_dict()})

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.exits import BadInput
 from jaxscale.planner.ahead import Compiled, compile_ahead
 from jaxscale.planner.check import UNCOUNTED
 from jaxscale.planner.memory import host_bytes, shard_bytes
@@ -29,7 +30,7 @@ def preflight(
     save_executable: pathlib.Path | None = None,
     say: Callable[[str], None] = print,
 ) -> Report:
-    """The report on a config on a topology. Raises ValueError for a config that no such machine can run."""
+    """The report on a config on a topology. Raises BadInput for a config that no such machine can run."""
     program = ahead_program(cfg, topology)
     compiled = compile_ahead(program, topology, keep=keep, save_executable=save_executable, say=say)
     return make_report(config_name, program, topology, compiled)
@@ -139,7 +140,7 @@ def usable_memory(topology: Topology) -> tuple[int, str]:
             try:
                 fraction = float(text)
             except ValueError:
-                raise ValueError(f"{name}={text!r} must be a number, such as 0.9") from None
+                raise BadInput(f"{name}={text!r} must be a number, such as 0.9") from None
             return int(there * fraction), f"{name}={text} of it is for jax"
     way_out = f"set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training for more"
     return int(there * GPU_FRACTION), f"jax takes {GPU_FRACTION:.0%} of a GPU's memory; {way_out}"

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 
+from jaxscale.exits import BadInput
 from jaxscale.hardware import CHIPS, Chip
 from jaxscale.planner.gpu_target import target_config
 
@@ -102,13 +103,13 @@ class Topology:
 def open_topology(text: str) -> Topology:
     """The devices that a name stands for, none of which need exist here.
 
-    Raises ValueError for a name that means nothing, with the nearest that does, and where no compiler is installed.
+    Raises BadInput for a name that means nothing, with the nearest that does, and where no compiler is installed.
     """
     name = parse_topology(text)
     try:
         devices = tpu_devices(name) if name.platform == "tpu" else gpu_devices(name)
     except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
-        raise ValueError(f"topology {text!r}: the compiler refuses {name}: {first_line(error)}") from error
+        raise BadInput(f"topology {text!r}: the compiler refuses {name}: {first_line(error)}") from error
     chip = CHIPS[devices[0].device_kind]
     hosts = len({device.process_index for device in devices})
     return Topology(str(name), name.platform, chip, devices, name.num_slices, hosts)
@@ -117,7 +118,7 @@ def open_topology(text: str) -> Topology:
 def tpu_devices(name: TopologyName) -> list[Any]:
     """Devices of a TPU topology, from libtpu's compiler. It starts no TPU and asks no metadata server."""
     if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
-        raise ValueError(f"{name} is compiled for by libtpu, which is not installed: pip install 'jaxscale[tpu]'")
+        raise BadInput(f"{name} is compiled for by libtpu, which is not installed: pip install 'jaxscale[tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process waits for a lock file
     options: dict[str, Any] = {"num_slices": name.num_slices} if name.num_slices > 1 else {}
@@ -133,11 +134,11 @@ def tpu_devices(name: TopologyName) -> list[Any]:
 def gpu_devices(name: TopologyName) -> list[Any]:
     """Devices of GPU hosts, from the CUDA plugin's compiler."""
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        raise ValueError(
+        raise BadInput(
             f"{name} is compiled for by jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
         )
     if jax.config.jax_platforms != "cpu":
-        raise ValueError(f"{name} can only be compiled for where jax runs on the CPU alone: set JAX_PLATFORMS=cpu")
+        raise BadInput(f"{name} can only be compiled for where jax runs on the CPU alone: set JAX_PLATFORMS=cpu")
     hosts, cards = name.shape
     target = target_config(FAMILIES[name.family].device_kind)
     layout = f"{name.num_slices}x{hosts}x{cards}"
@@ -187,11 +188,11 @@ def wraps(chip: Chip, size: int) -> bool:
 def parse_topology(text: str) -> TopologyName:
     """What a topology's name asks for. Needs no compiler.
 
-    Raises ValueError, in one line with the nearest that works, for an unknown chip or a shape that is not made.
+    Raises BadInput, in one line with the nearest that works, for an unknown chip or a shape that is not made.
     """
     match = re.fullmatch(r"(?:(\d+)\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])(\d+(?:x\d+)*))?", text.strip().lower())
     if not match:
-        raise ValueError(f"topology {text!r} is no chip and shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8")
+        raise BadInput(f"topology {text!r} is no chip and shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8")
     slices, chip, mark, sizes = match.groups()
     num_slices = int(slices or 1)
     family = ALIASES.get(chip, chip)
@@ -199,17 +200,17 @@ def parse_topology(text: str) -> TopologyName:
         known = sorted({*FAMILIES, *ALIASES})
         close = difflib.get_close_matches(chip, known, n=1, cutoff=0.4)
         meant = f"; did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"topology {text!r}: no chip is called {chip!r}{meant} (known: {', '.join(known)})")
+        raise BadInput(f"topology {text!r}: no chip is called {chip!r}{meant} (known: {', '.join(known)})")
     if num_slices < 1:
-        raise ValueError(f"topology {text!r}: 0 slices hold no chip; write {text.split('*')[1]}")
+        raise BadInput(f"topology {text!r}: 0 slices hold no chip; write {text.split('*')[1]}")
     if not sizes:
-        raise ValueError(f"topology {text!r}: how many? write {', '.join(map(str, examples(family)))}")
+        raise BadInput(f"topology {text!r}: how many? write {', '.join(map(str, examples(family)))}")
     shape = tuple(int(size) for size in sizes.split("x"))
     if FAMILIES[family].dims == 0:
         hosts, cards = gpu_shape(text, family, shape, counted=mark == "-")
         if num_slices > 1:
             whole = TopologyName(family, (num_slices * hosts, cards))
-            raise ValueError(f"topology {text!r}: GPU hosts are joined by one network, not in slices; write {whole}")
+            raise BadInput(f"topology {text!r}: GPU hosts are joined by one network, not in slices; write {whole}")
         return TopologyName(family, (hosts, cards))
     shape = counted_shape(text, family, shape) if mark == "-" else checked_shape(text, family, shape)
     return TopologyName(family, shape, num_slices)
@@ -226,12 +227,12 @@ def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) 
     if counted or len(shape) > 2:
         total = math.prod(shape)
         nearest = TopologyName(family, (max(1, round(total / CARDS_PER_HOST)), min(total, CARDS_PER_HOST)))
-        raise ValueError(f"topology {text!r}: GPUs are named by hosts x cards of a host; write {nearest}")
+        raise BadInput(f"topology {text!r}: GPUs are named by hosts x cards of a host; write {nearest}")
     hosts, cards = (1, *shape) if len(shape) == 1 else shape
     if not (1 <= cards <= CARDS_PER_HOST and 1 <= hosts <= MAX_HOSTS):
         total = max(1, math.prod(shape))
         fit = (min(MAX_HOSTS, -(-total // CARDS_PER_HOST)), min(total, CARDS_PER_HOST))
-        raise ValueError(
+        raise BadInput(
             f"topology {text!r}: a host holds 1 to {CARDS_PER_HOST} cards, and {MAX_HOSTS} hosts are the most; "
             f"write {TopologyName(family, fit)}"
         )
@@ -243,7 +244,7 @@ def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
     (count, *more), cores = shape, FAMILIES[family].cores
     unit = "TensorCores" if cores > 1 else "chips"
     if more:
-        raise ValueError(
+        raise BadInput(
             f"topology {text!r}: '-' is followed by a number of {unit}, a shape by ':'; write {text.replace('-', ':')}"
         )
     shapes = {
@@ -251,7 +252,7 @@ def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
     }  # the most cubic of a size comes first
     if count % cores or count // cores not in shapes:
         nearest = min(shapes, key=lambda chips: (abs(math.log(max(count, 1) / cores / chips)), chips))
-        raise ValueError(
+        raise BadInput(
             f"topology {text!r}: no {family} slice has {count} {unit}; the nearest is {family}-{nearest * cores} "
             f"({TopologyName(family, shapes[nearest])})"
         )
@@ -269,7 +270,7 @@ def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
     apart = lambda known: sum(abs(math.log(max(a, 1) / b)) for a, b in zip(sorted(padded), sorted(known)))
     nearest = min(legal.values(), key=lambda known: (abs(math.log(chips / math.prod(known))), apart(known)))
     rule = "x".join("ABC"[: FAMILIES[family].dims])
-    raise ValueError(
+    raise BadInput(
         f"topology {text!r}: no {family} slice ({rule}, at most {FAMILIES[family].max_chips} chips) has this shape; "
         f"the nearest is {TopologyName(family, nearest)} (of {math.prod(nearest)})"
     )

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -35,7 +36,7 @@ class Sampling:
         ):
             value = getattr(self, name)
             if not holds or not math.isfinite(value):
-                raise ValueError(f"{name}={value} must be {rule}")
+                raise BadInput(f"{name}={value} must be {rule}")
 
     @property
     def looks_back(self) -> bool:

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -20,8 +21,8 @@ class SampleConfig:
 
     def __post_init__(self):
         if self.num_tokens < 0 or self.top_k < 0 or self.temperature <= 0:
-            raise ValueError("num_tokens and top_k must be at least 0, temperature above 0")
+            raise BadInput("num_tokens and top_k must be at least 0, temperature above 0")
         if self.every_steps < 0 or self.every_steps and not self.num_tokens:
-            raise ValueError(f"every_steps={self.every_steps} must be at least 0, and is for num_tokens above 0")
+            raise BadInput(f"every_steps={self.every_steps} must be at least 0, and is for num_tokens above 0")
         if not self.prompt:
-            raise ValueError("prompt must not be empty: the first token needs one before it")
+            raise BadInput("prompt must not be empty: the first token needs one before it")

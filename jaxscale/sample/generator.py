@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.exits import BadInput
 from jaxscale.models import DECODERS, max_seq_len, unembed
 from jaxscale.models.placed import PlacedModel
 from jaxscale.ops.precision import matmul_precision
@@ -34,7 +35,7 @@ LEAST_PROMPT = 16  # tokens for which a prompt's program is made; from there on 
 AHEAD = 2  # steps that are under way when a token is handed out, so that the device does not wait for who reads it
 
 
-class NotFinite(ValueError):
+class NotFinite(BadInput):
     """The model gives NaN or infinities, of which no token can be drawn."""
 
 
@@ -91,9 +92,9 @@ class Engine:
     ):
         cfg, limit = placed.cfg, max_seq_len(placed.cfg)
         if not isinstance(cfg, DECODERS):
-            raise ValueError(f"model.name={cfg.name!r} writes no text from left to right; llama and gpt2 do")
+            raise BadInput(f"model.name={cfg.name!r} writes no text from left to right; llama and gpt2 do")
         if limit is not None and longest > limit:
-            raise ValueError(f"a text of {longest} tokens is longer than the model can read, max_seq_len={limit}")
+            raise BadInput(f"a text of {longest} tokens is longer than the model can read, max_seq_len={limit}")
         self.placed, self.longest, self.say = placed, longest, say
         self.batch = batch + -batch % placed.batch_axes.num_shards
         self.drawable_V = np.arange(cfg.vocab_size) < (num_ids or cfg.vocab_size)
@@ -224,7 +225,7 @@ class Generator:
 
         A row ends before a token of stop_ids, and where its text has `longest` tokens. numbers: of the rows, for their
         random numbers; none: own_numbers(prompts).
-        Raises ValueError for a prompt that is empty or too long, and for more prompts than the batch has rows, and
+        Raises BadInput for a prompt that is empty or too long, and for more prompts than the batch has rows, and
         NotFinite where a row's logits are no finite numbers.
         """
         engine, self.timing = self.engine, None
@@ -275,16 +276,16 @@ class Generator:
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
-    """Raises ValueError unless these prompts can be gone on from."""
+    """Raises BadInput unless these prompts can be gone on from."""
     if not 0 < len(prompts) <= engine.batch:
-        raise ValueError(f"{len(prompts)} prompts for a batch of {engine.batch} rows; give 1 to {engine.batch}")
+        raise BadInput(f"{len(prompts)} prompts for a batch of {engine.batch} rows; give 1 to {engine.batch}")
     for number, prompt in enumerate(prompts, 1):
         if not len(prompt):
-            raise ValueError(f"prompt {number} has no token; the first one needs another before it")
+            raise BadInput(f"prompt {number} has no token; the first one needs another before it")
         if len(prompt) > engine.longest:
-            raise ValueError(f"prompt {number} has {len(prompt)} tokens, and a text here has at most {engine.longest}")
+            raise BadInput(f"prompt {number} has {len(prompt)} tokens, and a text here has at most {engine.longest}")
         if not 0 <= min(prompt) <= max(prompt) < engine.placed.cfg.vocab_size:
-            raise ValueError(
+            raise BadInput(
                 f"prompt {number} has the token id {max(prompt)}, and the model's vocabulary is "
                 f"{engine.placed.cfg.vocab_size}"
             )

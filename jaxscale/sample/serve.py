@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from http.server import ThreadingHTTPServer
 from typing import Any
 
-from jaxscale.exits import Stop, tell
+from jaxscale.exits import BadInput, Stop, tell
 from jaxscale.monitor.report.serve import ADDRESS, LocalHandler
 from jaxscale.sample.page import SCRIPT, STYLE, chat_page
 from jaxscale.sample.text import Written
@@ -45,14 +45,14 @@ class ChatServer(ThreadingHTTPServer):
 
 
 def open_chat(answer: Answer, title: str, port: int) -> ChatServer:
-    """A server that listens; serve_forever() runs it. Raises ValueError where the port is not to be had.
+    """A server that listens; serve_forever() runs it. Raises BadInput where the port is not to be had.
 
     answer(messages, written) yields the pieces of the model's turn, and puts what it is in all into `written`.
     """
     try:
         server = ChatServer((ADDRESS, port), ChatHandler)
     except OSError as error:
-        raise ValueError(
+        raise BadInput(
             f"--serve={port}: the port cannot be had ({error.strerror or error}); give another one, or 0 for any"
         ) from None
     server.answer, server.title, server.busy, server.ending = answer, title, threading.Lock(), threading.Event()
@@ -106,7 +106,7 @@ class ChatHandler(LocalHandler):
             for piece in self.server.answer(messages, written):
                 self.send_line({"text": piece})
                 if self.server.ending.is_set():
-                    raise ValueError("the server has been ended")
+                    raise BadInput("the server has been ended")
         except (ValueError, Stop) as error:
             self.send_line({"error": str(error)})
             return
@@ -119,17 +119,17 @@ class ChatHandler(LocalHandler):
         self.send_line({"done": written[0].reason, "tokens": written[0].tokens})
 
     def read_messages(self) -> list[dict[str, str]]:
-        """The conversation that was sent. Raises ValueError if it is none, or not from our own page."""
+        """The conversation that was sent. Raises BadInput if it is none, or not from our own page."""
         port = self.server.server_address[1]
         if self.path != "/say":
-            raise ValueError("a turn is asked for at /say")
+            raise BadInput("a turn is asked for at /say")
         if self.headers.get("Origin") not in (None, *(f"http://{name}:{port}" for name in (ADDRESS, "localhost"))):
-            raise ValueError("another page may not talk here")
+            raise BadInput("another page may not talk here")
         if self.headers.get_content_type() != "application/json":
-            raise ValueError("a conversation is sent as application/json")
+            raise BadInput("a conversation is sent as application/json")
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()) or not 0 < int(length) <= MOST_BYTES:
-            raise ValueError(f"a conversation has 1 to {MOST_BYTES} bytes, told in Content-Length")
+            raise BadInput(f"a conversation has 1 to {MOST_BYTES} bytes, told in Content-Length")
         return check_messages(json.loads(self.rfile.read(int(length))))
 
     def refuse(self, code: int, why: str) -> None:
@@ -147,13 +147,13 @@ def check_messages(sent: Any) -> list[dict[str, str]]:
     """The messages of a request: turns of user and model by turns, the last of them the user's."""
     messages = sent.get("messages") if isinstance(sent, dict) else None
     if not isinstance(messages, list) or not messages:
-        raise ValueError("messages must be a list of turns")
+        raise BadInput("messages must be a list of turns")
     found = []
     for number, message in enumerate(messages):
         role, content = (message.get(key) if isinstance(message, dict) else None for key in ("role", "content"))
         if role != ROLES[number % 2] or not isinstance(content, str):
-            raise ValueError(f"message {number + 1} must have role {ROLES[number % 2]!r} and a text as content")
+            raise BadInput(f"message {number + 1} must have role {ROLES[number % 2]!r} and a text as content")
         found.append({"role": role, "content": content})
     if len(found) % 2 == 0:
-        raise ValueError("the last message must be the user's")
+        raise BadInput("the last message must be the user's")
     return found

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 
+from jaxscale.exits import BadInput
+
 REPLACED = "\ufffd"  # what a decoder shows for bytes that are no character, or not one yet
 CHARACTER_TOKENS = 4  # a character has at most four bytes (RFC 3629), and a token at least one
 CONTEXT = 8  # tokens of the prompt that the first new one is read with: some decoders drop a space at the beginning
@@ -11,12 +13,12 @@ class TextStream:
     """Tokens in, text out that will not change any more.
 
     stops: the text ends before the first of these to be complete, wherever tokens begin and end, and `stopped` is true.
-    Raises ValueError for an empty one.
+    Raises BadInput for an empty one.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = (), stops: Sequence[str] = ()):
         if "" in stops:
-            raise ValueError("a stop text is empty, and would end every text before it begins; leave it out")
+            raise BadInput("a stop text is empty, and would end every text before it begins; leave it out")
         self.decode, self.stops = decode, tuple(stops)
         self.ids = list(prompt)[-CONTEXT:]  # that the text is read from; those before `begin` are only context
         self.begin, self.told = len(self.ids), 0  # told: characters behind the context's that are out

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
+from jaxscale.exits import BadInput
+
 Value = bool | int | float | str
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # where people set options for XLA themselves
 FLAG = re.compile(r"--(\w+)")
@@ -90,11 +92,11 @@ def compiler_options(
 
 
 def check_options(extra: Mapping[str, Value], device: jax.Device) -> None:
-    """Raises ValueError where XLA for this device refuses one: asked of it with a program of one scalar."""
+    """Raises BadInput where XLA for this device refuses one: asked of it with a program of one scalar."""
     for name, value in extra.items():
         scalar = jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(device))
         try:
             jax.jit(jnp.negative, compiler_options={name: value}).lower(scalar).compile()
         except jax.errors.JaxRuntimeError as error:
             told = str(error).splitlines()[0].removeprefix("INVALID_ARGUMENT: ")
-            raise ValueError(f"compiler.{name}={value}: XLA for {device.platform} refuses it: {told}") from None
+            raise BadInput(f"compiler.{name}={value}: XLA for {device.platform} refuses it: {told}") from None

@@ -13,6 +13,7 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 from jaxscale.sharding.rules import MESH_AXES
 from jaxscale.units import divisors, or_list
@@ -35,29 +36,29 @@ class MeshConfig:
         for axis in MESH_AXES:
             size = getattr(self, axis)
             if size < 1 and size != -1:
-                raise ValueError(f"{axis}={size} must be a positive number of devices, or -1 for what is left")
+                raise BadInput(f"{axis}={size} must be a positive number of devices, or -1 for what is left")
             if axis in ("pipeline", "expert", "context") and size != 1:
-                raise ValueError(f"{axis}={size} is not built yet; leave it 1 and use data, fsdp and tensor")
+                raise BadInput(f"{axis}={size} is not built yet; leave it 1 and use data, fsdp and tensor")
         if len(free := [axis for axis in MESH_AXES if getattr(self, axis) == -1]) > 1:
-            raise ValueError(
+            raise BadInput(
                 f"only one axis may be -1, not {free}; set all but one (fsdp is -1 unless you say otherwise)"
             )
 
 
 def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:
-    """Axis to size, with -1 filled in. Raises ValueError if the sizes do not multiply to the devices."""
+    """Axis to size, with -1 filled in. Raises BadInput if the sizes do not multiply to the devices."""
     shape = {axis: getattr(cfg, axis) for axis in MESH_AXES}
     fixed = math.prod(size for size in shape.values() if size != -1)
     used = {axis: size for axis, size in shape.items() if size != 1}
     if -1 in shape.values():
         if num_devices % fixed:
-            raise ValueError(
+            raise BadInput(
                 f"mesh={used} needs a multiple of {fixed} devices, and there are {num_devices}; "
                 f"{nearest_size({axis: size for axis, size in used.items() if size != -1}, num_devices)}"
             )
         return {axis: num_devices // fixed if size == -1 else size for axis, size in shape.items()}
     if fixed != num_devices:
-        raise ValueError(
+        raise BadInput(
             f"mesh={used or 'all 1'} multiplies to {fixed} devices, and there are {num_devices}; make one axis -1"
         )
     return shape
@@ -75,7 +76,7 @@ def nearest_size(fixed: dict[str, int], num_devices: int) -> str:
 def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """The mesh over `devices` (all devices unless given), axes in MESH_AXES order, every axis of type Auto.
 
-    Raises ValueError if the sizes do not multiply, or if an axis inside a slice or node would be longer than one.
+    Raises BadInput if the sizes do not multiply, or if an axis inside a slice or node would be longer than one.
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = mesh_shape(cfg, len(devices))
@@ -122,17 +123,17 @@ def device_groups(devices: Sequence[jax.Device]) -> tuple[str, str, list[int]]:
 
 
 def spanning_shape(shape: dict[str, int], kind: str, group_of: Sequence[int]) -> dict[str, int]:
-    """Axis to the number of groups along it, the outermost axes of SPANNING first. Raises ValueError if none fits."""
+    """Axis to the number of groups along it, the outermost axes of SPANNING first. Raises BadInput if none fits."""
     counts = [group_of.count(group) for group in sorted(set(group_of))]
     if len(set(counts)) != 1:
-        raise ValueError(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need as many")
+        raise BadInput(f"the {len(counts)} {kind}s have {or_list(sorted(set(counts)))} devices; all need as many")
     left, outer = len(counts), dict.fromkeys(shape, 1)
     for axis in SPANNING:
         outer[axis] = math.gcd(shape[axis], left)
         left //= outer[axis]
     if left != 1:  # then what stays inside a group does not divide its devices
         inside = {axis: size for axis, size in shape.items() if size > 1 and axis not in SPANNING}
-        raise ValueError(
+        raise BadInput(
             f"mesh={inside} does not divide the {counts[0]} devices of a {kind}, and only {or_list(SPANNING)} may "
             f"cross between {kind}s; {nearest_size(inside, counts[0])} and let fsdp=-1 take what is left"
         )

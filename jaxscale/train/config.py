@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Literal
 
+from jaxscale.exits import BadInput
 from jaxscale.models.loss import AUX_LOSSES
 from jaxscale.schema import setting
 from jaxscale.train.ema import EmaConfig
@@ -29,9 +30,9 @@ class TrainConfig:
 
     def __post_init__(self):
         if self.num_microbatches < 1:
-            raise ValueError(f"num_microbatches={self.num_microbatches} must be at least 1")
+            raise BadInput(f"num_microbatches={self.num_microbatches} must be at least 1")
         for name, weight in self.aux_losses.items():
             if name not in AUX_LOSSES:
-                raise ValueError(f"aux_losses has {name!r}; there is {', '.join(AUX_LOSSES)}")
+                raise BadInput(f"aux_losses has {name!r}; there is {', '.join(AUX_LOSSES)}")
             if weight < 0:
-                raise ValueError(f"aux_losses.{name}={weight} must not be negative")
+                raise BadInput(f"aux_losses.{name}={weight} must not be negative")

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxscale.exits import BadInput
 from jaxscale.optim.optimizers import with_frozen
 from jaxscale.optim.streamed import is_masked
 from jaxscale.schema import setting
@@ -29,9 +30,9 @@ class EmaConfig:
 
     def __post_init__(self):
         if not 0 <= self.decay < 1:
-            raise ValueError(f"decay={self.decay} must be at least 0 and below 1")
+            raise BadInput(f"decay={self.decay} must be at least 0 and below 1")
         if self.start_step < 0 or self.start_step and not self.decay:
-            raise ValueError(f"start_step={self.start_step} must be at least 0, and is for a decay above 0")
+            raise BadInput(f"start_step={self.start_step} must be at least 0, and is for a decay above 0")
 
     @property
     def on(self) -> bool:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 ENOUGH = 10  # steps in the window before its median is believed
@@ -79,14 +80,14 @@ class GuardConfig:
 
     def __post_init__(self):
         if self.max_grad_norm <= 0 or self.max_skipped_in_row < 0:
-            raise ValueError("max_grad_norm must be above 0 and max_skipped_in_row at least 0")
+            raise BadInput("max_grad_norm must be above 0 and max_skipped_in_row at least 0")
         if self.window_steps < ENOUGH:
-            raise ValueError(f"window_steps={self.window_steps} must be at least {ENOUGH}: fewer have no steady median")
+            raise BadInput(f"window_steps={self.window_steps} must be at least {ENOUGH}: fewer have no steady median")
         for name in ("spike_sigma", "grad_ratio", "max_spikes_in_row"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0 (0: off)")
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0 (0: off)")
         if self.spike_ratio and self.spike_ratio <= 1:
-            raise ValueError(
+            raise BadInput(
                 f"spike_ratio={self.spike_ratio} must be above 1, or 0 for none: half of all losses lie above 1"
             )
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 from typing import Literal, NamedTuple
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 from jaxscale.train.guard import LEAST_SPIKE, GuardConfig
 
@@ -61,15 +62,15 @@ class LadderConfig:
 
     def __post_init__(self):
         if self.cut_factor <= 1 or self.cut_steps < 1:
-            raise ValueError("cut_factor must be above 1 and cut_steps at least 1")
+            raise BadInput("cut_factor must be above 1 and cut_steps at least 1")
         most = ("max_skipped_in_window", "max_cuts", "max_rewinds", "max_rewind_steps")
         for name in (*most, "rewind_margin_steps", "clean_steps"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 0")
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0")
         if bool(self.clean_source) != bool(self.clean_steps):
-            raise ValueError("clean_source and clean_steps belong together: a source, and how many steps it is for")
+            raise BadInput("clean_source and clean_steps belong together: a source, and how many steps it is for")
         if len(set(self.rungs)) < len(self.rungs):
-            raise ValueError(f"rungs={self.rungs} names one twice; max_cuts and max_rewinds say how often")
+            raise BadInput(f"rungs={self.rungs} names one twice; max_cuts and max_rewinds say how often")
 
 
 class Reading(NamedTuple):

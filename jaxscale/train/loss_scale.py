@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -23,11 +24,9 @@ class LossScaleConfig:
 
     def __post_init__(self):
         if not 0 < self.min <= self.initial <= self.max:
-            raise ValueError(
-                f"initial={self.initial:g} must lie between min={self.min:g} (above 0) and max={self.max:g}"
-            )
+            raise BadInput(f"initial={self.initial:g} must lie between min={self.min:g} (above 0) and max={self.max:g}")
         if self.growth_interval < 1:
-            raise ValueError(f"growth_interval={self.growth_interval} must be at least 1")
+            raise BadInput(f"growth_interval={self.growth_interval} must be at least 1")
 
 
 class LossScale(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale import faults
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.monitor.events import Note, ignore
 from jaxscale.schema import setting
 from jaxscale.train.replicas import ReplicaReport, flip_bit
@@ -26,7 +26,7 @@ class ReplicaConfig:
 
     def __post_init__(self):
         if self.every_steps < 0 or self.max_passing < 0:
-            raise ValueError("every_steps and max_passing must be at least 0")
+            raise BadInput("every_steps and max_passing must be at least 0")
 
 
 class ReplicaWatch:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.cli import verify
-from jaxscale.exits import ADVICE, CODES_LINE, Exit, is_for_people
+from jaxscale.exits import ADVICE, CODES_LINE, BadInput, Exit
 
 
 def jaxscale(*arguments, module=None):
@@ -70,4 +70,4 @@ def test_both_doors_lead_to_the_same_verb():
 def test_a_wrong_command_line_of_verify_is_one_clear_line(arguments, told):
     with pytest.raises(ValueError, match=re.escape(told)) as error:
         verify.main(arguments)
-    assert is_for_people(error.value) and "\n" not in str(error.value)
+    assert isinstance(error.value, BadInput) and "\n" not in str(error.value)

@@ -12,7 +12,7 @@ import pytest
 from jaxscale import cli
 from jaxscale.cli import bench, plan
 from jaxscale.config import load_config
-from jaxscale.exits import Exit, is_for_people
+from jaxscale.exits import BadInput, Exit
 from jaxscale.planner.plan import measured
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -102,7 +102,7 @@ def test_a_wrong_command_line_is_told_in_one_line(argv, said, monkeypatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ValueError) as error:
         plan.main(argv)
-    assert said in str(error.value) and "\n" not in str(error.value) and is_for_people(error.value)
+    assert said in str(error.value) and "\n" not in str(error.value) and isinstance(error.value, BadInput)
 
 
 def test_saving_is_of_the_step_alone():

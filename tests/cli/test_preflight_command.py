@@ -14,7 +14,7 @@ import tiny
 from jaxscale.cli import preflight
 from jaxscale.cli.preflight import OPTIONS, SWITCHES, Request, answer
 from jaxscale.command_line import take_switches
-from jaxscale.exits import Exit, is_for_people
+from jaxscale.exits import BadInput, Exit
 from jaxscale.hardware import Chip
 from jaxscale.planner import search
 from jaxscale.planner.preflight import preflight as planner_preflight
@@ -84,7 +84,7 @@ def test_search_keeps_to_its_time_and_writes_the_winner_as_flags(tmp_path, capsy
 def test_a_wrong_command_line_is_one_clear_line(arguments, told):
     with pytest.raises(ValueError, match=re.escape(told)) as error:
         preflight.main(arguments)
-    assert is_for_people(error.value) and "\n" not in str(error.value)
+    assert isinstance(error.value, BadInput) and "\n" not in str(error.value)
 
 
 def test_switches_stand_alone_and_dashes_are_as_good_as_underscores():

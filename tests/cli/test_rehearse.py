@@ -21,7 +21,7 @@ from jaxscale.checkpoint.space import MARGIN
 from jaxscale.cli import compare_runs, rehearsal, rehearse
 from jaxscale.cli.rehearsal import NO, NOTE, OK, NoGo, Rehearsal, Report
 from jaxscale.command_line import Arguments
-from jaxscale.exits import Exit, is_for_people
+from jaxscale.exits import BadInput, Exit
 
 ROOT = pathlib.Path(rehearse.__file__).parent.parent.parent
 VALUES = tiny.VALUES | dict(
@@ -220,7 +220,7 @@ def test_what_was_made_is_taken_away_and_nothing_else(tmp_path, there):
 def test_a_wrong_command_line_is_one_clear_line(config, tmp_path, overrides, options, told):
     with pytest.raises(ValueError) as error:
         rehearse.plan_rehearsal(Arguments(str(config), overrides, {"workdir": str(tmp_path / "w")} | options))
-    assert told in str(error.value) and is_for_people(error.value)
+    assert told in str(error.value) and isinstance(error.value, BadInput)
 
 
 def test_the_training_gets_all_that_it_was_given(config, tmp_path):

@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale.cli import supervise
 from jaxscale.cli.progress import look
-from jaxscale.exits import ADVICE, Exit, codes_help, is_for_people, may_start_again, meaning
+from jaxscale.exits import ADVICE, BadInput, Exit, codes_help, may_start_again, meaning
 
 # In the place of a training: does what the next line of WORKDIR/../plan says ("saves=7": commits step 7), and ends.
 STAND_IN = """
@@ -261,7 +261,7 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path):
 def test_a_wrong_command_line_is_one_clear_line(arguments, told):
     with pytest.raises(ValueError) as error:
         supervise.main(arguments)
-    assert told in str(error.value) and is_for_people(error.value) and "\n" not in str(error.value)
+    assert told in str(error.value) and isinstance(error.value, BadInput) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jaxscale.convert.families.llama import LLAMA
 from jaxscale.convert.families.mistral import MISTRAL
 from jaxscale.convert.families.olmo import OLMO2
 from jaxscale.convert.families.qwen import QWEN2, QWEN3
+from jaxscale.exits import BadInput
 from jaxscale.models import AnyModelConfig, make_model
 from jaxscale.models.layers import ModelConfig, split_model
 from jaxscale.ops.kernels import PLAIN
@@ -51,28 +52,28 @@ class Match:
 
 
 def family_of(hf: Mapping[str, Any]) -> Family:
-    """The family of a config.json. Raises ValueError for one that is not here."""
+    """The family of a config.json. Raises BadInput for one that is not here."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        raise ValueError(
+        raise BadInput(
             f"config.json: model_type={model_type!r} is not supported; it may be {or_list(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
     for architecture in hf.get("architectures") or ():
         if architecture not in family.architectures:
             known = or_list(list(family.architectures))
-            raise ValueError(f"config.json: architecture {architecture!r} is not supported; it may be {known}")
+            raise BadInput(f"config.json: architecture {architecture!r} is not supported; it may be {known}")
     return family
 
 
 def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]:
     """(family, our settings, the keys that are handed through) of a config.json.
 
-    Raises ValueError for what our models do not compute.
+    Raises BadInput for what our models do not compute.
     """
     family = family_of(hf)
     if hf.get("quantization_config"):
-        raise ValueError("config.json: quantization_config is not supported; convert the model's unquantized weights")
+        raise BadInput("config.json: quantization_config is not supported; convert the model's unquantized weights")
     try:
         cfg = family.read_config(hf)
         cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # numbers that are numbers, and none that is NaN
@@ -83,7 +84,7 @@ def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]
         AttributeError,
         ArithmeticError,
     ) as error:  # somebody else's file: anything may be there
-        raise ValueError(
+        raise BadInput(
             f"config.json is not that of a {family.model_type} ({type(error).__name__}: {error}); fetch it again"
         ) from None
     return family, cfg, {key: told[key] for key in KEPT if key in told}
@@ -98,7 +99,7 @@ def write(family: Family, cfg: AnyModelConfig, kept: Mapping[str, Any] | None = 
 def family_for(cfg: AnyModelConfig) -> Family:
     """The first family whose config.json says all that this config says.
 
-    Raises ValueError, naming the settings that the nearest family has no word for.
+    Raises BadInput, naming the settings that the nearest family has no word for.
     """
     nearest: dict[str, Any] | None = None
     for family in FAMILIES.values():
@@ -108,7 +109,7 @@ def family_for(cfg: AnyModelConfig) -> Family:
         if lost is not None and (nearest is None or len(lost) < len(nearest)):
             nearest = lost
     named = ", ".join(f"model.{name}={value!r}" for name, value in (nearest or {"name": cfg.name}).items())
-    raise ValueError(f"no Hugging Face family has {named}; the families are {or_list(sorted(FAMILIES))}")
+    raise BadInput(f"no Hugging Face family has {named}; the families are {or_list(sorted(FAMILIES))}")
 
 
 def lost_settings(family: Family, cfg: AnyModelConfig) -> dict[str, Any] | None:
@@ -151,7 +152,7 @@ def tensors(family: Family, cfg: AnyModelConfig, base: str | None = None) -> lis
 def match(family: Family, cfg: AnyModelConfig, names: Collection[str]) -> Match:
     """The tensors of a checkpoint with these names, whatever base they have.
 
-    Raises ValueError for a tensor that is missing, or that the model has no place for.
+    Raises BadInput for a tensor that is missing, or that the model has no place for.
     """
     names = set(names)
     attempts = [tensors(family, cfg, base) for base in family.bases]
@@ -162,9 +163,9 @@ def match(family: Family, cfg: AnyModelConfig, names: Collection[str]) -> Match:
         patterns += (r"(.*\.)?lm_head\.weight",)  # some write the tied table twice
     left_out = sorted(name for name in names - known if matches_any(name, patterns))
     if missing := sorted(known - names):
-        raise ValueError(f"the checkpoint has no {some(missing)}, which config.json calls for")
+        raise BadInput(f"the checkpoint has no {some(missing)}, which config.json calls for")
     if unknown := sorted(names - known - set(left_out)):
-        raise ValueError(
+        raise BadInput(
             f"the checkpoint has {some(unknown)}, for which a {family.model_type} of config.json has no place"
         )
     return Match(pairs, left_out)

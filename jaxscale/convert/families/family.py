@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.exits import BadInput
 from jaxscale.models import AnyModelConfig
 
 Shape = tuple[int, ...]
@@ -47,7 +48,7 @@ class TensorPair:
     row: Row
 
     def to_ours(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Theirs as ours, views where that is possible. Raises ValueError for another shape."""
+        """Theirs as ours, views where that is possible. Raises BadInput for another shape."""
         self.check(self.theirs, tensor.shape, self.their_shape)
         flat = tensor.T if self.row.turned else tensor
         ends = np.cumsum([outputs(shape, self.row.inputs) for shape in self.our_shapes])[:-1]
@@ -63,9 +64,9 @@ class TensorPair:
         return flat.T if self.row.turned else flat
 
     def check(self, name: str, shape: Shape, expected: Shape) -> None:
-        """Raises ValueError unless the shapes are equal."""
+        """Raises BadInput unless the shapes are equal."""
         if tuple(shape) != expected:
-            raise ValueError(f"{name} has shape {list(shape)}, and by the config it is {list(expected)}")
+            raise BadInput(f"{name} has shape {list(shape)}, and by the config it is {list(expected)}")
 
 
 @dataclasses.dataclass(frozen=True)

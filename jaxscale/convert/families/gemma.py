@@ -10,6 +10,7 @@ from jaxscale.convert.families.family import Family, Row
 from jaxscale.convert.families.qwen import QK_NORMS
 from jaxscale.convert.families.settings import merged, read_rope, refuse_unless, write_rope
 from jaxscale.convert.families.windows import read_windows, types_every, write_types
+from jaxscale.exits import BadInput
 from jaxscale.models.llama import LlamaConfig
 
 GELU = "gelu_pytorch_tanh"
@@ -68,7 +69,7 @@ def read_later(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> LlamaConfi
             hf | dict(rope_theta=hf["rope_local_base_freq"], rope_scaling=None), "sliding_attention"
         )
         if local_scaling is not None:
-            raise ValueError("config.json: a RoPE scaling of sliding_attention is not supported; only full_attention's")
+            raise BadInput("config.json: a RoPE scaling of sliding_attention is not supported; only full_attention's")
         local = dict(qk_norm=True)
         if "global_every" in windows:
             local |= dict(local_rope_base=local_base)

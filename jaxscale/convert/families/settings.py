@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from jaxscale.exits import BadInput
 from jaxscale.models.llama import LlamaConfig
 from jaxscale.ops.rope import RopeScaling
 from jaxscale.units import or_list
@@ -14,11 +15,11 @@ def merged(defaults: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]
 
 
 def refuse_unless(hf: Mapping[str, Any], **allowed: tuple) -> None:
-    """Raises ValueError for the first of these keys that is there with another value than one of those allowed."""
+    """Raises BadInput for the first of these keys that is there with another value than one of those allowed."""
     for key, values in allowed.items():
         if key in hf and hf[key] not in values:
             known = or_list([repr(value) for value in values])
-            raise ValueError(
+            raise BadInput(
                 f"config.json: {key}={hf[key]!r} is not supported for {hf.get('model_type')}; it may be {known}"
             )
 
@@ -27,7 +28,7 @@ def read_rope(hf: Mapping[str, Any], kind: str | None = None) -> tuple[float, Ro
     """(rope_base, rope_scaling) of a config.json, in the words of transformers 4 (rope_theta and rope_scaling) or 5
     (rope_parameters). kind: the type of layer, where each has its own.
 
-    Raises ValueError for a scaling that our RoPE does not have.
+    Raises BadInput for a scaling that our RoPE does not have.
     """
     rope = hf.get("rope_parameters") or {}
     rope = {**(rope.get(kind) or {})} if kind and kind in rope else {**rope}
@@ -35,13 +36,13 @@ def read_rope(hf: Mapping[str, Any], kind: str | None = None) -> tuple[float, Ro
     scaling = rope if "rope_type" in rope or not hf.get("rope_scaling") else {**hf["rope_scaling"]}
     name = scaling.get("rope_type", scaling.get("type", "default"))
     if scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) not in (None, 1.0):
-        raise ValueError("config.json: partial_rotary_factor is not supported: RoPE here turns whole heads")
+        raise BadInput("config.json: partial_rotary_factor is not supported: RoPE here turns whole heads")
     if name == "default":
         return float(base), None
     if name == "linear":
         return float(base), RopeScaling(name="linear", factor=float(scaling["factor"]))
     if name != "llama3":
-        raise ValueError(
+        raise BadInput(
             f"config.json: RoPE scaling {name!r} is not supported; it may be 'default', 'linear' or 'llama3'"
         )
     return float(base), RopeScaling(

@@ -11,6 +11,7 @@ from jaxscale.data.chat.spans import marked_spans, pieces_of, write_prompt
 from jaxscale.data.chat.template import ChatTemplate, compiled
 from jaxscale.data.tokenizer.about import find_template
 from jaxscale.data.tokenizer.kept import KeptTokenizer
+from jaxscale.exits import BadInput
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else the template knows
 WORD = "answer"
@@ -30,12 +31,12 @@ def open_asking(kept: KeptTokenizer, today: str) -> Asking:
     """How the model of this tokenizer is asked: as its run wrote conversations, or as the folder's template does.
 
     today: YYYY-MM-DD, for a template that asks for the date, unless the run has noted another.
-    Raises ValueError where there is no template, or it cannot be read.
+    Raises BadInput where there is no template, or it cannot be read.
     """
     tokenizer, about = kept.tokenizer, kept.about
     found = find_template(about)
     if found is None:
-        raise ValueError(
+        raise BadInput(
             f"{tokenizer.name} has no chat template (chat_template in tokenizer_config.json, or chat_template.jinja "
             "beside it): this model was not made for chat; write text with --interactive"
         )
@@ -47,7 +48,7 @@ def open_asking(kept: KeptTokenizer, today: str) -> Asking:
         try:
             return encode_prompt(tokenizer, write_prompt(messages, None, template, guard)).tolist()
         except ValueError as error:
-            raise ValueError(f"this conversation {error}") from None
+            raise BadInput(f"this conversation {error}") from None
 
     def text_ids(written: str, behind: str = "") -> list[int]:
         whole = written + guard.broken_text(behind, MARK)
@@ -64,7 +65,7 @@ def written_text(messages: Sequence[Message], answer: bool, template: ChatTempla
     answer: with what begins the model's turn; without, a last message of the model is left open, to be gone on from.
     """
     if guard.choose(list(messages)) != MARK:
-        raise ValueError("this conversation holds noncharacters (U+FDD0 to U+FDEF), which no text should")
+        raise BadInput("this conversation holds noncharacters (U+FDD0 to U+FDEF), which no text should")
     if not answer and messages and messages[-1]["role"] == ASSISTANT:
         begun = written_text(messages[:-1], True, template, guard)
         return begun + guard.broken_text(messages[-1]["content"], MARK)

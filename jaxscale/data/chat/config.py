@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 from typing import Literal
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -31,6 +32,6 @@ class ChatConfig:
             try:
                 datetime.date.fromisoformat(self.today)
             except ValueError:
-                raise ValueError(f"today={self.today!r} is no date, such as 2026-11-22") from None
+                raise BadInput(f"today={self.today!r} is no date, such as 2026-11-22") from None
         if not self.prompt_field or not self.completion_field:
-            raise ValueError("prompt_field and completion_field must each name a field")
+            raise BadInput("prompt_field and completion_field must each name a field")

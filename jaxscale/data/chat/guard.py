@@ -8,6 +8,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from jaxscale.exits import BadInput
+
 OPEN, CLOSE = "\ufdee", "\ufdef"  # noncharacters around what a template marks as generated
 GUARDS = tuple(map(chr, range(0xFDD0, 0xFDEE)))  # noncharacters: no text should have them (Unicode 17.0, section 23.7)
 FEWEST = 2  # characters of a name: one alone cannot be broken, and is never taken for a token
@@ -23,11 +25,11 @@ class Guard:
         self._ends = tuple({name[n:] for name in self.names for n in range(1, len(name))})
 
     def choose(self, value: Any) -> str:
-        """A noncharacter that stands nowhere in the value. Raises ValueError if all do, or one that has a meaning."""
+        """A noncharacter that stands nowhere in the value. Raises BadInput if all do, or one that has a meaning."""
         whole = "".join(texts_in(value))
         free = [guard for guard in GUARDS if guard not in whole]
         if not free or OPEN in whole or CLOSE in whole:
-            raise ValueError("holds noncharacters (U+FDD0 to U+FDEF), which no text should")
+            raise BadInput("holds noncharacters (U+FDD0 to U+FDEF), which no text should")
         return free[0]
 
     def broken(self, value: Any, guard: str) -> Any:

@@ -16,6 +16,7 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from jaxscale.data.chat.guard import CLOSE, OPEN
+from jaxscale.exits import BadInput
 
 
 class Generation(jinja2.ext.Extension):
@@ -45,7 +46,7 @@ FAILURES = (jinja2.TemplateError, Refused, TypeError, ValueError, ArithmeticErro
 def compile_template(
     source: str, where: str, names: Mapping[str, str], variables: Mapping[str, Any], today: str
 ) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], str]:
-    """render(messages, tools, add_generation_prompt) of the template, ValueError where it fails or refuses.
+    """render(messages, tools, add_generation_prompt) of the template, BadInput where it fails or refuses.
 
     Args: where: its file, for messages. names: bos_token and the like. variables: more that it is given. today: the
     date, or ''.
@@ -68,7 +69,7 @@ def compile_template(
         template = environment.from_string(source)
     except jinja2.TemplateError as error:
         line = f", line {error.lineno}" if getattr(error, "lineno", None) else ""
-        raise ValueError(f"{where}{line} is no chat template: {' '.join(str(error).split())}") from None
+        raise BadInput(f"{where}{line} is no chat template: {' '.join(str(error).split())}") from None
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         given = dict(messages=list(messages), tools=tools, documents=None, add_generation_prompt=add_generation_prompt)
@@ -77,6 +78,6 @@ def compile_template(
         except FAILURES as error:
             told = " ".join(str(error).split())
             hint = "; set data.chat.today" if "strftime_now" in told and not today else ""
-            raise ValueError(f"cannot be written by the template {where}: {told}{hint}") from None
+            raise BadInput(f"cannot be written by the template {where}: {told}{hint}") from None
 
     return render

@@ -15,6 +15,7 @@ from jaxscale.data.sources.files import SourceFile, unpacked_name
 from jaxscale.data.sources.jsonl import BYTE_ORDER_MARK, loads, refuse, second_look, word_of
 from jaxscale.data.sources.read import JSON_LINES, read_file
 from jaxscale.data.sources.settings import Damaged
+from jaxscale.exits import BadInput
 
 
 class Sample(NamedTuple):
@@ -29,7 +30,7 @@ def read_samples(
 ) -> Iterator[Sample]:
     """Yields the documents of a file in order; what is left out is counted. Files that are not JSON lines are text.
 
-    Raises: ValueError naming file and line for what is not as told, where cfg says to stop; OSError.
+    Raises: BadInput naming file and line for what is not as told, where cfg says to stop; OSError.
     """
     if not unpacked_name(file.path).endswith(JSON_LINES):
         for document in read_file(file, cfg, skipped):
@@ -50,7 +51,7 @@ def read_samples(
             yield Sample(document, written)
     except Damaged as error:
         if cfg.damaged == "stop":
-            raise ValueError(str(error)) from None
+            raise BadInput(str(error)) from None
         skipped["files cut short or broken"] += 1
 
 
@@ -68,7 +69,7 @@ def records(path: str, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[int,
             if isinstance(record, bytes):
                 message = f"{path} line {number} is not UTF-8; repair it, or set data.invalid_utf8='repair'"
                 if cfg.invalid_utf8 == "stop":
-                    raise ValueError(message)
+                    raise BadInput(message)
                 skipped["invalid UTF-8"] += 1
             elif isinstance(record, Exception):
                 refuse(f"{path} line {number} is not {record}", cfg, skipped, "not JSON")
@@ -79,7 +80,7 @@ def records(path: str, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[int,
 def write_record(
     record: object, place: str, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter
 ) -> Written | None:
-    """The record as a document, or None if it was left out and counted. Raises ValueError beginning with place."""
+    """The record as a document, or None if it was left out and counted. Raises BadInput beginning with place."""
     try:
         found = parse_record(record, cfg.chat, cfg.text_field)
         if isinstance(found, Chat):

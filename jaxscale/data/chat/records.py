@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.data.chat.config import ChatConfig
+from jaxscale.exits import BadInput
 
 ASSISTANT = "assistant"
 # ShareGPT's names for who speaks, in the files that circulate.
@@ -35,10 +36,10 @@ class Pair(NamedTuple):
 def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Chat | Pair:
     """The conversation, pair or plain text that a record holds.
 
-    Raises ValueError, to be read behind the record's place, for one that is none of these.
+    Raises BadInput, to be read behind the record's place, for one that is none of these.
     """
     if not isinstance(record, Mapping):
-        raise ValueError(f"is {kind(record)}, not an object")
+        raise BadInput(f"is {kind(record)}, not an object")
     if "messages" in record:
         return chat(openai_messages(record["messages"], "messages"), record)
     if "conversations" in record:
@@ -48,7 +49,7 @@ def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Chat | Pair:
     if isinstance(record.get(text_field), str):
         return Pair("", record[text_field])
     has = ", ".join(map(str, record))[:300] or "nothing"
-    raise ValueError(
+    raise BadInput(
         f"has neither messages nor conversations, nor {cfg.prompt_field} and {cfg.completion_field}, nor "
         f"{text_field}, but {has}; see data.chat"
     )
@@ -73,31 +74,31 @@ def pair(record: Mapping[str, Any], cfg: ChatConfig) -> Chat | Pair:
         return chat([*before, *after], record, given=len(before))
     for field, value in ((cfg.prompt_field, prompt), (cfg.completion_field, completion)):
         if not isinstance(value, str):
-            raise ValueError(f"has {kind(value)} as {field}, not text")
+            raise BadInput(f"has {kind(value)} as {field}, not text")
     return Pair(prompt, completion)
 
 
 def openai_messages(found: Any, field: str) -> list[dict[str, Any]]:
     """Messages with role and text, other fields as they are."""
     if not isinstance(found, list):
-        raise ValueError(f"has {kind(found)} as {field}, not a list")
+        raise BadInput(f"has {kind(found)} as {field}, not a list")
     return [openai_message(message, f"{field}[{place}]") for place, message in enumerate(found)]
 
 
 def openai_message(message: Any, where: str) -> dict[str, Any]:
     """One message: the parts of its content joined, the arguments of its calls as objects."""
     if not isinstance(message, Mapping):
-        raise ValueError(f"has {kind(message)} as {where}, not an object")
+        raise BadInput(f"has {kind(message)} as {where}, not an object")
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
     if not isinstance(role, str) or not WORD.fullmatch(role):
-        raise ValueError(f"has {role!r} as {where}.role, which must be a word such as user")
+        raise BadInput(f"has {role!r} as {where}.role, which must be a word such as user")
     role = ASSISTANT if role == "model" else role
     if isinstance(content, list):
         content = "".join(text_part(part, f"{where}.content") for part in content)
     if content is None and calls:
         content = ""
     if not isinstance(content, str):
-        raise ValueError(f"has {kind(content)} as {where}.content, not text")
+        raise BadInput(f"has {kind(content)} as {where}.content, not text")
     made = {**message, "role": role, "content": content}
     return made | {"tool_calls": [with_arguments(call, where) for call in calls]} if calls else made
 
@@ -107,13 +108,13 @@ def text_part(part: Any, where: str) -> str:
     if isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
         return part["text"]
     what = part.get("type") if isinstance(part, Mapping) else kind(part)
-    raise ValueError(f"has a part of {what!r} in {where}; only text is read")
+    raise BadInput(f"has a part of {what!r} in {where}; only text is read")
 
 
 def with_arguments(call: Any, where: str) -> Any:
     """A call of a tool, its arguments as the object that templates want, where OpenAI has JSON in a text."""
     if not isinstance(call, Mapping):
-        raise ValueError(f"has {kind(call)} in {where}.tool_calls, not an object")
+        raise BadInput(f"has {kind(call)} in {where}.tool_calls, not an object")
     function = call.get("function")
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
@@ -127,7 +128,7 @@ def sharegpt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of ShareGPT's form: from and value."""
     found = record["conversations"]
     if not isinstance(found, list):
-        raise ValueError(f"has {kind(found)} as conversations, not a list")
+        raise BadInput(f"has {kind(found)} as conversations, not a list")
     messages = []
     for place, message in enumerate(found):
         where = f"conversations[{place}]"
@@ -135,9 +136,9 @@ def sharegpt_messages(record: Mapping[str, Any]) -> list[dict[str, Any]]:
             messages.append(openai_message(message, where))
             continue
         if not isinstance(message, Mapping) or not isinstance(message.get("value"), str):
-            raise ValueError(f"has no text as {where}.value")
+            raise BadInput(f"has no text as {where}.value")
         if message.get("from") not in ROLES:
-            raise ValueError(f"has {message.get('from')!r} as {where}.from, which is none of {', '.join(ROLES)}")
+            raise BadInput(f"has {message.get('from')!r} as {where}.from, which is none of {', '.join(ROLES)}")
         messages.append({"role": ROLES[message["from"]], "content": message["value"]})
     system = record.get("system")
     if isinstance(system, str) and system and not (messages and messages[0]["role"] == "system"):

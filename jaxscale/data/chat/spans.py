@@ -10,6 +10,7 @@ import numpy as np
 from jaxscale.data.chat.guard import CLOSE, OPEN, Guard
 from jaxscale.data.chat.records import ASSISTANT, Chat, Pair
 from jaxscale.data.chat.template import ChatTemplate
+from jaxscale.exits import BadInput
 
 NO_TURN = "no assistant turn"
 
@@ -58,7 +59,7 @@ def write_chat(chat: Chat, template: ChatTemplate, guard: Guard) -> Written:
     Learned is what follows the prompt of each of the assistant's turns, up to and with the token that ends the turn; or
     what the template itself marks by {% generation %}. Text is cut where a turn of the assistant begins, learned or
     not: there a prompt ends.
-    Raises: ValueError, to be read behind the record's place, where the template does not take the conversation, or
+    Raises: BadInput, to be read behind the record's place, where the template does not take the conversation, or
     writes what came before a turn in another way than when that turn was asked for.
     """
     mark = guard.choose([list(chat.messages), chat.tools])
@@ -104,12 +105,12 @@ def turn_span(
 ) -> Span:
     """Where in `whole` a turn is, found by writing the conversation up to it.
 
-    Raises ValueError where the template writes what came before in another way than when the turn was asked for.
+    Raises BadInput where the template writes what came before in another way than when the turn was asked for.
     """
     before = template.render(messages[:place], tools, True)
     after = template.render(messages[: place + 1], tools, False)
     if not whole.startswith(before) or not after.startswith(before):
-        raise ValueError(
+        raise BadInput(
             f"is written by the template {template.name} so that what stands before turn {place + 1} is not what "
             "the model is asked with; mark what is learned in the template by {% generation %}"
         )
@@ -120,7 +121,7 @@ def turn_span(
     if not whole.startswith(after[:end]):  # the turn is shorter once others follow, as Qwen3 drops what was thought
         shown = whole.find(last[0][0], begin) if last else -1
         if shown < 0:
-            raise ValueError(
+            raise BadInput(
                 f"is written by the template {template.name} so that the end of turn {place + 1} is not known; "
                 "mark what is learned in the template by {% generation %}"
             )
@@ -132,7 +133,7 @@ def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[Span]]:
     """(the text without the template's marks, what stood between them).
 
     turns: for each turn of the assistant, whether it is to be learned; () if there is nothing to learn. Raises
-    ValueError where a template does not mark each of them once, and some are not.
+    BadInput where a template does not mark each of them once, and some are not.
     """
     text, spans, begin = "", [], 0
     for part in re.split(f"([{OPEN}{CLOSE}])", whole):
@@ -145,7 +146,7 @@ def marked_spans(whole: str, turns: Sequence[bool]) -> tuple[str, list[Span]]:
     if all(turns):
         return text, spans
     if len(spans) != len(turns):
-        raise ValueError(
+        raise BadInput(
             f"has {len(turns)} turns of the assistant, not all to be learned, and the template marks {len(spans)}"
         )
     return text, [span._replace(learned=wanted) for span, wanted in zip(spans, turns)]

@@ -10,6 +10,7 @@ from jaxscale.data.chat.config import ChatConfig
 from jaxscale.data.sources.settings import missing_package
 from jaxscale.data.tokenizer.about import About, beside, find_template, read_about, read_source
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
+from jaxscale.exits import BadInput
 
 START, END = "<|im_start|>", "<|im_end|>"  # ChatML's
 BUILT_IN = "built-in, in the manner of ChatML"
@@ -40,7 +41,7 @@ class ChatTemplate(NamedTuple):
 def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
     """The template of the settings, of the tokenizer's folder, or the built-in one.
 
-    Raises ValueError for a file that is not there or no template, and where the package jinja2 is missing.
+    Raises BadInput for a file that is not there or no template, and where the package jinja2 is missing.
     """
     about = read_about(beside(tokenizer))
     if cfg.template:
@@ -84,14 +85,14 @@ def built_in(tokenizer: Tokenizer) -> ChatTemplate:
     begin = begin_names(tokenizer)
     first, end = "".join(begin), turn_end(tokenizer)
     if not end:
-        raise ValueError(
+        raise BadInput(
             f"data.tokenizer={tokenizer.name} has no special token that could end a turn; name a template for it in "
             "data.chat.template"
         )
 
     def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
         if tools or any(message.get("tool_calls") for message in messages):
-            raise ValueError("has tools, which the built-in template does not write; name one in data.chat.template")
+            raise BadInput("has tools, which the built-in template does not write; name one in data.chat.template")
         turns = [f"{START}{message['role']}\n{message['content']}{end}" for message in messages]
         return first + "".join(turns) + f"{START}assistant\n" * add_generation_prompt
 

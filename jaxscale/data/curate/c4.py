@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from jaxscale.data.curate.english import cut
 from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 TERMINAL = (".", "?", "!", '"', "'")
@@ -41,13 +42,13 @@ class C4Config:
         for name in ("min_line_words", "max_word_length", "min_sentences"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(f"{name}={value} must be at least 1, or None for no such rule")
+                raise BadInput(f"{name}={value} must be at least 1, or None for no such rule")
 
 
 def make_c4(cfg: C4Config) -> Stage:
     """A stage that takes out lines, counted by reason, and drops what is no page of text.
 
-    Raises: ValueError if the file of bad words cannot be read or is empty.
+    Raises: BadInput if the file of bad words cannot be read or is empty.
     """
     bad_words = read_bad_words(cfg.bad_words) if cfg.bad_words is not None else None
 
@@ -62,10 +63,10 @@ def read_bad_words(file: str) -> re.Pattern[str]:
     try:
         lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"bad_words={file!r} cannot be read: {error}; name a UTF-8 file, a word a line") from None
+        raise BadInput(f"bad_words={file!r} cannot be read: {error}; name a UTF-8 file, a word a line") from None
     words = sorted({line.strip().lower() for line in lines} - {""})
     if not words:
-        raise ValueError(f"bad_words={file!r} has no words; put one on each line, or set it to None")
+        raise BadInput(f"bad_words={file!r} has no words; put one on each line, or set it to None")
     return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, words))})(?!\w)")
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jaxscale.data.curate.evaluation import Evaluation, may_hold
 from jaxscale.data.curate.hashes import ngram_groups, ngram_hashes, word_spans
 from jaxscale.data.document import Document, Outcome, Stage, hash_words
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -39,13 +40,13 @@ class ContaminationConfig:
 
     def __post_init__(self):
         if self.ngram_words < 2:
-            raise ValueError(f"ngram_words={self.ngram_words} must be 2 or more; 13 is usual, 8 is strict")
+            raise BadInput(f"ngram_words={self.ngram_words} must be 2 or more; 13 is usual, 8 is strict")
         if self.short_words is not None and not 1 <= self.short_words:
-            raise ValueError(f"short_words={self.short_words} must be 1 or more, or none; few words match everywhere")
+            raise BadInput(f"short_words={self.short_words} must be 1 or more, or none; few words match everywhere")
         if not 0 <= self.min_item_share <= 1:
-            raise ValueError(f"min_item_share={self.min_item_share} must be from 0 to 1")
+            raise BadInput(f"min_item_share={self.min_item_share} must be from 0 to 1")
         if min(self.cut_characters, self.min_piece_characters, self.max_cuts) < 0:
-            raise ValueError("cut_characters, min_piece_characters and max_cuts must be 0 or more")
+            raise BadInput("cut_characters, min_piece_characters and max_cuts must be 0 or more")
 
 
 class Hits(NamedTuple):

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxscale.data.curate.hashes import ngram_hashes, word_hashes
 from jaxscale.data.sources.records import ENDINGS, kind_of, read_records, text_lines
+from jaxscale.exits import BadInput
 
 MIN_BITS, MAX_BITS = 24, 32  # of the filter: 2 MB that stay in the cache, up to 512 MB
 SPARE_BITS = 5  # the filter has at least 2^5 bits for each sequence: it lets about 0.3% of other sequences through
@@ -47,7 +48,7 @@ def load_evaluation(
     A sequence does not run from one text of a record into another. A record none of whose texts has ngram_words words
     counts by its longest text as a whole, if that has short_words or more. In a text file each line is an item, and
     sequences run on until an empty line.
-    Raises ValueError for a file that is missing, damaged, of another kind, or holds no text.
+    Raises BadInput for a file that is missing, damaged, of another kind, or holds no text.
     """
     names: list[str] = []
     search_words = min(ngram_words, short_words or ngram_words)
@@ -81,7 +82,7 @@ def load_evaluation(
         if path.name in alike:  # the name alone would not tell which
             names[before:] = [str(path.parent / name) for name in names[before:]]
         if len(names) == before:
-            raise ValueError(f"{path} holds no text{f' in the fields {sorted(fields)}' if fields else ''}")
+            raise BadInput(f"{path} holds no text{f' in the fields {sorted(fields)}' if fields else ''}")
     columns = (np.concatenate(column) for column in (heads, wholes, sizes, owners))
     return make_index(search_words, *columns, names, short)
 
@@ -126,22 +127,22 @@ THREE, SEVEN, ONE_BIT = np.int64(3), np.int64(7), np.uint8(1) << np.arange(8, dt
 
 
 def matching(files: Sequence[str]) -> list[Path]:
-    """The files that the names or globs stand for, sorted. Raises ValueError for one that stands for none."""
+    """The files that the names or globs stand for, sorted. Raises BadInput for one that stands for none."""
     found = []
     for pattern in files:
         full = os.path.expanduser(pattern)
         paths = [full] if os.path.isfile(full) else sorted(filter(os.path.isfile, glob.glob(full, recursive=True)))
         if not paths:
-            raise ValueError(f"evaluation file {pattern} does not exist; nothing can be searched for")
+            raise BadInput(f"evaluation file {pattern} does not exist; nothing can be searched for")
         found += paths
     return [Path(path) for path in dict.fromkeys(found)]
 
 
 def read_items(path: Path, fields: frozenset[str]) -> Iterator[Item]:
-    """Yields the items of a file that have text. Raises ValueError that names the file and the line."""
+    """Yields the items of a file that have text. Raises BadInput that names the file and the line."""
     kind = kind_of(path)
     if kind not in (".txt", *ENDINGS):
-        raise ValueError(f"evaluation file {path} must be .jsonl, .txt (also .gz), .parquet or .arrow")
+        raise BadInput(f"evaluation file {path} must be .jsonl, .txt (also .gz), .parquet or .arrow")
     try:
         if kind == ".txt":
             found = read_paragraphs(path)
@@ -151,7 +152,7 @@ def read_items(path: Path, fields: frozenset[str]) -> Iterator[Item]:
             if item.texts:
                 yield item
     except (OSError, EOFError, UnicodeDecodeError) as error:  # a torn gzip is an EOFError
-        raise ValueError(f"evaluation file {path} cannot be read: {error}") from None
+        raise BadInput(f"evaluation file {path} cannot be read: {error}") from None
 
 
 def read_paragraphs(path: Path) -> Iterator[Item]:

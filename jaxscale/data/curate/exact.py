@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxscale.data.curate.hashes import Sketch, line_hashes, text_hash
 from jaxscale.data.document import Document, Outcome
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 MAX_LINES = 1 << 24  # of a document: an item number has that much room; lines beyond are left as they are
@@ -33,7 +34,7 @@ class LineConfig:
 
     def __post_init__(self):
         if self.min_line_characters < 1 or self.min_document_characters < 0:
-            raise ValueError(
+            raise BadInput(
                 f"min_line_characters={self.min_line_characters} must be 1 or more, "
                 f"min_document_characters={self.min_document_characters} 0 or more"
             )

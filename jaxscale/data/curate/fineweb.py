@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from jaxscale.data.curate.gopher import check_fraction
 from jaxscale.data.curate.repetition import said_again
 from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 # ends of a sentence in the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29
@@ -26,9 +27,9 @@ class FineWebConfig:
         for name in ("min_punctuated_lines", "max_short_lines", "max_duplicate_line_chars"):
             check_fraction(name, getattr(self, name))
         if self.short_line < 0:
-            raise ValueError(f"short_line={self.short_line} must be at least 0")
+            raise BadInput(f"short_line={self.short_line} must be at least 0")
         if self.max_newlines_per_word is not None and self.max_newlines_per_word < 0:
-            raise ValueError(f"max_newlines_per_word={self.max_newlines_per_word} must be at least 0, or None")
+            raise BadInput(f"max_newlines_per_word={self.max_newlines_per_word} must be at least 0, or None")
 
 
 def make_fineweb(cfg: FineWebConfig) -> Stage:

@@ -7,6 +7,7 @@ import numpy as np
 
 from jaxscale.data.curate.words import TextStats, hash_of, stats_of
 from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 BULLETS = ("•", "-")
@@ -37,20 +38,20 @@ class GopherConfig:
             least, most = getattr(self, low), getattr(self, high)
             for name, value in ((low, least), (high, most)):
                 if value is not None and value < 0:
-                    raise ValueError(f"{name}={value} must be at least 0, or None for no such rule")
+                    raise BadInput(f"{name}={value} must be at least 0, or None for no such rule")
             if least is not None and most is not None and least > most:
-                raise ValueError(f"{low}={least} is above {high}={most}: every document would be dropped")
+                raise BadInput(f"{low}={least} is above {high}={most}: every document would be dropped")
         if self.min_stop_words is not None and not 0 <= self.min_stop_words <= len(self.stop_words):
-            raise ValueError(
+            raise BadInput(
                 f"min_stop_words={self.min_stop_words} must be at least 0 and at most the {len(self.stop_words)} words "
                 "of stop_words, or None for no such rule"
             )
 
 
 def check_fraction(name: str, value: float | None) -> None:
-    """Raises ValueError unless the threshold is from 0 to 1, or None."""
+    """Raises BadInput unless the threshold is from 0 to 1, or None."""
     if value is not None and not 0 <= value <= 1:
-        raise ValueError(f"{name}={value} must be from 0 to 1, or None for no such rule")
+        raise BadInput(f"{name}={value} must be from 0 to 1, or None for no such rule")
 
 
 def make_gopher(cfg: GopherConfig) -> Stage:

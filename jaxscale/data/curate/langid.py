@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 REASON = "language: not wanted"
@@ -47,11 +48,11 @@ class LanguageConfig:
 
     def __post_init__(self):
         if not 0 <= self.min_probability <= 1:
-            raise ValueError(f"min_probability={self.min_probability} must lie from 0 to 1")
+            raise BadInput(f"min_probability={self.min_probability} must lie from 0 to 1")
         if self.head_chars < 0:
-            raise ValueError(f"head_chars={self.head_chars} must be a number of characters, or 0 for the whole text")
+            raise BadInput(f"head_chars={self.head_chars} must be a number of characters, or 0 for the whole text")
         if any(code != code.lower() or not code for code in self.keep):
-            raise ValueError(f"keep={self.keep} must hold lower-case ISO 639 codes such as 'en'")
+            raise BadInput(f"keep={self.keep} must hold lower-case ISO 639 codes such as 'en'")
 
 
 class LanguageModel(NamedTuple):
@@ -67,11 +68,11 @@ class LanguageModel(NamedTuple):
 
 @functools.cache
 def load_model() -> LanguageModel:
-    """py3langid's own model; about 110 MB, loaded once per process. Raises ValueError if the package is missing."""
+    """py3langid's own model; about 110 MB, loaded once per process. Raises BadInput if the package is missing."""
     try:
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
     except ImportError as error:
-        raise ValueError(
+        raise BadInput(
             "identifying languages needs the package py3langid: pip install 'jaxscale[prepare]', or leave the stage out"
         ) from error
     model = LanguageIdentifier.from_model_file(MODEL_FILE)
@@ -84,7 +85,7 @@ def load_model() -> LanguageModel:
     scaled = np.asarray(model.nb_ptc, np.float32) * SCALE
     likelihoods = scaled.astype(np.int16)
     if np.any(likelihoods != scaled):
-        raise ValueError("this py3langid's model has finer scores than can be summed exactly; use py3langid 0.4")
+        raise BadInput("this py3langid's model has finer scores than can be summed exactly; use py3langid 0.4")
     return LanguageModel(packed[moves], int(rows[0]), likelihoods, np.asarray(model.nb_pc, np.float64), labels, first)
 
 
@@ -177,7 +178,7 @@ def make_language(cfg: LanguageConfig) -> Stage:
     keep = frozenset(cfg.keep)
     head = cfg.head_chars or None
     if unknown := keep - set(load_model().labels):
-        raise ValueError(
+        raise BadInput(
             f"keep={cfg.keep}: the model does not know {sorted(unknown)}; it knows {sorted(set(load_model().labels))}"
         )
 

@@ -8,6 +8,7 @@ from fnmatch import translate
 from typing import Literal
 
 from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 DENIED = "licence: denied"
@@ -33,9 +34,7 @@ class LicenceConfig:
     def __post_init__(self):
         for name in ("allow", "deny"):
             if any(not pattern.strip() for pattern in getattr(self, name)):
-                raise ValueError(
-                    f"{name}={getattr(self, name)} holds an empty name; say what becomes of it by `unknown`"
-                )
+                raise BadInput(f"{name}={getattr(self, name)} holds an empty name; say what becomes of it by `unknown`")
 
 
 def spelt(licence: str) -> str:
@@ -64,7 +63,7 @@ def make_licence(cfg: LicenceConfig) -> Stage:
     def judge(doc: Document) -> Outcome:
         reason = verdict(doc.licence)
         if reason == UNKNOWN and cfg.unknown == "stop":
-            raise ValueError(
+            raise BadInput(
                 f"{doc.file or 'a document'} at {doc.offset} names no licence ({doc.licence!r}); "
                 "set unknown to 'keep' or 'drop' to go on"
             )

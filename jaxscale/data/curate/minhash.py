@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxscale.data.curate.hashes import MULTIPLIER, Sketch, mix, ngram_hashes, ngram_table
 from jaxscale.data.document import Document, hash_words
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -35,17 +36,17 @@ class NearConfig:
 
     def __post_init__(self):
         if not 0 < self.threshold <= 1:
-            raise ValueError(f"threshold={self.threshold} must be above 0 and at most 1: it is a Jaccard similarity")
+            raise BadInput(f"threshold={self.threshold} must be above 0 and at most 1: it is a Jaccard similarity")
         if self.ngram_words < 1 or self.permutations < 1:
-            raise ValueError(f"ngram_words={self.ngram_words} and permutations={self.permutations} must be 1 or more")
+            raise BadInput(f"ngram_words={self.ngram_words} and permutations={self.permutations} must be 1 or more")
         if not 0 < self.miss_weight < 1:
-            raise ValueError(f"miss_weight={self.miss_weight} must be between 0 and 1")
+            raise BadInput(f"miss_weight={self.miss_weight} must be between 0 and 1")
         if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed={self.seed} must be 0 or more and below 2^64")
+            raise BadInput(f"seed={self.seed} must be 0 or more and below 2^64")
         if (self.bands is None) != (self.rows is None):
-            raise ValueError(f"bands={self.bands} and rows={self.rows} are given together, or neither")
+            raise BadInput(f"bands={self.bands} and rows={self.rows} are given together, or neither")
         if self.bands is not None and (min(self.bands, self.rows) < 1 or self.bands * self.rows > self.permutations):
-            raise ValueError(
+            raise BadInput(
                 f"bands={self.bands} of rows={self.rows} need {self.bands * self.rows} numbers of a signature "
                 f"that has permutations={self.permutations}; give fewer, each 1 or more"
             )
@@ -86,11 +87,11 @@ def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
 
 
 def load_rensa():
-    """The package rensa. Raises ValueError that says how to install it."""
+    """The package rensa. Raises BadInput that says how to install it."""
     try:
         import rensa
     except ImportError:
-        raise ValueError("near duplicates need rensa: pip install 'jaxscale[prepare]'") from None
+        raise BadInput("near duplicates need rensa: pip install 'jaxscale[prepare]'") from None
     return rensa
 
 

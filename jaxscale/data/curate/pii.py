@@ -17,6 +17,7 @@ from jaxscale.data.curate.pii_network import find_emails, find_ips
 from jaxscale.data.curate.pii_numbers import find_cards, find_ibans
 from jaxscale.data.curate.pii_phone import find_phones
 from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 Action = Literal["redact", "drop", "off"]
@@ -55,12 +56,12 @@ class PIIConfig:
 
     def __post_init__(self):
         if unknown := sorted(set(self.countries) - set(NATIONAL_IDS)):
-            raise ValueError(f"countries={self.countries}: no rule for {unknown}; there are {', '.join(NATIONAL_IDS)}")
+            raise BadInput(f"countries={self.countries}: no rule for {unknown}; there are {', '.join(NATIONAL_IDS)}")
         for kind in KINDS:
             placeholder = getattr(self, f"{kind}_placeholder")
             found = [(span.kind, placeholder[span.start : span.end]) for span in find_pii(placeholder, self.countries)]
             if found not in ([], [(kind, placeholder)]):  # nothing, or itself as a whole, which is then left alone
-                raise ValueError(
+                raise BadInput(
                     f"{kind}_placeholder={placeholder!r} holds personal data itself, {found}; "
                     f"use a word in brackets, or one {kind} and nothing else"
                 )

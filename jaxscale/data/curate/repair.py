@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 # Marks of UTF-8 that was read as Windows-1252, Latin-1 or Mac Roman: a lead byte's character and a continuation byte's,
@@ -62,7 +63,7 @@ class RepairConfig:
     def __post_init__(self):
         for name in ("max_chars", "max_line_chars"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be a number of characters, or 0 for no limit")
+                raise BadInput(f"{name}={getattr(self, name)} must be a number of characters, or 0 for no limit")
 
 
 def suspicious(text: str) -> tuple[str, bool]:
@@ -77,7 +78,7 @@ def fix_mojibake(text: str) -> str:
     try:
         import ftfy
     except ImportError as error:
-        raise ValueError(
+        raise BadInput(
             "undoing mojibake needs the package ftfy: pip install 'jaxscale[prepare]', or set mojibake=False"
         ) from error
     return "\n".join(ftfy.fix_encoding(line) if MOJIBAKE.search(line) else line for line in text.split("\n"))
@@ -170,7 +171,7 @@ def make_repair(cfg: RepairConfig) -> Stage:
     def judge(doc: Document) -> Outcome:
         text, edits, reason = repair(doc.text, cfg)
         if reason == INVALID and cfg.invalid == "stop":
-            raise ValueError(
+            raise BadInput(
                 f"{doc.file or 'a document'} at {doc.offset}: the text has control characters, half surrogates or "
                 "U+FFFD; set invalid to 'repair' or 'drop' to go on"
             )

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 SEPARATOR = 0xFF  # a byte that UTF-8 never has
@@ -27,7 +28,7 @@ class SubstringConfig:
 
     def __post_init__(self):
         if self.min_bytes < 8 or self.min_document_characters < 0:
-            raise ValueError(
+            raise BadInput(
                 f"min_bytes={self.min_bytes} must be 8 or more (50 tokens are about 200), "
                 f"min_document_characters={self.min_document_characters} 0 or more"
             )
@@ -77,7 +78,7 @@ def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.
     ("ha ha ha ...") is cut from where that one ends.
     """
     if len(flat) > MAX_BLOCK_BYTES:
-        raise ValueError(f"a block of {len(flat):,} bytes is too large for a suffix array; at most {MAX_BLOCK_BYTES:,}")
+        raise BadInput(f"a block of {len(flat):,} bytes is too large for a suffix array; at most {MAX_BLOCK_BYTES:,}")
     places, first = repeated_windows(flat, min_bytes)
     if not len(places):
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
@@ -119,7 +120,7 @@ def suffix_array(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     try:
         import pydivsufsort
     except ImportError:
-        raise ValueError("repeated passages need pydivsufsort: pip install 'jaxscale[prepare]'") from None
+        raise BadInput("repeated passages need pydivsufsort: pip install 'jaxscale[prepare]'") from None
     if not len(flat):
         return np.zeros(0, np.int32), np.zeros(0, np.int32)
     flat = np.array(flat)  # the package wants an array that it may write to

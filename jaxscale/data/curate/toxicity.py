@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from jaxscale import paths
 from jaxscale.data.document import Document, Outcome, Stage
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 TOO_TOXIC = "toxicity: score too high"
@@ -32,11 +33,11 @@ class ToxicityConfig:
 
     def __post_init__(self):
         if self.max_score is not None and not 0 <= self.max_score <= 1:
-            raise ValueError(f"max_score={self.max_score} must lie from 0 to 1, or be none")
+            raise BadInput(f"max_score={self.max_score} must lie from 0 to 1, or be none")
         if self.max_score is not None and not self.score:
-            raise ValueError(f"max_score={self.max_score} needs score=True")
+            raise BadInput(f"max_score={self.max_score} needs score=True")
         if self.head_chars < 0 or self.max_listed < 0:
-            raise ValueError(f"head_chars={self.head_chars} and max_listed={self.max_listed} must be 0 or more")
+            raise BadInput(f"head_chars={self.head_chars} and max_listed={self.max_listed} must be 0 or more")
 
 
 def predict(texts: Sequence[str]) -> list[float]:
@@ -44,7 +45,7 @@ def predict(texts: Sequence[str]) -> list[float]:
     try:
         import profanity_check  # loads its own model file with joblib, from inside its own package
     except ImportError as error:
-        raise ValueError(
+        raise BadInput(
             "the toxicity score needs the package alt-profanity-check: pip install 'jaxscale[prepare]', "
             "or set score=False"
         ) from error
@@ -56,10 +57,10 @@ def read_words(path: str) -> list[str]:
     try:
         lines = paths.as_path(path).read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise ValueError(f"word_list={path!r} cannot be read: {error}") from error
+        raise BadInput(f"word_list={path!r} cannot be read: {error}") from error
     words = sorted({line.partition("#")[0].strip().lower() for line in lines} - {""})
     if not words:
-        raise ValueError(f"word_list={path!r} holds no word")
+        raise BadInput(f"word_list={path!r} holds no word")
     return words
 
 

@@ -26,6 +26,7 @@ from jaxscale.data.objectives.prefix_lm import PrefixLmConfig, prefix_row
 from jaxscale.data.objectives.span_corruption import SpanCorruptionConfig
 from jaxscale.data.objectives.ul2 import Ul2Config
 from jaxscale.data.tokenizer.base import Marks
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -75,7 +76,7 @@ def find_ids(
 ) -> SpecialIds:
     """The ids that the objective needs. token_bytes: int32[ids of the tokenizer], 0 for special ones, or None.
 
-    Raises ValueError, with the setting to mend, where one is not known, is not the model's, or stands for text.
+    Raises BadInput, with the setting to mend, where one is not known, is not the model's, or stands for text.
     """
     known = dict(tokenizer=tokenizer, token_bytes=token_bytes, vocab_size=vocab_size)
     if isinstance(cfg, MaskedLmConfig):
@@ -104,13 +105,13 @@ def find_sentinels(cfg: Denoising, tokenizer: Any | None, vocab_size: int, seq_l
     else:
         sentinels = [int(id) for id in marks_of(tokenizer).sentinel_ids]
     if not sentinels:
-        raise ValueError(
+        raise BadInput(
             f"data.objective.first_sentinel_id must be given ({why_none(tokenizer)}): the first of "
             f"data.objective.num_sentinels ids that no text uses, below model.vocab_size={vocab_size}"
         )
     check_in_vocabulary("first_sentinel_id", sentinels, vocab_size)
     if (needed := most_spans(cfg, seq_len)) > len(sentinels):
-        raise ValueError(
+        raise BadInput(
             f"seq_len={seq_len} has up to {needed} spans, and there are {len(sentinels)} sentinels; shorten the row, "
             "raise data.objective.mean_span, or set first_sentinel_id and num_sentinels"
         )
@@ -122,7 +123,7 @@ def find_modes(cfg: Denoising, vocab_size: int) -> dict[str, int]:
     wanted = sorted({denoiser.mode for denoiser in denoisers(cfg)} - {""})
     given = getattr(cfg, "mode_ids", {})
     if missing := [mode for mode in wanted if mode not in given]:
-        raise ValueError(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; it needs one for each")
+        raise BadInput(f"data.objective.mode_ids has no id for the modes {', '.join(missing)}; it needs one for each")
     check_in_vocabulary("mode_ids", list(given.values()), vocab_size)
     return {mode: given[mode] for mode in wanted}
 

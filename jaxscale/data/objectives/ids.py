@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.data.tokenizer.base import Marks
+from jaxscale.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,11 +75,11 @@ def stand_in_ids(vocab_size: int) -> StandIn:
 def known_id(name: str, chosen: int | None, found: int | None, tokenizer: Any | None, vocab_size: int) -> int:
     """The id that the setting data.objective.`name` says, or the one that was `found` in the tokenizer.
 
-    Raises ValueError if neither does, or the model has no such id.
+    Raises BadInput if neither does, or the model has no such id.
     """
     found = found if chosen is None else chosen
     if found is None:
-        raise ValueError(
+        raise BadInput(
             f"data.objective.{name} must be given ({why_none(tokenizer)}): an id that no text uses, "
             f"below model.vocab_size={vocab_size}"
         )
@@ -87,24 +88,24 @@ def known_id(name: str, chosen: int | None, found: int | None, tokenizer: Any | 
 
 
 def check_in_vocabulary(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    """Raises ValueError for an id that the model does not have."""
+    """Raises BadInput for an id that the model does not have."""
     outside = [id for id in ids if not 0 <= id < vocab_size]
     if outside:
-        raise ValueError(
+        raise BadInput(
             f"data.objective.{name} names id {outside[0]}, but the model has model.vocab_size={vocab_size}; "
             f"set that to {max(outside) + 1} or more"
         )
 
 
 def check_apart(named: Mapping[str, Sequence[int]], token_bytes: np.ndarray | None) -> None:
-    """Raises ValueError if one id stands for two things, or for text."""
+    """Raises BadInput if one id stands for two things, or for text."""
     owner: dict[int, str] = {}
     for name, ids in named.items():
         for id in ids:
             if id in owner:
-                raise ValueError(f"id {id} is used by data.objective.{owner[id]} and by {name}; they must differ")
+                raise BadInput(f"id {id} is used by data.objective.{owner[id]} and by {name}; they must differ")
             if token_bytes is not None and id < len(token_bytes) and token_bytes[id]:
-                raise ValueError(
+                raise BadInput(
                     f"data.objective.{name} names id {id}, which the tokenizer uses for text; name one that it does "
                     f"not have, such as {len(token_bytes)}"
                 )

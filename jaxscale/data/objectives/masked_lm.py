@@ -8,6 +8,7 @@ import numpy as np
 from jaxscale.data.batch import Batch
 from jaxscale.data.objectives.draws import below, draws, unit
 from jaxscale.data.objectives.ids import SpecialIds
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -23,9 +24,9 @@ class MaskedLmConfig:
 
     def __post_init__(self):
         if not 0 < self.rate < 1:
-            raise ValueError(f"rate={self.rate} must lie between 0 and 1")
+            raise BadInput(f"rate={self.rate} must lie between 0 and 1")
         if self.mask_part < 0 or self.random_part < 0 or self.mask_part + self.random_part > 1:
-            raise ValueError(
+            raise BadInput(
                 f"mask_part={self.mask_part} and random_part={self.random_part} must not be negative, "
                 "and together at most 1"
             )

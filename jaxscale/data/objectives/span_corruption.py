@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxscale.data.objectives.documents import ramps
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 Layout = Literal["encoder_decoder", "one_row"]
@@ -44,18 +45,18 @@ class SpanCorruptionConfig:
 
 
 def check_denoiser(noise_density: float, mean_span: float) -> None:
-    """Raises ValueError for a density or a span that no row can have."""
+    """Raises BadInput for a density or a span that no row can have."""
     if not 0 < noise_density < 1:
-        raise ValueError(f"noise_density={noise_density} must lie between 0 and 1")
+        raise BadInput(f"noise_density={noise_density} must lie between 0 and 1")
     if mean_span < 1:
-        raise ValueError(f"mean_span={mean_span} must be at least 1 token")
+        raise BadInput(f"mean_span={mean_span} must be at least 1 token")
 
 
 def check_rows(multiple_of: int, num_sentinels: int) -> None:
-    """Raises ValueError for a multiple or a number below 1."""
+    """Raises BadInput for a multiple or a number below 1."""
     for name, value in (("multiple_of", multiple_of), ("num_sentinels", num_sentinels)):
         if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+            raise BadInput(f"{name}={value} must be at least 1")
 
 
 class Amount(NamedTuple):

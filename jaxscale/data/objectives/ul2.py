@@ -8,6 +8,7 @@ import dataclasses
 from typing import Literal
 
 from jaxscale.data.objectives.span_corruption import LAYOUT_HELP, Layout, check_denoiser, check_rows
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 MODES = ("R", "S", "X")
@@ -43,12 +44,12 @@ class Ul2Config:
     def __post_init__(self):
         check_rows(self.multiple_of, self.num_sentinels)
         if not self.denoisers:
-            raise ValueError("denoisers is empty; leave it out for the paper's seven")
+            raise BadInput("denoisers is empty; leave it out for the paper's seven")
         for mode, noise_density, mean_span, weight in self.denoisers:
             check_denoiser(noise_density, mean_span or 1.0)
             if mode not in MODES:
-                raise ValueError(f"denoisers has the mode {mode!r}; use R, S or X")
+                raise BadInput(f"denoisers has the mode {mode!r}; use R, S or X")
             if weight < 0:
-                raise ValueError(f"denoisers has the weight {weight}, which must not be negative")
+                raise BadInput(f"denoisers has the weight {weight}, which must not be negative")
         if not sum(weight for *_, weight in self.denoisers):
-            raise ValueError("the weights of denoisers are all 0; raise one")
+            raise BadInput("the weights of denoisers are all 0; raise one")

@@ -25,6 +25,7 @@ from jaxscale.data.sources.settings import ReadConfig
 from jaxscale.data.tokenizer.about import naming_files
 from jaxscale.data.tokenizer.fast import EncodeConfig
 from jaxscale.data.tokenizer.train import TrainTokenizerConfig
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 STAGES = (
@@ -93,7 +94,7 @@ class WriteConfig:
 
     def __post_init__(self):
         if self.shard_tokens < 1:
-            raise ValueError(f"shard_tokens={self.shard_tokens} must be 1 or more")
+            raise BadInput(f"shard_tokens={self.shard_tokens} must be 1 or more")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,19 +126,19 @@ class PrepareConfig:
 
     def __post_init__(self):
         if self.block_bytes < 1 << 10:
-            raise ValueError(f"block_bytes={self.block_bytes} must be 1024 or more")
+            raise BadInput(f"block_bytes={self.block_bytes} must be 1024 or more")
         if not self.sources:
-            raise ValueError("sources is empty; give --input='raw/*.jsonl.gz', or sources in the recipe")
+            raise BadInput("sources is empty; give --input='raw/*.jsonl.gz', or sources in the recipe")
         known = (*STAGES, *JOINS)
         for name in self.stages:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
-                raise ValueError(f"stages has {name!r}, which is no stage{hint}")
+                raise BadInput(f"stages has {name!r}, which is no stage{hint}")
         if twice := sorted({name for name in self.stages if self.stages.count(name) > 1}):
-            raise ValueError(f"stages has {twice[0]!r} twice; each stage runs once")
+            raise BadInput(f"stages has {twice[0]!r} twice; each stage runs once")
         if "decontaminate" in self.stages and not self.decontaminate.files:
-            raise ValueError(
+            raise BadInput(
                 "stages has 'decontaminate', and decontaminate.files is empty; name the evaluation files, or leave the "
                 "stage out"
             )

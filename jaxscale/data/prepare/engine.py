@@ -35,6 +35,7 @@ from jaxscale.data.tokenizer.about import NO_BOS
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.data.tokenizer.load import tokenizer_problem
 from jaxscale.data.tokenizer.train import special_names
+from jaxscale.exits import BadInput
 from jaxscale.paths import make_private, write_text_atomic
 
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
@@ -52,14 +53,14 @@ class Plan(NamedTuple):
 
 
 def make_plan(cfg: PrepareConfig) -> Plan:
-    """The pieces of the input and the passes over them. Raises ValueError where no file or no tokenizer is found."""
+    """The pieces of the input and the passes over them. Raises BadInput where no file or no tokenizer is found."""
     files, problems = list_files(cfg.globs, "sources", "text")
     if not cfg.tokenizer.is_trained and (problem := tokenizer_problem(cfg.tokenizer.name)):
         problems.append(problem.replace("data.tokenizer", "tokenizer.name"))
     if not problems:
         problems += bos_problems(cfg.tokenizer)
     if problems:
-        raise ValueError(problems[0])
+        raise BadInput(problems[0])
     pieces = [(file, part) for file in files for part in parts(file, cfg.reading(file.source), cfg.block_bytes)]
     made_from = {
         "format": FORMAT,
@@ -90,7 +91,7 @@ def prepare(
 ) -> None:
     """Makes the shards, manifest and report of a plan in `output`.
 
-    Killed at any moment, the same call goes on. Raises ValueError where the folder holds something else, another
+    Killed at any moment, the same call goes on. Raises BadInput where the folder holds something else, another
     process is at work in it, or no document is left.
     """
     output = output.absolute()
@@ -149,26 +150,24 @@ def run_pass(
             tally.merge(Tally.from_json(result["tally"]))
     left = in_order(blocks_found, folder, number)
     if not left:
-        raise ValueError(
-            f"no document is left after {title(number, step)}: {funnel_line(tally) or 'the input is empty'}"
-        )
+        raise BadInput(f"no document is left after {title(number, step)}: {funnel_line(tally) or 'the input is empty'}")
     return left
 
 
 def make_output(output: pathlib.Path) -> None:
-    """Makes the folder. Raises ValueError if it cannot be made or written."""
+    """Makes the folder. Raises BadInput if it cannot be made or written."""
     try:
         make_private(output)
     except OSError as error:
-        raise ValueError(f"--output={output} cannot be made: {error.strerror or error}; name a folder") from None
+        raise BadInput(f"--output={output} cannot be made: {error.strerror or error}; name a folder") from None
     if not os.access(output, os.W_OK | os.X_OK):
-        raise ValueError(f"--output={output} cannot be written by this user; name another folder")
+        raise BadInput(f"--output={output} cannot be written by this user; name another folder")
 
 
 def is_open(plan: Plan, output: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]) -> bool:
     """True if there is work to do in `folder`; False if the output is complete.
 
-    Raises ValueError if another set is in the way, or a complete one has lost something.
+    Raises BadInput if another set is in the way, or a complete one has lost something.
     """
     for leftover in output.glob(".*.tmp"):  # of a process that was killed while it wrote one
         leftover.unlink(missing_ok=True)
@@ -176,7 +175,7 @@ def is_open(plan: Plan, output: pathlib.Path, folder: pathlib.Path, say: Callabl
     mine = made_from.exists() and made_from.read_text().strip() == plan.key
     if not mine and (made_from.exists() or (output / MANIFEST).exists()):
         whole = "another set" if (output / MANIFEST).exists() else "a part of another set"
-        raise ValueError(f"{output} holds {whole}, of another recipe or other input; choose another --output")
+        raise BadInput(f"{output} holds {whole}, of another recipe or other input; choose another --output")
     if (output / MANIFEST).exists():
         check_manifest(output / MANIFEST, deep=False)
         say(f"{output} is complete: the same recipe, the same input")
@@ -196,8 +195,8 @@ def hash_of(value: Any) -> str:
 
 
 def in_use(folder: pathlib.Path) -> NoReturn:
-    """Raises the ValueError for a folder in which another process of this machine is at work."""
-    raise ValueError(f"another process is at work in {folder}; wait for it, or end it")
+    """Raises the BadInput for a folder in which another process of this machine is at work."""
+    raise BadInput(f"another process is at work in {folder}; wait for it, or end it")
 
 
 def make_calls(plan: Plan, folder: pathlib.Path, number: int, blocks: Sequence[Block]) -> list[Call]:

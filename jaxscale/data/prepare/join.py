@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.data.curate.hashes import Sketch
+from jaxscale.exits import BadInput
 from jaxscale.paths import replacing
 
 BLOCK_BITS, DOCUMENT_BITS, PLACE_BITS = 20, 20, 24
@@ -41,7 +42,7 @@ class Parts(NamedTuple):
 
 
 def item_numbers(block: int, documents: Any, places: Any = 0) -> np.ndarray:
-    """uint64[n]: the items of a block. Raises ValueError where a number has too many bits."""
+    """uint64[n]: the items of a block. Raises BadInput where a number has too many bits."""
     documents, places = np.asarray(documents, np.uint64), np.asarray(places, np.uint64)
     for name, value, bits in (
         ("block", block, BLOCK_BITS),
@@ -49,7 +50,7 @@ def item_numbers(block: int, documents: Any, places: Any = 0) -> np.ndarray:
         ("line of a document", places.max(initial=0), PLACE_BITS),
     ):
         if not 0 <= int(value) < 1 << bits:
-            raise ValueError(f"{name} number {int(value)} must be below {1 << bits}; cut the input into other blocks")
+            raise BadInput(f"{name} number {int(value)} must be below {1 << bits}; cut the input into other blocks")
     shift = np.uint64(DOCUMENT_BITS + PLACE_BITS)
     return np.uint64(block) << shift | documents << np.uint64(PLACE_BITS) | places
 
@@ -92,13 +93,13 @@ def save_whole(path: pathlib.Path, array: np.ndarray) -> None:
 
 
 def open_array(path: str | os.PathLike[str]) -> np.ndarray:
-    """The array of a .npy file, memory-mapped. Raises ValueError that names the file if it is damaged."""
+    """The array of a .npy file, memory-mapped. Raises BadInput that names the file if it is damaged."""
     try:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
         raise
     except (ValueError, EOFError, OSError) as error:
-        raise ValueError(f"{path} is not a whole sketch file ({error}); delete it and prepare again") from None
+        raise BadInput(f"{path} is not a whole sketch file ({error}); delete it and prepare again") from None
 
 
 def num_partitions(total_bytes: int, memory_bytes: int) -> int:
@@ -125,7 +126,7 @@ def duplicate_pairs(
     for block, path in enumerate(paths):
         sketch = open_array(path)
         if sketch.ndim != 2 or len(sketch) != 2 or sketch.dtype != np.uint64:
-            raise ValueError(f"{path} holds {sketch.dtype}{list(sketch.shape)}, not the keys and items of a sketch")
+            raise BadInput(f"{path} holds {sketch.dtype}{list(sketch.shape)}, not the keys and items of a sketch")
         inside = slice(
             int(np.searchsorted(sketch[0], np.uint64(begin))),
             int(np.searchsorted(sketch[0], np.uint64(end - 1), side="right")),

@@ -1,7 +1,6 @@
 """Pieces of work on all cores of this machine, each in a process of its own that ends when we do."""
 
 import concurrent.futures
-import functools
 import itertools
 import multiprocessing
 import os
@@ -11,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxscale.data.prepare.joins import local_pair_calls, write_pairs
-from jaxscale.exits import is_for_people
+from jaxscale.exits import BadInput
 
 WATCH_SECONDS = 1.0
 AHEAD = 4  # calls given out for each process: none waits, and few results pile up
@@ -31,16 +30,16 @@ class LocalExecutor:
     def run_all(self, function: Callable[[Any], Any], calls: Sequence[Any]) -> Iterator[Any]:
         """Yields function(call) of all calls as they are done, in any order. With one worker, in this process.
 
-        Raises: ValueError where a call raised one for people, or a process was killed; whatever else a call raised.
+        Raises: BadInput where a call raised one for people, or a process was killed; whatever else a call raised.
         """
         if self.workers == 1 or len(calls) == 1:
             yield from map(function, calls)
             return
         try:
             self.pool = self.pool or start_pool(self.workers)
-            yield from in_window(self.pool, functools.partial(guarded, function), calls, AHEAD * self.workers)
+            yield from in_window(self.pool, function, calls, AHEAD * self.workers)
         except BrokenProcessPool:
-            raise ValueError(
+            raise BadInput(
                 "a worker process was killed, by hand or for want of memory; run the same command again to go on, with "
                 "fewer --workers or a smaller --config.block_bytes if it happens again"
             ) from None
@@ -60,12 +59,6 @@ class LocalExecutor:
         self.pool.shutdown(wait=kind is None, cancel_futures=True)
         for process in multiprocessing.active_children() if kind else ():
             process.terminate()
-
-
-class Told(NamedTuple):
-    """A message for the person at the keyboard, from another process."""
-
-    message: str
 
 
 def start_pool(workers: int) -> concurrent.futures.ProcessPoolExecutor:
@@ -94,20 +87,7 @@ def in_window(
             return
         done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
         while done:
-            result = done.pop().result()
-            if isinstance(result, Told):
-                raise ValueError(result.message)
-            yield result
-
-
-def guarded(function: Callable[[Any], Any], call: Any) -> Any:
-    """function(call), or what it has to tell: an exception loses on its way who raised it."""
-    try:
-        return function(call)
-    except ValueError as error:
-        if is_for_people(error):
-            return Told(str(error))
-        raise
+            yield done.pop().result()
 
 
 def prepare_worker(parent: int) -> None:

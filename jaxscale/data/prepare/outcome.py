@@ -14,6 +14,7 @@ from jaxscale.data.manifest import write_manifest
 from jaxscale.data.prepare.config import PrepareConfig
 from jaxscale.data.prepare.report import report_page
 from jaxscale.data.prepare.tally import Tally
+from jaxscale.exits import BadInput
 from jaxscale.paths import read_json, write_text_atomic
 
 FACTS, PAGE = "report.json", "report.html"
@@ -36,9 +37,9 @@ def write_outcome(
 
 
 def rewrite_report(output: pathlib.Path) -> None:
-    """Makes report.html out of the manifest and report.json. Raises ValueError where the set is not complete."""
+    """Makes report.html out of the manifest and report.json. Raises BadInput where the set is not complete."""
     if not (output / MANIFEST).exists():
-        raise ValueError(f"{output} has no {MANIFEST}: no set was completed there; prepare it first")
+        raise BadInput(f"{output} has no {MANIFEST}: no set was completed there; prepare it first")
     facts = read_json(output / FACTS) | {"manifest": read_json(output / MANIFEST)}
     write_text_atomic(output / PAGE, report_page(facts))
 

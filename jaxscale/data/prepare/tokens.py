@@ -40,7 +40,7 @@ def tokenise_block(
 
     Args: path: of the tokenizer. place: of the block, (piece, number within it).
     Returns the number of tokens, those included, and how well the tokenizer fits a sample, as plain data.
-    Raises ValueError where the fast encoder is wrong, or gives an id that the vocabulary does not have.
+    Raises BadInput where the fast encoder is wrong, or gives an id that the vocabulary does not have.
     """
     tokenizer = tokenizer_of(path, cfg.tokenizer)
     keys = shuffle_keys(cfg.write.seed, place, len(documents))

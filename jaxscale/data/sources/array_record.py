@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxscale.data.sources.jsonl import record_text, second_look
 from jaxscale.data.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records, missing_package
+from jaxscale.exits import BadInput
 
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
 
@@ -15,7 +16,7 @@ OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
 def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of the records [part.begin, part.end), as cfg.record_format has them.
 
-    Raises: ValueError naming file and record for one that is not as told.
+    Raises: BadInput naming file and record for one that is not as told.
     """
     reader = opened(path, cfg)
     try:
@@ -44,7 +45,7 @@ def is_array_record(path: str) -> bool:
 
 
 def load_package() -> Any:
-    """The package's module. Raises ValueError if it is not installed."""
+    """The package's module. Raises BadInput if it is not installed."""
     try:
         from array_record.python import array_record_module
     except ImportError:
@@ -102,7 +103,7 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
                     )
                     found[name] = value if name == cfg.text_field else value.decode("utf-8", "replace")
     except (ValueError, IndexError):
-        return ValueError("a tf.train.Example")
+        return BadInput("a tf.train.Example")
     return found
 
 
@@ -119,12 +120,12 @@ def inner(message: bytes, wanted: int = 0) -> Iterator[tuple[int, bytes]]:
         elif kind == 2:
             size, place = varint(message, place)
             if place + size > len(message):
-                raise ValueError("a field is longer than its message")
+                raise BadInput("a field is longer than its message")
             if wanted in (0, number):
                 yield number, message[place : place + size]
             place += size
         else:
-            raise ValueError(f"there is no wire type {kind}")
+            raise BadInput(f"there is no wire type {kind}")
 
 
 def varint(message: bytes, place: int) -> tuple[int, int]:
@@ -135,4 +136,4 @@ def varint(message: bytes, place: int) -> tuple[int, int]:
         value, shift, place = value | (byte & 0x7F) << shift, shift + 7, place + 1
         if byte < 0x80:
             return value, place
-    raise ValueError("a number is too long")
+    raise BadInput("a number is too long")

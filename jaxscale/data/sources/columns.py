@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxscale.data.sources.blocks import RATIO_FLOOR
 from jaxscale.data.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records
+from jaxscale.exits import BadInput
 
 BATCH_BYTES = 8 << 20
 BATCH_ROWS = 1024
@@ -16,7 +17,7 @@ NUMBER_BYTES = 5  # that a row takes at most where it is only a number
 def read_parquet(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of each row as bytes, of the row groups of the part.
 
-    Raises: ValueError naming the file if it is no Parquet, is cut short, or has no such column or no text in it.
+    Raises: BadInput naming the file if it is no Parquet, is cut short, or has no such column or no text in it.
     """
     with opened(path, cfg) as table:
         names = wanted(table.schema_arrow, path, cfg)
@@ -139,10 +140,10 @@ def first_line(error: Exception) -> str:
 
 
 def wanted(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, str, str, str]:
-    """The columns for text, id, url and licence, '' for one that is not there. Raises ValueError without text."""
+    """The columns for text, id, url and licence, '' for one that is not there. Raises BadInput without text."""
     names = [name if in_schema(schema, name) else "" for name in fields(cfg)]
     if not names[0]:
-        raise ValueError(
+        raise BadInput(
             f"{path} has no column {cfg.text_field!r} but {', '.join(schema.names)}; set {cfg.where}text_field"
         )
     return tuple(names)
@@ -184,7 +185,7 @@ def column_of(batch: Any, name: str) -> Any:
 
 
 def as_bytes(column: Any, path: str, name: str) -> Iterator[bytes | None]:
-    """Yields the values of a column of text. Raises ValueError if it is none."""
+    """Yields the values of a column of text. Raises BadInput if it is none."""
     import pyarrow
 
     if isinstance(column, pyarrow.DictionaryArray):
@@ -193,7 +194,7 @@ def as_bytes(column: Any, path: str, name: str) -> Iterator[bytes | None]:
     try:
         values = column.cast(pyarrow.large_binary())
     except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
-        raise ValueError(f"{path}: column {name!r} is {column.type}, not text") from None
+        raise BadInput(f"{path}: column {name!r} is {column.type}, not text") from None
     values.validate(full=True)  # the offsets came out of a file
     return iter(values.to_pylist())
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from jaxscale.data.sources.settings import ReadConfig
+from jaxscale.exits import BadInput
 
 REPAIRED = "repaired: "  # begins what a Counter calls a repair, which is no loss
 HALF_PAIRS = re.compile("[\ud800-\udfff]")
@@ -21,7 +22,7 @@ def decoded(
     """The text, or None if it was skipped, which is then counted; repairs are counted too.
 
     place: says where in the file a byte of the content is.
-    Raises: ValueError naming file and place where cfg.invalid_utf8 is 'stop'.
+    Raises: BadInput naming file and place where cfg.invalid_utf8 is 'stop'.
     """
     try:
         text = content if isinstance(content, str) else content.decode("utf-8")
@@ -31,7 +32,7 @@ def decoded(
     except UnicodeDecodeError as error:
         reason, start = error.reason, error.start
     if cfg.invalid_utf8 == "stop":
-        raise ValueError(
+        raise BadInput(
             f"{path} is not UTF-8 at {place(start)} ({reason}); repair it, or set {cfg.where}invalid_utf8='skip'"
         )
     if cfg.invalid_utf8 == "repair":

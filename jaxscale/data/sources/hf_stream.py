@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxscale.data.sources.jsonl import record_text
 from jaxscale.data.sources.settings import WHOLE, Part, ReadConfig, Records, missing_package, query_of
+from jaxscale.exits import BadInput
 
 KNOWN = ("config", "split", "revision")
 
@@ -14,7 +15,7 @@ KNOWN = ("config", "split", "revision")
 def read_dataset(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of each row of hf://NAME?config=C&split=S&revision=R, or of a folder that save_to_disk wrote.
 
-    Raises: ValueError naming the data set if it cannot be reached or read, or a row that has no text field.
+    Raises: BadInput naming the data set if it cannot be reached or read, or a row that has no text field.
     """
     try:
         import datasets
@@ -55,14 +56,14 @@ def saved(datasets: Any, path: str) -> Iterable[dict[str, Any]]:
         return found
     if "train" not in found:
         has = ", ".join(sorted(found))
-        raise ValueError(f"{path} has no split 'train' but {has}; name {os.path.join(path, sorted(found)[0])}")
+        raise BadInput(f"{path} has no split 'train' but {has}; name {os.path.join(path, sorted(found)[0])}")
     return found["train"]
 
 
 def unreachable(path: str, error: BaseException, place: str = "") -> ValueError:
     """The error for a data set that the library cannot give."""
     reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
-    return ValueError(
+    return BadInput(
         f"{path} cannot be read{place}: {reason}; without a network, save it elsewhere (save_to_disk), copy the folder "
         "and name that"
     )

@@ -9,6 +9,7 @@ from typing import Any
 from jaxscale.data.sources.blocks import is_packed, next_line, read_blocks, read_lines
 from jaxscale.data.sources.decode import HALF_PAIRS, REPAIRED, repaired
 from jaxscale.data.sources.settings import WHOLE, Part, ReadConfig, Records
+from jaxscale.exits import BadInput
 
 try:
     import orjson
@@ -21,7 +22,7 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of each line that is not blank. A line that is not UTF-8 comes as bytes.
 
-    Raises: ValueError naming file and line for one that is no object, or has no such field or no text in it.
+    Raises: BadInput naming file and line for one that is no object, or has no such field or no text in it.
     """
     text_field, id_field, url_field, licence_field = cfg.text_field, cfg.id_field, cfg.url_field, cfg.licence_field
     for offset, first, lines in read_lines(read_blocks(path, cfg, part), cfg.max_line_bytes, skipped, part.begin):
@@ -49,7 +50,7 @@ def record_text(
 ) -> Records:
     """Yields the one text of a record: an object, None for a blank line, bytes that are no UTF-8, or an error.
 
-    Raises: ValueError beginning with `place` if it is not as told and cfg says to stop.
+    Raises: BadInput beginning with `place` if it is not as told and cfg says to stop.
     """
     if record is None:
         return
@@ -79,20 +80,20 @@ def record_text(
 
 
 def loads(line: bytes) -> Any:
-    """The value of a line. Raises ValueError, also for what only the other parser understands."""
+    """The value of a line. Raises BadInput, also for what only the other parser understands."""
     if orjson is not None:
         return orjson.loads(line)
     if b"\\ud" in line or b"\\uD" in line:
-        raise ValueError("it may hold half a surrogate pair, which the other parser refuses")
+        raise BadInput("it may hold half a surrogate pair, which the other parser refuses")
     return strict_loads(line)
 
 
 def strict_loads(line: bytes) -> Any:
-    """The same by Python's own parser. Raises ValueError for what is no JSON, not UTF-8, or nested too deeply."""
+    """The same by Python's own parser. Raises BadInput for what is no JSON, not UTF-8, or nested too deeply."""
     try:
         return json.loads(line.decode("utf-8"), parse_int=whole)
     except RecursionError:
-        raise ValueError("JSON that can be read: it is nested too deeply") from None
+        raise BadInput("JSON that can be read: it is nested too deeply") from None
 
 
 def whole(digits: str) -> int | float:
@@ -111,7 +112,7 @@ def second_look(line: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
         if cfg.invalid_utf8 != "repair":
             return line
     except json.JSONDecodeError as error:
-        return ValueError(f"JSON: {error.msg} at column {error.colno}")
+        return BadInput(f"JSON: {error.msg} at column {error.colno}")
     except ValueError as error:
         return error
     text, how = repaired(line, cfg)
@@ -165,9 +166,9 @@ def no_text(record: Any, text: Any, cfg: ReadConfig) -> str:
 
 
 def refuse(message: str, cfg: ReadConfig, skipped: Counter, reason: str) -> None:
-    """Raises ValueError, or counts the record where cfg says to go on."""
+    """Raises BadInput, or counts the record where cfg says to go on."""
     if cfg.damaged == "stop":
-        raise ValueError(message)
+        raise BadInput(message)
     skipped[reason] += 1
 
 

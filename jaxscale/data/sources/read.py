@@ -14,6 +14,7 @@ from jaxscale.data.sources.seqio_task import read_seqio
 from jaxscale.data.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records
 from jaxscale.data.sources.text import read_text, text_parts
 from jaxscale.data.sources.warc import read_page, read_warc
+from jaxscale.exits import BadInput
 
 Read = Callable[[str, ReadConfig, Counter, Part], Records]
 JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines")
@@ -42,7 +43,7 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
     """Yields the documents of a file, or of one of its `parts`, in their order; what is left out is counted.
 
     skipped: gets {reason: how many}; repairs are counted there too, see decode.is_repair.
-    Raises: ValueError naming file and place for what cfg tells to stop at; OSError if the file cannot be opened.
+    Raises: BadInput naming file and place for what cfg tells to stop at; OSError if the file cannot be opened.
     """
     path, name, source = file
     unit, read = reader(path)
@@ -63,7 +64,7 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
             yield Document(content, source, name, offset, id, url, own or licence)
     except Damaged as error:
         if cfg.damaged == "stop":
-            raise ValueError(str(error)) from None
+            raise BadInput(str(error)) from None
         skipped["files cut short or broken"] += 1
 
 
@@ -83,7 +84,7 @@ def parts(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
     whatever else, and what is packed, is one part.
     """
     if part_bytes < 1:
-        raise ValueError(f"part_bytes={part_bytes} must be 1 or more")
+        raise BadInput(f"part_bytes={part_bytes} must be 1 or more")
     read = reader(file.path)[1]
     try:
         if read is read_text:
@@ -96,5 +97,5 @@ def parts(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
             return array_record_parts(file.path, cfg, part_bytes)
     except Damaged as error:
         if cfg.damaged == "stop":
-            raise ValueError(str(error)) from None
+            raise BadInput(str(error)) from None
     return [WHOLE]

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jaxscale.exits import BadInput
+
 ROWS_AT_ONCE = 1024
 ENDINGS = (".jsonl", ".parquet", ".arrow")
 
@@ -18,7 +20,7 @@ def kind_of(path: Path) -> str:
 def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields (FILE:LINE or FILE:ROW counted from 1, the value) of a .jsonl (also .gz), .parquet or .arrow file.
 
-    Raises ValueError naming the file, and the line where it is not JSON; OSError, EOFError (a torn gzip) and
+    Raises BadInput naming the file, and the line where it is not JSON; OSError, EOFError (a torn gzip) and
     UnicodeDecodeError as they come.
     """
     readers = {".jsonl": json_records, ".parquet": parquet_records, ".arrow": arrow_records}
@@ -40,7 +42,7 @@ def json_records(path: Path) -> Iterator[tuple[str, Any]]:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"evaluation item {path.parent / name} is not JSON: {error}") from None
+            raise BadInput(f"evaluation item {path.parent / name} is not JSON: {error}") from None
         yield name, value
 
 
@@ -53,7 +55,7 @@ def parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
         with parquet.ParquetFile(path, pre_buffer=False) as file:  # without threads: see lineage.py
             yield from rows(path, file.iter_batches(ROWS_AT_ONCE, use_threads=False))
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"evaluation file {path} is not whole Parquet: {error}") from None
+        raise BadInput(f"evaluation file {path} is not whole Parquet: {error}") from None
 
 
 def arrow_records(path: Path) -> Iterator[tuple[str, Any]]:
@@ -72,7 +74,7 @@ def arrow_records(path: Path) -> Iterator[tuple[str, Any]]:
                 batches = ipc.open_stream(source)
             yield from rows(path, batches)
     except pyarrow.ArrowInvalid as error:
-        raise ValueError(f"evaluation file {path} is not whole Arrow: {error}") from None
+        raise BadInput(f"evaluation file {path} is not whole Arrow: {error}") from None
 
 
 def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxscale.data.sources.jsonl import record_text
 from jaxscale.data.sources.settings import WHOLE, Part, ReadConfig, Records, missing_package, query_of
+from jaxscale.exits import BadInput
 
 KNOWN = ("split", "module", "field")
 SEQIO = "pip install 'jaxscale[seqio]'"
@@ -17,7 +18,7 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
 
     module: the Python module that adds the task to seqio's registry. field: the feature to read; without it the text
     field of the settings, then targets_pretokenized, then targets, decoded with the task's own vocabulary.
-    Raises: ValueError naming the task if it is not there or has no such feature.
+    Raises: BadInput naming the task if it is not there or has no such feature.
     """
     name, query = query_of(path, "seqio://", KNOWN)
     seqio = imported()
@@ -25,14 +26,14 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
         try:
             importlib.import_module(module)
         except ImportError as error:
-            raise ValueError(f"{path}: the module {module} cannot be imported ({error}); set PYTHONPATH") from None
+            raise BadInput(f"{path}: the module {module} cannot be imported ({error}); set PYTHONPATH") from None
     try:
         task = seqio.get_mixture_or_task(name)
     except ValueError:
-        raise ValueError(f"{path}: seqio knows no task {name}; name the module that adds it: ?module=MODULE") from None
+        raise BadInput(f"{path}: seqio knows no task {name}; name the module that adds it: ?module=MODULE") from None
     split = query.get("split", "train")
     if split not in task.splits:
-        raise ValueError(f"{path}: the task has no split {split!r} but {', '.join(sorted(task.splits))}")
+        raise BadInput(f"{path}: the task has no split {split!r} but {', '.join(sorted(task.splits))}")
     # one after the other and never shuffled, so that a row's number is always the same row
     dataset = task.get_dataset(sequence_length=None, split=split, shuffle=False, num_epochs=1)
     for number, example in enumerate(dataset.as_numpy_iterator()):
@@ -61,7 +62,7 @@ def chosen(example: dict[str, Any], field: str, cfg: ReadConfig, path: str) -> s
     for name in wanted:
         if name in example:
             return name
-    raise ValueError(f"{path} has no feature {' or '.join(wanted)} but {', '.join(sorted(example))}; add ?field=NAME")
+    raise BadInput(f"{path} has no feature {' or '.join(wanted)} but {', '.join(sorted(example))}; add ?field=NAME")
 
 
 def as_text(value: Any, field: str, task: Any) -> Any:

@@ -5,6 +5,7 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import ClassVar, Literal, NamedTuple
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 PREPARE = "pip install 'jaxscale[prepare]'"  # what brings the optional packages
@@ -24,7 +25,7 @@ Records = Iterator[tuple[int, int, bytes | str, str, str, str]]
 WHOLE = Part(0, 1 << 62)
 
 
-class Damaged(ValueError):
+class Damaged(BadInput):
     """A file, or the rest of it, that cannot be read: cut short, broken, or unpacking to more than was allowed."""
 
 
@@ -75,19 +76,19 @@ class ReadConfig:
 
     def __post_init__(self):
         if not self.text_field:
-            raise ValueError("text_field is empty; name the field or column that holds the text, such as 'text'")
+            raise BadInput("text_field is empty; name the field or column that holds the text, such as 'text'")
         for name in ("max_document_bytes", "max_line_bytes", "max_unpacked_bytes"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be 1 or more")
+                raise BadInput(f"{name}={getattr(self, name)} must be 1 or more")
         if self.max_unpacked_ratio < 1:
-            raise ValueError(f"max_unpacked_ratio={self.max_unpacked_ratio} must be 1 or more")
+            raise BadInput(f"max_unpacked_ratio={self.max_unpacked_ratio} must be 1 or more")
         if self.encoding:
             try:
                 b"a".decode(self.encoding)
             except UnicodeError:
                 pass  # it is there, and has no such short text
             except LookupError:
-                raise ValueError(f"encoding={self.encoding!r} is not known; name one such as 'latin-1'") from None
+                raise BadInput(f"encoding={self.encoding!r} is not known; name one such as 'latin-1'") from None
 
 
 def read_settings(cfg: ReadConfig) -> dict[str, object]:
@@ -96,16 +97,16 @@ def read_settings(cfg: ReadConfig) -> dict[str, object]:
 
 
 def query_of(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """(name, settings) of SCHEME://NAME?setting=value&... Raises ValueError for a setting that is not known."""
+    """(name, settings) of SCHEME://NAME?setting=value&... Raises BadInput for a setting that is not known."""
     name, _, query = path.removeprefix(scheme).partition("?")
     found = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
     if wrong := sorted(set(found) - set(known)):
-        raise ValueError(f"{path}: {wrong[0]} is not known; {scheme}NAME takes ?{'=...&'.join(known)}=...")
+        raise BadInput(f"{path}: {wrong[0]} is not known; {scheme}NAME takes ?{'=...&'.join(known)}=...")
     if not name:
-        raise ValueError(f"{path} names nothing; write {scheme}NAME")
+        raise BadInput(f"{path} names nothing; write {scheme}NAME")
     return name, found
 
 
 def missing_package(what: str, package: str, way_out: str = PREPARE) -> ValueError:
     """The error for an optional package that is not there."""
-    return ValueError(f"{what} needs the package {package}, which is not installed: {way_out}")
+    return BadInput(f"{what} needs the package {package}, which is not installed: {way_out}")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.exits import BadInput
 
 NOTE, SETTINGS, GENERATION = "jaxscale.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
@@ -26,7 +27,7 @@ class About(NamedTuple):
 
 
 def read_about(folder: Path | None) -> About:
-    """What a local folder says. Raises ValueError for a file that is not JSON, or no object."""
+    """What a local folder says. Raises BadInput for a file that is not JSON, or no object."""
     settings = {**read_object(folder, SPECIAL), **read_object(folder, SETTINGS)}
     return About(folder, settings, read_object(folder, GENERATION), read_object(folder, NOTE))
 
@@ -44,9 +45,9 @@ def read_object(folder: Path | None, name: str) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
+        raise BadInput(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise BadInput(f"{path} holds no JSON object")
     return {key: value for key, value in content.items() if value is not None}
 
 
@@ -99,7 +100,7 @@ def end_ids(tokenizer: Tokenizer, about: About) -> tuple[int, ...]:
 
 
 def find_template(about: About) -> tuple[str, str] | None:
-    """(the folder's chat template in Jinja, its file). Raises ValueError where it has several and none is `default`."""
+    """(the folder's chat template in Jinja, its file). Raises BadInput where it has several and none is `default`."""
     if about.folder is None:
         return None
     if (path := about.folder / TEMPLATE).is_file():
@@ -108,7 +109,7 @@ def find_template(about: About) -> tuple[str, str] | None:
     if isinstance(found, list):  # several with names
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
         if not isinstance(found := named.get("default"), str):
-            raise ValueError(
+            raise BadInput(
                 f"{where} has the chat templates {', '.join(map(str, named))} and none called default; write the one "
                 f"that is meant into {about.folder / TEMPLATE}, or name its file in data.chat.template"
             )
@@ -120,4 +121,4 @@ def read_source(path: Path, told: str) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{told} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        raise BadInput(f"{told} cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxscale.exits import BadInput
+
 # Of a file with nothing beside it that names one, in the order they are looked for: GPT-2, Llama and SentencePiece,
 # Llama 3, Gemma, ChatML models, BERT.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
@@ -74,10 +76,10 @@ class Tokenizer(Protocol):
 
 
 def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
-    """The id of `eos_token`, or of the first usual name that `ids` knows. Raises ValueError if there is none."""
+    """The id of `eos_token`, or of the first usual name that `ids` knows. Raises BadInput if there is none."""
     if eos_token:
         if eos_token not in ids:
-            raise ValueError(
+            raise BadInput(
                 f"{eos_token!r} should end documents, by data.eos_token or a file beside the tokenizer, and is not a "
                 f"token of {path}; name another in data.eos_token"
             )
@@ -85,7 +87,7 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
     for name in EOS_NAMES:
         if name in ids:
             return ids[name]
-    raise ValueError(f"{path} has none of the usual end-of-document tokens {EOS_NAMES}; name it in data.eos_token")
+    raise BadInput(f"{path} has none of the usual end-of-document tokens {EOS_NAMES}; name it in data.eos_token")
 
 
 def choose_begin(names: Sequence[str] | None, own: Sequence[int], special_ids: Mapping[str, int]) -> tuple[int, ...]:
@@ -132,12 +134,12 @@ def block_of(encoded: Iterable[np.ndarray | Sequence[int]]) -> Block:
 def frame_documents(block: Block, tokenizer: Tokenizer, dtype: np.dtype) -> Block:
     """The block with what begins and ends a document around every one, as `dtype` (of shards.dtype_for).
 
-    Raises: ValueError if an id is not in the vocabulary: the tokenizer and its file do not belong together.
+    Raises: BadInput if an id is not in the vocabulary: the tokenizer and its file do not belong together.
     """
     begin, eos_id, vocab_size = list(tokenizer.begin_ids), tokenizer.eos_id, tokenizer.vocab_size
     largest = max(int(block.ids.max(initial=0)), eos_id, *begin)
     if largest >= vocab_size or largest > np.iinfo(dtype).max:
-        raise ValueError(
+        raise BadInput(
             f"token id {largest} is not below vocab_size={vocab_size}, or does not fit in {np.dtype(dtype).name}; "
             "the shards must be made with the tokenizer that they name"
         )

@@ -8,6 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxscale.data.tokenizer.split import PATTERNS, Split, byte_alphabet
+from jaxscale.exits import BadInput
 
 
 def train_bpe(
@@ -27,7 +28,7 @@ def train_bpe(
     else:
         vocab, merges = merges_by_tokenizers(texts, num_pieces, split)
     if clash := [name for name in special if name in vocab]:
-        raise ValueError(f"the special token {clash[0]!r} is a piece of text too; give it another name")
+        raise BadInput(f"the special token {clash[0]!r} is a piece of text too; give it another name")
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
     tokenizer.pre_tokenizer = cutter(split)
     tokenizer.decoder = decoders.ByteLevel()

@@ -20,6 +20,7 @@ from jaxscale.data.tokenizer.base import Block, Encode, block_of
 from jaxscale.data.tokenizer.newer import with_newer
 from jaxscale.data.tokenizer.probe import compare, compared_sometimes, probes
 from jaxscale.data.tokenizer.split import PATTERNS, Split, byte_alphabet, split_of
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 # gigatoken keeps every word it ever saw (about 110 bytes each, measured 2026-11): it is made anew, in about 0.3 s, when
@@ -45,13 +46,13 @@ class EncodeConfig:
 
     def __post_init__(self):
         if self.check_every < 0:
-            raise ValueError(f"check_every={self.check_every} must be 0 or more")
+            raise BadInput(f"check_every={self.check_every} must be 0 or more")
 
 
 def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeConfig) -> tuple[str, Encode]:
     """(name of the encoder, encode) for the tokenizer.json `path` with the parsed content `spec`.
 
-    Raises: ValueError if cfg names an encoder that is not installed or cannot read this file, or if it gives other ids
+    Raises: BadInput if cfg names an encoder that is not installed or cannot read this file, or if it gives other ids
     than `exact` for a probe; while encoding, if it does so for a document that is compared.
     """
     if cfg.encoder == "exact":
@@ -71,7 +72,7 @@ def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeCo
         if encode is None:
             if cfg.encoder == "auto":
                 continue
-            raise ValueError(f"{path} cannot be encoded by encoder={name}: {problem}; or set encoder=auto or exact")
+            raise BadInput(f"{path} cannot be encoded by encoder={name}: {problem}; or set encoder=auto or exact")
         encode = around(encode, exact, plain)
         compare(path, name, probes(named, pieces_of(spec)), encode, exact)
         return name, compared_sometimes(path, name, encode, exact, cfg.check_every) if cfg.check_every else encode

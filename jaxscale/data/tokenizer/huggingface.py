@@ -13,6 +13,7 @@ from jaxscale.data.tokenizer.base import Block, Encode, block_of, choose_begin, 
 from jaxscale.data.tokenizer.fast import EncodeConfig, make_encode
 from jaxscale.data.tokenizer.split import byte_alphabet
 from jaxscale.data.tokenizer.wordpiece import read_vocab_txt
+from jaxscale.exits import BadInput
 
 
 class HuggingFaceTokenizer:
@@ -33,7 +34,7 @@ class HuggingFaceTokenizer:
             self._tokenizer = read_vocab_txt(path) if is_list else tokenizers.Tokenizer.from_file(path)
         except Exception as error:  # the package raises bare Exception for every fault of the file
             kind = "WordPiece vocab.txt" if is_list else "tokenizer.json"
-            raise ValueError(f"data.tokenizer={path} cannot be read as a {kind}: {error}") from None
+            raise BadInput(f"data.tokenizer={path} cannot be read as a {kind}: {error}") from None
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()  # both are saved in some files, made for a model of fixed length
         self._tokenizer.no_padding()
@@ -79,7 +80,7 @@ class HuggingFaceTokenizer:
     def encode_block(self, texts: Sequence[str]) -> Block:
         """encode for each text, as one array.
 
-        Raises: ValueError if a fast encoder is found to differ, or if a text is no Unicode.
+        Raises: BadInput if a fast encoder is found to differ, or if a text is no Unicode.
         """
         try:
             return self._fast[1](texts)
@@ -126,12 +127,12 @@ class HuggingFaceTokenizer:
 
 
 def check_text(text: str) -> None:
-    """Nothing, if the text can be written as UTF-8. Raises ValueError that shows where it cannot."""
+    """Nothing, if the text can be written as UTF-8. Raises BadInput that shows where it cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         shown = text[max(0, error.start - 20) : error.start + 20]
-        raise ValueError(f"half a surrogate pair at character {error.start} of a text, near {shown!r}") from None
+        raise BadInput(f"half a surrogate pair at character {error.start} of a text, near {shown!r}") from None
 
 
 def is_byte_piece(piece: str) -> bool:

@@ -27,6 +27,7 @@ from jaxscale.data.tokenizer.about import (
 )
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
+from jaxscale.exits import BadInput
 
 FOLDER = "tokenizer"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt")  # in this order
@@ -73,7 +74,7 @@ def open_kept(workdir: Any, data: Mapping[str, Any]) -> KeptTokenizer | None:
     """The tokenizer of a work folder; None where neither the folder nor the settings know one.
 
     data: the run's settings of that name: for a folder without a tokenizer of its own, `tokenizer` names one.
-    Raises ValueError for a file that cannot be read, or is not the one that the run was trained with.
+    Raises BadInput for a file that cannot be read, or is not the one that the run was trained with.
     """
     folder = local_copy(paths.as_path(workdir) / FOLDER)
     if folder is not None:
@@ -82,7 +83,7 @@ def open_kept(workdir: Any, data: Mapping[str, Any]) -> KeptTokenizer | None:
     if not name:
         return None
     if problem := tokenizer_problem(name):
-        raise ValueError(f"{workdir} has no folder {FOLDER}/, and {problem}")
+        raise BadInput(f"{workdir} has no folder {FOLDER}/, and {problem}")
     bos_token = data.get("bos_token", NO_BOS)  # of settings that do not know it, which began documents with nothing
     tokenizer = load_tokenizer(name, data.get("eos_token") or "", bos_token)
     about = read_about(beside(tokenizer))
@@ -90,21 +91,21 @@ def open_kept(workdir: Any, data: Mapping[str, Any]) -> KeptTokenizer | None:
 
 
 def read_folder(folder: Path) -> KeptTokenizer:
-    """The tokenizer in a local folder. Raises ValueError as open_kept does."""
+    """The tokenizer in a local folder. Raises BadInput as open_kept does."""
     about = read_about(folder)
     if about.note.get("name") == "bytes":
         tokenizer = load_tokenizer("bytes")
     else:
         name = next((name for name in FILES if (folder / name).is_file()), None)
         if name is None:
-            raise ValueError(f"{folder} holds none of {', '.join(FILES)}; copy the model's tokenizer there")
+            raise BadInput(f"{folder} holds none of {', '.join(FILES)}; copy the model's tokenizer there")
         tokenizer = load_tokenizer(str(folder / name))
         noted = about.note.get(
             "fingerprint", tokenizer.fingerprint
         )  # in older ones what begins documents did not count
         older = lambda: load_tokenizer(str(folder / name), bos_token=NO_BOS).fingerprint
         if noted != tokenizer.fingerprint and noted != older():
-            raise ValueError(f"{folder / name} is not the tokenizer that the run was trained with; bring that one back")
+            raise BadInput(f"{folder / name} is not the tokenizer that the run was trained with; bring that one back")
     return KeptTokenizer(tokenizer, end_ids(tokenizer, about), about)
 
 

@@ -7,6 +7,7 @@ from jaxscale.data.tokenizer.about import NO_BOS, begin_tokens, end_token, read_
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
 from jaxscale.data.tokenizer.fast import EncodeConfig
+from jaxscale.exits import BadInput
 
 EXACT_OR_FAST = EncodeConfig()
 
@@ -18,20 +19,20 @@ def load_tokenizer(
 
     eos_token: ends a document; empty: the one that the files beside the tokenizer name, else one of the usual names.
     bos_token: begins one; empty: what the files beside the tokenizer say, else its own file; 'none': nothing.
-    encoding: how a tokenizer.json is applied; the ids are the same. Raises: ValueError if `name` is none of these.
+    encoding: how a tokenizer.json is applied; the ids are the same. Raises: BadInput if `name` is none of these.
     """
     if problem := tokenizer_problem(name):
-        raise ValueError(problem)
+        raise BadInput(problem)
     if name == "bytes":
         if bos_token not in ("", NO_BOS):
-            raise ValueError(f"data.bos_token={bos_token}: data.tokenizer=bytes has no such token; leave it out")
+            raise BadInput(f"data.bos_token={bos_token}: data.tokenizer=bytes has no such token; leave it out")
         return ByteTokenizer()
     path = Path(name).expanduser()
     about = read_about(path.parent)
     ends, begins = eos_token or end_token(about), begin_tokens(about, bos_token)
     tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding)
     if bos_token and begin_names(tokenizer) != begins:
-        raise ValueError(f"data.bos_token={bos_token} is no special token of {name}; name another, or none")
+        raise BadInput(f"data.bos_token={bos_token} is no special token of {name}; name another, or none")
     return tokenizer
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from jaxscale.data.tokenizer.base import Block, Encode, block_of
+from jaxscale.exits import BadInput
 
 WORDS = "It's we'll THEY'RE I'd'Ve don't'S rock'n'roll 'tis ''s o’clock I'ſ x'ſſ ﬁne straße İstanbul Ǆ ǆ ǅ ᾳ ª º"
 DIGITS = "1 12 123 1234 1234567 3.14159 1,000,000 ١٢٣٤٥ १२३४ ⅷ ½ ² ₃ ④ 𝟘𝟙𝟚 ⁵⁶x7 a1b22c333d4444 v1.2.3-rc4"
@@ -63,13 +64,13 @@ def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
 
 
 def compare(path: str, name: str, texts: Sequence[str], encode: Encode, exact: Encode) -> None:
-    """Nothing, if the encoder `name` gives the ids of `exact` for every text. Raises ValueError that shows the text."""
+    """Nothing, if the encoder `name` gives the ids of `exact` for every text. Raises BadInput that shows the text."""
     ours, theirs = encode(texts), exact(texts)
     if np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids):
         return
     for text, got, wanted in zip(texts, ours.split(), theirs.split(), strict=True):
         if not np.array_equal(got, wanted):
-            raise ValueError(
+            raise BadInput(
                 f"{path}: {name} and the tokenizers package differ for {around(text, got, wanted)}; set encoder=exact"
             )
 

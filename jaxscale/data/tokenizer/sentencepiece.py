@@ -8,6 +8,7 @@ import numpy as np
 import sentencepiece
 
 from jaxscale.data.tokenizer.base import Block, block_of, choose_begin, choose_eos, find_marks, fingerprint
+from jaxscale.exits import BadInput
 
 SENTENCE_BYTES = 4000  # what is longer than 4,192 would be left out in training
 THREADS = 8  # of training, on any machine: its sums, and so its pieces, depend on it
@@ -21,7 +22,7 @@ class SentencePieceTokenizer:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=path)
         except (RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())
-            raise ValueError(f"data.tokenizer={path} cannot be read as a SentencePiece model: {reason}") from None
+            raise BadInput(f"data.tokenizer={path} cannot be read as a SentencePiece model: {reason}") from None
         processor = self._processor
         self.name = path
         self.vocab_size = processor.get_piece_size()
@@ -75,7 +76,7 @@ def train_unigram(
 ) -> tuple[bytes, int]:
     """(a Unigram .model, its number of ids: at most vocab_size). It changes nothing in a text, not even spaces.
 
-    special: control tokens, the first of them ends documents. Line ends are bytes, as in Llama's. Raises: ValueError if
+    special: control tokens, the first of them ends documents. Line ends are bytes, as in Llama's. Raises: BadInput if
     the texts hold too little for the vocabulary.
     """
     file = io.BytesIO()
@@ -89,7 +90,7 @@ def train_unigram(
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"a Unigram tokenizer with vocab_size={vocab_size} cannot be trained: {reason}") from None
+        raise BadInput(f"a Unigram tokenizer with vocab_size={vocab_size} cannot be trained: {reason}") from None
     content = file.getvalue()
     return content, sentencepiece.SentencePieceProcessor(model_proto=content).get_piece_size()
 

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from jaxscale.data.tokenizer.base import BERT_NAMES, SENTINEL_NAMES
 from jaxscale.data.tokenizer.split import Split
+from jaxscale.exits import BadInput
 from jaxscale.paths import write_bytes_atomic
 from jaxscale.schema import setting
 
@@ -51,20 +52,20 @@ class TrainTokenizerConfig:
         names = special_names(self)
         smallest = len(names) + (256 if self.kind == "bpe" or self.kind == "unigram" and self.byte_fallback else 1)
         if self.vocab_size <= smallest:
-            raise ValueError(
+            raise BadInput(
                 f"vocab_size={self.vocab_size} must be above {smallest}, for the bytes and {len(names)} special tokens"
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"special_tokens, eos_token and the reserved ones name {twice} twice")
+            raise BadInput(f"special_tokens, eos_token and the reserved ones name {twice} twice")
         if "" in names:
-            raise ValueError("eos_token and special_tokens must not be empty")
+            raise BadInput("eos_token and special_tokens must not be empty")
         if self.sample_bytes < 1 or self.reserved < 0 or self.max_alphabet < 1:
-            raise ValueError(
+            raise BadInput(
                 f"sample_bytes={self.sample_bytes} and max_alphabet={self.max_alphabet} must be above 0, "
                 f"reserved={self.reserved} 0 or more"
             )
         if not 0 < self.character_coverage <= 1:
-            raise ValueError(f"character_coverage={self.character_coverage} must be above 0 and at most 1")
+            raise BadInput(f"character_coverage={self.character_coverage} must be above 0 and at most 1")
 
 
 class Trained(NamedTuple):
@@ -87,18 +88,18 @@ def special_names(cfg: TrainTokenizerConfig) -> list[str]:
 def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str | Path) -> Trained:
     """Trains on a sample of `texts` and writes `path`; equal texts in any order give equal bytes.
 
-    path: ends in .json, for unigram in .model. Raises: ValueError if it does not, if a package is missing, or if the
+    path: ends in .json, for unigram in .model. Raises: BadInput if it does not, if a package is missing, or if the
     texts hold too little for the vocabulary.
     """
     path, ending = Path(path), ".model" if cfg.kind == "unigram" else ".json"
     if path.suffix != ending:
-        raise ValueError(f"{path}: a tokenizer of kind={cfg.kind} is written as {ending}; rename it")
+        raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} is written as {ending}; rename it")
     package = cfg.trainer if cfg.kind == "bpe" else "sentencepiece" if cfg.kind == "unigram" else "tokenizers"
     if not importlib.util.find_spec(package):
-        raise ValueError(f"trainer={package} is not installed: pip install 'jaxscale[prepare]'")
+        raise BadInput(f"trainer={package} is not installed: pip install 'jaxscale[prepare]'")
     chosen = sample(texts, cfg.sample_bytes, cfg.seed)
     if not chosen:
-        raise ValueError(f"no text to train {path} on, or none that fits in sample_bytes={cfg.sample_bytes}")
+        raise BadInput(f"no text to train {path} on, or none that fits in sample_bytes={cfg.sample_bytes}")
     if cfg.kind == "unigram":
         content, vocab_size = unigram_file(chosen, cfg)
     else:

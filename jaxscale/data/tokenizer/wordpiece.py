@@ -9,6 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxscale.data.tokenizer.base import BERT_NAMES
+from jaxscale.exits import BadInput
 
 PREFIX = "##"  # before a piece that goes on a word
 
@@ -26,14 +27,14 @@ def read_vocab_txt(path: str) -> tokenizers.Tokenizer:
     """The tokenizer of a vocab.txt, one piece a line.
 
     The file does not say whether it is for lower-case text: it is if no piece but the special ones has a capital A-Z.
-    Raises: ValueError if [UNK] is missing or a piece stands there twice.
+    Raises: BadInput if [UNK] is missing or a piece stands there twice.
     """
     pieces = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
     ids = {piece.removesuffix("\r"): i for i, piece in enumerate(pieces)}
     if "[UNK]" not in ids:
-        raise ValueError("it has no [UNK]")
+        raise BadInput("it has no [UNK]")
     if len(ids) != len(pieces):
-        raise ValueError(f"{len(pieces) - len(ids)} of its {len(pieces)} lines stand there twice")
+        raise BadInput(f"{len(pieces) - len(ids)} of its {len(pieces)} lines stand there twice")
     words = [piece for piece in ids if not (piece.startswith("[") and piece.endswith("]"))]
     uncased = not any("A" <= character <= "Z" for piece in words for character in piece)
     return build(
@@ -74,7 +75,7 @@ def train_wordpiece(
     kept = sorted(sorted(counts, key=lambda character: (-counts[character], character))[: cfg.max_alphabet])
     first = [*special, *kept, *(PREFIX + character for character in kept)]
     if len(first) > vocab_size:
-        raise ValueError(
+        raise BadInput(
             f"vocab_size={vocab_size} has no room for {len(special)} special tokens and {len(kept)} characters in two "
             "forms each; raise it, or lower max_alphabet"
         )

@@ -8,6 +8,7 @@ reported on others in docs/health_table.md.
 
 import dataclasses
 
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 RULES = (
@@ -83,7 +84,7 @@ class HealthConfig:
 
     def __post_init__(self):
         if unknown := [name for name in self.off if name not in RULES]:
-            raise ValueError(f"off={unknown} names no rule; the rules are {', '.join(RULES)}")
+            raise BadInput(f"off={unknown} names no rule; the rules are {', '.join(RULES)}")
         for name in (
             "spike_ratio",
             "divergence_ratio",
@@ -93,7 +94,7 @@ class HealthConfig:
             "source_ratio",
         ):
             if getattr(self, name) <= 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 1: it multiplies what is usual")
+                raise BadInput(f"{name}={getattr(self, name)} must be above 1: it multiplies what is usual")
         for name in (
             "flat_drop",
             "plateau_drop",
@@ -104,13 +105,13 @@ class HealthConfig:
             "branch_low",
         ):
             if not 0 < getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be a part, between 0 and 1")
+                raise BadInput(f"{name}={getattr(self, name)} must be a part, between 0 and 1")
         for name in ("spike_sigma", "grad_norm", "attention_logit"):
             if getattr(self, name) <= 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be above 0")
+                raise BadInput(f"{name}={getattr(self, name)} must be above 0")
         if self.plateau_records < 50:
-            raise ValueError(f"plateau_records={self.plateau_records} must be at least 50: fewer are noise")
+            raise BadInput(f"plateau_records={self.plateau_records} must be at least 50: fewer are noise")
         if not 0 < self.activation_low < self.activation_high:
-            raise ValueError("activation_low must be above 0 and below activation_high")
+            raise BadInput("activation_low must be above 0 and below activation_high")
         if self.speed_seconds < 0:
-            raise ValueError(f"speed_seconds={self.speed_seconds} must be at least 0")
+            raise BadInput(f"speed_seconds={self.speed_seconds} must be at least 0")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxscale import units
+from jaxscale.exits import BadInput
 
 
 class Cause(NamedTuple):
@@ -60,7 +61,7 @@ class RunFacts:
 def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[str, Any] | None = None) -> RunFacts:
     """The facts in a run's config.json, and in its forecast.json if it has one.
 
-    Raises: ValueError for a forecast of another form.
+    Raises: BadInput for a forecast of another form.
     """
     settings, budget = config.get("config", {}), config.get("budget", {})
     optim, model = settings.get("optim", {}), settings.get("model", {})
@@ -100,4 +101,4 @@ def band_of(forecast: Mapping[str, Any]) -> tuple[tuple[float, float, float], ..
         columns = [[float(number) for number in forecast[name]] for name in ("tokens", "low", "high")]
         return tuple(sorted(zip(*columns, strict=True)))
     except (KeyError, TypeError, ValueError):
-        raise ValueError("forecast.json must hold tokens, low and high, lists of numbers of one length") from None
+        raise BadInput("forecast.json must hold tokens, low and high, lists of numbers of one length") from None

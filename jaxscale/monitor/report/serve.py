@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from jaxscale import paths
-from jaxscale.exits import Stop, tell
+from jaxscale.exits import BadInput, Stop, tell
 from jaxscale.monitor.history import KNOWN, LEDGERS, OTHERS
 from jaxscale.monitor.report.page import POLICY, SERVED
 from jaxscale.monitor.report.text import escape
@@ -27,7 +27,7 @@ class Pages:
     """The newest page and its version. Any thread may ask."""
 
     def __init__(self, make: Callable[[str], str], workdirs: Sequence[Any], clock: Callable[[], float] = time.time):
-        """make: the page of a version. Raises ValueError or Stop where the folders cannot be read."""
+        """make: the page of a version. Raises BadInput or Stop where the folders cannot be read."""
         self.make, self.clock = make, clock
         self.folders = [paths.as_path(workdir) for workdir in workdirs]
         self.lock = threading.Lock()
@@ -88,11 +88,11 @@ class Server(ThreadingHTTPServer):
 
 
 def open_server(pages: Pages, port: int) -> Server:
-    """A server that listens; serve_forever() runs it. Raises ValueError where the port is not to be had."""
+    """A server that listens; serve_forever() runs it. Raises BadInput where the port is not to be had."""
     try:
         server = Server((ADDRESS, port), Handler)
     except OSError as error:
-        raise ValueError(
+        raise BadInput(
             f"--serve={port}: the port cannot be had ({error.strerror or error}); give another one, or 0 for any"
         ) from None
     server.pages = pages

@@ -24,7 +24,7 @@ def escape(text: Any) -> str:
 
 
 def json_block(value: Any) -> str:
-    """The value as JSON that can stand in a script element. Raises ValueError for NaN."""
+    """The value as JSON that can stand in a script element. Raises BadInput for NaN."""
     written = json.dumps(redacted(value), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     for character, spelt in FOR_SCRIPT.items():
         written = written.replace(character, spelt)

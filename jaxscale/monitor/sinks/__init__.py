@@ -4,6 +4,7 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
+from jaxscale.exits import BadInput
 from jaxscale.monitor.sinks import trackio, wandb
 from jaxscale.monitor.sinks.base import Sink
 
@@ -11,9 +12,9 @@ OPEN = {"wandb": wandb.open_run, "trackio": trackio.open_run}
 
 
 def open_sinks(names: Sequence[str], workdir: Any, start_step: int) -> list[Sink]:
-    """A sink for each name. Raises ValueError where a package is missing."""
+    """A sink for each name. Raises BadInput where a package is missing."""
     if missing := missing_packages(names):
-        raise ValueError("; ".join(missing))
+        raise BadInput("; ".join(missing))
     return [Sink(name, workdir, start_step, OPEN[name]) for name in names]
 
 

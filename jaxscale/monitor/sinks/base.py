@@ -36,7 +36,7 @@ class Begin:
     """What a service is told of the run that it shows."""
 
     def __init__(self, workdir: Any, name: str, start_step: int):
-        """Counts this opening as an attempt. Raises OSError or ValueError where the work folder does not take it."""
+        """Counts this opening as an attempt. Raises OSError or BadInput where the work folder does not take it."""
         folder = paths.as_path(workdir)
         self.folder, self.start_step, self.run_name = folder, start_step, str(folder.name) or "run"
         file = folder / FOLDER / f"{name}.json"

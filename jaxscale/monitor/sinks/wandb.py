@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 from jaxscale.monitor.sinks.base import CLOSE_SECONDS, Begin
 
 OFFLINE = ("offline", "disabled", "dryrun")
@@ -40,12 +41,12 @@ class WandbRun:
 def open_run(begin: Begin) -> WandbRun:
     """The run of this work folder, gone on with. WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE and WANDB_API_KEY hold.
 
-    Raises ValueError where nobody is logged in, for wandb would ask at the terminal that the run prints to.
+    Raises BadInput where nobody is logged in, for wandb would ask at the terminal that the run prints to.
     """
     import wandb
 
     if os.environ.get("WANDB_MODE") not in OFFLINE and not wandb.api.api_key:
-        raise ValueError("nobody is logged in; set WANDB_API_KEY, or WANDB_MODE=offline to keep all on this machine")
+        raise BadInput("nobody is logged in; set WANDB_API_KEY, or WANDB_MODE=offline to keep all on this machine")
     settings = wandb.Settings(
         console="off",  # the run's own output stays where it is
         silent=True,

@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 
 import jax
 
+from jaxscale.exits import BadInput
 from jaxscale.ops.attention import blockwise, cudnn, long, splash, xla
 from jaxscale.ops.attention.mixed import Mix, either
 from jaxscale.units import or_list
@@ -43,16 +44,16 @@ def choose_attention(
     """(attend, the name that "auto" became, why "auto" had to be content with xla or "").
 
     Each device computes its own rows and heads. device: one of them, where that is known.
-    Raises ValueError for a form that the platform lacks, or that cannot do what the model needs.
+    Raises BadInput for a form that the platform lacks, or that cannot do what the model needs.
     """
     resolved = BEST.get(platform, "xla") if name == "auto" else name
     if resolved not in get_args(AttentionName):
-        raise ValueError(f"attention={name!r} is not known; use {or_list(get_args(AttentionName))}")
+        raise BadInput(f"attention={name!r} is not known; use {or_list(get_args(AttentionName))}")
     if resolved in HOMES and BEST.get(platform) != resolved:
-        raise ValueError(f"attention={name!r} is made for {HOMES[resolved]}, not for {platform}; use 'auto' or 'xla'")
+        raise BadInput(f"attention={name!r} is made for {HOMES[resolved]}, not for {platform}; use 'auto' or 'xla'")
     if lack := what_lacks(resolved, needs, device):
         if name != "auto":
-            raise ValueError(f"attention={name!r}: {lack}; use 'auto' or 'xla'")
+            raise BadInput(f"attention={name!r}: {lack}; use 'auto' or 'xla'")
         resolved = "xla"
     make = {
         "xla": xla.make_attend,

@@ -10,6 +10,7 @@ from jaxscale.data.manifest import is_manifest, read_manifest
 from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.data.shards import read_header
 from jaxscale.data.sources import SourceFile
+from jaxscale.exits import BadInput
 from jaxscale.paths import is_remote
 
 PLAIN_TEXT = (".txt", ".py", ".md")
@@ -41,7 +42,7 @@ def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
 
 
 def tokens_of(file: SourceFile, cfg: DataConfig, vocab_size: int) -> int:
-    """Tokens of one token file. Raises ValueError where it does not say."""
+    """Tokens of one token file. Raises BadInput where it does not say."""
     if is_manifest(file.path):
         return read_manifest(file.path).content["num_tokens"]
     if is_megatron(file.path):
@@ -50,5 +51,5 @@ def tokens_of(file: SourceFile, cfg: DataConfig, vocab_size: int) -> int:
     if header is not None:
         return header["num_tokens"]
     if not file.path.endswith(".bin"):
-        raise ValueError(f"{file.path} has no header that tells its tokens")
+        raise BadInput(f"{file.path} has no header that tells its tokens")
     return Path(file.path).stat().st_size // np.dtype(raw_dtype(cfg, vocab_size)).itemsize

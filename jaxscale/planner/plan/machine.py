@@ -8,6 +8,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
+from jaxscale.exits import BadInput
 from jaxscale.hardware import CHIPS, Chip, find_chip
 from jaxscale.planner.plan.measured import Measured
 from jaxscale.planner.topology import CARDS_PER_HOST, FAMILIES, MAX_HOSTS, Topology, TopologyName, parse_topology
@@ -50,7 +51,7 @@ class StandIn:
 def open_machine(text: str) -> Topology:
     """The machine that a name stands for, with stand-ins as its devices. Names are preflight's, and b200, v100, t4, l4.
 
-    Raises ValueError, in one line with the nearest that works, for an unknown chip or a shape that is not made.
+    Raises BadInput, in one line with the nearest that works, for an unknown chip or a shape that is not made.
     """
     if found := re.fullmatch(rf"({'|'.join(PLANNED_ONLY)})(?::(\d+)(?:x(\d+))?)?", text.strip().lower()):
         return cards(f"{found[1]}:", PLANNED_ONLY[found[1]], *card_counts(text, found))
@@ -58,7 +59,7 @@ def open_machine(text: str) -> Topology:
         name = parse_topology(text)
     except ValueError as error:
         more = f"; plan also knows {', '.join(PLANNED_ONLY)}" if "no chip is called" in str(error) else ""
-        raise ValueError(f"{error}{more}") from None
+        raise BadInput(f"{error}{more}") from None
     kind = FAMILIES[name.family].device_kind
     if name.platform == "gpu":
         return cards(f"{name.family}:", kind, *name.shape)
@@ -66,12 +67,12 @@ def open_machine(text: str) -> Topology:
 
 
 def card_counts(text: str, found: re.Match) -> tuple[int, int]:
-    """(hosts, cards of each) of a name such as b200:4x8. Raises ValueError where they cannot be."""
+    """(hosts, cards of each) of a name such as b200:4x8. Raises BadInput where they cannot be."""
     if not found[2]:
-        raise ValueError(f"topology {text!r}: how many? write {found[1]}:1x8, {found[1]}:8x8")
+        raise BadInput(f"topology {text!r}: how many? write {found[1]}:1x8, {found[1]}:8x8")
     hosts, of_host = (int(found[2]), int(found[3])) if found[3] else (1, int(found[2]))
     if not (1 <= hosts <= MAX_HOSTS and 1 <= of_host <= CARDS_PER_HOST):
-        raise ValueError(
+        raise BadInput(
             f"topology {text!r}: a host holds 1 to {CARDS_PER_HOST} cards, and {MAX_HOSTS} hosts are the most; write "
             f"{found[1]}:8x8"
         )

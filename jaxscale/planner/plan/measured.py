@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from jaxscale.exits import BadInput
 from jaxscale.paths import cache_dir, make_private, read_json, write_json
 
 FORMAT = 2
@@ -34,7 +35,7 @@ def measured_file() -> pathlib.Path:
 
 
 def read_measured() -> list[Measured]:
-    """All that were kept; [] if there are none. Raises ValueError for a file that is damaged, with the way out."""
+    """All that were kept; [] if there are none. Raises BadInput for a file that is damaged, with the way out."""
     file = measured_file()
     try:
         content = read_json(file)
@@ -42,7 +43,7 @@ def read_measured() -> list[Measured]:
     except FileNotFoundError:
         return []
     except (TypeError, KeyError) as error:
-        raise ValueError(f"{file} is no file of measurements ({error}); delete it and measure again") from None
+        raise BadInput(f"{file} is no file of measurements ({error}); delete it and measure again") from None
 
 
 def keep_measured(found: Measured) -> pathlib.Path:

@@ -133,7 +133,7 @@ def make_plan(
     """The plan of a config on a machine of machine.open_machine().
 
     Args: measured: of this machine, where it is planned for. kept: what preflight knows of this step.
-    Raises ValueError for a config that no such machine can run, and where the horizon cannot be known.
+    Raises BadInput for a config that no such machine can run, and where the horizon cannot be known.
     """
     data_tokens, data_source = count_tokens(cfg.data, cfg.model.vocab_size)
     budget = resolve_budget(cfg, data_tokens)

@@ -5,6 +5,7 @@ import math
 from typing import Any
 
 from jaxscale import units
+from jaxscale.exits import BadInput
 from jaxscale.models.llama import LlamaConfig, num_params
 from jaxscale.planner.plan import published, scaling
 
@@ -50,9 +51,7 @@ class Proposal:
 def propose_for_flops(flops: float, why: str) -> Proposal:
     """The compute-optimal run for so many operations: N = (C / 6 / 20) ** 0.5, D = C / 6 / N."""
     if not 1.2e16 <= flops <= 6 * scaling.TOKENS_PER_PARAM * LARGEST**2:
-        raise ValueError(
-            f"{flops:.3g} FLOPs are outside what a proposal is made for, 1.2e16 to 1.2e28; check the units"
-        )
+        raise BadInput(f"{flops:.3g} FLOPs are outside what a proposal is made for, 1.2e16 to 1.2e28; check the units")
     model = shape(scaling.optimal_params(flops), within=0.02)
     params = shape_params(model)
     rule = scaling.optimal_alternative(flops)
@@ -64,9 +63,7 @@ def propose_for_flops(flops: float, why: str) -> Proposal:
 def propose_for_size(params: float, why: str) -> Proposal:
     """The compute-optimal run of about so many parameters: 20 tokens for each."""
     if not 1e7 <= params <= LARGEST:
-        raise ValueError(
-            f"a model of {params:.3g} parameters is outside what is proposed, 1e7 to 1e13; check the units"
-        )
+        raise BadInput(f"a model of {params:.3g} parameters is outside what is proposed, 1e7 to 1e13; check the units")
     model = shape(params)
     rule = scaling.optimal_alternative(scaling.train_flops(params, scaling.optimal_tokens(params)))
     return finish(

@@ -13,7 +13,7 @@ from jaxscale.cli import prepare
 from jaxscale.data.array_record import read_records
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
-from jaxscale.exits import is_for_people
+from jaxscale.exits import BadInput
 
 ROOT = pathlib.Path(prepare.__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "data").glob("*.py"))
@@ -108,7 +108,7 @@ def test_a_mistake_is_one_line(raw, tmp_path, monkeypatch, arguments, told):
     argv = [argument.replace("RAW", str(raw)).replace("TMP", str(tmp_path)) for argument in arguments]
     with pytest.raises(ValueError) as error:
         prepare.main(argv)
-    assert told in str(error.value) and "\n" not in str(error.value) and is_for_people(error.value)
+    assert told in str(error.value) and "\n" not in str(error.value) and isinstance(error.value, BadInput)
 
 
 def test_help_lists_every_setting_of_a_recipe(capsys):
