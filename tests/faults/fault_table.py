@@ -96,6 +96,30 @@ FAULTS = {
         "the one is written nowhere; the other is shown as text",
     ),
     "F30": Row("minutes of random faults", "ends with the losses and state of a run without any"),
+    "F31": Row(
+        "a checkpoint lies under another number: moved, copied, linked",
+        "told and set aside; never trained on, sampled, evaluated or exported as that step",
+    ),
+    "F32": Row(
+        "a process that has lost its lock wakes up",
+        "it writes nothing: no metrics line, no event, no checkpoint",
+    ),
+    "F33": Row("a checkpoint's list of files or its commit mark is deleted or changed", "noticed and told"),
+    "F34": Row(
+        "the work folder is renamed or deleted while the run trains",
+        "exit 14 with the true cause; nothing is made at the old path",
+    ),
+    "F35": Row("the lock is a dangling link, a folder or a FIFO", "one line; no endless loop, no traceback"),
+    "F36": Row("the disk has no inodes left", "said as that"),
+    "F37": Row("a signal during the last sample or export", "exit 10, or 0 if everything is saved"),
+    "F38": Row(
+        "shards, manifests, lineage or cached tokens are damaged, swapped or lead outside",
+        "found before a token of them is trained on",
+    ),
+    "F39": Row(
+        "a defect of ours, whatever the class of its exception",
+        "exit 1 with its traceback; never told as the user's mistake",
+    ),
 }
 THREATS = {
     "H1": Row(
@@ -139,6 +163,16 @@ THREATS = {
         "control characters taken out of what is printed; records are JSON",
     ),
     "H14": Row("races in /tmp", "nothing is kept there; compiled programs lie in the user's own cache"),
+    "H15": Row("links inside a folder that came from elsewhere", "no file outside that folder is read"),
+    "H16": Row(
+        "hostile names and texts in pages, cards, terminals and logs",
+        "escaped as the format needs: HTML, Markdown, control and bidirectional characters",
+    ),
+    "H17": Row(
+        "evaluation files that unpack without end, endless templates, nested JSON, absurd counts",
+        "bounded in memory and time; one line, exit 2",
+    ),
+    "H18": Row("idle and endless clients of a local page", "bounded; the page goes on answering"),
 }
 ALL = FAULTS | THREATS
 
