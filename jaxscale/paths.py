@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 from jaxscale.exits import BadInput
+from jaxscale.foreign import open_regular, parse_json
 
 # Where TensorFlow is installed, epath would take 6 s to import it and go to the bucket its way; and gcsfs would ask a
 # second service, over gRPC, what kind of bucket it is, with rights that a run does not need otherwise.
@@ -138,15 +139,21 @@ def sync_folder(folder: pathlib.Path) -> None:
 def read_json(path: Any) -> Any:
     """The JSON value in the file. Raises FileNotFoundError, or BadInput that names the file if it is no JSON file."""
     try:
-        text = as_path(path).read_bytes()
+        text = as_path(path).read_bytes() if is_remote(path) else read_regular(path)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
     try:
-        return json.loads(text)
-    except ValueError as error:  # UnicodeDecodeError is one too
+        return parse_json(text)
+    except BadInput as error:
         raise BadInput(f"{path} is not valid JSON ({error}); it is damaged or was edited by hand") from None
+
+
+def read_regular(path: Any) -> bytes:
+    """The content of a local file. Raises as open_regular does."""
+    with open_regular(as_path(path)) as file:
+        return file.read()
 
 
 def write_json(path: Any, value: Any) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
 from jaxscale.data.order import normalise
 from jaxscale.exits import BadInput, Exit, Stop
+from jaxscale.foreign import parse_json
 from jaxscale.hosts.agree import agreed
 from jaxscale.monitor.abandoned import abandon, lines_of
 from jaxscale.monitor.events import read_events
@@ -134,5 +134,5 @@ def last_measured(folder: Any) -> int:
     last = 0
     for line in lines_of(folder / "metrics.jsonl"):
         with contextlib.suppress(ValueError, KeyError, TypeError):  # torn
-            last = max(last, int(json.loads(line)["step"]))
+            last = max(last, int(parse_json(line)["step"]))
     return last

@@ -9,6 +9,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from jaxscale.foreign import parse_json
+
 PADDED = 512  # bytes: a renewal writes over the last one in one call, and is never longer or shorter
 GONE, STOPPED = "ZXx", "Tt"  # states of a process in /proc
 
@@ -60,7 +62,7 @@ def this_process() -> Holder:
 def read_holder(content: bytes) -> Holder | None:
     """The holder that a lock names; None for anything else, such as a lock that is just being written."""
     try:
-        values = json.loads(content)
+        values = parse_json(content)
         kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Holder)}
         values = {"lease_seconds": None} | values
         if set(values) != set(kinds) or not all(isinstance(values[name], kind) for name, kind in kinds.items()):

@@ -20,6 +20,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves, nest
 from jaxscale.cli.shrink import table
 from jaxscale.exits import Exit, run_and_exit
+from jaxscale.foreign import parse_json
 
 SHOWN_DIFFERENCES = 6
 READ_BYTES = 1 << 30  # of each run at a time
@@ -62,7 +63,7 @@ def read_metrics(workdir: Any, *, clocked: bool = False) -> dict[int, dict[str, 
     file, found = paths.as_path(workdir) / "metrics.jsonl", {}
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue
         if "tokens_hash" in record:

@@ -1,9 +1,9 @@
 """JSON lines of a file that another process appends to, or writes anew: what is new since the last look."""
 
-import json
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.foreign import parse_json
 
 FIRST_BYTES = 32 << 20  # of a local file at the first look: some 50,000 records, and a run may have written gigabytes
 
@@ -59,8 +59,8 @@ class Following:
         found = []
         for line in filter(None, content.decode("utf-8", "replace").split("\n")):
             try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):  # the second: brackets without end
+                record = parse_json(line)
+            except ValueError:
                 record = None
             if isinstance(record, dict):
                 found.append(record)

@@ -1,13 +1,13 @@
 """How far a run is, read from its work folder by another process. No device is asked for anything."""
 
 import dataclasses
-import json
 import statistics
 from typing import Any
 
 from jaxscale import paths
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.foreign import parse_json
 
 TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps, and a run may have written gigabytes
 
@@ -79,7 +79,7 @@ def tail(file: Any) -> list[str]:
 def as_record(line: str) -> dict[str, Any]:
     """The JSON object of a line, {} where it is damaged."""
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return {}
     return record if isinstance(record, dict) else {}

@@ -50,6 +50,7 @@ from jaxscale import hosts, paths, schema  # noqa: E402
 from jaxscale.cli import sample_chat  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.exits import run_and_exit  # noqa: E402
+from jaxscale.foreign import parse_json  # noqa: E402
 from jaxscale.inference import LoadedModel, make_generator, open_model  # noqa: E402
 from jaxscale.models.layers import Dtype  # noqa: E402
 from jaxscale.redact import printable  # noqa: E402
@@ -286,7 +287,7 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
 def json_prompt(file: str, number: int, line: str) -> str:
     """The prompt of a line of a .jsonl: text, or an object with `prompt` or `text`."""
     with contextlib.suppress(ValueError):
-        value: Any = json.loads(line)
+        value: Any = parse_json(line)
         value = value.get("prompt", value.get("text")) if isinstance(value, dict) else value
         if isinstance(value, str):
             return value

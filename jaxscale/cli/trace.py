@@ -19,6 +19,7 @@ as it was after the objective, the two are compared; if they differ, that is sai
 """
 
 from jaxscale.exits import BadInput
+from jaxscale.foreign import parse_json  # noqa: E402
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -155,7 +156,7 @@ def hashes_of(folder: Any) -> dict[int, str]:
     found = {}
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            record = json.loads(line)
+            record = parse_json(line)
             found[int(record["step"]) - 1] = str(record["tokens_hash"])
     return found
 

@@ -6,7 +6,7 @@ import http.client
 import os
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import foreign, paths
 from jaxscale.bucket import Transient, open_bucket
 from jaxscale.checkpoint.files import objects_under
 from jaxscale.exits import BadInput
@@ -51,7 +51,7 @@ class File:
 
     def read_disk(self, start: int, view: memoryview) -> None:
         """As read_into, of a local file."""
-        with open(self.path, "rb", buffering=0) as file:
+        with foreign.open_file(self.path) as file:
             file.seek(start)
             done = 0
             while done < len(view):
@@ -91,13 +91,13 @@ def receive(response: Any, view: memoryview) -> int:
 
 
 def look_at(path: Any) -> File:
-    """The file as it is now. Raises FileNotFoundError, or BadInput where a bucket refuses."""
+    """The file as it is now. Raises FileNotFoundError, or BadInput where a bucket refuses, or foreign.real_file."""
     if paths.is_remote(path):
         told = open_bucket().metadata(os.fspath(path))
         if told is None:
             raise FileNotFoundError(2, "no such object", os.fspath(path))
         return File(path, int(told["size"]), str(told["generation"]))
-    stat = path.stat()
+    stat = foreign.real_file(path).stat()
     return File(path, stat.st_size, str(stat.st_mtime_ns))
 
 

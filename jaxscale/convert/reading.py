@@ -6,14 +6,13 @@ import json
 import re
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import foreign, paths
 from jaxscale.checkpoint.cause import reached
 from jaxscale.convert.ranges import look_at, names_in
 from jaxscale.convert.safetensors import Tensor, read_header
 from jaxscale.exits import BadInput
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
-LARGEST_JSON = 200_000_000  # bytes: an index has about 100 for each tensor
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # torch's: reading one can run what it holds
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -93,9 +92,13 @@ def is_plain(file: str) -> bool:
 
 def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]:
     """The JSON object in a file. Raises BadInput if it is none, or too large to be one of ours."""
-    if files[name] > LARGEST_JSON:
-        raise BadInput(f"{folder / name} has {files[name]} bytes, more than the {LARGEST_JSON} of any such file")
-    value = reached(lambda: paths.read_json(folder / name), folder)
+    if files[name] > foreign.LARGEST_JSON:
+        raise BadInput(f"{folder / name} has {files[name]} bytes, more than the {foreign.LARGEST_JSON} that are read")
+    content = reached(lambda: foreign.read_bytes(folder / name), folder)
+    try:
+        value = foreign.parse_json(content)
+    except BadInput as error:
+        raise BadInput(f"{folder / name} is not valid JSON ({error}); fetch it again") from None
     if not isinstance(value, dict):
         raise BadInput(f"{folder / name} is no JSON object; fetch it again")
     return value

@@ -11,10 +11,10 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import foreign, paths
 from jaxscale.convert.text_begin import begin_with
 from jaxscale.data.tokenizer.about import NO_BOS, SPECIAL, About, begin_tokens
-from jaxscale.data.tokenizer.base import Tokenizer, begin_names
+from jaxscale.data.tokenizer.base import LARGEST, Tokenizer, begin_names
 from jaxscale.data.tokenizer.bytes import EOS_ID
 from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.data.tokenizer.probe import probes
@@ -30,7 +30,6 @@ FILES = (
 )  # fmt: skip
 END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOTE = "jaxscale.json"  # by which a run says what it was trained with
-LARGEST = 256 << 20  # bytes of one of them; the largest vocabularies have 40 MB
 EOS_NAME = "<|endoftext|>"  # of our byte tokenizer's one special token
 
 
@@ -44,13 +43,16 @@ class Texts:
 
 
 def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
-    """{name: content} of those of FILES that a folder has. Raises BadInput for one that is far too large."""
+    """{name: content} of those of FILES that a folder has.
+
+    Raises BadInput for one that is far too large, and for a link that leads out of the folder.
+    """
     found = {}
     for name in FILES:
         if name in names:
             if names[name] > LARGEST:
                 raise BadInput(f"{folder / name} has {names[name]} bytes: it is no file of a tokenizer; move it away")
-            found[name] = (folder / name).read_bytes()
+            found[name] = foreign.read_bytes(folder / name, LARGEST)
     return found
 
 
@@ -84,8 +86,8 @@ def special_token(files: Mapping[str, bytes], which: str) -> str:
 def read_object(content: bytes) -> dict[str, Any]:
     """The JSON object in a file; empty if it is none."""
     try:
-        found = json.loads(content)
-    except ValueError:
+        found = foreign.parse_json(content)
+    except BadInput:
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -129,9 +131,10 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
     """
     config, folder = run.get("config") or {}, workdir / FOLDER
     data, seq_len = config.get("data") or {}, config.get("seq_len")
+    foreign.check_folder(folder, workdir)
     there = {path.name: 0 for path in folder.iterdir()} if folder.exists() else {}
     files = read_files(folder, there)
-    note = read_object((folder / NOTE).read_bytes()) if NOTE in there else {}
+    note = read_object(foreign.read_bytes(folder / NOTE)) if NOTE in there else {}
     if generation := (run.get("converted") or {}).get("generation"):
         files.setdefault(GENERATION, (json.dumps(generation, indent=2) + "\n").encode())
     noted = note.get("begin_tokens", ()) if note else None  # notes of before begin documents with nothing
@@ -150,7 +153,7 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
         return Texts(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
     own = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
     tokenizer = load_tokenizer(name, eos_token, data.get("bos_token", NO_BOS))
-    texts = loaded(files | {own: path.read_bytes()}, own, tokenizer.eos_token, seq_len)
+    texts = loaded(files | {own: foreign.read_bytes(path, LARGEST)}, own, tokenizer.eos_token, seq_len)
     return begun(texts, begin_names(tokenizer))
 
 
@@ -234,7 +237,7 @@ def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | No
         if main == WORDPIECE:
             from jaxscale.data.tokenizer.wordpiece import read_vocab_txt
 
-            return made_for(tokenizer, read_vocab_txt(str(place)).to_str(), eos_token, seq_len, files)
+            return made_for(tokenizer, read_vocab_txt(files[main]).to_str(), eos_token, seq_len, files)
         return made_for(tokenizer, unigram(str(place)), eos_token, seq_len, files)
 
 

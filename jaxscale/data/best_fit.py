@@ -19,6 +19,7 @@ from jaxscale.data.packing import DocumentRows, DocumentTable, group_members, ra
 from jaxscale.data.permutation import permuted
 from jaxscale.data.rows import Pieces
 from jaxscale.exits import BadInput
+from jaxscale.foreign import parse_json
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
 VERSION = 1  # of the plan: another number where the same documents would get other rows
@@ -95,7 +96,7 @@ def write_plan(folder: Path, table: DocumentTable, *, seq_len: int, seed: int, n
 def open_plan(folder: Path) -> Plan:
     """The plan in a folder. Raises BadInput that names it if a file is missing or of another size."""
     try:
-        header = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+        header = parse_json((folder / "plan.json").read_text(encoding="utf-8"))
         rows, pieces = header["group_rows"][-1], header["pieces"]
         shapes = {"first": ("<i8", rows + 1), "documents": (header["documents"], pieces), "parts": ("<u4", pieces)}
         arrays = {

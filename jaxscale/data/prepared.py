@@ -1,6 +1,5 @@
 """A prepared set, in a folder or a bucket, opened by its manifest."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 from jaxscale.bucket import Bucket, open_bucket
@@ -18,6 +17,7 @@ from jaxscale.data.manifest import (
 from jaxscale.data.remote import ShardCache, locator, shard_cache
 from jaxscale.data.shards import Shard
 from jaxscale.exits import BadInput
+from jaxscale.foreign import parse_json
 from jaxscale.paths import is_remote
 
 SMALL_AT_ONCE = 8  # headers and indices: each is one round trip
@@ -61,9 +61,10 @@ def read_remote_manifest(url: str, bucket: Bucket) -> Manifest:
     """The manifest at a gs:// address. Raises BadInput naming it if it is missing or not good."""
     content = bucket.read(url)
     try:
-        return parse_manifest(url, json.loads(content))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        value = parse_json(content)
+    except BadInput as error:
         raise BadInput(f"{url} is not valid JSON ({error}); publish the set again") from None
+    return parse_manifest(url, value)
 
 
 def open_remote_set(url: str, cache: ShardCache) -> list[Shard]:

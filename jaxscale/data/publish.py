@@ -2,13 +2,13 @@
 
 import base64
 import hashlib
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxscale.bucket import Bucket, open_bucket
-from jaxscale.data.manifest import NAME, check_manifest, parse_manifest
+from jaxscale.data.manifest import NAME, check_manifest
+from jaxscale.data.prepared import read_remote_manifest
 from jaxscale.exits import BadInput
 
 AT_ONCE = 4  # uploads
@@ -34,7 +34,7 @@ def publish(
     manifest = check_manifest(Path(folder) / NAME, deep=True)
     address = f"{url}/{NAME}"
     if bucket.metadata(address) is not None:
-        there = parse_manifest(address, json.loads(bucket.read(address)))
+        there = read_remote_manifest(address, bucket)
         if there.files != manifest.files:
             raise BadInput(f"{address} lists another set; publish to an empty address, or delete that one first")
     say(f"publishing {len(manifest.files):,} files to {url}")

@@ -24,6 +24,7 @@ from jaxscale.data.digest import file_sha256
 from jaxscale.data.lineage import lineage_bytes, parse_lineage
 from jaxscale.data.packing import DocumentTable
 from jaxscale.exits import BadInput
+from jaxscale.foreign import parse_json
 
 if TYPE_CHECKING:
     import pyarrow
@@ -281,8 +282,8 @@ def read_header(path: Path) -> dict[str, Any] | None:
     """
     path = path.with_suffix(".json")
     try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
+        header = parse_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError):
         return None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         return None

@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.foreign import parse_json
 
 
 def abandon(workdir: Any, to_step: int, rewind: int) -> int:
@@ -15,7 +16,7 @@ def abandon(workdir: Any, to_step: int, rewind: int) -> int:
     kept, moved = [], []
     for line in lines_of(folder / "metrics.jsonl"):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
             is_left = int(record["step"]) > to_step
         except (ValueError, TypeError, KeyError):
             continue  # torn: the next start of the metrics would drop it too

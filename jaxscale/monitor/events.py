@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxscale import paths
 from jaxscale.exits import BadInput, Exit, Stop
+from jaxscale.foreign import parse_json
 from jaxscale.monitor.appending import append
 from jaxscale.monitor.upload import LAST_SECONDS, Uploader, take_up
 from jaxscale.redact import redacted
@@ -119,7 +120,7 @@ def read_events(workdir: Any) -> list[dict[str, Any]]:
     events = []
     for number, line in enumerate(read_text(path)[1].splitlines(), 1):
         try:
-            event = json.loads(line)
+            event = parse_json(line)
             events.append(event | {"event": event["event"], "step": event["step"]})
         except (ValueError, TypeError, KeyError):
             raise BadInput(f"{path}:{number} is no event: damaged, or edited by hand; mend that line") from None

@@ -8,7 +8,6 @@ ends a start; `goodput_of` adds up the starts of a work folder, and what lies be
 import collections
 import dataclasses
 import datetime
-import json
 import math
 import os
 import sys
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.foreign import parse_json
 
 KINDS = ("step", "compile", "restore", "data", "save", "eval", "statistics", "lost", "idle", "other")
 PREFIX = "goodput/"
@@ -271,7 +271,7 @@ def last_record(path: Any) -> dict[str, Any]:
         return {}
     for line in reversed(content.decode("utf-8", "replace").split("\n")):
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):

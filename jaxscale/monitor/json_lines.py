@@ -1,10 +1,10 @@
 """JSON objects out of files that may still be written: the whole ones are given, the others told, nothing is raised."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from jaxscale import paths, units
+from jaxscale.foreign import parse_json
 
 LONGEST_LINE = 8 * 2**20  # bytes; a longer one is damaged
 CHUNK = 2**20  # bytes read at once
@@ -35,8 +35,8 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
         with path.open("rb") as file:
             for line, whole in pieces(file):
                 try:
-                    record = json.loads(line) if line is not None else None
-                except (ValueError, RecursionError):
+                    record = parse_json(line) if line is not None else None
+                except ValueError:
                     record = None
                 if isinstance(record, dict):
                     yield record
@@ -80,7 +80,7 @@ def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
     except FileNotFoundError:
         problems.append(f"{path.name} is missing: {without}")
         return {}
-    except (ValueError, RecursionError):
+    except ValueError:
         problems.append(f"{path.name} is damaged: {without}")
         return {}
     if not isinstance(found, dict):

@@ -11,6 +11,7 @@ from typing import Any, Literal, TextIO
 
 from jaxscale import paths
 from jaxscale.exits import BadInput
+from jaxscale.foreign import parse_json
 from jaxscale.monitor.alerts import Diagnosis
 from jaxscale.monitor.appending import append
 from jaxscale.monitor.console import choose_style
@@ -111,7 +112,7 @@ class Writer:
         if (self.workdir / SAMPLES).exists():  # what steps wrote that are run again is dropped there too
             self.samples = JsonLines(self.workdir / SAMPLES, start_step, clock)
         if self.diagnosis is not None:
-            self.diagnosis.begin([json.loads(line) for line in self.lines.kept], self.say)
+            self.diagnosis.begin([parse_json(line) for line in self.lines.kept], self.say)
         self.lines.kept = []
         if self.lines.damaged:
             self.say(f"metrics.jsonl: dropped {self.lines.damaged} damaged lines")
@@ -305,7 +306,7 @@ def kept_lines(path: Any, start_step: int) -> tuple[list[str], list[int], int, b
     kept, dropped, damaged = [], [], 0
     for line in filter(None, text.split("\n")):
         try:
-            step = int(json.loads(line)["step"])
+            step = int(parse_json(line)["step"])
         except (ValueError, TypeError, KeyError):
             damaged += 1
             continue

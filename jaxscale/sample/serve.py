@@ -14,6 +14,7 @@ from http.server import ThreadingHTTPServer
 from typing import Any
 
 from jaxscale.exits import BadInput, Stop, tell
+from jaxscale.foreign import parse_json
 from jaxscale.monitor.report.serve import ADDRESS, LocalHandler
 from jaxscale.sample.page import SCRIPT, STYLE, chat_page
 from jaxscale.sample.text import Written
@@ -85,7 +86,7 @@ class ChatHandler(LocalHandler):
             return
         try:
             messages = self.read_messages()
-        except (ValueError, RecursionError) as error:  # the second: JSON that is nested too deep
+        except ValueError as error:  # the second: JSON that is nested too deep
             self.refuse(400, str(error))
             return
         if not self.server.busy.acquire(blocking=False):
@@ -130,7 +131,7 @@ class ChatHandler(LocalHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()) or not 0 < int(length) <= MOST_BYTES:
             raise BadInput(f"a conversation has 1 to {MOST_BYTES} bytes, told in Content-Length")
-        return check_messages(json.loads(self.rfile.read(int(length))))
+        return check_messages(parse_json(self.rfile.read(int(length))))
 
     def refuse(self, code: int, why: str) -> None:
         """Answers that there is nothing, and why."""

@@ -49,7 +49,7 @@ def test_the_tensors_of_a_file_begin_on_a_multiple_of_eight_bytes():
 
 BROKEN = {
     "huge length": (b"{}", b"", 1 << 62, "its header is said to have 4611686018427387904 bytes"),
-    "above the limit": (b"{}", b"", LONGEST_HEADER + 1, "its header is said to have 100000001 bytes"),
+    "above the limit": (b"{}", b"", LONGEST_HEADER + 1, "its header is said to have 33554433 bytes"),
     "past the end": (b"{}", b"", 3, "its header is said to have 3 bytes, of a file of 10 bytes"),
     "no JSON": (b"not json", b"", None, "its header is no JSON object"),
     "no UTF-8": (b'{"\xff\xfe": 1}', b"", None, "its header is no JSON object"),

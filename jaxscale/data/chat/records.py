@@ -1,12 +1,12 @@
 """What a JSON record of fine-tuning data says: a conversation, a prompt with its completion, or plain text."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.data.chat.config import ChatConfig
 from jaxscale.exits import BadInput
+from jaxscale.foreign import parse_json
 
 ASSISTANT = "assistant"
 # ShareGPT's names for who speaks, in the files that circulate.
@@ -119,7 +119,7 @@ def with_arguments(call: Any, where: str) -> Any:
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
     try:
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+        return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
     except ValueError:
         return call
 

@@ -26,6 +26,7 @@ from jaxscale.data.prepare.stages import make_stage
 from jaxscale.data.prepare.tally import Tally
 from jaxscale.data.prepare.tokens import tokenise_block
 from jaxscale.data.sources import Part, SourceFile, read_file
+from jaxscale.foreign import parse_json
 from jaxscale.paths import write_bytes_atomic
 
 
@@ -117,7 +118,7 @@ def join_folder(folder: str, number: int, join: str) -> pathlib.Path:
 def read_done(path: pathlib.Path) -> dict[str, Any] | None:
     """What the done file says, or None if the piece is not done, or its blocks are not all there."""
     try:
-        found = json.loads(path.read_bytes())
+        found = parse_json(path.read_bytes())
     except (FileNotFoundError, ValueError):
         return None
     return found if all((path.parent / f"{block[0]}.arrow").exists() for block in found["blocks"]) else None
@@ -142,7 +143,7 @@ def document_at(base: str, place: int) -> Document:
 @functools.lru_cache(maxsize=4)
 def recipe_of(text: str) -> PrepareConfig:
     """The settings that the JSON text holds."""
-    return schema.from_dict(PrepareConfig, json.loads(text))
+    return schema.from_dict(PrepareConfig, parse_json(text))
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,12 +1,12 @@
 """Records of evaluation files: the lines of JSON or the rows of a table, each with its name for messages."""
 
 import gzip
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxscale.exits import BadInput
+from jaxscale.foreign import parse_json
 
 ROWS_AT_ONCE = 1024
 ENDINGS = (".jsonl", ".parquet", ".arrow")
@@ -40,8 +40,8 @@ def json_records(path: Path) -> Iterator[tuple[str, Any]]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(line)
+        except ValueError as error:
             raise BadInput(f"evaluation item {path.parent / name} is not JSON: {error}") from None
         yield name, value
 

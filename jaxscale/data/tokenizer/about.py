@@ -1,15 +1,16 @@
 """What the files beside a tokenizer say of texts: how they begin and end, and how a conversation is written."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxscale import foreign
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.exits import BadInput
 
 NOTE, SETTINGS, GENERATION = "jaxscale.json", "tokenizer_config.json", "generation_config.json"
 SPECIAL, TEMPLATE = "special_tokens_map.json", "chat_template.jinja"
+LARGEST_TEMPLATE = 4 << 20  # bytes; those of published models have up to 30 kB
 NO_BOS = "none"  # as bos_token: nothing begins a document
 
 
@@ -34,17 +35,19 @@ def read_about(folder: Path | None) -> About:
 
 def naming_files(tokenizer_file: Path) -> list[Path]:
     """The files beside a tokenizer's that name its special tokens, as far as they are there."""
-    return [path for name in (NOTE, SETTINGS, SPECIAL) if (path := tokenizer_file.parent / name).is_file()]
+    beside = (tokenizer_file.parent / name for name in (NOTE, SETTINGS, SPECIAL))
+    return [path for path in beside if foreign.is_file(path)]
 
 
 def read_object(folder: Path | None, name: str) -> dict[str, Any]:
     """The object in a file, without what is null."""
     path = folder / name if folder else None
-    if path is None or not path.is_file():
+    if path is None or not foreign.is_file(path):
         return {}
+    content = foreign.read_bytes(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = foreign.parse_json(content)
+    except BadInput as error:
         raise BadInput(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise BadInput(f"{path} holds no JSON object")
@@ -103,8 +106,8 @@ def find_template(about: About) -> tuple[str, str] | None:
     """(the folder's chat template in Jinja, its file). Raises BadInput where it has several and none is `default`."""
     if about.folder is None:
         return None
-    if (path := about.folder / TEMPLATE).is_file():
-        return read_source(path, str(path)), str(path)
+    if foreign.is_file(path := about.folder / TEMPLATE):
+        return as_source(foreign.read_bytes(path, LARGEST_TEMPLATE), str(path)), str(path)
     where, found = str(about.folder / SETTINGS), about.settings.get("chat_template")
     if isinstance(found, list):  # several with names
         named = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}
@@ -117,8 +120,17 @@ def find_template(about: About) -> tuple[str, str] | None:
 
 
 def read_source(path: Path, told: str) -> str:
-    """The content of a template's file. told: what named it."""
+    """The content of a template's file, which a person named; it may be a link. told: what named it."""
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(f"{told} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        with foreign.open_regular(path) as file:
+            return as_source(foreign.read_at_most(file, path, LARGEST_TEMPLATE), told)
+    except OSError as error:
+        raise BadInput(f"{told} cannot be read: {error.strerror}") from None
+
+
+def as_source(content: bytes, told: str) -> str:
+    """The text of a template."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise BadInput(f"{told} cannot be read: {error}") from None

@@ -7,8 +7,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxscale import foreign
 from jaxscale.exits import BadInput
 
+LARGEST = 256 << 20  # bytes of a tokenizer's file; the largest vocabularies have 40 MB
 # Of a file with nothing beside it that names one, in the order they are looked for: GPT-2, Llama and SentencePiece,
 # Llama 3, Gemma, ChatML models, BERT.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
@@ -109,7 +111,7 @@ def begin_names(tokenizer: Tokenizer) -> tuple[str, ...]:
 def fingerprint(kind: str, path: Path, eos_id: int, begin_ids: Sequence[int]) -> str:
     """sha256 of the file's bytes, of how they are read, and of what begins and ends a document."""
     begin = f"|{','.join(map(str, begin_ids))}" if begin_ids else ""
-    return hashlib.sha256(path.read_bytes() + f"|{kind}|{eos_id}{begin}".encode()).hexdigest()
+    return hashlib.sha256(foreign.read_bytes(path, LARGEST) + f"|{kind}|{eos_id}{begin}".encode()).hexdigest()
 
 
 def find_marks(ids: Mapping[str, int]) -> Marks:

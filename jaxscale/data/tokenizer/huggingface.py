@@ -1,19 +1,33 @@
 """Tokenizers in the tokenizer.json format, and WordPiece's vocab.txt, through the `tokenizers` package."""
 
+import contextlib
 import functools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
-from jaxscale.data.tokenizer.base import Block, Encode, block_of, choose_begin, choose_eos, find_marks, fingerprint
+from jaxscale import foreign
+from jaxscale.data.tokenizer.base import (
+    LARGEST,
+    Block,
+    Encode,
+    block_of,
+    choose_begin,
+    choose_eos,
+    find_marks,
+    fingerprint,
+)
 from jaxscale.data.tokenizer.fast import EncodeConfig, make_encode
 from jaxscale.data.tokenizer.split import byte_alphabet
 from jaxscale.data.tokenizer.wordpiece import read_vocab_txt
 from jaxscale.exits import BadInput
+
+JSON = "tokenizer.json"
+LONGEST_CAUSE = 300  # characters of what the package says
 
 
 class HuggingFaceTokenizer:
@@ -29,12 +43,10 @@ class HuggingFaceTokenizer:
         begin_tokens: Sequence[str] | None = None,
         encoding: EncodeConfig = EncodeConfig(),  # noqa: B008 - frozen
     ):
-        try:
-            is_list = path.endswith(".txt")
-            self._tokenizer = read_vocab_txt(path) if is_list else tokenizers.Tokenizer.from_file(path)
-        except Exception as error:  # the package raises bare Exception for every fault of the file
-            kind = "WordPiece vocab.txt" if is_list else "tokenizer.json"
-            raise BadInput(f"data.tokenizer={path} cannot be read as a {kind}: {error}") from None
+        is_list = path.endswith(".txt")
+        content = foreign.read_bytes(path, LARGEST)
+        with faults_of(f"data.tokenizer={path} cannot be read as a {'WordPiece vocab.txt' if is_list else JSON}"):
+            self._tokenizer = read_vocab_txt(content) if is_list else tokenizers.Tokenizer.from_buffer(content)
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()  # both are saved in some files, made for a model of fixed length
         self._tokenizer.no_padding()
@@ -44,7 +56,8 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(ids.values()) + 1
         self.eos_id = choose_eos(path, eos_token, ids)
         self.eos_token = self._tokenizer.id_to_token(self.eos_id)
-        whole = self._tokenizer.encode("a", add_special_tokens=True)
+        with self._works():
+            whole = self._tokenizer.encode("a", add_special_tokens=True)
         first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = {name: i for name, i in ids.items() if i in added and added[i].special}
@@ -60,7 +73,8 @@ class HuggingFaceTokenizer:
         """Whether a text behind a special token is encoded as at the beginning of a document."""
         name = next((name for name, i in self.special_ids.items() if i == self.eos_id), "")
         self._tokenizer.encode_special_tokens = False
-        ids = self._tokenizer.encode(f"{name}a", add_special_tokens=False).ids
+        with self._works():
+            ids = self._tokenizer.encode(f"{name}a", add_special_tokens=False).ids
         self._tokenizer.encode_special_tokens = True
         return ids[:1] == [self.eos_id] and ids[1:] == self.encode("a").tolist()
 
@@ -71,7 +85,8 @@ class HuggingFaceTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """int32[tokens], no special token among them."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        with self._works():
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """encode for each text, on all cores."""
@@ -96,11 +111,17 @@ class HuggingFaceTokenizer:
 
     def _encode_exactly(self, texts: Sequence[str]) -> Block:
         """encode_block by the tokenizers package."""
-        return block_of(one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False))
+        with self._works():
+            return block_of(one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False))
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens left out."""
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with self._works():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def _works(self) -> contextlib.AbstractContextManager[None]:
+        """Around what the package does with a text: some files are read, and encode none."""
+        return faults_of(f"data.tokenizer={self.name} does not work")
 
     def _count_bytes(self, spec: dict) -> tuple[np.ndarray, np.ndarray]:
         """(token_bytes, fallback).
@@ -124,6 +145,22 @@ class HuggingFaceTokenizer:
                 counts[i] = piece_bytes(token)
                 fallback[i] = token == unknown or is_byte_piece(token)
         return counts, fallback
+
+
+@contextlib.contextmanager
+def faults_of(what: str) -> Iterator[None]:
+    """Makes BadInput of the tokenizers package's own errors, which begins with `what`.
+
+    It raises a bare Exception, or ValueError, for every fault of a file, and PanicException, which is no Exception,
+    where it had not thought of one.
+    """
+    try:
+        yield
+    except BaseException as error:
+        own = type(error) in (Exception, ValueError, BadInput) or type(error).__name__ == "PanicException"
+        if not own:
+            raise
+        raise BadInput(f"{what}: {' '.join(str(error).split())[:LONGEST_CAUSE]}") from None
 
 
 def check_text(text: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import foreign, paths
 from jaxscale.data.tokenizer.about import (
     GENERATION,
     NO_BOS,
@@ -25,7 +25,7 @@ from jaxscale.data.tokenizer.about import (
     end_ids,
     read_about,
 )
-from jaxscale.data.tokenizer.base import Tokenizer, begin_names
+from jaxscale.data.tokenizer.base import LARGEST, Tokenizer, begin_names
 from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
 from jaxscale.exits import BadInput
 
@@ -57,8 +57,8 @@ def keep_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
     if (source := beside(tokenizer)) is not None:
         file = Path(tokenizer.name).expanduser()
         note["file"] = {".model": "tokenizer.model", ".txt": "vocab.txt"}.get(file.suffix, "tokenizer.json")
-        found = {name: source / name for name in BESIDE if name != NOTE and (source / name).is_file()}
-        copied = {name: path.read_bytes() for name, path in {note["file"]: file, **found}.items()}
+        found = {name: source / name for name in BESIDE if name != NOTE and foreign.is_file(source / name)}
+        copied = {name: foreign.read_bytes(path, LARGEST) for name, path in {note["file"]: file, **found}.items()}
     if chat:
         copied[TEMPLATE] = chat["template"].encode()
     if (folder / NOTE).exists() and paths.read_json(folder / NOTE) == note:
@@ -76,7 +76,9 @@ def open_kept(workdir: Any, data: Mapping[str, Any]) -> KeptTokenizer | None:
     data: the run's settings of that name: for a folder without a tokenizer of its own, `tokenizer` names one.
     Raises BadInput for a file that cannot be read, or is not the one that the run was trained with.
     """
-    folder = local_copy(paths.as_path(workdir) / FOLDER)
+    folder = paths.as_path(workdir) / FOLDER
+    foreign.check_folder(folder, workdir)
+    folder = local_copy(folder)
     if folder is not None:
         return read_folder(folder)
     name = data.get("tokenizer") or ("" if data.get("name") in ("tokens", "synthetic", None) else "bytes")
@@ -96,7 +98,7 @@ def read_folder(folder: Path) -> KeptTokenizer:
     if about.note.get("name") == "bytes":
         tokenizer = load_tokenizer("bytes")
     else:
-        name = next((name for name in FILES if (folder / name).is_file()), None)
+        name = next((name for name in FILES if foreign.is_file(folder / name)), None)
         if name is None:
             raise BadInput(f"{folder} holds none of {', '.join(FILES)}; copy the model's tokenizer there")
         tokenizer = load_tokenizer(str(folder / name))

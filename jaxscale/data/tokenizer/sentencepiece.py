@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import sentencepiece
 
-from jaxscale.data.tokenizer.base import Block, block_of, choose_begin, choose_eos, find_marks, fingerprint
+from jaxscale import foreign
+from jaxscale.data.tokenizer.base import LARGEST, Block, block_of, choose_begin, choose_eos, find_marks, fingerprint
 from jaxscale.exits import BadInput
 
 SENTENCE_BYTES = 4000  # what is longer than 4,192 would be left out in training
@@ -19,7 +20,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str, eos_token: str = "", begin_tokens: Sequence[str] | None = None):
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_file=path)
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=foreign.read_bytes(path, LARGEST))
         except (RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())
             raise BadInput(f"data.tokenizer={path} cannot be read as a SentencePiece model: {reason}") from None

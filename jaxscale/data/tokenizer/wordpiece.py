@@ -3,7 +3,6 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
@@ -23,13 +22,13 @@ class WordPieceConfig:
     max_alphabet: int = 1000  # characters that get a piece of their own; words with others are [UNK]
 
 
-def read_vocab_txt(path: str) -> tokenizers.Tokenizer:
+def read_vocab_txt(content: bytes) -> tokenizers.Tokenizer:
     """The tokenizer of a vocab.txt, one piece a line.
 
     The file does not say whether it is for lower-case text: it is if no piece but the special ones has a capital A-Z.
     Raises: BadInput if [UNK] is missing or a piece stands there twice.
     """
-    pieces = Path(path).read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    pieces = content.decode().removesuffix("\n").split("\n")
     ids = {piece.removesuffix("\r"): i for i, piece in enumerate(pieces)}
     if "[UNK]" not in ids:
         raise BadInput("it has no [UNK]")

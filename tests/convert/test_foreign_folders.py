@@ -1,0 +1,154 @@
+"""A folder that came from elsewhere leads to no file outside it, whatever links, pipes and devices lie in it."""
+
+import json
+import os
+import pathlib
+
+import pytest
+from hf_folders import make_folder
+
+from jaxscale import paths
+from jaxscale.cli import convert
+from jaxscale.convert import tokenizer_files
+from jaxscale.data.tokenizer.about import find_template, read_about
+from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept
+from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.exits import BadInput
+
+pytestmark = pytest.mark.fault("H15")
+SECRET = "the content of a file of this machine"
+TEXTS = ("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "generation_config.json")
+
+SMALL = dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=257, hidden_size=16, intermediate_size=24,
+    num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=256,
+)  # fmt: skip
+
+
+def with_tokenizer(folder, **more):
+    """A model's folder with a tokenizer that works."""
+    make_folder(folder, **more)
+    (folder / "tokenizer.json").write_text(tokenizer_files.byte_level())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return folder
+
+
+def outside(tmp_path, content=SECRET):
+    """A file that belongs to somebody else."""
+    (tmp_path / "home").mkdir(exist_ok=True)
+    (tmp_path / "home" / "secret.json").write_text(content)
+    return tmp_path / "home" / "secret.json"
+
+
+def bring_in(folder, workdir):
+    return convert.main([f"--from={folder}", f"--workdir={workdir}", "--json"])
+
+
+@pytest.mark.parametrize("how", ["absolute", "relative", "a link to a link", "through a linked folder"])
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer.json", "config.json", "model.safetensors"])
+def test_a_link_that_leads_out_of_a_folder_is_not_followed(tmp_path, name, how):
+    folder = with_tokenizer(tmp_path / "hf", config=SMALL)
+    secret = outside(tmp_path, (folder / name).read_bytes().decode("latin-1") if (folder / name).exists() else SECRET)
+    (folder / name).unlink(missing_ok=True)
+    if how == "relative":
+        secret = pathlib.Path("..") / "home" / "secret.json"
+    elif how == "a link to a link":
+        (folder / "notes.txt").symlink_to(secret)
+        secret = "notes.txt"
+    elif how == "through a linked folder":
+        (folder / "more").symlink_to(secret.parent)
+        secret = "more/secret.json"
+    (folder / name).symlink_to(secret)
+    with pytest.raises(BadInput, match=f"{name} is a link that leads out of its folder, to .*home/secret.json; if"):
+        bring_in(folder, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_no_small_file_is_copied_through_a_link(tmp_path, name):
+    folder = with_tokenizer(tmp_path / "hf", config=SMALL)
+    (folder / name).symlink_to(outside(tmp_path))
+    with pytest.raises(BadInput, match="leads out of its folder"):
+        bring_in(folder, tmp_path / "run")
+    assert not any(SECRET in path.read_text(errors="ignore") for path in tmp_path.rglob("run/**/*") if path.is_file())
+
+
+def test_the_hub_s_own_cache_and_a_folder_that_is_itself_a_link_are_read(tmp_path):
+    made = with_tokenizer(tmp_path / "made", config=SMALL, files=2)
+    repository = tmp_path / "hub" / "models--org--name"
+    snapshot = repository / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, path in enumerate(sorted(made.iterdir())):
+        path.rename(repository / "blobs" / f"{number:040x}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:040x}")
+    (tmp_path / "link").symlink_to(snapshot)
+    assert bring_in(tmp_path / "link", tmp_path / "run") == 0
+    assert (tmp_path / "run" / "tokenizer" / "tokenizer.json").is_file()
+    load_tokenizer(str(snapshot / "tokenizer.json"))
+    (snapshot / "chat_template.jinja").symlink_to("../../../../home/secret.json")
+    outside(tmp_path)
+    with pytest.raises(BadInput, match="leads out of its folder"):
+        bring_in(tmp_path / "link", tmp_path / "other")
+    (snapshot / "chat_template.jinja").unlink()
+    (repository / "refs").write_text(SECRET)
+    (snapshot / "chat_template.jinja").symlink_to("../../refs")  # of the repository, and no blob
+    with pytest.raises(BadInput, match="leads out of its folder"):
+        bring_in(tmp_path / "link", tmp_path / "other")
+
+
+def test_links_inside_a_folder_are_read(tmp_path):
+    folder = with_tokenizer(tmp_path / "hf", config=SMALL)
+    (folder / "real").mkdir()
+    (folder / "tokenizer.json").rename(folder / "real" / "t.json")
+    (folder / "tokenizer.json").symlink_to("real/t.json")
+    assert bring_in(folder, tmp_path / "run") == 0
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja"])
+def test_what_has_no_end_is_not_waited_for(tmp_path, name):
+    folder = with_tokenizer(tmp_path / "hf", config=SMALL)
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(BadInput, match=f"{name} cannot be read: it is a folder, a pipe or a device"):
+        find_template(read_about(folder))
+    (folder / name).unlink()
+    (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(BadInput, match=f"{name} is a link that leads out"):
+        find_template(read_about(folder))
+    (folder / name).unlink()
+    (folder / name).symlink_to(name)
+    with pytest.raises(BadInput, match=f"{name} cannot be read: Too many levels"):
+        find_template(read_about(folder))
+
+
+def test_a_pipe_that_is_named_like_a_file_of_ours_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(BadInput, match="config.json cannot be read: it is a folder, a pipe"):
+        paths.read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("linked", ["file", "folder"])
+def test_a_work_folder_that_came_from_elsewhere_is_not_followed_either(tmp_path, linked):
+    """Neither by what reads its tokenizer, nor by an export, which would send it on."""
+    source = with_tokenizer(tmp_path / "hf", config=SMALL)
+    run = tmp_path / "run"
+    keep_tokenizer(load_tokenizer(str(source / "tokenizer.json")), run)
+    if linked == "file":
+        (run / "tokenizer" / "chat_template.jinja").symlink_to(outside(tmp_path))
+    else:
+        (run / "tokenizer").rename(tmp_path / "home")
+        (run / "tokenizer").symlink_to(tmp_path / "home")
+    with pytest.raises(BadInput, match="leads out of"):
+        find_template(open_kept(run, {}).about)
+    with pytest.raises(BadInput, match="leads out of"):
+        tokenizer_files.of_run(run, {"config": {}})
+
+
+def test_a_tokenizer_s_neighbours_are_not_copied_into_a_run_through_links(tmp_path):
+    source = with_tokenizer(tmp_path / "hf", config=SMALL)
+    tokenizer = load_tokenizer(str(source / "tokenizer.json"))
+    (source / "chat_template.jinja").symlink_to(outside(tmp_path))
+    with pytest.raises(BadInput, match="leads out of its folder"):
+        keep_tokenizer(tokenizer, tmp_path / "run")
+    assert not (tmp_path / "run" / "tokenizer" / "chat_template.jinja").exists()
