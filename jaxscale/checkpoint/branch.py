@@ -76,8 +76,8 @@ class Source:
         """Where its weights come from, itself first: what a branch records of its descent."""
         run = self.record["run"]
         own = {"path": str(self.checkpoints.directory), "step": self.step, "sha256": self.record["sha256"]}
-        if kept := (run.get("converted") or {}).get("kept"):
-            own["kept"] = kept  # what its config.json said beside the model, for whoever exports a descendant
+        converted = run.get("converted") or {}  # for whoever exports a descendant: what its config.json said
+        own |= {name: converted[name] for name in ("model_type", "kept") if converted.get(name)}
         return [own, *run.get("ancestry", ())]
 
     @property

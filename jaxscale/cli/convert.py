@@ -103,6 +103,8 @@ def bring_in(name: str, workdir: str, as_json: bool) -> int:
     written(lambda: tokenizer_files.bring_in(files, folder), folder)
     written(lambda: paths.write_json(folder / "config.json", run), folder)
     done = import_tensors(folder, journal, matched.pairs, found.tensors, run, Progress("convert"))
+    for note in families.notes(found.config):
+        tell(f"{name}: {note}")
     tell_odd(found, matched.left_out, done.not_finite, files, as_json)
     count, size = units.count(num_params(cfg)), units.size(done.num_bytes)
     line = f"{workdir}: step 0, {family.model_type}, {count} parameters in float32 ({size}, {done.num_leaves} arrays)"

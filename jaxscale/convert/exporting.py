@@ -85,10 +85,16 @@ def open_step(checkpoints: Checkpoints, step: int | None, what: What = "params")
             f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER, and export that"
         )
     cfg = schema.convert(values, AnyModelConfig, "model")
-    family = families.family_for(cfg)
+    family = families.family_for(cfg, origin_of(record["run"]).get("model_type"))
     pairs = tuple(families.tensors(family, cfg))
     check_leaves(record, pairs, what, step)
     return step, Source(checkpoints.directory / str(step), record, cfg, family, pairs, what)
+
+
+def origin_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is recorded of the Hugging Face model that a run's weights come from: model_type, kept; {} where of none."""
+    told = (run.get("converted") or {}, *(run.get("ancestry") or ()))
+    return next((one for one in told if "model_type" in one or "kept" in one), {})
 
 
 def check_leaves(record: Mapping[str, Any], pairs: Sequence[TensorPair], what: What, step: int) -> None:
@@ -247,7 +253,7 @@ def config_of(source: Source, dtype: str, end_ids: Mapping[str, Any]) -> dict[st
     """
     kept = dict((source.run.get("converted") or {}).get("kept") or {})
     if not kept:
-        origin = next((one["kept"] for one in source.run.get("ancestry") or () if "kept" in one), {})
+        origin = dict(origin_of(source.run).get("kept") or {})
         kept = origin | {name: value for name, value in end_ids.items() if value is not None}
         if getattr(source.cfg, "max_seq_len", None) is None:
             longest = source.run["config"].get("seq_len") or 0, origin.get("max_position_embeddings") or 0

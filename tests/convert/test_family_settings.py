@@ -256,3 +256,72 @@ def test_a_tensor_of_another_shape_is_refused_with_both_shapes():
     pair = families.tensors(families.FAMILIES["llama"], tiny_llama())[1]
     with pytest.raises(ValueError, match=r"norm.weight has shape \[3\], and by the config it is \[16\]"):
         pair.to_ours(np.zeros(3))
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_each_model_goes_out_as_the_family_it_came_in_as(name):
+    _, cfg, kept = families.read(dict(model_type=name))
+    family = families.family_for(cfg, name)
+    assert family.model_type == {"gemma3": "gemma3_text"}.get(name, name)  # vision is left out
+    assert families.read(families.write(family, cfg, kept))[:2] == (family, cfg)
+
+
+def test_a_mistral_without_a_window_stays_one_and_one_that_became_another_model_does_not():
+    _, cfg, _ = families.read(dict(model_type="mistral", sliding_window=None))
+    assert families.family_for(cfg).model_type == "llama"  # of our own: the first that says it
+    assert families.family_for(cfg, "mistral").model_type == "mistral"
+    assert families.family_for(dataclasses.replace(cfg, qk_norm=True), "mistral").model_type == "qwen3"
+    assert families.family_for(cfg, "a family of another program").model_type == "llama"
+
+
+@pytest.mark.parametrize(
+    "hf, told",
+    [
+        (dict(model_type="llama", per_layer_config={"0": dict(num_attention_heads=2)}), "per_layer_config="),
+        (dict(model_type="llama", is_causal=False), "is_causal=False is not supported for llama; it may be True"),
+        (dict(model_type="llama", sliding_window=64), "sliding_window=64 is not supported for llama; it may be None"),
+        (dict(model_type="mistral", layer_types=["full_attention"]), "layer_types="),
+        (dict(model_type="qwen2", layer_types=["sliding_attention"] * 32), "sliding_window gives no width"),
+        (dict(model_type="gpt2", hidden_size=64), "hidden_size=64 is not supported for gpt2; it may be 768"),
+        (dict(model_type="gemma2", sliding_window_pattern=3), "sliding_window_pattern=3 is not supported for gemma2"),
+        (dict(model_type="gemma3", tie_word_embeddings=False), "tie_word_embeddings=False is not supported for gemma3"),
+        (dict(model_type="gemma3", text_config=dict(is_causal=False)), "is_causal=False"),
+        (dict(model_type="llama", transformers_weights="other.safetensors"), "transformers_weights="),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_transformers_reads_and_we_do_not_is_refused_by_name(hf, told):
+    with pytest.raises(ValueError, match=told):
+        families.read(hf)
+
+
+def test_keys_that_nobody_reads_are_told_by_name_and_so_is_code_that_is_not_run():
+    assert families.notes(LLAMA31) == families.notes(QWEN3) == families.notes(GEMMA3) == []
+    (line,) = families.notes(dict(model_type="llama", sliding_windw=64, temperature=None, _name_or_path="x"))
+    assert line == "config.json has sliding_windw, which no llama reads: left out"
+    (line,) = families.notes(dict(model_type="gemma3", text_config=dict(rope_tetha=1e6)))
+    assert "rope_tetha, which no gemma3 reads" in line
+    (line,) = families.notes(dict(model_type="llama", auto_map=dict(AutoModelForCausalLM="modeling.Mine")))
+    assert "auto_map, code of its author's: it is never run here" in line and "\n" not in line
+
+
+@pytest.mark.parametrize("name", sorted(set(families.FAMILIES) - {"gemma3"}))
+def test_every_key_that_a_family_is_said_to_read_changes_the_model_or_is_refused(name):
+    family = families.FAMILIES[name]
+    effects = dict(rope_theta=7.0, rope_scaling=dict(rope_type="linear", factor=2.0), partial_rotary_factor=0.5)
+    effects |= dict(rope_parameters=dict(rope_type="linear", factor=2.0), original_max_position_embeddings=7)
+    llama3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+    companions = dict(
+        original_max_position_embeddings=dict(rope_scaling=llama3, max_position_embeddings=9),
+        max_window_layers=dict(use_sliding_window=True, max_window_layers=0),
+        sliding_window=dict(use_sliding_window=True, max_window_layers=0),
+        use_sliding_window=dict(max_window_layers=0),
+    )
+    for key in family.keys:
+        with_it = dict(model_type=name, **companions.get(key, {}))
+        without = families.read(with_it)[1]
+        try:
+            changed = families.read(with_it | {key: effects.get(key, "another")})[1]
+        except (ValueError, TypeError):
+            continue
+        assert changed != without, key

@@ -17,6 +17,7 @@ from jaxscale.checkpoint.record import nest
 from jaxscale.checkpoint.verifying import verify_folder
 from jaxscale.cli import convert
 from jaxscale.convert import families
+from jaxscale.convert.exporting import origin_of
 from jaxscale.convert.pieces import array_shapes
 from jaxscale.exits import Exit, Stop
 from jaxscale.run import open_run
@@ -49,6 +50,20 @@ def test_the_round_trip_is_exact(tmp_path, config, dtype, files):
     assert written["torch_dtype"] == dtype.name
     assert {key: written[key] for key in config if key in written} == {k: config[k] for k in config if k in written}
     assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_a_mistral_without_a_window_goes_out_as_one_and_so_does_what_was_trained_from_it(tmp_path, capfd):
+    mistral = LLAMA | dict(model_type="mistral", architectures=["MistralForCausalLM"], sliding_window=None)
+    make_folder(tmp_path / "hf", mistral | dict(auto_map={"AutoModel": "code.Mine"}, sliding_windows=3))
+    checkpoints = bring_in(tmp_path / "hf", tmp_path / "run")
+    said = capfd.readouterr().err
+    assert "sliding_windows, which no mistral reads" in said and "auto_map, code of its author's" in said
+    take_out(tmp_path / "run", tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (written["model_type"], written["architectures"]) == ("mistral", ["MistralForCausalLM"])
+    ancestry = Source(checkpoints, 0, checkpoints.read_record(0)).ancestry
+    assert origin_of({"ancestry": [{"path": "runs/between", "step": 3, "sha256": ""}, *ancestry]}) == ancestry[0]
+    assert ancestry[0]["model_type"] == "mistral" and ancestry[0]["kept"]["bos_token_id"] == 1
 
 
 def test_float16_comes_in_exactly_and_one_file_needs_no_index(tmp_path):

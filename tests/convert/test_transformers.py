@@ -11,6 +11,8 @@ from hf_folders import make_folder
 from trained_tokenizers import SENTENCES, make_tokenizers
 
 from jaxscale.cli import convert
+from jaxscale.convert import families
+from jaxscale.convert.families.unread import unread
 from jaxscale.data.tokenizer.load import load_tokenizer
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
@@ -42,6 +44,13 @@ def test_it_loads_each_family_with_no_key_too_many_or_too_few_and_writes_the_sam
     for name, told in found.items():
         assert told["wrong"] == {} and told["same_text"], (name, told)
     assert len({tuple(told["text"]) for told in found.values()}) > 5  # not all the same word again and again
+
+
+def test_every_key_that_a_config_class_has_is_read_refused_or_known_to_change_nothing(tmp_path):
+    found = ask("keys", tmp_path)
+    assert sorted(found) == sorted(families.FAMILIES)
+    for name, keys in found.items():
+        assert unread(families.FAMILIES[name], dict.fromkeys(keys, 1)) == [], name
 
 
 def test_autotokenizer_gives_the_ids_of_our_own_tokenizers(tmp_path):

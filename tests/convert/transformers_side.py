@@ -2,9 +2,11 @@
 
 transformers_side.py make FOLDER           a small random model of each family in FOLDER/NAME/hf, in several files
 transformers_side.py check FOLDER          loads FOLDER/NAME/hf and FOLDER/NAME/out and says how they differ
+transformers_side.py keys FOLDER           what a config.json of each family may say to the class that reads it
 transformers_side.py encode FOLDER TEXTS   the ids that AutoTokenizer of FOLDER/NAME/out gives for a JSON list
 """
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -50,6 +52,12 @@ def check(folder):
     return found
 
 
+def keys(folder):
+    """{model_type: keys}"""
+    kinds = {config.model_type: type(config) for config, _ in models().values()}
+    return {name: sorted({f.name for f in dataclasses.fields(k)} | set(k.attribute_map)) for name, k in kinds.items()}
+
+
 def encode(folder, texts):
     """{name: {ids, texts again, end}}."""
     found = {}
@@ -64,7 +72,5 @@ def encode(folder, texts):
 if __name__ == "__main__":
     verb, folder, *rest = sys.argv[1:]
     folder = pathlib.Path(folder)
-    result = (
-        make(folder) if verb == "make" else check(folder) if verb == "check" else encode(folder, json.loads(rest[0]))
-    )
+    result = encode(folder, json.loads(rest[0])) if rest else {"make": make, "check": check, "keys": keys}[verb](folder)
     print(json.dumps(result))

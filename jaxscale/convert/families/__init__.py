@@ -19,6 +19,7 @@ from jaxscale.convert.families.llama import LLAMA
 from jaxscale.convert.families.mistral import MISTRAL
 from jaxscale.convert.families.olmo import OLMO2
 from jaxscale.convert.families.qwen import QWEN2, QWEN3
+from jaxscale.convert.families.unread import KEPT, refuse_unread, unread
 from jaxscale.exits import BadInput
 from jaxscale.models import AnyModelConfig, make_model
 from jaxscale.models.layers import ModelConfig, split_model
@@ -26,16 +27,12 @@ from jaxscale.ops.kernels import PLAIN
 from jaxscale.units import or_list
 
 __all__ = [
-    "FAMILIES", "Family", "Match", "Row", "TensorPair", "family_for", "family_of", "match", "read", "tensors", "write",
+    "FAMILIES", "Family", "Match", "Row", "TensorPair", "family_for", "family_of", "match", "notes", "read", "tensors",
+    "write",
 ]  # fmt: skip
 
 ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION, GPT2)
-FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL}  # an export takes the first that fits
-# Keys that say nothing about what is computed, and are handed through as they are.
-KEPT = (
-    "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
-    "initializer_range", "use_cache", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-)  # fmt: skip
+FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL}
 # Settings that choose how a model is computed, not which: a family says nothing of them.
 EXECUTION = (
     "compute_dtype", "embed_compute_dtype", "matmul_precision", "matmul_dtype", "attention", "scan_layers", "remat",
@@ -74,6 +71,7 @@ def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]
     family = family_of(hf)
     if hf.get("quantization_config"):
         raise BadInput("config.json: quantization_config is not supported; convert the model's unquantized weights")
+    refuse_unread(family, hf)
     try:
         cfg = family.read_config(hf)
         cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # numbers that are numbers, and none that is NaN
@@ -90,20 +88,35 @@ def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]
     return family, cfg, {key: told[key] for key in KEPT if key in told}
 
 
+def notes(hf: Mapping[str, Any]) -> list[str]:
+    """What a person should know of a config.json that is read: lines."""
+    family, text = family_of(hf), hf.get("text_config") or {}
+    found = unread(family, hf) + unread(FAMILIES[family.goes_out_as or family.model_type], text)
+    lines = [f"config.json has {some(found)}, which no {family.model_type} reads: left out"] if found else []
+    if hf.get("auto_map"):
+        lines.append(
+            f"config.json has auto_map, code of its author's: it is never run here. The model is read as transformers' "
+            f"own {family.model_type}, and is another one if that code computes something else"
+        )
+    return lines
+
+
 def write(family: Family, cfg: AnyModelConfig, kept: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The config.json of a model of ours. kept: as `read` gave it, or what the caller knows."""
     named = dict(architectures=[family.architectures[0]], model_type=family.model_type)
     return named | family.write_config(cfg) | dict(kept or {})
 
 
-def family_for(cfg: AnyModelConfig) -> Family:
-    """The first family whose config.json says all that this config says.
+def family_for(cfg: AnyModelConfig, origin: str | None = None) -> Family:
+    """The family whose config.json says all that this config says: `origin`'s, the model_type that the model was
+    brought in as, or else the first that does.
 
     Raises BadInput, naming the settings that the nearest family has no word for.
     """
+    first = FAMILIES.get(origin or "")
     nearest: dict[str, Any] | None = None
-    for family in FAMILIES.values():
-        lost = lost_settings(family, cfg)
+    for family in ([FAMILIES[first.goes_out_as or first.model_type]] if first else []) + list(ALL):
+        lost = lost_settings(family, cfg) if not family.goes_out_as else None
         if lost == {}:
             return family
         if lost is not None and (nearest is None or len(lost) < len(nearest)):

@@ -80,9 +80,11 @@ class Family:
         [Any], dict[str, Any]
     ]  # the keys that read_config reads, in the form that every release reads
     rows: tuple[Row, ...]
+    keys: tuple[str, ...]  # of a config.json that read_config looks at
     bases: tuple[str, ...] = ("model.",)  # what names of theirs begin with, all but `outside`; the first is written
     outside: tuple[str, ...] = ("lm_head.weight",)  # rows of the whole model, in front of whose names no base stands
     left_out: tuple[str, ...] = ()  # patterns of names that hold nothing which the model learns or which text needs
+    goes_out_as: str = ""  # the model_type of another family, by which its models are written
 
 
 def outputs(shape: Shape, inputs: int) -> int:

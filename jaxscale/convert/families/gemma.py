@@ -8,7 +8,17 @@ from typing import Any
 from jaxscale.convert.families import llama
 from jaxscale.convert.families.family import Family, Row
 from jaxscale.convert.families.qwen import QK_NORMS
-from jaxscale.convert.families.settings import merged, read_rope, refuse_unless, write_rope
+from jaxscale.convert.families.settings import (
+    FAR,
+    NEAR,
+    ROPE,
+    merged,
+    read_rope,
+    read_rope_of,
+    refuse_unless,
+    write_rope,
+)
+from jaxscale.convert.families.unread import refuse_unread
 from jaxscale.convert.families.windows import read_windows, types_every, write_types
 from jaxscale.exits import BadInput
 from jaxscale.models.llama import LlamaConfig
@@ -60,14 +70,14 @@ def read_later(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> LlamaConfi
     hf = merged(defaults, hf)
     refuse_unless(hf, hidden_activation=(GELU,), attention_bias=(False,), use_bidirectional_attention=(None, False))
     third = defaults is GEMMA3_DEFAULTS
-    base, scaling = read_rope(hf, "full_attention" if third else None)
+    if not third and hf["layer_types"] is None:
+        refuse_unless(hf, sliding_window_pattern=(2,))  # transformers reads it for Gemma 3 alone
+    base, scaling = read_rope_of(hf, FAR) if third else read_rope(hf)
     usual = hf["sliding_window_pattern"]
     windows = read_windows(hf, hf["layer_types"] or types_every(hf["num_hidden_layers"], usual), usual)
     local = {}
     if third:
-        local_base, local_scaling = read_rope(
-            hf | dict(rope_theta=hf["rope_local_base_freq"], rope_scaling=None), "sliding_attention"
-        )
+        local_base, local_scaling = read_rope_of(hf, NEAR)
         if local_scaling is not None:
             raise BadInput("config.json: a RoPE scaling of sliding_attention is not supported; only full_attention's")
         local = dict(qk_norm=True)
@@ -109,7 +119,13 @@ def write_later(cfg: LlamaConfig, third: bool) -> dict[str, Any]:
 
 
 GEMMA1 = Family(
-    "gemma", ("GemmaForCausalLM",), read_gemma1, write_gemma1, llama.BODY + llama.NORMS_BEFORE, left_out=llama.LEFT_OUT
+    "gemma",
+    ("GemmaForCausalLM",),
+    read_gemma1,
+    write_gemma1,
+    llama.BODY + llama.NORMS_BEFORE,
+    keys=(*GEMMA1_DEFAULTS, "hidden_activation", *ROPE),
+    left_out=llama.LEFT_OUT,
 )
 GEMMA2 = Family(
     "gemma2",
@@ -117,6 +133,7 @@ GEMMA2 = Family(
     functools.partial(read_later, defaults=GEMMA2_DEFAULTS),
     functools.partial(write_later, third=False),
     llama.BODY + NORMS_AROUND,
+    keys=(*GEMMA2_DEFAULTS, *ROPE),
     left_out=llama.LEFT_OUT,
 )
 GEMMA3 = Family(
@@ -125,14 +142,38 @@ GEMMA3 = Family(
     functools.partial(read_later, defaults=GEMMA3_DEFAULTS),
     functools.partial(write_later, third=True),
     llama.BODY + NORMS_AROUND + QK_NORMS,
+    keys=(*GEMMA3_DEFAULTS, *ROPE),
     left_out=llama.LEFT_OUT,
 )
-GEMMA3_VISION = Family(  # what is written of it is GEMMA3: family_for meets that first
+
+
+def read_vision(hf: Mapping[str, Any]) -> LlamaConfig:
+    """Our settings for the language model in a config.json of Gemma 3 with vision."""
+    text = hf.get("text_config") or {}
+    cfg = GEMMA3.read_config({"model_type": GEMMA3.model_type, **text})
+    refuse_unless(hf, tie_word_embeddings=(cfg.tied_embeddings,))  # of the two, transformers reads this one
+    refuse_unread(GEMMA3, text)
+    return cfg
+
+
+GEMMA3_VISION = Family(
     "gemma3",
     ("Gemma3ForConditionalGeneration",),
-    lambda hf: GEMMA3.read_config(hf.get("text_config") or {}),
+    read_vision,
     lambda cfg: dict(text_config=GEMMA3.write_config(cfg)),
     GEMMA3.rows,
+    keys=(
+        "tie_word_embeddings",
+        "vision_config",
+        "mm_tokens_per_image",
+        "image_token_index",
+        "image_token_id",
+        "boi_token_index",
+        "boi_token_id",
+        "eoi_token_index",
+        "eoi_token_id",
+    ),  # fmt: skip
+    goes_out_as=GEMMA3.model_type,
     bases=("language_model.model.", "model.language_model."),  # transformers 4 up to 4.51, and later
     left_out=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", *llama.LEFT_OUT),
 )

@@ -10,7 +10,11 @@ from jaxscale.models.gpt2 import Gpt2Config
 DEFAULTS = dict(  # of transformers' GPT2Config, for keys that a config.json leaves out
     vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None, activation_function="gelu_new",
     layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
-    reorder_and_upcast_attn=False, add_cross_attention=False, tie_word_embeddings=True,
+    add_cross_attention=False, tie_word_embeddings=True,
+)  # fmt: skip
+OTHER_NAMES = dict(  # transformers takes these for the same, and before them
+    hidden_size="n_embd", max_position_embeddings="n_positions", num_attention_heads="n_head",
+    num_hidden_layers="n_layer",
 )  # fmt: skip
 
 
@@ -21,7 +25,7 @@ def read_config(hf: Mapping[str, Any]) -> Gpt2Config:
     refuse_unless(
         hf, scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,), tie_word_embeddings=(True,)
     )
-    refuse_unless(hf, n_inner=(None, 4 * hf["n_embd"]))
+    refuse_unless(hf, n_inner=(None, 4 * hf["n_embd"]), **{name: (hf[own],) for name, own in OTHER_NAMES.items()})
     return Gpt2Config(
         vocab_size=hf["vocab_size"],
         num_layers=hf["n_layer"],
@@ -72,6 +76,7 @@ GPT2 = Family(
     read_config,
     write_config,
     ROWS,
+    keys=(*DEFAULTS, *OTHER_NAMES),
     bases=("transformer.", ""),  # the checkpoints on the Hub have no base
     left_out=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.convert.families.family import Family, Row
-from jaxscale.convert.families.settings import merged, read_rope, refuse_unless, write_rope
+from jaxscale.convert.families.settings import ROPE, merged, read_rope, refuse_unless, write_rope
 from jaxscale.models.llama import LlamaConfig
 
 LAYER = "layers.{layer}."
@@ -25,11 +25,12 @@ NORMS_BEFORE = (
     Row("blocks/mlp_norm", LAYER + "post_attention_layernorm.weight"),
 )
 LEFT_OUT = (r".*\.rotary_emb\.inv_freq",)  # a buffer that old releases wrote: the config tells it
-DEFAULTS = dict(  # of transformers' LlamaConfig, for keys that a config.json leaves out
+SHARED = dict(  # of transformers' LlamaConfig, for keys that a config.json leaves out, and of most of its relatives
     vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
     num_key_value_heads=None, head_dim=None, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False,
-    rope_theta=10_000.0, attention_bias=False, mlp_bias=False,
+    rope_theta=10_000.0,
 )  # fmt: skip
+DEFAULTS = SHARED | dict(attention_bias=False, mlp_bias=False)
 
 
 def shared_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,4 +77,12 @@ def write_config(cfg: LlamaConfig) -> dict[str, Any]:
     return dict(hidden_act="silu", attention_bias=False, mlp_bias=False) | shared_keys(cfg) | write_rope(cfg)
 
 
-LLAMA = Family("llama", ("LlamaForCausalLM",), read_config, write_config, BODY + NORMS_BEFORE, left_out=LEFT_OUT)
+LLAMA = Family(
+    "llama",
+    ("LlamaForCausalLM",),
+    read_config,
+    write_config,
+    BODY + NORMS_BEFORE,
+    keys=(*DEFAULTS, *ROPE),
+    left_out=LEFT_OUT,
+)

@@ -5,10 +5,10 @@ from typing import Any
 
 from jaxscale.convert.families import llama
 from jaxscale.convert.families.family import Family
-from jaxscale.convert.families.settings import merged, read_rope, refuse_unless, write_rope
+from jaxscale.convert.families.settings import ROPE, merged, read_rope, refuse_unless, write_rope
 from jaxscale.models.llama import LlamaConfig
 
-DEFAULTS = llama.DEFAULTS | dict(  # of transformers' MistralConfig
+DEFAULTS = llama.SHARED | dict(  # of transformers' MistralConfig
     intermediate_size=14336, num_key_value_heads=8, sliding_window=4096
 )
 
@@ -16,7 +16,7 @@ DEFAULTS = llama.DEFAULTS | dict(  # of transformers' MistralConfig
 def read_config(hf: Mapping[str, Any]) -> LlamaConfig:
     """Our settings for a config.json of Mistral."""
     hf = merged(DEFAULTS, hf)
-    refuse_unless(hf, hidden_act=("silu",), layer_types=(None,))
+    refuse_unless(hf, hidden_act=("silu",))
     base, scaling = read_rope(hf)
     window = hf["sliding_window"]
     return LlamaConfig(**llama.shared_settings(hf), rope_base=base, rope_scaling=scaling, attention_window=window)
@@ -35,5 +35,6 @@ MISTRAL = Family(
     read_config,
     write_config,
     llama.BODY + llama.NORMS_BEFORE,
+    keys=(*DEFAULTS, *ROPE),
     left_out=llama.LEFT_OUT,
 )

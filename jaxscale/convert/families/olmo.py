@@ -6,14 +6,16 @@ from typing import Any
 from jaxscale.convert.families import llama
 from jaxscale.convert.families.family import Family, Row
 from jaxscale.convert.families.qwen import QK_NORMS
-from jaxscale.convert.families.settings import merged, read_rope, refuse_unless, write_rope
+from jaxscale.convert.families.settings import ROPE, merged, read_rope, refuse_unless, write_rope
 from jaxscale.models.llama import LlamaConfig
 
 NORMS_AFTER = (
     Row("blocks/attention_out_norm", llama.LAYER + "post_attention_layernorm.weight"),
     Row("blocks/mlp_out_norm", llama.LAYER + "post_feedforward_layernorm.weight"),
 )
-DEFAULTS = llama.DEFAULTS | dict(vocab_size=50304, rms_norm_eps=1e-5)  # of transformers' Olmo2Config
+DEFAULTS = llama.SHARED | dict(
+    vocab_size=50304, rms_norm_eps=1e-5, attention_bias=False
+)  # of transformers' Olmo2Config
 
 
 def read_config(hf: Mapping[str, Any]) -> LlamaConfig:
@@ -42,5 +44,6 @@ OLMO2 = Family(
     read_config,
     write_config,
     llama.BODY + NORMS_AFTER + QK_NORMS,
+    keys=(*DEFAULTS, *ROPE),
     left_out=llama.LEFT_OUT,
 )

@@ -6,8 +6,8 @@ from typing import Any
 
 from jaxscale.convert.families import llama
 from jaxscale.convert.families.family import Family, Row
-from jaxscale.convert.families.settings import merged, read_rope, refuse_unless, write_rope
-from jaxscale.convert.families.windows import FAR, NEAR, read_windows, write_types
+from jaxscale.convert.families.settings import FAR, NEAR, ROPE, merged, read_rope, refuse_unless, write_rope
+from jaxscale.convert.families.windows import read_windows, write_types
 from jaxscale.models.llama import LlamaConfig
 
 BIASES = tuple(
@@ -30,12 +30,12 @@ def read_config(hf: Mapping[str, Any], kind: str) -> LlamaConfig:
     refuse_unless(hf, hidden_act=("silu",), attention_bias=(False,))
     base, scaling = read_rope(hf)
     length, first = hf["num_hidden_layers"], hf["max_window_layers"]
-    types = [FAR] * length
-    if hf["use_sliding_window"] and hf["sliding_window"] is not None:
-        types = hf["layer_types"] or [NEAR if layer >= first else FAR for layer in range(length)]
+    window = hf["sliding_window"] if hf["use_sliding_window"] else None
+    later = FAR if window is None else NEAR
+    types = hf["layer_types"] or [later if layer >= first else FAR for layer in range(length)]
     return LlamaConfig(
         **llama.shared_settings(hf),
-        **read_windows(hf, types),
+        **read_windows(hf | dict(sliding_window=window), types),
         rope_base=base,
         rope_scaling=scaling,
         qkv_bias=kind == "qwen2",
@@ -60,6 +60,7 @@ def family(kind: str, architecture: str, more: tuple[Row, ...]) -> Family:
         functools.partial(read_config, kind=kind),
         functools.partial(write_config, kind=kind),
         llama.BODY + llama.NORMS_BEFORE + more,
+        keys=(*DEFAULTS, "head_dim", *ROPE),
         left_out=llama.LEFT_OUT,
     )
 

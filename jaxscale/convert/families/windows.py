@@ -5,10 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.convert.families.settings import FAR, NEAR
 from jaxscale.exits import BadInput
 from jaxscale.models.llama import LlamaConfig, local_layers
-
-NEAR, FAR = "sliding_attention", "full_attention"
 
 
 def types_every(num_layers: int, every: int) -> list[str]:
