@@ -16,6 +16,7 @@ from jaxscale import schema
 from jaxscale.exits import BadInput
 
 LONGEST_NAME = 128  # characters of a run's name
+MOST_DIGITS = 18  # of a whole number; Python itself refuses to read more than 4,300
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +87,7 @@ def take_switches(argv: Sequence[str], options: Sequence[str], switches: Sequenc
 
 def whole_number(name: str, text: str, least: int) -> int:
     """The value of --name as a number. Raises BadInput if it is none, or too small."""
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
+    if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS) or int(text) < least:
         raise BadInput(f"--{name}={text} must be a whole number, {least} or more")
     return int(text)
 

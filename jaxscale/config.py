@@ -149,9 +149,7 @@ def check_clean_source(cfg: RunConfig) -> None:
     """Raises BadInput for a train.ladder.clean_source that data.mixture does not have."""
     source, names = cfg.train.ladder.clean_source, mixture_names(cfg.data.mixture)
     if source is not None and source not in names:
-        raise BadInput(
-            f"train.ladder.clean_source={source!r} is no source of data.mixture, which has {or_list(names) or 'none'}"
-        )
+        raise BadInput(f"train.ladder.clean_source={source!r} is no source of data.mixture, which has {or_list(names)}")
 
 
 def check_export(cfg: RunConfig) -> None:

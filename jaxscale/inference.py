@@ -111,7 +111,7 @@ def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
     """
     if converted := (run.get("converted") or {}).get("model_type"):
         return converted if converted == cfg.name else f"{converted} ({cfg.name} layout)"
-    with contextlib.suppress(ValueError):  # no family has these settings
+    with contextlib.suppress(BadInput):  # no family has these settings
         if (nearest := family_for(cfg).model_type) != cfg.name:
             return f"{cfg.name} with the settings of {nearest}"
     return cfg.name

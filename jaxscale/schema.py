@@ -17,6 +17,8 @@ from typing import Any, Literal, TypeVar
 from jaxscale.exits import BadInput
 
 T = TypeVar("T")
+MOST_INTEGER = 2**63 - 1  # of a setting: what arrays and files count with
+LONGEST_SHOWN = 80  # characters of a value in an error
 
 
 def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False) -> Any:
@@ -60,7 +62,7 @@ def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
             raise BadInput(f"{join(path, name)} must be given: {field.metadata.get('help') or hints[name]}")
     try:
         return cls(**built)
-    except ValueError as error:  # a rule between two settings of this group: say where
+    except BadInput as error:  # a rule between two settings of this group: say where
         raise BadInput(f"{path}: {error}" if path else str(error)) from None
 
 
@@ -150,7 +152,18 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         matched, converted = match(value, option, path)
         if matched:
             return converted
-    raise BadInput(f"{path}={value!r} is not {type_name(hint)}{nearest(value, candidates)}")
+    large = (
+        " of at most 64 bits"
+        if int in candidates and isinstance(value, (int, float)) and abs(value) > MOST_INTEGER
+        else ""
+    )
+    raise BadInput(f"{path}={clipped(value)} is not {type_name(hint)}{large}{nearest(value, candidates)}")
+
+
+def clipped(value: Any) -> str:
+    """The value as an error shows it: the beginning of one that would fill the terminal."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({len(text)} characters)"
 
 
 def match(value: Any, option: Any, path: str) -> tuple[bool, Any]:
@@ -164,7 +177,7 @@ def match(value: Any, option: Any, path: str) -> tuple[bool, Any]:
         return isinstance(value, bool), value
     if option is int:
         whole = isinstance(value, float) and value.is_integer()  # 1e9 is how people write a billion
-        fits = (isinstance(value, int) or whole) and not isinstance(value, bool)
+        fits = (isinstance(value, int) or whole) and not isinstance(value, bool) and abs(value) <= MOST_INTEGER
         return fits, int(value) if fits else None
     if option is float:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
@@ -219,7 +232,7 @@ def choose_group(groups: list[type], value: Any, path: str) -> type:
     if not isinstance(name, str) or name not in named:
         close = difflib.get_close_matches(str(name), named, n=1, cutoff=0.4)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise BadInput(f"{path}.{tag}={name!r} must be one of {sorted(named)}{hint}")
+        raise BadInput(f"{path}.{tag}={clipped(name)} must be one of {sorted(named)}{hint}")
     return named[name]
 
 

@@ -11,6 +11,7 @@ Tokens = int | str  # the type of a setting that holds such an amount; an intege
 FORM = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]*)\s*")
 UNITS = {"": "tokens", "token": "tokens", "tokens": "tokens", "step": "steps", "steps": "steps", "%": "%"}
 UNITS |= {"row": "rows", "rows": "rows", "epoch": "epochs", "epochs": "epochs"}
+MOST_TOKENS = 1e18  # of any unit: below the largest int64, and more than there is text
 ROUNDED = 0.9995  # of a unit: from here on three digits say the whole
 
 
@@ -19,9 +20,13 @@ def parse(name: str, amount: Tokens) -> tuple[float, str]:
     found = FORM.fullmatch(str(amount))
     if not found or found[2].lower() not in UNITS:
         raise BadInput(
-            f"{name}={amount!r} is no amount of training: write tokens as an integer, or '2000 steps', '1%', '1 epoch'"
+            f"{name}={str(amount)[:40]!r} is no amount of training: write tokens as an integer, or '2000 steps', "
+            "'1%', '1 epoch'"
         )
-    return float(found[1].replace("_", "")), UNITS[found[2].lower()]
+    number = float(found[1].replace("_", ""))
+    if number > MOST_TOKENS:
+        raise BadInput(f"{name}={str(amount)[:40]} is more than any training has; the most is {MOST_TOKENS:.0e}")
+    return number, UNITS[found[2].lower()]
 
 
 def resolve(
@@ -118,6 +123,8 @@ def divisors(number: int) -> list[int]:
 
 
 def or_list(choices: Sequence[Any]) -> str:
-    """'1, 2 or 4'."""
+    """'1, 2 or 4'; 'none' where there is no choice."""
+    if not choices:
+        return "none"
     *head, last = map(str, choices)
     return f"{', '.join(head)} or {last}" if head else last

@@ -6,9 +6,10 @@ import sys
 import pytest
 import tiny
 
-from jaxscale import config
+from jaxscale import config, schema
 from jaxscale.command_line import config_name, config_values, parse_arguments
-from jaxscale.config import load_config, resolve_budget
+from jaxscale.config import RunConfig, load_config, resolve_budget
+from jaxscale.exits import BadInput
 
 FILE = f"""
 import ml_collections
@@ -328,3 +329,33 @@ def test_help_says_which_model_a_setting_belongs_to():
     models = ("llama", "gpt2", "encoder", "t5")
     assert len(lines) == len(models) and all(any(f"({model})" in line for line in lines) for model in models)
     assert "(" not in next(line for line in text.splitlines() if "--config.seq_len=" in line)
+
+
+ABSURD = (
+    "0",
+    "-1",
+    "1" + "0" * 30,
+    "1e308",
+    "1e999",
+    "nan",
+    "",
+    "a",
+    "[]",
+    "{}",
+    "null",
+    "1e308 steps",
+    "9" * 5000,
+    "(" * 3000,
+)
+
+
+@pytest.mark.fault("F39")
+def test_whatever_is_typed_for_a_setting_is_taken_or_refused_in_one_line():
+    for _, name, *_ in schema.describe_groups(RunConfig):
+        for text in ABSURD:
+            try:
+                cfg = load_config("configs/quickstart.py", {name: text})
+                resolve_budget(cfg, epoch_tokens=12345)
+                assert cfg.flops_per_token > 0
+            except BadInput as error:
+                assert "\n" not in str(error)

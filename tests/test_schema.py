@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale import schema
+from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
 
@@ -35,7 +36,7 @@ class Model:
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+            raise BadInput(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,6 +126,8 @@ def test_text_becomes_the_type_of_the_setting(name, text, value):
         ({"seed": "many"}, "seed='many' is not an integer"),
         ({"seed": 1.5}, "seed=1.5 is not an integer"),
         ({"seed": "1e999"}, "seed=inf is not an integer"),
+        ({"seed": 2**63}, "seed=9223372036854775808 is not an integer of at most 64 bits"),
+        ({"seed": "9" * 5000}, f"seed='{'9' * 79}... (5002 characters) is not an integer"),
         ({"seed": True}, "seed=True is not an integer"),
         ({"seed": None}, "seed=None is not an integer"),
         ({"seed": "{[]: 1}"}, "seed='{[]: 1}' is not an integer"),
@@ -221,16 +224,17 @@ def test_every_setting_is_described():
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
 names = st.text(string.printable, max_size=8)
+integers = st.integers(-schema.MOST_INTEGER, schema.MOST_INTEGER)
 runs = st.builds(
     Run,
-    seed=st.integers(),
-    tokens=st.integers(),
+    seed=integers,
+    tokens=integers,
     scan=st.booleans(),
     betas=st.tuples(numbers, numbers),
     groups=st.lists(st.builds(Group, pattern=names, lr=numbers), max_size=2).map(tuple),
     mixture=st.dictionaries(names, numbers, max_size=3),
-    batch=st.integers() | st.just("auto"),
-    model=st.builds(Model, vocab_size=st.integers(), dtype=st.sampled_from(["float32", "bfloat16"])),
+    batch=integers | st.just("auto"),
+    model=st.builds(Model, vocab_size=integers, dtype=st.sampled_from(["float32", "bfloat16"])),
     optim=st.builds(Adam, peak_lr=numbers, clip_norm=numbers | st.none()) | st.builds(Sgd, momentum=numbers),
     backup=st.builds(Sgd, momentum=numbers) | st.none(),
 )

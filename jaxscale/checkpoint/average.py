@@ -96,7 +96,7 @@ def source_record(source: Checkpoints, step: int) -> dict[str, Any]:
     """The record of a step. Raises Stop (CHECKPOINT_CORRUPT) if it changed."""
     try:
         return read_record(source.directory / str(step))
-    except ValueError as error:
+    except BadInput as error:
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} cannot be read: {error}; leave it out") from None
 
 

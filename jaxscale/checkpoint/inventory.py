@@ -12,6 +12,7 @@ from jaxscale import paths
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.files import files_under, mark_of
 from jaxscale.checkpoint.record import is_sealed, seal
+from jaxscale.exits import BadInput
 
 FOLDER, REST = "run", "files.json"  # beside the record, where Orbax lets other files be
 LIST = re.compile(r"files\.(\d+\.)?json")
@@ -58,7 +59,7 @@ def read_list(path: Any) -> dict[str, list] | None:
     """{file: [bytes, md5]} of a list; None if one bit of it has changed."""
     try:
         found = paths.read_json(path)
-    except (OSError, ValueError) as error:
+    except (OSError, BadInput) as error:
         if is_trouble(error):
             raise
         return None

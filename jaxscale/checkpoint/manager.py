@@ -29,7 +29,7 @@ from jaxscale.checkpoint.record import named_leaves
 from jaxscale.checkpoint.retention import read_facts
 from jaxscale.checkpoint.saver import Job, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hosts.agree import agreed, next_key
 from jaxscale.monitor.events import Note, ignore
 
@@ -366,7 +366,7 @@ class Checkpoints:
         """The newest step that is there, in words."""
         try:
             safe = self.newest()
-        except (OSError, ValueError):
+        except (OSError, BadInput):
             return "what is there cannot be listed"
         return f"step {safe} is the newest that is safe" if safe is not None else "there is no earlier checkpoint"
 

@@ -58,7 +58,7 @@ def step_facts(
     verified = bool(last_good.get("verified")) and last_good.get("step") == step
     try:
         record = read_record(folder / str(step))
-    except ValueError as error:
+    except BadInput as error:
         problem = str(error)
         return StepFacts(step, saved_at(folder / str(step)), num_bytes, None, None, False, pinned, problem)
     if copied and not verified:

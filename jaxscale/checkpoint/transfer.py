@@ -83,7 +83,7 @@ def read_step(folder: Any) -> dict[str, Any]:
     """The record of a step that is to be read. Raises Stop (CHECKPOINT_CORRUPT)."""
     try:
         return read_record(folder)
-    except ValueError as error:
+    except BadInput as error:
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {folder.name} cannot be read: {error}; take another step") from None
 
 
@@ -122,7 +122,7 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
     for theirs in steps:
         try:
             found = read_record(destination / str(theirs))
-        except ValueError:
+        except BadInput:
             continue  # damaged: it says nothing of whose it is
         if run_identity(found) != own:
             raise BadInput(f"--to={workdir} holds step {theirs} of another run; name an empty folder")

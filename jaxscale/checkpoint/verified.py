@@ -8,6 +8,7 @@ from typing import Any
 from jaxscale import paths
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.stored import Arrays, compare_leaf
+from jaxscale.exits import BadInput
 from jaxscale.faults import crash_point
 
 LAST_GOOD = "last_good.json"
@@ -40,7 +41,7 @@ def sealed_record(folder: Any, read: Callable[[Any], dict[str, Any]]) -> dict[st
     """The record as `read` gives it. Raises Damaged if one bit of it is another."""
     try:
         return read(folder)
-    except ValueError as error:
+    except BadInput as error:
         if is_trouble(error):
             raise
         raise Damaged(f"its record cannot be read back: {error}") from error
@@ -71,6 +72,6 @@ def read_last_good(directory: Any) -> dict[str, Any] | None:
     """What last_good.json says; None if it is missing or damaged, for it can be made again."""
     try:
         found = paths.read_json(directory / LAST_GOOD)
-    except (OSError, ValueError):
+    except (OSError, BadInput):
         return None
     return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None

@@ -11,7 +11,7 @@ from jaxscale.checkpoint.index import Locations, index_damages, named_files
 from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.reading import read_record
 from jaxscale.checkpoint.stored import TREE, Arrays, compare_leaf
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 
 DICT_KEY = 2  # how Orbax writes that a level of the tree is a dict
 KINDS = ("jax.Array", "np.ndarray", "scalar")
@@ -57,7 +57,7 @@ def look_through(folder: Any, on_bytes: Callable[[int], None]) -> Verdict:
     """As verify_folder; what is wrong with the storage itself is raised as it came."""
     try:
         record = read_record(folder)
-    except ValueError as error:
+    except BadInput as error:
         require_reachable(error, folder)
         return Verdict(0, 0, (Damage(reading.RECORD, str(error)),))
     damages, done = [], 0

@@ -40,7 +40,6 @@ collectives runs on many hosts as training does, and takes its mesh from --confi
 The exit code does not depend on speed.
 """
 
-from jaxscale.exits import BadInput
 from jaxscale.process import prepare
 
 if __name__ == "__main__":
@@ -64,7 +63,7 @@ from jaxscale.cli import (  # noqa: E402
 )
 from jaxscale.command_line import Arguments, config_values, parse_arguments, whole_number  # noqa: E402
 from jaxscale.data.prepare.config import PrepareConfig  # noqa: E402
-from jaxscale.exits import run_and_exit  # noqa: E402
+from jaxscale.exits import BadInput, run_and_exit  # noqa: E402
 from jaxscale.planner.check import device_bytes  # noqa: E402
 from jaxscale.planner.plan.measured import from_record, keep_measured  # noqa: E402
 

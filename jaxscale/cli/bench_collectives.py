@@ -44,7 +44,7 @@ def read_sizes(text: str) -> list[int]:
     """'1,16' MiB as bytes."""
     try:
         sizes = [round(float(part) * MIB) for part in text.split(",")]
-    except ValueError:
+    except (ValueError, OverflowError):  # the second: inf
         sizes = []
     if not sizes or min(sizes) < 1024:
         raise BadInput(f"--megabytes={text} must be sizes in MiB with commas between, such as 1,16,256")

@@ -24,7 +24,6 @@ float64, checks its sources as it reads them, and writes the weights alone: begi
 the adapters of a fine-tuned run to its weights: what it writes is read by convert, sample and evaluate as any model.
 """
 
-from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -50,7 +49,12 @@ from jaxscale.checkpoint.reading import StepFacts, list_steps, read_optional  # 
 from jaxscale.checkpoint.transfer import copy_step  # noqa: E402
 from jaxscale.checkpoint.verifying import verify_folder  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.exits import Exit, run_and_exit, tell  # noqa: E402
+from jaxscale.exits import (  # noqa: E402
+    BadInput,  # noqa: E402
+    Exit,
+    run_and_exit,
+    tell,
+)
 
 NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")

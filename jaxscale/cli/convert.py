@@ -22,7 +22,6 @@ memory at a time, in its own type, and about 0.6 GB more: a 70B model converts o
 A killed conversion goes on where it was when the same command is run again. Pickled files (.bin, .pt) are never read.
 """
 
-from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -48,7 +47,11 @@ from jaxscale.convert.pieces import check_tensors  # noqa: E402
 from jaxscale.convert.reading import Checkpoint, open_checkpoint  # noqa: E402
 from jaxscale.convert.twins import check_twins  # noqa: E402
 from jaxscale.data.config import DataConfig  # noqa: E402
-from jaxscale.exits import run_and_exit, tell  # noqa: E402
+from jaxscale.exits import (  # noqa: E402
+    BadInput,  # noqa: E402
+    run_and_exit,
+    tell,
+)
 from jaxscale.models import AnyModelConfig, max_seq_len, num_params  # noqa: E402
 from jaxscale.monitor.runinfo import run_info  # noqa: E402
 from jaxscale.redact import redacted  # noqa: E402
@@ -87,7 +90,7 @@ def bring_in(name: str, workdir: str, as_json: bool) -> int:
     try:
         family, cfg, kept = families.read(found.config)
         matched = families.match(family, cfg, found.tensors)
-    except ValueError as error:
+    except BadInput as error:
         raise BadInput(f"--from={name}: {error}") from None
     check_tensors(matched.pairs, found.tensors)
     check_twins(matched, found.tensors)

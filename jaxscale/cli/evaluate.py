@@ -27,7 +27,6 @@
 Numbers stand with their standard error. On several hosts the flags of training apply; the first one writes.
 """
 
-from jaxscale.exits import BadInput
 from jaxscale.process import prepare
 
 if __name__ == "__main__":
@@ -63,7 +62,7 @@ from jaxscale.eval.config import (  # noqa: E402
 from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks  # noqa: E402
 from jaxscale.eval.named import GROUP, Evaluator, open_evaluators  # noqa: E402
 from jaxscale.eval.text import Reading  # noqa: E402
-from jaxscale.exits import run_and_exit  # noqa: E402
+from jaxscale.exits import BadInput, run_and_exit  # noqa: E402
 from jaxscale.hosts.agree import agreed  # noqa: E402
 from jaxscale.inference import LoadedModel, at_step, make_generator, make_scorer, open_model  # noqa: E402
 from jaxscale.models import DECODERS, max_seq_len  # noqa: E402

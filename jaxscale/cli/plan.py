@@ -20,7 +20,6 @@ Nothing is compiled and no device is touched. Times, money and energy are ranges
 end with its source. Exit code 0: it fits by the estimate, or a proposal was made; 3: it does not fit.
 """
 
-from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -37,7 +36,11 @@ from jaxscale import config, schema  # noqa: E402
 from jaxscale.cli.plan_loss import main_loss  # noqa: E402
 from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.exits import Exit, run_and_exit  # noqa: E402
+from jaxscale.exits import (  # noqa: E402
+    BadInput,  # noqa: E402
+    Exit,
+    run_and_exit,
+)
 from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
 from jaxscale.planner.plan import cost  # noqa: E402
 from jaxscale.planner.plan.kept import find_kept  # noqa: E402

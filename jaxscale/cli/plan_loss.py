@@ -14,7 +14,6 @@ Runs are compared by their held-out loss after the last step. Those that are not
 tokenizer, row length or schedule are left out, each with its reason. Nothing is compiled; a forecast takes seconds.
 """
 
-from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -27,7 +26,7 @@ from typing import Any, NamedTuple  # noqa: E402
 from jaxscale import config, paths, units  # noqa: E402
 from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import Budget, RunConfig  # noqa: E402
-from jaxscale.exits import run_and_exit  # noqa: E402
+from jaxscale.exits import BadInput, run_and_exit  # noqa: E402
 from jaxscale.models import num_params  # noqa: E402
 from jaxscale.planner import loss_curve  # noqa: E402
 from jaxscale.planner.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget  # noqa: E402
@@ -89,7 +88,7 @@ def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, draws: int, se
     band, why = None, ""
     try:
         band = make_band(end, shape_of(ladder.rungs, schedule_of(cfg, budget)), tokens)
-    except ValueError as error:
+    except BadInput as error:
         why = str(error)
     tried = (coverage(ladder.rungs), forecast_largest(ladder, draws, seed)) if band else ({}, None)
     return Forecast(ladder, law, params, tokens, cfg.flops_per_token * tokens, end, band, why, *tried)
@@ -105,7 +104,7 @@ def forecast_largest(ladder: Ladder, draws: int, seed: int) -> tuple[str, float]
         law = fit([point for rung in rest for point in rung.points], draws=draws, seed=seed)
         end = law.predict(largest.params, largest.tokens, seed)
         band = make_band(end, shape_of(rest, largest.schedule), largest.tokens)
-    except ValueError:
+    except BadInput:
         return None
     held = inside(band, largest)
     return None if held is None else (largest.name, held)

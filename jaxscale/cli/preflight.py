@@ -15,7 +15,6 @@ No device is touched, and none need be there; TPUs need the package libtpu, GPUs
 that the chip's datasheet allows. Exit code 0: it fits; 3: it does not, and two changes that do are shown if they exist.
 """
 
-from jaxscale.exits import BadInput
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -29,7 +28,11 @@ from collections.abc import Callable  # noqa: E402
 from jaxscale import config  # noqa: E402
 from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.exits import Exit, run_and_exit  # noqa: E402
+from jaxscale.exits import (  # noqa: E402
+    BadInput,  # noqa: E402
+    Exit,
+    run_and_exit,
+)
 from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
 from jaxscale.planner import search  # noqa: E402
 from jaxscale.planner.preflight import preflight  # noqa: E402

@@ -30,7 +30,6 @@
 Text goes to stdout as it comes, all else to stderr. On several hosts the flags of training apply; the first one writes.
 """
 
-from jaxscale.exits import BadInput
 from jaxscale.process import prepare
 
 if __name__ == "__main__":
@@ -49,7 +48,7 @@ import jax  # noqa: E402
 from jaxscale import hosts, paths, schema  # noqa: E402
 from jaxscale.cli import sample_chat  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.exits import run_and_exit  # noqa: E402
+from jaxscale.exits import BadInput, run_and_exit  # noqa: E402
 from jaxscale.foreign import parse_json  # noqa: E402
 from jaxscale.inference import LoadedModel, make_generator, open_model  # noqa: E402
 from jaxscale.models.layers import Dtype  # noqa: E402

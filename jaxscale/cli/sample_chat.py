@@ -169,7 +169,7 @@ def show_to_person(talk: Talk, pieces: Iterator[str]) -> None:
     """The same for somebody who goes on afterwards: an error is told, and Ctrl-C ends the text and nothing else."""
     try:
         show(pieces)
-    except ValueError as error:
+    except BadInput as error:
         talk.say(f"error: {error}")
     except KeyboardInterrupt:
         talk.say("interrupted; Ctrl-D ends the program")

@@ -285,7 +285,7 @@ def default_ledger(workdir: str, command: Sequence[str]) -> str:
     flags = flags_of(command)
     try:
         place = find_own_place({name: flags[name] for name in FLAGS if name in flags})
-    except ValueError:  # the command itself says what is wrong
+    except BadInput:  # the command itself says what is wrong
         place = None
     number = f"-{place.process_id}" if place is not None and not place.is_first else ""
     return f"{workdir.rstrip('/')}/supervise{number}.jsonl"

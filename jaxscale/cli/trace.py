@@ -18,8 +18,6 @@ checkpoint, and the data, which must be those of the run. Where metrics.jsonl te
 as it was after the objective, the two are compared; if they differ, that is said on stderr and the exit code is 12.
 """
 
-from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json  # noqa: E402
 from jaxscale.process import prepare_ahead
 
 if __name__ == "__main__":
@@ -40,7 +38,8 @@ from jaxscale.data.ledger import Entry, Ledger  # noqa: E402
 from jaxscale.data.mixture import Mixture, same_past  # noqa: E402
 from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of  # noqa: E402
 from jaxscale.data.pipeline import Corpus, open_data  # noqa: E402
-from jaxscale.exits import Exit, Stop, run_and_exit, tell  # noqa: E402
+from jaxscale.exits import BadInput, Exit, Stop, run_and_exit, tell  # noqa: E402
+from jaxscale.foreign import parse_json  # noqa: E402
 from jaxscale.monitor.events import read_events  # noqa: E402
 from jaxscale.train.decisions import Decisions, decisions_of  # noqa: E402
 

@@ -20,6 +20,7 @@ from jaxscale.cli.compilations import CompileLog
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
+from jaxscale.exits import BadInput
 from jaxscale.sharding.mesh import MeshConfig, mesh_shape
 from jaxscale.sharding.place import put_rows
 
@@ -207,7 +208,7 @@ def why_impossible(cfg: RunConfig, layout: Layout) -> str:
     """'' if the model can be divided so, else why not."""
     try:
         program(cfg, layout)
-    except ValueError as error:
+    except BadInput as error:
         return str(error)
     return ""
 

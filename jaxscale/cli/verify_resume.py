@@ -32,7 +32,7 @@ def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
     mesh = cfg.mesh
     try:
         shape = mesh_shape(mesh, devices)
-    except ValueError:
+    except BadInput:
         mesh = MeshConfig()
         shape = mesh_shape(mesh, devices)
     shards = shape["data"] * shape["fsdp"] * cfg.train.num_microbatches

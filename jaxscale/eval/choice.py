@@ -46,7 +46,7 @@ def encode_items(kind: str, items: Sequence[Item], reading: Reading) -> ItemSet:
         for continuation in item.continuations:
             try:
                 span, cut = span_of(encode_pair(reading, item.context, continuation), reading.context)
-            except ValueError as error:
+            except BadInput as error:
                 raise BadInput(f"evaluation item {item.name}: {error}") from None
             spans.append(span)
             num_cut += cut

@@ -68,7 +68,7 @@ def named(form: Callable[[str, Mapping[str, Any]], Item], name: str, place: str,
         if not isinstance(value, Mapping):
             raise BadInput(f"is a {type(value).__name__}, and an item is an object with fields")
         return form(name, value)
-    except ValueError as error:
+    except BadInput as error:
         raise BadInput(f"evaluation item {place} {error}") from None
 
 

@@ -21,6 +21,7 @@ from jaxscale.sharding.place import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+MOST_LAYERS = 10_000  # ten times the deepest that was published (arXiv:2203.00555): beyond is a slip of the keyboard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,8 @@ class ModelConfig:
     def __post_init__(self):
         check_remat(self.remat, self.remat_save, self.remat_offload, self.activation_names)
         check_positive(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "loss_chunk_tokens")
+        if self.num_layers > MOST_LAYERS:
+            raise BadInput(f"num_layers={self.num_layers} must be at most {MOST_LAYERS}")
         if self.norm_eps < 0:
             raise BadInput(f"norm_eps={self.norm_eps} must not be negative")
         if self.logit_softcap is not None and self.logit_softcap <= 0:

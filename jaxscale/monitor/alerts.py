@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 from jaxscale.monitor.events import Note
 from jaxscale.monitor.health import Finding, Health, HealthConfig, RunFacts, facts_of
 from jaxscale.monitor.health.evidence import TELLING, with_events
@@ -102,7 +103,7 @@ def read_facts(
         facts = facts_of(config, name, paths.read_json(folder / "forecast.json"))
     except FileNotFoundError:
         facts = facts_of(config, name)
-    except (ValueError, OSError) as error:
+    except (BadInput, OSError) as error:
         say(f"health: no alert will rest on {folder / 'forecast.json'}: {error}")
         facts = facts_of(config, name)
     return facts if stage_batches is None else dataclasses.replace(facts, stage_batches=tuple(stage_batches))

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale import paths, units
+from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
 
 LONGEST_LINE = 8 * 2**20  # bytes; a longer one is damaged
@@ -80,7 +81,7 @@ def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
     except FileNotFoundError:
         problems.append(f"{path.name} is missing: {without}")
         return {}
-    except ValueError:
+    except BadInput:
         problems.append(f"{path.name} is damaged: {without}")
         return {}
     if not isinstance(found, dict):

@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxscale.exits import BadInput
-
 EVERY_SECONDS = 30.0
 ANSWER_SECONDS = 10.0  # nvidia-smi takes 0.1 to 2 s, and for ever where a driver is stuck
 MOST_FAILURES = 3  # in a row, and nobody asks again in this start
@@ -76,12 +74,12 @@ def on_path(program: str) -> bool:
 
 
 def read_nvidia() -> dict[str, float]:
-    """The metrics of this machine's visible NVIDIA GPUs. Raises OSError, TimeoutExpired or BadInput."""
+    """The metrics of this machine's visible NVIDIA GPUs. Raises OSError, TimeoutExpired or ValueError."""
     done = subprocess.run(QUERY, capture_output=True, timeout=ANSWER_SECONDS, stdin=subprocess.DEVNULL)
     text = done.stdout.decode("utf-8", "replace")
     if done.returncode:
         said = (done.stderr.decode("utf-8", "replace") or text).strip().splitlines()
-        raise BadInput(f"nvidia-smi left with {done.returncode}: {said[0][:200] if said else 'without a word'}")
+        raise ValueError(f"nvidia-smi left with {done.returncode}: {said[0][:200] if said else 'without a word'}")
     return combined(parse_nvidia(text, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
@@ -89,14 +87,14 @@ def parse_nvidia(text: str, visible: str | None = None) -> list[dict[str, float]
     """One dict a GPU out of the answer to QUERY. What a GPU does not tell ('[N/A]') is left out.
 
     Args: visible: CUDA_VISIBLE_DEVICES, which nvidia-smi itself does not obey: numbers, or beginnings of UUIDs.
-    Raises BadInput for text that is no such table.
+    Raises ValueError for text that is no such table.
     """
     wanted = None if visible is None else [name.strip() for name in visible.split(",")]
     found = []
     for line in filter(None, map(str.strip, text.splitlines())):
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(FIELDS) or not cells[0].isdecimal():
-            raise BadInput(f"nvidia-smi printed no table: {line[:80]!r}")
+            raise ValueError(f"nvidia-smi printed no table: {line[:80]!r}")
         index, uuid, *numbers = cells
         if wanted is not None and not any(name == index or name and uuid.startswith(name) for name in wanted):
             continue

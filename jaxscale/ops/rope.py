@@ -48,7 +48,7 @@ class Rotation(NamedTuple):
 def frequencies(head_dim: int, base: float, scaling: RopeScaling | None = None) -> np.ndarray:
     """Angle per position of each pair, float64 [h, radians]. llama3 is the rule published with Llama 3.1."""
     if head_dim % 2:
-        raise BadInput(f"head_dim={head_dim} must be even: rotary positions turn pairs of dimensions")
+        raise ValueError(f"head_dim={head_dim} must be even: rotary positions turn pairs of dimensions")
     freq_h = base ** (-np.arange(0, head_dim, 2) / head_dim)
     if scaling is None:
         return freq_h

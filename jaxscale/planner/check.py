@@ -9,7 +9,7 @@ from jaxscale import units
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.pipeline import check_data
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hardware import find_chip, host_memory_bytes
 from jaxscale.models import AnyModelConfig, attention_needs
 from jaxscale.monitor.sinks import missing_packages
@@ -48,7 +48,7 @@ def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str],
     program = None
     try:  # the horizon may be in epochs of data that nobody has counted yet; shapes do not depend on it
         program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), devices)
-    except ValueError as error:
+    except BadInput as error:
         findings.append(str(error))
     need = memory_need(program) if program else least_memory(cfg, len(devices))
     there = device_bytes(devices)
@@ -80,7 +80,7 @@ def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False)
         )
     try:
         choose_kernels(platform, model.attention, attention_needs(model, prefix=prefix))
-    except ValueError as error:
+    except BadInput as error:
         findings.append(f"kernel: {error}")
     return findings
 

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxscale.exits import BadInput
 from jaxscale.planner.hlo_text import Instruction
 
 MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\))?\s*\{([^}]*)\}")
@@ -48,16 +47,16 @@ class Span:
 
 
 def make_layout(mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None, num_partitions: int | None) -> Layout:
-    """Raises BadInput where the program, the mesh and the slices do not belong together."""
+    """Raises ValueError where the program, the mesh and the slices do not belong together."""
     size = math.prod(mesh_shape.values())
     slices = tuple(slice_of) if slice_of is not None else (0,) * size
     if len(slices) != size:
-        raise BadInput(f"slice_of names {len(slices)} devices, and the mesh {dict(mesh_shape)} has {size}")
+        raise ValueError(f"slice_of names {len(slices)} devices, and the mesh {dict(mesh_shape)} has {size}")
     # XLA:TPU compiles one slice's program for several slices; its device numbers then count within the slice.
     first = tuple(position for position in range(size) if slices[position] == slices[0])
     partitions = num_partitions or 1
     if partitions not in (1, size, len(first)):
-        raise BadInput(f"the program has {partitions} partitions, and the mesh {dict(mesh_shape)} has {size} devices")
+        raise ValueError(f"the program has {partitions} partitions, and the mesh {dict(mesh_shape)} has {size} devices")
     return Layout(mesh_shape, slices, first if partitions == len(first) else tuple(range(size)))
 
 
@@ -70,7 +69,7 @@ def span_groups(instruction: Instruction, layout: Layout) -> Span:
     if groups.size == 0:
         return Span((), 1, 1)
     if groups.max() >= len(layout.positions):
-        raise BadInput(f"a collective names device {groups.max()}, and the mesh has {dict(layout.mesh_shape)}")
+        raise ValueError(f"a collective names device {groups.max()}, and the mesh has {dict(layout.mesh_shape)}")
     positions = np.array(layout.positions)[groups]
     slices = np.array(layout.slice_of)[positions]
     axes, sizes = [], []
@@ -92,7 +91,7 @@ def parse_pairs(attributes: str) -> np.ndarray:
 
 
 def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
-    """The groups of a collective in any of XLA's spellings, int[G, S]. Raises BadInput for one it does not know."""
+    """The groups of a collective in any of XLA's spellings, int[G, S]. Raises ValueError for one it does not know."""
     if match := MESH_GROUPS.search(attributes):
         return mesh_groups(match[1], match[2], match[3])
     if match := IOTA_GROUPS.search(attributes):
@@ -103,7 +102,7 @@ def parse_groups(attributes: str, num_devices: int) -> np.ndarray:
             return np.arange(num_devices).reshape(1, -1)  # empty: everyone
         longest = max(map(len, rows))  # a shorter group repeats its last member, which moves nothing
         return np.array([row + (row[-1],) * (longest - len(row)) for row in rows])
-    raise BadInput(f"unknown replica groups: {attributes[:120]}")
+    raise ValueError(f"unknown replica groups: {attributes[:120]}")
 
 
 def mesh_groups(axes: str, device_ids: str | None, used: str) -> np.ndarray:

@@ -124,7 +124,7 @@ def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, apart
             if apart is not None and paths.absolute(folder) == paths.absolute(apart):
                 raise BadInput("it is the run to be forecast")
             rungs.append(read_rung(folder, wanted, own))
-        except ValueError as why:
+        except BadInput as why:
             left_out.append((folder, str(why)))
     return Ladder(tuple(sorted(rungs, key=lambda rung: rung.flops)), tuple(left_out))
 
@@ -186,7 +186,7 @@ def settings_of(history: History) -> tuple[RunConfig, Budget]:
         return cfg, Budget(**history.config["budget"])
     except (KeyError, TypeError) as error:
         raise BadInput(f"its config.json lacks what a run writes there ({error})") from None
-    except ValueError as error:
+    except BadInput as error:
         raise BadInput(f"its config.json is of another version: {error}") from None
 
 

@@ -210,7 +210,7 @@ def left_out_error(points: Sequence[Point], form: Form) -> float | None:
     try:  # twice the rest: one run fewer than a law needs will do for a trial, if it has the same form
         if len(rest) < LEAST_POINTS - 1 or choose_form([*rest, *rest])[0] != form:
             return None
-    except ValueError:
+    except BadInput:
         return None
     problem = problem_of(rest, form)
     law = Terms(*problem.terms(problem.best()))

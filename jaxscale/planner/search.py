@@ -8,6 +8,7 @@ from typing import Any, get_args
 from jaxscale import schema, units
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
+from jaxscale.exits import BadInput
 from jaxscale.models.remat import RematName
 from jaxscale.planner.estimate import Estimate, estimate
 from jaxscale.planner.preflight import ahead_program
@@ -103,7 +104,7 @@ def program_of(cfg: RunConfig, topology: Topology, changes: dict[str, Any]) -> P
     """The program of a changed config, to be guessed at, or None where training would refuse it."""
     try:  # options for the compiler change no guess, and checking them costs a compilation each time
         return ahead_program(with_changes(cfg, changes | {"compiler": {}}), topology)
-    except ValueError:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
+    except BadInput:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
         return None
 
 

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from jaxscale.exits import BadInput
-
 MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")  # slowest link first
 
 Placement = str | tuple[str, ...] | None
@@ -52,13 +50,13 @@ RULES = {
 
 
 def partition_spec(axes: tuple[str, ...], rules: Mapping[str, Placement]) -> PartitionSpec:
-    """Turns logical axes into a PartitionSpec. Raises BadInput for an unknown axis or a mesh axis used twice."""
+    """Turns logical axes into a PartitionSpec. Raises ValueError for an unknown axis or a mesh axis used twice."""
     if missing := [axis for axis in axes if axis not in rules]:
-        raise BadInput(f"no sharding rule for {missing} in {axes}; the table has {sorted(rules)}")
+        raise ValueError(f"no sharding rule for {missing} in {axes}; the table has {sorted(rules)}")
     placed = [rules[axis] for axis in axes]
     used = [name for place in placed for name in names_of(place)]
     if clash := sorted({name for name in used if used.count(name) > 1}):
-        raise BadInput(f"mesh axes {clash} appear twice in {dict(zip(axes, placed))}")
+        raise ValueError(f"mesh axes {clash} appear twice in {dict(zip(axes, placed))}")
     return PartitionSpec(*placed)
 
 

@@ -88,7 +88,7 @@ def stage_batches(settings: Mapping[str, Any], budget: Mapping[str, Any]) -> tup
     begins = []
     if batch_tokens and all(isinstance(weights, Mapping) for weights in mixture.values()):
         for start in mixture:
-            with contextlib.suppress(ValueError):  # in epochs
+            with contextlib.suppress(BadInput):  # in epochs
                 known = dict(seq_len=settings.get("seq_len", 1), batch_tokens=batch_tokens)
                 whole = budget.get("total_steps", 0) * batch_tokens
                 begins.append(units.steps(units.resolve("start", start, **known, train_tokens=whole), batch_tokens))

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxscale.exits import BadInput
 from jaxscale.ops.attention.scope import Scope, as_scope
 
 EXACT = ("xla", "blockwise")  # forms of attention whose scores are computed again; of the others there is the bound
@@ -97,10 +96,10 @@ def score_bound(
 ) -> jax.Array:
     """float32[]: what no score with text exceeds, the longest query times the longest key of a head in a row, scaled.
 
-    Causality, window and segments are not looked at: their pairs are among these. Raises BadInput for a bias.
+    Causality, window and segments are not looked at: their pairs are among these. Raises ValueError for a bias.
     """
     if bias_NTS is not None:
-        raise BadInput(
+        raise ValueError(
             "a bound on scores with a bias is not known here; attention with a bias is 'xla', which is exact"
         )
     scope = as_scope(segments)

@@ -30,7 +30,7 @@ def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
     if cfg.name == "tokens":
         try:
             return sum(tokens_of(file, cfg, vocab_size) for file in files), "by the files' headers and sizes"
-        except (ValueError, OSError) as error:
+        except (BadInput, OSError) as error:
             return None, f"unknown: {error}"
     if cfg.tokenizer not in ("", "bytes"):
         return None, "unknown before the text is tokenised: jaxscale prepare counts it"

@@ -3,6 +3,7 @@
 import dataclasses
 
 from jaxscale.config import RunConfig
+from jaxscale.exits import BadInput
 from jaxscale.paths import cache_dir
 from jaxscale.planner.ahead import read_result, result_key
 from jaxscale.planner.preflight import ahead_program, make_report
@@ -28,7 +29,7 @@ def find_kept(cfg: RunConfig, topology: str) -> Kept | None:
     try:
         opened = open_topology(topology)
         program = ahead_program(cfg, opened)
-    except ValueError:  # no libtpu or CUDA plugin here, or a machine that only plan knows
+    except BadInput:  # no libtpu or CUDA plugin here, or a machine that only plan knows
         return None
     lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
     found = read_result(result_key(lowered.as_text(), program, opened), print)

@@ -57,7 +57,7 @@ def open_machine(text: str) -> Topology:
         return cards(f"{found[1]}:", PLANNED_ONLY[found[1]], *card_counts(text, found))
     try:
         name = parse_topology(text)
-    except ValueError as error:
+    except BadInput as error:
         more = f"; plan also knows {', '.join(PLANNED_ONLY)}" if "no chip is called" in str(error) else ""
         raise BadInput(f"{error}{more}") from None
     kind = FAMILIES[name.family].device_kind

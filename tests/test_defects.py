@@ -1,0 +1,71 @@
+"""A defect of ours ends with its traceback and exit code 1, whatever its class and wherever it is; never as a mistake
+of the person at the keyboard."""
+
+import random
+import sys
+import types
+
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale import build, config, main, units
+from jaxscale.data import best_fit
+from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.exits import BadInput, Exit, run_and_exit, verdict
+
+
+def broadcast(*args, **kwargs):
+    return np.zeros(3) + np.zeros(4)
+
+
+def unpack(*args, **kwargs):
+    one, two = (1, 2, 3)
+    return one, two
+
+
+def look_up(*args, **kwargs):
+    return [].index(1)
+
+
+def zip_strictly(*args, **kwargs):
+    return list(zip([1], [], strict=True))
+
+
+def read_number(*args, **kwargs):
+    return int("many")
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("defects")
+    (folder / "text.txt").write_text(" ".join(random.Random(0).choices("def return import".split(), k=400)))
+    model = tiny.LLAMA | dict(vocab_size=272, num_layers=1)
+    values = tiny.VALUES | dict(model=model, train_tokens="2 steps", data=dict(files=str(folder / "text.txt")))
+    values |= dict(monitor=dict(tensorboard=False), optim=dict(warmup_tokens="1 steps"))
+    (folder / "tiny.py").write_text(f"def get_config():\n    return {values!r}\n")
+    return folder / "tiny.py"
+
+
+@pytest.mark.fault("F39")
+@pytest.mark.parametrize(
+    ("owner", "name", "defect"),
+    [
+        pytest.param(config, "check_lora", zip_strictly, id="the rules between settings"),
+        pytest.param(units, "resolve", read_number, id="the budget"),
+        pytest.param(build, "make_model", unpack, id="the model, which preflight looks at first"),
+        pytest.param(ByteTokenizer, "encode", look_up, id="the tokenizer"),
+        pytest.param(best_fit, "pack_window", broadcast, id="packing"),
+        pytest.param(best_fit.BestFitRows, "pieces", broadcast, id="a batch, read by the feed's thread"),
+    ],
+)
+def test_a_defect_of_ours_keeps_its_traceback_and_leaves_with_1(
+    owner, name, defect, config_file, tmp_path, monkeypatch
+):
+    ours = types.FunctionType(defect.__code__, {"__name__": "jaxscale.packing", "np": np})  # a function of the package
+    monkeypatch.setattr(owner, name, ours)
+    monkeypatch.setattr(sys, "argv", ["jaxscale", f"--config={config_file}", f"--workdir={tmp_path / 'run'}"])
+    with pytest.raises(ValueError) as error:  # not SystemExit: Python shows the traceback and leaves with 1
+        run_and_exit(main.main)
+    assert error.type is not BadInput and verdict(error.value) == (Exit.ERROR, None)
+    assert error.traceback[-1].name == defect.__name__
