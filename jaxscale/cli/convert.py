@@ -41,6 +41,7 @@ from jaxscale.cli.ckpt import Progress  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.convert import families, hub, tokenizer_files  # noqa: E402
+from jaxscale.convert.counts import check_counts, check_end_ids  # noqa: E402
 from jaxscale.convert.exporting import FORMATS, config_of, export_step, open_step  # noqa: E402
 from jaxscale.convert.importing import import_tensors, prepare_workdir  # noqa: E402
 from jaxscale.convert.pieces import check_tensors  # noqa: E402
@@ -88,13 +89,17 @@ def bring_in(name: str, workdir: str, as_json: bool) -> int:
     """Hugging Face's folder as a work folder."""
     found = open_checkpoint(name)
     try:
+        families.family_of(found.config)
+        check_counts(found.config, found.tensors)
         family, cfg, kept = families.read(found.config)
+        check_end_ids(kept, cfg.vocab_size, "config.json")
         matched = families.match(family, cfg, found.tensors)
     except BadInput as error:
         raise BadInput(f"--from={name}: {error}") from None
     check_tensors(matched.pairs, found.tensors)
     check_twins(matched, found.tensors)
     files = tokenizer_files.with_generation(tokenizer_files.read_files(found.folder, found.files), kept)
+    tokenizer_files.check_works(files, cfg.vocab_size, found.folder)
     folder, journal = prepare_workdir(workdir, found.identity)
     config = run_config(cfg, kept, files, folder)
     made = {"from": name, "model_type": family.model_type, "kept": kept, "left_out": matched.left_out}

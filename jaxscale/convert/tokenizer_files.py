@@ -12,9 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale import foreign, paths
+from jaxscale.convert.counts import check_end_ids
 from jaxscale.convert.text_begin import begin_with
 from jaxscale.data.tokenizer.about import NO_BOS, SPECIAL, About, begin_tokens
-from jaxscale.data.tokenizer.base import LARGEST, Tokenizer, begin_names
+from jaxscale.data.tokenizer.base import LARGEST, Tokenizer, begin_names, faults_of
 from jaxscale.data.tokenizer.bytes import EOS_ID
 from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.data.tokenizer.probe import probes
@@ -30,6 +31,7 @@ FILES = (
 )  # fmt: skip
 END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 NOTE = "jaxscale.json"  # by which a run says what it was trained with
+PROBE = "A tokenizer's file, tried: naïve façade, 1234.5 → 日本語 🙂\n\tdef f(x):\n"
 EOS_NAME = "<|endoftext|>"  # of our byte tokenizer's one special token
 
 
@@ -64,6 +66,27 @@ def bring_in(files: Mapping[str, bytes], workdir: Any) -> None:
     paths.make_run_dir(workdir / FOLDER)
     for name, content in files.items():
         paths.write_bytes_atomic(workdir / FOLDER / kept_name(name), content)
+
+
+def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> None:
+    """Raises BadInput if the tokenizer among the files cannot be used by a model with so many ids."""
+    check_end_ids(read_object(files.get(GENERATION, b"")), vocab_size, str(folder / GENERATION))
+    if (main := main_file(files)) is None:
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, content in files.items():
+            (pathlib.Path(scratch) / name).write_bytes(content)
+        try:
+            tokenizer = load_tokenizer(str(pathlib.Path(scratch) / main))
+            tokenizer.decode(tokenizer.encode(PROBE))
+        except BadInput as error:
+            told = str(error).replace("data.tokenizer=", "").replace(scratch, str(folder))
+            raise BadInput(f"{told}; mend it, or take {main} away to convert the weights alone") from None
+    if tokenizer.vocab_size > vocab_size:
+        raise BadInput(
+            f"{folder / main} has {tokenizer.vocab_size} ids, and the model of config.json only {vocab_size}: they do "
+            f"not belong together; bring the right one, or take {main} away to convert the weights alone"
+        )
 
 
 def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
@@ -105,12 +128,18 @@ def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
     told = read_object(files.get(GENERATION, b""))
     found = {name: told[name] for name in END_IDS if name in told}
     if "eos_token_id" not in found and FAST in files:
-        import tokenizers
-
-        made = tokenizers.Tokenizer.from_str(files[FAST].decode())
+        made = as_fast(files[FAST])
         for which in ("bos_token", "eos_token"):
             found[f"{which}_id"] = made.token_to_id(special_token(files, which))
     return found
+
+
+def as_fast(content: bytes) -> Any:
+    """The tokenizer of a tokenizer.json. Raises BadInput for what is none."""
+    import tokenizers
+
+    with faults_of(f"{FAST} cannot be read"):
+        return tokenizers.Tokenizer.from_str(content.decode())
 
 
 def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
@@ -165,9 +194,7 @@ def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
     ends = end_ids(files)
     told = ends.get("eos_token_id")
     known = told if isinstance(told, list) else [] if told is None else [told]
-    import tokenizers
-
-    learned = tokenizers.Tokenizer.from_str(files[FAST].decode()).token_to_id(eos_token) if eos_token else None
+    learned = as_fast(files[FAST]).token_to_id(eos_token) if eos_token else None
     if learned is None or learned in known:
         return Texts(files, (), ends)
     ends |= {"eos_token_id": [*known, learned]}
@@ -185,7 +212,10 @@ def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
     if begin is None or main is None:
         return texts
     files, ends = dict(texts.files), dict(texts.end_ids)
-    content = begin_with(begin, files[FAST].decode()) if main == FAST else None
+    content = None
+    if main == FAST:
+        with faults_of(f"{FAST} does not work"):
+            content = begin_with(begin, files[FAST].decode())
     is_right = content is None and (main not in MODELS or model_begin(files[main]) == tuple(begin))
     about = read_object(files.get(CONFIG, b""))
     told = begin_tokens(About(None, about), "")
@@ -215,9 +245,7 @@ def model_begin(content: bytes) -> tuple[str, ...]:
 
 def token_id(name: str, content: bytes) -> int | None:
     """The id of a token in a tokenizer.json."""
-    import tokenizers
-
-    return tokenizers.Tokenizer.from_str(content.decode()).token_to_id(name)
+    return as_fast(content).token_to_id(name)
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:

@@ -1,6 +1,6 @@
 """What the files beside a tokenizer say of texts: how they begin and end, and how a conversation is written."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -74,7 +74,10 @@ def begin_tokens(about: About, bos_token: str) -> tuple[str, ...] | None:
     if bos_token:
         return () if bos_token == NO_BOS else (bos_token,)
     if about.note:
-        return tuple(about.note.get("begin_tokens", ()))
+        noted = about.note.get("begin_tokens", [])
+        if not isinstance(noted, list) or not all(isinstance(name, str) for name in noted):
+            raise BadInput(f"{about.folder}/{NOTE}: begin_tokens={noted!r:.80} must be a list of names; mend it")
+        return tuple(noted)
     if (wanted := about.settings.get("add_bos_token")) is False:
         return ()
     return (about.token("bos_token"),) if wanted and about.token("bos_token") else None
@@ -97,9 +100,13 @@ def end_token(about: About) -> str:
 
 def end_ids(tokenizer: Tokenizer, about: About) -> tuple[int, ...]:
     """The ids that end a text: the end of a document, and those of generation_config.json: none, one or several."""
-    more = about.generation.get("eos_token_id")
-    more = [] if more is None else more if isinstance(more, Iterable) else [more]
-    return tuple(dict.fromkeys([tokenizer.eos_id, *map(int, more)]))
+    found = about.generation.get("eos_token_id")
+    more = [] if found is None else found if isinstance(found, list) else [found]
+    if not all(type(one) is int and one >= 0 for one in more):
+        raise BadInput(
+            f"{about.folder / GENERATION}: eos_token_id={found!r:.80} must be an id, or a list of ids; mend it"
+        )
+    return tuple(dict.fromkeys([tokenizer.eos_id, *more]))
 
 
 def find_template(about: About) -> tuple[str, str] | None:

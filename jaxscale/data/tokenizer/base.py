@@ -1,7 +1,8 @@
 """What every tokenizer here can do, and how one is chosen by the setting `data.tokenizer`."""
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -10,6 +11,7 @@ import numpy as np
 from jaxscale import foreign
 from jaxscale.exits import BadInput
 
+LONGEST_CAUSE = 300  # characters of what a library says of a file
 LARGEST = 256 << 20  # bytes of a tokenizer's file; the largest vocabularies have 40 MB
 # Of a file with nothing beside it that names one, in the order they are looked for: GPT-2, Llama and SentencePiece,
 # Llama 3, Gemma, ChatML models, BERT.
@@ -75,6 +77,21 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text, special tokens left out; bytes that are no UTF-8 show as U+FFFD."""
+
+
+@contextlib.contextmanager
+def faults_of(what: str) -> Iterator[None]:
+    """Makes BadInput, which begins with `what`, of the tokenizers package's own errors.
+
+    It raises a bare Exception for the faults of a file that it knows, and for others PanicException, which is none.
+    """
+    try:
+        yield
+    except BaseException as error:
+        own = type(error) in (Exception, BadInput, UnicodeDecodeError) or type(error).__name__ == "PanicException"
+        if not own:
+            raise
+        raise BadInput(f"{what}: {' '.join(str(error).split())[:LONGEST_CAUSE]}") from None
 
 
 def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:

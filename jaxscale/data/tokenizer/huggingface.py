@@ -4,7 +4,7 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from jaxscale.data.tokenizer.base import (
     block_of,
     choose_begin,
     choose_eos,
+    faults_of,
     find_marks,
     fingerprint,
 )
@@ -27,7 +28,6 @@ from jaxscale.data.tokenizer.wordpiece import read_vocab_txt
 from jaxscale.exits import BadInput
 
 JSON = "tokenizer.json"
-LONGEST_CAUSE = 300  # characters of what the package says
 
 
 class HuggingFaceTokenizer:
@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
         is_list = path.endswith(".txt")
         content = foreign.read_bytes(path, LARGEST)
         with faults_of(f"data.tokenizer={path} cannot be read as a {'WordPiece vocab.txt' if is_list else JSON}"):
-            self._tokenizer = read_vocab_txt(content) if is_list else tokenizers.Tokenizer.from_buffer(content)
+            self._tokenizer = read_vocab_txt(content) if is_list else tokenizers.Tokenizer.from_str(content.decode())
         self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_truncation()  # both are saved in some files, made for a model of fixed length
         self._tokenizer.no_padding()
@@ -145,22 +145,6 @@ class HuggingFaceTokenizer:
                 counts[i] = piece_bytes(token)
                 fallback[i] = token == unknown or is_byte_piece(token)
         return counts, fallback
-
-
-@contextlib.contextmanager
-def faults_of(what: str) -> Iterator[None]:
-    """Makes BadInput of the tokenizers package's own errors, which begins with `what`.
-
-    It raises a bare Exception, or ValueError, for every fault of a file, and PanicException, which is no Exception,
-    where it had not thought of one.
-    """
-    try:
-        yield
-    except BaseException as error:
-        own = type(error) in (Exception, ValueError, BadInput) or type(error).__name__ == "PanicException"
-        if not own:
-            raise
-        raise BadInput(f"{what}: {' '.join(str(error).split())[:LONGEST_CAUSE]}") from None
 
 
 def check_text(text: str) -> None:
