@@ -93,6 +93,10 @@ class BadInput(ValueError):
     Any other exception, a ValueError too, is a defect and keeps its traceback (exit 1).
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows in place of a traceback: the line."""
+        return [shown(verdict(self)[1])]
+
 
 class Stop(Exception):
     """Ends the process with `code` after printing the message: one line that says what, where and the way out."""
@@ -101,9 +105,7 @@ class Stop(Exception):
         super().__init__(message)
         self.code = code
 
-    def _render_traceback_(self) -> list[str]:
-        """What a notebook shows in place of a traceback: the line."""
-        return [shown(verdict(self)[1])]
+    _render_traceback_ = BadInput._render_traceback_
 
 
 def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = True) -> None:

@@ -192,5 +192,6 @@ def test_one_task_of_lm_eval_may_be_a_word(model, monkeypatch):
         jaxscale.evaluate(model, lm_eval="sciq")
 
 
-def test_a_stop_is_shown_in_a_notebook_as_its_line():
+def test_what_a_person_can_mend_is_shown_in_a_notebook_as_its_line():
+    assert BadInput("seq_len=1 must be at least 2")._render_traceback_() == ["error: seq_len=1 must be at least 2"]
     assert Stop(Exit.PREEMPTED, "saved")._render_traceback_() == ["stopped (preempted, exit 10): saved"]
