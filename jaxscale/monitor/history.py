@@ -91,6 +91,23 @@ class History:
         """The newest step that metrics.jsonl tells of, 0 without any."""
         return self.rows[-1]["step"] if self.rows else 0
 
+    @property
+    def reached_step(self) -> int:
+        """The newest step that is known to be done: reported, or saved since the last report."""
+        return reached_step(self.last_step, self.events)
+
+
+def reached_step(reported: int, events: Iterable[Mapping[str, Any]]) -> int:
+    """The newest step that metrics tell of, or that the events since the last start or rewind say was saved."""
+    saved = 0
+    for event in events:
+        kind, step = event.get("event"), event.get("to" if event.get("event") == "rewind" else "step")
+        if kind in ("started", "resumed", "rewind"):
+            saved = 0
+        elif kind == "saved" and is_number(step):
+            saved = max(saved, int(step))
+    return max(reported, saved)
+
 
 def series_of(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
     """(steps, values) of one metric in some rows, where it is a finite number."""

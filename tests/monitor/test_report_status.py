@@ -63,3 +63,15 @@ def test_the_served_page_is_made_anew_while_a_run_says_nothing(tmp_path):
         now[0] = BEGAN + quiet
         versions.append(pages.page())
     assert [a != b for a, b in zip(versions, versions[1:])] == [False, True, False, True, False, True]
+
+
+def test_the_step_is_the_last_one_that_was_saved_where_none_was_reported_since():
+    config = {"budget": {"total_steps": 489, "batch_tokens": 100}}
+    rows = ({"step": 480, "loss": 1.0, "tokens_seen": 48_000},)
+    saved = {"event": "saved", "step": 489}
+    run = History(workdir="run", rows=rows, config=config, events=({"event": "started", "step": 0}, saved))
+    assert (status_of(run, BEGAN).step, status_of(run, BEGAN).tokens) == (489, 48_900)
+    done = dataclasses.replace(run, events=(*run.events, {"event": "stopped", "step": None, "code": 0}))
+    assert status_of(done, BEGAN).state == "finished"
+    back = dataclasses.replace(run, events=(*run.events, {"event": "rewind", "step": 489, "to": 400}))
+    assert status_of(dataclasses.replace(back, rows=({"step": 400, "loss": 1.0},)), BEGAN).step == 400

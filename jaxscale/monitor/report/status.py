@@ -60,11 +60,11 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
     return Status(
         state=state,
         words=words,
-        step=history.last_step,
+        step=history.reached_step,
         total_steps=total,
         loss=history.latest("loss"),
         validation_loss=history.latest("validation/loss"),
-        tokens=history.latest("tokens_seen"),
+        tokens=tokens_of(history),
         tokens_per_second=recent(history.rows, "tokens_per_second"),
         mfu=recent(history.rows, "mfu"),
         wall_seconds=wall,
@@ -78,6 +78,14 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
     )
 
 
+def tokens_of(history: History) -> float | None:
+    """Tokens of all steps that are done; None where no report has told how many one takes."""
+    reported, each = history.latest("tokens_seen"), as_dict(history.config.get("budget")).get("batch_tokens")
+    if reported is not None and is_number(each):
+        reported = max(reported, history.reached_step * each)
+    return reported
+
+
 def state_of(history: History, now: float, total: int | None) -> tuple[str, str]:
     """(state, what it means)."""
     ends = [event for event in history.events if event["event"] in (*BEGINS, "stopped")]
@@ -85,7 +93,7 @@ def state_of(history: History, now: float, total: int | None) -> tuple[str, str]
         code, why = ends[-1].get("code"), str(ends[-1].get("why") or "")
         code = code if isinstance(code, int) else Exit.ERROR
         when = clock(time_of(ends[-1]))
-        if code == Exit.DONE and (total is None or history.last_step >= total):
+        if code == Exit.DONE and (total is None or history.reached_step >= total):
             return "finished", f"all steps are done, {when}" if when else "all steps are done"
         state = "stopped" if code in (Exit.DONE, Exit.PREEMPTED) else "failed"
         told = "ended before its last step, as it was told to" if code == Exit.DONE else meaning(code)
@@ -133,7 +141,7 @@ def left_seconds(history: History, total: int | None) -> float | None:
     spent = step_time(history.rows) or 0.0
     measuring = sum(sum(history.series(name)[1]) for name in MEASURING)
     share = spent / (spent - measuring) if spent > measuring else 1.0
-    return max(total - history.last_step, 0) * each * share
+    return max(total - history.reached_step, 0) * each * share
 
 
 def recent(rows: Sequence[Row], name: str) -> float | None:
