@@ -65,13 +65,13 @@ def ledger_at(step, restarts=True):
     return {f"{kind}_seconds": round(wall * part, 1) for kind, part in parts.items()} | {"wall_seconds": round(wall, 1)}
 
 
-def validation_row(step, rng):
+def validation_row(step, rng, restarts=True):
     """A validation line."""
     loss = loss_at(step, rng) + 0.03
     bits = {"web": 0.98, "code": 0.62, "math": 0.81}
     row = {"step": step, "validation/loss": loss, "validation/bits_per_byte": loss / 2.6}
     row |= {f"validation/{name}/bits_per_byte": loss / 2.6 * part for name, part in bits.items()}
-    row |= {f"goodput/{name}": value for name, value in ledger_at(step).items()} | {"goodput/fraction": 0.93}
+    row |= {f"goodput/{name}": value for name, value in ledger_at(step, restarts).items()} | {"goodput/fraction": 0.93}
     return row | {"validation_seconds": 14.2}
 
 
@@ -155,9 +155,9 @@ def make_run(folder, last=4200, seed=0, every=10, peak_lr=3e-4, floor=1.85, plai
             row |= {"data_wait_seconds": 0.6, "mfu": row["mfu"] * 0.7}
         rows.append(row)
         if step % 500 == 0:
-            rows.append(validation_row(step, rng))
+            rows.append(validation_row(step, rng, restarts=not plain))
     changes = [] if plain else [{"step": 2830, "name": "optim.peak_lr", "old": 3e-4, "new": 2.5e-4}]
-    events = events_of(last)
+    events = [one for one in events_of(last) if (one["step"] or 0) <= last]
     if plain:
         events = [one for one in events if one["event"] in ("started", "saved")]
     else:

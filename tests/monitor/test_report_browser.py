@@ -21,21 +21,43 @@ TOO_WIDE = """[...document.querySelectorAll('body *')].filter(e => {
   return box.width > 0 && (box.right > innerWidth + 1 || box.left < -1);
 }).map(e => e.tagName + '.' + e.className + ' ' + e.textContent.slice(0, 40))"""
 LABELS_THAT_TOUCH = """[...document.querySelectorAll('.area')].flatMap(area => {
-  const boxes = [...area.querySelectorAll('.tx')].map(e => e.getBoundingClientRect()).sort((a, b) => a.left - b.left);
-  return boxes.slice(1).filter((box, i) => box.left < boxes[i].right + 2).map(box => box.left);
+  const labels = [...area.querySelectorAll('.tx,.xn,.ty')].map(e => [e.textContent, e.getBoundingClientRect()]);
+  const touch = (a, b) => a.left < b.right + 2 && b.left < a.right + 2 && a.top < b.bottom && b.top < a.bottom;
+  return labels.flatMap(([text, box], i) => labels.slice(i + 1).filter(other => touch(box, other[1])).map(
+    other => [area.parentElement.textContent.slice(0, 20), text, other[0]]));
 })"""
-PATHS = """[...document.querySelectorAll('.plot svg')].map(
+# how each line of a plot, and each piece of a line in its legend, is stroked; a faint one is of the line over it
+STROKES = """[...document.querySelectorAll('.plot:not(.heat)')].map(figure => {
+  const look = path => (s => [s.stroke, s.strokeDasharray, s.strokeWidth].join(' '))(getComputedStyle(path));
+  const looks = names => [...new Set([...figure.querySelectorAll(names)].map(look))].sort();
+  const lines = figure.querySelector('.key') ? looks('.area :is(.line, .dash, .limit)') : [];
+  return [lines, looks('.legend :is(.line, .dash, .limit)')];
+})"""
+THIN_POINTS = """[...document.querySelectorAll('.area path')].filter(
+  e => /^M[^ML]*h0$/.test(e.getAttribute('d')) && parseFloat(getComputedStyle(e).strokeWidth) < 4).length"""
+HALF = """[...document.querySelectorAll('.plots')].flatMap(plots => [...plots.children].filter(one => {
+  const box = one.getBoundingClientRect(), all = plots.getBoundingClientRect();
+  const beside = [...plots.children].some(e => e !== one && e.getBoundingClientRect().top === box.top);
+  return box.width < 0.9 * all.width && (!beside || one.matches('.heat'));
+}).map(one => one.textContent.slice(0, 30)))"""
+PATHS = """[...document.querySelectorAll('.area svg')].map(
   svg => [...svg.querySelectorAll('.line')].map(line => line.getAttribute('d')).join())"""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Two runs and their pages."""
+    """Two runs and their pages, and a page of a sweep that has just begun."""
     top = tmp_path_factory.mktemp("report")
     one = dataclasses.replace(read_history(make_run(top / "1b-web")), workdir="runs/1b-web")
     other = read_history(make_run(top / "1b-hot", last=3400, seed=1, peak_lr=6e-4, floor=1.92, plain=True))
     (top / "one.html").write_text(make_page([one], price=4.2, now=written_at(4200) + 4))
     (top / "two.html").write_text(make_page([one, other], price=4.2, now=written_at(4200) + 4))
+    name = "sweep-of-the-learning-rate-with-a-name-that-goes-on-and-on-peak_lr=0.000"
+    many = [
+        read_history(make_run(top / f"{name}{i}", last=60, seed=i, peak_lr=1e-4 * (i + 1), plain=True))
+        for i in range(10)
+    ]
+    (top / "many.html").write_text(make_page(many, now=written_at(60)))
     return top
 
 
@@ -47,13 +69,48 @@ def browser(tmp_path_factory):
 
 
 @pytest.mark.parametrize("width", [360, 768, 1280])
-@pytest.mark.parametrize("name", ["one", "two"])
+@pytest.mark.parametrize("name", ["one", "two", "many"])
 def test_nothing_is_too_wide_and_the_console_is_silent(browser, folder, name, width):
     browser.open((folder / f"{name}.html").as_uri(), width=width)
     assert browser.ask("document.documentElement.scrollWidth") <= width
     assert browser.ask(TOO_WIDE) == [] and browser.ask(LABELS_THAT_TOUCH) == []
     assert browser.complaints() == []
-    assert browser.ask("document.querySelectorAll('.plot .line').length") > 10
+    assert browser.ask("document.querySelectorAll('.area .line').length") > 10
+
+
+@pytest.mark.parametrize("name", ["one", "two", "many"])
+def test_what_is_drawn_is_what_is_told(browser, folder, name):
+    browser.open((folder / f"{name}.html").as_uri())
+    names = "[...document.querySelectorAll('.area')].map(area => area.querySelector('.xn')?.textContent)"
+    assert set(browser.ask(names)) == {"steps"}
+    told = browser.ask("[...document.querySelectorAll('.plot')].map(e => e.querySelector('.unit').textContent)")
+    data = browser.ask("JSON.parse(document.getElementById('plot-data').textContent).plots.map(p => [p.log, p.heat])")
+    assert [text.endswith("logarithmic") for text in told] == [bool(log or heat) for log, heat in data]
+    assert any(log for log, _ in data) and not all(log for log, _ in data)
+    strokes = browser.ask(STROKES)
+    assert all(drawn == legend for drawn, legend in strokes) and any(drawn for drawn, _ in strokes)
+    assert browser.ask(HALF) == []
+    if name == "many":  # more runs than colours, each of one validation so far
+        assert len(strokes[0][0]) == 10
+        assert browser.ask(THIN_POINTS) == 0
+    if name != "one":
+        assert browser.ask("document.querySelector('main h2').textContent") == "Settings that differ"
+        heads = browser.ask("[...document.querySelectorAll('main section:first-child tr')].map(e => e.textContent)")
+        assert any("optim.peak_lr" in head for head in heads)
+
+
+def test_memory_is_told_in_powers_of_two_also_where_one_looks_closer(browser, folder):
+    plot = "[...document.querySelectorAll('.plot')].find(e => e.textContent.startsWith('Host memory'))"
+    ticks = f"[...{plot}.querySelectorAll('.ty')].map(e => e.textContent)"
+    browser.open((folder / "one.html").as_uri())
+    assert browser.ask(ticks) == ["0", "4 GiB", "8 GiB", "12 GiB", "16 GiB", "20 GiB", "24 GiB"]
+    browser.ask(f"{plot}.querySelector('.area').focus()")
+    browser.press("+")
+    assert browser.ask(ticks) == ["0", "4 GiB", "8 GiB", "12 GiB", "16 GiB", "20 GiB"]
+    rate = "[...document.querySelectorAll('.plot')].find(e => e.textContent.startsWith('Learning rate'))"
+    rates = browser.ask(f"[...{rate}.querySelectorAll('.ty')].map(e => e.textContent)")
+    assert all("e-" in text or text == "0" for text in rates)
+    assert browser.ask(f"{plot}.querySelector('.xn').textContent") == "steps"
 
 
 def test_a_page_asks_for_nothing_but_itself(browser, folder):
@@ -130,8 +187,8 @@ def test_pictures_of_the_page_are_not_blank(browser, folder, tmp_path):
     in_docs = ("report", "report-dark", "report-compare")
     one, two = (folder / "one.html").as_uri(), (folder / "two.html").as_uri()
     views = {
-        "report": (one, dict(width=1280), 1400),
-        "report-dark": (one, dict(width=1280, dark=True), 1400),
+        "report": (one, dict(width=1280), 1240),
+        "report-dark": (one, dict(width=1280, dark=True), 1240),
         "report-phone": (one, dict(width=390), 1500),
         "report-compare": (two, dict(width=1280), 1100),
         "report-print": (one, dict(width=760, media="print"), 2200),

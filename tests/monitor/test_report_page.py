@@ -1,5 +1,6 @@
 """The page holds what the run tells, as text, in one file; axes and thinning keep what a reader looks for."""
 
+import dataclasses
 import html
 import json
 import re
@@ -11,12 +12,14 @@ from jaxscale.hardware import CHIPS
 from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, read_history
 from jaxscale.monitor.report import make_page
+from jaxscale.monitor.report.canvas import Canvas, across_of
 from jaxscale.monitor.report.columns import smooth, thin_columns
 from jaxscale.monitor.report.plots import Line, Plot, draw
+from jaxscale.monitor.report.sections import sources
 from jaxscale.monitor.report.status import status_of
-from jaxscale.monitor.report.tables import goodput_tables
-from jaxscale.monitor.report.text import escape, json_block, plain
-from jaxscale.monitor.report.ticks import Axis, axis_over, linear_ticks, log_ticks
+from jaxscale.monitor.report.tables import goodput_table
+from jaxscale.monitor.report.text import escape, json_block, plain, tick_texts
+from jaxscale.monitor.report.ticks import Axis, axis_over, linear_ticks, log_ticks, size_ticks
 from jaxscale.monitor.report.words import in_words, incidents, marks
 
 V5P = CHIPS["TPU v5"].price
@@ -38,7 +41,24 @@ def test_ticks_are_round(low, high, ticks):
 def test_a_logarithmic_axis_has_powers_of_ten_or_their_parts():
     assert log_ticks(1e-3, 1e3, 7) == pytest.approx([1e-3, 1e-2, 0.1, 1, 10, 100, 1000])
     assert log_ticks(0.3, 6) == pytest.approx([0.5, 1, 2, 5])
+    assert log_ticks(0.28, 1.25) == pytest.approx([0.4, 0.6, 0.8, 1.0, 1.2])  # two would say too little
     assert len(log_ticks(1e-30, 1e30)) <= 8
+
+
+def test_memory_has_ticks_at_multiples_of_a_power_of_two_and_small_numbers_one_notation():
+    ticks = size_ticks(0, 1.3 * 2**30)
+    assert tick_texts(ticks, "size") == ["0", "256 MiB", "512 MiB", "768 MiB", "1 GiB", "1.25 GiB"]
+    assert tick_texts([0.0, 5e-5, 1e-4, 2.5e-4], "plain") == ["0", "5e-5", "1e-4", "2.5e-4"]
+    assert tick_texts([0.001, 0.0015], "plain") == ["0.001", "0.0015"]
+
+
+def test_a_steep_beginning_does_not_flatten_what_is_held_out_either(run):
+    canvas = Canvas([run], across_of([run]))
+    page = sources(canvas)
+    for plot, name in zip(canvas.data, ("validation/bits_per_byte", "train/web/loss")):
+        steps, values = run.series(name)
+        assert plot["y"][1] < 0.65 * values[0]
+    assert page.count("lie above the axis") == 2
 
 
 def test_a_spike_does_not_flatten_the_curve_and_is_told():
@@ -164,7 +184,7 @@ def test_the_cost_rests_on_a_price_that_is_named_with_its_date_or_is_said_to_be_
 
 
 def test_where_the_time_went_sums_to_the_wall_time(run):
-    assert "wall time" in goodput_tables([run]) and status_of(run, BEGAN).starts == 2
+    assert "wall time" in goodput_table([run]) and status_of(run, BEGAN).starts == 2
     found = goodput_of(run.rows, run.events)
     wall = (4200 * 1.9 * 1.06) - found.seconds["idle"]
     assert status_of(run, BEGAN).wall_seconds == pytest.approx(wall, rel=0.01) and found.seconds["idle"] > 0
@@ -219,6 +239,9 @@ def test_two_runs_share_the_axes_and_their_differences_are_listed(run, tmp_path)
     page = make_page([run, other], now=BEGAN)
     assert "<h1>2 runs</h1>" in page and "optim.peak_lr" in page and "model.num_layers" not in page
     assert 'class="line c0"' in page and 'class="line c1"' in page
+    same = make_page([run, dataclasses.replace(run, label="again")], now=BEGAN)
+    assert page.index("Settings that differ") < page.index("optim.peak_lr") < page.index("Training loss")
+    assert "The settings are the same" in same
 
 
 @pytest.mark.parametrize(

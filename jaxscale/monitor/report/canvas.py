@@ -8,11 +8,10 @@ from typing import Any
 from jaxscale.monitor.history import History, Row, is_number, series_of
 from jaxscale.monitor.report import heat, plots
 from jaxscale.monitor.report.columns import smooth
-from jaxscale.monitor.report.plots import Line, Mark, Plot
+from jaxscale.monitor.report.plots import Line, Mark, Plot, color_of
 from jaxscale.monitor.report.ticks import Axis
 from jaxscale.monitor.report.words import marks
 
-COLORS = 8  # c0 to c7 of the style
 SMOOTHED_FROM = 80  # points; below it every one is seen
 SMOOTHED_SHARE = 1 / 40  # of the points, in one mean
 
@@ -34,6 +33,7 @@ class Canvas:
         """The plot's HTML; '' where it has no point."""
         if not plot.drawn:
             return ""
+        plot = plot if self.single else dataclasses.replace(plot, named=True)
         html, data = plots.draw(plot, self.across, len(self.data))
         self.data.append(data)
         return html
@@ -55,7 +55,7 @@ class Canvas:
         self, history: History, place: int, name: str, label: str = "", style: str = "line", smoothed: bool = False
     ) -> list[Line]:
         """The lines of one metric of one run: abandoned parts first, below the others."""
-        color = f"c{place % COLORS}"
+        color = color_of(place)
         label = label or name.rpartition("/")[2].replace("_", " ") if self.single else history_label(history, label)
         lines = abandoned_lines(history, name)
         steps, values = history.series(name)

@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 
 from jaxscale.monitor.history import History
-from jaxscale.monitor.report.canvas import COLORS, Canvas
-from jaxscale.monitor.report.plots import Band, Line, Plot
+from jaxscale.monitor.report.canvas import Canvas
+from jaxscale.monitor.report.plots import Band, Line, Plot, color_of, with_points
 from jaxscale.monitor.report.tables import n, table
 from jaxscale.monitor.report.text import plain
 
@@ -18,7 +18,7 @@ METRICS = {  # in this order; what else there is are errors and counts
     "perplexity": "perplexity",
     "loss": "nats per token",
 }
-DOTS_UP_TO = 40  # measurements that are also shown as points
+FALLING = ("bits_per_byte", "perplexity", "loss")  # steeply at first, as a training loss does
 
 
 def eval_names(histories: Sequence[History]) -> dict[str, list[str]]:
@@ -50,26 +50,20 @@ def eval_plots(canvas: Canvas) -> str:
 
 def metric_plot(canvas: Canvas, metric: str, names: Sequence[str]) -> str:
     """One metric of one run."""
-    history, lines = canvas.histories[0], []
-    for place, name in enumerate(names):
-        lines += with_dots(Line(label_of(name), *history.evaluated(name), f"c{place % COLORS}"))
+    history = canvas.histories[0]
+    lines = with_points([Line(label_of(name), *history.evaluated(name), color_of(i)) for i, name in enumerate(names)])
     bands = [band for name in names[:1] if len(names) == 1 and (band := error_band(history, name))]
     title = f"Evaluations: {METRICS[metric]}"
     log = metric == "perplexity"
-    return canvas.add(Plot(title=title, unit="", lines=lines, bands=bands, log=log, marks=canvas.marks()))
+    focused = metric in FALLING
+    return canvas.add(Plot(title=title, lines=lines, bands=bands, log=log, marks=canvas.marks(), focused=focused))
 
 
 def compared_plot(canvas: Canvas, metric: str, name: str) -> str:
     """One metric of one evaluator, of several runs."""
-    lines = []
-    for place, history in enumerate(canvas.histories):
-        lines += with_dots(Line(history.name, *history.evaluated(name), f"c{place % COLORS}"))
-    return canvas.add(Plot(title=f"{label_of(name)}: {METRICS[metric]}", lines=lines, log=metric == "perplexity"))
-
-
-def with_dots(line: Line) -> list[Line]:
-    """The line, and its points where they are few."""
-    return [line, line._replace(style="dots")] if len(line.steps) < DOTS_UP_TO else [line]
+    lines = with_points([Line(h.name, *h.evaluated(name), color_of(i)) for i, h in enumerate(canvas.histories)])
+    title, focused = f"{label_of(name)}: {METRICS[metric]}", metric in FALLING
+    return canvas.add(Plot(title=title, lines=lines, log=metric == "perplexity", focused=focused))
 
 
 def error_band(history: History, name: str) -> Band | None:

@@ -44,7 +44,8 @@ def draw_heat(
     words = f"{title}: {len(names)} rows, {len(steps)} steps, from {plain(low)} to {plain(high)}"
     html = (
         f'<figure class="plot heat wide" data-number="{number}"><figcaption>'
-        f'<b>{escape(title)}</b> <span class="unit">{escape(unit)}</span>'
+        f'<b>{escape(title)}</b> <span class="unit">{escape(", ".join(filter(None, (unit, "colours logarithmic"))))}'
+        "</span>"
         f'<span class="legend"><span class="scale">{escape(plain(low))} {scale} {escape(plain(high))}</span></span>'
         f'</figcaption><div class="area" tabindex="0" role="img" aria-label="{escape(words)}">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'

@@ -28,6 +28,7 @@ from jaxscale.monitor.report.text import clock, count, escape, json_block, money
 from jaxscale.monitor.report.words import described
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+MOST_OPEN = 4  # runs whose samples and incidents are open at once
 SERVED = "; connect-src 'self'"  # the page of --serve asks its own server whether the run has gone on
 
 
@@ -43,7 +44,7 @@ def make_page(
     histories = told_apart(histories)
     canvas = Canvas(histories, across_of(histories))
     statuses = [status_of(history, now, price) for history in histories]
-    sections = [*plot_sections(canvas), *text_sections(histories)]
+    sections = [*differences(histories), *plot_sections(canvas), *text_sections(histories)]
     head = one_head(histories[0], statuses[0]) if canvas.single else several_heads(histories, statuses)
     return whole_page(canvas, head, sections, foot(now, "jaxscale report"), version)
 
@@ -180,7 +181,7 @@ def several_heads(histories: Sequence[History], statuses: Sequence[Status]) -> s
             Cell(f'<span class="state {s.state}">{escape(s.state)}</span>'),
             n(f"{s.step:,}"), n(f"{s.total_steps:,}" if s.total_steps else "n/a"), n(plain(s.loss)),
             n(plain(s.validation_loss)), n(count(s.tokens)), n(count(s.tokens_per_second)), n(percent(s.mfu)),
-            n(duration(s.wall_seconds)), n(duration(s.left_seconds)),
+            n(duration(s.wall_seconds)), n("" if s.state == "finished" else duration(s.left_seconds)),
         ]  # fmt: skip
         rows.append([*cells, *([n(money(s.cost)), n(money(s.cost_to_end))] if has_cost else [])])
     head = ["run", "state", "step", "of", "loss", "validation", "tokens", "tokens/s", "MFU", "time", "to go"]
@@ -188,20 +189,31 @@ def several_heads(histories: Sequence[History], statuses: Sequence[Status]) -> s
     return f'<div class="top"><h1>{len(histories)} runs</h1></div>{table(head, rows)}{fine_print(statuses)}'
 
 
+def differences(histories: Sequence[History]) -> list[Section]:
+    """What several runs differ by, which is what the plots after it are read for; none of a page of one run."""
+    if len(histories) == 1:
+        return []
+    return [Section("settings", "Settings that differ", difference_table(histories))]
+
+
 def text_sections(histories: Sequence[History]) -> list[Section]:
-    """Samples, settings and the log."""
+    """Samples, settings of a single run, and the log."""
+    one = [Section("settings", "Settings", settings(histories[0]))] if len(histories) == 1 else []
     return [
         Section("samples", "Samples", per_run(histories, samples)),
-        Section("settings", "Settings", settings(histories)),
+        *one,
         Section("log", "Incident log", per_run(histories, log)),
     ]
 
 
 def per_run(histories: Sequence[History], make) -> str:
-    """The same of each run, under its name where there are several."""
+    """The same of each run, under its name where there are several; of many it is folded."""
     if len(histories) == 1:
         return make(histories[0])
-    return "".join(f"<h3>{run_name(h, place).html}</h3>{make(h)}" for place, h in enumerate(histories))
+    named = [(run_name(history, place).html, make(history)) for place, history in enumerate(histories)]
+    if len(histories) > MOST_OPEN:
+        return "".join(f"<details><summary>{name}</summary>{part}</details>" for name, part in named)
+    return "".join(f"<h3>{name}</h3>{part}" for name, part in named)
 
 
 def samples(history: History) -> str:
@@ -224,11 +236,8 @@ def log(history: History) -> str:
     return incident_table(history) or left_out("There is no events.jsonl, or nothing in it.")
 
 
-def settings(histories: Sequence[History]) -> str:
-    """Versions, descent, changes, and all settings; of several runs, in what they differ."""
-    if len(histories) > 1:
-        return difference_table(histories)
-    history = histories[0]
+def settings(history: History) -> str:
+    """Versions, descent, changes, and all settings."""
     config = history.config
     versions = {name: version for name, version in as_dict(config.get("versions")).items() if version}
     facts = [("git commit", config.get("git_commit")), ("versions", described(versions))]

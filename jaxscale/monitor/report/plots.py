@@ -9,18 +9,21 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.monitor.report.columns import thin_columns
-from jaxscale.monitor.report.text import NUMBERS, escape, tick
+from jaxscale.monitor.report.text import NUMBERS, escape, tick_texts
 from jaxscale.monitor.report.ticks import Axis, axis_over, size_ticks
 
 WIDTH, HEIGHT = 1000, 400  # of the drawing's own coordinates
 COLUMNS = 700  # about the pixels of a plot: what is drawn
 END = 0.97  # of the axis: a number centred behind it would reach out of a narrow page
-STEEP_PART = 0.02  # of the steps: where a loss falls by more than in all the rest
+STEEP_PART = 0.05  # of the steps: where a loss falls by more than in all the rest
+COLORS, DASHES = 8, 4  # c0 to c7 of the style, and k1 to k3 of it
+STYLES = ("faint", "dots", "gone", "limit", "dash", "line")  # of one name, the last of these stands in the legend
+POINTS_UP_TO = 40  # points of a line that are also shown as such
 KEPT_COLUMNS = 1400  # what the script gets, for a closer look
 
 
 class Line(NamedTuple):
-    """A series. style: line, faint, dash, dots (points), gone (abandoned: grey), limit (thin)."""
+    """A series. style: line, faint, dash, dots (points), gone (abandoned: grey), limit (thin). color: of style.py."""
 
     label: str
     steps: Sequence[float]
@@ -63,11 +66,30 @@ class Plot:
     explained: bool = False  # its legend also tells what is grey and what is marked, which holds for all
     focused: bool = False  # the steep beginning does not decide on the axis of values
     until: float | None = None  # the last step of its axis, where that is not the page's
+    named: bool = False  # its legend also names a line that is alone, as one of several runs must be
 
     @property
     def drawn(self) -> list[Line]:
-        """The lines that have a point."""
-        return [line for line in self.lines if line.steps]
+        """The lines that have a point; a point that is alone would not be seen as a line."""
+        lone = lambda line: len(line.steps) == 1 and line.style in ("line", "dash", "faint")
+        return [line._replace(style="dots") if lone(line) else line for line in self.lines if line.steps]
+
+    @property
+    def axis_unit(self) -> str:
+        """What the values are, and that the axis is logarithmic where it is."""
+        return ", ".join(filter(None, (self.unit, "logarithmic" if self.log else "")))
+
+
+def color_of(place: int) -> str:
+    """The colour of a line among others, and beyond the eighth a pattern of dashes too."""
+    turn = place // COLORS % DASHES
+    return f"c{place % COLORS}" + (f" k{turn}" if turn else "")
+
+
+def with_points(lines: Sequence[Line]) -> list[Line]:
+    """The lines, and the points of those that have few."""
+    few = [line for line in lines if line.style != "gone" and len(line.steps) < POINTS_UP_TO]
+    return [*lines, *(line._replace(style="dots") for line in few)]
 
 
 def draw(plot: Plot, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
@@ -95,7 +117,7 @@ def draw(plot: Plot, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
     html = (
         f'<figure class="plot{" wide" if plot.wide else ""}" data-number="{number}"><figcaption>'
         f"<b>{escape(plot.title)}</b> "
-        f'<span class="unit">{escape(plot.unit)}</span>{legend(plot)}</figcaption>'
+        f'<span class="unit">{escape(plot.axis_unit)}</span>{legend(plot)}</figcaption>'
         f'<div class="area" tabindex="0" role="img" aria-label="{escape(summary(plot))}">'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
         f'<path class="grid" d="{grid_path(plot, up)}"/>{marks}{"".join(lines)}</svg>{labels(plot, across, up)}</div>'
@@ -153,39 +175,44 @@ def grid_path(plot: Plot, up: Axis) -> str:
 
 def labels(plot: Plot, across: Axis, up: Axis) -> str:
     """What is written at the ticks of both axes."""
+    ticks = ticks_of(plot, up)
     left = "".join(
-        f'<span class="ty" style="top:{100 * (1 - up.place(at)):.2f}%">{escape(tick(at, plot.numbers))}</span>'
-        for at in ticks_of(plot, up)
+        f'<span class="ty" style="top:{100 * (1 - up.place(at)):.2f}%">{escape(text)}</span>'
+        for at, text in zip(ticks, tick_texts(ticks, plot.numbers))
     )
     return left + x_labels(across)
 
 
 def x_labels(across: Axis) -> str:
-    """What is written below the axis of steps; at its right end it stands to the left of its place."""
+    """What is written below the axis of steps, and its name; at its right end it stands to the left of its place."""
     places = [(at, across.place(at)) for at in across.ticks(5) if at == int(at)]
-    return "".join(
+    return '<span class="xn">steps</span>' + "".join(
         f'<span class="tx{" end" if place > END else ""}" style="left:{100 * place:.2f}%">{escape(f"{at:,.0f}")}</span>'
         for at, place in places
     )
 
 
 def legend(plot: Plot) -> str:
-    """What the lines are, where there is more than one kind; grey and marks are told as well."""
-    entries: dict[tuple[str, str], str] = {}
-    for line in plot.drawn:
-        style = "line" if line.style == "faint" else line.style
-        # points on a line of the same name and colour are no kind of their own
-        entries.setdefault((line.label, "" if style == "gone" else line.color), style)
-    keys = [(f"{style} {color}".strip(), label) for (label, color), style in entries.items()]
-    if not plot.explained:
-        keys = [key for key in keys if key[0] != "gone"]
-    keys += [("band", band.label) for band in plot.bands]
-    if len(keys) < 2:
-        keys = []
-    kinds = {mark.kind for mark in plot.marks} if plot.explained else ()
-    keys += [(f"mark {kind}", word) for kind, word in (("trouble", "trouble"), ("change", "restart")) if kind in kinds]
-    items = "".join(f'<span><i class="key {escape(kind)}"></i>{escape(label)}</span>' for kind, label in keys)
+    """What the lines are, where there is more than one kind, each as it is drawn; grey and marks are told as well."""
+    styles: dict[tuple[str, str], list[str]] = {}
+    for line in sorted(plot.drawn, key=lambda line: line.style == "gone"):  # what counts comes first
+        if line.style != "gone" or plot.explained:
+            styles.setdefault((line.label, "" if line.style == "gone" else line.color), []).append(line.style)
+    # each value, and points, on a line of the same name and colour are no kind of their own
+    kinds = [(max(found, key=STYLES.index), color, label) for (label, color), found in styles.items()]
+    kinds += [("band", "", label) for label in dict.fromkeys(band.label for band in plot.bands)]
+    if len(kinds) < 2 and not plot.named:
+        kinds = []
+    marked = {mark.kind for mark in plot.marks} if plot.explained else ()
+    kinds += [("mark", kind, word) for kind, word in (("trouble", "trouble"), ("change", "restart")) if kind in marked]
+    items = "".join(f"<span>{key(style, color)}{escape(label)}</span>" for style, color, label in kinds)
     return f'<span class="legend">{items}</span>' if items else ""
+
+
+def key(style: str, color: str) -> str:
+    """A piece of such a line."""
+    shape = {"band": "M0 1H20V9H0Z", "mark": "M10 -2V12", "dots": "M10 5h0"}.get(style, "M0 5H20")
+    return f'<svg class="key" viewBox="0 0 20 10"><path class="{f"{style} {color}".strip()}" d="{shape}"/></svg>'
 
 
 def summary(plot: Plot) -> str:

@@ -9,7 +9,7 @@ SCRIPT = r"""
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("plot-data").textContent);
-  const W = 1000, H = 400, NS = "http://www.w3.org/2000/svg", NARROW = 560;
+  const W = 1000, H = 400, NS = "http://www.w3.org/2000/svg", NARROW = 560, MOST_TOLD = 12;
   let view = null, cursor = null;  // [first step, last step], null: all; the step under the crosshair
 
   // numbers, as text.py and ticks.py write them
@@ -26,7 +26,7 @@ SCRIPT = r"""
   const write = {
     plain: v => {
       if (Math.abs(v) >= 1e4) return count(v);
-      return v !== 0 && Math.abs(v) < 1e-4 ? v.toExponential(2).replace(/\.?0+e/, "e") : trim(v, 4);
+      return v !== 0 && Math.abs(v) < 1e-4 ? power(v) : trim(v, 4);
     },
     percent: v => trim(100 * v, 3) + "%",
     size: v => scaled(v, BYTES),
@@ -59,15 +59,29 @@ SCRIPT = r"""
       }
       if (found.length >= 3) return found;
     }
-    return found.length >= 2 ? found : linear(low, high, most);
+    return linear(low, high, most);
   };
-  const sizes = (low, high, most) => {
-    const unit = (BYTES.find(([size]) => Math.abs(high) >= size) ?? [1])[0];
-    return linear(low / unit, high / unit, most).map(at => at * unit);
+  const sizes = (low, high, most) => {  // multiples of a power of two
+    if (!(high > low)) return [low];
+    const step = 2 ** Math.ceil(Math.log2((high - low) / most) - 1e-9), found = [];
+    for (let n = Math.ceil(low / step - 1e-9); n <= high / step + 1e-9; n++) found.push(n * step);
+    return found;
   };
   const ticks = (d, low, high) => {
     if (d.log) return logarithmic(low, high, 7);
     return d.numbers === "size" ? sizes(low, high, 7) : linear(low, high, 7);
+  };
+
+  const power = v => v.toExponential(2).replace(/\.?0+e/, "e");
+  const exact = v => {
+    const [size, letter] = BYTES.find(([size]) => Math.abs(v) >= size) ?? [1, " B"];
+    return trim(v / size, 6) + letter;
+  };
+  const texts = (d, values) => {  // beside the axis
+    const others = values.filter(v => v !== 0).map(Math.abs);
+    const small = d.numbers === "plain" && others.length && Math.min(...others) < 1e-4 && Math.max(...others) < 1e-2;
+    const say = small ? power : d.numbers === "size" ? exact : write[d.numbers];
+    return values.map(v => v === 0 ? "0" : say(v));
   };
 
   // places
@@ -144,8 +158,8 @@ SCRIPT = r"""
     }
     const [low, high] = range(p), of = p.d.log ? v => Math.log(Math.max(v, 1e-300)) : v => v;
     const py = y => H * (1 - clamp((of(y) - of(low)) / (of(high) - of(low)), -1, 2));
-    const ys = ticks(p.d, low, high);
-    for (const at of ys) label(p, "ty", "top", py(at) / H * 100, at === 0 ? "0" : write[p.d.numbers](at));
+    const ys = ticks(p.d, low, high), said = texts(p.d, ys);
+    ys.forEach((at, j) => label(p, "ty", "top", py(at) / H * 100, said[j]));
     p.grid.setAttribute("d", ys.map(at => `M0 ${f(py(at))}H${W}`).join(""));
     p.d.lines.forEach((line, j) => p.lines[j].setAttribute("d", path(p, line, py)));
     p.d.bands.forEach((band, j) => {
@@ -181,6 +195,7 @@ SCRIPT = r"""
       if (cursor >= band.x[0]) told.push(`${band.n} ${say(band.l[j])} to ${say(band.h[j])}`);
     }
     const near = p.d.marks.filter(mark => Math.abs(mark.x - cursor) < reach / 2).map(mark => mark.t);
+    if (told.length > MOST_TOLD) told.splice(MOST_TOLD, Infinity, `and ${told.length - MOST_TOLD} more`);
     return told.length + near.length ? `step ${whole(cursor)}: ` + [...told, ...near.slice(0, 2)].join(" \u00b7 ") : "";
   };
   const point = x => {

@@ -4,14 +4,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jaxscale.monitor.history import History
-from jaxscale.monitor.report.canvas import COLORS, Canvas, grouped, tokens_per_step
+from jaxscale.monitor.report.canvas import Canvas, grouped, history_label, tokens_per_step
 from jaxscale.monitor.report.evals import evals_section
-from jaxscale.monitor.report.plots import Band, Line, Plot
+from jaxscale.monitor.report.plots import Band, Line, Plot, color_of, with_points
 from jaxscale.monitor.report.sources import data_table, is_of_source
-from jaxscale.monitor.report.tables import goodput_tables, supervised_table
+from jaxscale.monitor.report.tables import goodput_table, supervised_table
 from jaxscale.monitor.report.text import escape
 
+IN_USE = ("faint", "line")  # of several runs, of one, which has a colour for it
 MOST_LINES = 12  # in one plot of a page of one run
+MOST_LAYERED = 4  # runs whose layers are shown on one page
 HEAT_FROM = 4  # rows: fewer are lines
 STATISTICS = (
     ("activation_rms", "Activations", "root mean square"),
@@ -62,42 +64,41 @@ def left_out(text: str) -> str:
 
 
 def loss(canvas: Canvas) -> str:
-    """Train and validation loss, with the forecast where there is one."""
-    lines, bands, smoothed = [], [], False
+    """Train and validation loss, with the forecast where there is one; of several runs each has a plot."""
+    train, held_out, bands = [], [], []
     for place, history in enumerate(canvas.histories):
-        train = canvas.lines_of(history, place, "loss", "train", smoothed=True)
-        smoothed = smoothed or any(line.style == "faint" for line in train)
-        other = place + 1 if canvas.single else place
-        held_out = canvas.lines_of(history, other, "validation/loss", "validation", "dash")
-        # the grey parts of both first, so that nothing that counts is hidden
-        lines += sorted([*train, *held_out], key=lambda line: line.style != "gone")
-        lines += [line._replace(style="dots") for line in held_out if line.style == "dash" and len(line.steps) < 40]
-        bands += forecast_of(history)
+        name = "train" if canvas.single else ""
+        train += canvas.lines_of(history, place, "loss", name, smoothed=True)
+        other, name, style = (place + 1, "validation", "dash") if canvas.single else (place, "", "line")
+        held_out += with_points(canvas.lines_of(history, other, "validation/loss", name, style))
+        bands += forecast_of(history, canvas.single)
+    smoothed = any(line.style == "faint" for line in train)
     note = "Bold: the mean over a fortieth of the reports; faint: every one." if smoothed else ""
-    drawn = canvas.add(
-        Plot(
-            title="Loss",
-            unit="nats per token",
-            lines=lines,
-            bands=bands,
-            marks=canvas.marks(),
-            note=note,
-            wide=True,
-            explained=True,
-            focused=True,
-            until=max((band.steps[-1] for band in bands), default=None),
-        )
-    )
-    return plots(drawn) or left_out("No loss has been reported yet.")
+    until = max((band.steps[-1] for band in bands), default=None)
+    shared = dict(unit="nats per token", bands=bands, marks=canvas.marks(), wide=True, focused=True, until=until)
+    if canvas.single:
+        drawn = [Plot(title="Loss", lines=grey_first([*train, *held_out]), note=note, explained=True, **shared)]
+    else:
+        drawn = [
+            Plot(title="Training loss", lines=grey_first(train), note=note, explained=True, **shared),
+            Plot(title="Validation loss", lines=grey_first(held_out), **shared),
+        ]
+    return plots(*map(canvas.add, drawn)) or left_out("No loss has been reported yet.")
 
 
-def forecast_of(history: History) -> list[Band]:
-    """The forecast as a band over steps."""
+def grey_first(lines: list[Line]) -> list[Line]:
+    """What was abandoned below all else, so that nothing that counts is hidden."""
+    return sorted(lines, key=lambda line: line.style != "gone")
+
+
+def forecast_of(history: History, single: bool) -> list[Band]:
+    """The forecast as a band over steps; only the one of a page of one run needs no name."""
     each = tokens_per_step(history)
     if history.forecast is None or not each:
         return []
     steps = [tokens / each for tokens in history.forecast["tokens"]]
-    return [Band("forecast", steps, history.forecast["low"], history.forecast["high"])]
+    label = "forecast" if single else history_label(history, "forecast")
+    return [Band(label, steps, history.forecast["low"], history.forecast["high"])]
 
 
 def sources(canvas: Canvas) -> str:
@@ -106,12 +107,12 @@ def sources(canvas: Canvas) -> str:
     bits = [n for n in names if n.startswith("validation/") and n.endswith("bits_per_byte")]
     train = [n for n in names if n.startswith("train/") and n.endswith("/loss") and n.count("/") >= 2]
     return plots(
-        by_name(canvas, "Held-out bits per byte", "bits per byte", bits, "validation/", "dash"),
-        by_name(canvas, "Training loss by source", "nats per token", train, "train/", "line"),
+        by_name(canvas, "Held-out bits per byte", "bits per byte", bits, "validation/"),
+        by_name(canvas, "Training loss by source", "nats per token", train, "train/"),
     )
 
 
-def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str, style: str) -> str:
+def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str) -> str:
     """One plot with a line for each metric; for several runs one plot for each metric."""
     label = lambda name: name.removeprefix(prefix).rpartition("/")[0] or "all"
     if not canvas.single:
@@ -120,7 +121,10 @@ def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str
                 Plot(
                     title=f"{title}: {label(name)}",
                     unit=unit,
-                    lines=[line for i, h in enumerate(canvas.histories) for line in canvas.lines_of(h, i, name)],
+                    lines=with_points(
+                        [line for i, h in enumerate(canvas.histories) for line in canvas.lines_of(h, i, name)]
+                    ),
+                    focused=True,
                 )
             )
             for name in names[:MOST_LINES]
@@ -129,14 +133,12 @@ def by_name(canvas: Canvas, title: str, unit: str, names: list[str], prefix: str
     lines = []
     known = sorted({name.split("/")[1] for name in history.names() if is_of_source(name)})  # as in the other plot
     for name in names[:MOST_LINES]:
-        steps, values = history.series(name)
-        color = f"c{known.index(label(name)) % COLORS}" if label(name) in known else "all"
-        lines.append(Line(label(name), steps, values, color, "line"))
-        if style == "dash" and len(steps) < 40:
-            lines.append(Line(label(name), steps, values, color, "dots"))
+        color = color_of(known.index(label(name))) if label(name) in known else "all"
+        lines.append(Line(label(name), *history.series(name), color))
     more = len(names) - MOST_LINES
     note = f"{more} more are in metrics.jsonl." if more > 0 else ""
-    return canvas.add(Plot(title=title, unit=unit, lines=lines, marks=canvas.marks(), note=note))
+    lines = with_points(lines)
+    return canvas.add(Plot(title=title, unit=unit, lines=lines, marks=canvas.marks(), note=note, focused=True))
 
 
 def optimizer(canvas: Canvas) -> str:
@@ -190,7 +192,7 @@ def memory(canvas: Canvas) -> str:
     lines = []
     for place, history in enumerate(canvas.histories):
         lines += canvas.lines_of(history, place, "device_peak_bytes", "peak")
-        lines += canvas.lines_of(history, place, "device_bytes_in_use", "in use", "faint")
+        lines += canvas.lines_of(history, place + canvas.single, "device_bytes_in_use", "in use", IN_USE[canvas.single])
         lines += canvas.lines_of(history, place, "device_bytes_limit", "limit", "limit")
     device = canvas.add(
         Plot(title="Device memory", unit="fullest device", lines=lines, numbers="size", zero=True)
@@ -214,16 +216,17 @@ def memory(canvas: Canvas) -> str:
 def goodput(canvas: Canvas) -> str:
     """Where the time went."""
     drawn = canvas.metric("goodput/fraction", "Goodput", unit="of each start", numbers="percent", zero=True)
-    times, starts = goodput_tables(canvas.histories), supervised_table(canvas.histories)
+    times, starts = goodput_table(canvas.histories), supervised_table(canvas.histories)
     if not (drawn or times or starts):
         return left_out("No goodput was recorded, and there is no ledger of `jaxscale supervise`.")
-    return (plots(drawn, f"<div>{times}</div>") if drawn or times else "") + starts
+    beside = f"<div>{times}</div>" if canvas.single and times else ""  # one run's table is narrow
+    return plots(drawn, beside) + ("" if beside else times) + starts
 
 
 def layers(canvas: Canvas) -> str:
     """Statistics of layers and groups: a heat map where there are many, else lines."""
     drawn = ""
-    for history in canvas.histories:
+    for history in canvas.histories if len(canvas.histories) <= MOST_LAYERED else ():
         groups = grouped(history.names(), "stats/", lambda rest: rest.partition("/")[0])
         known = {name: (title, unit) for name, title, unit in STATISTICS}
         made = []
@@ -232,6 +235,8 @@ def layers(canvas: Canvas) -> str:
             made.append(statistic(canvas, history, title, unit, f"stats/{group}/", names))
         heading = "" if canvas.single or not any(made) else f"<h3>{escape(history.name)}</h3>"
         drawn += heading + plots(*made)
+    if len(canvas.histories) > MOST_LAYERED:
+        return left_out(f"The layers are on the page of each run alone: here are more than {MOST_LAYERED} runs.")
     return drawn or left_out(
         "Statistics of the layers were not recorded: --config.monitor.statistics_every_steps=100 writes them from the "
         "next start on."
@@ -240,15 +245,19 @@ def layers(canvas: Canvas) -> str:
 
 def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: str, names: list[str]) -> str:
     """One statistic of all layers or groups."""
-    label = lambda name: name.removeprefix(prefix)
-    names = sorted(names, key=lambda name: (not label(name).isdecimal(), label(name).rjust(12), label(name)))
+    label = lambda name: layer_label(name.removeprefix(prefix))
+    names = sorted(names, key=lambda name: (not label(name).startswith("layer "), label(name).rjust(12), label(name)))
     if len(names) >= HEAT_FROM:
         rows = [row for row in history.rows if any(name in row for name in names)]
         values = {label(name): [row.get(name) for row in rows] for name in names}
-        unit = f"{unit + ', ' if unit else ''}by layer" if all(label(name).isdecimal() for name in names) else unit
         return canvas.heat(title, unit, [row["step"] for row in rows], values)
-    lines = [Line(label(name), *history.series(name), f"c{i % COLORS}") for i, name in enumerate(names)]
+    lines = [Line(label(name), *history.series(name), color_of(i)) for i, name in enumerate(names)]
     return canvas.add(Plot(title=title, unit=unit, lines=lines, log=True, marks=canvas.marks()))
+
+
+def layer_label(name: str) -> str:
+    """'layer 3' of '03'; of what is no layer its own name."""
+    return f"layer {int(name)}" if name.isdecimal() else name
 
 
 def data(canvas: Canvas) -> str:

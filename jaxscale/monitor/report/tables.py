@@ -7,10 +7,13 @@ from jaxscale import units
 from jaxscale.monitor.goodput import goodput_of
 from jaxscale.monitor.history import History, is_number
 from jaxscale.monitor.json_lines import as_dict, as_list
+from jaxscale.monitor.report.plots import color_of, key
 from jaxscale.monitor.report.text import escape, percent
 from jaxscale.monitor.report.words import described, incidents
 
 MOST_CHANGES = 200
+MOST_COLUMNS = 6  # runs
+MISSING = object()
 KIND_WORDS = {
     "step": "training steps that count", "compile": "compiling", "restore": "restoring", "data": "waiting for data",
     "save": "saving", "eval": "validation and samples", "statistics": "statistics of the layers",
@@ -25,7 +28,7 @@ class Cell(NamedTuple):
     kind: str = ""
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str | Cell]], row_kinds: Sequence[str] = ()) -> str:
+def table(head: Sequence[str | Cell], rows: Iterable[Sequence[str | Cell]], row_kinds: Sequence[str] = ()) -> str:
     """A table in a box of its own, which scrolls where it is too wide. Text is escaped, a Cell is HTML already."""
     lines = []
     kinds = None
@@ -37,7 +40,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str | Cell]], row_kinds: 
     if not lines:
         return ""
     number = lambda place: of("n") if kinds[place] == "n" else ""
-    titles = "".join(f"<th{number(place)}>{escape(title)}</th>" for place, title in enumerate(head))
+    html = [title.html if isinstance(title, Cell) else escape(title) for title in head]
+    titles = "".join(f"<th{number(place)}>{title}</th>" for place, title in enumerate(html))
     return f'<div class="table"><table><thead><tr>{titles}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
 
 
@@ -51,6 +55,11 @@ def n(text: str) -> Cell:
     return Cell(escape(text), "n")
 
 
+def whole(value: Any) -> str:
+    """'2,830'."""
+    return f"{value:,}" if is_number(value) else described(value)
+
+
 def mono(value: Any) -> Cell:
     """A setting's value."""
     return Cell(
@@ -60,26 +69,34 @@ def mono(value: Any) -> Cell:
 
 def run_name(history: History, place: int) -> Cell:
     """The run with its colour."""
-    return Cell(f'<i class="swatch c{place % 8}"></i>{escape(history.name)}')
+    return Cell(f"{key('line', color_of(place))}{escape(history.name)}")
 
 
-def goodput_tables(histories: Sequence[History]) -> str:
-    """Seconds by kind over all starts; they sum to the wall time, from the first start to the last sign of the run."""
-    parts = []
-    for place, history in enumerate(histories):
-        found = goodput_of(history.rows, history.events)
-        if found.fraction is None:
-            continue
-        wall = found.wall_seconds
+def goodput_table(histories: Sequence[History]) -> str:
+    """Seconds by kind over all starts; they sum to the wall time, from the first start to the last sign of the run.
+
+    Of several runs: the shares, a row for each run.
+    """
+    ledgers = [(place, goodput_of(history.rows, history.events)) for place, history in enumerate(histories)]
+    known = [(place, found) for place, found in ledgers if found.fraction is not None]
+    if len(histories) > 1:
+        kinds = [kind for kind in KIND_WORDS if any(found.seconds[kind] > 0 for _, found in known)]
         rows = [
-            (KIND_WORDS[kind], n(units.duration(value)), n(percent(value / wall)))
-            for kind, value in found.seconds.items()
-            if value > 0
+            (
+                run_name(histories[place], place),
+                *(n(percent(found.seconds[kind] / found.wall_seconds)) for kind in kinds),
+                n(units.duration(found.wall_seconds)),
+            )
+            for place, found in known
         ]
-        rows.append(("wall time", n(units.duration(wall)), n(percent(1.0))))
-        heading = f"<h3>{run_name(history, place).html}</h3>" if len(histories) > 1 else ""
-        parts.append(heading + table(("where the time went", "time", "share"), rows))
-    return "".join(parts)
+        words = [KIND_WORDS[kind].partition(":")[0] for kind in kinds]
+        return table(("where the time went", *words, "wall time"), rows)
+    rows = []
+    for _, found in known:
+        parts = [(KIND_WORDS[kind], value) for kind, value in found.seconds.items() if value > 0]
+        for words, value in (*parts, ("wall time", found.wall_seconds)):
+            rows.append((words, n(units.duration(value)), n(percent(value / found.wall_seconds))))
+    return table(("where the time went", "time", "share"), rows)
 
 
 def supervised_table(histories: Sequence[History]) -> str:
@@ -91,7 +108,7 @@ def supervised_table(histories: Sequence[History]) -> str:
             (
                 n(described(end.get("number"))), Cell(escape(str(end.get("time", ""))[:19].replace("T", " ")), "t"),
                 n(units.duration(end["seconds"]) if is_number(end.get("seconds")) else "n/a"),
-                n(described(end.get("steps_won"))), n(described(end.get("steps_lost"))),
+                n(whole(end.get("steps_won"))), n(whole(end.get("steps_lost"))),
                 Cell(escape(end.get("meaning") or ""), "w"),
             )
             for end in ends[-50:]
@@ -132,7 +149,7 @@ def change_table(history: History) -> str:
     """Settings that were changed on the way."""
     changes = [change for change in as_list(history.config.get("allowed_changes")) if isinstance(change, dict)]
     rows = [
-        (n(described(c.get("step"))), mono(c.get("name")), mono(c.get("old")), mono(c.get("new")))
+        (n(whole(c.get("step"))), mono(c.get("name")), mono(c.get("old")), mono(c.get("new")))
         for c in changes[-MOST_CHANGES:]
     ]
     return table(("from step", "setting", "before", "after"), rows)
@@ -144,18 +161,31 @@ def settings_table(config: Mapping[str, Any]) -> str:
 
 
 def difference_table(histories: Sequence[History]) -> str:
-    """The settings in which the runs differ."""
-    flats = [flat(as_dict(history.config.get("config"))) for history in histories]
-    names = list(dict.fromkeys(name for values in flats for name in values))
-    missing = object()
-    rows = [
-        (mono(name), *(mono(values[name]) if name in values else Cell("–", "t") for values in flats))
-        for name in names
-        if any(values.get(name, missing) != flats[0].get(name, missing) for values in flats[1:])
-    ]
-    if not rows:
-        return '<p class="left">The settings are the same.</p>'
-    return table(("setting", *(history.name for history in histories)), rows)
+    """The settings in which the runs differ, and the machines and versions; a column for each run, of many a row."""
+    known = [(run_name(history, place), made_with(history)) for place, history in enumerate(histories)]
+    known = [(name, facts) for name, facts in known if facts]  # the head says that there is no config.json
+    names = list(dict.fromkeys(name for _, facts in known for name in facts))
+    differing = [name for name in names if len({repr(facts.get(name, MISSING)) for _, facts in known}) > 1]
+    if not differing:
+        return '<p class="left">The settings are the same, the machines and the versions too.</p>'
+    cell = lambda facts, name: mono(facts[name]) if name in facts else Cell("–", "t")
+    if len(known) > MOST_COLUMNS:
+        return table(("run", *differing), [(run, *(cell(facts, name) for name in differing)) for run, facts in known])
+    rows = [(mono(name), *(cell(facts, name) for _, facts in known)) for name in differing]
+    return table(("setting", *(run for run, _ in known)), rows)
+
+
+def made_with(history: History) -> dict[str, Any]:
+    """{dotted name: value} of the settings, and of what the run was made on and with; {} without config.json."""
+    config = history.config
+    found = flat(as_dict(config.get("config")))
+    devices = as_dict(config.get("devices"))
+    if devices.get("kind"):
+        found["devices"] = f"{devices.get('number', '?')} x {devices['kind']}"
+    if config.get("git_commit"):
+        found["git commit"] = config["git_commit"]
+    versions = as_dict(config.get("versions"))
+    return found | {f"version of {name}": version for name, version in versions.items() if version}
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,6 +7,7 @@
 import datetime
 import html
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from jaxscale import units
@@ -39,8 +40,7 @@ def plain(value: float | None) -> str:
     if size >= 10_000:
         return units.count(value)
     if size and size < 1e-4:
-        mantissa, _, exponent = f"{value:.2e}".partition("e")
-        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+        return power(value)
     return f"{value:.4g}"
 
 
@@ -73,9 +73,24 @@ def count(value: float | None) -> str:
     return NONE if value is None else units.count(value)
 
 
-def tick(value: float, numbers: str) -> str:
-    """What is written at an axis: 0 without a unit, sizes without a fraction that says nothing."""
-    return "0" if value == 0 else NUMBERS[numbers](value).replace(".0 ", " ")
+def tick_texts(values: Sequence[float], numbers: str) -> list[str]:
+    """What is written at an axis: 0 without a unit, sizes exactly, and small numbers all in one notation."""
+    others = [abs(value) for value in values if value]
+    small = numbers == "plain" and bool(others) and min(others) < 1e-4 and max(others) < 1e-2
+    write = power if small else exact_size if numbers == "size" else NUMBERS[numbers]
+    return ["0" if value == 0 else write(value) for value in values]
+
+
+def power(value: float) -> str:
+    """'2.5e-4'."""
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def exact_size(value: float) -> str:
+    """'1.25 GiB', '512 MiB'."""
+    whole = next((unit for unit in (2**40, 2**30, 2**20, 2**10) if abs(value) >= unit), 1)
+    return f"{value / whole:.6g} {size(whole).split()[1]}"
 
 
 NUMBERS = {"plain": plain, "percent": percent, "size": size, "seconds": seconds, "count": count}

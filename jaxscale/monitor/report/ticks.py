@@ -29,9 +29,11 @@ class Axis(NamedTuple):
 
 
 def size_ticks(low: float, high: float, most: int = 7) -> list[float]:
-    """Round numbers of the largest unit of bytes, in powers of 1024, that fits into the range."""
-    unit = next((unit for unit in (2**40, 2**30, 2**20, 2**10) if abs(high) >= unit), 1)
-    return [tick * unit for tick in linear_ticks(low / unit, high / unit, most)]
+    """Multiples of a power of two within [low, high]: memory comes in such pieces."""
+    if not high > low:
+        return [low]
+    step = 2.0 ** math.ceil(math.log2((high - low) / max(most, 1)) - 1e-9)
+    return [n * step for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def linear_ticks(low: float, high: float, most: int = 7) -> list[float]:
@@ -58,7 +60,7 @@ def log_ticks(low: float, high: float, most: int = 7) -> list[float]:
     for factors in ((1.0,), (1.0, 2.0, 5.0)):
         if len(found := within(factors)) >= 3:
             return found
-    return found if len(found) >= 2 else linear_ticks(low, high, most)
+    return linear_ticks(low, high, most)
 
 
 def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False) -> Axis:
