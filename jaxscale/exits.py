@@ -118,7 +118,7 @@ def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = Tru
         try:
             code = main(sys.argv[1:])
             if is_verb and not code and asks_for_help(sys.argv[1:]):
-                print(f"\n{CODES_LINE}")
+                put(f"\n{CODES_LINE}")
         except BrokenPipeError:
             if not (has_no_reader(sys.stdout) or has_no_reader(sys.stderr)):
                 raise  # another pipe than our output
@@ -169,7 +169,12 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
 def tell(line: str) -> None:
     """Prints a line to stderr, if anybody reads it, without secrets and what could drive a terminal."""
     with contextlib.suppress(BrokenPipeError):
-        print(f"{shown(line)}\n", end="", file=sys.stderr)  # in one piece: several processes may write to one file
+        print(f"{shown(line)}\n", end="", file=sys.stderr)  # noqa: T201  in one piece: several processes may write to one file
+
+
+def put(*lines: str, end: str = "\n") -> None:
+    """Prints lines to stdout at once, without secrets and what could drive a terminal."""
+    print(shown("\n".join(lines)), end=end, flush=True)  # noqa: T201
 
 
 def silence_closed_streams() -> None:

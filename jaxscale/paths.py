@@ -165,13 +165,19 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     """The folder of a run as a path. If missing it is made, on a local disk private to its owner unless `mode` differs.
 
     A folder that is there keeps its mode, which its owner chose. An object store has no folders, and nothing is asked.
-    Raises BadInput if the path is empty, a file is in the way, or the folder may not be made or written.
+    Raises BadInput if the path is empty or no checkpoint can be read under its name, a file is in the way, or the
+    folder may not be made or written.
     """
     if not os.fspath(path).strip():
         raise BadInput(f"workdir={path!r} is empty; name a folder, such as --workdir=runs/first")
     folder = as_path(path)
     if is_remote(path):
         return folder
+    if taken := set(str(folder.absolute())) & set("[]*?\\"):
+        raise BadInput(
+            f"workdir={path} lies at {folder.absolute()}, and Orbax would take {' '.join(sorted(taken))} in a path for "
+            "a pattern; choose another workdir"
+        )
     try:
         if not folder.is_dir():
             make_private(folder, mode)  # a run holds data samples and settings; Orbax itself would leave 0755

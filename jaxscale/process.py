@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator
 
-from jaxscale.exits import BadInput
+from jaxscale.exits import BadInput, tell
 from jaxscale.paths import PRIVATE, cache_dir, make_private
 
 HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
@@ -55,7 +55,7 @@ def keep_compiled_programs() -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
         except OSError as error:
             cause = error.strerror or error
-            print(f"compiled programs are not kept: {folder}: {cause}; set XDG_CACHE_HOME", file=sys.stderr)
+            tell(f"compiled programs are not kept: {folder}: {cause}; set XDG_CACHE_HOME")
             return
     for name, value in wanted.items():
         os.environ.setdefault(name, value)

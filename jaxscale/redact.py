@@ -37,7 +37,13 @@ FORMS = re.compile(
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )
+UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")  # controls, those that reorder text or end a line among them; half characters
 ESCAPE_SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
+
+
+# Of Markdown: what begins anything inside a line. `_` within a word, as in bits_per_byte, begins nothing.
+SPECIAL = re.compile(r"[\\`*\[\]#!&<>|~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])|:(?=//)|(?<=www)\.", re.IGNORECASE)
+BACKSLASHED = "\\`*[]#!_"  # by every reader; the others are written by their number
 
 
 def redact(text: str) -> str:
@@ -114,13 +120,52 @@ def printable(text: str) -> str:
 
     Data decide what a sample or an error says, so escape sequences in it must not reach the terminal of who watches.
     """
+    if text.isprintable():
+        return text
     text = ESCAPE_SEQUENCE.sub("", text.replace("\r\n", "\n"))
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf", "Cs"))
+    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) not in UNSEEN)
+
+
+def on_one_line(name: Any) -> str:
+    """A name as one line that shows all that is in it: a newline as `\\n`, a character that reorders as `\\u202e`."""
+    text = str(name)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shown(text: str) -> str:
     """Text for a person: printable, then without secrets, which a sequence in their middle would have hidden."""
     return redact(printable(text))
+
+
+def in_html(text: Any) -> str:
+    """HTML that shows the text, safe between tags and in quoted attributes; else as `shown`."""
+    return html.escape(shown(str(text)), quote=True)
+
+
+def in_markdown(text: Any) -> str:
+    """Markdown that shows the text on one line, also in a cell of a table or a heading: nothing in it is obeyed.
+
+    As CommonMark and GitHub read it: no emphasis, code, link, image or HTML, and no address becomes a link.
+    """
+    line = redact(on_one_line(text))
+    return SPECIAL.sub(lambda found: f"\\{found[0]}" if found[0] in BACKSLASHED else f"&#{ord(found[0])};", line)
+
+
+def block_in_markdown(text: str) -> str:
+    """Markdown that shows the text in lines of code, which nothing in it can end; else as `shown`.
+
+    It stands between blank lines, behind a paragraph or a heading.
+    """
+    return "\n".join(f"    {line}" for line in shown(text).strip("\n").split("\n"))
+
+
+def in_slack(text: str) -> str:
+    """A message as Slack and its relatives show it: no link hides where it leads, and nobody is called by it."""
+    text = html.escape(shown(text), quote=False)  # <http://..|..>, <!channel> and <@U1> are Slack's own markup
+    text = re.sub("@(?=(?:all|channel|everyone|here)\\b)", "@\u200b", text, flags=re.IGNORECASE)  # Mattermost, Discord
+    return text.replace("](", "] (")  # and their links
 
 
 def shown_traceback(error: BaseException) -> str:

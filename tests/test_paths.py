@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 
 
 def test_json_comes_back_as_it_was(tmp_path):
@@ -105,3 +106,10 @@ def test_a_bucket_without_gcsfs_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"gs://bucket/run needs gcsfs: pip install 'jaxscale\[gcs\]'"):
         paths.as_path("gs://bucket/run")
+
+
+@pytest.mark.parametrize("name", ["run[1]", "a*", "why?", "a\\b"])
+def test_a_run_folder_whose_name_is_a_pattern_is_refused_before_anything_is_computed(tmp_path, name):
+    with pytest.raises(BadInput, match="Orbax would take .* in a path for a pattern; choose another workdir"):
+        paths.make_run_dir(tmp_path / name / "run")
+    assert not (tmp_path / name).exists()

@@ -8,7 +8,7 @@ import importlib
 import sys
 
 from jaxscale import process
-from jaxscale.exits import BadInput, codes_help, run_and_exit
+from jaxscale.exits import BadInput, codes_help, put, run_and_exit
 
 VERBS = {
     "train": ("jaxscale.main", "train a language model, or go on with one"),
@@ -79,7 +79,7 @@ def dispatch(argv: list[str]) -> int:
     """Runs the verb that argv begins with and returns its exit code. Raises BadInput for a verb that is not there."""
     verb, *rest = argv or ["--help"]
     if verb in ("-h", "--help", "help"):
-        print(verbs_help())
+        put(verbs_help())
         return 0
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)

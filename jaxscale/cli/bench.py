@@ -63,7 +63,7 @@ from jaxscale.cli import (  # noqa: E402
 )
 from jaxscale.command_line import Arguments, config_values, parse_arguments, whole_number  # noqa: E402
 from jaxscale.data.prepare.config import PrepareConfig  # noqa: E402
-from jaxscale.exits import BadInput, run_and_exit  # noqa: E402
+from jaxscale.exits import BadInput, put, run_and_exit  # noqa: E402
 from jaxscale.planner.check import device_bytes  # noqa: E402
 from jaxscale.planner.plan.measured import from_record, keep_measured  # noqa: E402
 
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
         raise BadInput("--against compares steps: jaxscale bench step --against='COMMAND'")
     arguments = parse_arguments(rest, OPTIONS[what])
     if arguments.help:
-        print(__doc__, hosts.HELP, sep="")
+        put(__doc__ + hosts.HELP)
     elif commands:
         against(arguments, rest, commands, as_json)
     else:
@@ -107,7 +107,7 @@ def step(arguments: Arguments, as_json: bool) -> None:
     """`jaxscale bench step`."""
     steps, warmup = number(arguments, "steps", 6, 1), number(arguments, "warmup", 2, 0)
     record = bench_step.measure_step(*bench_step.read_config(arguments), steps=steps, warmup=warmup)
-    print(json.dumps(record) if as_json else "\n".join(bench_step.step_lines(record)))
+    put(json.dumps(record) if as_json else "\n".join(bench_step.step_lines(record)))
 
 
 def save_steps(arguments: Arguments, as_json: bool) -> None:
@@ -118,21 +118,21 @@ def save_steps(arguments: Arguments, as_json: bool) -> None:
         one = dataclasses.replace(arguments, options=options)
         steps, warmup = number(one, "steps", 6, 1), number(one, "warmup", 2, 0)
         record = bench_step.measure_step(*bench_step.read_config(one), steps=steps, warmup=warmup)
-        print(json.dumps(record) if as_json else "\n".join(bench_step.step_lines(record)))
+        put(json.dumps(record) if as_json else "\n".join(bench_step.step_lines(record)))
         devices = jax.devices()
         found = from_record(
             record, platform=devices[0].platform, num_devices=len(devices), memory_bytes=device_bytes(devices) or 0
         )
         file = keep_measured(found)
         if not as_json:
-            print(f"  kept in {file}")
+            put(f"  kept in {file}")
 
 
 def loop(arguments: Arguments, as_json: bool) -> None:
     """`jaxscale bench loop`."""
     name, cfg = bench_step.read_config(arguments)
     record = bench_loop.measure_loop(cfg, steps=number(arguments, "steps", 100, 1))
-    print(json.dumps(record) if as_json else "\n".join(bench_loop.loop_lines(name, record)))
+    put(json.dumps(record) if as_json else "\n".join(bench_loop.loop_lines(name, record)))
 
 
 def survive(arguments: Arguments, as_json: bool) -> None:
@@ -140,7 +140,7 @@ def survive(arguments: Arguments, as_json: bool) -> None:
     _, cfg = bench_step.read_config(arguments)
     rounds = number(arguments, "rounds", 5, 1)
     record = bench_survive.measure_survive(cfg, steps=number(arguments, "steps", 20, 2), rounds=rounds)
-    print(json.dumps(record) if as_json else "\n".join(bench_survive.survive_lines(record)))
+    put(json.dumps(record) if as_json else "\n".join(bench_survive.survive_lines(record)))
 
 
 def statistics(arguments: Arguments, as_json: bool) -> None:
@@ -148,7 +148,7 @@ def statistics(arguments: Arguments, as_json: bool) -> None:
     name, cfg = bench_step.read_config(arguments)
     steps, rounds = number(arguments, "steps", 20, 2), number(arguments, "rounds", 5, 1)
     record = bench_statistics.measure_statistics(name, cfg, steps=steps, rounds=rounds)
-    print(json.dumps(record) if as_json else "\n".join(bench_statistics.statistics_lines(record)))
+    put(json.dumps(record) if as_json else "\n".join(bench_statistics.statistics_lines(record)))
 
 
 def sample(arguments: Arguments, as_json: bool) -> None:
@@ -158,7 +158,7 @@ def sample(arguments: Arguments, as_json: bool) -> None:
     record = bench_sample.measure_sample(
         *bench_step.read_config(arguments), prompt_tokens=prompt_tokens, num_tokens=num_tokens, batch=rows
     )
-    print(json.dumps(record) if as_json else "\n".join(bench_sample.sample_lines(record)))
+    put(json.dumps(record) if as_json else "\n".join(bench_sample.sample_lines(record)))
 
 
 def collectives(arguments: Arguments, as_json: bool) -> None:
@@ -186,7 +186,7 @@ def data(arguments: Arguments, as_json: bool) -> None:
         batch_rows=number(arguments, "batch_rows", 64, 2),
         rounds=number(arguments, "rounds", 3, 1),
     )
-    print(json.dumps(record) if as_json else "\n".join(bench_data.data_lines(record)))
+    put(json.dumps(record) if as_json else "\n".join(bench_data.data_lines(record)))
 
 
 def against(arguments: Arguments, argv: list[str], commands: list[str], as_json: bool) -> None:
@@ -194,12 +194,12 @@ def against(arguments: Arguments, argv: list[str], commands: list[str], as_json:
     bench_step.read_config(arguments)  # what is wrong with our own side is said before anything runs
     rounds = number(arguments, "rounds", 3, 1)
     ours = bench_against.our_command(argv)
-    say = (lambda text: None) if as_json else (lambda text: print(text, flush=True))
+    say = (lambda text: None) if as_json else put
     compared = bench_against.compare(ours, commands, rounds=rounds, say=say)
     if as_json:
-        print(json.dumps(compared | {"ratios": bench_against.ratios(compared)}))
+        put(json.dumps(compared | {"ratios": bench_against.ratios(compared)}))
     else:
-        print(*bench_against.compare_lines(compared), sep="\n")
+        put(*bench_against.compare_lines(compared))
 
 
 def take_flags(argv: list[str]) -> tuple[list[str], bool, list[str]]:

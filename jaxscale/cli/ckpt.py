@@ -33,7 +33,6 @@ import dataclasses  # noqa: E402
 import json  # noqa: E402
 import logging  # noqa: E402
 import os  # noqa: E402
-import sys  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Callable, Mapping, Sequence  # noqa: E402
 from typing import Any  # noqa: E402
@@ -49,12 +48,7 @@ from jaxscale.checkpoint.reading import StepFacts, list_steps, read_optional  # 
 from jaxscale.checkpoint.transfer import copy_step  # noqa: E402
 from jaxscale.checkpoint.verifying import verify_folder  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.exits import (  # noqa: E402
-    BadInput,  # noqa: E402
-    Exit,
-    run_and_exit,
-    tell,
-)
+from jaxscale.exits import BadInput, Exit, put, run_and_exit, tell  # noqa: E402
 
 NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")
@@ -72,14 +66,14 @@ class Request:
 
     def say(self, record: Mapping[str, Any], line: str) -> None:
         """Prints the record or the line for people."""
-        print(json.dumps(record) if self.json else line, flush=True)
+        put(json.dumps(record) if self.json else line)
 
 
 def main(argv: list[str]) -> int:
     """Does what the first argument says and returns the exit code."""
     verb, *rest = argv or ["--help"]
     if verb in ("-h", "--help", "help") or rest[:1] in (["-h"], ["--help"]):
-        print(__doc__)
+        put(__doc__)
         return 0
     if verb not in VERBS:
         raise BadInput(f"jaxscale ckpt has no verb {verb!r}; it has {', '.join(VERBS)}")
@@ -88,7 +82,7 @@ def main(argv: list[str]) -> int:
     rest, on = take_switches(rest, ("workdir", *own), switches)
     arguments = parse_arguments(rest, ("workdir", *own))
     if arguments.help:
-        print(__doc__)
+        put(__doc__)
         return 0
     for name in ("workdir", *needed):
         if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
@@ -277,11 +271,11 @@ def show(request: Request, records: Sequence[Mapping[str, Any]], rows: Sequence[
     """Prints the records as JSON, or the rows as a table."""
     if request.json:
         for record in records:
-            print(json.dumps(record))
+            put(json.dumps(record))
         return
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+        put("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
 
 
 class Progress:
@@ -299,7 +293,7 @@ class Progress:
             speed = (done - kept) / (now - self.began)
             of = f" of {units.size(total)}" if total else ""
             left = f", {units.duration((total - done) / speed)} left" if total and speed > 0 else ""
-            print(f"{self.what}: {units.size(done)}{of}, {units.size(speed)}/s{left}", file=sys.stderr)
+            tell(f"{self.what}: {units.size(done)}{of}, {units.size(speed)}/s{left}")
 
 
 STEPS = ("step", "steps")

@@ -19,7 +19,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves, nest
 from jaxscale.cli.shrink import table
-from jaxscale.exits import Exit, run_and_exit
+from jaxscale.exits import Exit, put, run_and_exit
 from jaxscale.foreign import parse_json
 
 SHOWN_DIFFERENCES = 6
@@ -182,7 +182,7 @@ def main(argv: list[str]) -> int:
     one, other, step, early = argv
     seen = {int(number): record for number, record in paths.read_json(early).items()}
     found = compare(one, other, int(step), [seen])
-    print(json.dumps({"rows": found.rows, "differences": found.differences}))
+    put(json.dumps({"rows": found.rows, "differences": found.differences}))
     return Exit.DONE if found.exact else Exit.ERROR
 
 

@@ -18,7 +18,7 @@ from jaxscale import __version__, cli, schema
 from jaxscale.command_line import parse_arguments
 from jaxscale.config import RunConfig
 from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.exits import BadInput, run_and_exit
+from jaxscale.exits import BadInput, put, run_and_exit
 
 FLAG_HEAD = re.compile(r" *(--\w.*?)(?:  |$)")  # of a line of help, up to the gap before what it says
 FLAG = re.compile(r"--([\w.-]+)(\[?=)?")
@@ -36,11 +36,11 @@ class Verb(NamedTuple):
 def main(argv: list[str]) -> int:
     """Prints the script and returns the exit code."""
     if not argv or parse_arguments([flag for flag in argv if flag not in SHELLS], ()).help:
-        print(__doc__)
+        put(__doc__)
         return 0
     if len(argv) > 1:
         raise BadInput(f"give one shell, of {' and '.join(SHELLS)}")
-    print(SHELLS[argv[0]](read_verbs()), end="")
+    put(SHELLS[argv[0]](read_verbs()), end="")
     return 0
 
 

@@ -48,11 +48,7 @@ from jaxscale.convert.pieces import check_tensors  # noqa: E402
 from jaxscale.convert.reading import Checkpoint, open_checkpoint  # noqa: E402
 from jaxscale.convert.twins import check_twins  # noqa: E402
 from jaxscale.data.config import DataConfig  # noqa: E402
-from jaxscale.exits import (  # noqa: E402
-    BadInput,  # noqa: E402
-    run_and_exit,
-    tell,
-)
+from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
 from jaxscale.models import AnyModelConfig, max_seq_len, num_params  # noqa: E402
 from jaxscale.monitor.runinfo import run_info  # noqa: E402
 from jaxscale.redact import redacted  # noqa: E402
@@ -69,7 +65,7 @@ def main(argv: list[str]) -> int:
     rest, on = take_switches(argv, OPTIONS, SWITCHES)
     arguments = parse_arguments(rest, OPTIONS)
     if arguments.help or not argv:
-        print(__doc__)
+        put(__doc__)
         return 0
     options = arguments.options
     if arguments.config or arguments.overrides:
@@ -118,7 +114,7 @@ def bring_in(name: str, workdir: str, as_json: bool) -> int:
     line = f"{workdir}: step 0, {family.model_type}, {count} parameters in float32 ({size}, {done.num_leaves} arrays)"
     line += f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
     record = {"workdir": workdir, "model_type": family.model_type, "num_params": num_params(cfg), "config": made}
-    print(json.dumps(record | dataclasses.asdict(done)) if as_json else f"{line}; train on with --init_from={workdir}")
+    put(json.dumps(record | dataclasses.asdict(done)) if as_json else f"{line}; train on with --init_from={workdir}")
     return 0
 
 
@@ -176,7 +172,7 @@ def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
     line += f" ({units.size(done.num_bytes)}, {done.num_files} file{'s' * (done.num_files > 1)})"
     line += f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
     line += f"; pushed: {done.pushed}" if done.pushed else ""
-    print(json.dumps(record) if as_json else line)
+    put(json.dumps(record) if as_json else line)
     return 0
 
 

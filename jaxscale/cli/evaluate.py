@@ -35,7 +35,6 @@ if __name__ == "__main__":
 import dataclasses  # noqa: E402
 import math  # noqa: E402
 import re  # noqa: E402
-import sys  # noqa: E402
 import time  # noqa: E402
 import typing  # noqa: E402
 from collections.abc import Callable, Mapping, Sequence  # noqa: E402
@@ -62,7 +61,7 @@ from jaxscale.eval.config import (  # noqa: E402
 from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks  # noqa: E402
 from jaxscale.eval.named import GROUP, Evaluator, open_evaluators  # noqa: E402
 from jaxscale.eval.text import Reading  # noqa: E402
-from jaxscale.exits import BadInput, run_and_exit  # noqa: E402
+from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
 from jaxscale.hosts.agree import agreed  # noqa: E402
 from jaxscale.inference import LoadedModel, at_step, make_generator, make_scorer, open_model  # noqa: E402
 from jaxscale.models import DECODERS, max_seq_len  # noqa: E402
@@ -105,7 +104,7 @@ def main(argv: list[str]) -> int:
     rest, switches = take_switches(argv, (), SWITCHES)
     arguments = parse_arguments(rest, OPTIONS)
     if arguments.help:
-        print(__doc__)
+        put(__doc__)
         return 0
     if arguments.config:
         raise BadInput("evaluate takes no --config: the settings of a model are read from its work folder")
@@ -118,7 +117,7 @@ def main(argv: list[str]) -> int:
     facts = {name: value for name, value in options.items() if name not in hosts.FLAGS}
     with hosts.joined(place, facts | {"switches": sorted(switches)}, options):
         first = jax.process_index() == 0
-        say = (lambda line: print(line, file=sys.stderr, flush=True)) if first else lambda line: None
+        say = tell if first else lambda line: None
         steps = chosen_steps(request)
         what = "ema" if "ema" in switches else "params"
         model = open_model(options["workdir"], step=steps[0], what=what, mesh=mesh, compute_dtype=dtype, say=say)
@@ -148,7 +147,7 @@ def evaluate_steps(
         if saves:
             written(lambda record=record: save_record(workdir, record), workdir)
         if as_json:
-            print(as_line(record), flush=True)
+            put(as_line(record))
     if first and not as_json:
         show_table(records) if request.steps is not None else show_lines(records[-1])
     if first and saves:

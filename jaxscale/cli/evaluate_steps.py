@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxscale import paths
 from jaxscale.eval.named import GROUP
+from jaxscale.exits import put
 from jaxscale.inference import LoadedModel
 from jaxscale.monitor.history import read_history
 from jaxscale.monitor.report import make_evals_page
@@ -72,7 +73,7 @@ def show_lines(record: Record) -> None:
     for name, metrics in by_name(record).items():
         values = ", ".join(f"{metric} {with_error(metrics, metric)}" for metric in measured(metrics))
         counts = ", ".join(counted(metrics[count], count) for count in COUNTS if count in metrics)
-        print(f"{name}: {values}" + (f"; {counts}" if counts else ""))
+        put(f"{name}: {values}" + (f"; {counts}" if counts else ""))
 
 
 def show_table(records: Sequence[Record]) -> None:
@@ -93,4 +94,4 @@ def show_table(records: Sequence[Record]) -> None:
         cells.append([step, *values])
     widths = [max(map(len, column)) for column in zip(*cells)]
     for row in cells:
-        print("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+        put("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())

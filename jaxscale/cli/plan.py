@@ -36,11 +36,7 @@ from jaxscale import config, schema  # noqa: E402
 from jaxscale.cli.plan_loss import main_loss  # noqa: E402
 from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.exits import (  # noqa: E402
-    BadInput,  # noqa: E402
-    Exit,
-    run_and_exit,
-)
+from jaxscale.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
 from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
 from jaxscale.planner.plan import cost  # noqa: E402
 from jaxscale.planner.plan.kept import find_kept  # noqa: E402
@@ -72,7 +68,7 @@ def main(argv: list[str]) -> int:
     rest, _ = take_switches(argv, OPTIONS, ())
     arguments = parse_arguments(rest, OPTIONS)
     if arguments.help:
-        print(__doc__, "\nSettings:\n" + config.settings_help(), sep="")
+        put(f"{__doc__}\nSettings:\n{config.settings_help()}")
         return 0
     numbers = {name: positive(name, arguments.options[name]) for name in NUMBERS if name in arguments.options}
     if numbers.get("mfu", 0.0) > 1:
@@ -95,7 +91,7 @@ def answer(cfg: RunConfig, arguments: Arguments, wishes: Wishes) -> Exit:
     topology, measured = machine_of(arguments)
     kept = None if topology.name == HERE else find_kept(cfg, topology.name)
     plan = make_plan(cfg, topology, wishes, measured=measured, kept=kept)
-    print(*plan_lines(plan), sep="\n")
+    put(*plan_lines(plan))
     write_plan(plan, None, arguments)
     return Exit.DONE if plan.fits else Exit.NO_GO
 
@@ -120,11 +116,11 @@ def propose(arguments: Arguments, numbers: Mapping[str, float]) -> Exit:
         found = fitted(found, arguments, wishes)
     if file := arguments.options.get("write"):
         write_text_atomic(pathlib.Path(file).expanduser(), config_text(found, command))
-    print(*proposal_lines(found), sep="\n")
+    put(*proposal_lines(found))
     if file:
-        print(f"  written to {file}; its data.files is a placeholder, and vocab_size must be that of your tokenizer")
+        put(f"  written to {file}; its data.files is a placeholder, and vocab_size must be that of your tokenizer")
     if "topology" in arguments.options:
-        print()
+        put("")
         return answer(run_of(found), arguments, wishes)
     write_plan(None, found, arguments)
     return Exit.DONE

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple  # noqa: E402
 from jaxscale import config, paths, units  # noqa: E402
 from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import Budget, RunConfig  # noqa: E402
-from jaxscale.exits import BadInput, run_and_exit  # noqa: E402
+from jaxscale.exits import BadInput, put, run_and_exit  # noqa: E402
 from jaxscale.models import num_params  # noqa: E402
 from jaxscale.planner import loss_curve  # noqa: E402
 from jaxscale.planner.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget  # noqa: E402
@@ -58,7 +58,7 @@ def main_loss(argv: list[str]) -> int:
     """Prints the forecast and returns the exit code. Raises BadInput for a ladder that allows none."""
     arguments = parse_arguments([flag for flag in argv if flag != "--loss"], OPTIONS)
     if arguments.help:
-        print(__doc__)
+        put(__doc__)
         return 0
     options = arguments.options
     if "runs" not in options:
@@ -69,12 +69,12 @@ def main_loss(argv: list[str]) -> int:
     cfg, budget = target_budget(cfg, options.get("tokens"))
     ladder = read_ladder(find_runs(options["runs"]), cfg, budget, options.get("to"))
     for folder, why in ladder.left_out:
-        print(f"left out {folder}: {why}")
+        put(f"left out {folder}: {why}")
     forecast = make_forecast(ladder, cfg, budget, draws, seed)
-    print(*forecast_lines(forecast), sep="\n")
+    put(*forecast_lines(forecast))
     if "json" in options:
         paths.write_json(paths.as_path(options["json"]), as_json(forecast))
-        print(f"all numbers are in {options['json']}")
+        put(f"all numbers are in {options['json']}")
     if "to" in options:
         save(forecast, options["to"], cfg, budget)
     return 0
@@ -220,7 +220,7 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
         coverage=forecast.covered,
         largest_inside=dict([forecast.largest]) if forecast.largest else None,
     )
-    print(f"the band is in {folder / 'forecast.json'}; the report draws it, and leaving it is an alert")
+    put(f"the band is in {folder / 'forecast.json'}; the report draws it, and leaving it is an alert")
 
 
 def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) -> None:

@@ -28,11 +28,7 @@ from collections.abc import Callable  # noqa: E402
 from jaxscale import config  # noqa: E402
 from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.exits import (  # noqa: E402
-    BadInput,  # noqa: E402
-    Exit,
-    run_and_exit,
-)
+from jaxscale.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
 from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
 from jaxscale.planner import search  # noqa: E402
 from jaxscale.planner.preflight import preflight  # noqa: E402
@@ -63,7 +59,7 @@ def main(argv: list[str]) -> int:
     rest, switches = take_switches(argv, OPTIONS, SWITCHES)
     arguments = parse_arguments(rest, (*OPTIONS, *SWITCHES))
     if arguments.help:
-        print(__doc__, "\nSettings:\n" + config.settings_help(), sep="")
+        put(f"{__doc__}\nSettings:\n{config.settings_help()}")
         return 0
     if "topology" not in arguments.options:
         raise BadInput("--topology must be given, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
@@ -86,7 +82,7 @@ def answer(cfg: RunConfig, topology: Topology, request: Request) -> Exit:
         wanted, topology, config_name=request.config_name, keep=not request.fresh, save_executable=file, say=say
     )
     report = compile_one(cfg, request.save_executable)
-    print(*report_lines(report), sep="\n", flush=True)
+    put(*report_lines(report))
     if request.save_executable and report.fits:
         say(f"the compiled step is in {request.save_executable}; loading it needs the chips and was never tried")
     known, tried = [(search.own_candidate(cfg, topology), report)], []
@@ -160,7 +156,7 @@ def write_winner(tried: Tried, file: pathlib.Path) -> None:
 
 def say(text: str) -> None:
     """Prints at once, for compiling takes long."""
-    print(text, flush=True)
+    put(text)
 
 
 if __name__ == "__main__":

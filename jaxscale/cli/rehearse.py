@@ -37,7 +37,7 @@ from jaxscale.cli.rehearsal import (
 )
 from jaxscale.cli.shrink import table
 from jaxscale.command_line import Arguments, config_name, parse_arguments, whole_number
-from jaxscale.exits import BadInput, Exit, run_and_exit
+from jaxscale.exits import BadInput, Exit, put, run_and_exit
 from jaxscale.hosts import find_own_place
 from jaxscale.process import files_as
 
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     """Rehearses and returns 0 for GO, 3 for NO-GO."""
     arguments = parse_arguments(argv, ("workdir", "steps", *PASSED_ON))
     if arguments.help:
-        print(__doc__, hosts.HELP, sep="\n")
+        put(__doc__, hosts.HELP)
         return 0
     mode = start.wishes_of(arguments.options, set()).mode
     with files_as(mode):
@@ -70,11 +70,11 @@ def carry_out(rehearsal: Rehearsal) -> int:
             clear_away(rehearsal, made)
     if not rehearsal.is_first:
         return Exit.DONE if report.goes else Exit.NO_GO
-    print("", *table([("check", "", "takes", "seen"), *report.rows]), "", sep="\n")
+    put("", *table([("check", "", "takes", "seen"), *report.rows]), "")
     if report.goes:
-        print("GO")
+        put("GO")
         return Exit.DONE
-    print(f"NO-GO; both runs are kept in {rehearsal.folder}, what they printed in {rehearsal.logs}")
+    put(f"NO-GO; both runs are kept in {rehearsal.folder}, what they printed in {rehearsal.logs}")
     return Exit.NO_GO
 
 
@@ -152,7 +152,7 @@ def clear_away(rehearsal: Rehearsal, made: Any) -> None:
 
 def say(text: str) -> None:
     """Prints at once: a phase can take minutes."""
-    print(text, flush=True)
+    put(text)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from jaxscale import paths, units
 from jaxscale.checkpoint.cause import reached, short_cause, written
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.exits import BadInput, run_and_exit
+from jaxscale.exits import BadInput, put, run_and_exit
 from jaxscale.monitor.history import History, read_history
 from jaxscale.monitor.report import make_card, make_page
 from jaxscale.monitor.report.serve import Pages, open_server
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
     rest, switches = take_switches(rest, (), ("card",))
     arguments = parse_arguments([f"--serve={PORT}" if flag == "--serve" else flag for flag in rest], OPTIONS)
     if arguments.help:
-        print(__doc__)
+        put(__doc__)
         return 0
     if arguments.config or arguments.overrides:
         raise BadInput("a report takes no --config: the settings of a run are read from its work folder")
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
     page = (make_card if switches else make_page)(read_all(workdirs), price=price, now=time.time())
     written(lambda: paths.write_text_atomic(output, page), output)
     way_on = "" if switches else "; open it in a browser"
-    print(f"{output}: {', '.join(workdirs)}, {units.size(len(page.encode()))}{way_on}")
+    put(f"{output}: {', '.join(workdirs)}, {units.size(len(page.encode()))}{way_on}")
     return 0
 
 
@@ -115,11 +115,11 @@ def serve(workdirs: Sequence[str], price: float | None, port: int) -> int:
     pages = Pages(lambda version: make_page(read_all(workdirs), price=price, version=version), workdirs)
     pages.page()  # what is wrong with the folders is told now, in one line
     with open_server(pages, port) as server:
-        print(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it", flush=True)
+        put(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            print()
+            put("")
     return 0
 
 

@@ -48,7 +48,7 @@ import jax  # noqa: E402
 from jaxscale import hosts, paths, schema  # noqa: E402
 from jaxscale.cli import sample_chat  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.exits import BadInput, run_and_exit  # noqa: E402
+from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
 from jaxscale.foreign import parse_json  # noqa: E402
 from jaxscale.inference import LoadedModel, make_generator, open_model  # noqa: E402
 from jaxscale.models.layers import Dtype  # noqa: E402
@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     rest, switches = take_switches(rest, (), SWITCHES)
     arguments = parse_arguments(rest, OPTIONS)
     if arguments.help:
-        print(__doc__)
+        put(__doc__)
         return 0
     options = dict(arguments.options)
     sampling, num_tokens, seed = read_numbers(options)
@@ -187,10 +187,10 @@ def show_text(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
         if not begun:
             count, begun = count + 1, True
             head = "" if alone else f"--- {count}\n"
-            print(f"{head}{shown(piece.prompt)}", end="", flush=True)
-        print(shown(piece.text), end="", flush=True)
+            print(f"{head}{shown(piece.prompt)}", end="", flush=True)  # noqa: T201  as it is, for another program
+        print(shown(piece.text), end="", flush=True)  # noqa: T201
         if piece.done is not None:
-            print(flush=True)
+            put("")
             begun = False
 
 
@@ -200,7 +200,7 @@ def show_json(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
     for piece in pieces:
         if piece.done is not None and not silent:
             line = {"prompt": piece.prompt, "sample": piece.sample, **dataclasses.asdict(piece.done)}
-            print(shown(json.dumps(line, ensure_ascii=False)), flush=True)
+            print(shown(json.dumps(line, ensure_ascii=False)), flush=True)  # noqa: T201
 
 
 def take_several(argv: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
@@ -291,11 +291,6 @@ def json_prompt(file: str, number: int, line: str) -> str:
         if isinstance(value, str):
             return value
     raise BadInput(f"--prompts={file}: line {number} is neither text in JSON nor an object with a prompt")
-
-
-def tell(line: str) -> None:
-    """Prints a line beside the text."""
-    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

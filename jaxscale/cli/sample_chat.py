@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxscale.command_line import whole_number
 from jaxscale.data.chat.asking import Message, open_asking
-from jaxscale.exits import BadInput, silence_closed_streams
+from jaxscale.exits import BadInput, put, silence_closed_streams
 from jaxscale.inference import LoadedModel, make_generator
 from jaxscale.models import max_seq_len
 from jaxscale.redact import printable
@@ -160,9 +160,9 @@ def show(pieces: Iterator[str]) -> None:
     shown = printable if sys.stdout.isatty() else str
     try:
         for piece in pieces:
-            print(shown(piece), end="", flush=True)
+            print(shown(piece), end="", flush=True)  # noqa: T201  as it is, for another program
     finally:
-        print(flush=True)
+        put("")
 
 
 def show_to_person(talk: Talk, pieces: Iterator[str]) -> None:
@@ -179,7 +179,7 @@ def lines_of_person() -> Iterator[str]:
     """Yields what a person writes, a line at a time, until Ctrl-D."""
     while True:
         if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
+            print("> ", end="", file=sys.stderr, flush=True)  # noqa: T201
         line = sys.stdin.readline()
         if not line:
             return

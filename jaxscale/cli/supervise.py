@@ -30,7 +30,7 @@ from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import Ledger, Totals
 from jaxscale.cli.progress import Progress, look
 from jaxscale.command_line import config_name, parse_arguments, whole_number
-from jaxscale.exits import BadInput, Exit, codes_help, may_start_again, meaning, run_and_exit, tell
+from jaxscale.exits import BadInput, Exit, codes_help, may_start_again, meaning, put, run_and_exit, tell
 from jaxscale.hosts import FLAGS, find_own_place
 
 SLICE_SECONDS = 0.05  # how soon a signal ends a pause
@@ -244,7 +244,7 @@ def main(argv: list[str]) -> int:
     numbers = [field.name for field in dataclasses.fields(Policy)]
     arguments = parse_arguments(own, ("workdir", "ledger", *numbers))
     if arguments.help:
-        print(__doc__, "\nExit codes:\n", codes_help(), sep="")
+        put(f"{__doc__}\nExit codes:\n{codes_help()}")
         return 0
     if arguments.config or arguments.overrides:
         raise BadInput("--config belongs to the training: jaxscale supervise -- --config=FILE")

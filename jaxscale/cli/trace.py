@@ -38,9 +38,10 @@ from jaxscale.data.ledger import Entry, Ledger  # noqa: E402
 from jaxscale.data.mixture import Mixture, same_past  # noqa: E402
 from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of  # noqa: E402
 from jaxscale.data.pipeline import Corpus, open_data  # noqa: E402
-from jaxscale.exits import BadInput, Exit, Stop, run_and_exit, tell  # noqa: E402
+from jaxscale.exits import BadInput, Exit, Stop, put, run_and_exit, tell  # noqa: E402
 from jaxscale.foreign import parse_json  # noqa: E402
 from jaxscale.monitor.events import read_events  # noqa: E402
+from jaxscale.redact import on_one_line  # noqa: E402
 from jaxscale.train.decisions import Decisions, decisions_of  # noqa: E402
 
 OPTIONS = ("workdir", "step", "batch", "row", "doc", "text", "json")
@@ -62,7 +63,7 @@ def main(argv: list[str]) -> int:
     argv = ["--json=true" if flag == "--json" else flag for flag in argv]
     arguments = parse_arguments(argv, OPTIONS)
     if arguments.help:
-        print(__doc__)
+        put(__doc__)
         return 0
     options = arguments.options
     if "workdir" not in options or arguments.config:
@@ -84,7 +85,7 @@ def main(argv: list[str]) -> int:
         code = remarks(run, step, n)
         lines = contents(run, step, n, numbers.get("row"), characters)
     for record, line in lines:
-        print(json.dumps(record) if options.get("json") == "true" else line)
+        put(json.dumps(record) if options.get("json") == "true" else line)
     return code
 
 
@@ -222,11 +223,10 @@ def record_of(run: Traced, entry: Entry, step: int | None, n: int) -> dict[str, 
 
 def line_of(entry: Entry, text: str | None) -> str:
     """'row 3 [0, 812): web, a.jsonl:1200 ..., tokens [0, 812)', and the text behind it on one line."""
-    place = f"row {entry.row} [{entry.begin}, {entry.begin + entry.tokens}): {entry.source}"
-    origin = (
-        f"{entry.file}:{entry.offset}" if entry.offset >= 0 else f"{entry.file} {entry.shard}:{entry.number}".strip()
-    )
-    known = f", id {entry.id}" if entry.id else ""
+    source, file, shard = map(on_one_line, (entry.source, entry.file, entry.shard))
+    place = f"row {entry.row} [{entry.begin}, {entry.begin + entry.tokens}): {source}"
+    origin = f"{file}:{entry.offset}" if entry.offset >= 0 else f"{file} {shard}:{entry.number}".strip()
+    known = f", id {on_one_line(entry.id)}" if entry.id else ""
     range_ = f"tokens [{entry.first_token}, {entry.first_token + entry.tokens})"
     return f"{place}, {origin}{known}, {range_}" + ("" if text is None else f"  {text!r}")
 

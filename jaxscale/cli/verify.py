@@ -25,11 +25,7 @@ from jaxscale.cli import verify_parity, verify_resume  # noqa: E402
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data  # noqa: E402
 from jaxscale.command_line import Arguments, parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.exits import (  # noqa: E402
-    BadInput,  # noqa: E402
-    Exit,
-    run_and_exit,
-)
+from jaxscale.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
 
 SHARED_OPTIONS = ("layers", "small")
 OPTIONS = {"resume": (*SHARED_OPTIONS, "steps", "devices", "workdir"), "parity": SHARED_OPTIONS}
@@ -39,13 +35,13 @@ def main(argv: list[str]) -> int:
     """Runs the proof that argv names and returns the exit code."""
     what, *rest = argv or ["--help"]
     if what in ("-h", "--help"):
-        print(__doc__)
+        put(__doc__)
         return 0
     if what not in OPTIONS:
         raise BadInput(f"jaxscale verify has no proof {what!r}; it has {', '.join(OPTIONS)}")
     arguments = parse_arguments(rest, OPTIONS[what])
     if arguments.help:
-        print(__doc__)
+        put(__doc__)
         return 0
     return resume(arguments) if what == "resume" else parity(arguments, rest)
 
@@ -57,9 +53,9 @@ def resume(arguments: Arguments) -> int:
     devices = whole_number("devices", options.get("devices", "1"), 1)
     cfg, wanted = prepared(arguments, copies=devices)
     wanted = verify_resume.settings(wanted, steps, devices)
-    print(*changes_text(cfg, wanted), sep="\n", flush=True)
+    put(*changes_text(cfg, wanted))
     done = verify_resume.verify(arguments, cfg, wanted, steps, devices, options.get("workdir"))
-    print(*done.lines(), sep="\n")
+    put(*done.lines())
     return Exit.DONE if done.exact else Exit.ERROR
 
 
@@ -68,9 +64,9 @@ def parity(arguments: Arguments, argv: list[str]) -> int:
     verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli.verify", "parity", *argv])
     cfg, wanted = prepared(arguments, copies=verify_parity.NUM_DEVICES)
     wanted = verify_parity.settings(wanted)
-    print(*changes_text(cfg, wanted), sep="\n", flush=True)
-    done = verify_parity.verify(wanted, verify_parity.layouts(wanted), lambda text: print(text, flush=True))
-    print(*done.lines(), sep="\n")
+    put(*changes_text(cfg, wanted))
+    done = verify_parity.verify(wanted, verify_parity.layouts(wanted), put)
+    put(*done.lines())
     return Exit.DONE if done.agrees else Exit.ERROR
 
 
@@ -85,7 +81,7 @@ def prepared(arguments: Arguments, copies: int) -> tuple[RunConfig, RunConfig]:
     smaller = shrink(cfg, layers=layers, small=is_large(cfg, copies) if small == "auto" else small == "on")
     smaller, problems = use_available_data(smaller)
     for problem in problems:
-        print(f"synthetic tokens instead of the config's data: {problem}")
+        put(f"synthetic tokens instead of the config's data: {problem}")
     return cfg, smaller
 
 

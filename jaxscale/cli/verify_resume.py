@@ -20,7 +20,7 @@ from jaxscale.cli.compare_runs import Comparison, checkpoints_of, compare, read_
 from jaxscale.cli.shrink import as_flags, changes
 from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig
-from jaxscale.exits import BadInput, Stop
+from jaxscale.exits import BadInput, Stop, put
 from jaxscale.sharding.mesh import MeshConfig, mesh_shape
 
 SAVE_EVERY = 3
@@ -58,7 +58,7 @@ def verify(
     steps: int,
     devices: int,
     workdir: str | None = None,
-    say: Callable[[str], None] = lambda text: print(text, flush=True),
+    say: Callable[[str], None] = put,
 ) -> Comparison:
     """Both runs, compared. Their folder is removed if they are equal.
 

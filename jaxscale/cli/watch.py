@@ -22,7 +22,7 @@ from jaxscale import paths
 from jaxscale.cli.following import Following
 from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.exits import BadInput, run_and_exit
+from jaxscale.exits import BadInput, put, run_and_exit
 from jaxscale.monitor.history import is_finite
 from jaxscale.monitor.json_lines import Row, clean_event
 from jaxscale.redact import printable
@@ -92,7 +92,7 @@ def main(argv: list[str]) -> int:
     argv, switches = take_switches(argv, ("workdir", "every"), ("once",))
     arguments = parse_arguments(argv, ("workdir", "every"))
     if arguments.help:
-        print(__doc__)
+        put(__doc__)
         return 0
     workdir = arguments.options.get("workdir")
     if not workdir or arguments.config or arguments.overrides:
@@ -104,7 +104,7 @@ def main(argv: list[str]) -> int:
     look, stream = Look(workdir), sys.stdout
     if "once" in switches or not is_terminal(stream):
         size = shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
-        print(spelt(look.again(), size, stream, colour=has_colour(stream)))
+        print(spelt(look.again(), size, stream, colour=has_colour(stream)))  # noqa: T201  its colours are ours
         return 0
     with screen(stream), contextlib.suppress(KeyboardInterrupt):
         show(look, stream, every)

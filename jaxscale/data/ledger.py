@@ -17,6 +17,7 @@ from jaxscale.data.order import Batches, batch_index, step_of
 from jaxscale.data.pipeline import Corpus
 from jaxscale.data.shards import Shard, read_lineage
 from jaxscale.exits import BadInput
+from jaxscale.redact import on_one_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,11 +84,13 @@ class Ledger:
         return [self.name(number) for number, _ in tokens.most_common()]
 
     def name(self, number: int) -> str:
-        """A document of the table, for people."""
+        """A document of the table, for people: one line, whatever its file is called."""
         path, place, _ = self.place(number)
         source = self.corpus.source_names[self._rows.table.source_ids[number]]
         file, first = file_of(self._shards[path], place)
-        return f"{source} {file}, document {place - first}" if file else f"{source} {self._shards[path].place}:{place}"
+        return on_one_line(
+            f"{source} {file}, document {place - first}" if file else f"{source} {self._shards[path].place}:{place}"
+        )
 
     def place(self, number: int) -> tuple[str, int, int]:
         """(path of the shard, number in it, first token there) of a document of the table, part of which may be held

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from jaxscale.command_line import parse_arguments, whole_number
 from jaxscale.data.sources import stdlib_files
-from jaxscale.exits import BadInput, run_and_exit
+from jaxscale.exits import BadInput, put, run_and_exit
 from jaxscale.paths import write_text_atomic
 
 HELD_OUT = 10  # every so many-th module is kept from training
@@ -40,14 +40,14 @@ def main(argv: list[str]) -> int:
     """Writes the sets and returns the exit code."""
     arguments = parse_arguments(argv, ("output", "most_bytes"))
     if arguments.help or not argv:
-        print(__doc__)
+        put(__doc__)
         return 0
     if "output" not in arguments.options:
         raise BadInput("--output must be given: the folder for the sets")
     most = arguments.options.get("most_bytes")
     folder = pathlib.Path(arguments.options["output"])
     counts = write_sets(folder, whole_number("most_bytes", most, 1) if most else None)
-    print(f"{folder}: " + ", ".join(f"{count} lines in {name}" for name, count in counts.items()))
+    put(f"{folder}: " + ", ".join(f"{count} lines in {name}" for name, count in counts.items()))
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.exits import Exit, Stop, silence_closed_streams, tell, verdict
+from jaxscale.exits import Exit, Stop, put, silence_closed_streams, tell, verdict
 from jaxscale.hosts.backstop import linger_on_abort
 from jaxscale.hosts.place import FLAGS, Place, find_place, number, tpu_metadata
 from jaxscale.hosts.roll_call import SECONDS, call_roll, interface
@@ -48,7 +48,7 @@ class Team:
 
     def __call__(self, text: str) -> None:
         if self.speaks:
-            print(text)
+            put(text)
 
     def tell_hang(self, line: str) -> None:
         """Tells all others that this process ends because of a hang, so that they leave their stacks and end too."""

@@ -11,7 +11,6 @@ from jaxscale.monitor.events import Note
 from jaxscale.monitor.health import Finding, Health, HealthConfig, RunFacts, facts_of
 from jaxscale.monitor.health.evidence import TELLING, with_events
 from jaxscale.monitor.webhook import Webhook, webhook_url
-from jaxscale.redact import shown
 
 Say = Callable[[str], None]
 NameDocuments = Callable[[int], Sequence[str]]  # of batch n, those with the most tokens in it first
@@ -31,7 +30,7 @@ class Alerts:
         self.say(line_of(finding))
         self.note("alert", finding.step, **facts_of_finding(finding))
         if self.webhook is not None:
-            self.webhook.post(shown(f"{self.run}: {message_of(finding)}" if self.run else message_of(finding)))
+            self.webhook.post(f"{self.run}: {message_of(finding)}" if self.run else message_of(finding))
         self.complain()
 
     def complain(self) -> None:

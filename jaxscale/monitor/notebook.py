@@ -1,6 +1,5 @@
 """Progress inside a notebook: a bar that is drawn anew in its place, with messages as plain lines around it."""
 
-import html
 import sys
 import time
 from collections.abc import Callable
@@ -8,7 +7,7 @@ from typing import Any, TextIO
 
 from jaxscale import units
 from jaxscale.monitor.console import Console, Style, training_values
-from jaxscale.redact import printable, redact
+from jaxscale.redact import in_html, shown
 
 SECONDS_BETWEEN_DRAWS = 0.25  # each is a message to the browser
 Display = Callable[..., Any]  # IPython.display.display
@@ -31,7 +30,7 @@ class Shown:
         style = "width:16em;vertical-align:middle"
         return (
             f'<div style="font-family:monospace;font-size:90%"><progress max="1" value="{self.done:.4f}" '
-            f'style="{style}"></progress> {html.escape(self.text)}</div>'
+            f'style="{style}"></progress> {in_html(self.text)}</div>'
         )
 
     def __repr__(self) -> str:
@@ -66,11 +65,11 @@ class NotebookConsole(Console):
         if "loss" in self.latest:
             parts.append(training_values(self.latest, names=("loss", "tokens_per_second", "mfu")))
         left = self.eta(step) if step < self.total_steps else f"in {units.duration(now - self.began)}"
-        shown = Shown(done, printable(redact("  ".join([*parts, left]))))
+        bar = Shown(done, shown("  ".join([*parts, left])))
         if self.handle is None:
-            self.handle = self.display(shown, display_id=True)
+            self.handle = self.display(bar, display_id=True)
         else:
-            self.handle.update(shown)
+            self.handle.update(bar)
 
     def close(self) -> None:
         """Leaves the bar as it is at the end."""

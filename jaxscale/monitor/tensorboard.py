@@ -5,6 +5,8 @@ import pathlib
 import time
 from collections.abc import Callable, Mapping
 
+from jaxscale.redact import block_in_markdown
+
 FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too dear for every write
 
 
@@ -98,9 +100,10 @@ class EventFile:
 
         plugin = summary_pb2.SummaryMetadata.PluginData(plugin_name="text")
         about = summary_pb2.SummaryMetadata(plugin_data=plugin)
-        block = "\n".join(f"    {line}" for line in text.splitlines())
         shape = tensor_shape_pb2.TensorShapeProto(dim=[tensor_shape_pb2.TensorShapeProto.Dim(size=1)])
-        tensor = tensor_pb2.TensorProto(dtype="DT_STRING", string_val=[block.encode()], tensor_shape=shape)
+        tensor = tensor_pb2.TensorProto(
+            dtype="DT_STRING", string_val=[block_in_markdown(text).encode()], tensor_shape=shape
+        )
         value = self.summary_type.Value(tag=f"{name}/text_summary", metadata=about, tensor=tensor)
         self.add(self.event_type(wall_time=self.clock(), step=step, summary=self.summary_type(value=[value])))
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 from jaxscale.exits import BadInput
 from jaxscale.paths import is_loopback
+from jaxscale.redact import in_slack
 
 VARIABLE = "JAXSCALE_WEBHOOK_URL"
 MOST_WAITING = 100  # messages; the oldest make room
@@ -146,7 +147,7 @@ class Webhook:
 
     def send(self, text: str) -> tuple[str | None, float | None]:
         """(why it failed, None if it did not; least seconds before it is worth another try, None if it is not)."""
-        body = json.dumps({"text": escaped(text)[:LONGEST_TEXT]}).encode()
+        body = json.dumps({"text": in_slack(text[:LONGEST_TEXT])}).encode()
         headers = {"Content-Type": "application/json", "User-Agent": "jaxscale"}
         try:
             request = urllib.request.Request(self.url, body, headers, method="POST")
@@ -177,8 +178,3 @@ def retry_after(header: str | None, now: float) -> float:
             except (TypeError, ValueError, OverflowError):
                 pass
     return min(max(seconds, 0.0), LONGEST_WAIT) if seconds == seconds else 1.0
-
-
-def escaped(text: str) -> str:
-    """The text with the three characters that Slack reads as markup written out, so that no link can be made of it."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

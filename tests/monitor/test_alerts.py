@@ -298,3 +298,9 @@ def test_a_forecast_of_no_use_is_said_and_left_out(tmp_path):
 def test_what_is_told_is_plain_text_and_json():
     assert line_of(SPIKE).count("\n") == 0 and message_of(OVER) == line_of(OVER)
     json.dumps(facts_of_finding(SPIKE), allow_nan=False)
+
+
+@pytest.mark.fault("H16")
+def test_a_message_calls_nobody_and_hides_no_link():
+    told = redact.in_slack("<!channel> <http://e.example|the docs> @here @me [docs](http://e.example) a\u202eb\x1b[2J")
+    assert told == ("&lt;!channel&gt; &lt;http://e.example|the docs&gt; @\u200bhere @me [docs] (http://e.example) ab")

@@ -1,11 +1,16 @@
 """The report card: a column for each run, what is not known left out, and nothing of a run can break its tables."""
 
 import dataclasses
+import re
+
+import markdown_it
+import pytest
 
 from jaxscale.monitor.history import History, Sample
 from jaxscale.monitor.report import make_card
 from jaxscale.monitor.report.card import table
 
+READER = markdown_it.MarkdownIt().enable("table")
 NOW = 1_790_000_000.0
 CONFIG = {
     "config": {"model": {"name": "llama", "num_layers": 4, "embed_dim": 256}},
@@ -54,4 +59,25 @@ def test_a_run_without_anything_is_a_card_too():
 
 
 def test_a_bar_in_a_cell_is_no_new_column():
-    assert table(["a|b"], [["x\ny"]]).splitlines() == ["| a\\|b |", "|------|", "| x y  |"]
+    assert table(["a|b"], [["x\ny"]]).splitlines() == ["| a&#124;b |", "|----------|", "| x\\\\ny    |"]
+
+
+@pytest.mark.fault("H16")
+def test_nothing_that_a_run_wrote_is_obeyed():
+    hostile = "<img src=x onerror=alert(1)>|[a](javascript:b)\n# \x1b[2J\u202e\u2028"
+    run = History(
+        workdir=f"runs/{hostile.replace('/', '')}",
+        rows=({"step": 1, "loss": 3.0},),
+        config={
+            "config": {"model": {"name": hostile, "num_layers": 4, "embed_dim": 256}},
+            "devices": {"kind": hostile, "number": 8},
+        },
+        evals=({"step": 1, f"evals/{hostile.splitlines()[0]}/acc": 0.5},),
+        samples=(Sample(1, f"{hostile}\n</pre>\n```\n"),),
+    )
+    card = make_card([run], now=NOW)
+    assert card.replace("\n", "").isprintable()
+    page = READER.render(card)
+    assert page.count("&lt;img src=x") == 8 and page.count("<pre>") == 1
+    assert not re.search(r"<img|<a |</pre>[^\n]*```", page)
+    assert [line[:2] for line in card.splitlines() if line.startswith("#")] == ["# ", "##", "##", "##"]

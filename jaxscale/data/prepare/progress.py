@@ -46,7 +46,7 @@ class Progress:
     def say(self, line: str) -> None:
         """Prints a line of its own."""
         self.wipe()
-        print(shown(line), file=self.stream, flush=True)
+        self.write(f"{shown(line)}\n")
 
     def begin(self, title: str, total: int) -> None:
         """Another thing is done from now on, in `total` pieces."""
@@ -82,9 +82,9 @@ class Progress:
         """Writes the line now."""
         self.shown = self.clock()
         if self.on_terminal:
-            print(f"\r\033[K{self.line()}", end="", file=self.stream, flush=True)
+            self.write(f"\r\033[K{shown(self.line())}")
         else:
-            print(f"  {self.line()}", file=self.stream, flush=True)
+            self.write(f"  {shown(self.line())}\n")
 
     def line(self) -> str:
         """'pass 1: reading: 12 of 40, 81,000 documents (2,700/s, 8.9 MB/s), 31% dropped, 1:10 left'."""
@@ -107,13 +107,18 @@ class Progress:
         if self.title and (self.total > 1 or self.seen):
             self.wipe()
             seconds = self.clock() - self.since
-            print(f"  {self.line()}, {clock_time(seconds)}", file=self.stream, flush=True)
+            self.write(f"  {shown(self.line())}, {clock_time(seconds)}\n")
         self.title = ""
+
+    def write(self, text: str) -> None:
+        """Writes what has been made fit for a terminal."""
+        self.stream.write(text)
+        self.stream.flush()
 
     def wipe(self) -> None:
         """Clears the line on a terminal."""
         if self.on_terminal and self.title:
-            print("\r\033[K", end="", file=self.stream)
+            self.write("\r\033[K")
 
 
 def clock_time(seconds: float) -> str:

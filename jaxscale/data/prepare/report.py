@@ -1,7 +1,6 @@
 """The report of a preparation: one HTML page, in which nothing runs and nothing is loaded from elsewhere."""
 
 import collections
-import html
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from jaxscale.data.curate.minhash import NearConfig, detection_table
 from jaxscale.data.prepare.tally import Sample, Tally
 from jaxscale.data.prepare.warnings import find_warnings
 from jaxscale.data.tokenizer.fertility import Row
-from jaxscale.redact import redact
+from jaxscale.redact import in_html
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
@@ -51,9 +50,8 @@ def report_page(facts: Mapping[str, Any]) -> str:
 
 
 def escape(value: Any) -> str:
-    """Text as HTML shows it, without secrets; what no page can show, such as NUL, as U+FFFD."""
-    text = "".join(c if c in "\n\t" or c.isprintable() or not c.isascii() else "\ufffd" for c in str(value))
-    return html.escape(redact(text.encode(errors="replace").decode()))
+    """Text as HTML shows it, without secrets; what no page can show, or what would reorder it, as U+FFFD."""
+    return in_html("".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in str(value)))
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:

@@ -10,6 +10,7 @@ from jaxscale.monitor.report.evals import METRICS, SHOWN, eval_names, label_of, 
 from jaxscale.monitor.report.page import told_apart
 from jaxscale.monitor.report.status import Status, status_of
 from jaxscale.monitor.report.text import clock, money, plain
+from jaxscale.redact import block_in_markdown, in_markdown
 
 SAMPLE_CHARACTERS = 400
 NONE = "-"
@@ -24,7 +25,7 @@ def make_card(histories: Sequence[History], *, price: float | None = None, now: 
     statuses = [status_of(history, now, price) for history in histories]
     heads = ["", *(history.name for history in histories)]
     facts = [[name, *cells] for name, cells in fact_rows(histories, statuses) if any(cell != NONE for cell in cells)]
-    parts = [f"# {' and '.join(history.name for history in histories)}: report card", table(heads, facts)]
+    parts = [f"# {' and '.join(map(in_markdown, heads[1:]))}: report card", table(heads, facts)]
     if rows := measured_rows(histories):
         parts += ["## Measured", table(heads, rows), "Each with its standard error, on what was not trained on."]
     if texts := [sample_of(history) for history in histories if history.samples]:
@@ -82,15 +83,13 @@ def newest(history: History, name: str) -> str:
 
 
 def sample_of(history: History) -> str:
-    """The run's last sample as a block that nothing in it can end."""
-    text = history.samples[-1].text[:SAMPLE_CHARACTERS].strip("\n")
-    body = "\n".join(f"    {line}" for line in text.splitlines())
-    return f"{history.name}:\n\n{body}"
+    """The run's last sample as a block that nothing in it can end, under the run's name."""
+    return f"### {in_markdown(history.name)}\n\n{block_in_markdown(history.samples[-1].text[:SAMPLE_CHARACTERS])}"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown, its columns in line."""
-    cells = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in row] for row in (head, *rows)]
+    cells = [[in_markdown(cell) for cell in row] for row in (head, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*cells)]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])

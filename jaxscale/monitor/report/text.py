@@ -5,23 +5,18 @@
 """
 
 import datetime
-import html
 import json
 from collections.abc import Sequence
 from typing import Any
 
 from jaxscale import units
 from jaxscale.monitor.goodput import unix_time
-from jaxscale.redact import redacted, shown
+from jaxscale.redact import in_html, redacted
 
 NONE = "n/a"
+escape = in_html
 # The script's data stand in a script element, which ends at the next "</script" whatever JSON makes of it.
 FOR_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-
-
-def escape(text: Any) -> str:
-    """HTML that shows the text, safe between tags and in quoted attributes; without secrets and control characters."""
-    return html.escape(shown(str(text)), quote=True)
 
 
 def json_block(value: Any) -> str:
