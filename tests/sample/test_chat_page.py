@@ -163,7 +163,7 @@ def test_what_is_wrong_is_told_on_the_page(serve):
         (dict(Content_Type="text/plain"), 400, "application/json"),
         (dict(path="/other"), 400, "/say"),
         (dict(value={"messages": []}), 400, "list of turns"),
-        (dict(body="[" * 200_000), 400, "recursion"),
+        (dict(body="[" * 200_000), 400, "nested deeper"),
         (dict(value={"messages": [{"role": "system", "content": "x"}]}), 400, "message 1"),
         (dict(Content_Length=str((1 << 20) + 1)), 400, "1 to 1048576 bytes"),
         (dict(method="GET", path="/etc/passwd"), 404, "only one page"),

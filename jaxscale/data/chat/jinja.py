@@ -1,13 +1,20 @@
 """Chat templates in Jinja, in a sandbox: they come with a tokenizer that somebody else has made.
 
+A program of its own, which `confined` starts: a template is a program too, and may never end or want all memory. It
+reads requests and writes answers, a line of JSON each, and is killed by the system where one takes too long.
+
 What a template is given is what Transformers gives it (huggingface.co/docs/transformers/chat_templating):
 trim_blocks and lstrip_blocks, loop controls, tojson without escapes, raise_exception, and the tag generation around
 what is learned.
 """
 
+import contextlib
 import datetime
 import json
-from collections.abc import Callable, Mapping, Sequence
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jinja2
@@ -15,12 +22,12 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.sandbox
 
-from jaxscale.data.chat.guard import CLOSE, OPEN
-from jaxscale.exits import BadInput
+LONGEST_ERROR = 1000  # characters
+TOO_MUCH_MEMORY = '{"error": "it needs too much memory"}\n'  # written where there is none left to make it
 
 
 class Generation(jinja2.ext.Extension):
-    """{% generation %} ... {% endgeneration %}: what stands between them comes out between OPEN and CLOSE."""
+    """{% generation %} ... {% endgeneration %}: what stands between them comes out between `marks`."""
 
     tags = {"generation"}
 
@@ -32,52 +39,66 @@ class Generation(jinja2.ext.Extension):
 
     def marked(self, caller: Callable[[], str]) -> str:
         """What the body gives, between the marks."""
-        return f"{OPEN}{caller()}{CLOSE}"
+        begin, end = self.environment.marks
+        return f"{begin}{caller()}{end}"
 
 
 class Refused(Exception):
     """What a template says of a conversation that it is not for."""
 
 
-# What a program in Jinja can do wrong.
-FAILURES = (jinja2.TemplateError, Refused, TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+def refuse(message: str) -> None:
+    """raise_exception of templates."""
+    raise Refused(message)
 
 
-def compile_template(
-    source: str, where: str, names: Mapping[str, str], variables: Mapping[str, Any], today: str
-) -> Callable[[Sequence[Mapping[str, Any]], Any, bool], str]:
-    """render(messages, tools, add_generation_prompt) of the template, BadInput where it fails or refuses.
+def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    """The filter of that name, which escapes nothing for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
-    Args: where: its file, for messages. names: bos_token and the like. variables: more that it is given. today: the
-    date, or ''.
-    """
 
-    def refuse(message: str) -> None:
-        raise Refused(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
+def compiled(source: str, marks: tuple[str, str], today: str) -> jinja2.Template:
+    """The template of this source. Raises jinja2.TemplateError if it is none."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
     )
+    environment.marks = marks
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = refuse
     if today:
         environment.globals["strftime_now"] = datetime.date.fromisoformat(today).strftime
+    return environment.from_string(source)
+
+
+def answer(request: Mapping[str, Any], templates: dict[str, jinja2.Template]) -> dict[str, Any]:
+    """{"text"} of a template, {} where one was compiled, {"error"} for whatever a program in Jinja does wrong."""
     try:
-        template = environment.from_string(source)
-    except jinja2.TemplateError as error:
-        line = f", line {error.lineno}" if getattr(error, "lineno", None) else ""
-        raise BadInput(f"{where}{line} is no chat template: {' '.join(str(error).split())}") from None
+        if "source" in request:
+            templates[request["key"]] = compiled(request["source"], tuple(request["marks"]), request["today"])
+            return {}
+        return {"text": templates[request["key"]].render(**request["given"])}
+    except MemoryError:
+        raise
+    except Exception as error:
+        line = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        return {"error": " ".join(str(error).split())[:LONGEST_ERROR] or type(error).__name__, "line": line}
 
-    def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
-        given = dict(messages=list(messages), tools=tools, documents=None, add_generation_prompt=add_generation_prompt)
+
+def main(memory_bytes: int, seconds: float) -> None:
+    """Answers until nobody asks. Processor time of a request beyond `seconds` ends the process, by SIGPROF."""
+    with contextlib.suppress(ValueError, OSError):  # a lower limit holds already, or a system that has none
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    templates: dict[str, jinja2.Template] = {}
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
-            return template.render(**{**names, **variables, **given})
-        except FAILURES as error:
-            told = " ".join(str(error).split())
-            hint = "; set data.chat.today" if "strftime_now" in told and not today else ""
-            raise BadInput(f"cannot be written by the template {where}: {told}{hint}") from None
+            told = json.dumps(answer(json.loads(line), templates)) + "\n"
+        except MemoryError:
+            told = TOO_MUCH_MEMORY
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(told)
+        sys.stdout.flush()
 
-    return render
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), float(sys.argv[2]))

@@ -1,12 +1,14 @@
 """The chat template of a tokenizer: found in its folder, or built in."""
 
 import hashlib
+import importlib.util
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.data.chat.config import ChatConfig
+from jaxscale.data.chat.confined import compile_template
 from jaxscale.data.sources.settings import missing_package
 from jaxscale.data.tokenizer.about import About, beside, find_template, read_about, read_source
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
@@ -55,10 +57,8 @@ def compiled(tokenizer: Tokenizer, cfg: ChatConfig, about: About, source: str, w
     """The template of this source, which is in the file `where`. Raises as load_template does."""
     if turn_end(tokenizer) and source == (own := built_in(tokenizer)).source:
         return own  # that a run has kept; it needs no package
-    try:
-        from jaxscale.data.chat.jinja import compile_template  # jinja2 is an extra
-    except ImportError:
-        raise missing_package(f"the chat template {where}", "jinja2", CHAT) from None
+    if importlib.util.find_spec("jinja2") is None:  # an extra
+        raise missing_package(f"the chat template {where}", "jinja2", CHAT)
     names = {key: about.token(key) for key in TOKEN_NAMES if about.token(key)}
     names.setdefault("eos_token", end_name(tokenizer))
     variables = dict(cfg.variables)
