@@ -68,7 +68,7 @@ def open_model(
     Raises: BadInput for a path without a checkpoint, for a mesh that does not divide the model, and for a tokenizer
     that cannot be read; Stop (CHECKPOINT_CORRUPT) for arrays that are not as they were saved.
     """
-    source = open_source(path, wanted=step, named=named)
+    source = open_source(path, wanted=step, named=named, say=say)
     if step is not None and source.step != step:
         raise BadInput(f"{named}={path} is step {source.step}, and step {step} is asked for; leave out one of them")
     run = source.record["run"]

@@ -128,7 +128,7 @@ def open_at(
     begun, recorded = start_step or 0, None if start_step is None else checkpoints.read_run(start_step)
     decisions = read_decisions(folder).with_recorded(recorded and recorded["data"])
     changes = check_same_run(cfg, folder, recorded, wishes.allow_change)
-    source = open_ancestor(cfg, folder, recorded)
+    source = open_ancestor(cfg, folder, recorded, say)
     corpus = open_same_data(
         cfg.data, recorded, say, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed
     )
@@ -277,13 +277,21 @@ def nothing_to_do(step: int, total_steps: int, wishes: Wishes) -> str:
 def first_state(
     program: Program, checkpoints: Checkpoints, step: int | None, source: Source | None, say: Callable[[str], None]
 ) -> TrainState:
-    """The state that this start begins with: a checkpoint's, another run's, or a random one."""
+    """The state that this start begins with: a checkpoint's, another run's, or a random one.
+
+    Raises Stop (CHECKPOINT_CORRUPT) for a checkpoint whose state has done another number of steps.
+    """
     if step is not None:
-        return under_no_orders(checkpoints.restore(step, program.abstract_state))
+        state = checkpoints.restore(step, program.abstract_state)
+        if int(state.step) != step:
+            raise checkpoints.corrupt(step, "state", f"it has done {int(state.step)} steps")
+        return under_no_orders(state)
     return branch_state(program, program.cfg.init, say, source) if source else program.init()
 
 
-def open_ancestor(cfg: RunConfig, folder: Any, recorded: dict[str, Any] | None) -> Source | None:
+def open_ancestor(
+    cfg: RunConfig, folder: Any, recorded: dict[str, Any] | None, say: Callable[[str], None]
+) -> Source | None:
     """The checkpoint that a run begins with; None for one that begins at random, or has a checkpoint of its own.
 
     A run that stopped before its first checkpoint begins with the same one again, whatever the other run has saved
@@ -292,7 +300,7 @@ def open_ancestor(cfg: RunConfig, folder: Any, recorded: dict[str, Any] | None) 
     if cfg.init.from_path is None or recorded is not None:
         return None
     begun = paths.read_json(folder / "config.json") if (folder / "config.json").exists() else {}
-    return open_source(cfg.init.from_path, next(iter(begun.get("ancestry", ())), None))
+    return open_source(cfg.init.from_path, next(iter(begun.get("ancestry", ())), None), say=say)
 
 
 def make_watch(program: Program, services: Services, say: Callable[[str], None]) -> ReplicaWatch | None:

@@ -155,7 +155,8 @@ def check_same_data(
 ) -> Ranges:
     """The skipped ranges of the run: recorded, configured, and those of its rewinds.
 
-    Raises Stop(DATA_MISMATCH) if the tokens are not those the run began with.
+    Raises Stop(DATA_MISMATCH) if the tokens are not those the run began with, (CHECKPOINT_CORRUPT) for a position
+    in them that is not this step's.
     """
     wanted = [*cfg.data.skip_batches, *decisions.skip_batches]
     if recorded is None:
@@ -168,7 +169,14 @@ def check_same_data(
             f"the data have changed since the run began: fingerprint {corpus.fingerprint[:16]} now, "
             f"{data['fingerprint'][:16]} then ({what}); bring the old ones back, or begin another --workdir",
         )
-    return merge_skips([tuple(r) for r in data["skipped"]], wanted, start_step)
+    past = [tuple(r) for r in data["skipped"]]
+    if data.get("batch_index", batch_index(start_step, past)) != batch_index(start_step, past):
+        raise Stop(
+            Exit.CHECKPOINT_CORRUPT,
+            f"step {start_step} cannot be gone on from: its position in the data is batch {data['batch_index']}, and "
+            f"after {start_step} steps it must be batch {batch_index(start_step, past)}",
+        )
+    return merge_skips(past, wanted, start_step)
 
 
 def check_hosts_agree(corpus: Corpus) -> None:

@@ -258,7 +258,8 @@ def test_from_a_damaged_checkpoint_it_falls_back_aloud_and_ends_as_if_it_never_w
     for workdir in (copy, without):
         command(home, workdir, f"--config.train_tokens={STEPS + 2} steps")
         out = capsys.readouterr().out
-        assert (f"going on from step 12: {STEPS - 12} steps are lost" in out) == (workdir == copy)
+        assert (f"going on from step 12, {STEPS - 12} steps before it" in out) == (workdir == copy)
+        assert (f"step {STEPS}, the last that was saved whole" in out) == (workdir == without)
     names = "loss", "tokens_hash"
     assert metrics(copy, *names) == metrics(without, *names)
     tiny.assert_same_bits(final_state(home, copy), final_state(home, without))

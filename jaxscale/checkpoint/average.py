@@ -20,7 +20,7 @@ from jaxscale.checkpoint import reading, stored
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.durable import sync_tree
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.folders import COMMITTED
+from jaxscale.checkpoint.folders import COMMITTED, mark_committed
 from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.output import Output, layout_of
@@ -81,11 +81,11 @@ def average_steps(
 def finish(growing: Any, final: Any, destination: Any, write_config: Callable[[], None]) -> None:
     """Checks what was written, writes config.json, and gives the step its name. Raises Stop (STORAGE)."""
     list_all_others(growing)
-    if damages := verify_folder(growing).damages:
+    if damages := verify_folder(growing, finished=False).damages:
         raise Stop(Exit.STORAGE, f"what was written to {growing} reads back otherwise: {damages[0]}; run it again")
     write_config()
     crash_point("average.commit")
-    (growing / COMMITTED).write_text("averaged\n")
+    mark_committed(growing)
     if not paths.is_remote(final):
         sync_tree(growing)
         os.rename(growing, final)

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import paths, units
+from jaxscale.checkpoint.choosing import newest_to_read
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import leaf_text, named_leaves
-from jaxscale.exits import BadInput
+from jaxscale.exits import BadInput, tell
 from jaxscale.hosts.agree import agreed
 from jaxscale.models.lora import is_adapter
 from jaxscale.schema import setting
@@ -97,12 +98,18 @@ class Plan:
 
 
 def open_source(
-    path: str, ancestor: Mapping[str, Any] | None = None, *, wanted: int | None = None, named: str = "init.from_path"
+    path: str,
+    ancestor: Mapping[str, Any] | None = None,
+    *,
+    wanted: int | None = None,
+    named: str = "init.from_path",
+    say: Callable[[str], None] = tell,
 ) -> Source:
     """The checkpoint that `path` names: that step, or the newest of a work folder. The same in all processes.
 
     ancestor: the one with which the run began before; then it must be that, step and content. wanted: the step, where
-    the path names none. named: the setting or flag that gave the path, for errors.
+    the path names none. named: the setting or flag that gave the path, for errors. say: is told of newer steps that
+    cannot be believed and are passed over, and of files that are not as they were.
     Raises BadInput where no checkpoint is there, and Stop (CHECKPOINT_CORRUPT) for one that cannot be read.
     """
     folder = paths.as_path(path)
@@ -120,7 +127,7 @@ def open_source(
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
         raise BadInput(f"{named}={path}: step {step} is no checkpoint; {folder} has {units.or_list(near)}")
     if step is None:
-        step = ancestor["step"] if ancestor else steps[-1]
+        step = ancestor["step"] if ancestor else newest_to_read(checkpoints, say)
         if step not in steps:
             raise BadInput(f"{named}={path}: this run began with its step {step}, and that is no longer there")
     source = Source(checkpoints, step, checkpoints.read_record(step))
@@ -129,6 +136,7 @@ def open_source(
             f"{named}={path}: step {step} is not the checkpoint this run began with "
             f"({source.record['sha256'][:16]} now, {ancestor['sha256'][:16]} then); use another --workdir"
         )
+    checkpoints.tell_changed_files(step, say, small=True)
     return source
 
 

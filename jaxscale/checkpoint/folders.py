@@ -16,7 +16,7 @@ from jaxscale.checkpoint.files import files_under
 from jaxscale.exits import BadInput
 from jaxscale.faults import crash_point
 
-COMMITTED = "commit_success.txt"
+COMMITTED, COMMIT_TEXT = "commit_success.txt", "committed"  # what is in it is known before it is written, and listed
 OWN_ENTRIES = ("_CHECKPOINT_METADATA", COMMITTED, "state", "run")
 REMOVED = ".orbax-checkpoint-tmp-removed"  # on its way out
 UNFINISHED = ".orbax-checkpoint-tmp"  # Orbax's own name for it, so that its tools do not take such a folder for a step
@@ -49,6 +49,11 @@ def is_committed(folder: Any) -> bool:
 def is_step_name(name: str) -> bool:
     """True for '7', not for '07' or '²'."""
     return name.isascii() and name.isdecimal() and name == str(int(name))
+
+
+def mark_committed(folder: Any) -> None:
+    """Writes the file that comes last."""
+    (folder / COMMITTED).write_text(COMMIT_TEXT)
 
 
 def unfinished_folder(directory: Any, step: int) -> Any:

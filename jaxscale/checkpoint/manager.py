@@ -22,6 +22,7 @@ import jax
 from jaxscale import paths
 from jaxscale.checkpoint import folders, restore, space, verified
 from jaxscale.checkpoint.cause import is_trouble, short_cause
+from jaxscale.checkpoint.choosing import tell_lost
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.failures import Failures, Reports
 from jaxscale.checkpoint.quiet_orbax import import_orbax
@@ -102,10 +103,11 @@ class Checkpoints:
         return folders.is_committed(folder)
 
     def newest(self, before: int | None = None, health: str | None = None) -> int | None:
-        """The newest committed step, below `before` and of that health if they are given; None if there is none."""
+        """The newest step whose record can be believed, below `before` and of that health if given; None if none is."""
         for step in reversed(self.all_steps()):
             if before is None or step < before:
-                if health is None or self.health_of(step) == health:
+                found = self.health_of(step)
+                if found is not None and health in (None, found):
                     return step
         return None
 
@@ -153,6 +155,7 @@ class Checkpoints:
         line and an event that say so, and the next older one is tried; the oldest is left where it is, and its error
         raised: what was lost is never made up for by beginning anew in silence. All processes call it together.
         """
+        tell_lost(self, say)
         while True:
             step = agreed(self.latest_step)  # one look at the folder: another host may see a save a moment later
             if step is None:
@@ -170,11 +173,14 @@ class Checkpoints:
                     raise
                 place = self.set_aside(step, "damaged")
                 self.note("fallback", step, to=older, cause=str(error), moved_to=place)
-                say(f"WARNING: {error}. It is now {place}; going on from step {older}: {step - older} steps are lost")
+                say(f"WARNING: {error}. It is now {place}; going on from step {older}, {step - older} steps before it")
 
-    def tell_changed_files(self, step: int, say: Callable[[str], None]) -> None:
-        """Says, in an event as well, if files of a step that was restored bit for bit are not as they were written."""
-        if told := restore.changed_files_of(self.directory / str(step)):
+    def tell_changed_files(self, step: int, say: Callable[[str], None], small: bool = False) -> None:
+        """Says, in an event as well, if files of a step that was restored bit for bit are not as they were written.
+
+        small: of a step whose arrays will be read; only the files beside them are looked at. For all processes.
+        """
+        if told := restore.changed_files_of(self.directory / str(step), small):
             self.note("alarm", step, cause=told)
             say(f"WARNING: {told}")
 
@@ -188,6 +194,7 @@ class Checkpoints:
     def move_away(self, step: int, why: str) -> str:
         """The new place of a step, if the folder is this run's. Raises as may_commit does."""
         self.saver.may_commit()
+        verified.forget_last_good(self.directory, step)
         return str(folders.set_aside(self.directory, step, why))
 
     def set_aside_after(self, step: int, why: str) -> list[int]:
@@ -366,7 +373,7 @@ class Checkpoints:
         """The newest step that is there, in words."""
         try:
             safe = self.newest()
-        except (OSError, BadInput):
+        except (OSError, BadInput, Stop):
             return "what is there cannot be listed"
         return f"step {safe} is the newest that is safe" if safe is not None else "there is no earlier checkpoint"
 

@@ -33,8 +33,11 @@ def silence() -> None:
 
     def hook(unraisable: Any) -> None:
         error = unraisable.exc_value
-        # a read or write that ends after another has failed finds the event loop closed; the failure itself is raised
-        if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+        # a read or write that ends after another has failed finds the event loop closed, or is ended where it waits;
+        # the failure itself is raised
+        code = getattr(unraisable.object, "cr_code", None)
+        leftover = code is not None and is_leftover(code.co_filename)
+        if not (leftover or isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
             previous(unraisable)
 
     sys.unraisablehook = hook

@@ -3,18 +3,21 @@
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxscale import paths
 from jaxscale.checkpoint.cause import is_trouble, reached
 from jaxscale.checkpoint.files import files_under
+from jaxscale.checkpoint.folders import COMMITTED
+from jaxscale.checkpoint.inventory import FOLDER, REST
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import is_sealed
+from jaxscale.checkpoint.record import what_is_wrong
 from jaxscale.checkpoint.retention import PINNED
 from jaxscale.checkpoint.verified import LAST_GOOD
 from jaxscale.exits import BadInput
 
+ALWAYS = (f"{FOLDER}/{REST}", COMMITTED)
 RECORD, TIMES, COPIED = "run/metadata", "_CHECKPOINT_METADATA", "copied"
 
 
@@ -29,7 +32,8 @@ class StepFacts:
     validation_loss: float | None
     verified: bool  # read back whole and found as it was saved, by training or by `ckpt copy`
     pinned: bool
-    problem: str = ""  # why the record cannot be read
+    problem: str = ""  # why the record cannot be read, or is of another step
+    missing: tuple[str, ...] = ()  # files that every step has
 
 
 def list_steps(checkpoints: Checkpoints) -> list[StepFacts]:
@@ -37,38 +41,38 @@ def list_steps(checkpoints: Checkpoints) -> list[StepFacts]:
     folder = checkpoints.directory
     steps = checkpoints.all_steps()
     sizes = dict.fromkeys(steps, 0)
-    others = set()
-    for name, size in files_under(folder).items() if steps else ():
-        top, _, rest = name.partition("/")
+    names = files_under(folder) if steps else {}
+    for name, size in names.items():
+        top = name.partition("/")[0]
         if top.isdecimal() and int(top) in sizes:
             sizes[int(top)] += size
-        else:
-            others.add(name)
     good = read_last_good(folder)
-    return [
-        step_facts(folder, step, sizes[step], f"{PINNED}/{step}" in others, good, f"{COPIED}/{step}.json" in others)
-        for step in steps
-    ]
+    return [step_facts(folder, step, sizes[step], names, good) for step in steps]
 
 
 def step_facts(
-    folder: Any, step: int, num_bytes: int, pinned: bool, last_good: Mapping[str, Any], copied: bool
+    folder: Any, step: int, num_bytes: int, names: Collection[str], last_good: Mapping[str, Any]
 ) -> StepFacts:
-    """The facts of one step. copied: there is a list of its files."""
-    verified = bool(last_good.get("verified")) and last_good.get("step") == step
+    """The facts of one step. names: of all files below the folder of checkpoints."""
+    pinned, copied = f"{PINNED}/{step}" in names, f"{COPIED}/{step}.json" in names
     try:
         record = read_record(folder / str(step))
     except BadInput as error:
         problem = str(error)
         return StepFacts(step, saved_at(folder / str(step)), num_bytes, None, None, False, pinned, problem)
+    verified = bool(last_good.get("verified")) and last_good.get("sha256") == record["sha256"]
     if copied and not verified:
         verified = read_optional(folder / COPIED / f"{step}.json").get("record") == record["sha256"]
     loss = (record.get("metrics") or {}).get("validation/loss")
-    return StepFacts(step, saved_at(folder / str(step)), num_bytes, record.get("health"), loss, verified, pinned)
+    wanted = ALWAYS if "step" in record and f"{step}/{RECORD}" in names else ()  # not behind a link, nor of old
+    missing = tuple(name for name in wanted if f"{step}/{name}" not in names)
+    return StepFacts(
+        step, saved_at(folder / str(step)), num_bytes, record.get("health"), loss, verified, pinned, missing=missing
+    )
 
 
 def read_record(folder: Any) -> dict[str, Any]:
-    """The sealed record of a step's folder. Raises BadInput if it cannot be read or one bit of it changed."""
+    """The sealed record of a step's folder. Raises BadInput if it cannot be read, is damaged, or of another step."""
     try:
         record = paths.read_json(folder / RECORD)
     except Exception as error:
@@ -76,8 +80,8 @@ def read_record(folder: Any) -> dict[str, Any]:
             raise
         cause = getattr(error, "strerror", None) or type(error).__name__
         raise BadInput(f"{folder / RECORD} cannot be read: {cause}") from None
-    if not is_sealed(record):
-        raise BadInput(f"the sha256 of {folder / RECORD} does not match its content")
+    if wrong := what_is_wrong(record, folder.name):
+        raise BadInput(f"{folder / RECORD}: {wrong}")
     return record
 
 

@@ -8,21 +8,39 @@ from typing import Any
 import jax
 
 from jaxscale import paths
+from jaxscale.checkpoint.folders import is_step_name
 from jaxscale.exits import BadInput
 
 RECORD = ("run", "metadata")  # where it lies in the folder of a step: Orbax's JSON item of the name `run`
 
 
 def read_record(folder: Any) -> dict[str, Any]:
-    """The sealed JSON object of a step: {run, leaves: {name: [shape, dtype, fingerprint]}, health, metrics, sha256}.
+    """The sealed JSON object of a step: {step, run, leaves: {name: [shape, dtype, fingerprint]}, health, metrics, ...}.
 
-    Checkpoints of earlier versions have no health and no metrics. Needs no Orbax.
-    Raises: OSError if it is not there, BadInput if one bit of it has changed.
+    Checkpoints of earlier versions have no step, no health and no metrics. Needs no Orbax.
+    Raises: OSError if it is not there, BadInput if one bit of it has changed, or if the folder bears another number.
     """
     record = paths.read_json(folder.joinpath(*RECORD))
-    if not is_sealed(record):
-        raise BadInput("its sha256 does not match its content")
+    if wrong := what_is_wrong(record, folder.name):
+        raise BadInput(wrong)
     return record
+
+
+def what_is_wrong(record: Any, name: str) -> str:
+    """Why a record is not to be believed in a folder of this name; '' if it is. Whoever opens a step asks this.
+
+    The step stands in the record and in the run's part of it. Folders that are no step yet, or not any more, bear
+    other names and may hold any.
+    """
+    if not is_sealed(record):
+        return "its sha256 does not match its content"
+    if not is_step_name(name):
+        return ""
+    step = int(name)
+    for told in (record.get("step", step), (record.get("run") or {}).get("step", step)):
+        if told != step:
+            return f"it is the record of step {told}: what lies in {name} was moved, copied or linked there"
+    return ""
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:

@@ -53,15 +53,16 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
     return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves)
 
 
-def changed_files_of(folder: Any) -> str:
+def changed_files_of(folder: Any, small: bool = False) -> str:
     """Which files of a step that came back bit for bit are not as they were written, in words; empty if all are.
 
     What changed is read by no array, so training may go on from it; the disk may not be trusted any longer. Each
-    process looks at its share of the files, and all call this together.
+    process looks at its share of the files, and all call this together. small: before the arrays are read, only the
+    files beside them.
     """
     share, shares = jax.process_index(), jax.process_count()
     try:
-        mine = [list(found) for found in changed_files(folder, share, shares)]
+        mine = [list(found) for found in changed_files(folder, share, shares, small=small)]
     except Exception as error:
         if not is_trouble(error):
             raise
@@ -70,7 +71,8 @@ def changed_files_of(folder: Any) -> str:
     if not told:
         return ""
     (name, cause), more = told[0], f"; and {len(told) - 1} more" if len(told) > 1 else ""
-    return f"{name} in {folder}: {cause}{more}; every array came back bit for bit, but is the disk well?"
+    rest = "jaxscale ckpt verify reads all of it" if small else "every array came back bit for bit"
+    return f"{name} in {folder}: {cause}{more}; {rest}, but is the disk well?"
 
 
 def load_record(folder: Any) -> dict[str, Any]:

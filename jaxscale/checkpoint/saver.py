@@ -271,5 +271,5 @@ def record_of(job: Job) -> dict[str, Any]:
     """What the checkpoint says of itself; waits for the devices."""
     prints = job.snapshot.prints()
     leaves = {name: [*describe_leaf(leaf), prints[name]] for name, leaf in job.snapshot.leaves.items()}
-    content = {"run": json.loads(job.run_text), "leaves": leaves}
+    content = {"step": job.step, "run": json.loads(job.run_text), "leaves": leaves}
     return seal(content | {"health": job.health, "metrics": job.metrics})

@@ -8,17 +8,18 @@ each file with its md5, by which a killed copy knows what it has brought already
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale import paths
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.files import copy_file, files_under, mark_of
-from jaxscale.checkpoint.folders import COMMITTED
+from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED
+from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import COPIED, read_optional, read_record
 from jaxscale.checkpoint.record import digest
-from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.checkpoint.verifying import Damage, verify_folder
 from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.faults import crash_point
 from jaxscale.monitor.events import NAME as EVENTS
@@ -63,12 +64,14 @@ def copy_step(
     remote = paths.is_remote(destination)
     if remote:
         require_whole(folder, step)  # what arrives is compared with this by md5, and not read back
+    elif changed := list(changed_files(folder, small=True)):
+        raise damaged(folder, step, [Damage(*told) for told in changed])
     paths.write_json(note, claim)
     growing = final if remote else destination / f"{GROWING}{step}"
     claim["files"], kept = copy_files(folder, growing, on_bytes)
     crash_point("copy.read_back")
     if not remote:
-        require_whole(growing, step)
+        require_whole(growing, step, finished=False)
     if not (workdir_path := destination.parent / "config.json").exists() and (run / "config.json").exists():
         copy_file(run / "config.json", workdir_path)
     copy_events(run, destination.parent)  # before the step counts: what it binds a run to is never missing beside it
@@ -87,16 +90,20 @@ def read_step(folder: Any) -> dict[str, Any]:
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {folder.name} cannot be read: {error}; take another step") from None
 
 
-def require_whole(folder: Any, step: int) -> None:
+def require_whole(folder: Any, step: int, finished: bool = True) -> None:
     """Raises Stop (CHECKPOINT_CORRUPT) naming what is damaged."""
-    damages = verify_folder(folder).damages
-    if damages:
-        more = f"; and {len(damages) - 2} more" if len(damages) > 2 else ""
-        told = "; ".join(str(damage) for damage in damages[:2])
-        raise Stop(
-            Exit.CHECKPOINT_CORRUPT,
-            f"step {step} in {folder} is damaged: {told}{more}; remove that folder, or copy another step",
-        )
+    if damages := verify_folder(folder, finished=finished).damages:
+        raise damaged(folder, step, damages)
+
+
+def damaged(folder: Any, step: int, damages: Sequence[Damage]) -> Stop:
+    """The error for a step, or a copy of it, that is not what was saved."""
+    more = f"; and {len(damages) - 2} more" if len(damages) > 2 else ""
+    told = "; ".join(str(damage) for damage in damages[:2])
+    return Stop(
+        Exit.CHECKPOINT_CORRUPT,
+        f"step {step} in {folder} is damaged: {told}{more}; remove that folder, or copy another step",
+    )
 
 
 def run_identity(record: Mapping[str, Any]) -> str:
@@ -186,7 +193,7 @@ def copy_events(run: Any, folder: Any) -> None:
 def commit(growing: Any, final: Any, source: Any) -> list:
     """Makes the copy count as a step; [bytes, md5] of the file that does."""
     crash_point("copy.commit")
-    marker = (source / COMMITTED).read_bytes() if (source / COMMITTED).exists() else b"copied\n"
+    marker = (source / COMMITTED).read_bytes() if (source / COMMITTED).exists() else COMMIT_TEXT.encode()
     paths.write_bytes_atomic(growing / COMMITTED, marker)
     mark = list(mark_of(growing / COMMITTED))
     if paths.is_remote(final):

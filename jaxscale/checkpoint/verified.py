@@ -68,6 +68,13 @@ def write_last_good(directory: Any, step: int, *, verified: bool, health: str, s
     crash_point("last_good/after")
 
 
+def forget_last_good(directory: Any, step: int) -> None:
+    """Removes last_good.json if it names this step, which will not count any more: a later look would miss it."""
+    found = read_last_good(directory)
+    if found and found["step"] == step:
+        (directory / LAST_GOOD).unlink(missing_ok=True)
+
+
 def read_last_good(directory: Any) -> dict[str, Any] | None:
     """What last_good.json says; None if it is missing or damaged, for it can be made again."""
     try:

@@ -38,14 +38,16 @@ class Verdict:
     damages: tuple[Damage, ...]
 
 
-def verify_folder(folder: Any, on_bytes: Callable[[int], None] = lambda done: None) -> Verdict:
+def verify_folder(
+    folder: Any, on_bytes: Callable[[int], None] = lambda done: None, *, finished: bool = True
+) -> Verdict:
     """Reads the whole step: every leaf against the fingerprint taken on the devices, every file against its md5.
 
     Raises: Stop (STORAGE) where a bucket or disk does not let itself be read.
-    Args: on_bytes: called with the bytes of arrays read so far.
+    Args: on_bytes: called with the bytes of arrays read so far. finished: False before the step counts.
     """
     try:
-        return look_through(folder, on_bytes)
+        return look_through(folder, on_bytes, finished)
     except Stop:
         raise
     except Exception as error:
@@ -53,7 +55,7 @@ def verify_folder(folder: Any, on_bytes: Callable[[int], None] = lambda done: No
         raise
 
 
-def look_through(folder: Any, on_bytes: Callable[[int], None]) -> Verdict:
+def look_through(folder: Any, on_bytes: Callable[[int], None], finished: bool) -> Verdict:
     """As verify_folder; what is wrong with the storage itself is raised as it came."""
     try:
         record = read_record(folder)
@@ -75,7 +77,7 @@ def look_through(folder: Any, on_bytes: Callable[[int], None]) -> Verdict:
         on_bytes(done)
     damages += [Damage(*told) for told in index_damages(folder)]
     named = {file for damage in damages for file in (damage.what, *damage.files)}
-    damages += [Damage(*told) for told in changed_files(folder) if told[0] not in named]
+    damages += [Damage(*told) for told in changed_files(folder, finished=finished) if told[0] not in named]
     return Verdict(len(record["leaves"]), done, tuple(damages))
 
 

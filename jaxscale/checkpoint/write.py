@@ -109,9 +109,9 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
     if paths.is_remote(directory):
         may_commit()
         crash_point("save/before_commit")
-        (folder / folders.COMMITTED).write_text("committed")
+        folders.mark_committed(folder)
     else:
-        (folder / folders.COMMITTED).write_text("committed")
+        folders.mark_committed(folder)
         sync_tree(folder)
         crash_point("save/synced")
         may_commit()

@@ -123,6 +123,8 @@ def list_(request: Request) -> int:
     for fact in facts:
         if fact.problem:
             tell(f"step {fact.step} cannot be restored: {fact.problem}")
+        if fact.missing:
+            tell(f"step {fact.step} lacks {' and '.join(fact.missing)}; jaxscale ckpt verify reads all of it")
     return 0
 
 
@@ -194,6 +196,7 @@ def rules(request: Request) -> CheckpointConfig:
 
 def pin_(request: Request) -> int:
     """Pins the steps."""
+    opened(request, chosen(request))
     return mark(request, pin, "pinned", "was pinned already")
 
 
@@ -218,6 +221,7 @@ def average(request: Request) -> int:
         steps = newest_clean(list_steps(request.checkpoints), whole_number("last", request.options["last"], 1))
     else:
         steps = chosen(request)
+    opened(request, steps)
     to, what = request.options["to"], request.options.get("what", "params")
     done = average_steps(request.checkpoints, steps, to, what, Progress("average"))
     size, names = units.size(done.num_bytes), ", ".join(map(str, steps))
@@ -232,6 +236,7 @@ def merge(request: Request) -> int:
     """Writes the weights of a step with its adapters merged."""
     if len(steps := chosen(request, newest=True)) != 1:
         raise BadInput("ckpt merge_lora merges one step; give --step=N")
+    opened(request, steps)
     to, what = request.options["to"], request.options.get("what", "params")
     done = merge_lora(request.checkpoints, steps[0], to, what, Progress("merge_lora"))
     record = {"to": to, "what": what, **dataclasses.asdict(done)}
@@ -248,6 +253,17 @@ def newest_clean(facts: Sequence[StepFacts], count: int) -> list[int]:
     if len(clean) < count:
         raise BadInput(f"--last={count}: there are {len(clean)} clean steps; give at most that many, or --steps")
     return clean[-count:]
+
+
+def opened(request: Request, steps: list[int]) -> list[int]:
+    """The steps. Says of files beside their arrays that are not as they were.
+
+    Raises Stop (CHECKPOINT_CORRUPT) for one whose record cannot be believed.
+    """
+    for step in steps:
+        request.checkpoints.read_record(step)
+        request.checkpoints.tell_changed_files(step, tell, small=True)
+    return steps
 
 
 def chosen(request: Request, newest: bool = False) -> list[int]:

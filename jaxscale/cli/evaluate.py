@@ -45,6 +45,9 @@ import jax  # noqa: E402
 from jaxscale import hosts, paths, schema  # noqa: E402
 from jaxscale.checkpoint.branch import open_source  # noqa: E402
 from jaxscale.checkpoint.cause import written  # noqa: E402
+from jaxscale.checkpoint.choosing import why_not  # noqa: E402
+from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
+from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
 from jaxscale.cli.evaluate_steps import as_line, record_of, save_record, show_lines, show_table  # noqa: E402
 from jaxscale.cli.sample import read_dtype, read_mesh  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
@@ -118,7 +121,7 @@ def main(argv: list[str]) -> int:
     with hosts.joined(place, facts | {"switches": sorted(switches)}, options):
         first = jax.process_index() == 0
         say = tell if first else lambda line: None
-        steps = chosen_steps(request)
+        steps = chosen_steps(request, say)
         what = "ema" if "ema" in switches else "params"
         model = open_model(options["workdir"], step=steps[0], what=what, mesh=mesh, compute_dtype=dtype, say=say)
         measure = make_measure(request, model, say)
@@ -134,7 +137,7 @@ def evaluate_steps(
     records = []
     for step in steps:
         if step is not None and step != model.step:
-            if step not in agreed(lambda: open_source(str(workdir)).checkpoints.all_steps()):
+            if step not in agreed(Checkpoints(paths.as_path(model.path).parent, CheckpointConfig()).all_steps):
                 say(f"step {step} is gone since: a run that goes on keeps few")
                 continue
             model = at_step(model, step)
@@ -217,16 +220,23 @@ def flag_name(name: str, settings: NamedEval) -> str:
     return f"--{settings.kind} {name}"
 
 
-def chosen_steps(request: Request) -> list[int | None]:
-    """The steps to measure; [None] for the newest. Raises BadInput for one that is no number, or not there."""
+def chosen_steps(request: Request, say: Callable[[str], None]) -> list[int | None]:
+    """The steps to measure; [None] for the newest. Says of --steps=all which cannot be believed and are left out.
+
+    Raises BadInput for one that is no number, or not there.
+    """
     if request.steps is None:
         return [request.number("step", 0, 0) if "step" in request.options else None]
     workdir = request.options["workdir"]
     if paths.as_path(workdir).name.isdecimal() and not (paths.as_path(workdir) / "checkpoints").exists():
         raise BadInput(f"--workdir={workdir} is one checkpoint; give the work folder for --steps")
-    steps = agreed(lambda: open_source(workdir, named="--workdir").checkpoints.all_steps())
+    checkpoints = open_source(workdir, named="--workdir", say=lambda line: None).checkpoints
+    steps = agreed(checkpoints.all_steps)
     if request.steps == "all":
-        return steps
+        wrong = {step: why for step in steps if (why := why_not(checkpoints, step))}
+        for why in wrong.values():
+            say(f"WARNING: {why}; it is left out")
+        return [step for step in steps if step not in wrong]
     wanted = [whole_number("steps", text, 0) for text in request.steps.split(",")]
     if missing := [step for step in wanted if step not in steps]:
         there = ", ".join(map(str, steps))

@@ -15,6 +15,7 @@ import numpy as np
 
 from jaxscale import paths, schema
 from jaxscale.checkpoint.cause import is_trouble, short_cause, written
+from jaxscale.checkpoint.choosing import newest_to_read
 from jaxscale.checkpoint.files import mark_of
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import digest
@@ -26,7 +27,7 @@ from jaxscale.convert.order import in_order
 from jaxscale.convert.pieces import array_shapes
 from jaxscale.convert.safetensors import DTYPES
 from jaxscale.convert.shards import INDEX, Shard, growing_file, index_of, plan_shards
-from jaxscale.exits import BadInput, Exit, Stop
+from jaxscale.exits import BadInput, Exit, Stop, tell
 from jaxscale.faults import crash_point
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.lora import LoraConfig
@@ -74,8 +75,9 @@ def open_step(checkpoints: Checkpoints, step: int | None, what: What = "params")
         raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
     if step is not None and step not in steps:
         raise BadInput(f"--step={step}: there is no such step; there are {', '.join(map(str, steps))}")
-    step = steps[-1] if step is None else step
+    step = newest_to_read(checkpoints, tell) if step is None else step
     record = checkpoints.read_record(step)
+    checkpoints.tell_changed_files(step, tell, small=True)
     values = record["run"].get("config", {}).get("model")
     if values is None:
         raise BadInput(f"step {step} does not say which model it is of; it was not saved by a run")

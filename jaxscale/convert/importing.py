@@ -20,7 +20,7 @@ from jaxscale.checkpoint import reading, space, stored
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.durable import sync_tree
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, remove_tree
+from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, mark_committed, remove_tree
 from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.output import Output, new_layout, tree_of
 from jaxscale.checkpoint.record import seal
@@ -241,7 +241,7 @@ def complete(growing: Any, final: Any, leaves: Mapping[str, list], run: Mapping[
     """
     began = time.time_ns()
     write_json(growing / stored.TREE, tree_of({name: told[0] for name, told in leaves.items()}))
-    record = seal({"run": dict(run), "leaves": dict(leaves), "health": "clean", "metrics": {}})
+    record = seal({"step": STEP, "run": dict(run), "leaves": dict(leaves), "health": "clean", "metrics": {}})
     write_json(growing / reading.RECORD, record)
     for item in ("run", "state"):
         (growing / item / COMMITTED).write_text(f"Checkpoint commit was successful to {final}")
@@ -252,7 +252,7 @@ def complete(growing: Any, final: Any, leaves: Mapping[str, list], run: Mapping[
     verify_leaves(growing, leaves)
     list_all_others(growing)
     crash_point("convert/commit")
-    (growing / COMMITTED).write_text("converted\n")
+    mark_committed(growing)
     if not paths.is_remote(final):
         sync_tree(pathlib.Path(growing))
         os.rename(growing, final)

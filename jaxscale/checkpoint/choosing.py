@@ -1,0 +1,58 @@
+"""Which step is taken where several are there and not all can be believed, and what is said of the others."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale import paths
+from jaxscale.checkpoint import folders, verified
+from jaxscale.exits import Exit, Stop
+from jaxscale.hosts.agree import agreed
+
+
+def newest_to_read(checkpoints: Any, say: Callable[[str], None]) -> int:
+    """The newest step whose record can be believed, for those who only read: nothing is moved.
+
+    What is passed over is said. There must be a step. For all processes.
+    Raises: Stop (CHECKPOINT_CORRUPT) if no record can be believed.
+    """
+    steps = agreed(checkpoints.all_steps)
+    newest = agreed(checkpoints.newest)
+    if newest is None:
+        checkpoints.read_record(steps[-1])
+    for step in steps:
+        if step > newest:
+            say(f"WARNING: {why_not(checkpoints, step)}; step {newest} is taken")
+    return newest
+
+
+def why_not(checkpoints: Any, step: int) -> str:
+    """Why the record of a step cannot be believed; '' if it can. Raises Stop (STORAGE) where that may pass."""
+    try:
+        checkpoints.read_record(step)
+    except Stop as error:
+        if error.code != Exit.CHECKPOINT_CORRUPT:
+            raise
+        return str(error)
+    return ""
+
+
+def tell_lost(checkpoints: Any, say: Callable[[str], None]) -> None:
+    """Says, in an event as well, if the last good step is not there any more, or without what makes it count.
+
+    In a bucket such a step looks like a save that was killed, and would be removed: it is set aside instead.
+    Raises Stop (CHECKPOINT_CORRUPT) where there is no other step: what is lost is not begun anew in silence.
+    """
+    directory = checkpoints.directory
+    good = agreed(lambda: verified.read_last_good(directory))
+    if not good or agreed(lambda: folders.is_committed(directory / str(good["step"]))):
+        return
+    step, newest = good["step"], agreed(checkpoints.latest_step)
+    cause = f"step {step}, the last that was saved whole ({directory / verified.LAST_GOOD}), is not there any more"
+    if paths.is_remote(directory) and agreed(lambda: (directory / str(step)).exists()):
+        place = checkpoints.set_aside(step, "damaged")
+        cause = f"step {step} was saved whole and has no {folders.COMMITTED} any more; it is now {place}"
+    if newest is None:
+        way_out = "bring one back from a copy, or name another --workdir"
+        raise Stop(Exit.CHECKPOINT_CORRUPT, f"{cause}, and there is no other; {way_out}")
+    checkpoints.note("alarm", step, cause=cause)
+    say(f"WARNING: {cause}")
