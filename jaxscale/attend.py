@@ -5,19 +5,24 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jaxscale import hosts
+from jaxscale import hosts, paths
+from jaxscale.checkpoint.folders import remove_leftovers
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.config import RunConfig
-from jaxscale.exits import verdict
+from jaxscale.exits import Stop, verdict
 from jaxscale.hosts.reports import open_reports
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.monitor.events import Events, Note
+from jaxscale.monitor.appending import renew
+from jaxscale.monitor.events import NAME, Events, Note
 from jaxscale.monitor.goodput import Ledger, own_age_seconds
 from jaxscale.monitor.profile import Profiler, parse_steps
 from jaxscale.monitor.telemetry import Telemetry, reader_for
-from jaxscale.monitor.writers import MonitorConfig
+from jaxscale.monitor.writers import METRICS, SAMPLES, MonitorConfig
 from jaxscale.start import Wishes
 from jaxscale.train.services import Services
+
+APPENDED = (NAME, METRICS, SAMPLES)
+REPLACED = (*APPENDED, "abandoned.jsonl", "config.json", "sample.txt")
 
 
 @contextlib.contextmanager
@@ -33,6 +38,12 @@ def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> 
         workdir, cfg.lock, steal=wishes.steal_lock, primary=primary, note=events.note, say=team, mode=wishes.mode
     )
     with lock:  # what is noted is noted while the folder is ours
+        paths.remove_temporaries(workdir, REPLACED)
+        if lock.taken_from is not None and not paths.is_remote(workdir):
+            with contextlib.suppress(OSError):  # who wakes up in the middle of a line writes it into the old file
+                for name in APPENDED:
+                    renew(paths.as_path(workdir) / name)
+                remove_leftovers(paths.as_path(workdir) / "checkpoints")  # and who wakes up in a save finds no folder
         code, why = 0, "done"
         profiler, telemetry = watchers(cfg.monitor, workdir, events.note, team)
         watchdog = Watchdog(workdir, cfg.hang, note=events.note, others=team, observers=(profiler, ledger))
@@ -48,12 +59,13 @@ def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> 
                     vitals=lambda: ledger.metrics() | telemetry.metrics(),
                     profiling=profiler.busy,
                 )
+            lock.poll()  # what the last lines of a run found out
         except BaseException as error:
             code, line = verdict(error)
             why = line or f"{type(error).__name__}: {str(error)[:500]}"
             raise
         finally:
-            with contextlib.suppress(OSError):  # how the run ended is told all the same
+            with contextlib.suppress(OSError, Stop):  # how the run ended is told all the same
                 if events.begun:
                     events.note("stopped", code=int(code), why=why, goodput=ledger.facts())
                 events.close()

@@ -9,9 +9,10 @@ import os
 import pathlib
 import secrets
 import urllib.parse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
+from jaxscale import fence
 from jaxscale.exits import BadInput
 from jaxscale.foreign import open_regular, parse_json
 
@@ -99,6 +100,7 @@ def write_bytes_atomic(path: Any, content: Any) -> None:
     An object store replaces an object whole by itself, so there it is a plain write.
     """
     if is_remote(path):
+        fence.ask(path)
         as_path(path).write_bytes(bytes(content))
         return
     with replacing(path) as file:
@@ -112,6 +114,7 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
     A reader, or a crash at any moment, sees the old file or the new one, never a part.
     """
     target = as_path(path)
+    fence.ask(target)
     temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
     # as readable as the umask lets any other file be, which mkstemp would not ask
     handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
@@ -120,11 +123,22 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())  # before the rename, or a power cut can leave a renamed empty file
+        fence.ask(target)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
+
+
+def remove_temporaries(folder: Any, names: Sequence[str]) -> None:
+    """Removes what processes that were killed while they replaced files of these names have left in a local folder."""
+    if is_remote(folder):
+        return
+    for name in names:
+        for left in as_path(folder).glob(f".{name}.{'[0-9a-f]' * 16}.tmp"):
+            fence.ask(left)
+            left.unlink(missing_ok=True)
 
 
 def sync_folder(folder: pathlib.Path) -> None:
@@ -136,10 +150,35 @@ def sync_folder(folder: pathlib.Path) -> None:
         os.close(handle)
 
 
+def open_to_write(path: Any, flags: int, mode: int = 0o666) -> int:
+    """os.open for a local file that grows. What is no file keeps nobody waiting, as a pipe without a reader would.
+
+    Raises: OSError as os.open; BadInput where a folder, a pipe, a device or a link to nowhere has the name.
+    """
+    leads_nowhere = os.path.islink(path) and not os.path.exists(path)  # a file would be made at its other end
+    if leads_nowhere or os.path.exists(path) and not os.path.isfile(path):
+        kind = "a link to nowhere" if leads_nowhere else "a folder, a pipe or a device"
+        raise BadInput(f"{path} is {kind} where a file belongs; move it away")
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+
+
+def read_bytes(path: Any) -> bytes:
+    """The content of a file, local or remote. Raises as open_binary does."""
+    if is_remote(path):
+        return as_path(path).read_bytes()
+    with open_binary(path) as file:
+        return file.read()
+
+
+def open_binary(path: Any) -> BinaryIO:
+    """A file open for reading, local or remote. Raises FileNotFoundError, BadInput for what is no regular file."""
+    return as_path(path).open("rb") if is_remote(path) else open_regular(as_path(path))
+
+
 def read_json(path: Any) -> Any:
     """The JSON value in the file. Raises FileNotFoundError, or BadInput that names the file if it is no JSON file."""
     try:
-        text = as_path(path).read_bytes() if is_remote(path) else read_regular(path)
+        text = read_bytes(path)
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -148,12 +187,6 @@ def read_json(path: Any) -> Any:
         return parse_json(text)
     except BadInput as error:
         raise BadInput(f"{path} is not valid JSON ({error}); it is damaged or was edited by hand") from None
-
-
-def read_regular(path: Any) -> bytes:
-    """The content of a local file. Raises as open_regular does."""
-    with open_regular(as_path(path)) as file:
-        return file.read()
 
 
 def write_json(path: Any, value: Any) -> None:
@@ -191,8 +224,15 @@ def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
     return folder
 
 
+def make_folder(folder: Any) -> None:
+    """Makes a folder with the usual mode, and those above it, where they are missing."""
+    fence.ask(folder)
+    as_path(folder).mkdir(parents=True, exist_ok=True)
+
+
 def make_private(folder: pathlib.Path, mode: int = PRIVATE) -> None:
     """Makes a local folder with this mode, and with the usual mode those above it. One that is there stays as it is."""
+    fence.ask(folder)
     try:
         folder.mkdir(parents=True, mode=mode)
     except FileExistsError:  # perhaps another process has just made it

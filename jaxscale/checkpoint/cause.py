@@ -1,6 +1,7 @@
 """The true cause of a storage error as one short line; Orbax reports the same through pages of tracebacks."""
 
 import errno
+import os
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -39,6 +40,13 @@ def short_cause(error: BaseException) -> str:
         if permission := missing_permission(str(link)):
             return f"this machine's account lacks the permission {permission} (403)"
     for link in chain:
+        if (
+            isinstance(link, OSError)
+            and link.errno == errno.ENOSPC
+            and link.filename
+            and (told := inodes_told(link.filename))
+        ):
+            return clip(told)
         if isinstance(link, OSError) and link.strerror:
             return clip(f"{link.strerror}: {link.filename}" if link.filename else link.strerror)
     for link in chain:
@@ -46,6 +54,17 @@ def short_cause(error: BaseException) -> str:
             return clip(found.group())
     root = chain[-1]
     return clip(f"{type(root).__name__}: {root}" if str(root).strip() else type(root).__name__)
+
+
+def inodes_told(path: Any) -> str:
+    """That a local disk has no more files to give, where that is so: the system calls it full all the same; else ''."""
+    place = os.path.abspath(path)
+    while not os.path.exists(place):
+        place = os.path.dirname(place)
+    found = os.statvfs(place)
+    if not found.f_files or found.f_favail:  # some file systems do not count them
+        return ""
+    return f"no inodes left on the disk of {path}: it has room for bytes, and for not one more file; remove some files"
 
 
 def errors_behind(error: BaseException):

@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import fence, paths
 from jaxscale.checkpoint.files import files_under
 from jaxscale.exits import BadInput
 from jaxscale.faults import crash_point
@@ -83,6 +83,7 @@ def remove_step(directory: Any, step: int) -> None:
     """Removes a committed step. A crash in the middle leaves a leftover, never a step."""
     folder = directory / str(step)
     crash_point("delete/before")
+    fence.ask(folder)
     if paths.is_remote(directory):
         (folder / COMMITTED).unlink(missing_ok=True)
     else:
@@ -106,6 +107,7 @@ def set_aside(directory: Any, step: int, why: str) -> Any:
         place = directory / f"{why}-{step}-{now}-{number}"
     folder = directory / str(step)
     crash_point("set_aside/before")
+    fence.ask(folder)
     if paths.is_remote(directory):
         copy_objects(folder, place)
         crash_point("gs/set_aside_half")
@@ -133,6 +135,7 @@ def copy_objects(source: Any, target: Any) -> None:
 
 def remove_tree(folder: Any) -> None:
     """Removes a folder or a file and what is below it; what is gone already is no error."""
+    fence.ask(folder)
     if not paths.is_remote(folder):
         if folder.is_dir() and not folder.is_symlink():
             shutil.rmtree(folder, onerror=pass_over_missing)

@@ -11,11 +11,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import fence, paths
 from jaxscale.bucket import Changed, Unreachable
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.holder import Holder, lives, this_process
-from jaxscale.checkpoint.lock_stores import FileLock, Look, ObjectLock
+from jaxscale.checkpoint.lock_stores import FileLock, Look, Moved, ObjectLock
 from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.monitor.events import ignore
 from jaxscale.schema import setting
@@ -72,10 +72,11 @@ class RunLock:
         self.mode = mode
         self.store: FileLock | ObjectLock | None = None
         self.taken_from: Holder | None = None  # of whom the lock was when this run began
-        self.lost: str | None = None  # the line that says so
+        self.lost: tuple[Exit, str] | None = None  # the line that says so, and the code to leave with
         self.reached, self.cause = clock(), ""  # when the folder was last reached, and why not since
         self.using = threading.Lock()  # one request at a time
         self.ended, self.thread = threading.Event(), None
+        self.fence = contextlib.ExitStack()
 
     def __enter__(self) -> "RunLock":
         if not self.primary:
@@ -87,6 +88,7 @@ class RunLock:
             except Unreachable as error:
                 raise Stop(Exit.STORAGE, f"{self.workdir} cannot be reached: {error}") from None
             self.reached = self.clock()
+            self.fence.enter_context(fence.fenced(self.workdir, self.check))
             self.thread = threading.Thread(target=self.work, name="run-lock", daemon=True)
             self.thread.start()
         return self
@@ -95,9 +97,10 @@ class RunLock:
         self.ended.set()
         if self.thread is None:
             return
+        self.fence.close()
         self.thread.join(JOIN_SECONDS)
         if not self.thread.is_alive() and self.lost is None and not self.cause:
-            with contextlib.suppress(OSError, ValueError):  # it runs out by itself
+            with contextlib.suppress(OSError, ValueError, Moved):  # it runs out by itself
                 self.store.remove(self.me)
 
     def acquire(self) -> None:
@@ -168,35 +171,40 @@ class RunLock:
                     self.me = self.me.renewed()
                     self.store.renew(self.me)
                 self.reached, self.cause = self.clock(), ""
-            except Changed:
-                self.lose()
+            except (Changed, Moved) as error:
+                self.lose(error)
                 return
             except Exception as error:  # of the disk or the network: the next renewal may do better
                 self.cause = short_cause(error)
 
-    def lose(self) -> None:
-        """Notes that the lock is no longer ours, once."""
+    def lose(self, why: Exception | None = None) -> None:
+        """Remembers that the folder is no longer ours, once. Nothing is noted in it: the log is another's too."""
         if self.lost is not None:
+            return
+        if isinstance(why, Moved):
+            told = f"{self.workdir} was {why} while the run trained; nothing was made anew in its place"
+            self.lost = Exit.STORAGE, f"{told}: bring the folder back, or give its new place as --workdir"
             return
         now = None
         with contextlib.suppress(Exception):  # who it is, is only of interest
             look = self.store.look()
             now = look.holder if look else None
         who = f"by {now}" if now else "while this process stood still, or deleted"
-        self.lost = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
-        self.note("lock_stolen", holder=str(now), why="taken from this process")
+        told = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
+        self.lost = Exit.LOCK_HELD, told
 
     def poll(self) -> None:
         """To be called every step. It looks at no file, unless this process has just stood still for three leases.
 
         Even then it asks once and quickly, or not at all where the thread that renews is asking already.
-        Raises: Stop with LOCK_HELD if the lock was lost, with STORAGE if the folder could not be reached for too long.
+        Raises: Stop with LOCK_HELD if the lock was lost, with STORAGE if the folder was moved or deleted, or could not
+        be reached for too long.
         """
         silent = self.clock() - self.reached
         if self.store is not None and not self.cause and silent > LEASES * self.cfg.lease_seconds:
             self.glance()
         if self.lost is not None:
-            raise Stop(Exit.LOCK_HELD, self.lost)
+            raise Stop(*self.lost)
         if self.cause and 0 < self.cfg.outage_seconds < silent:
             raise Stop(
                 Exit.STORAGE,
@@ -212,24 +220,30 @@ class RunLock:
             if not self.store.is_own_at_a_glance(self.me):
                 self.lose()
             self.reached = self.clock()
+        except Moved as error:
+            self.lose(error)
         except Exception as error:  # of the disk or the network
             self.cause = short_cause(error)
         finally:
             self.using.release()
 
     def check(self) -> None:
-        """To be called in the thread that saves, before anything that makes a checkpoint count: asks the storage.
+        """Asks the storage, before anything in the folder is written: microseconds on a disk, a request to a bucket.
 
-        Raises: Stop (LOCK_HELD) if the lock is another's or gone; OSError or BadInput if the storage does not answer.
+        Raises: Stop (LOCK_HELD) if the lock is another's or gone, Stop (STORAGE) if the folder was moved or deleted;
+        OSError or BadInput if the storage does not answer.
         """
         if self.store is None:
             return
-        if self.lost is None:
-            with self.using:
-                if not self.store.is_own(self.me):
+        in_turn = self.using if isinstance(self.store, ObjectLock) else contextlib.nullcontext()
+        try:
+            with in_turn:  # on a disk a renewal may take as long as an fsync, and nobody waits for it
+                if self.lost is None and not self.store.is_own(self.me):
                     self.lose()
+        except Moved as error:
+            self.lose(error)
         if self.lost is not None:
-            raise Stop(Exit.LOCK_HELD, self.lost)
+            raise Stop(*self.lost)
 
 
 def open_store(workdir: Any, say: Callable[[str], None], mode: int) -> FileLock | ObjectLock | None:

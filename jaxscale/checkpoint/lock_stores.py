@@ -14,12 +14,18 @@ from typing import Any, NamedTuple
 
 from jaxscale import paths
 from jaxscale.bucket import Bucket, Changed, Transient, open_bucket
-from jaxscale.checkpoint.holder import PADDED, Holder, read_holder
+from jaxscale.checkpoint.holder import PADDED, Holder, link, read_holder
+from jaxscale.exits import BadInput
 
 SETTLE_SECONDS = 0.2  # where two take over at once and the file system has no flock, the later rename wins
 LOOK_SECONDS = 0.01
+DELETING_SECONDS = 2.0  # between the lock and the folder, where somebody removes it with all that is in it
 SILENCE_SECONDS = 20.0  # without a byte from the service, after which a try is given up
 QUICK_SECONDS = 5.0  # the same where a step waits for the answer
+
+
+class Moved(Exception):
+    """The folder is not where it was; the message says what is known of it."""
 
 
 class Look(NamedTuple):
@@ -36,11 +42,14 @@ class FileLock:
 
     def __init__(self, folder: pathlib.Path):
         self.path, self.handle = folder / "lock", None
+        self.place: tuple[int, int] | None = None  # the folder itself, whatever its name, while the lock is held
 
     def look(self) -> Look | None:
-        """What is there, None if nothing is."""
+        """What is there, None if nothing is. Raises BadInput for what is no file, a link among them."""
+        if self.path.is_symlink():
+            raise BadInput(f"{self.path} is a link, and the lock of a run is a file; move it away")
         try:
-            handle = os.open(self.path, os.O_RDWR)
+            handle = paths.open_to_write(self.path, os.O_RDWR)
         except FileNotFoundError:
             return None
         try:
@@ -69,7 +78,7 @@ class FileLock:
         own = self.path.with_name(f".lock.{holder.token}")
         self.keep(os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), holder)
         try:
-            handle = os.open(self.path, os.O_RDWR)
+            handle = paths.open_to_write(self.path, os.O_RDWR)
         except FileNotFoundError:
             handle = None
         try:
@@ -89,12 +98,11 @@ class FileLock:
         return self.is_own(holder)
 
     def look_again(self) -> tuple[int, bytes] | None:
-        """The version now, without a flock. Raises FileNotFoundError if the whole folder is gone."""
+        """The version now, without a flock; None if there is no lock."""
         try:
-            with open(self.path, "rb") as file:
+            with paths.open_binary(self.path) as file:
                 return os.fstat(file.fileno()).st_ino, file.read(PADDED)
-        except FileNotFoundError:
-            os.stat(self.path.parent)  # a disk that went away is no other holder
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
     def renew(self, holder: Holder) -> None:
@@ -105,12 +113,27 @@ class FileLock:
         os.fsync(self.handle)
 
     def is_own(self, holder: Holder) -> bool:
-        """True if the lock names this holder."""
+        """True if the lock names this holder. Raises Moved if its folder is not where it was."""
         now = self.look_again()
         found = read_holder(now[1]) if now else None
-        return found is not None and found.token == holder.token
+        if found is not None and found.token == holder.token:
+            return True
+        if self.place is not None:
+            self.check_place(until=time.monotonic() + (DELETING_SECONDS if now is None else 0.0))
+        return False
 
     is_own_at_a_glance = is_own
+
+    def check_place(self, until: float) -> None:
+        """Returns if the folder is still there at that time. Raises Moved once it is not: its files may go first."""
+        while self.place == place_of(self.path.parent):
+            if time.monotonic() >= until:
+                return
+            time.sleep(LOOK_SECONDS)
+        lock = link(f"/proc/self/fd/{self.handle}")
+        if not lock or lock.endswith("(deleted)"):
+            raise Moved("deleted")
+        raise Moved(f"moved to {os.path.dirname(lock)}")
 
     def remove(self, holder: Holder) -> None:
         """Gives the lock back."""
@@ -122,7 +145,7 @@ class FileLock:
 
     def keep(self, handle: int, holder: Holder) -> None:
         """Flocks the open file and writes the holder into it."""
-        self.handle = handle
+        self.handle, self.place = handle, place_of(self.path.parent)
         while flock(handle) is False:  # whoever looks at the lock has it for a moment
             time.sleep(LOOK_SECONDS)
         os.pwrite(handle, holder.content(), 0)
@@ -131,7 +154,7 @@ class FileLock:
     def let_go(self) -> None:
         if self.handle is not None:
             os.close(self.handle)
-        self.handle = None
+        self.handle = self.place = None
 
 
 class ObjectLock:
@@ -195,6 +218,15 @@ class ObjectLock:
         """Gives the lock back, if one try is enough: else it runs out by itself."""
         with contextlib.suppress(Changed, Transient, FileNotFoundError):
             self.door.delete(self.url, self.generation)
+
+
+def place_of(folder: pathlib.Path) -> tuple[int, int] | None:
+    """What the folder is, whatever its name; None if there is none."""
+    try:
+        found = os.stat(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def flock(handle: int) -> bool | None:

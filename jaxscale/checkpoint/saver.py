@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
+from jaxscale import paths
 from jaxscale.checkpoint import folders, retention, space, verified, write
-from jaxscale.checkpoint.cause import clip, short_cause, what_to_grant
+from jaxscale.checkpoint.cause import clip, inodes_told, short_cause, what_to_grant
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.failures import Reports
 from jaxscale.checkpoint.record import describe_leaf, seal
@@ -261,6 +262,8 @@ class Saver:
         """The cause of a failed save with what it needs and has, and what permission is missing."""
         cause = str(error.args[0]) if isinstance(error, SaveFailed) else short_cause(error)
         cause += what_to_grant(cause, self.directory)
+        if not paths.is_remote(self.directory) and "No space left" in cause and (told := inodes_told(self.directory)):
+            return told
         try:
             return f"{cause} ({space.room_text(self.directory, space.state_bytes(job.snapshot.leaves.values()))})"
         except OSError:

@@ -1,14 +1,16 @@
 """Room for a checkpoint: how much it needs, how much the disk has, and whether it may be written at all."""
 
 import errno
-import os
 import shlex
 import shutil
+import tempfile
 from collections.abc import Iterable
 from typing import Any
 
 from jaxscale import paths
 from jaxscale.checkpoint import folders
+from jaxscale.checkpoint.cause import inodes_told
+from jaxscale.checkpoint.verified import LAST_GOOD
 from jaxscale.exits import Exit, Stop
 
 MARGIN = 1.1  # names, manifests and the blocks of the file system, over the bytes of the arrays
@@ -37,6 +39,8 @@ def free_bytes(directory: Any) -> int | None:
 def check_room(directory: Any, needed: float) -> None:
     """Raises NoRoom with what is needed and what is there."""
     free = free_bytes(directory)
+    if free is not None and (told := inodes_told(directory)):
+        raise NoRoom(f"No space left on device: {told}")
     if free is not None and free < needed * MARGIN:
         raise NoRoom(f"No space left on device: {room_text(directory, needed)}")
 
@@ -61,19 +65,19 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
     """
     if paths.is_remote(directory):
         return None  # a bucket has no free space to ask for; that it can be written shows at the first file of the run
-    probe = directory / f".probe-{os.getpid()}"
     aside: list[Any] = []
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        paths.make_folder(directory)
         aside = folders.those_set_aside(directory)
-        paths.write_text_atomic(probe, "x")
-        probe.unlink()
+        paths.remove_temporaries(directory, (LAST_GOOD, ".probe-*"))  # the second: of versions that left some
+        with tempfile.TemporaryFile(dir=directory) as probe:  # without a name, where the system can
+            probe.write(b"x")
     except OSError as error:
         if error.errno not in FULL or not (steps or aside):
             raise Stop(
                 Exit.NO_GO,
-                f"no checkpoint can be written in {directory}: {error.strerror or error}; give this user the right to "
-                "write there, or choose another --workdir",
+                f"no checkpoint can be written in {directory}: {inodes_told(directory) or error.strerror or error}; "
+                "give this user the right to write there, or choose another --workdir",
             ) from None
     number = max(1, keep + 2 - len(steps))  # one is being written while those that stay are all still there
     free, total = free_bytes(directory), number * needed

@@ -6,14 +6,17 @@ Their handler of arrays has no barrier and no other state; what it and we write 
 can read it.
 """
 
+import contextlib
 import json
+import os
+import pathlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 
-from jaxscale import paths
+from jaxscale import fence, paths
 from jaxscale.checkpoint import folders, inventory
 from jaxscale.checkpoint.cause import is_trouble
 from jaxscale.checkpoint.durable import sync_tree
@@ -23,6 +26,7 @@ from jaxscale.exits import Exit, Stop
 from jaxscale.faults import crash_point
 from jaxscale.hosts.agree import SEEN_SECONDS
 
+OWN_FILES = "/proc/self/fd"  # a link to each open file of this process: proc(5)
 HANDLERS = {  # what stock Orbax looks for in a step
     "run": "orbax.checkpoint._src.handlers.json_checkpoint_handler.JsonCheckpointHandler",
     "state": "orbax.checkpoint._src.handlers.pytree_checkpoint_handler.PyTreeCheckpointHandler",
@@ -46,7 +50,7 @@ def prepare_step(directory: Any, step: int) -> None:
     clear_name(directory / str(step))
     folder = folders.unfinished_folder(directory, step)
     for item in ("state", "run"):
-        (folder / item).mkdir(parents=True, exist_ok=True)
+        paths.make_folder(folder / item)
     crash_point("save/folder")
 
 
@@ -78,15 +82,35 @@ def array_handler() -> Any:
 
 def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: int) -> None:
     """Returns when this process's part of the arrays is on the disk. For all processes, after prepare_step."""
-    orbax, state = import_orbax(), folders.unfinished_folder(directory, step) / "state"
-    array_handler().save(epath(state), args=orbax.args.PyTreeSave(nest(leaves)))
-    crash_point("save/arrays")
-    if not paths.is_remote(directory):
-        for part in (f"ocdbt.process_{process}", "array_metadatas"):
-            if (state / part).exists():
-                sync_tree(state / part)
-    inventory.list_own_files(state.parent, process)
+    orbax, folder = import_orbax(), folders.unfinished_folder(directory, step)
+    with itself(folder) as place:
+        fence.ask(folder)
+        array_handler().save(epath(place / "state"), args=orbax.args.PyTreeSave(nest(leaves)))
+        crash_point("save/arrays")
+        fence.ask(folder)
+        if not paths.is_remote(directory):
+            for part in (f"ocdbt.process_{process}", "array_metadatas"):
+                if (place / "state" / part).exists():
+                    sync_tree(place / "state" / part)
+        inventory.list_own_files(folder, process)
     crash_point("save/arrays_synced")
+
+
+@contextlib.contextmanager
+def itself(folder: Any) -> Iterator[Any]:
+    """A path to this very folder, wherever it is moved; once it is removed, nothing can be made below the path.
+
+    What writes arrays makes the folders that it misses, and is asked by nobody whether it still may: a process that
+    wakes up in the middle of a save would go on in the folder of whoever has taken over. On Linux's local paths alone.
+    """
+    if paths.is_remote(folder) or not os.path.isdir(OWN_FILES):
+        yield folder
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield pathlib.Path(OWN_FILES, str(handle))
+    finally:
+        os.close(handle)
 
 
 def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Callable[[], None], began: float) -> None:
@@ -95,8 +119,11 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
     may_commit: raises if this process must not write any more. began: time.time() when the save began.
     """
     folder = folders.unfinished_folder(directory, step)
-    array_handler().finalize(epath(folder / "state"))
+    with itself(folder) as place:
+        fence.ask(folder)
+        array_handler().finalize(epath(place / "state"))
     crash_point("save/finalized")
+    fence.ask(folder)
     folder.joinpath(*RECORD).write_text(json.dumps(record))
     crash_point("save/record")
     for item in ("run", "state"):

@@ -35,7 +35,7 @@ class Following:
         self.grown_at = stat.st_mtime
         if stat.st_size == self.offset:
             return [], again
-        with self.path.open("rb") as file:
+        with paths.open_binary(self.path) as file:
             torn = self.offset == 0 and stat.st_size > FIRST_BYTES
             file.seek(stat.st_size - FIRST_BYTES if torn else self.offset)
             begun = file.tell()

@@ -64,7 +64,7 @@ class Ledger:
         elif not self.file.parent.is_dir():
             return
         else:
-            handle = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            handle = paths.open_to_write(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
             try:
                 os.write(handle, "".join(self.held).encode())
                 os.fsync(handle)

@@ -66,7 +66,7 @@ def tail(file: Any) -> list[str]:
         if paths.is_remote(file):
             content = file.read_bytes()[-TAIL_BYTES:]
         else:
-            with file.open("rb") as opened:
+            with paths.open_binary(file) as opened:
                 size = opened.seek(0, 2)
                 opened.seek(max(0, size - TAIL_BYTES))
                 content = opened.read()

@@ -150,7 +150,7 @@ def reckoned(
 def hashes_of(folder: Any) -> dict[int, str]:
     """{step: the hash of its batch} from metrics.jsonl; a torn line does not count."""
     try:
-        lines = (folder / "metrics.jsonl").read_bytes().decode("utf-8", "replace").splitlines()
+        lines = paths.read_bytes(folder / "metrics.jsonl").decode("utf-8", "replace").splitlines()
     except FileNotFoundError:
         return {}
     found = {}

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import fence, paths
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.folders import is_step_name, remove_tree
 from jaxscale.checkpoint.retention import PINNED
@@ -133,6 +133,7 @@ class Exporter:
         """Lets the step go, unless it is pinned by somebody else."""
         with contextlib.suppress(Exception):  # it stays pinned, and the next start sees to it
             if self.mark(step).read_text() == OURS:
+                fence.ask(self.mark(step))
                 self.mark(step).unlink()
 
     def mark(self, step: int) -> Any:

@@ -21,8 +21,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-from jaxscale import faults, paths
-from jaxscale.exits import BadInput, Exit, silence_closed_streams, tell
+from jaxscale import faults, fence, paths
+from jaxscale.exits import BadInput, Exit, Stop, silence_closed_streams, tell
 from jaxscale.hosts.backstop import Backstop
 from jaxscale.schema import setting
 
@@ -184,16 +184,18 @@ class Watchdog:
         tell(f"stopped (hang, exit {int(Exit.HANG)}): {line}; stacks of all threads: {where}")
         if self.others and not told:
             self.others.tell_hang(line)
-        if self.stacks:
-            self.stacks.write(f"{line}\n{all_stacks(self.phases)}".encode(errors="replace"))
-            self.stacks.flush()
+        with contextlib.suppress(Stop):  # another process has the folder
+            if self.stacks:
+                fence.ask(self.stacks.name)
+                self.stacks.write(f"{line}\n{all_stacks(self.phases)}".encode(errors="replace"))
+                self.stacks.flush()
         with contextlib.suppress(Exception):  # nothing of this is worth staying for
             facts = {} if phase is None else {"phase": phase.name, "seconds": phase.budget}
             self.note("hang", phase.step if phase else None, cause=line, stacks=str(where), **facts)
         with contextlib.suppress(Exception):
             if self.stacks and paths.is_remote(self.workdir):
                 target = paths.as_path(self.workdir) / FOLDER / os.path.basename(self.stacks.name)
-                target.write_bytes(pathlib.Path(self.stacks.name).read_bytes())
+                paths.write_bytes_atomic(target, pathlib.Path(self.stacks.name).read_bytes())
         silence_closed_streams()
         self.end(int(Exit.HANG))
 

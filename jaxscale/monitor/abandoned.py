@@ -37,6 +37,6 @@ def abandon(workdir: Any, to_step: int, rewind: int) -> int:
 def lines_of(path: Any) -> list[str]:
     """The lines of a file; none where there is no file."""
     try:
-        return [line for line in path.read_bytes().decode("utf-8", "replace").split("\n") if line]
+        return [line for line in paths.read_bytes(path).decode("utf-8", "replace").split("\n") if line]
     except FileNotFoundError:
         return []

@@ -51,7 +51,7 @@ class Events:
         """Appends an event. After `close` it does nothing: what ends a run may be noted by several.
 
         What cannot be written is kept and written first at the next note. Raises Stop (STORAGE) only if a rewind, which
-        binds all later starts, could not be written for good.
+        binds all later starts, could not be written for good, and as the folder's fence does.
         """
         assert kind in KINDS, kind
         when = datetime.datetime.fromtimestamp(self.clock(), datetime.UTC).isoformat(timespec="milliseconds")
@@ -80,6 +80,9 @@ class Events:
                 self.uploader.append(whole_lines(found.decode("utf-8", "replace")) + text)
             else:
                 self.uploader.append(text)
+        except Stop:  # the folder is another's now, and so is its log
+            self.closed, self.unwritten = True, []
+            raise
         except (OSError, ValueError) as error:
             self.problem = getattr(error, "strerror", None) or str(error)
             return False
@@ -130,7 +133,7 @@ def read_events(workdir: Any) -> list[dict[str, Any]]:
 def read_text(path: Any) -> tuple[str, str]:
     """(the file's text, its part up to the last newline)."""
     try:
-        text = path.read_bytes().decode("utf-8", "replace")
+        text = paths.read_bytes(path).decode("utf-8", "replace")
     except FileNotFoundError:
         return "", ""
     return text, whole_lines(text)

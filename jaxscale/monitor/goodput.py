@@ -264,7 +264,7 @@ def last_record(path: Any) -> dict[str, Any]:
         if paths.is_remote(path):
             content = path.read_bytes()[-TAIL_BYTES:]
         else:
-            with path.open("rb") as file:
+            with paths.open_binary(path) as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
                 content = file.read()
     except (OSError, ValueError):  # the file's own reader tells of it; here only a number is missing

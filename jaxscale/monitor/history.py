@@ -385,12 +385,14 @@ def read_samples(folder: Any, problems: list[str]) -> tuple[Sample, ...]:
                 found.pop()  # of steps that were run again
             found = [*found[1 - MOST_SAMPLES :], sample]
     try:
-        with (folder / "sample.txt").open("rb") as file:
+        with paths.open_binary(folder / "sample.txt") as file:
             text = file.read(4 * LONGEST_TEXT).decode("utf-8", "replace")[:LONGEST_TEXT]
         if text not in [sample.text for sample in found]:
             found.append(Sample(None, text))
     except FileNotFoundError:
         pass
+    except BadInput as error:
+        problems.append(str(error))
     except OSError as error:
         problems.append(f"sample.txt cannot be read: {error.strerror or error}")
     return tuple(found[-MOST_SAMPLES:])

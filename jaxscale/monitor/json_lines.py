@@ -33,7 +33,7 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
     """Yields the JSON objects of a file, one a line. A damaged line is left out and told; no file yields nothing."""
     damaged, torn = 0, False
     try:
-        with path.open("rb") as file:
+        with paths.open_binary(path) as file:
             for line, whole in pieces(file):
                 try:
                     record = parse_json(line) if line is not None else None
@@ -47,6 +47,8 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
                     torn = True
     except FileNotFoundError:
         return
+    except BadInput as error:
+        problems.append(str(error))
     except OSError as error:
         problems.append(f"{path.name} cannot be read to its end: {error.strerror or error}")
     if damaged:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxscale import paths
+from jaxscale import fence, paths
 from jaxscale.exits import BadInput
 from jaxscale.monitor.events import Note
 
@@ -146,6 +146,7 @@ class Profiler:
         """Ends the capture that is under way and writes it."""
         step, began = self.begun, time.monotonic()
         self.begun = None
+        fence.ask(self.place)
         try:
             self.stop()
         except Exception as error:
@@ -163,7 +164,7 @@ class Profiler:
         began = time.monotonic()
         try:
             for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-                (place / file.relative_to(folder).as_posix()).write_bytes(file.read_bytes())
+                paths.write_bytes_atomic(place / file.relative_to(folder).as_posix(), file.read_bytes())
             shutil.rmtree(folder, ignore_errors=True)
         except Exception as error:  # whatever the storage's client raises
             self.fail(f"could not be brought into the bucket, and stays in {folder}", error)
@@ -206,6 +207,7 @@ def taken_away(file: Any) -> bool:
     try:
         if not file.exists():
             return False
+        fence.ask(file)
         file.unlink()
     except OSError:
         return False

@@ -1,10 +1,13 @@
 """TensorBoard event files, local only. The one file that imports tensorboardX."""
 
 import contextlib
+import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping
 
+from jaxscale import fence, paths
+from jaxscale.exits import Stop
 from jaxscale.redact import block_in_markdown
 
 FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too dear for every write
@@ -36,6 +39,9 @@ class Scalars:
                 self.file = EventFile(self.folder, self.start_step, self.clock)
             add(self.file)
             self.problem = None
+        except Stop:  # the folder is another's, and so is its disk
+            self.discard()
+            raise
         except OSError as error:
             self.problem = f"{self.folder} lacks metrics that metrics.jsonl has: {error.strerror or error}"
             if self.file is not None:
@@ -47,8 +53,19 @@ class Scalars:
         if self.file is not None:
             try:
                 self.file.close()
+            except Stop:  # said by whoever asks the lock
+                self.discard()
             except OSError as error:
                 self.problem = f"{self.folder} lacks its last metrics: {error.strerror or error}"
+        self.file = None
+
+    def discard(self) -> None:
+        """Closes the file without what it still holds in memory."""
+        if self.file is not None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.file.handle)  # Python flushes what it closes
+            os.close(nowhere)
+            self.file.abandon()
         self.file = None
 
 
@@ -65,11 +82,12 @@ class EventFile:
 
         self.event_type, self.summary_type, self.clock = event_pb2.Event, summary_pb2.Summary, clock
         self.session_type = event_pb2.SessionLog
-        folder.mkdir(parents=True, exist_ok=True)
+        paths.make_folder(folder)
         stem = f"events.out.tfevents.{int(clock())}.jaxscale"
         names = (folder / f"{stem}.{number}" for number in range(1_000_000))
         self.path = next(name for name in names if not name.exists())  # a second start within a second
         self.records, self.flushed_at = RecordWriter(str(self.path)), clock()
+        self.handle = self.records._writer.fileno()
         try:
             self.begin(start_step)
         except OSError:
@@ -109,10 +127,12 @@ class EventFile:
 
     def add(self, event) -> None:
         """Appends one record to the (buffered) file."""
+        fence.ask(self.path)
         self.records.write(event.SerializeToString())
 
     def close(self) -> None:
         """Flushes and closes."""
+        fence.ask(self.path)
         try:
             self.records.flush()
         finally:

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import fence, paths
 from jaxscale.bucket import Bucket, Changed, open_bucket
-from jaxscale.exits import BadInput
+from jaxscale.exits import BadInput, Stop
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before the second try, and between two tries at most
 QUIET_SECONDS = 60.0  # a fault that passes sooner is nobody's concern
@@ -105,7 +105,7 @@ class Uploader:
                 self.pieces = [text]
             try:
                 self.write(text.encode())
-            except Taken as error:
+            except (Taken, Stop) as error:  # Stop: the folder is no longer this process's
                 with self.changed:
                     self.told, self.ended = str(error), True
                     self.changed.notify_all()
@@ -148,7 +148,7 @@ def take_up(path: Any) -> tuple[bytes, Callable[[bytes], None]]:
         own = OwnObject(os.fspath(path))
         return own.read(), own.write
     try:
-        return path.read_bytes(), make_write(path)
+        return paths.read_bytes(path), make_write(path)
     except FileNotFoundError:
         return b"", make_write(path)
 
@@ -181,14 +181,19 @@ class OwnObject:
         return self.tried
 
     def write(self, content: bytes) -> None:
-        """Replaces the object, in one try. Raises as Bucket.put does; Taken if another process has written it."""
+        """Replaces the object, in one try. Raises as Bucket.put does; Taken if another process has written it.
+
+        Stop if the folder is not this process's any more.
+        """
+        fence.ask(self.url)
         door = self.open()
         before, self.tried = self.tried, content
         try:
             self.generation = door.put(self.url, content, self.generation)
         except Changed:
             found = door.look(self.url)
-            if found is not None and found.content not in (before, content):  # else a try whose answer was lost
+            is_ours = found is None or found.content in (before, content)  # a try whose answer was lost
+            if not is_ours and not fence.ask(self.url):  # where the folder is ours: a late try of an upload before this
                 self.tried = before
                 raise Taken(f"another process has written {self.url}; this one leaves it alone") from None
             self.generation = door.put(self.url, content, found.generation if found else 0)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from jaxscale import paths
-from jaxscale.exits import BadInput
+from jaxscale.exits import BadInput, Stop
 from jaxscale.foreign import parse_json
 from jaxscale.monitor.alerts import Diagnosis
 from jaxscale.monitor.appending import append
@@ -20,12 +20,12 @@ from jaxscale.monitor.notebook import find_display, open_console
 from jaxscale.monitor.profile import parse_steps
 from jaxscale.monitor.sinks import Sink, open_sinks
 from jaxscale.monitor.tensorboard import Scalars
-from jaxscale.monitor.upload import LAST_SECONDS, Uploader
+from jaxscale.monitor.upload import LAST_SECONDS, Uploader, take_up
 from jaxscale.redact import redacted
 from jaxscale.schema import setting
 
 REMOTE_SECONDS = 10.0  # an object cannot be appended to: it is written again whole, so not too often
-SAMPLES = "samples.jsonl"
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 SAMPLE_CHARACTERS = 70  # of a sample on the console
 MOST_UNWRITTEN = 10_000  # lines that wait in memory for a disk that is full, about 10 MB
 
@@ -108,7 +108,7 @@ class Writer:
         self.clock = clock
         if not primary:
             return
-        self.lines = JsonLines(self.workdir / "metrics.jsonl", start_step, clock)
+        self.lines = JsonLines(self.workdir / METRICS, start_step, clock)
         if (self.workdir / SAMPLES).exists():  # what steps wrote that are run again is dropped there too
             self.samples = JsonLines(self.workdir / SAMPLES, start_step, clock)
         if self.diagnosis is not None:
@@ -225,10 +225,11 @@ class JsonLines:
     def __init__(self, path: Any, start_step: int, clock: Callable[[], float]):
         self.path, self.uploader, self.cause = path, None, None
         self.unwritten: collections.deque[str] = collections.deque(maxlen=MOST_UNWRITTEN)
-        kept, self.dropped_steps, self.damaged, changed = kept_lines(path, start_step)
+        found, replace = take_up(path)
+        kept, self.dropped_steps, self.damaged, changed = kept_lines(found, start_step)
         self.kept = kept  # until whoever made this has looked at them
         if paths.is_remote(path):
-            self.uploader = Uploader(path, every_seconds=REMOTE_SECONDS, clock=clock)
+            self.uploader = Uploader(path, every_seconds=REMOTE_SECONDS, clock=clock, write=replace)
             self.uploader.put("".join(kept))
         elif changed:
             paths.write_text_atomic(path, "".join(kept))
@@ -258,6 +259,9 @@ class JsonLines:
         """Brings the lines that wait to the disk, if it takes them."""
         try:
             append(self.path, "".join(self.unwritten).encode())
+        except Stop:  # the file is another's now
+            self.unwritten.clear()
+            raise
         except OSError as error:
             self.cause = error.strerror or str(error)
         else:
@@ -293,16 +297,13 @@ def json_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
     return record
 
 
-def kept_lines(path: Any, start_step: int) -> tuple[list[str], list[int], int, bool]:
+def kept_lines(content: bytes, start_step: int) -> tuple[list[str], list[int], int, bool]:
     """(lines that stay, steps of those that go, number of damaged lines that go, whether the file changes).
 
     Steps up to start_step stay, but nothing does where that is 0: the validation before the first step is run again.
     A process killed while it wrote leaves a torn last line; a power cut can leave others.
     """
-    try:
-        text = path.read_bytes().decode("utf-8", "replace")
-    except FileNotFoundError:
-        return [], [], 0, False
+    text = content.decode("utf-8", "replace")
     kept, dropped, damaged = [], [], 0
     for line in filter(None, text.split("\n")):
         try:

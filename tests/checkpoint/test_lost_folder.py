@@ -1,11 +1,14 @@
 """What a save may still do when its folder is another run's, or its storage answers no more."""
 
 import errno
+import pathlib
+import shutil
 import threading
 import time
 
 import jax.numpy as jnp
 import pytest
+import tensorstore
 from ckpt_states import stop_of
 
 from jaxscale import paths
@@ -124,3 +127,20 @@ def test_the_end_of_a_run_can_ask_how_its_save_went_without_an_error(tmp_path, m
     assert step == 5 and "Stale file handle" in cause and checkpoints.retry_due
     assert checkpoints.take_failure() is None and len(notes.of("save_failed")) == 1
     checkpoints.close()
+
+
+@pytest.mark.fault("F32")
+@pytest.mark.fault("F34")
+@pytest.mark.skipif(not pathlib.Path(write.OWN_FILES).is_dir(), reason="this system does not name open files")
+def test_what_writes_arrays_follows_its_folder_and_never_makes_another(tmp_path):
+    step, moved = tmp_path / "7.orbax-checkpoint-tmp", tmp_path / "moved"
+    step.mkdir()
+    opened = lambda place, name: tensorstore.KvStore.open({"driver": "file", "path": f"{place / name}/"}).result()
+    with write.itself(step) as place:
+        step.rename(moved)
+        opened(place, "state").write("a", b"1").result()
+        assert (moved / "state" / "a").read_bytes() == b"1"
+        shutil.rmtree(moved)
+        with pytest.raises(ValueError):
+            opened(place, "state").write("b", b"2").result()
+    assert not list(tmp_path.iterdir())

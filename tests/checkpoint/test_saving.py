@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from ckpt_states import abstract, assert_same_bits, make_state, stop_of
 
+from jaxscale import paths
+from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.exits import Exit, Stop
@@ -264,6 +266,33 @@ def test_a_run_folder_that_was_removed_is_made_anew_and_said(noted, notes):
     noted.save(2, big_state(), {}, wait=True)
     assert noted.all_steps() == [2]
     assert any("was removed while the run went on" in facts["cause"] for _, facts in notes.of("alarm"))
+
+
+@pytest.mark.fault("F36")
+def test_a_disk_without_inodes_is_not_called_full(own_disk, notes):
+    checkpoints = Checkpoints(own_disk / "run", CheckpointConfig(), note=notes)
+    checkpoints.save(1, big_state(), {}, wait=True)
+    there = os.statvfs(own_disk)
+    limit = f"remount,nr_inodes={there.f_files - there.f_ffree}"
+    subprocess.run(["mount", "-o", limit, own_disk], check=True)
+    checkpoints.save(2, big_state(), {})
+    ended(checkpoints)
+    checkpoints.poll(3)
+    ((_, facts),) = notes.of("save_failed")
+    assert facts["cause"].startswith(f"no inodes left on the disk of {own_disk}/run: it has room for bytes"), facts
+    new = stop_of(Checkpoints(own_disk / "new", CheckpointConfig()).check_room, jax.eval_shape(big_state))
+    assert new.code == Exit.NO_GO and "no inodes left on the disk" in str(new)
+    config = stop_of(written, lambda: paths.write_json(own_disk / "config.json", {}), own_disk)
+    assert config.code == Exit.STORAGE and "no inodes left on the disk" in str(config)
+
+
+@pytest.mark.fault("F36")
+def test_a_start_that_is_killed_leaves_no_probe_and_the_next_one_removes_an_older_ones(noted):
+    noted.directory.mkdir(parents=True)
+    for name in ("..probe-1.0123456789abcdef.tmp", ".last_good.json.0123456789abcdef.tmp", ".of_somebody_else.tmp"):
+        (noted.directory / name).touch()
+    noted.check_room(jax.eval_shape(big_state))
+    assert [path.name for path in noted.directory.iterdir()] == [".of_somebody_else.tmp"]
 
 
 @pytest.mark.fault("F4")

@@ -1,0 +1,129 @@
+"""Whoever writes in a guarded folder asks its lock first; all writers are found by reading the source."""
+
+import ast
+import os
+import pathlib
+
+import pytest
+
+from jaxscale import fence, paths
+from jaxscale.exits import Exit, Stop
+from jaxscale.monitor.appending import append, renew
+from jaxscale.monitor.events import Events
+from jaxscale.monitor.tensorboard import Scalars
+from jaxscale.monitor.writers import JsonLines
+
+PACKAGE = pathlib.Path(fence.__file__).parent
+WRITES = {"write_text", "write_bytes", "mkdir", "unlink", "rmdir", "rename", "rmtree"}
+OWN = {  # functions that write and do not ask, and why they need not
+    "checkpoint/lock_stores.py": "the lock itself, which is only replaced as a whole",
+    "checkpoint/write.py:clear_name": "after prepare_step has asked, in the same call",
+    "checkpoint/write.py:commit": "asks, and may_commit before what counts",
+    "checkpoint/folders.py:copy_objects": "for set_aside, which asks",
+    "hosts/watchdog.py:open_private": "its own file, made when a run begins; bark asks",
+    "hosts/watchdog.py:remove_if_empty": "its own empty file",
+    "hosts/agree.py:check_shared": "its own mark, when a run begins",
+    "monitor/tensorboard.py:__init__": "its own file, behind make_folder, which asks",
+    "monitor/profile.py:bring": "removes a folder of this machine's /tmp",
+}
+# The verbs on checkpoints, and conversions: programs of their own, in folders that no run writes.
+OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "transfer", "pruning", "files", "output")}
+
+
+def raw_writes():
+    """Yields 'file:function' of each function that writes files by itself and does not ask."""
+    rooms = [PACKAGE / room for room in ("checkpoint", "monitor", "hosts", "train")]
+    files = [file for room in rooms for file in room.rglob("*.py")] + [PACKAGE / "convert" / "periodic.py"]
+    files += [PACKAGE / f"{name}.py" for name in ("paths", "attend", "run", "start", "same_run", "telling")]
+    for file in files:
+        name = file.relative_to(PACKAGE).as_posix()
+        for function in ast.walk(ast.parse(file.read_text())):
+            if isinstance(function, ast.FunctionDef) and name not in OTHER_PROGRAMS | set(OWN):
+                calls = [call for call in ast.walk(function) if isinstance(call, ast.Call)]
+                if any(map(writes, calls)) and not any(ast.unparse(call.func) == "fence.ask" for call in calls):
+                    yield f"{name}:{function.name}"
+
+
+def writes(call):
+    called = ast.unparse(call.func)
+    mode = [a.value for a in call.args[1:2] if isinstance(a, ast.Constant)] if called == "open" else []
+    if called == "os.open":
+        return "O_CREAT" in ast.unparse(call)
+    own = called.startswith(("paths.", "self.attempt", "file.write_text", "self.events."))
+    return (
+        called == "os.replace"
+        or called.rpartition(".")[2] in WRITES
+        and not own
+        or any(set(m) & set("wax") for m in mode)
+    )
+
+
+@pytest.mark.fault("F32")
+def test_every_writer_of_a_work_folder_asks():
+    assert set(raw_writes()) - set(OWN) == set()
+
+
+class Gate:
+    """A lock that is lost when `lost` is set."""
+
+    def __init__(self):
+        self.lost = False
+
+    def __call__(self):
+        if self.lost:
+            raise Stop(Exit.LOCK_HELD, "taken over")
+
+
+@pytest.fixture
+def gate(tmp_path):
+    gate = Gate()
+    with fence.fenced(tmp_path / "run", gate):
+        (tmp_path / "run").mkdir()
+        yield gate
+
+
+@pytest.mark.fault("F32")
+def test_what_is_open_or_waits_in_memory_is_not_written_after_the_loss(tmp_path, gate):
+    run = tmp_path / "run"
+    board, lines, events = (
+        Scalars(run / "tensorboard"),
+        JsonLines(run / "metrics.jsonl", 0, float),
+        Events(run, primary=True),
+    )
+    board.write(1, {"loss": 1.0})
+    lines.write({"step": 1})
+    events.note("started", 0)
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    lines.unwritten.append("kept from a disk that was full\n")
+    gate.lost = True
+    for write in (
+        lambda: board.write(2, {"loss": 1.0}),
+        lambda: lines.write({"step": 2}),
+        lambda: events.note("alarm", 2),
+        lambda: paths.write_text_atomic(run / "new", "x"),
+        lambda: paths.make_private(run / "folder"),
+        lambda: append(run / "new", b"x"),
+    ):
+        with pytest.raises(Stop, match="taken over"):
+            write()
+    assert lines.flush(1)
+    for one in (board, lines, events):
+        one.close()
+    events.note("stopped", 2)  # of an end that goes on
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+    paths.write_text_atomic(tmp_path / "elsewhere", "x")
+    assert fence.ask(tmp_path / "running") is False
+
+
+@pytest.mark.fault("F32")
+def test_a_line_that_was_under_way_goes_into_the_file_that_was_replaced(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    append(file, b"1\n")
+    zombie = os.open(file, os.O_WRONLY | os.O_APPEND)
+    renew(file)
+    append(file, b"2\n")
+    os.write(zombie, b"stale\n")
+    os.close(zombie)
+    assert file.read_bytes() == b"1\n2\n"
+    renew(tmp_path / "none")
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
