@@ -12,7 +12,8 @@ from jaxscale import units
 from jaxscale.exits import meaning
 from jaxscale.monitor.console import plain_number
 from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
-from jaxscale.monitor.history import is_finite
+from jaxscale.monitor.health.finding import is_harmless
+from jaxscale.monitor.history import is_finite, reached_step
 from jaxscale.monitor.json_lines import as_dict
 from jaxscale.monitor.silence import patience_seconds
 from jaxscale.redact import shown
@@ -68,7 +69,8 @@ def frame(seen: Seen, now: float, width: int, height: int, *, unicode: bool = Tr
     """At most `height` lines of at most `width` columns. now: seconds since 1970."""
     training = [record for record in seen.records if "loss" in record]
     total = number_of(as_dict(seen.config.get("budget")).get("total_steps"))
-    step = max((int(record.get("step") or 0) for record in seen.records[-4:]), default=0)
+    reported = max((int(record.get("step") or 0) for record in seen.records[-4:]), default=0)
+    step = reached_step(reported, seen.events)
     state = state_of(seen, step, total, now)
     room = max(8, width - LABEL - 42)
     lines = [
@@ -238,7 +240,7 @@ def event_lines(events: Sequence[Mapping[str, Any]], most: int) -> list[tuple[st
     for event in events[-most:]:
         when = unix_time(event.get("time"))
         clock = "??:??:??" if when is None else datetime.datetime.fromtimestamp(when).strftime("%H:%M:%S")
-        kind = "" if event.get("over") else str(event.get("event"))  # an alert that is over is no bad news
+        kind = "" if is_harmless(event) else str(event.get("event"))
         found.append((kind, f"{clock}  {event_words(event)}"))
     return found
 

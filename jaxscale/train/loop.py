@@ -12,6 +12,7 @@ from jaxscale.exits import Exit, Stop
 from jaxscale.faults import crash_point
 from jaxscale.hosts.agree import gathered, next_key
 from jaxscale.monitor.events import Note
+from jaxscale.monitor.host_load import HostLoad
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.train.autopilot import Autopilot, Pilot, Rewound
@@ -93,7 +94,7 @@ def train(run: Run) -> TrainState | Rewound:
 def run_steps(run: Run) -> TrainState | Rewound:
     """As train(), which then waits for the save that is under way."""
     state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
-    reporter = Reporter(run.writer, run.throughput, run.tokens_per_step, run.source_names, Counter())
+    reporter = Reporter(run.writer, run.throughput, run.tokens_per_step, run.source_names, Counter(), HostLoad())
     watch = Watch(run.statistics, run.statistics_every_steps, run.throughput, phase)
     pilot = Autopilot(run.pilot, checkpoints)
     last_step = min(run.total_steps, run.stop_after or run.total_steps)

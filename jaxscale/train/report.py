@@ -10,6 +10,7 @@ import jax
 
 from jaxscale.data.batch import hash_text
 from jaxscale.exits import Exit, Stop
+from jaxscale.monitor.host_load import HostLoad
 from jaxscale.monitor.memory import memory_metrics
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
@@ -36,6 +37,7 @@ class Reporter(NamedTuple):
     tokens_per_step: int
     source_names: Sequence[str]  # of the mixture, as the step numbers them
     sums: Counter[str]  # over the steps since this start; those before it are not in them
+    load: HostLoad
 
     def report(self, unread: Unread) -> dict[str, Any]:
         """The metrics of a step, fetched, added to the sums, and written if they are due."""
@@ -61,6 +63,7 @@ class Reporter(NamedTuple):
             "skipped": int(values.pop("skipped")),
             "skipped_total": values.pop("skipped_total"),
             **memory_metrics([device.memory_stats() for device in jax.local_devices()]),
+            **self.load.metrics(),
         }
         if "gated_rows" in values:
             record["gated_rows"] = values.pop("gated_rows")

@@ -1,5 +1,6 @@
 """Each rule speaks once when something begins and once when it is over, with numbers, causes and what to try."""
 
+import dataclasses
 import math
 import random
 
@@ -9,7 +10,7 @@ from jaxscale import schema
 from jaxscale.monitor.health import ALL, Health, HealthConfig, RunFacts, facts_of, replay
 from jaxscale.monitor.health.config import RULES
 from jaxscale.monitor.health.course_rules import band_at
-from jaxscale.monitor.health.finding import band_of
+from jaxscale.monitor.health.finding import band_of, is_harmless
 from jaxscale.monitor.health.robust import Baseline, Blocks, median, slope
 from jaxscale.monitor.health.words import WORDS
 
@@ -168,6 +169,27 @@ def test_a_slow_step_must_last_and_be_slower_than_the_run_itself():
     assert said(fast)[0] == []
 
 
+def test_a_busy_machine_is_told_as_that_and_not_as_a_fault_of_the_run():
+    shared = lambda n: dict(host_own_share=0.45, host_other_share=0.5) if 20 <= n < 90 else dict(
+        host_own_share=0.9, host_other_share=0.02
+    )  # fmt: skip
+    slow = [
+        timed(n, 4.1 if 20 <= n < 90 else 2.0, wait=1.0 if 20 <= n < 90 else 0.01, **shared(n)) for n in range(1, 130)
+    ]
+    on_cpu = dataclasses.replace(FACTS, on_cpu=True)
+    told, found = said(slow, on_cpu, off=("plateau",))
+    assert told == [("busy_machine", 240, False), ("busy_machine", 940, True)]
+    assert found[0].seen == (
+        "the machine was busy with other work, which took 50% of its processors; a step took 2.0 times its usual 2.0s"
+    )
+    assert is_harmless({"event": "alert", "what": told[0][0], "over": False})
+    # where a chip computes, the host's load is evidence alone, and without it a slow step is what it was
+    _, found = said([one | {"data_wait_seconds": 0.0} for one in slow], off=("plateau",))
+    assert found[0].kind == "slow_step" and "other programs took" in found[0].causes[0].evidence
+    alone = [one | {"host_own_share": 0.45, "host_other_share": 0.02, "data_wait_seconds": 0.0} for one in slow]
+    assert said(alone, on_cpu, off=("plateau",))[0][0][0] == "slow_step"
+
+
 def test_a_throughput_that_falls_and_stays_is_told_where_no_slow_step_is():
     told, found = said([timed(n, 2.0 if n < 80 else 3.0) for n in range(1, 130)], off=("plateau",))
     assert told == [("utilisation_drop", told[0][1], False)] and 800 < told[0][1] < 1000
@@ -302,7 +324,7 @@ def test_the_facts_of_a_run_are_read_from_its_config():
     }  # fmt: skip
     facts = facts_of(config, "w")
     assert facts == RunFacts("w", 100, 7, "wsd", 0.5, "bfloat16", 100, True, (20, 50), ())
-    assert facts_of({}) == RunFacts()
+    assert facts_of({}) == RunFacts() and facts_of({"devices": {"kind": "cpu", "number": 2}}).on_cpu
 
 
 def test_a_record_that_lacks_everything_or_is_odd_is_taken_calmly():
@@ -320,7 +342,8 @@ def test_a_record_that_lacks_everything_or_is_odd_is_taken_calmly():
 def test_no_numbers_however_odd_break_a_rule():
     chance = random.Random(1)
     names = (
-        "loss grad_norm learning_rate step_seconds data_wait_seconds tokens_per_second mfu device_bytes_in_use".split()
+        "loss grad_norm learning_rate step_seconds data_wait_seconds tokens_per_second mfu device_bytes_in_use "
+        "host_own_share host_other_share".split()
     )
     names += "device_bytes_limit host_peak_bytes skipped_total batch_index tokens_seen validation/loss".split()
     names += "train/web/loss train/loss_scale stats/activation_rms/1 stats/attention_logit_max/1".split()

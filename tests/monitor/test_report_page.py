@@ -222,6 +222,11 @@ def test_incidents_are_words_and_saves_in_a_row_one_line(run):
     assert not over.is_trouble and over.what == "data starvation is over: data wait is 0.2% of the step"
     drawn = {mark.step: mark for mark in marks(run.events)}
     assert drawn[3100].kind == "trouble" and "data wait is 31%" in drawn[3100].text and 3170 not in drawn
+    busy = event(1, "alert", 4000, what="busy_machine", seen="the machine was busy with other work")
+    late = event(1, "alarm", 4000, cause="the save before was still under way", waited=0.015)
+    assert not any(one.is_trouble for one in incidents([busy, late])[0]) and marks([busy, late]) == []
+    assert in_words(late) == "the save before was still under way; waited 15ms"
+    assert len(marks([late | {"waited": 30.0}])) == 1
     assert in_words({"event": "new_kind", "step": 1, "x": 2}) == "new_kind: x 2"
 
 
@@ -232,6 +237,14 @@ def test_what_is_absent_is_said_and_what_is_abandoned_is_grey(run, tmp_path):
     rows = tuple({k: v for k, v in row.items() if not k.startswith(("stats/", "goodput/"))} for row in bare.rows)
     page = make_page([type(bare)(workdir="bare", rows=rows)], now=BEGAN)
     assert "monitor.statistics_every_steps" in page and "No goodput was recorded" in page and 'class="band"' not in page
+
+
+def test_a_value_that_is_not_finite_is_told_where_its_line_goes_on_without_it(tmp_path):
+    rows = [{"step": n, "loss": None if n == 3 else 2.0, "grad_norm": 1.0, "evals/wiki/acc": 0.5} for n in range(1, 6)]
+    rows[2]["nonfinite"] = ["loss"]
+    page = make_page([History(workdir="x", rows=tuple(rows))], now=BEGAN)
+    assert page.count("1 report had a value that is not finite") == 1 and "n/a a second" not in page
+    assert 'd="M0 5H20"/></svg>wiki</span>' in page  # an evaluator that is alone is named as well
 
 
 def test_two_runs_share_the_axes_and_their_differences_are_listed(run, tmp_path):

@@ -10,7 +10,7 @@ from jaxscale.monitor.health.finding import Cause, Finding, RunFacts, Sign, fact
 from jaxscale.monitor.health.gradient_rules import Activations, AttentionLogits, Explosion, SkippedSteps, SourceJump
 from jaxscale.monitor.health.loss_rules import Divergence, FlatStart, NonFinite, Oscillation, Plateau, Spike
 from jaxscale.monitor.health.rule import Losses, Rule, View
-from jaxscale.monitor.health.speed_rules import MemoryCreep, SlowStep, Starvation, UtilisationDrop
+from jaxscale.monitor.health.speed_rules import BusyMachine, MemoryCreep, SlowStep, Starvation, UtilisationDrop
 from jaxscale.monitor.health.words import WORDS
 
 __all__ = ["Cause", "Finding", "Health", "HealthConfig", "RunFacts", "facts_of", "replay"]
@@ -19,7 +19,8 @@ UNKNOWN = RunFacts()
 # in the order in which they are asked: a later one may keep silent about what an earlier one has said
 ALL = (
     NonFinite, Spike, Divergence, FlatStart, Plateau, Oscillation, Explosion, SkippedSteps, Activations,
-    AttentionLogits, Starvation, SlowStep, UtilisationDrop, MemoryCreep, Overfitting, SourceJump, OutOfForecast,
+    AttentionLogits, BusyMachine, Starvation, SlowStep, UtilisationDrop, MemoryCreep, Overfitting, SourceJump,
+    OutOfForecast,
 )  # fmt: skip
 
 

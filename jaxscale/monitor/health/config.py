@@ -13,8 +13,8 @@ from jaxscale.schema import setting
 
 RULES = (
     "nonfinite", "spike", "divergence", "flat_start", "plateau", "oscillation", "explosion", "skipped_steps",
-    "activations", "attention_logits", "starvation", "slow_step", "utilisation_drop", "memory_creep", "overfitting",
-    "source_jump", "forecast",
+    "activations", "attention_logits", "busy_machine", "starvation", "slow_step", "utilisation_drop", "memory_creep",
+    "overfitting", "source_jump", "forecast",
 )  # fmt: skip
 
 

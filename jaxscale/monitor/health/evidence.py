@@ -219,9 +219,14 @@ def skips(past: Past, facts: RunFacts, step: int) -> Evidence:
     return Evidence(AGAINST, "no step near it was skipped")
 
 
-def checkpointing(past: Past, facts: RunFacts, step: int) -> Evidence:
-    """Nothing in the metrics tells of other work on the machine."""
-    return Evidence(NOTHING, "see step_seconds against the saves and validations in events.jsonl")
+def other_work(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """How much of this host's processors other programs took."""
+    shares = [record["host_other_share"] for record in past.records if record.get("host_other_share") is not None]
+    if not shares:
+        return Evidence(NOTHING, "whose work the processors do is not known")
+    part = sum(shares[-5:]) / len(shares[-5:])
+    text = f"other programs took {part:.0%} of the processors"
+    return Evidence(STRONG if part > 0.5 else FOR if part > 0.2 else AGAINST, text)
 
 
 def schedule(past: Past, facts: RunFacts, step: int) -> Evidence:

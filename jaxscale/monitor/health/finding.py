@@ -8,6 +8,16 @@ from typing import Any, NamedTuple
 from jaxscale import units
 from jaxscale.exits import BadInput
 
+HARMLESS = ("busy_machine",)  # rules that tell of something outside the run
+SHORT_WAIT = 1.0  # seconds that one save waited for the one before
+
+
+def is_harmless(event: Mapping[str, Any]) -> bool:
+    """True for an event of a troublesome kind that is over, or that says nothing against the run."""
+    waited = event.get("waited")
+    short = event.get("event") == "alarm" and isinstance(waited, float) and waited < SHORT_WAIT
+    return bool(event.get("over")) or short or event.get("event") == "alert" and event.get("what") in HARMLESS
+
 
 class Cause(NamedTuple):
     """What may be behind a finding."""
@@ -56,6 +66,7 @@ class RunFacts:
     branched: bool = False  # begun with another run's weights
     stage_batches: tuple[int, ...] = ()  # at which stages of the mixture begin, the first left out
     forecast: tuple[tuple[float, float, float], ...] = ()  # (tokens, low, high), by tokens
+    on_cpu: bool = False  # the steps are computed by the processors that other programs use too
 
 
 def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[str, Any] | None = None) -> RunFacts:
@@ -73,6 +84,7 @@ def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[
         clip_norm=optim.get("clip_norm") or 0.0,
         compute_dtype=model.get("compute_dtype"),
         vocab_size=model.get("vocab_size"),
+        on_cpu=config.get("devices", {}).get("kind") == "cpu",
         branched=bool(settings.get("init", {}).get("from_path")),
         stage_batches=stage_batches(settings, budget),
         forecast=band_of(forecast) if forecast else (),

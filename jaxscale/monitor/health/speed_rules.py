@@ -13,14 +13,22 @@ from jaxscale.monitor.health.rule import Rule, View
 STREAK = 5  # records in a row
 BLOCK = 20  # records of one throughput
 LEAST_BYTES = 2**30
+OTHER_WORK, FULL = 0.2, 0.85  # parts of the processors: what others take, and when there is nothing left over
 PARTS = 10  # of a window in which memory rises
 IN_USE = (("device_bytes_in_use", "device_peak_bytes"), ("host_bytes_in_use", "host_peak_bytes"))  # else the peak
+
+
+def crowded(view: View) -> bool:
+    """True if the processors were full, and other programs had a good part of them."""
+    own, others = view.number("host_own_share"), view.number("host_other_share")
+    return own is not None and others is not None and others >= OTHER_WORK and own + others >= FULL
 
 
 class Timed(Rule):
     """A rule whose bad records must also last: `speed_seconds` of the run's own time, since a step may be short."""
 
     begin, end = STREAK, STREAK
+    of_the_run = True  # it says that the run is slow, which a busy machine's processors cannot be a sign of
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,12 +42,45 @@ class Timed(Rule):
         seconds, steps = view.number("step_seconds"), view.step - self.step
         if "loss" in view.record:
             self.step = view.step
+        if self.of_the_run and view.facts.on_cpu and crowded(view):
+            return None
         if not seconds or seconds < 0 or steps <= 0 or (sign := self.wrong(view, seconds)) is None:
             return None
         self.lasted = self.lasted + seconds * steps if sign.bad else 0.0
         if sign.bad and not self.spoken and self.in_row + 1 >= self.begin and self.lasted < view.cfg.speed_seconds:
             return None
         return sign._replace(numbers=sign.numbers | {"lasted_seconds": self.lasted}) if sign.bad else sign
+
+
+class BusyMachine(Timed):
+    """Other programs that take a good part of the processors, while steps take longer: no fault of the run."""
+
+    kind = "busy_machine"
+    of_the_run = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual: collections.deque[float] = collections.deque(maxlen=50)
+
+    def wrong(self, view: View, seconds: float) -> Sign | None:
+        usual, others = median(self.usual) if len(self.usual) >= 10 else None, view.number("host_other_share")
+        if not view.facts.on_cpu or others is None:
+            return None
+        busy = usual is not None and crowded(view) and seconds * (1 - view.cfg.speed_drop) > usual
+        if not busy:  # which may have been on a machine that others used somewhat
+            self.usual.append(seconds)
+        if usual is None:
+            return None
+        told = {"step_seconds": seconds, "usual": usual, "others": others, "threshold": OTHER_WORK}
+        if busy:
+            seen = f"the machine was busy with other work, which took {others:.0%} of its processors"
+            return Sign(True, f"{seen}; a step took {seconds / usual:.1f} times its usual {of_seconds(usual)}", told)
+        return Sign(False, f"other work takes {others:.0%} of the processors, and a step {of_seconds(seconds)}", told)
+
+
+def of_seconds(seconds: float) -> str:
+    """'2.1s', '35ms'."""
+    return units.duration(seconds) if seconds >= 1 else f"{1000 * seconds:.3g}ms"
 
 
 class Starvation(Timed):
@@ -54,7 +95,7 @@ class Starvation(Timed):
         told = {"data_wait_seconds": waited, "step_seconds": seconds, "part": part, "threshold": view.cfg.data_wait}
         if part > view.cfg.data_wait:
             seen = (
-                f"{part:.0%} of a step's {units.duration(seconds)} is spent waiting for data, above "
+                f"{part:.0%} of a step's {of_seconds(seconds)} is spent waiting for data, above "
                 f"{view.cfg.data_wait:.0%}"
             )
             return Sign(True, seen, told)
@@ -82,11 +123,11 @@ class SlowStep(Timed):
             return None
         told = {"step_seconds": seconds, "usual": usual, "threshold": view.cfg.slow_ratio}
         if seconds > view.cfg.slow_ratio * usual:
-            seen = f"a step takes {units.duration(seconds)}, {seconds / usual:.1f} times this run's median"
-            return Sign(True, f"{seen} of {units.duration(usual)}", told)
+            seen = f"a step takes {of_seconds(seconds)}, {seconds / usual:.1f} times this run's median"
+            return Sign(True, f"{seen} of {of_seconds(usual)}", told)
         if self.spoken and seconds > (1 + view.cfg.slow_ratio) / 2 * usual:
             return None
-        return Sign(False, f"a step takes {units.duration(seconds)}, as usual", told)
+        return Sign(False, f"a step takes {of_seconds(seconds)}, as usual", told)
 
 
 class UtilisationDrop(Timed):

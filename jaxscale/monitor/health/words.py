@@ -194,11 +194,20 @@ WORDS = {
             "own threshold: ten times that",
         ),  # fmt: skip
     ),
+    "busy_machine": Words(
+        (("other programs compute on this machine", evidence.other_work),),
+        (
+            "nothing is wrong with the run: it goes on at its usual speed once they are done",
+            "see which programs they are: top, or htop",
+            "give the run processors of its own",
+        ),
+        ("own threshold: a fifth of the processors, while none is left over",),
+    ),
     "starvation": Words(
         (
             ("reading or decoding is slower than the step", evidence.data_wait),
             ("the disk, the bucket or its cache is slow", evidence.silent),
-            ("other work takes the host's cores", evidence.silent),
+            ("other work takes the host's processors", evidence.other_work),
         ),
         (
             "give the host more cores",
@@ -212,7 +221,7 @@ WORDS = {
             ("the step waits for data", evidence.data_wait),
             (RETURN, evidence.happened),
             ("a device or a link is slow, or throttled by heat", evidence.silent),
-            ("other work shares the machine", evidence.checkpointing),
+            ("other work takes the host's processors", evidence.other_work),
         ),
         (
             "capture a profile of a few steps",
@@ -226,6 +235,7 @@ WORDS = {
             ("the step waits for data", evidence.data_wait),
             ("rows of another length, or another stage of the data", evidence.stage),
             (RETURN, evidence.happened),
+            ("other work takes the host's processors", evidence.other_work),
             ("a device or a link is slow, or throttled by heat", evidence.silent),
         ),
         ("capture a profile and compare it with one from before", "compare the hosts", "see the device's clock"),

@@ -56,7 +56,8 @@ def metric_plot(canvas: Canvas, metric: str, names: Sequence[str]) -> str:
     title = f"Evaluations: {METRICS[metric]}"
     log = metric == "perplexity"
     focused = metric in FALLING
-    return canvas.add(Plot(title=title, lines=lines, bands=bands, log=log, marks=canvas.marks(), focused=focused))
+    shown_with = dict(bands=bands, marks=canvas.marks(), log=log, focused=focused, named=True)
+    return canvas.add(Plot(title=title, lines=lines, **shown_with))
 
 
 def compared_plot(canvas: Canvas, metric: str, name: str) -> str:

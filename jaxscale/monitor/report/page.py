@@ -118,11 +118,12 @@ def one_head(history: History, status: Status) -> str:
     parts = [str(model.get("name") or ""), chips, history.workdir]
     done = status.step / status.total_steps if status.total_steps else None
     bar = f'<div class="bar"><i style="width:{100 * min(done, 1):.2f}%"></i></div>' if done is not None else ""
+    speed = status.tokens_per_second
     facts = [
         ("step", f"{status.step:,}", f"of {status.total_steps:,} ({percent(done)})" if done is not None else ""),
         ("loss", plain(status.loss), "nats per token, last report"),
         ("validation loss", plain(status.validation_loss), bits_text(history)),
-        ("tokens", count(status.tokens), f"{count(status.tokens_per_second)} a second lately"),
+        ("tokens", count(status.tokens), f"{count(speed)} a second lately" if speed is not None else ""),
         ("time", duration(status.wall_seconds), starts_text(status)),
     ]
     if status.state != "finished":

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+from jaxscale import units
+from jaxscale.monitor.health.speed_rules import OTHER_WORK
 from jaxscale.monitor.history import History
 from jaxscale.monitor.report.canvas import Canvas, grouped, history_label, tokens_per_step
 from jaxscale.monitor.report.evals import evals_section
@@ -73,7 +75,8 @@ def loss(canvas: Canvas) -> str:
         held_out += with_points(canvas.lines_of(history, other, "validation/loss", name, style))
         bands += forecast_of(history, canvas.single)
     smoothed = any(line.style == "faint" for line in train)
-    note = "Bold: the mean over a fortieth of the reports; faint: every one." if smoothed else ""
+    notes = ["Bold: the mean over a fortieth of the reports; faint: every one."] if smoothed else []
+    note = " ".join([*notes, *not_finite(canvas, "loss")])
     until = max((band.steps[-1] for band in bands), default=None)
     shared = dict(unit="nats per token", bands=bands, marks=canvas.marks(), wide=True, focused=True, until=until)
     if canvas.single:
@@ -84,6 +87,12 @@ def loss(canvas: Canvas) -> str:
             Plot(title="Validation loss", lines=grey_first(held_out), **shared),
         ]
     return plots(*map(canvas.add, drawn)) or left_out("No loss has been reported yet.")
+
+
+def not_finite(canvas: Canvas, name: str) -> list[str]:
+    """How many reports a line goes on without, since their value was not finite; [] for none."""
+    count = sum(name in row.get("nonfinite", ()) for h in canvas.histories for row in h.rows)
+    return [f"{units.plural(count, 'report')} had a value that is not finite, and no point here."] if count else []
 
 
 def grey_first(lines: list[Line]) -> list[Line]:
@@ -149,8 +158,7 @@ def optimizer(canvas: Canvas) -> str:
         skipped = [row for row in history.rows if row.get("skipped") and row.get("grad_norm") is not None]
         label = "not applied" if canvas.single else f"{history.name}, not applied"
         lines.append(Line(label, [r["step"] for r in skipped], [r["grad_norm"] for r in skipped], "trouble", "dots"))
-    nonfinite = sum("grad_norm" in row.get("nonfinite", ()) for h in canvas.histories for row in h.rows)
-    note = f"{nonfinite} reports had a norm that is not finite." if nonfinite else ""
+    note = " ".join(not_finite(canvas, "grad_norm"))
     return plots(
         canvas.add(
             Plot(title="Gradient norm", unit="before clipping", lines=lines, log=True, marks=canvas.marks(), note=note)
@@ -180,10 +188,20 @@ def speed(canvas: Canvas) -> str:
         mfu,
         canvas.metric("step_seconds", "Time of a step", numbers="seconds", zero=True),
         canvas.metric("data_wait_seconds", "Wait for data", unit="of each step", numbers="seconds", zero=True),
+        other_work(canvas),
     )
     if drawn and not mfu:
         drawn += left_out("MFU is not shown: the peak of these devices is not known (hardware.py has the chips).")
     return drawn
+
+
+def other_work(canvas: Canvas) -> str:
+    """What other programs took of the first host's processors, where that was ever much."""
+    shares = [share for history in canvas.histories for share in history.series("host_other_share")[1]]
+    if not any(share >= OTHER_WORK for share in shares):
+        return ""
+    unit = "of the first host's processors"
+    return canvas.metric("host_other_share", "Other programs", "share", unit=unit, numbers="percent", zero=True)
 
 
 def memory(canvas: Canvas) -> str:

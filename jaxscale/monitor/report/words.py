@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.exits import Exit, meaning
+from jaxscale.monitor.health.finding import is_harmless
 from jaxscale.monitor.history import Row, is_number
 from jaxscale.monitor.json_lines import as_list
 from jaxscale.monitor.report.plots import Mark
-from jaxscale.monitor.report.text import clock, plain, time_of
+from jaxscale.monitor.report.text import clock, plain, seconds, time_of
 
 TROUBLE = frozenset(
     "save_failed fallback set_aside skipped spike alarm alert lr_cut rewind lock_stolen hang replicas_differ".split()
@@ -121,7 +122,9 @@ def in_words(event: Row) -> str:
         case "spike":
             return f"loss spike: {numbers}{batch}"
         case "alarm":
-            return f"alarm: {get('what') or cause}{'; ' + numbers if numbers else ''}{batch}"
+            waited = f"waited {seconds(get('waited'))}" if is_number(get("waited")) else ""
+            told = [str(get("what") or cause), numbers, waited]
+            return ("" if is_harmless(event) else "alarm: ") + "; ".join(filter(None, told)) + batch
         case "alert":
             return alert_text(event)
         case "lr_cut":
@@ -178,10 +181,10 @@ def alert_text(event: Row) -> str:
 
 
 def is_trouble(event: Row) -> bool:
-    """True for what went wrong; an alert that is over is none."""
+    """True for what went wrong."""
     if event["event"] == "stopped":
         return event.get("code") not in (Exit.DONE, Exit.PREEMPTED)
-    return event["event"] in TROUBLE and not event.get("over")
+    return event["event"] in TROUBLE and not is_harmless(event)
 
 
 def described(value: Any) -> str:
