@@ -23,7 +23,7 @@ from jaxscale.models.lora import LoraConfig
 from jaxscale.models.t5 import T5Config
 from jaxscale.monitor.writers import MonitorConfig
 from jaxscale.optim.optimizers import OptimConfig
-from jaxscale.redact import redacted
+from jaxscale.redact import is_secret, redacted
 from jaxscale.sample.config import SampleConfig
 from jaxscale.schema import setting
 from jaxscale.sharding.mesh import MeshConfig
@@ -254,6 +254,11 @@ def load_config(path: str, overrides: dict[str, Any] | None = None) -> RunConfig
 def check_no_secrets(settings: dict[str, Any]) -> None:
     """Raises BadInput for a setting that holds a secret: every checkpoint and the command line would show it."""
     for name, value in settings.items():
+        # eos_token and its like are words of a vocabulary; a token that opens doors is known by its form
+        if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
+            raise BadInput(
+                f"{name} holds a secret, as it is named; libraries read secrets from the environment, where they belong"
+            )
         if redacted([value, name]) != [value, name]:
             raise BadInput(
                 f"{name}={value!r} holds a secret, or the value of an environment variable that is named like one; "

@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     argv, switches = take_switches(argv, (), start.SWITCHES)
     arguments = parse_arguments(argv, options=("workdir", "skip-data", "init_from", *start.FLAGS, *hosts.FLAGS))
     if arguments.help:
-        put(__doc__ + start.HELP, hosts.HELP, "\n\nSettings:\n" + config.settings_help(), sep="")
+        put(f"{__doc__}{start.HELP}{hosts.HELP}\n\nSettings:\n{config.settings_help()}")
         return 0
     cfg = config.load_config(arguments.config, config.with_flags(arguments))
     wishes = start.wishes_of(arguments.options, switches)

@@ -16,9 +16,19 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "[redacted]"
-WORDS = {"TOKEN", "SECRET", "PASSWORD", "PASSWD", "PASSPHRASE", "PAT", "APIKEY", "CREDENTIAL", "CREDENTIALS", "DSN"}
+WORDS = {"TOKEN", "SECRET", "SECRETS", "PASS", "PASSWD", "PAT", "APIKEY", "CREDENTIAL", "CREDENTIALS", "DSN"}
+WORDS |= {"PGPASS", "SSHPASS", "DBPASS"}
 WORDS |= {"WEBHOOK"}  # its address is all that one needs to write to a chat
+ENDS = ("PASSWORD", "PASSPHRASE")  # PGPASSWORD and its like
+LAST = {
+    "AUTH",
+    "PWD",
+    "KEY",
+    "KEYS",
+}  # secret behind another word: REDIS_AUTH and no SSH_AUTH_SOCK, MYSQL_PWD and no PWD
+OPEN = {"PUBLIC", "PRIMARY", "FOREIGN", "SORT", "PARTITION", "CACHE", "INDEX", "GROUP"}  # keys that are none
 KEYS = re.compile(r"(?:API|ACCESS|AUTH|PRIVATE|SECRET|ACCOUNT|ENCRYPTION|SIGNING|SERVICE)_?KEY(?:$|_)")
+PART = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")  # of MYSQL_PWD, dbPassword and data.api-key
 FEWEST_CHARACTERS = 8  # a shorter value, such as 'true' or 'fake', would blank ordinary words
 FORMS = re.compile(
     r"(?:(?<![A-Za-z0-9])(?:"
@@ -94,8 +104,11 @@ def is_secret(name: str, value: str) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def names_secret(name: str) -> bool:
-    """True if a variable of this name holds a secret, unless its value cannot be one."""
-    return bool(WORDS & set(name.upper().split("_")) or KEYS.search(name.upper()))
+    """True if a variable or a setting of this name holds a secret, unless its value cannot be one."""
+    words = [word.upper() for word in PART.findall(name)]
+    if len(words) > 1 and words[-1] in LAST and words[-2] not in OPEN:
+        return True
+    return any(word in WORDS or word.endswith(ENDS) for word in words) or bool(KEYS.search("_".join(words)))
 
 
 def may_be_secret(value: str) -> bool:

@@ -4,6 +4,7 @@ import html
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -14,13 +15,15 @@ import tiny
 from xla_flags import xla_flags
 
 from jaxscale import redact as redaction
-from jaxscale.config import check_no_secrets, load_config
+from jaxscale.command_line import describe_settings
+from jaxscale.config import RunConfig, check_no_secrets, load_config
+from jaxscale.data.prepare.config import PrepareConfig
 from jaxscale.data.prepare.progress import Progress
 from jaxscale.data.prepare.report import escape
-from jaxscale.exits import tell
+from jaxscale.exits import BadInput, tell
 from jaxscale.monitor.console import Console
 from jaxscale.monitor.writers import MonitorConfig, Writer
-from jaxscale.redact import HIDDEN, is_secret, redact, redacted, shown
+from jaxscale.redact import HIDDEN, is_secret, names_secret, redact, redacted, shown
 
 CANARY = "hf_CANARYcanaryCANARYcanary1234"
 PLAIN = 'pass "word"&<1> é/%'  # a value without any form of its own
@@ -78,20 +81,43 @@ def test_ordinary_text_stays_as_it_is(text, monkeypatch):
     assert redact(text) == text
 
 
-def test_a_variable_is_secret_by_its_name_unless_its_value_is_a_path_or_short(tmp_path):
-    secret = [
-        "HF_TOKEN",
-        "WANDB_API_KEY",
-        "AWS_SECRET_ACCESS_KEY",
-        "GITHUB_PAT",
-        "openai_apikey",
-        "DB_PASSWORD",
-        "X_DSN",
-    ]
-    assert all(is_secret(name, "long enough") for name in secret)
-    plain = ["PATH", "NUM_TOKENS", "TOKENIZERS_PARALLELISM", "KEYBOARD", "SSH_AUTH_SOCK", "MONKEY", "PATTERN"]
-    assert not any(is_secret(name, "long enough") for name in plain)
-    assert not is_secret("HF_TOKEN", "short") and not is_secret("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path))
+SECRET_NAMES = """
+HF_TOKEN WANDB_API_KEY AWS_SECRET_ACCESS_KEY AWS_ACCESS_KEY_ID GITHUB_PAT openai_apikey DB_PASSWORD X_DSN MYSQL_PWD
+REDIS_AUTH REDISCLI_AUTH STRIPE_KEY DB_PASS PASS PGPASSWORD SSHPASS MASTER_KEY OPENAI_API_KEYS DB_PASSWORD_2 TOKEN2
+GPG_PASSPHRASE dbPassword apiKey data.chat.api_key client-secret SLACK_WEBHOOK SMTP_PASSWD SERVICE_KEY_JSON
+""".split()
+PLAIN_NAMES = """
+PATH PWD OLDPWD NUM_TOKENS TOKENIZERS_PARALLELISM KEYBOARD SSH_AUTH_SOCK XAUTHORITY MONKEY PATTERN PASSES COMPASS AUTHOR
+GIT_AUTHOR_NAME KEY KEYS tokenizer data.tokenizer.name author passes compass keyboard monkey bypass passage max_passes
+PUBLIC_KEY PRIMARY_KEY cache_key num_kv_heads donkey turkey_sandwich authority AUTH_TYPE secretary
+""".split()
+
+
+@pytest.mark.fault("H6")
+def test_a_name_tells_whether_it_holds_a_secret():
+    assert [name for name in SECRET_NAMES if not names_secret(name)] == []
+    assert [name for name in PLAIN_NAMES if names_secret(name)] == []
+
+
+def test_of_our_settings_only_words_of_a_vocabulary_are_named_like_a_secret():
+    described = f"{describe_settings(RunConfig)}\n{describe_settings(PrepareConfig)}"
+    names = re.findall(r"^ +--(?:config\.)?([a-z_0-9.]+)", described, re.MULTILINE)
+    found = {name.rpartition(".")[2] for name in names if names_secret(name)}
+    assert len(names) > 300 and found == {"num_token_types", "token_dtype", "eos_token", "bos_token"}
+    check_no_secrets({name: "<|endoftext|>" for name in names if name.endswith("_token")})
+
+
+def test_a_secret_may_be_neither_short_nor_a_path(tmp_path):
+    assert is_secret("MYSQL_PWD", "long enough") and not is_secret("MYSQL_PWD", "short")
+    assert not is_secret("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path))
+
+
+@pytest.mark.fault("H6")
+def test_a_setting_that_is_named_like_a_secret_is_refused_by_name_alone():
+    with pytest.raises(BadInput, match="data.chat.variables.api_key holds a secret") as told:
+        check_no_secrets({"data.chat.variables.api_key": "ordinary words"})
+    assert "ordinary words" not in str(told.value)
+    check_no_secrets({"data.chat.variables.author": "ordinary words", "data.chat.variables.key": 3})
 
 
 @pytest.mark.fault("H6")

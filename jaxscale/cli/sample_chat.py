@@ -98,7 +98,7 @@ def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | Non
         port = whole_number("serve", serve, 0)
         if port > HIGHEST_PORT:
             raise BadInput(f"--serve={serve} is no port; give 0 (any free one) to {HIGHEST_PORT}")
-        return serve_page(talk, answer, port)
+        return serve_page(talk, answer, port, generator.engine.longest)
     messages: list[Message] = []
     for line in prompts or lines_of_person():
         messages.append({"role": "user", "content": line})
@@ -187,9 +187,11 @@ def lines_of_person() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
-def serve_page(talk: Talk, answer: Callable[[Sequence[Message], list[Written]], Iterator[str]], port: int) -> int:
+def serve_page(
+    talk: Talk, answer: Callable[[Sequence[Message], list[Written]], Iterator[str]], port: int, longest: int
+) -> int:
     """Serves the page until Ctrl-C, which also ends an answer that is being written."""
-    with open_chat(answer, talk.model.path, port) as server:
+    with open_chat(answer, talk.model.path, port, longest) as server:
         with contextlib.suppress(KeyboardInterrupt):
             talk.say(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it")
             server.serve_forever()

@@ -10,32 +10,37 @@ import hashlib
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from http.server import ThreadingHTTPServer
 from typing import Any
 
 from jaxscale.exits import BadInput, Stop, tell
 from jaxscale.foreign import parse_json
-from jaxscale.monitor.report.serve import ADDRESS, LocalHandler
+from jaxscale.monitor.local_server import ADDRESS, LocalHandler, LocalServer
 from jaxscale.sample.page import SCRIPT, STYLE, chat_page
 from jaxscale.sample.text import Written
 
 MOST_BYTES = 1 << 20  # of a conversation
+MOST_TURNS = 400  # of a conversation: its template is laid out in 0.1 s
+MOST_CHARACTERS = 32  # for each token that a text may have; English has about 4, lines of spaces up to 16
 ROLES = ("user", "assistant")
 END_SECONDS = 3.0  # for an answer to end when the program does
 
 Answer = Callable[[Sequence[dict[str, str]], list[Written]], Iterator[str]]
 
 
-# The reader went away, or has taken nothing for REQUEST_SECONDS.
+# The reader went away, or has taken nothing for STALL_SECONDS.
 GONE = (ConnectionError, TimeoutError)
 
 
-class ChatServer(ThreadingHTTPServer):
+class TooLong(BadInput):
+    """A conversation that no text here has room for."""
+
+
+class ChatServer(LocalServer):
     """Answers each request in a thread that ends with the program."""
 
-    daemon_threads = True
     answer: Answer
     title: str
+    longest: int  # tokens of a text
     busy: threading.Lock
     ending: threading.Event  # an answer that is being written is broken off
 
@@ -45,19 +50,14 @@ class ChatServer(ThreadingHTTPServer):
         return self.busy.acquire(timeout=seconds)
 
 
-def open_chat(answer: Answer, title: str, port: int) -> ChatServer:
+def open_chat(answer: Answer, title: str, port: int, longest: int) -> ChatServer:
     """A server that listens; serve_forever() runs it. Raises BadInput where the port is not to be had.
 
-    answer(messages, written) yields the pieces of the model's turn, and puts what it is in all into `written`.
+    answer(messages, written) yields the pieces of the model's turn, and puts what it is in all into `written`. longest:
+    tokens that a text has at most; what is surely longer is refused before the model is taken.
     """
-    try:
-        server = ChatServer((ADDRESS, port), ChatHandler)
-    except OSError as error:
-        raise BadInput(
-            f"--serve={port}: the port cannot be had ({error.strerror or error}); give another one, or 0 for any"
-        ) from None
-    server.answer, server.title, server.busy, server.ending = answer, title, threading.Lock(), threading.Event()
-    return server
+    state = dict(title=title, longest=longest, busy=threading.Lock(), ending=threading.Event())
+    return ChatServer(ChatHandler, port, answer=answer, **state)
 
 
 def allowed(content: str) -> str:
@@ -86,8 +86,8 @@ class ChatHandler(LocalHandler):
             return
         try:
             messages = self.read_messages()
-        except ValueError as error:  # the second: JSON that is nested too deep
-            self.refuse(400, str(error))
+        except ValueError as error:
+            self.refuse(413 if isinstance(error, TooLong) else 400, str(error))
             return
         if not self.server.busy.acquire(blocking=False):
             self.refuse(503, "the model is writing for somebody; wait until it is done")
@@ -131,7 +131,11 @@ class ChatHandler(LocalHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()) or not 0 < int(length) <= MOST_BYTES:
             raise BadInput(f"a conversation has 1 to {MOST_BYTES} bytes, told in Content-Length")
-        return check_messages(parse_json(self.rfile.read(int(length))))
+        body = self.rfile.read(int(length))
+        self.server.has_asked(self.connection)
+        messages = check_messages(parse_json(body))
+        check_length(messages, self.server.longest)
+        return messages
 
     def refuse(self, code: int, why: str) -> None:
         """Answers that there is nothing, and why."""
@@ -158,3 +162,13 @@ def check_messages(sent: Any) -> list[dict[str, str]]:
     if len(found) % 2 == 0:
         raise BadInput("the last message must be the user's")
     return found
+
+
+def check_length(messages: Sequence[dict[str, str]], longest: int) -> None:
+    """Raises TooLong for what is surely more than `longest` tokens, or would take long to lay out."""
+    turns, characters = len(messages), sum(len(message["content"]) for message in messages)
+    if turns > min(MOST_TURNS, longest) or characters > MOST_CHARACTERS * longest:
+        raise TooLong(
+            f"this has {turns:,} turns and {characters:,} characters; here are at most {min(MOST_TURNS, longest):,} "
+            f"turns, and texts of {longest:,} tokens; begin anew, or write less"
+        )

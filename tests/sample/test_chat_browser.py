@@ -56,7 +56,7 @@ def browser(tmp_path_factory):
 def model(browser):
     """(the model, its page's address), the page open in the browser."""
     answer = Model()
-    server = open_chat(answer, "runs/a-long-name/checkpoints/12000", 0)
+    server = open_chat(answer, "runs/a-long-name/checkpoints/12000", 0, 64)
     threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     yield answer, f"http://127.0.0.1:{server.server_address[1]}/"
     server.shutdown()

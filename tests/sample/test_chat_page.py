@@ -19,7 +19,7 @@ def serve():
     servers = []
 
     def start(answer):
-        server = open_chat(answer, "runs/<b>/checkpoints/3", 0)
+        server = open_chat(answer, "runs/<b>/checkpoints/3", 0, 64)
         servers.append(server)
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()  # looks often for its end
         return server.server_address[1]
@@ -135,7 +135,7 @@ def test_a_server_that_ends_breaks_off_what_it_writes_and_begins_nothing():
         finally:
             ended.set()
 
-    with open_chat(endless, "", 0) as server:
+    with open_chat(endless, "", 0, 64) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         port = server.server_address[1]
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
@@ -194,4 +194,21 @@ def test_turns_go_by_turns():
 def test_a_port_that_is_taken_is_told(serve):
     port = serve(echo)
     with pytest.raises(ValueError, match=f"--serve={port}: the port cannot be had"):
-        open_chat(echo, "", port)
+        open_chat(echo, "", port, 64)
+
+
+@pytest.mark.fault("H18")
+@pytest.mark.parametrize(
+    "texts, status", [(["hi"] * 9, 200), (["x" * 2048], 200), (["x"] * 9_999, 413), (["x" * 4096], 413)]
+)
+def test_a_conversation_is_measured_before_it_takes_the_model(serve, texts, status):
+    asked = []
+
+    def answer(messages, written):
+        asked.append(messages)
+        yield from echo(messages, written)
+
+    messages = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
+    found, _, body = ask(serve(answer), value={"messages": messages})
+    assert found == status and bool(asked) == (status == 200)
+    assert status == 200 or "begin anew, or write less" in lines(body)[0]["error"]
