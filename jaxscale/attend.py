@@ -38,6 +38,9 @@ def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> 
         workdir, cfg.lock, steal=wishes.steal_lock, primary=primary, note=events.note, say=team, mode=wishes.mode
     )
     with lock:  # what is noted is noted while the folder is ours
+        if not paths.is_remote(workdir):
+            for name in REPLACED:
+                paths.check_is_file(paths.as_path(workdir) / name)
         paths.remove_temporaries(workdir, REPLACED)
         if lock.taken_from is not None and not paths.is_remote(workdir):
             with contextlib.suppress(OSError):  # who wakes up in the middle of a line writes it into the old file

@@ -153,13 +153,18 @@ def sync_folder(folder: pathlib.Path) -> None:
 def open_to_write(path: Any, flags: int, mode: int = 0o666) -> int:
     """os.open for a local file that grows. What is no file keeps nobody waiting, as a pipe without a reader would.
 
-    Raises: OSError as os.open; BadInput where a folder, a pipe, a device or a link to nowhere has the name.
+    Raises: OSError as os.open, BadInput as check_is_file.
     """
+    check_is_file(path)
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+
+
+def check_is_file(path: Any) -> None:
+    """Raises BadInput where a folder, a pipe, a device or a link to nowhere has the name of a local file."""
     leads_nowhere = os.path.islink(path) and not os.path.exists(path)  # a file would be made at its other end
     if leads_nowhere or os.path.exists(path) and not os.path.isfile(path):
         kind = "a link to nowhere" if leads_nowhere else "a folder, a pipe or a device"
         raise BadInput(f"{path} is {kind} where a file belongs; move it away")
-    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
 
 
 def read_bytes(path: Any) -> bytes:

@@ -1,5 +1,7 @@
 """What surrounds a run ends in order: how it ended is noted while the folder is still its own."""
 
+import os
+import pathlib
 import shutil
 
 import pytest
@@ -8,9 +10,16 @@ import tiny
 from jaxscale.attend import attended
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.config import load_config
-from jaxscale.exits import Exit, Stop
+from jaxscale.data.locks import locked
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.monitor.events import Events, read_events
 from jaxscale.start import NO_WISHES
+
+MAKE = {
+    "a pipe": os.mkfifo,
+    "a folder": pathlib.Path.mkdir,
+    "a link to nowhere": lambda path: path.symlink_to(path.parent.parent / "none"),
+}
 
 
 class Alone:
@@ -79,3 +88,25 @@ def test_a_start_that_is_refused_leaves_no_trace(cfg, tmp_path):
     with pytest.raises(ValueError), attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()):
         raise ValueError("before anything was noted")
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.fault("F35")
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a link to nowhere"])
+@pytest.mark.parametrize("name", ["lock", "metrics.jsonl", "events.jsonl", "samples.jsonl", "config.json"])
+def test_what_is_no_file_in_the_place_of_one_is_one_line_and_keeps_nobody_waiting(cfg, tmp_path, kind, name):
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    MAKE[kind](workdir / name)
+    with pytest.raises(BadInput, match=f"{name} is .*; move it away"):
+        with attended(cfg, str(workdir), NO_WISHES, Alone()):
+            raise AssertionError("begun")
+    assert [path.name for path in workdir.iterdir()] == [name] and not (tmp_path / "none").exists()
+
+
+@pytest.mark.fault("F35")
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "a link to nowhere"])
+def test_a_lock_of_data_that_is_no_file_is_one_line_too(tmp_path, kind):
+    MAKE[kind](tmp_path / "lock")
+    with pytest.raises(BadInput, match="lock is .*; move it away"), locked(tmp_path / "lock"):
+        raise AssertionError("held")
+    assert not (tmp_path / "none").exists()

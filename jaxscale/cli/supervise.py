@@ -18,6 +18,7 @@ to the command (SIGHUP as SIGTERM), which saves and leaves with 10, and the supe
 
 import collections
 import dataclasses
+import os
 import random
 import signal
 import sys
@@ -25,7 +26,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale import units
+from jaxscale import paths, units
 from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import Ledger, Totals
 from jaxscale.cli.progress import Progress, look
@@ -162,6 +163,8 @@ class Supervisor:
                 return self.leave(end.code, f"told to end ({names}); {meaning(end.code)}")
             if not may_start_again(end.code):
                 return self.leave(end.code, meaning(end.code))
+            if end.code == Exit.STORAGE and not (paths.is_remote(self.workdir) or os.path.isdir(self.workdir)):
+                return self.leave(int(Exit.ERROR), f"gave up: {self.workdir} was moved or deleted", event="gave_up")
             if why := why_give_up(self.policy, ends):
                 return self.leave(int(Exit.ERROR), f"gave up: {why}", event="gave_up")
             quick = trailing(ends, lambda end: end.seconds < self.policy.min_seconds or end.fruitless)

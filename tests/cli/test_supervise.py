@@ -52,6 +52,8 @@ for word in now.split():
                 time.sleep(0.1)
         threading.Thread(target=tell).start()
         time.sleep(60)
+    elif kind == "moves":
+        workdir.rename(value)
     elif kind == "leaves":  # a process behind, in the same group
         child = os.fork()
         if child == 0:
@@ -245,6 +247,14 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path):
     missing = tmp_path / "none"
     assert supervise.main(["--", sys.executable, "-S", "-c", "raise SystemExit(2)", f"--workdir={missing}"]) == 2
     assert not missing.exists()
+
+
+@pytest.mark.fault("F34")
+def test_a_folder_that_was_moved_under_its_run_is_not_begun_anew(tmp_path, capsys):
+    training = Training(tmp_path, f"moves={tmp_path / 'away'} exits=14", "exits=0")
+    assert training.supervise() == 1 and training.left() == 1
+    assert f"gave up: {training.workdir} was moved or deleted" in capsys.readouterr().err
+    assert not training.workdir.exists()
 
 
 @pytest.mark.parametrize(
