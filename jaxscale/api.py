@@ -19,22 +19,34 @@ from collections.abc import Callable, Mapping, Sequence  # noqa: E402
 from typing import overload  # noqa: E402
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 
 from jaxscale import paths, start, units  # noqa: E402
 from jaxscale.checkpoint.branch import open_source  # noqa: E402
 from jaxscale.checkpoint.cause import written  # noqa: E402
-from jaxscale.cli.evaluate import Request, check_request, make_measure  # noqa: E402
+from jaxscale.cli.evaluate import BATCH_TOKENS, Request, check_context, check_request, make_measure  # noqa: E402
 from jaxscale.cli.evaluate_steps import by_name, record_of, save_record  # noqa: E402
 from jaxscale.cli.report import price_of, read_all  # noqa: E402
-from jaxscale.cli.sample import check_tokenizer, write_all  # noqa: E402
+from jaxscale.cli.sample import write_all  # noqa: E402
 from jaxscale.cli.sample_chat import Talk  # noqa: E402
 from jaxscale.config import RunConfig, load_config  # noqa: E402
-from jaxscale.eval.config import ChoiceEval, ClozeEval, TextEval  # noqa: E402
-from jaxscale.inference import LoadedModel, open_model  # noqa: E402
+from jaxscale.eval.config import NAME, ChoiceEval, ClozeEval, TextEval  # noqa: E402
+from jaxscale.eval.named import GROUP  # noqa: E402
+from jaxscale.eval.tokens import Tokens, open_documents, token_metrics  # noqa: E402
+from jaxscale.inference import (  # noqa: E402
+    LoadedModel,
+    check_tokenizer,
+    make_generator,
+    make_scorer,
+    open_model,
+    stop_ids_of,
+)
 from jaxscale.main import train_in  # noqa: E402
 from jaxscale.monitor.history import read_history  # noqa: E402
 from jaxscale.monitor.report import make_page  # noqa: E402
 from jaxscale.sample.choose import Sampling  # noqa: E402
+from jaxscale.sample.generator import own_numbers  # noqa: E402
+from jaxscale.sample.text import write_ids  # noqa: E402
 
 __all__ = ["Report", "Trained", "evaluate", "load_config", "open_model", "report", "sample", "train"]
 
@@ -112,9 +124,13 @@ def train(
 def sample(model: str | Trained | LoadedModel, prompt: str = "", **how) -> str: ...
 @overload
 def sample(model: str | Trained | LoadedModel, prompt: Sequence[str], **how) -> list[str]: ...
+@overload
+def sample(model: str | Trained | LoadedModel, prompt: Sequence[int], **how) -> list[int]: ...
+@overload
+def sample(model: str | Trained | LoadedModel, prompt: Sequence[Sequence[int]], **how) -> list[list[int]]: ...
 def sample(
     model: str | Trained | LoadedModel,
-    prompt: str | Sequence[str] = "",
+    prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] = "",
     *,
     num_tokens: int = 100,
     temperature: float = DEFAULT_SAMPLING.temperature,
@@ -127,28 +143,60 @@ def sample(
     batch: int = 8,
     chat: bool = False,
     system: str | None = None,
-) -> str | list[str]:
+) -> str | list[str] | list[int] | list[list[int]]:
     """What the model writes behind a prompt, or behind each of several: `jaxscale sample`.
 
     Args: model: a work folder (or WORKDIR/checkpoints/STEP), what train gave back, or of open_model, which is read once
-    for many calls. chat: a prompt is what a person says, and the text the answer, by the model's chat template.
+    for many calls. prompt: text, or token ids, behind which ids are written: no tokenizer is needed. chat: a prompt is
+    what a person says, and the text the answer, by the model's chat template.
     """
     if not all(isinstance(number, int) and number > 0 for number in (num_tokens, batch)):
         raise BadInput(f"num_tokens={num_tokens} and batch={batch} must be whole numbers, 1 or more")
     if system is not None and not chat:
         raise BadInput(f"system={system!r} is what a conversation begins with; give chat=True too")
     loaded = opened(model)
-    check_tokenizer(loaded, str(model) if not isinstance(model, LoadedModel) else loaded.path)
-    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    one = isinstance(prompt, str) or len(prompt) and all(isinstance(part, (int, np.integer)) for part in prompt)
+    prompts = [prompt] if one else list(prompt)
     if not prompts:
         return []
     sampling = Sampling(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
     )
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not any(isinstance(part, str) for part in prompts):
+        if chat or stops:
+            raise BadInput("chat and stop are for prompts of text; leave them out where prompts are token ids")
+        found = ids_behind(loaded, prompts, sampling, num_tokens, seed, batch)
+        return found[0] if one else found
+    check_tokenizer(loaded)
+    if not all(isinstance(part, str) for part in prompts):
+        raise BadInput("prompts must be texts, or all of them lists of token ids")
     talk = Talk(loaded, sampling, stops, num_tokens, seed, silent, system=system)
     texts = [piece.done.text for piece in write_all(talk, prompts, num_samples=1, batch=batch, chat=chat) if piece.done]
-    return texts[0] if isinstance(prompt, str) else texts
+    return texts[0] if one else texts
+
+
+def ids_behind(
+    model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, num_tokens: int, seed: int, batch: int
+) -> list[list[int]]:
+    """The ids that the model writes behind each prompt. Raises BadInput for a prompt that is no list of ids."""
+    prompts = [id_list(f"prompt[{number}]", prompt) for number, prompt in enumerate(prompts)]
+    longest = Talk(model, sampling, (), num_tokens, seed, silent).longest_for(prompts, list(map(str, prompts)))
+    numbers, rows = own_numbers(prompts), min(batch, len(prompts))
+    generator, found = make_generator(model, batch=rows, longest=longest), []
+    how = dict(num_tokens=num_tokens, stop_ids=stop_ids_of(model), seed=seed)
+    for first in range(0, len(prompts), rows):
+        some = slice(first, first + rows)
+        found += write_ids(generator, prompts[some], sampling, numbers=numbers[some], **how)
+    return found
+
+
+def id_list(name: str, given: Sequence[int]) -> list[int]:
+    """The ids of a prompt."""
+    ids = np.asarray(given)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise BadInput(f"{name}={given!r:.80} must be text, or a list of one or more token ids")
+    return ids.tolist()
 
 
 def evaluate(
@@ -157,6 +205,7 @@ def evaluate(
     text: Mapping[str, str] | None = None,
     choice: Mapping[str, str] | None = None,
     cloze: Mapping[str, str] | None = None,
+    tokens: Mapping[str, Tokens] | None = None,
     lm_eval: str | Sequence[str] = (),
     chat: bool = False,
     limit: int = 0,
@@ -167,13 +216,14 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """{name: metrics} of a model: `jaxscale evaluate`. Without anything to measure, what the run's own config names.
 
-    Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. lm_eval: its tasks;
-    chat: their questions are put by the model's chat template. limit: items of each file, 0 for all. stride, context:
-    tokens. save: into the work folder too, for the report.
+    Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. tokens: {name: token
+    files, or a list of documents as ids}, perplexity without a tokenizer. lm_eval: its tasks; chat: their questions are
+    put by the model's chat template. limit: items of each file, 0 for all. stride, context: tokens. save: into the work
+    folder too, for the report.
     """
     if chat and not lm_eval:
         raise BadInput("chat=True is for the tasks of lm_eval; name some, or leave it out")
-    for name, given in dict(text=text, choice=choice, cloze=cloze).items():
+    for name, given in dict(text=text, choice=choice, cloze=cloze, tokens=tokens).items():
         if given is not None and not isinstance(given, Mapping):
             raise BadInput(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
     evals = {name: TextEval(files=files, limit=limit, stride=stride) for name, files in (text or {}).items()}
@@ -190,11 +240,30 @@ def evaluate(
     check_request(Request(options, evals, tasks, switches), named)
     loaded = opened(model)
     request = Request(options | {"workdir": loaded.path}, evals, tasks, switches)
-    record = record_of(loaded, make_measure(request, loaded, silent)(loaded))
+    metrics = {} if tokens and not evals and not tasks else make_measure(request, loaded, silent)(loaded)
+    record = record_of(loaded, metrics | measure_tokens(request, loaded, tokens or {}))
     if save and jax.process_index() == 0:
         workdir = paths.as_path(loaded.path).parent.parent
         written(lambda: save_record(workdir, record), workdir)
     return by_name(record)
+
+
+def measure_tokens(request: Request, model: LoadedModel, tokens: Mapping[str, Tokens]) -> dict[str, float]:
+    """The metrics of token ids. Raises BadInput for what is none, and for names that are taken."""
+    context = request.number("context", model.seq_len, 2)
+    stride = request.number("stride", max(context // 2, 1), 1)
+    check_context(model, context)
+    if stride > context:
+        raise BadInput(f"stride={stride} is more than the {context} tokens that the model reads")
+    found, scorer = {}, make_scorer(model, batch_tokens=request.number("batch_tokens", BATCH_TOKENS, 1))
+    for name, given in tokens.items():
+        where = f"tokens[{name!r}]"
+        if name in request.evals or not NAME.fullmatch(name):
+            raise BadInput(f"{where}: another evaluator has that name, or it is not of letters, digits, _ . and -")
+        documents = open_documents(where, given, model.cfg.vocab_size, request.number("limit", 0, 0))
+        told = token_metrics(where, documents(), scorer, model.params, context, stride)
+        found |= {f"{GROUP}/{name}/{metric}": value for metric, value in told.items()}
+    return found
 
 
 def report(*runs: str | Trained, price: float | None = None, height: int = FRAME_PIXELS) -> Report:

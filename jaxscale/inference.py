@@ -58,13 +58,15 @@ def open_model(
     what: Literal["params", "ema"] = "params",
     mesh: MeshConfig = DEFAULT_MESH,
     compute_dtype: str | None = None,
+    tokenizer: str = "",
     say: Callable[[str], None] = print,
     named: str = "--workdir",
 ) -> LoadedModel:
     """The model of a work folder, or of WORKDIR/checkpoints/STEP, its weights as they were saved, bit for bit.
 
     Args: step: none: the newest. what: the weights or their running average. compute_dtype: instead of the one it was
-    trained with. say: is told in a line what is opened. named: the flag or setting that gave the path, for errors.
+    trained with. tokenizer: a file or 'bytes', for a folder that has none. say: is told in a line what is opened.
+    named: the flag or setting that gave the path, for errors.
     Raises: BadInput for a path without a checkpoint, for a mesh that does not divide the model, and for a tokenizer
     that cannot be read; Stop (CHECKPOINT_CORRUPT) for arrays that are not as they were saved.
     """
@@ -76,7 +78,7 @@ def open_model(
     lora = schema.convert(config.get("lora") or {}, LoraConfig, "lora")  # none in a record of an older program
     placed = place_model(cfg, make_mesh(mesh), config.get("rules", "zero3"), lora=lora)
     workdir = source.checkpoints.directory.parent
-    kept = open_kept(workdir, config.get("data", {}))
+    kept = open_kept(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
     if kept is not None and kept.tokenizer.vocab_size > cfg.vocab_size:
         raise BadInput(
             f"{kept.tokenizer.name} has {kept.tokenizer.vocab_size} ids, and the model of {source} only "
@@ -115,6 +117,28 @@ def kind_of(cfg: AnyModelConfig, run: Mapping[str, Any]) -> str:
         if (nearest := family_for(cfg).model_type) != cfg.name:
             return f"{cfg.name} with the settings of {nearest}"
     return cfg.name
+
+
+def check_tokenizer(model: LoadedModel) -> None:
+    """Raises BadInput for a model whose ids nobody can read."""
+    if model.tokenizer is not None:
+        return
+    workdir = paths.as_path(model.path).parent.parent
+    again = "convert it again from a folder with the tokenizer's files" if model.run.get("converted") else ""
+    or_else = again or f"put its file into {workdir}/tokenizer/"
+    raise BadInput(
+        f"{workdir} does not say with which tokenizer its ids were made; give --tokenizer=FILE (a tokenizer.json, a "
+        f".model or 'bytes'), or {or_else}; from Python, token ids are taken too"
+    )
+
+
+def stop_ids_of(model: LoadedModel) -> tuple[int, ...]:
+    """The ids that end a text: the tokenizer's, else those that came with a converted model."""
+    if model.kept is not None:
+        return model.kept.stop_ids
+    found = ((model.run.get("converted") or {}).get("generation") or {}).get("eos_token_id")
+    ids = found if isinstance(found, list) else [found]
+    return tuple(one for one in ids if isinstance(one, int))
 
 
 def read_model_config(source: Any, compute_dtype: str | None) -> AnyModelConfig:

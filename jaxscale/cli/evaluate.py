@@ -21,6 +21,7 @@
   --save                  one step: also into evals.jsonl and evals.html
   --json                  a line of JSON for each step
   --mesh.AXIS=N           devices along data, fsdp or tensor, as --config.mesh.AXIS of training
+  --tokenizer=FILE        tokenizer.json, SentencePiece .model or 'bytes', for a work folder that has none
   --compute_dtype=TYPE    float32, bfloat16 or float16 instead of the run's own
   --devices=N             simulated CPU devices
 
@@ -66,7 +67,7 @@ from jaxscale.eval.named import GROUP, Evaluator, open_evaluators  # noqa: E402
 from jaxscale.eval.text import Reading  # noqa: E402
 from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
 from jaxscale.hosts.agree import agreed  # noqa: E402
-from jaxscale.inference import LoadedModel, at_step, make_generator, make_scorer, open_model  # noqa: E402
+from jaxscale.inference import LoadedModel, at_step, check_tokenizer, make_generator, make_scorer, open_model  # noqa: E402
 from jaxscale.models import DECODERS, max_seq_len  # noqa: E402
 from jaxscale.same_run import check_same_evals  # noqa: E402
 from jaxscale.sharding.rules import MESH_AXES  # noqa: E402
@@ -74,7 +75,8 @@ from jaxscale.sharding.rules import MESH_AXES  # noqa: E402
 DATA = {"text": TextEval, "choice": ChoiceEval, "cloze": ClozeEval}
 READING = ("text_field", "text_documents")
 OPTIONS = ("workdir", "step", "steps", *DATA, "lm_eval", "include_path", "num_fewshot", "limit", "context", "stride")
-OPTIONS += (*READING, "batch_tokens", "compute_dtype", "devices", *(f"mesh.{axis}" for axis in MESH_AXES), *hosts.FLAGS)
+OPTIONS += (*READING, "batch_tokens", "tokenizer", "compute_dtype", "devices")
+OPTIONS += (*(f"mesh.{axis}" for axis in MESH_AXES), *hosts.FLAGS)
 LEAST = {"limit": 1, "context": 2, "stride": 1, "batch_tokens": 1, "num_fewshot": 0, "step": 0}
 SWITCHES = ("ema", "save", "json", "chat")
 BATCH_TOKENS = 16384
@@ -123,7 +125,8 @@ def main(argv: list[str]) -> int:
         say = tell if first else lambda line: None
         steps = chosen_steps(request, say)
         what = "ema" if "ema" in switches else "params"
-        model = open_model(options["workdir"], step=steps[0], what=what, mesh=mesh, compute_dtype=dtype, say=say)
+        how = dict(mesh=mesh, compute_dtype=dtype, tokenizer=options.get("tokenizer", ""), say=say)
+        model = open_model(options["workdir"], step=steps[0], what=what, **how)
         measure = make_measure(request, model, say)
         return evaluate_steps(request, model, steps, measure, say, first)
 
@@ -263,14 +266,18 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
 
 def reading_of(model: LoadedModel, context: int) -> Reading:
     """How the model reads text. Raises BadInput for a model that cannot, and for a context that is too long."""
+    check_context(model, context)
+    check_tokenizer(model)
+    return Reading.of(model.kept.tokenizer, context)
+
+
+def check_context(model: LoadedModel, context: int) -> None:
+    """Raises BadInput for a model that does not read from left to right, and for more tokens than it can read."""
     if not isinstance(model.cfg, DECODERS):
         raise BadInput(f"model.name={model.cfg.name!r} does not read from left to right; llama and gpt2 do")
-    if model.kept is None:
-        raise BadInput(f"{model.path} does not say with which tokenizer its ids were made")
     limit = max_seq_len(model.cfg)
     if limit is not None and context > limit:
         raise BadInput(f"--context={context} is longer than the model can read, max_seq_len={limit}")
-    return Reading.of(model.kept.tokenizer, context)
 
 
 def own_evals(model: LoadedModel, request: Request) -> Evals:

@@ -24,6 +24,7 @@
   --serve[=PORT]          chat: a page at http://127.0.0.1:PORT for this machine alone; default 8643, 0: any free port
   --context=TOKENS        interactive, chat: the longest text; default what the model was trained to read
   --mesh.AXIS=N           devices along data, fsdp or tensor, as --config.mesh.AXIS of training
+  --tokenizer=FILE        tokenizer.json, SentencePiece .model or 'bytes', for a work folder that has none
   --compute_dtype=TYPE    float32, bfloat16 or float16 instead of the run's own
   --devices=N             simulated CPU devices
 
@@ -50,7 +51,7 @@ from jaxscale.cli import sample_chat  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
 from jaxscale.foreign import parse_json  # noqa: E402
-from jaxscale.inference import LoadedModel, make_generator, open_model  # noqa: E402
+from jaxscale.inference import LoadedModel, check_tokenizer, make_generator, open_model  # noqa: E402
 from jaxscale.models.layers import Dtype  # noqa: E402
 from jaxscale.redact import printable  # noqa: E402
 from jaxscale.sample.choose import Sampling  # noqa: E402
@@ -61,7 +62,7 @@ from jaxscale.sharding.rules import MESH_AXES  # noqa: E402
 
 DRAWING = tuple(field.name for field in dataclasses.fields(Sampling))
 OPTIONS = ("workdir", "step", "prompts", "num_samples", "num_tokens", "seed", "batch", "system", "serve", "context")
-OPTIONS += ("compute_dtype", "devices", *DRAWING, *(f"mesh.{axis}" for axis in MESH_AXES), *hosts.FLAGS)
+OPTIONS += ("tokenizer", "compute_dtype", "devices", *DRAWING, *(f"mesh.{axis}" for axis in MESH_AXES), *hosts.FLAGS)
 SWITCHES = ("ema", "json", "interactive", "chat")
 
 
@@ -97,9 +98,10 @@ def main(argv: list[str]) -> int:
             what="ema" if "ema" in switches else "params",
             mesh=mesh,
             compute_dtype=read_dtype(options.get("compute_dtype")),
+            tokenizer=options.get("tokenizer", ""),
             say=say,
         )
-        check_tokenizer(model, options["workdir"])
+        check_tokenizer(model)
         talk = sample_chat.Talk(model, sampling, tuple(several["stop"]), num_tokens, seed, say)
         if talking:
             context = whole_number("context", options["context"], 2) if "context" in options else None
@@ -161,15 +163,6 @@ def write_all(
         for row, one in zip(some, written):
             yield Piece(text="" if len(some) == 1 else one.text, done=one, **of(row))
         talk.tell_speed(generator.timing, written)
-
-
-def check_tokenizer(model: LoadedModel, workdir: str) -> None:
-    """Raises BadInput for a model whose ids nobody can read."""
-    if model.tokenizer is None:
-        raise BadInput(
-            f"{workdir} does not say with which tokenizer its ids were made; put its file into {workdir}/tokenizer/ as "
-            "tokenizer.json or tokenizer.model"
-        )
 
 
 def prompt_ids(model: LoadedModel, text: str) -> list[int]:

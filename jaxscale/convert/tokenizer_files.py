@@ -150,7 +150,7 @@ def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
             "it has vocab.json and no tokenizer.json, which is what is read here; transformers makes one: "
             f'python -c "from transformers import AutoTokenizer as m; {command}"'
         )
-    return "it has no tokenizer.json and no tokenizer.model; give data.tokenizer where text is read"
+    return "it has no tokenizer.json and no tokenizer.model; give --tokenizer=FILE to sample and evaluate"
 
 
 def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:

@@ -107,6 +107,21 @@ def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Blo
         yield held
 
 
+def measure_documents(
+    block: Sequence[tuple[Sequence[int], np.ndarray, int]], scorer: Scorer, params: Any, context: int, stride: int
+) -> list[Measured]:
+    """Each of the documents that has a token: (ids before it that are not scored, its ids, its bytes)."""
+    spans, owners = [], []
+    for number, (start_ids, ids, _) in enumerate(block):
+        own = document_spans(ids, start_ids, context, stride)
+        spans += own
+        owners += [number] * len(own)
+    longest = max((span.places for span in spans), default=1)
+    scores = scorer.score(params, spans, row_length(longest, context))
+    nats = np.bincount(owners, weights=scores.nats, minlength=len(block)) if owners else []
+    return [Measured(float(sum_), len(ids), size) for sum_, (_, ids, size) in zip(nats, block) if len(ids)]
+
+
 @dataclasses.dataclass(frozen=True)
 class TextSet:
     """The text of one source, to be measured under one model after another."""
@@ -137,15 +152,8 @@ class TextSet:
         """Each document that has a token. Raises BadInput where there is none."""
         found, left_out = [], Counter()
         for block in self.blocks(left_out):
-            spans, owners = [], []
-            for number, (ids, _) in enumerate(block):
-                own = document_spans(ids, self.reading.start_ids, self.reading.context, self.stride)
-                spans += own
-                owners += [number] * len(own)
-            longest = max((span.places for span in spans), default=1)
-            scores = scorer.score(params, spans, row_length(longest, self.reading.context))
-            nats = np.bincount(owners, weights=scores.nats, minlength=len(block)) if owners else []
-            found += [Measured(float(sum_), len(ids), size) for sum_, (ids, size) in zip(nats, block) if len(ids)]
+            begun = [(self.reading.start_ids, ids, size) for ids, size in block]
+            found += measure_documents(begun, scorer, params, self.reading.context, self.stride)
         if not found:
             raise BadInput(self.nothing(left_out))
         skipped.update(left_out)

@@ -27,6 +27,25 @@ class Written:
     reason: Reason = "length"
 
 
+def write_ids(
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    *,
+    num_tokens: int,
+    stop_ids: Sequence[int] = (),
+    seed: int = 0,
+    numbers: Sequence[int] | None = None,
+) -> list[list[int]]:
+    """The ids that the model writes behind each prompt, without the one that ends it. The rest as in write_texts."""
+    found: list[list[int]] = [[] for _ in prompts]
+    for step_B in generator.generate(prompts, sampling, num_tokens, stop_ids, seed, numbers):
+        for ids, token in zip(found, step_B.tolist(), strict=True):
+            if token != ENDED:
+                ids.append(token)
+    return found
+
+
 def write_texts(
     generator: Generator,
     decoder: Decoder,

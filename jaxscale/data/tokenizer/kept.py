@@ -70,24 +70,38 @@ def keep_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
     paths.write_json(folder / NOTE, note)  # last: what it names is there
 
 
-def open_kept(workdir: Any, data: Mapping[str, Any]) -> KeptTokenizer | None:
+def open_kept(
+    workdir: Any, data: Mapping[str, Any], *, converted: bool = False, named: str = ""
+) -> KeptTokenizer | None:
     """The tokenizer of a work folder; None where neither the folder nor the settings know one.
 
     data: the run's settings of that name: for a folder without a tokenizer of its own, `tokenizer` names one.
+    converted: the model was made elsewhere, so that settings which name no tokenizer do not mean bytes. named: by the
+    person, for a folder without one.
     Raises BadInput for a file that cannot be read, or is not the one that the run was trained with.
     """
     folder = paths.as_path(workdir) / FOLDER
     foreign.check_folder(folder, workdir)
     folder = local_copy(folder)
+    if folder is not None and named:
+        raise BadInput(f"tokenizer={named}: {workdir} has its own in {FOLDER}/; leave it out")
     if folder is not None:
         return read_folder(folder)
-    name = data.get("tokenizer") or ("" if data.get("name") in ("tokens", "synthetic", None) else "bytes")
+    if named:
+        return opened(named, "", "")
+    by_default = "" if converted or data.get("name") in ("tokens", "synthetic", None) else "bytes"
+    name = data.get("tokenizer") or by_default
     if not name:
         return None
     if problem := tokenizer_problem(name):
         raise BadInput(f"{workdir} has no folder {FOLDER}/, and {problem}")
-    bos_token = data.get("bos_token", NO_BOS)  # of settings that do not know it, which began documents with nothing
-    tokenizer = load_tokenizer(name, data.get("eos_token") or "", bos_token)
+    # settings that do not know bos_token began documents with nothing
+    return opened(name, data.get("eos_token") or "", data.get("bos_token", NO_BOS))
+
+
+def opened(name: str, eos_token: str, bos_token: str) -> KeptTokenizer:
+    """The tokenizer of this name, with what lies beside it."""
+    tokenizer = load_tokenizer(name, eos_token, bos_token)
     about = read_about(beside(tokenizer))
     return KeptTokenizer(tokenizer, end_ids(tokenizer, about), about)
 

@@ -1,0 +1,87 @@
+"""Perplexity of token ids, for models that have no tokenizer: of arrays, or of the token files that training reads."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.data.checks import check_data
+from jaxscale.data.config import DataConfig
+from jaxscale.data.remote import map_ids
+from jaxscale.data.sources.files import Globs, list_files
+from jaxscale.data.token_files import open_tokens
+from jaxscale.eval.scorer import Scorer
+from jaxscale.eval.text import TOKENS_AT_ONCE, measure_documents, summarise_text
+from jaxscale.exits import BadInput
+
+Tokens = Globs | Sequence[Sequence[int]]  # files, or documents
+
+
+def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) -> Callable[[], Iterator[np.ndarray]]:
+    """What yields the documents, at most `limit` (0: all), as ids. name: for messages.
+
+    Raises: BadInput for files that are missing or no token files, and for an id that the model does not have.
+    """
+    is_files = isinstance(given, (str, dict)) or bool(len(given)) and all(isinstance(one, str) for one in given)
+    documents = files_of(name, given, vocab_size) if is_files else lambda: checked(name, given, vocab_size)
+    return lambda: (ids for number, ids in enumerate(documents()) if not limit or number < limit)
+
+
+def checked(name: str, documents: Iterable[Sequence[int]], vocab_size: int) -> Iterator[np.ndarray]:
+    """Yields documents that a person gave. Raises BadInput for one that holds anything but ids of the vocabulary."""
+    for number, document in enumerate(documents):
+        ids = np.asarray(document)
+        if ids.ndim != 1 or not (ids.dtype.kind in "iu" or ids.size == 0):
+            raise BadInput(f"{name}[{number}] must be a list of token ids; a single document is [ids]")
+        if ids.size and not 0 <= ids.min() <= ids.max() < vocab_size:
+            worst = ids.max() if ids.max() >= vocab_size else ids.min()
+            raise BadInput(f"{name}[{number}] has the token id {worst}, and the model's vocabulary is {vocab_size}")
+        yield ids
+
+
+def files_of(name: str, files: Globs, vocab_size: int) -> Callable[[], Iterator[np.ndarray]]:
+    """What yields the documents of token files. Raises BadInput as open_documents does."""
+    found, problems = list_files(files, name, "tokens")
+    cfg = DataConfig(name="tokens", files=files)
+    if problems := problems or check_data(cfg, 1, vocab_size):
+        raise BadInput(problems[0].replace("data.files", name))
+    shards = open_tokens(cfg, found, (), vocab_size, lambda line: None)[0]
+    for shard in shards:
+        if shard.header["max_id"] >= vocab_size:
+            largest = shard.header["max_id"]
+            raise BadInput(f"{shard.place} has the token id {largest}, and the model's vocabulary is {vocab_size}")
+
+    def documents() -> Iterator[np.ndarray]:
+        for shard in shards:
+            ids = map_ids(shard.bin_path, shard.header["dtype"])
+            for begin, end in zip(shard.offsets[:-1], shard.offsets[1:]):
+                yield ids[begin:end]
+
+    return documents
+
+
+def token_metrics(
+    name: str, documents: Iterable[np.ndarray], scorer: Scorer, params: Any, context: int, stride: int
+) -> dict[str, float]:
+    """loss and perplexity, as of text: the first id of a document is read, and all others are scored once.
+
+    Raises: BadInput where no document has two ids.
+    """
+    measured, held, tokens = [], [], 0
+
+    def measure() -> None:
+        nonlocal held, tokens
+        measured.extend(measure_documents(held, scorer, params, context, stride))
+        held, tokens = [], 0
+
+    for document in documents:
+        ids = np.asarray(document, np.int32)
+        held.append((ids[:1], ids[1:], 0))
+        tokens += len(ids)
+        if tokens >= TOKENS_AT_ONCE:
+            measure()
+    if held:
+        measure()
+    if not measured:
+        raise BadInput(f"{name} has no document of two tokens or more: nothing is predicted")
+    return summarise_text(measured)

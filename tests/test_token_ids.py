@@ -1,0 +1,104 @@
+"""A model that nobody gave a tokenizer reads and writes token ids, and is never taken to read bytes."""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+sys.path.append(str(pathlib.Path(__file__).parent / "convert"))
+import hf_folders
+
+import jaxscale
+from jaxscale.cli import convert
+from jaxscale.cli import evaluate as evaluate_verb
+from jaxscale.cli import sample as sample_verb
+from jaxscale.exits import BadInput
+
+CONFIG = dict(
+    model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=257, hidden_size=16, intermediate_size=24,
+    num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, eos_token_id=256,
+)  # fmt: skip
+WAY_OUT = "give --tokenizer=FILE .* or convert it again from a folder with the tokenizer's files; from Python"
+PROMPT = list(b"def f")
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A converted model without the files of a tokenizer."""
+    folder = tmp_path_factory.mktemp("ids")
+    hf_folders.make_folder(folder / "hf", config=CONFIG, dtype=hf_folders.FLOAT32)
+    assert convert.main([f"--from={folder / 'hf'}", f"--workdir={folder / 'run'}", "--json"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def model(workdir):
+    return jaxscale.open_model(str(workdir), say=lambda line: None)
+
+
+def test_sample_and_evaluate_refuse_a_converted_model_without_a_tokenizer(workdir, model, tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    with pytest.raises(BadInput, match=WAY_OUT):
+        sample_verb.main([f"--workdir={workdir}", "--prompt=a"])
+    with pytest.raises(BadInput, match=WAY_OUT):
+        evaluate_verb.main([f"--workdir={workdir}", f"--text={tmp_path / 'a.txt'}"])
+    with pytest.raises(BadInput, match=WAY_OUT):
+        jaxscale.sample(model, "a")
+
+
+def test_a_tokenizer_may_be_named_for_it_and_ids_give_the_same(workdir, model, capsys, tmp_path):
+    how = ["--num_tokens=6", "--temperature=0", "--json"]
+    sample_verb.main([f"--workdir={workdir}", "--tokenizer=bytes", "--prompt=def f", *how])
+    text = json.loads(capsys.readouterr().out)["text"]
+    ids = jaxscale.sample(model, PROMPT, num_tokens=6, temperature=0.0)
+    assert ids and all(isinstance(one, int) for one in ids) and bytes(ids).decode("utf-8", "replace") == text
+    several = jaxscale.sample(model, [PROMPT, np.array([1, 2, 3])], num_tokens=6, temperature=0.0, batch=1)
+    assert several[0] == ids and len(several) == 2
+    with pytest.raises(BadInput, match="tokenizer=/none.json"):
+        sample_verb.main([f"--workdir={workdir}", "--tokenizer=/none.json", "--prompt=a"])
+
+
+def test_what_is_no_prompt_of_ids_is_one_line(model):
+    for prompt, told in (
+        ([257], "token id 257"), ([[]], "must be text, or a list"), ([[1.5]], "must be text, or a list"),
+        (["a", [1]], "prompts must be texts"), ([[-1]], "token id -1"),
+    ):  # fmt: skip
+        with pytest.raises(BadInput, match=f"{told}|does not say"):
+            jaxscale.sample(model, prompt)
+    with pytest.raises(BadInput, match="chat and stop are for prompts of text"):
+        jaxscale.sample(model, [1], stop="a")
+    assert jaxscale.sample(model, []) == []
+
+
+def test_token_ids_are_evaluated_from_arrays_and_from_files(workdir, model, tmp_path):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 256, length).astype("<u2") for length in (200, 7, 1, 90)]
+    found = jaxscale.evaluate(model, tokens={"own": documents})["own"]
+    assert found["documents"] == 3 and found["tokens"] == 199 + 6 + 89 and "bits_per_byte" not in found
+    assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
+    for number, ids in enumerate(documents):
+        ids.tofile(tmp_path / f"{number}.bin")
+    files = jaxscale.evaluate(model, tokens={"own": f"{tmp_path}/*.bin"}, save=True)["own"]
+    assert files == found and "evals/own/loss" in (workdir / "evals.jsonl").read_text()
+    (tmp_path / "a.txt").write_bytes(bytes(range(97, 123)) * 3)
+    text = jaxscale.evaluate(jaxscale.open_model(str(workdir), tokenizer="bytes"), text={"t": f"{tmp_path}/a.txt"})["t"]
+    same = jaxscale.evaluate(model, tokens={"t": [[256, *(tmp_path / "a.txt").read_bytes()]]})["t"]
+    assert same["loss"] == pytest.approx(text["loss"], rel=1e-6)  # the end of a document stands before both
+
+
+def test_what_is_no_token_file_is_one_line(model, tmp_path):
+    np.array([300], "<u2").tofile(tmp_path / "large.bin")
+    for given, told in (
+        (f"{tmp_path}/none.bin", r"tokens\['x'\]=.*none.bin does not exist"),
+        (f"{tmp_path}/large.bin", "large.bin .*300.*257"),
+        ([[300]], r"tokens\['x'\]\[0\] has the token id 300, and the model's vocabulary is 257"),
+        ([1, 2], r"tokens\['x'\]\[0\] must be a list of token ids; a single document is \[ids\]"),
+        ([[1]], "has no document of two tokens"),
+        ([], "has no document of two tokens"),
+    ):
+        with pytest.raises(BadInput, match=told):
+            jaxscale.evaluate(model, tokens={"x": given})
+    with pytest.raises(BadInput, match="tokens=.* must name what it measures"):
+        jaxscale.evaluate(model, tokens=[[1, 2]])
