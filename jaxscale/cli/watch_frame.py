@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.exits import meaning
+from jaxscale.hardware import find_chip
 from jaxscale.monitor.console import plain_number
 from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
 from jaxscale.monitor.health.finding import is_harmless
@@ -84,7 +85,7 @@ def frame(seen: Seen, now: float, width: int, height: int, *, unicode: bool = Tr
         Line(""),
     ]
     left = height - len(lines) - bool(seen.problem)
-    lines += [Line(words, "red" if kind in BAD else "") for kind, words in event_lines(seen.events, max(left, 1))]
+    lines += [Line(words, "red" if kind in BAD else "") for kind, words in event_lines(seen.events, max(left, 1), now)]
     if seen.problem:
         lines.append(Line(seen.problem, "red"))
     return [Line(cut(shown(line.text).replace("\n", " "), width), line.colour) for line in lines[:height]]
@@ -121,7 +122,9 @@ def about(config: Mapping[str, Any]) -> str:
     if not devices:
         return "no config.json yet"
     sizes = ", ".join(f"{model[name]} {words}" for name, words in SIZES.items() if model.get(name))
-    return f"{model.get('name', '?')} ({sizes}), {devices.get('number', '?')} x {devices.get('kind', '?')}"
+    chip = find_chip(str(devices.get("kind") or "?"))
+    kind = chip.name if chip else devices.get("kind", "?")
+    return f"{model.get('name', '?')} ({sizes}), {devices.get('number', '?')} x {kind}"
 
 
 SIZES = {"num_layers": "layers", "embed_dim": "wide"}
@@ -227,19 +230,21 @@ def goodput_lines(seen: Seen, now: float | None, width: int) -> list[Line]:
         if kind != "step" and seconds / wall >= 0.001
     ]
     starts = f", {goodput.starts} starts" if goodput.starts > 1 else ""
-    starts += f", {goodput.rewinds} rewinds" if goodput.rewinds else ""
+    starts += f", {units.plural(goodput.rewinds, 'rewind')}" if goodput.rewinds else ""
     first = f"{'goodput':<{LABEL}}{goodput.fraction:.1%} of {units.duration(wall)}{starts}"
     while rest and LABEL + len("  ".join(rest)) > width:
         rest.pop()  # the smallest
     return [Line(first), Line(" " * LABEL + "  ".join(rest))]
 
 
-def event_lines(events: Sequence[Mapping[str, Any]], most: int) -> list[tuple[str, str]]:
-    """(kind, '12:01:33  saved step 200') of the newest events, the newest last."""
-    found = []
+def event_lines(events: Sequence[Mapping[str, Any]], most: int, now: float) -> list[tuple[str, str]]:
+    """(kind, '12:01:33  saved step 200') of the newest events, the newest last; of another day with its date."""
+    found, today = [], datetime.datetime.fromtimestamp(now).date()
     for event in events[-most:]:
         when = unix_time(event.get("time"))
-        clock = "??:??:??" if when is None else datetime.datetime.fromtimestamp(when).strftime("%H:%M:%S")
+        local = None if when is None else datetime.datetime.fromtimestamp(when)
+        form = "%H:%M:%S" if local is None or local.date() == today else "%Y-%m-%d %H:%M"
+        clock = "??:??:??" if local is None else local.strftime(form)
         kind = "" if is_harmless(event) else str(event.get("event"))
         found.append((kind, f"{clock}  {event_words(event)}"))
     return found
@@ -263,7 +268,8 @@ def event_words(event: Mapping[str, Any]) -> str:
         return f"learning rate cut to {event.get('factor')} of it{at}, until step {event.get('until')}"
     if kind == "alert":
         what = str(event.get("what") or "").replace("_", " ")
-        return f"{'over' if event.get('over') else 'alert'}{at}: {what}: {event.get('seen') or ''}"
+        kind = "over" if event.get("over") else "note" if is_harmless(event) else "alert"
+        return f"{kind}{at}: {what}: {event.get('seen') or ''}"
     if kind == "profile":
         what = "capturing a profile" if event.get("what") == "begun" else "profile written"
         return f"{what} of step {step}: {event.get('place')}"

@@ -264,3 +264,12 @@ def test_colours_are_for_terminals_that_want_them(tmp_path, environment, colours
         os.close(terminal.master)
         terminal.process.kill()
         terminal.process.wait()
+
+
+def test_the_newest_save_counts_as_done_and_an_event_of_another_day_has_its_date():
+    busy = event("alert", -50, 500, what="busy_machine", seen="the machine was busy with other work")
+    events = [STARTED, event("saved", -86_400 * 3, 507, seconds=1.0, verified=True), busy]
+    told = text(seen(events=events))
+    assert "step 507 of 1,000" in told and re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d  saved step 507", told)
+    assert "note at step 500: busy machine: the machine was busy" in told
+    assert "red" not in [line.colour for line in frame(seen(events=events), NOW, 80, 24)]

@@ -254,7 +254,9 @@ def test_two_runs_share_the_axes_and_their_differences_are_listed(run, tmp_path)
     assert 'class="line c0"' in page and 'class="line c1"' in page
     same = make_page([run, dataclasses.replace(run, label="again")], now=BEGAN)
     assert page.index("Settings that differ") < page.index("optim.peak_lr") < page.index("Training loss")
-    assert "The settings are the same" in same
+    assert "The settings are the same" in same and "is not as many tokens" not in same
+    config = run.config | {"budget": run.config["budget"] | {"batch_tokens": 4096}}
+    assert "is not as many tokens" in make_page([run, dataclasses.replace(run, config=config, label="b")], now=BEGAN)
 
 
 @pytest.mark.parametrize(

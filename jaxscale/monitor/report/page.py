@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from jaxscale import units
 from jaxscale.monitor.history import History
 from jaxscale.monitor.json_lines import as_dict, as_list
-from jaxscale.monitor.report.canvas import Canvas, across_of
+from jaxscale.monitor.report.canvas import Canvas, across_of, tokens_per_step
 from jaxscale.monitor.report.cost import cost_fact, price_words
 from jaxscale.monitor.report.evals import eval_plots, eval_table
 from jaxscale.monitor.report.script import SCRIPT
@@ -194,7 +194,10 @@ def differences(histories: Sequence[History]) -> list[Section]:
     """What several runs differ by, which is what the plots after it are read for; none of a page of one run."""
     if len(histories) == 1:
         return []
-    return [Section("settings", "Settings that differ", difference_table(histories))]
+    each = {tokens for history in histories if (tokens := tokens_per_step(history))}
+    told = "A step is not as many tokens in each run, and the plots are over steps: see batch_tokens."
+    steps = left_out(told) if len(each) > 1 else ""
+    return [Section("settings", "Settings that differ", difference_table(histories) + steps)]
 
 
 def text_sections(histories: Sequence[History]) -> list[Section]:
