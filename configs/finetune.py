@@ -27,14 +27,14 @@ def get_config(arg="full"):
     if base and begun is None:
         raise TypeError(f"no run has written {file}; name a work folder, of jaxscale convert --from=FOLDER or of a run")
     c = ml_collections.ConfigDict(dict(model=begun["model"] if base else quickstart.get_config().model.to_dict()))
-    c.seq_len = min(begun["seq_len"], 2048) if base else 256
-    c.batch_tokens, c.train_tokens = "16 rows", "3 epochs" if base else 1_000_000
+    c.seq_len, c.train_tokens = (min(begun["seq_len"], 2048), "3 epochs") if base else (256, 1_000_000)
     c.optim = dict(peak_lr=PEAK_LR[how], min_lr=0.0, warmup_tokens="3%", b2=0.999, weight_decay=0.0)
     c.lora = dict(rank=16 if how == "lora" else 0, alpha=32.0)
+    if base and how == "lora" and begun.get("lora", {}).get("rank"):
+        c.lora = begun["lora"]  # it goes on with the adapters it has
     c.data = dict(name="chat", tokenizer="bytes")
     if base:
-        c.init = dict(from_path=base)
-        found = sorted((epath.Path(base) / "tokenizer").glob("tokenizer.[jm]*"))  # .json, or else .model
-        c.data.tokenizer = str(found[0]) if found else begun["data"]["tokenizer"] or "bytes"
-    c.eval, c.checkpoint = dict(every_steps=50, num_rows=128), dict(save_every_steps=50)
+        c.init, found = dict(from_path=base), sorted((epath.Path(base) / "tokenizer").glob("tokenizer.[jm]*"))
+        c.data.tokenizer = str(found[0]) if found else begun["data"]["tokenizer"] or "bytes"  # .json, or else .model
+    c.batch_tokens, c.eval, c.checkpoint = "16 rows", dict(every_steps=50, num_rows=128), dict(save_every_steps=50)
     return c

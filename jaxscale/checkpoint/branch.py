@@ -19,12 +19,16 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import leaf_text, named_leaves
 from jaxscale.exits import BadInput, tell
 from jaxscale.hosts.agree import agreed
-from jaxscale.models.lora import is_adapter
+from jaxscale.models.lora import LoraConfig, is_adapter
 from jaxscale.schema import setting
 
 ARROW = "=>"
 SHOWN_PROBLEMS = 4
-HUGGING_FACE = ("model.safetensors", "model.safetensors.index.json")  # what tells such a folder from one of ours
+HUGGING_FACE = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "adapter_model.safetensors",
+)  # what tells such a folder from one of ours
 WHAT = {"params": ("params",), "ema": ("ema",), "state": ("params", "opt_state", "ema")}  # groups of leaves in a file
 
 
@@ -78,7 +82,7 @@ class Source:
         run = self.record["run"]
         own = {"path": str(self.checkpoints.directory), "step": self.step, "sha256": self.record["sha256"]}
         converted = run.get("converted") or {}  # for whoever exports a descendant: what its config.json said
-        own |= {name: converted[name] for name in ("model_type", "kept") if converted.get(name)}
+        own |= {name: converted[name] for name in ("model_type", "kept", "from") if converted.get(name)}
         return [own, *run.get("ancestry", ())]
 
     @property
@@ -151,6 +155,7 @@ def branch_state(program: Any, cfg: InitConfig, say: Callable[[str], None], sour
     source = source or open_source(cfg.from_path)
     own = named_leaves(program.abstract_state)
     plan = plan_branch(cfg, source, own, program.cfg.model.vocab_size)
+    check_scale(source, plan, program.cfg.lora)
     state = program.init()
     leaves = named_leaves(state)
     for name in plan.loaded:
@@ -217,6 +222,21 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
         fresh=tuple(name for name in own if name not in loaded),
         left_out=tuple(name for name in saved if name not in loaded.values()),
     )
+
+
+def check_scale(source: Source, plan: Plan, lora: LoraConfig) -> None:
+    """Raises BadInput for adapters that would be multiplied by another number here than there."""
+    there = LoraConfig(**tupled(source.record["run"].get("config", {}).get("lora") or {}))
+    if any(map(is_adapter, plan.loaded)) and there.scale != lora.scale:
+        raise BadInput(
+            f"init.from_path: the adapters of {source} are multiplied by alpha / rank = {there.scale:g} there and by "
+            f"{lora.scale:g} here; set lora.alpha={there.alpha:g} and lora.rank={there.rank}"
+        )
+
+
+def tupled(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a record, lists as the tuples that they were."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def check_rules(cfg: InitConfig, source: Source, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

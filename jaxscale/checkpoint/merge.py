@@ -29,6 +29,7 @@ from jaxscale.checkpoint.average import (
     weights_of,
     write_texts,
 )
+from jaxscale.checkpoint.branch import tupled
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.output import Output, layout_of
@@ -56,7 +57,7 @@ def merge_lora(
     damaged source, (STORAGE) if it cannot be written.
     """
     record = source_record(source, step)
-    lora = LoraConfig(**given(record["run"].get("config", {}).get("lora") or {}))
+    lora = LoraConfig(**tupled(record["run"].get("config", {}).get("lora") or {}))
     names = {name for name in record["leaves"] if name.startswith(f"{what}/") and is_adapter(name)}
     if not lora.on or not names:
         raise BadInput(f"step {step} has no adapters in {what}; merge_lora is for a run with lora.rank above 0")
@@ -76,11 +77,6 @@ def merge_lora(
     except OSError as error:
         raise Stop(Exit.STORAGE, f"{growing} cannot be written: {error.strerror or error}; run it again") from None
     return Averaged(step, len(leaves), sum(leaf_bytes(found) for found in leaves.values()))
-
-
-def given(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a record, lists as the tuples that they were."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def write_merged(

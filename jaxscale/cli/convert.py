@@ -7,12 +7,20 @@
   jaxscale convert --workdir=gs://BUCKET/run --step=4000 --ema --to=gs://BUCKET/out --dtype=float32
   jaxscale convert --workdir=runs/mine --to=mine-hf --push=OWNER/NAME   and onto the Hub; HF_TOKEN in the environment
 
-  --from=FOLDER           a Hugging Face model: config.json and safetensors, one file or many. Local or gs://
+  jaxscale convert --from=adapter-hf --base=llama-hf --workdir=runs/merged            an adapter of PEFT's, merged
+  jaxscale convert --from=adapter-hf --base=llama-hf --workdir=runs/start --adapter   or kept beside, to train it on
+  jaxscale convert --workdir=runs/tuned --to=adapter-hf --adapter                     a LoRA run's adapters, for PEFT
+
+  --from=FOLDER           a Hugging Face model: config.json and safetensors, one file or many. Local or gs://. Or an
+                          adapter of PEFT's: adapter_config.json and adapter_model.safetensors
+  --base=FOLDER           the model that the adapter is for; else the local folder that its adapter_config.json names.
+                          With --to: the name that is written there; else what the run began with
   --workdir=FOLDER        with --from: the new work folder. With --to: the run whose weights go out
   --to=FOLDER             where the Hugging Face model goes; a new folder, local or gs://
   --step=N                the step to export; the newest unless given
+  --adapter               with --from: keep the adapter beside the weights; with --to: export the adapters alone
   --ema                   export the average of the weights, where the run keeps one
-  --dtype=bfloat16        or float32: of the exported tensors
+  --dtype=bfloat16        or float32: of the exported tensors; adapters are float32 unless told otherwise
   --shard_bytes=5e9       of tensors in one file, at most
   --push=OWNER/NAME       send the finished folder to the Hub; a new repository is private
   --json                  one JSON object at the end
@@ -30,7 +38,7 @@ if __name__ == "__main__":
 import dataclasses  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
-from collections.abc import Mapping  # noqa: E402
+from collections.abc import Collection, Mapping  # noqa: E402
 from typing import Any  # noqa: E402
 
 from jaxscale import paths, schema, units  # noqa: E402
@@ -40,21 +48,18 @@ from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
 from jaxscale.cli.ckpt import Progress  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.convert import families, hub, tokenizer_files  # noqa: E402
-from jaxscale.convert.counts import check_counts, check_end_ids  # noqa: E402
+from jaxscale.convert import hub, tokenizer_files  # noqa: E402
 from jaxscale.convert.exporting import FORMATS, config_of, export_step, open_step  # noqa: E402
 from jaxscale.convert.importing import import_tensors, prepare_workdir  # noqa: E402
-from jaxscale.convert.pieces import check_tensors  # noqa: E402
-from jaxscale.convert.reading import Checkpoint, open_checkpoint  # noqa: E402
-from jaxscale.convert.twins import check_twins  # noqa: E402
+from jaxscale.convert.incoming import Incoming, open_incoming  # noqa: E402
 from jaxscale.data.config import DataConfig  # noqa: E402
 from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
-from jaxscale.models import AnyModelConfig, max_seq_len, num_params  # noqa: E402
+from jaxscale.models import max_seq_len, num_params  # noqa: E402
 from jaxscale.monitor.runinfo import run_info  # noqa: E402
 from jaxscale.redact import redacted  # noqa: E402
 
-OPTIONS = ("from", "workdir", "to", "step", "dtype", "shard_bytes", "push")
-SWITCHES = ("ema", "json")
+OPTIONS = ("from", "base", "workdir", "to", "step", "dtype", "shard_bytes", "push")
+SWITCHES = ("adapter", "ema", "json")
 OUT_ONLY = ("step", "dtype", "shard_bytes", "push")
 SHARD_BYTES = 5_000_000_000  # what the Hub takes well in one file
 LONGEST_ROW = 4096  # tokens, of the config that is written for a model that can read more
@@ -77,73 +82,71 @@ def main(argv: list[str]) -> int:
     if "from" in options:
         if wrong := [name for name in (*OUT_ONLY, "ema") if name in options or name in on]:
             raise BadInput(f"--{wrong[0]} is for an export, with --to; it says nothing with --from")
-        return bring_in(options["from"], options["workdir"], "json" in on)
-    return take_out(options, "ema" in on, "json" in on)
+        return bring_in(options, "adapter" in on, "json" in on)
+    return take_out(options, on)
 
 
-def bring_in(name: str, workdir: str, as_json: bool) -> int:
+def bring_in(options: Mapping[str, str], keep_adapter: bool, as_json: bool) -> int:
     """Hugging Face's folder as a work folder."""
-    found = open_checkpoint(name)
-    try:
-        families.family_of(found.config)
-        check_counts(found.config, found.tensors)
-        family, cfg, kept = families.read(found.config)
-        check_end_ids(kept, cfg.vocab_size, "config.json")
-        matched = families.match(family, cfg, found.tensors)
-    except BadInput as error:
-        raise BadInput(f"--from={name}: {error}") from None
-    check_tensors(matched.pairs, found.tensors)
-    check_twins(matched, found.tensors)
-    files = tokenizer_files.with_generation(tokenizer_files.read_files(found.folder, found.files), kept)
-    tokenizer_files.check_works(files, cfg.vocab_size, found.folder)
+    name, workdir = options["from"], options["workdir"]
+    found = open_incoming(name, options.get("base"), keep_adapter)
+    cfg, files = found.cfg, found.files
     folder, journal = prepare_workdir(workdir, found.identity)
-    config = run_config(cfg, kept, files, folder)
-    made = {"from": name, "model_type": family.model_type, "kept": kept, "left_out": matched.left_out}
-    made |= {"identity": found.identity}
+    config = run_config(found, folder)
+    made = {"from": found.name, "model_type": found.family.model_type, "kept": found.kept, "left_out": found.left_out}
+    made |= {"identity": found.identity} | ({"adapter": found.adapter} if found.adapter else {})
     if generation := tokenizer_files.read_object(files.get(tokenizer_files.GENERATION, b"")):
         made["generation"] = generation
     run = {"config": schema.to_dict(config), "step": 0, "data": None, "ancestry": [], "converted": made, **run_info()}
     run = redacted(run)
     written(lambda: tokenizer_files.bring_in(files, folder), folder)
     written(lambda: paths.write_json(folder / "config.json", run), folder)
-    done = import_tensors(folder, journal, matched.pairs, found.tensors, run, Progress("convert"))
-    for note in families.notes(found.config):
-        tell(f"{name}: {note}")
-    tell_odd(found, matched.left_out, done.not_finite, files, as_json)
+    done = import_tensors(folder, journal, found.pairs, found.tensors, run, Progress("convert"))
+    for note in found.notes:
+        tell(f"{found.name}: {note}")
+    tell_odd(found, done.not_finite, as_json)
     count, size = units.count(num_params(cfg)), units.size(done.num_bytes)
-    line = f"{workdir}: step 0, {family.model_type}, {count} parameters in float32 ({size}, {done.num_leaves} arrays)"
+    line = f"{workdir}: step 0, {found.family.model_type}, {count} parameters in float32"
+    line += f" ({size}, {done.num_leaves} arrays)"
     line += f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
-    record = {"workdir": workdir, "model_type": family.model_type, "num_params": num_params(cfg), "config": made}
+    line += f"; adapter {found.adapter}" if found.adapter else ""
+    record = {"workdir": workdir, "model_type": found.family.model_type, "num_params": num_params(cfg), "config": made}
     put(json.dumps(record | dataclasses.asdict(done)) if as_json else f"{line}; train on with --init_from={workdir}")
     return 0
 
 
-def run_config(cfg: AnyModelConfig, kept: Mapping[str, Any], files: Mapping[str, bytes], folder: Any) -> RunConfig:
+def run_config(found: Incoming, folder: Any) -> RunConfig:
     """The config of the work folder: the model, and what its tokenizer is. What is trained with it is another run's."""
-    longest = max_seq_len(cfg) or kept.get("max_position_embeddings") or LONGEST_ROW
+    longest = max_seq_len(found.cfg) or found.kept.get("max_position_embeddings") or LONGEST_ROW
     seq_len = max(2, min(int(longest), LONGEST_ROW))
-    main = tokenizer_files.main_file(files)
+    main = tokenizer_files.main_file(found.files)
     kept_at = folder / tokenizer_files.FOLDER
     data = {"tokenizer": os.fspath(kept_at / tokenizer_files.kept_name(main)) if main else ""}
-    return RunConfig(
-        model=cfg, seq_len=seq_len, batch_tokens=seq_len, train_tokens=seq_len, data=schema.from_dict(DataConfig, data)
-    )
+    rows = dict(seq_len=seq_len, batch_tokens=seq_len, train_tokens=seq_len)
+    return RunConfig(model=found.cfg, lora=found.lora, **rows, data=schema.from_dict(DataConfig, data))
 
 
-def tell_odd(found: Checkpoint, left_out: list[str], not_finite: tuple[str, ...], files: Any, quiet: bool) -> None:
+def tell_odd(found: Incoming, not_finite: tuple[str, ...], quiet: bool) -> None:
     """Says what a person should know of the source, on stderr."""
+    left_out = found.left_out
     if left_out and not quiet:
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
         tell(f"left out, as the model has no use for it: {', '.join(left_out[:3])}{more}")
     if not_finite:
-        tell(f"WARNING: {', '.join(not_finite[:3])} of {found.folder}: NaN or infinity among its values")
-    if not tokenizer_files.main_file(files):
-        tell(f"no tokenizer was brought along: {tokenizer_files.missing_tokenizer(files, found.folder)}")
+        tell(f"WARNING: {', '.join(not_finite[:3])} of {found.name}: NaN or infinity among its values")
+    if not tokenizer_files.main_file(found.files):
+        missing = tokenizer_files.missing_tokenizer(found.files, paths.as_path(found.name))
+        tell(f"no tokenizer was brought along: {missing}")
 
 
-def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
-    """A step's weights as Hugging Face's folder."""
-    to, dtype = options["to"], options.get("dtype", "bfloat16")
+def take_out(options: Mapping[str, str], on: Collection[str]) -> int:
+    """A step's weights as Hugging Face's folder, or its adapters as PEFT's."""
+    adapter = "adapter" in on
+    if wrong := [name for name in ("base",) if name in options and not adapter]:
+        raise BadInput(f"--{wrong[0]} says which model an adapter is for; give --adapter too")
+    if adapter and "shard_bytes" in options:
+        raise BadInput("--shard_bytes divides the files of a model; PEFT reads an adapter from one")
+    to, dtype = options["to"], options.get("dtype", "float32" if adapter else "bfloat16")
     if dtype not in FORMATS:
         raise BadInput(f"--dtype={dtype} must be {units.or_list(FORMATS)}")
     if "push" in options:
@@ -151,16 +154,18 @@ def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
     step = whole_number("step", options["step"], 0) if "step" in options else None
     workdir = paths.absolute(options["workdir"])
     checkpoints = Checkpoints(workdir / "checkpoints", CheckpointConfig())
-    step, source = open_step(checkpoints, step, "ema" if ema else "params")
+    what = "ema" if "ema" in on else "params"
+    step, source = open_step(checkpoints, step, what, adapter, options.get("base"))
     texts = tokenizer_files.of_run(workdir, source.run)
-    config = config_of(source, dtype, texts.end_ids)
+    config = source.adapter or config_of(source, dtype, texts.end_ids)
+    files = {name: text for name, text in texts.files.items() if not (adapter and name == tokenizer_files.GENERATION)}
     push = lambda folder: hub.push_folder(folder, options["push"], f"jaxscale: step {step}, {dtype}")
     done = export_step(
         source,
         to,
         dtype=dtype,
-        shard_bytes=shard_bytes(options.get("shard_bytes")),
-        texts=texts.files,
+        shard_bytes=shard_bytes("1e14" if adapter else options.get("shard_bytes")),
+        texts=files,
         config=config,
         on_bytes=Progress(f"step {step}"),
         **({"send": push} if "push" in options else {}),
@@ -168,11 +173,12 @@ def take_out(options: Mapping[str, str], ema: bool, as_json: bool) -> int:
     for note in texts.notes:
         tell(note)
     record = {"to": to, "step": step, "dtype": dtype, "model_type": source.family.model_type} | dataclasses.asdict(done)
-    line = f"{to}: step {step} as {source.family.model_type}, {done.num_tensors} tensors in {dtype}"
+    kind = f"an adapter of {source.family.model_type}" if adapter else source.family.model_type
+    line = f"{to}: step {step} as {kind}, {done.num_tensors} tensors in {dtype}"
     line += f" ({units.size(done.num_bytes)}, {done.num_files} file{'s' * (done.num_files > 1)})"
     line += f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
     line += f"; pushed: {done.pushed}" if done.pushed else ""
-    put(json.dumps(record) if as_json else line)
+    put(json.dumps(record) if "json" in on else line)
     return 0
 
 

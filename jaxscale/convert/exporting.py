@@ -19,14 +19,14 @@ from jaxscale.checkpoint.choosing import newest_to_read
 from jaxscale.checkpoint.files import mark_of
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import digest
-from jaxscale.convert import families
+from jaxscale.convert import adapter_config, adapters, families
 from jaxscale.convert.families import TensorPair
 from jaxscale.convert.journal import Journal
 from jaxscale.convert.leaves import Leaves
 from jaxscale.convert.order import in_order
 from jaxscale.convert.pieces import array_shapes
 from jaxscale.convert.safetensors import DTYPES
-from jaxscale.convert.shards import INDEX, Shard, growing_file, index_of, plan_shards
+from jaxscale.convert.shards import INDEX, SINGLE, Shard, growing_file, index_of, plan_shards
 from jaxscale.exits import BadInput, Exit, Stop, tell
 from jaxscale.faults import crash_point
 from jaxscale.models import AnyModelConfig
@@ -50,6 +50,7 @@ class Source:
     family: families.Family
     pairs: tuple[TensorPair, ...]
     what: What
+    adapter: Mapping[str, Any] | None = None  # adapter_config.json, where adapters are exported and nothing else
 
     @property
     def run(self) -> Mapping[str, Any]:
@@ -68,8 +69,14 @@ class Exported:
     pushed: str = ""  # where it was sent to
 
 
-def open_step(checkpoints: Checkpoints, step: int | None, what: What = "params") -> tuple[int, Source]:
-    """(the step, what it holds); None: the newest. Raises BadInput for what no family has a word for."""
+def open_step(
+    checkpoints: Checkpoints, step: int | None, what: What = "params", adapter: bool = False, base: str | None = None
+) -> tuple[int, Source]:
+    """(the step, what it holds); None: the newest.
+
+    Args: adapter: the adapters of a LoRA run alone. base: the model that they are for; none: what the run began with.
+    Raises: BadInput for what no family has a word for.
+    """
     steps = checkpoints.all_steps()
     if not steps:
         raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
@@ -81,16 +88,32 @@ def open_step(checkpoints: Checkpoints, step: int | None, what: What = "params")
     values = record["run"].get("config", {}).get("model")
     if values is None:
         raise BadInput(f"step {step} does not say which model it is of; it was not saved by a run")
-    if schema.convert(record["run"]["config"].get("lora") or {}, LoraConfig, "lora").on:
+    lora = schema.convert(record["run"]["config"].get("lora") or {}, LoraConfig, "lora")
+    if lora.on and not adapter:
         raise BadInput(
             f"step {step} has its adapters beside its weights, and other tools would read the weights alone; merge "
-            f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER, and export that"
+            f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER, and export "
+            "that, or --adapter exports the adapters alone, for PEFT"
         )
     cfg = schema.convert(values, AnyModelConfig, "model")
-    family = families.family_for(cfg, origin_of(record["run"]).get("model_type"))
+    origin = origin_of(record["run"])
+    family = families.family_for(cfg, origin.get("model_type"))
+    folder = checkpoints.directory / str(step)
+    if adapter:
+        if not lora.on:
+            raise BadInput(
+                f"--adapter: step {step} has no adapters; leave it out, or name a run with lora.rank above 0"
+            )
+        has = lambda name: f"{what}/{name}" in record["leaves"]
+        pairs, config = adapters.of_run(family, cfg, lora, has, base or origin.get("from"))
+        if not pairs:
+            raise BadInput(
+                f"step {step} has no {what} of its adapters" + ("; train.ema.decay keeps one" * (what == "ema"))
+            )
+        return step, Source(folder, record, cfg, family, tuple(pairs), what, config)
     pairs = tuple(families.tensors(family, cfg))
     check_leaves(record, pairs, what, step)
-    return step, Source(checkpoints.directory / str(step), record, cfg, family, pairs, what)
+    return step, Source(folder, record, cfg, family, pairs, what)
 
 
 def origin_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -133,7 +156,8 @@ def export_step(
     was saved, (STORAGE) if the folder cannot be written.
     """
     number_type = FORMATS[dtype]
-    shards = plan_shards(source.pairs, number_type, shard_bytes)
+    names = (SINGLE, CONFIG) if source.adapter is None else (adapters.WEIGHTS, adapter_config.FILE)
+    shards = plan_shards(source.pairs, number_type, shard_bytes, names[0])
     folder, journal = prepare_folder(to, source, shards, dtype)
     with contextlib.closing(journal):
         total, done, kept = sum(shard.num_bytes for shard in shards), 0, 0
@@ -158,7 +182,7 @@ def export_step(
         for name, content in files.items():
             written(lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder)
         crash_point("export/config")
-        written(lambda: paths.write_bytes_atomic(folder / CONFIG, as_json(config)), folder)
+        written(lambda: paths.write_bytes_atomic(folder / names[1], as_json(config)), folder)
         pushed = send(folder)
         journal.remove()
         return Exported(len(source.pairs), len(shards), total, kept, pushed)
@@ -271,4 +295,4 @@ def as_json(value: Any) -> bytes:
 
 def is_finished(folder: Any) -> bool:
     """True if the folder holds an export that came to its end."""
-    return (folder / CONFIG).exists() and not (folder / JOURNAL).exists()
+    return any((folder / name).exists() for name in (CONFIG, adapter_config.FILE)) and not (folder / JOURNAL).exists()

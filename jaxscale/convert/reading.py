@@ -35,35 +35,35 @@ class Checkpoint:
         return hashlib.sha256(json.dumps([self.config, sorted(told)], sort_keys=True).encode()).hexdigest()
 
 
-def open_checkpoint(name: str) -> Checkpoint:
-    """The model in a folder, local or gs://, with every header read and checked.
+def open_checkpoint(name: str, named: str = "--from") -> Checkpoint:
+    """The model in a folder, local or gs://, with every header read and checked. named: the flag that gave it.
 
     Raises: BadInput, one line, if there is none, if it is pickled, or if a file breaks the rules of its format.
     """
     if name.endswith(PICKLED) or name.endswith(".safetensors"):
         pickled = name.endswith(PICKLED)
-        raise BadInput(f"--from={name} " + (unpickled(name) if pickled else "is a file: give the folder it lies in"))
+        raise BadInput(f"{named}={name} " + (unpickled(name) if pickled else "is a file: give the folder it lies in"))
     folder = paths.as_path(name)
     files = reached(lambda: names_in(folder), folder)
     if not files:
         hint = f"; to fetch it: hf download {name} --local-dir FOLDER" if HUB_NAME.fullmatch(name) else ""
-        raise BadInput(f"--from={name} is no folder with files in it{hint}")
+        raise BadInput(f"{named}={name} is no folder with files in it{hint}")
     if CONFIG not in files:
-        raise BadInput(f"--from={name} holds no {CONFIG}: it is not the folder of a Hugging Face model")
+        raise BadInput(f"{named}={name} holds no {CONFIG}: it is not the folder of a Hugging Face model")
     config = read_object(folder, CONFIG, files)
-    return Checkpoint(folder, config, find_tensors(name, folder, files), files)
+    return Checkpoint(folder, config, find_tensors(f"{named}={name}", folder, files), files)
 
 
-def find_tensors(name: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
-    """{name: tensor} of all that the folder's index tells of, or of its one file."""
+def find_tensors(told: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
+    """{name: tensor} of all that the folder's index tells of, or of its one file. told: the flag with the folder."""
     if INDEX not in files:
         if WEIGHTS in files:
             return headers(folder, [WEIGHTS])[WEIGHTS]
         if pickled := [file for file in files if file.endswith(PICKLED) and file != "training_args.bin"]:
-            raise BadInput(f"--from={name} has {pickled[0]}, which {unpickled(name)}")
+            raise BadInput(f"{told} has {pickled[0]}, which {unpickled(str(folder))}")
         others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
         there = f"; there is {others[0]}" if others else ""
-        raise BadInput(f"--from={name} has neither {WEIGHTS} nor {INDEX}{there}")
+        raise BadInput(f"{told} has neither {WEIGHTS} nor {INDEX}{there}")
     places = read_object(folder, INDEX, files).get("weight_map")
     where = f"{folder / INDEX}: weight_map"
     if not isinstance(places, dict) or not places:

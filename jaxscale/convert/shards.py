@@ -31,8 +31,11 @@ class Shard:
     num_bytes: int  # of the whole file
 
 
-def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int) -> list[Shard]:
-    """The files: tensors in order, up to so many bytes of them in each; a larger tensor has a file of its own."""
+def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = SINGLE) -> list[Shard]:
+    """The files: tensors in order, up to so many bytes of them in each; a larger tensor has a file of its own.
+
+    Args: single: the name of a file that holds all.
+    """
     groups: list[list[TensorPair]] = [[]]
     filled = 0
     for pair in pairs:
@@ -44,7 +47,7 @@ def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int) 
         filled += size
     shards = []
     for number, group in enumerate(groups, 1):
-        name = SINGLE if len(groups) == 1 else MANY.format(number, len(groups))
+        name = single if len(groups) == 1 else MANY.format(number, len(groups))
         header = encode_header({pair.theirs: (dtype, pair.their_shape) for pair in group})
         shards.append(Shard(name, tuple(group), header, len(header) + sum(tensor_bytes(pair, dtype) for pair in group)))
     return shards
