@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxscale.data.cache import NAME, cache_folder, cached, stamp
+from jaxscale.data.cache import NAME, Say, cache_folder, cached, stamp
 from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, ShardWriter
@@ -66,7 +66,9 @@ def read_records(path: Path) -> Iterator[bytes]:
         raise BadInput(f"{path} is no whole ArrayRecord file: {error}") from None
 
 
-def array_record_shard(file: SourceFile, dtype: str, eos_id: int | None, vocab_size: int, cfg: DataConfig) -> Shard:
+def array_record_shard(
+    file: SourceFile, dtype: str, eos_id: int | None, vocab_size: int, cfg: DataConfig, say: Say = print
+) -> Shard:
     """A file of ids as a shard, copied into the cache once.
 
     Raises: BadInput naming it if it is damaged, holds ids that the model does not have, or no end token is known.
@@ -76,7 +78,7 @@ def array_record_shard(file: SourceFile, dtype: str, eos_id: int | None, vocab_s
     made_from = {"array record": [*file, *stamp(file.path)], "dtype": dtype, "eos_id": eos_id, "vocab": vocab_size}
     make = dict(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, source=file.source)
     return cached(
-        cache_folder(cfg), made_from, lambda folder: import_array_record([Path(file.path)], folder, NAME, **make)
+        cache_folder(cfg), made_from, lambda folder: import_array_record([Path(file.path)], folder, NAME, **make), say
     )
 
 

@@ -15,14 +15,19 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.data.bins import pack_bins
+from jaxscale.data.digest import file_sha256, json_sha256
 from jaxscale.data.packing import DocumentRows, DocumentTable, group_members, ranges
 from jaxscale.data.permutation import permuted
 from jaxscale.data.rows import Pieces
+from jaxscale.data.shards import write_synced
+from jaxscale.data.verified import Expected, Unchanged, damaged, expected
 from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
+from jaxscale.paths import read_regular
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
 VERSION = 1  # of the plan: another number where the same documents would get other rows
+FILES = ("first", "documents", "parts")
 ORDERED_AT_ONCE = 64 * WINDOW  # positions of the shuffled order computed in one go
 
 
@@ -89,25 +94,50 @@ def write_plan(folder: Path, table: DocumentTable, *, seq_len: int, seed: int, n
         for file in (first, documents, parts):
             file.flush()
             os.fsync(file.fileno())
-    header = {"group_rows": group_rows, "pieces": pieces, "documents": documents_type.str}
-    (folder / "plan.json").write_text(json.dumps(header), encoding="utf-8")
+    header: dict[str, Any] = {"group_rows": group_rows, "pieces": pieces, "documents": documents_type.str}
+    header |= {"sha256": {name: file_sha256(str(folder / name)) for name in FILES}}
+    write_synced(folder / "plan.json", json.dumps({**header, "own": json_sha256(header)}).encode())
+
+
+def read_plan(folder: Path) -> dict[str, Any]:
+    """What plan.json says. Raises BadInput that names the folder unless it is as it was written."""
+    try:
+        header = parse_json(read_regular(folder / "plan.json"))
+    except (OSError, BadInput) as error:
+        raise damaged_plan(folder, str(error)) from None
+    if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):
+        raise damaged_plan(folder, "plan.json was changed after it was written")
+    return header
+
+
+def damaged_plan(folder: Path, why: str) -> BadInput:
+    """The error for a plan that is not whole."""
+    return BadInput(f"the row plan {folder} cannot be read: {why}; delete the folder to have it made again")
+
+
+def verify_plan(folder: Path, cache: Path) -> dict[str, Expected]:
+    """What the plan's files must stay while they are read. Raises BadInput if one is not as it was written.
+
+    cache: where it is remembered what was found good, as `damaged` has it.
+    """
+    sums = {str(folder / name): sha256 for name, sha256 in read_plan(folder)["sha256"].items()}
+    try:
+        known = expected(sums)
+    except OSError as error:
+        raise damaged_plan(folder, str(error)) from None
+    for path, problem in damaged(sums, cache, str(folder), None).items():
+        raise damaged_plan(folder, problem or f"{path} was changed after it was written")
+    return known
 
 
 def open_plan(folder: Path) -> Plan:
-    """The plan in a folder. Raises BadInput that names it if a file is missing or of another size."""
+    """The plan in a folder, which verify_plan found whole. Raises BadInput that names it if a file cannot be mapped."""
+    header = read_plan(folder)
+    types = {"first": "<i8", "documents": header["documents"], "parts": "<u4"}
     try:
-        header = parse_json((folder / "plan.json").read_text(encoding="utf-8"))
-        rows, pieces = header["group_rows"][-1], header["pieces"]
-        shapes = {"first": ("<i8", rows + 1), "documents": (header["documents"], pieces), "parts": ("<u4", pieces)}
-        arrays = {
-            name: np.asarray(np.memmap(folder / name, dtype=dtype, mode="r")) for name, (dtype, _) in shapes.items()
-        }
-        if wrong := [name for name, (_, length) in shapes.items() if len(arrays[name]) != length]:
-            raise BadInput(f"{wrong[0]} has another size than plan.json says")
-    except (OSError, ValueError, KeyError) as error:
-        raise BadInput(
-            f"the row plan {folder} cannot be read: {error}; delete the folder to have it made again"
-        ) from None
+        arrays = {name: np.asarray(np.memmap(folder / name, dtype=dtype, mode="r")) for name, dtype in types.items()}
+    except OSError as error:
+        raise damaged_plan(folder, str(error)) from None
     return Plan(**arrays, group_rows=np.array(header["group_rows"], np.int64))
 
 
@@ -118,13 +148,22 @@ class BestFitRows(DocumentRows):
     shuffled here.
     """
 
-    def __init__(self, table: DocumentTable, folder: Path, *, seq_len: int):
-        """folder: holds the plan of this very table, and is named by what that was made from."""
+    def __init__(self, table: DocumentTable, folder: Path, *, seq_len: int, cache: Path):
+        """folder: holds the plan of this very table, and is named by what that was made from. cache: as verify_plan's.
+
+        Raises: BadInput if the plan is not as it was written.
+        """
+        self._plan_files = verify_plan(folder, cache)
         self.table, self.seq_len, self.folder = table, seq_len, folder
         self.group_rows = self._plan.group_rows
 
     @functools.cached_property
+    def _unchanged(self) -> Unchanged:
+        return Unchanged({**self.table.expected, **self._plan_files})
+
+    @functools.cached_property
     def _plan(self) -> Plan:
+        self._unchanged.check(self._plan_files, is_open=False)
         return open_plan(self.folder)
 
     def __repr__(self) -> str:
@@ -133,9 +172,11 @@ class BestFitRows(DocumentRows):
     def pieces(self, rows: np.ndarray) -> Pieces:
         """What the rows int64[m] are made of."""
         T, plan = self.seq_len, self._plan
+        self._unchanged.check_ahead(self._plan_files)
         bounds, places = ranges(plan.first[rows], plan.first[rows + 1])
         documents = plan.documents[places].astype(np.int64)
         skipped = plan.parts[places].astype(np.int64) * T
+        self._unchanged.check(self._plan_files, is_open=True)
         remaining = self.table.lengths[documents] - skipped
         last = bounds[1:] - 1
         goes_on = remaining[last] > T

@@ -9,25 +9,29 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxscale.data.config import DataConfig
 from jaxscale.data.document import Document
+from jaxscale.data.header import VERSION
 from jaxscale.data.lineage import LineageRows
 from jaxscale.data.reading import Reading, make_reading
 from jaxscale.data.remote import Unwritable
-from jaxscale.data.shards import VERSION, Shard, ShardWriter, open_shard, write_index
+from jaxscale.data.shards import Shard, ShardWriter, expect_whole, open_shard, write_index
 from jaxscale.data.sources import SourceFile
 from jaxscale.data.sources.decode import REPAIRED, is_repair
 from jaxscale.data.sources.files import file_stamp
 from jaxscale.data.sources.settings import read_settings
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
+from jaxscale.data.verified import remove
 from jaxscale.exits import BadInput
+from jaxscale.foreign import open_regular
 from jaxscale.paths import cache_dir, make_private
 
 Say = Callable[[str], None]
+Opened = TypeVar("Opened")
 
 CHUNK_BYTES = 4 << 20  # of text given to the tokenizer at once: enough for all cores, little enough for any memory
 SCAN_TOKENS = 1 << 24  # of a raw .bin looked at at once
@@ -57,7 +61,9 @@ def tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig
     reading = make_reading(tokenizer, cfg, say)
     if reading.fingerprint:
         made_from["chat"] = reading.fingerprint
-    return cached(cache_folder(cfg), made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say, reading))
+    return cached(
+        cache_folder(cfg), made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say, reading), say
+    )
 
 
 def tokenise(
@@ -160,7 +166,7 @@ def scanned(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, s
             f"{path} is no file of uint16 ids: every second one of its first is 0; set data.token_dtype=uint32"
         )
     made_from = {"bin": [*file, *stamp(path)], "dtype": dtype, "eos_id": eos_id}
-    return cached(cache_folder(cfg), made_from, lambda folder: scan(folder, file, dtype, eos_id, say))
+    return cached(cache_folder(cfg), made_from, lambda folder: scan(folder, file, dtype, eos_id, say), say)
 
 
 def scan(folder: Path, file: SourceFile, dtype: str, eos_id: int | None, say: Say) -> None:
@@ -199,7 +205,8 @@ def scan(folder: Path, file: SourceFile, dtype: str, eos_id: int | None, say: Sa
 def open_ids(path: str, dtype: str) -> np.ndarray:
     """The ids of a raw .bin, memory-mapped."""
     try:
-        return np.memmap(path, np.dtype(dtype).newbyteorder("<"), mode="r")
+        with open_regular(path) as file:
+            return np.memmap(file, np.dtype(dtype).newbyteorder("<"), mode="r")
     except OSError as error:
         raise unreadable(path, error) from None
 
@@ -210,16 +217,44 @@ def looks_wider(ids: np.ndarray) -> bool:
     return len(ids) % 2 == 0 and len(ids) >= FEWEST_PROBED and not first[1::2].any() and bool(first[::2].any())
 
 
-def cached(root: Path, made_from: dict[str, Any], make: Callable[[Path], None]) -> Shard:
+def cached(root: Path, made_from: dict[str, Any], make: Callable[[Path], None], say: Say) -> Shard:
     """The shard in the folder that stands for `made_from`, made first if it is not there."""
-    return open_shard(made_folder(root, "tokens", made_from, make) / f"{NAME}.json", outside=True)
+
+    def open_whole(folder: Path) -> Shard:
+        path = folder / f"{NAME}.json"
+        shard = open_shard(path, outside=True)
+        expect_whole(path, root, None)
+        return shard
+
+    return kept(root, "tokens", made_from, make, open_whole, say)
+
+
+def kept(
+    root: Path,
+    kind: str,
+    made_from: dict[str, Any],
+    make: Callable[[Path], None],
+    open_whole: Callable[[Path], Opened],
+    say: Say,
+) -> Opened:
+    """What `open_whole` gives of made_folder's folder. Where it finds that damaged, the folder is made again."""
+    folder = made_folder(root, kind, made_from, make)
+    try:
+        return open_whole(folder)
+    except BadInput as error:
+        say(f"{folder} is damaged, and is made again ({error})")
+    try:
+        remove(folder)
+    except OSError as error:
+        raise Unwritable(f"{folder} is damaged and cannot be removed: {error}; set data.cache_dir") from None
+    return open_whole(made_folder(root, kind, made_from, make))
 
 
 def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable[[Path], None]) -> Path:
     """The folder KIND-(sha256 of `made_from`), made beside it and renamed if it is not there.
 
-    So a folder under its final name is always whole: whoever is killed leaves only a folder that nobody looks into, and
-    of two that make the same one, the second to finish throws its own away.
+    So a folder under its final name was whole: whoever is killed leaves only a folder that nobody looks into, and of
+    two that make the same one, the second to finish throws its own away.
     """
     key = hashlib.sha256(json.dumps([VERSION, made_from], sort_keys=True).encode()).hexdigest()[:32]
     folder = root / f"{kind}-{key}"
@@ -231,6 +266,8 @@ def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable
             make_private(root)
             making.mkdir()
             make(making)
+            if not folder.is_dir():
+                remove(folder)  # something else of this name
             try:
                 os.rename(making, folder)
             except OSError:

@@ -8,13 +8,13 @@ import numpy as np
 from jaxscale.data.array_record import is_array_record
 from jaxscale.data.cache import cache_folder, count
 from jaxscale.data.config import DataConfig
+from jaxscale.data.header import read_header
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import SHOWN, is_manifest
 from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.data.objectives import find_ids
 from jaxscale.data.packing import DocumentTable
 from jaxscale.data.prepared import prepared_problems
-from jaxscale.data.shards import read_header
 from jaxscale.data.sources import SourceFile, list_files, stdlib_files, text_problem
 from jaxscale.data.sources.files import STREAMS, Globs, is_saved_dataset, size_of
 from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem

@@ -78,10 +78,11 @@ class DataConfig(ReadConfig):
     gate: GateConfig = setting(GateConfig)
     chat: ChatConfig = setting(ChatConfig)
     objective: ObjectiveConfig = setting(NextTokenConfig)
-    verify: Literal["size", "hash"] = setting(
+    verify: Literal["size", "hash", "always"] = setting(
         "hash",
-        "tokens: what is compared with the manifest of a prepared set; hash: everything is read once on each machine, "
-        "and again where it changed; size: only the sizes of its files",
+        "tokens: what is compared with the sums of prepared sets and shards; hash: everything is read once on each "
+        "machine, and again where it changed; always: at each start, which also finds what rots on a disk; size: only "
+        "the sizes of the files",
         may_change=True,
     )
     cache_bytes: int = setting(

@@ -12,17 +12,18 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from jaxscale.data.digest import file_sha256
-from jaxscale.data.locks import locked
-from jaxscale.data.shards import ENDINGS, Shard, open_shard, read_token_bytes, shard_files, write_synced
+from jaxscale.data.header import ENDINGS, SHA256
+from jaxscale.data.shards import Shard, open_shard, read_token_bytes, shard_files, write_synced
+from jaxscale.data.verified import damaged, hashed
 from jaxscale.exits import BadInput
-from jaxscale.paths import make_private, read_json, write_json
+from jaxscale.foreign import check_regular
+from jaxscale.paths import read_json, write_json
 
 FORMAT, VERSION, NAME = "jaxscale-manifest", 1, "manifest.json"
 COUNTS = {"max_id": int, "text_bytes": int, "fingerprint": str}
@@ -32,10 +33,8 @@ CONTENT = {
 }  # fmt: skip
 SHARD = {"name": str, "tokens": int, "documents": int, "files": dict, **COUNTS}
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # never a path: a manifest may come from anywhere
-SHA256 = re.compile(r"[0-9a-f]{64}")
 WAY_OUT = "prepare the set again, or bring the file back"
 SHOWN = 3  # problems told one by one
-HASH_THREADS = 4  # hashlib leaves the interpreter to others; more would only wait for the disk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +102,7 @@ def write_manifest(
         "format": FORMAT,
         "version": VERSION,
         "fingerprint": set_fingerprint(entries),
-        "num_tokens": sum(entry["tokens"] for entry in entries),
-        "num_documents": sum(entry["documents"] for entry in entries),
-        "max_id": max(entry["max_id"] for entry in entries),
-        "text_bytes": sum(entry["text_bytes"] for entry in entries),
+        **totals(entries),
         "sources": sources,
         "tokenizer": {**made_with, **keep_tokenizer(folder, tokenizer_file)},
         "recipe": dict(recipe),
@@ -114,7 +110,7 @@ def write_manifest(
         "shards": entries,
     }
     try:
-        json.dumps(content, allow_nan=False)
+        json.dumps([content["recipe"], content["versions"]], allow_nan=False)
     except (TypeError, ValueError) as error:
         raise BadInput(f"the recipe cannot be kept in {folder / NAME}: {error}") from None
     write_json(folder / NAME, content)
@@ -179,7 +175,7 @@ def is_manifest(path: str) -> bool:
         return False
     try:
         content = read_json(path)
-    except (FileNotFoundError, ValueError):
+    except (OSError, BadInput):
         return Path(path).name == NAME  # torn or gone: whoever reads it will tell
     return isinstance(content, dict) and content.get("format") == FORMAT
 
@@ -199,10 +195,10 @@ def parse_manifest(path: str, content: Any) -> Manifest:
     if content.get("version") != VERSION:
         raise BadInput(f"{path} has version {content.get('version')} of the format, this program reads {VERSION}")
     for key, kind in CONTENT.items():
-        if not isinstance(content.get(key), kind):
+        if not is_good(content.get(key), kind):
             raise BadInput(f"{path} has no good {key!r}; {WAY_OUT}")
     for i, shard in enumerate(content["shards"]):
-        if not isinstance(shard, dict) or not all(isinstance(shard.get(key), kind) for key, kind in SHARD.items()):
+        if not isinstance(shard, dict) or not all(is_good(shard.get(key), kind) for key, kind in SHARD.items()):
             raise BadInput(f"{path} has no good 'shards[{i}]'; {WAY_OUT}")
         needed = [f"{shard['name']}{ending}" for ending in (".json", ".bin", ".idx", ".src")]
         allowed = {f"{shard['name']}{ending}" for ending in (".json", *ENDINGS.values())}
@@ -218,7 +214,24 @@ def parse_manifest(path: str, content: Any) -> Manifest:
         raise BadInput(f"{path} has no good 'tokenizer'; {WAY_OUT}")
     if set_fingerprint(content["shards"]) != content["fingerprint"]:
         raise BadInput(f"{path} has a fingerprint that its shards do not give: it was edited by hand; {WAY_OUT}")
+    if wrong := [key for key, total in totals(content["shards"]).items() if content[key] != total]:
+        raise BadInput(f"{path} has a {wrong[0]!r} that its shards do not give: it was edited by hand; {WAY_OUT}")
     return Manifest(path, {**content, "tokenizer": {"file": None, **tokenizer}})
+
+
+def is_good(value: Any, kind: type) -> bool:
+    """True for a value of this kind; a number is never less than 0."""
+    return type(value) is kind and (kind is not int or value >= 0)
+
+
+def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """What a set holds, of what each of its shards does."""
+    return {
+        "num_tokens": sum(entry["tokens"] for entry in entries),
+        "num_documents": sum(entry["documents"] for entry in entries),
+        "max_id": max(entry["max_id"] for entry in entries),
+        "text_bytes": sum(entry["text_bytes"] for entry in entries),
+    }
 
 
 def is_listed_file(entry: Any) -> bool:
@@ -234,34 +247,29 @@ def manifest_problems(manifest: Manifest, *, deep: bool) -> list[str]:
     found = {name: file_problem(folder / name, size) for name, (size, _) in manifest.files.items()}
     if deep:
         whole = [name for name, problem in found.items() if problem is None]
-        found |= zip(whole, hash_problems(folder, whole, manifest))
+        other = hashed({str(folder / name): manifest.files[name][1] for name in whole})
+        found |= {path: changed(path, problem) for path, problem in other.items()}
     return [problem for problem in found.values() if problem]
+
+
+def changed(path: str, problem: str) -> str:
+    """The line for a file whose content is another, or cannot be read, which `problem` tells."""
+    return problem or f"{path} was changed after the manifest was written; {WAY_OUT}"
 
 
 def file_problem(path: Path, size: int) -> str | None:
     """What the file's size tells."""
     try:
-        actual = path.stat().st_size
+        status = path.stat()
+        check_regular(status.st_mode, path)
     except OSError as error:
         return f"{path} is listed in the manifest and cannot be read: {error.strerror}; {WAY_OUT}"
-    if actual == size:
+    except BadInput as error:
+        return f"{error}; {WAY_OUT}"
+    if (actual := status.st_size) == size:
         return None
     what = "cut short" if actual < size else "too long"
     return f"{path} has {actual:,} bytes where the manifest says {size:,}: it is {what}; {WAY_OUT}"
-
-
-def hash_problems(folder: Path, names: Sequence[str], manifest: Manifest) -> list[str | None]:
-    """What the content of each file tells; several are read at once."""
-
-    def problem(name: str) -> str | None:
-        try:
-            same = file_sha256(str(folder / name)) == manifest.files[name][1]
-        except ValueError as error:
-            return str(error)
-        return None if same else f"{folder / name} was changed after the manifest was written; {WAY_OUT}"
-
-    with ThreadPoolExecutor(min(HASH_THREADS, os.cpu_count() or 1)) as pool:
-        return list(pool.map(problem, names))
 
 
 def check_manifest(path: Path | str, deep: bool) -> Manifest:
@@ -281,50 +289,16 @@ def refuse(problems: Sequence[str]) -> None:
         raise BadInput("; ".join(problems[:SHOWN]) + more)
 
 
-def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = print) -> None:
-    """Hashes the files of a set if this machine has not done so since they last changed.
+def verify_once(manifest: Manifest, cache: Path, say: Callable[[str], None] = print, *, remember: bool = True) -> None:
+    """Hashes the files of a set if this machine has not done so since they last changed, as `damaged` has it.
 
-    A file counts as unchanged while its size and its time of change are. What was found good is remembered in `cache`
-    even where another file is not, so that a large set is not read twice.
     Raises: BadInput as check_manifest does.
     """
     refuse(manifest_problems(manifest, deep=False))
     folder = Path(manifest.path).absolute().parent
-    key = hashlib.sha256(os.fsencode(folder)).hexdigest()[:32]
-    memory = cache / f"verified-{key}.json"
-    make_private(cache)
-    with locked(cache / f"verified-{key}.lock", lambda: say(f"waiting for another process that reads {folder}")):
-        hash_new(manifest, folder, memory, say)
-
-
-def hash_new(manifest: Manifest, folder: Path, memory: Path, say: Callable[[str], None]) -> None:
-    """Hashes what is not in the memory as it is now; puts in what is good; BadInput for what is not."""
-    stamps = {name: stamp(folder / name, sha256) for name, (_, sha256) in manifest.files.items()}
-    known = remembered(memory)
-    new = [name for name in stamps if known.get(name) != stamps[name]]
-    if not new:
-        return
-    size = sum(manifest.files[name][0] for name in new)
-    say(f"reading {folder} once, to see that nothing has changed ({len(new):,} files, {size / 1e6:,.1f} MB)")
-    problems = dict(zip(new, hash_problems(folder, new, manifest)))
-    good = {name: stamp for name, stamp in stamps.items() if not problems.get(name)}
-    write_json(memory, good)
-    refuse([problem for problem in problems.values() if problem])
-
-
-def remembered(memory: Path) -> dict[str, Any]:
-    """What verify_once wrote, or nothing: a memory that is gone or torn only costs another reading."""
-    try:
-        known = read_json(memory)
-    except (FileNotFoundError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def stamp(path: Path, sha256: str) -> list[Any]:
-    """What a file must still look like for its hash to be believed: taken before it is read."""
-    status = path.stat()
-    return [status.st_size, status.st_mtime_ns, sha256]
+    files = {str(folder / name): sha256 for name, (_, sha256) in manifest.files.items()}
+    found = damaged(files, cache, str(folder), say, remember=remember)
+    refuse([changed(path, problem) for path, problem in found.items()])
 
 
 def open_set(manifest: Manifest, place: Callable[[str], str] | None = None) -> list[Shard]:
@@ -347,7 +321,10 @@ def open_set(manifest: Manifest, place: Callable[[str], str] | None = None) -> l
         if (docs := f"{name}{ENDINGS['docs']}") in files:
             parts["docs"] = functools.partial(place, docs)
         shard = open_shard(Path(header_path), with_token_bytes=False, parts=parts)
-        if shard.fingerprint != entry["fingerprint"] or shard.header["bin"] != f"{name}.bin":
+        told = [shard.header[key] for key in ("num_tokens", "num_documents", "max_id", "text_bytes")]
+        listed = [entry[key] for key in ("tokens", "documents", "max_id", "text_bytes")]
+        is_other = shard.fingerprint != entry["fingerprint"] or shard.header["bin"] != f"{name}.bin"
+        if is_other or told != listed:
             raise BadInput(f"{header_path} is not the shard that {manifest.path} lists; {WAY_OUT}")
         if listed_table := files.get(table := f"{name}{ENDINGS['token_bytes']}"):
             if listed_table["sha256"] not in tables:

@@ -8,6 +8,7 @@ The .idx, version 1 (Megatron-LM, megatron/core/datasets/indexed_dataset.py), al
 """
 
 import hashlib
+import os
 import struct
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, expect_size, write_index, write_synced
 from jaxscale.data.sources import SourceFile
 from jaxscale.exits import BadInput
+from jaxscale.foreign import open_regular
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEAD = struct.Struct("<9sQBQQ")
@@ -56,18 +58,20 @@ def is_megatron(path: str) -> bool:
     if not path.endswith((".bin", ".idx")):
         return False
     try:
-        with open(Path(path).with_suffix(".idx"), "rb") as file:
+        with open_regular(Path(path).with_suffix(".idx")) as file:
             return file.read(len(MAGIC)) == MAGIC
-    except OSError:
+    except (OSError, BadInput):
         return False
 
 
 def read_index(path: Path) -> MegatronIndex:
     """The index in the file. Raises BadInput naming it if it is damaged or of another version."""
     try:
-        raw = np.memmap(path, np.uint8, mode="r")
-    except (OSError, ValueError) as error:  # ValueError: it is empty
-        raise BadInput(f"{path} cannot be read: {error}") from None
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            raw = np.memmap(file, np.uint8, mode="r") if size else np.zeros(0, np.uint8)
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
     if len(raw) < HEAD.size or raw[: len(MAGIC)].tobytes() != MAGIC:
         raise BadInput(f"{path} is no index of Megatron: it does not begin with {MAGIC!r}")
     _, version, code, sequences, bounds = HEAD.unpack(raw[: HEAD.size].tobytes())
@@ -118,7 +122,10 @@ def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
     idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
     made_from = {"megatron": [path, file.name, file.source, *stamp(str(idx)), *stamp(path)], "eos_id": cfg.eos_id}
     return cached(
-        folder_of_cache(cfg), made_from, lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say)
+        folder_of_cache(cfg),
+        made_from,
+        lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say),
+        say,
     )
 
 

@@ -4,7 +4,8 @@ import abc
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -12,7 +13,10 @@ from jaxscale.data.batch import Batch
 from jaxscale.data.order import document_order
 from jaxscale.data.remote import map_ids
 from jaxscale.data.rows import Located, Pieces, TokenFiles, broken_piece, locate, read_rows
+from jaxscale.data.verified import Expected, Unchanged
 from jaxscale.exits import Exit, Stop
+
+MADE_ANEW = ("_files", "_marks", "_ramp_T", "_plan", "_unchanged")  # what a pickle of rows leaves out
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +30,7 @@ class DocumentTable:
     file_ids: np.ndarray  # uint32[n]
     source_ids: np.ndarray  # uint16[n]
     trained: tuple[str, ...] = ()  # of each file, that of its marks, see shards.py; '' or (): every token is learned
+    expected: Mapping[str, Expected] = dataclasses.field(default_factory=dict)  # what these files must stay
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -58,6 +63,7 @@ def join_tables(tables: Sequence[DocumentTable]) -> DocumentTable:
         ),
         source_ids=np.concatenate([table.source_ids for table in tables]),
         trained=sum((table.trained or ("",) * len(table.paths) for table in tables), ()),
+        expected={path: known for table in tables for path, known in table.expected.items()},
     )
 
 
@@ -83,9 +89,7 @@ class DocumentRows(abc.ABC):
         return int(self.group_rows[-1])
 
     def __getstate__(self) -> dict:
-        return {
-            key: value for key, value in self.__dict__.items() if key not in ("_files", "_marks", "_ramp_T", "_plan")
-        }
+        return {key: value for key, value in self.__dict__.items() if key not in MADE_ANEW}
 
     @functools.cached_property
     def num_tokens(self) -> int:
@@ -93,14 +97,24 @@ class DocumentRows(abc.ABC):
         return self.table.num_tokens
 
     @functools.cached_property
+    def _unchanged(self) -> Unchanged:
+        return Unchanged(self.table.expected)
+
+    def _map(self, path: str, dtype: str) -> Any:
+        """The ids or marks in a file that is still the one that was verified."""
+        self._unchanged.check([path], is_open=False)
+        return map_ids(path, dtype)
+
+    @functools.cached_property
     def _files(self) -> TokenFiles:
-        return TokenFiles(self.table.paths, self.table.dtypes, map_ids)
+        return TokenFiles(self.table.paths, self.table.dtypes, self._map)
 
     @functools.cached_property
     def _marks(self) -> TokenFiles | None:
         if not any(self.table.trained):
             return None
-        return TokenFiles(self.table.trained, ["|u1"] * len(self.table.paths), lambda *file: file[0] and map_ids(*file))
+        types = ["|u1"] * len(self.table.paths)
+        return TokenFiles(self.table.trained, types, lambda *file: file[0] and self._map(*file))
 
     @functools.cached_property
     def _ramp_T(self) -> np.ndarray:
@@ -111,13 +125,27 @@ class DocumentRows(abc.ABC):
         return locate(self.pieces(rows), self.table.starts, self.table.file_ids)
 
     def read(self, located: Located, chosen: Sequence[int]) -> Batch:
-        """Some of the located rows, by their places among them: a Batch of [len(chosen), T]."""
+        """Some of the located rows, by their places among them: a Batch of [len(chosen), T].
+
+        Raises Stop(DATA_MISMATCH) if a file of theirs is no longer what it was when the run began.
+        """
+        paths = self._paths(located, chosen)
+        self._unchanged.check_ahead(paths)
         try:
-            return read_rows(located, chosen, self.seq_len, self._files, self._ramp_T, self._marks)
+            batch = read_rows(located, chosen, self.seq_len, self._files, self._ramp_T, self._marks)
         except (OSError, ValueError, IndexError) as error:
             if problem := broken_piece(located, chosen, self._files):
                 raise Stop(Exit.DATA_MISMATCH, problem) from error
             raise
+        self._unchanged.check(paths, is_open=True)
+        return batch
+
+    def _paths(self, located: Located, chosen: Sequence[int]) -> list[str]:
+        """The files that the rows are read from."""
+        first, files, table = located.first, located.files, self.table
+        numbers = {file for row in chosen for file in files[first[row] : first[row + 1]]}
+        numbers |= {located.after_files[row] for row in chosen} - {-1}
+        return [path for number in numbers for path in (table.paths[number], *table.trained[number : number + 1])]
 
     def __getitem__(self, row: int) -> Batch:
         """Row `row` as a Batch of [T]."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxscale.data.batch import Batch, padding_row, stack_rows
 from jaxscale.data.best_fit import BestFitRows, plan_settings, write_plan
-from jaxscale.data.cache import cache_folder, count, describe_skipped, made_folder, tokenised
+from jaxscale.data.cache import cache_folder, count, describe_skipped, kept, tokenised
 from jaxscale.data.chat.template import load_template
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
 from jaxscale.data.config import DataConfig
@@ -193,7 +193,7 @@ def open_data(
     for shard in [*shards, *val_shards]:
         if shard.header["max_id"] >= vocab_size:
             raise BadInput(vocabulary_problem(shard.place, shard.header["max_id"], vocab_size))
-    corpus = with_objective(assemble(cfg, shards, val_shards, tokenizer, seq_len, seed), vocab_size)
+    corpus = with_objective(assemble(cfg, shards, val_shards, tokenizer, seq_len, seed, say), vocab_size)
     if cfg.name != "chat":
         return corpus
     return dataclasses.replace(corpus, chat=load_template(tokenizer, cfg.chat).note)
@@ -226,6 +226,7 @@ def assemble(
     tokenizer: Tokenizer | None,
     seq_len: int,
     seed: int,
+    say: Callable[[str], None],
 ) -> Corpus:
     """The corpus over the shards for training and those for validation; without the latter, a part of the former."""
     shards = [*trained, *held]
@@ -268,7 +269,7 @@ def assemble(
         tokens = np.bincount(train.source_ids, weights=train.lengths, minlength=len(names))
         for _, weights in stages_of(cfg.mixture):
             check_sources("mixture", weights, names, tokens)
-    train_rows = make_rows(cfg, train, fingerprint, seq_len=seq_len, seed=seed, num_groups=groups)
+    train_rows = make_rows(cfg, train, fingerprint, say, seq_len=seq_len, seed=seed, num_groups=groups)
     skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
     text_bytes = sum(shard.header["text_bytes"] for shard in shards)
     facts = [
@@ -285,8 +286,8 @@ def assemble(
     facts += [f"skipped {describe_skipped(skipped)}"] if skipped else []
     valid_rows = None
     if valid is not None and whole:
-        held_fingerprint = f"{fingerprint} validation"
-        valid_rows = make_rows(cfg, valid, held_fingerprint, seq_len=seq_len, seed=VALIDATION_SEED, num_groups=1)
+        make = dict(seq_len=seq_len, seed=VALIDATION_SEED, num_groups=1)
+        valid_rows = make_rows(cfg, valid, f"{fingerprint} validation", say, **make)
     elif valid is not None:
         valid_rows = PackedRows(valid, seq_len=seq_len, seed=VALIDATION_SEED)
     return Corpus(
@@ -333,7 +334,14 @@ def learned_in_row(table: DocumentTable, documents: np.ndarray, seq_len: int) ->
 
 
 def make_rows(
-    cfg: DataConfig, table: DocumentTable, fingerprint: str, *, seq_len: int, seed: int, num_groups: int
+    cfg: DataConfig,
+    table: DocumentTable,
+    fingerprint: str,
+    say: Callable[[str], None],
+    *,
+    seq_len: int,
+    seed: int,
+    num_groups: int,
 ) -> DocumentRows:
     """The training rows. A plan of best_fit is made once and found again by all that it depends on.
 
@@ -344,8 +352,9 @@ def make_rows(
     if cfg.packing == "concat":
         return PackedRows(table, **make)
     made_from = plan_settings(fingerprint=fingerprint, **make)
-    folder = made_folder(cache_folder(cfg), "rows", made_from, lambda folder: write_plan(folder, table, **make))
-    return BestFitRows(table, folder, seq_len=seq_len)
+    cache = cache_folder(cfg)
+    open_rows = lambda folder: BestFitRows(table, folder, seq_len=seq_len, cache=cache)
+    return kept(cache, "rows", made_from, lambda folder: write_plan(folder, table, **make), open_rows, say)
 
 
 def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> Corpus:

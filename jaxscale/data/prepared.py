@@ -32,11 +32,11 @@ def open_prepared(path: str, cfg: DataConfig, say: Say) -> list[Shard]:
     if is_remote(path):
         return open_remote_set(path, shard_cache(str(cache_folder(cfg) / "bucket"), cfg.cache_bytes))
     manifest = read_manifest(path)
-    if cfg.verify == "hash":
-        verify_once(manifest, cache_folder(cfg), say)
-    else:
-        refuse(manifest_problems(manifest, deep=False))
-    return open_set(manifest)
+    refuse(manifest_problems(manifest, deep=False))
+    shards = open_set(manifest)
+    if cfg.verify != "size":  # after they were opened, so that nothing comes between
+        verify_once(manifest, cache_folder(cfg), say, remember=cfg.verify == "hash")
+    return shards
 
 
 def prepared_problems(path: str, cfg: DataConfig) -> tuple[Manifest | None, list[str]]:
@@ -46,7 +46,7 @@ def prepared_problems(path: str, cfg: DataConfig) -> tuple[Manifest | None, list
             manifest = read_manifest(path)
             return manifest, manifest_problems(manifest, deep=False)
         manifest = read_remote_manifest(path, open_bucket())
-    except ValueError as error:
+    except BadInput as error:
         return None, [str(error)]
     largest = max(size for size, _ in manifest.files.values())
     return manifest, [too_small(path, largest)] if largest > cfg.cache_bytes else []

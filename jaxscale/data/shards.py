@@ -6,45 +6,31 @@ NAME.src              uint16[documents]: the source of each document
 NAME.token_bytes.npy  int32[vocabulary]: bytes of text per id; absent where no tokenizer is known
 NAME.trained          uint8[tokens]: 1 for a token that is learned; absent where every one is
 NAME.docs.parquet     where each document came from, see lineage.py; absent where that is not known
-NAME.json             the header, written last; its "bin" says where the .bin lies, its "sha256" what each file holds
+NAME.json             the header, written last, see header.py; its "bin" says where the .bin lies, its "sha256" what
+                      each file holds, itself among them
 """
 
 import array
 import hashlib
 import io
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from jaxscale.data.digest import file_sha256
+from jaxscale.data.header import ENDINGS, FORMAT, VERSION, WAY_OUT, read_header, sealed
 from jaxscale.data.lineage import lineage_bytes, parse_lineage
 from jaxscale.data.packing import DocumentTable
+from jaxscale.data.verified import Expected, damaged, expected
 from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
+from jaxscale.foreign import check_regular, open_regular
 
 if TYPE_CHECKING:
     import pyarrow
-
-FORMAT, VERSION = "jaxscale-tokens", 1
-HEADER = {  # what a header holds, and as what
-    "bin": str, "dtype": str, "num_tokens": int, "num_documents": int, "max_id": int, "text_bytes": int,
-    "sources": list, "files": list, "skipped": dict, "sha256": dict, "tokenizer": dict,
-}  # fmt: skip
-INNER = {"sha256": ("bin", "idx", "src"), "tokenizer": ("name", "eos_token", "fingerprint")}
-ENDINGS = {
-    "bin": ".bin",
-    "idx": ".idx",
-    "src": ".src",
-    "token_bytes": ".token_bytes.npy",
-    "docs": ".docs.parquet",
-    "trained": ".trained",
-}
-WAY_OUT = "delete the folder to have it made again, or bring the file back"
-DTYPES = ("uint8", "uint16", "uint32", "int64")  # written are the middle two; files of others may have the rest
 
 
 class Shard(NamedTuple):
@@ -57,6 +43,7 @@ class Shard(NamedTuple):
     token_bytes: np.ndarray | None
     docs_path: str | Callable[[], str] = ""  # of the lineage, or what fetches it
     trained_path: str = ""  # of the marks of tokens that are learned; empty: all are
+    expected: Mapping[str, Expected] = MappingProxyType({})  # what local files that are mapped must stay
 
     @property
     def fingerprint(self) -> str:
@@ -86,6 +73,7 @@ class Shard(NamedTuple):
             file_ids=np.zeros(len(self.source_ids), np.uint32),
             source_ids=renumber[self.source_ids],
             trained=(self.trained_path,),
+            expected=self.expected,
         )
 
 
@@ -264,7 +252,7 @@ def write_index(
         "sha256": sums,
         **header,
     }
-    write_synced(Path(f"{base}.json"), json.dumps(whole, indent=1).encode())
+    write_synced(Path(f"{base}.json"), sealed(whole))
 
 
 def write_synced(path: Path, content: bytes) -> None:
@@ -273,29 +261,6 @@ def write_synced(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def read_header(path: Path) -> dict[str, Any] | None:
-    """The header that lies beside a .bin (or is `path` itself), or None if there is none of ours.
-
-    Raises: BadInput naming the file if it is ours but of another version, or lacks something.
-    """
-    path = path.with_suffix(".json")
-    try:
-        header = parse_json(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, ValueError):
-        return None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        return None
-    if header.get("version") != VERSION:
-        raise BadInput(f"{path} has version {header.get('version')} of the format, this program reads {VERSION}")
-    for key, kind in HEADER.items():
-        value = header.get(key)
-        if not isinstance(value, kind) or not all(name in value for name in INNER.get(key, ())):
-            raise BadInput(f"{path} has no good {key!r}; {WAY_OUT}")
-    if header["dtype"] not in DTYPES:
-        raise BadInput(f"{path} has no good 'dtype'; {WAY_OUT}")
-    return header
 
 
 def open_shard(
@@ -328,7 +293,9 @@ def open_shard(
     trained = place["trained"] if "trained" in header["sha256"] else ""
     if trained:
         expect_size(trained, header["num_tokens"])
-    return Shard(header, place["bin"], offsets, source_ids, token_bytes, place["docs"], trained)
+    mapped = {place[name]: header["sha256"][name] for name in ("bin", *(["trained"] if trained else []))}
+    watched = expected({path: sha256 for path, sha256 in mapped.items() if "://" not in path})
+    return Shard(header, place["bin"], offsets, source_ids, token_bytes, place["docs"], trained, watched)
 
 
 def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -337,8 +304,6 @@ def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
     if header is None:
         raise BadInput(f"{base}.json is not the header of a token shard; {WAY_OUT}")
     for name, sha256 in header["sha256"].items():
-        if name not in ENDINGS:
-            raise BadInput(f"{base}.json knows the sha256 of {name!r}, which is no part of a shard; {WAY_OUT}")
         yield name, str(base.parent / header["bin"]) if name == "bin" else f"{base}{ENDINGS[name]}", sha256
 
 
@@ -349,6 +314,16 @@ def verify_shard(path: Path) -> None:
         expect_sha256(file, sha256)
 
 
+def expect_whole(path: Path, cache: Path, say: Callable[[str], None] | None, *, remember: bool = True) -> None:
+    """Raises BadInput as verify_shard does; what this machine found good is not read again, as `damaged` has it.
+
+    Files of a shard that nobody needs to train, its lineage, may be missing.
+    """
+    files = {file: sha256 for name, file, sha256 in shard_files(path) if name != "docs" or os.path.lexists(file)}
+    for file, problem in damaged(files, cache, str(path), say, remember=remember).items():
+        raise BadInput(f"{problem}; {WAY_OUT}" if problem else changed(file))
+
+
 def read_lineage(shard: Shard, columns: Sequence[str] | None = None) -> "pyarrow.Table | None":
     """Where its documents came from, a row for each as lineage.py says, or None if that was not kept.
 
@@ -357,39 +332,54 @@ def read_lineage(shard: Shard, columns: Sequence[str] | None = None) -> "pyarrow
     if "docs" not in shard.header["sha256"]:
         return None
     path = Path(shard.docs_path() if callable(shard.docs_path) else shard.docs_path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror or error}; {WAY_OUT}") from None
+    content = read_whole(str(path))
     if hashlib.sha256(content).hexdigest() != shard.header["sha256"]["docs"]:
-        raise BadInput(f"{path} was changed after it was written; {WAY_OUT}")
+        raise BadInput(changed(str(path)))
     try:
         return parse_lineage(content, columns)
-    except ValueError as error:
+    except BadInput as error:
         raise BadInput(f"{path} cannot be read: {error}; {WAY_OUT}") from None
 
 
 def read_token_bytes(path: str) -> np.ndarray | None:
     """int32[vocabulary], or None if there is no such file. Raises BadInput naming it if it is damaged."""
-    if not os.path.exists(path):
+    if not os.path.lexists(path):
         return None
+    content = io.BytesIO(read_whole(path))
     try:
-        return np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:
+        table = np.load(content, allow_pickle=False)
+    except (ValueError, EOFError, OSError, MemoryError) as error:
         raise BadInput(f"{path} cannot be read: {error}; {WAY_OUT}") from None
+    if not isinstance(table, np.ndarray) or table.ndim != 1 or table.dtype != np.int32:
+        raise BadInput(f"{path} is no list of the bytes of each id; {WAY_OUT}")
+    return table
+
+
+def read_whole(path: str) -> bytes:
+    """The content of a regular file. Raises BadInput naming it if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}; {WAY_OUT}") from None
 
 
 def read_array(path: str, dtype: str, count: int) -> np.ndarray:
     """The whole of a raw file as an array of `count` elements."""
     expect_size(path, count * np.dtype(dtype).itemsize)
-    return np.fromfile(path, dtype)
+    return np.frombuffer(read_whole(path), dtype)
 
 
 def expect_size(path: str, size: int) -> None:
     """Raises BadInput unless the file is there with exactly this many bytes."""
-    if not os.path.exists(path):
-        raise BadInput(f"{path} is missing; {WAY_OUT}")
-    if (actual := os.path.getsize(path)) != size:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        raise BadInput(f"{path} is missing; {WAY_OUT}") from None
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror}; {WAY_OUT}") from None
+    check_regular(status.st_mode, path)
+    if (actual := status.st_size) != size:
         what = "cut short" if actual < size else "too long"
         raise BadInput(f"{path} has {actual:,} bytes where its header says {size:,}: it is {what}; {WAY_OUT}")
 
@@ -397,4 +387,9 @@ def expect_size(path: str, size: int) -> None:
 def expect_sha256(path: str, sha256: str) -> None:
     """Raises BadInput unless the file holds what was written into it."""
     if file_sha256(path) != sha256:
-        raise BadInput(f"{path} was changed after it was written: its sha256 is another; {WAY_OUT}")
+        raise BadInput(changed(path))
+
+
+def changed(path: str) -> str:
+    """The line for a file that holds something else than was written into it."""
+    return f"{path} was changed after it was written: its sha256 is another; {WAY_OUT}"

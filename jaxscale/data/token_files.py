@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 
 from jaxscale.data.array_record import array_record_shard, is_array_record
-from jaxscale.data.cache import Say, scanned
+from jaxscale.data.cache import Say, cache_folder, scanned
 from jaxscale.data.checks import raw_dtype
 from jaxscale.data.config import DataConfig
+from jaxscale.data.header import read_header
 from jaxscale.data.manifest import is_manifest
 from jaxscale.data.megatron import is_megatron, megatron_shard
 from jaxscale.data.prepared import open_prepared
 from jaxscale.data.remote import map_ids
-from jaxscale.data.shards import Shard, open_shard, read_header
+from jaxscale.data.shards import Shard, expect_whole, open_shard
 from jaxscale.data.sources import SourceFile
 from jaxscale.data.tokenizer.about import NO_BOS, as_setting
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
@@ -37,10 +38,10 @@ def open_tokens(
         if is_megatron(file.path):
             return [megatron_shard(file, cfg, say)]
         if is_array_record(file.path):
-            return [array_record_shard(file, raw_dtype(cfg, vocab_size), eos_id, vocab_size, cfg)]
+            return [array_record_shard(file, raw_dtype(cfg, vocab_size), eos_id, vocab_size, cfg, say)]
         if read_header(Path(file.path)) is None:
             return [scanned(file, raw_dtype(cfg, vocab_size), eos_id, cfg, say)]
-        return [open_shard(Path(file.path))]
+        return [open_whole(Path(file.path), cfg, say)]
 
     shards = [shard for file in files for shard in open_one(file)]
     val_shards = [shard for file in val_files for shard in open_one(file)]
@@ -51,7 +52,7 @@ def open_tokens(
         raise BadInput(f"data.files mixes shards of different tokenizers: {', '.join(names)}; train on one at a time")
     for fingerprint, header in made_with.items():
         if tokenizer and tokenizer.fingerprint != fingerprint and not cfg.bos_token:
-            with contextlib.suppress(ValueError):  # it has no such token: it is another one
+            with contextlib.suppress(BadInput):  # it has no such token: it is another one
                 tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, as_setting(header.get("begin_tokens", ())))
         if tokenizer and tokenizer.fingerprint != fingerprint:
             raise BadInput(
@@ -60,7 +61,7 @@ def open_tokens(
                 f"{as_setting(header.get('begin_tokens', ())) or 'its own'}; name that, or leave it empty"
             )
         if tokenizer is None and tokenizer_problem(header["name"]) is None:
-            with contextlib.suppress(ValueError):  # another file stands there now
+            with contextlib.suppress(BadInput):  # another file stands there now
                 found = load_tokenizer(header["name"], header["eos_token"], as_setting(header.get("begin_tokens", ())))
                 tokenizer = found if found.fingerprint == fingerprint else None
     asked = tokenizer and tokenizer.begin_ids and not made_with and not cfg.bos_token
@@ -75,6 +76,14 @@ def open_tokens(
                 f"not have (its largest is {tokenizer.vocab_size - 1}); name the one it was made with, or none"
             )
     return shards, val_shards, tokenizer
+
+
+def open_whole(path: Path, cfg: DataConfig, say: Say) -> Shard:
+    """A shard of this program that is as it was written. Raises BadInput naming the file that is not."""
+    shard = open_shard(path)
+    if cfg.verify != "size":
+        expect_whole(path, cache_folder(cfg), None, remember=cfg.verify == "hash")
+    return shard
 
 
 def most_begin_with(begin_ids: Sequence[int], shards: Sequence[Shard]) -> bool:

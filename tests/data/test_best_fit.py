@@ -32,7 +32,7 @@ def make_rows(folder, table, T, seed=0, num_groups=1):
     plan = pathlib.Path(folder) / f"plan{T}-{seed}-{num_groups}"
     plan.mkdir()
     write_plan(plan, table, seq_len=T, seed=seed, num_groups=num_groups)
-    return BestFitRows(table, plan, seq_len=T)
+    return BestFitRows(table, plan, seq_len=T, cache=pathlib.Path(folder))
 
 
 def whole(rows):
@@ -151,11 +151,11 @@ def test_a_plan_is_the_same_for_a_seed_and_another_for_another(tmp_path):
 def test_a_plan_that_was_cut_short_is_refused_and_named(tmp_path):
     rows = make_rows(tmp_path, make_table(tmp_path, [5, 6, 7]), 8)
     (rows.folder / "documents").write_bytes(b"\0\0\0\0")
-    with pytest.raises(ValueError, match="row plan .* cannot be read: documents has another size"):
-        BestFitRows(rows.table, rows.folder, seq_len=8)
+    with pytest.raises(ValueError, match="row plan .* cannot be read: .*documents was changed after"):
+        BestFitRows(rows.table, rows.folder, seq_len=8, cache=tmp_path)
     (rows.folder / "first").unlink()
     with pytest.raises(ValueError, match="row plan .* cannot be read"):
-        BestFitRows(rows.table, rows.folder, seq_len=8)
+        BestFitRows(rows.table, rows.folder, seq_len=8, cache=tmp_path)
 
 
 def test_a_pickle_carries_neither_tokens_nor_plan(tmp_path):

@@ -245,8 +245,7 @@ def test_the_cache_and_the_fingerprint_follow_what_is_learned(tmp_path):
     assert sum("tokenising" in line for line in said) == 3
     for marks in (tmp_path / "cache").glob("tokens-*/tokens.trained"):
         marks.write_bytes(b"")
-    with pytest.raises(ValueError, match="tokens.trained has 0 bytes"):
-        open_one(pair)
+    assert open_one(pair).fingerprint == prints[1] and any("tokens.trained has 0 bytes" in line for line in said)
 
 
 def test_marks_alone_make_another_fingerprint(tmp_path):

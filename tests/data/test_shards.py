@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxscale.data.header import ENDINGS
 from jaxscale.data.lineage import lineage_bytes, lineage_table
-from jaxscale.data.shards import ENDINGS, ShardWriter, open_shard, read_lineage, verify_shard
+from jaxscale.data.shards import ShardWriter, open_shard, read_lineage, verify_shard
 
 TOKENIZER = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": "f"}
 

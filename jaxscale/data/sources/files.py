@@ -58,7 +58,11 @@ def match(pattern: str, setting: str) -> tuple[list[str], str | None]:
         return [], f"{setting}={pattern} is a folder; name its files, such as {os.path.join(pattern, '**', '*.txt')}"
     if os.path.isfile(full):
         return [full], None  # before globbing: a name may hold brackets
-    found = sorted(path for path in glob.glob(full, recursive=True) if os.path.isfile(path))
+    matched = sorted(glob.glob(full, recursive=True))
+    found = [path for path in matched if os.path.isfile(path)]
+    if odd := [path for path in matched if not os.path.isfile(path) and not os.path.isdir(path)]:
+        what = "a link that leads nowhere" if os.path.islink(odd[0]) else "a pipe or a device, and no file"
+        return [], f"{setting}={pattern}: {odd[0]} is {what}; take it away, or bring its file back"
     if not found:
         wild = glob.has_magic(pattern)
         return [], f"{setting}={pattern} {'matches no file' if wild else 'does not exist'}; seen from {os.getcwd()}"

@@ -6,9 +6,9 @@ import numpy as np
 
 from jaxscale.data.checks import corpus_files, raw_dtype
 from jaxscale.data.config import DataConfig
+from jaxscale.data.header import read_header
 from jaxscale.data.manifest import is_manifest, read_manifest
 from jaxscale.data.megatron import is_megatron, read_index
-from jaxscale.data.shards import read_header
 from jaxscale.data.sources import SourceFile
 from jaxscale.exits import BadInput
 from jaxscale.paths import is_remote

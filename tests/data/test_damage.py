@@ -1,0 +1,378 @@
+"""Damaged data are found before a token of them is trained on, or are made again and give the same batches."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import time
+
+import numpy as np
+import pytest
+from damage import DAMAGES, MAKERS, World
+
+from jaxscale.data.header import sealed
+from jaxscale.data.pipeline import open_data
+from jaxscale.data.verified import CHECKED_AHEAD
+from jaxscale.exits import BadInput, Exit, Stop
+from jaxscale.same_run import open_same_data
+
+pytestmark = pytest.mark.fault("F38")
+SEQ_LEN, ANOTHER = 128, "another fingerprint"
+OPENED = dict(seq_len=SEQ_LEN, vocab_size=300, seed=0)
+SECONDS = 30  # a case takes a thousandth of it; what waits for a FIFO waits for ever
+
+
+def seen(corpus):
+    """Everything that a run takes from the data, as one array, with the fingerprint that it records."""
+    rows = len(corpus.train_rows)
+    batch = corpus.batches(rows).batch(0)
+    valid = [field for parts in corpus.valid_batches(8, 8) for field in (*parts[0][:5], *parts[1:])]
+    return corpus.fingerprint, [np.asarray(field) for field in (*batch[:5], *valid)]
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """Makes a world at its first use; gives it with what a run has seen of it."""
+    made = {}
+
+    def world(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            for part in ("data", "cache"):
+                (folder / "now" / part).mkdir(parents=True)
+            one = World(folder / "now", folder / "kept", MAKERS[name](folder / "now" / "data"))
+            corpus = open_data(one.cfg, say=lambda line: None, **OPENED)
+            shutil.copytree(one.folder, one.kept)
+            made[name] = one, seen(corpus)
+        one, was = made[name]
+        one.put_back()
+        return one, was
+
+    return world
+
+
+class TooLong(BaseException):
+    """No Exception, which somebody might catch."""
+
+
+@contextlib.contextmanager
+def in_time():
+    def too_late(*_):
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def outcome(one, was, resume):
+    """'' if all is the same, or the line that says what was found. Anything else is an error of the test."""
+    recorded = {"data": {"fingerprint": was[0]}} if resume else None
+    try:
+        with in_time():
+            corpus = open_same_data(one.cfg, recorded, lambda line: None, **OPENED)
+            if resume and corpus.fingerprint != was[0]:
+                return ANOTHER  # which check_same_data refuses
+            now = seen(corpus)
+    except BadInput as error:
+        return str(error)
+    except Stop as error:
+        assert error.code in (Exit.DATA_MISMATCH, Exit.STORAGE)
+        return str(error)
+    for old, new in zip(was[1], now[1], strict=True):
+        np.testing.assert_array_equal(old, new)
+    return ""
+
+
+SHARD = [".bin", ".idx", ".src", ".json", ".token_bytes.npy", ".docs.parquet"]
+INDEX = [f"cache/tokens-*/tokens{ending}" for ending in (".idx", ".src", ".json")]
+PLAN = [f"cache/rows-*/{name}" for name in ("first", "documents", "parts", "plan.json")]
+FILES = {
+    "set": [*(f"data/part-1{ending}" for ending in SHARD), "data/manifest.json", "cache/verified-*.json"],
+    "shards": [f"data/part-1{ending}" for ending in SHARD],
+    "raw": ["data/ids.bin", *INDEX, *PLAN],
+    "megatron": ["data/pair.bin", "data/pair.idx", *INDEX],
+    "text": ["data/text.jsonl", *(f"cache/tokens-*/tokens{ending}" for ending in SHARD)],
+    "chat": ["data/chat.jsonl", *(f"cache/tokens-*/tokens{ending}" for ending in (*SHARD, ".trained"))],
+}
+OWN = ("ids", "pair", "text.jsonl", "chat.jsonl")  # before a run has begun with these, what they hold is right
+
+
+def is_known(file, damage, resume):
+    """False where nobody can tell the damaged data from good ones."""
+    if not resume and file.partition("/")[2].startswith(OWN):
+        return False
+    return resume or (file, damage) not in {("data/part-1.bin", "deleted"), ("data/part-1.bin", "a folder")}
+
+
+def cases():
+    """Every file of every corpus with a third of the damages, and the rest for the long run; begun with and gone on."""
+    files = [(world, file) for world, files in FILES.items() for file in files]
+    for i, (world, file) in enumerate(files):
+        for j, damage in enumerate(DAMAGES):
+            for resume in (True, False):
+                if is_known(file, damage, resume):
+                    soak = [] if (i + j) % 6 == 3 * resume else [pytest.mark.soak]
+                    name = f"{world} {file.rpartition('/')[2]} {damage}{', going on' * resume}"
+                    yield pytest.param(world, file, DAMAGES[damage], resume, id=name, marks=soak)
+
+
+def check(one, was, damage, resume, *names):
+    """What is told of the damage, in one line that names the file; or '' where the batches are the same."""
+    if resume:
+        open_data(one.cfg, say=lambda line: None, **OPENED)  # so that this machine remembers it as good
+    damage(one.folder)
+    told = outcome(one, was, resume)
+    assert "\n" not in told
+    assert not told or any(name in told for name in names), told
+    return told
+
+
+@pytest.mark.parametrize(("world", "file", "damage", "resume"), list(cases()))
+def test_a_damaged_file_is_found_before_a_token_is_trained_on(worlds, world, file, damage, resume):
+    one, was = worlds(world)
+    path = min(one.folder.glob(file))
+    told = check(one, was, lambda _: damage(path), resume, path.stem, path.parent.name, ANOTHER)
+    if world in ("set", "shards") and path.suffix == ".bin":
+        assert told
+    if path.is_relative_to(one.folder / "cache"):
+        assert not told  # it is made again
+
+
+def edit(file, change):
+    """The JSON file with something else in it; the header of a shard with its own sum, as if it were right."""
+
+    def damage(folder):
+        path = folder / "data" / file
+        content = json.loads(path.read_text())
+        if file == "manifest.json":
+            change(content)
+            path.write_text(json.dumps(content))
+            return
+        del content["sha256"]["json"]
+        change(content)
+        path.write_bytes(sealed(content))
+
+    return damage
+
+
+def put(*place):
+    """A change of what lies at the end of `place`."""
+    *keys, last, value = place
+
+    def change(content):
+        for key in keys:
+            content = content[key]
+        content[last] = value
+
+    return change
+
+
+def drop(*place):
+    *keys, last = place
+
+    def change(content):
+        for key in keys:
+            content = content[key]
+        del content[last]
+
+    return change
+
+
+FIRST = ("shards", 0)
+MANIFEST = {
+    "tokens of a shard": put(*FIRST, "tokens", 7),
+    "documents of a shard": put(*FIRST, "documents", 7),
+    "tokens of all": put("num_tokens", 10**30),
+    "documents of all": put("num_documents", 1),
+    "less than nothing": put("num_tokens", -1),
+    "a truth for a number": put("num_documents", True),
+    "largest id": put("max_id", 1),
+    "text": put(*FIRST, "text_bytes", 2),
+    "version": put("version", 99),
+    "a size": put(*FIRST, "files", "part-0.bin", "bytes", 1),
+    "a huge size": put(*FIRST, "files", "part-0.bin", "bytes", 10**30),
+    "no sha256": drop(*FIRST, "files", "part-0.bin", "sha256"),
+    "short sha256": put(*FIRST, "files", "part-0.bin", "sha256", "ab"),
+    "another sha256": put(*FIRST, "files", "part-0.bin", "sha256", "0" * 64),
+    "no .idx": drop(*FIRST, "files", "part-0.idx"),
+    "no fingerprint": drop("fingerprint"),
+    "another fingerprint": put("fingerprint", "0" * 64),
+    "a name above": put(*FIRST, "name", "../part-0"),
+    "a name from the root": put(*FIRST, "name", "/etc/passwd"),
+    "a name with NUL": put(*FIRST, "name", "part-0\0"),
+    "a name with a line end": put(*FIRST, "name", "part-0\n\x1b[2J"),
+    "a name that is no text": put(*FIRST, "name", ["part-0"]),
+    "a file above": put(*FIRST, "files", "../x.bin", {"bytes": 1, "sha256": "0" * 64}),
+    "a shard twice": lambda content: content["shards"].append(content["shards"][0]),
+    "a shard less": lambda content: content["shards"].pop(),
+    "another order": lambda content: content["shards"].reverse(),
+    "no shard": put("shards", []),
+    "shards of text": put("shards", "part-0"),
+    "tokenizer above": put("tokenizer", "file", "../tokenizer.json"),
+    "another format": put("format", "x"),
+}
+HEADER = {
+    "bin above": put("bin", "../part-0.bin"),
+    "bin from the root": put("bin", "/etc/passwd"),
+    "bin with NUL": put("bin", "a\0"),
+    "bin of another": put("bin", "part-0.bin"),
+    "tokens": put("num_tokens", 7),
+    "documents": put("num_documents", 1),
+    "less than nothing": put("num_documents", -1),
+    "more than there is": put("num_documents", 10**18),
+    "a truth": put("num_documents", True),
+    "type": put("dtype", "uint32"),
+    "a type of objects": put("dtype", "O"),
+    "no sources": put("sources", []),
+    "sources of numbers": put("sources", [1, 2]),
+    "no sha256 of the ids": drop("sha256", "bin"),
+    "another sha256": put("sha256", "bin", "0" * 64),
+    "sha256 of what is no part": put("sha256", "../x", "0" * 64),
+    "version": put("version", 1),
+    "files of text": put("files", ["a"]),
+    "tokenizer": put("tokenizer", "fingerprint", None),
+    "format": put("format", "x"),
+}
+
+
+@pytest.mark.fault("H4")
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", MANIFEST)
+def test_an_edited_manifest_is_refused(worlds, name, resume):
+    one, was = worlds("set")
+    assert check(one, was, edit("manifest.json", MANIFEST[name]), resume, "manifest.json", "part-0", ANOTHER)
+
+
+@pytest.mark.fault("H4")
+@pytest.mark.parametrize("world", ["set", "shards"])
+@pytest.mark.parametrize("name", HEADER)
+def test_an_edited_header_is_refused(worlds, name, world):
+    one, was = worlds(world)
+    assert check(one, was, edit("part-1.json", HEADER[name]), False, "part-1", "part-0.bin", "manifest.json")
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "part-0.json"])
+def test_json_nested_without_end_is_refused(worlds, file):
+    one, was = worlds("set")
+    nested = lambda folder: (folder / "data" / file).write_text("[" * 100_000)
+    assert check(one, was, nested, False, file)
+
+
+def exchange(a, b):
+    def damage(folder):
+        one, other = folder / "data" / a, folder / "data" / b
+        content = one.read_bytes()
+        one.write_bytes(other.read_bytes())
+        other.write_bytes(content)
+
+    return damage
+
+
+def shards_exchanged(folder):
+    for ending in SHARD:
+        exchange(f"part-0{ending}", f"part-1{ending}")(folder)
+
+
+def shard_of_another_set(folder):
+    for ending in SHARD:
+        shutil.copy2(folder / "data" / "other" / f"part-1{ending}", folder / "data" / f"part-1{ending}")
+
+
+EXCHANGES = {
+    "ids of two shards": exchange("part-0.bin", "part-1.bin"),
+    "ids of another set": exchange("part-0.bin", "other/part-0.bin"),
+    "index of another set": exchange("part-0.idx", "other/part-0.idx"),
+    "header of another set": exchange("part-0.json", "other/part-0.json"),
+    "manifest of another set": exchange("manifest.json", "other/manifest.json"),
+    "two shards": shards_exchanged,
+    "a shard of another set": shard_of_another_set,
+}
+
+
+@pytest.mark.fault("F14")
+@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_files_that_were_exchanged_are_found(worlds, name, resume):
+    one, was = worlds("set")
+    told = check(one, was, EXCHANGES[name], resume, "part-0", "part-1")
+    assert told or name == "index of another set"  # all documents of both sets have the same lengths
+
+
+def test_a_shard_beside_those_that_are_listed_changes_nothing(worlds):
+    one, was = worlds("set")
+
+    def doubled(folder):
+        for ending in SHARD:
+            shutil.copy2(folder / "data" / f"part-1{ending}", folder / "data" / f"part-2{ending}")
+
+    assert check(one, was, doubled, True) == ""
+
+
+def in_place(change):
+    """A change of an open file: the inode stays."""
+
+    def damage(path):
+        with open(path, "r+b") as file:
+            change(file)
+
+    return damage
+
+
+def replaced(path):
+    other = path.with_name("coming")
+    other.write_bytes(bytes(path.stat().st_size))
+    os.replace(other, path)
+
+
+WHILE_TRAINING = {
+    "overwritten": (in_place(lambda file: file.write(b"\0\0\0\0\1")), True),
+    "cut": (in_place(lambda file: file.truncate(100)), True),
+    "emptied": (in_place(lambda file: file.truncate(0)), True),
+    "overwritten, time kept": (DAMAGES["flipped, time kept"], True),
+    "replaced": (replaced, False),  # what is open stays as it was
+    "deleted": (os.unlink, False),
+    "touched": (lambda path: os.utime(path, (1, 1)), False),
+    "made readable for all": (lambda path: path.chmod(0o644), False),
+}
+
+
+@pytest.mark.parametrize("file", ["data/part-1.bin", "cache/rows-*/documents"])
+@pytest.mark.parametrize("name", WHILE_TRAINING)
+def test_a_file_that_changes_while_it_is_trained_on_is_found(worlds, name, file):
+    one, was = worlds("shards")
+    change, is_told = WHILE_TRAINING[name]
+    corpus = open_data(one.cfg, say=lambda line: None, **OPENED)
+    rows = len(corpus.train_rows)
+    first = corpus.batches(rows).batch(0)
+    (path,) = one.folder.glob(file)
+    time.sleep(1.5 * CHECKED_AHEAD)
+    change(path)
+    if is_told:
+        with pytest.raises(Stop, match=f"{path.name} was changed after the run began") as stop:
+            corpus.batches(rows).batch(0)
+        assert stop.value.code is Exit.DATA_MISMATCH and "\n" not in str(stop.value)
+    else:
+        np.testing.assert_array_equal(corpus.batches(rows).batch(0).tokens, first.tokens)
+
+
+def test_a_file_that_changes_before_its_first_row_is_read_is_found(worlds):
+    one, _ = worlds("shards")
+    corpus = open_data(one.cfg, say=lambda line: None, **OPENED)
+    replaced(one.folder / "data" / "part-1.bin")
+    with pytest.raises(Stop, match="part-1.bin was changed after the run began"):
+        corpus.batches(len(corpus.train_rows)).batch(0)
+
+
+def test_always_reads_everything_at_each_start(worlds):
+    one, _ = worlds("set")
+    for verify, told in (("hash", 0), ("always", 1)):
+        said = []
+        open_data(dataclasses.replace(one.cfg, verify=verify), say=said.append, **OPENED)
+        open_data(dataclasses.replace(one.cfg, verify=verify), say=said.append, **OPENED)
+        assert sum("to see that nothing has changed" in line for line in said[1:]) == told
