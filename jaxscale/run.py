@@ -51,7 +51,7 @@ from jaxscale.sharding.rules import RULES
 from jaxscale.start import NO_WISHES, Wishes, carry_out, check_same_length, read_decisions, with_replayed
 from jaxscale.telling import announce, announce_return, finish, sample_of_run
 from jaxscale.train import loop
-from jaxscale.train.autopilot import Pilot, Rewound, under_no_orders
+from jaxscale.train.autopilot import Pilot, Rewound
 from jaxscale.train.decisions import Decisions
 from jaxscale.train.feed import Feed
 from jaxscale.train.loop import NamedEvaluate, Run
@@ -285,7 +285,7 @@ def first_state(
         state = checkpoints.restore(step, program.abstract_state)
         if int(state.step) != step:
             raise checkpoints.corrupt(step, "state", f"it has done {int(state.step)} steps")
-        return under_no_orders(state)
+        return state
     return branch_state(program, program.cfg.init, say, source) if source else program.init()
 
 

@@ -57,7 +57,6 @@ class Autopilot:
         self.trouble = of.past.trouble(of.guard.window_steps, of.start_step)
         self.cuts, self.last_bad = list(of.past.cuts), max(self.trouble.bad, default=-math.inf)
         self.watching, self.action = ladder.Watching(), None
-        self.ordered: int | None = None  # the last order that was given
         self.worst: tuple[Batch, ladder.Reading, int] | None = None
         self.ladder = of.ladder  # a replay takes no decisions of its own, not even where the old run's end
         if of.replayed is not None:
@@ -163,17 +162,16 @@ class Autopilot:
         return f", first not finite in {first}" if first else f", largest in {max(norms, key=norms.get)}"
 
     def steer(self, now: int, state: TrainState) -> TrainState:
-        """The state for the next step, with what a replayed run had decided for it."""
+        """The state for the next step, with the order that a replayed run gives for it."""
         replayed = self.of.replayed
-        if replayed is None:
+        if replayed is None or now >= replayed.last_step:
             return state
         order = guard.SKIP if now + 1 in replayed.skipped else guard.APPLY
-        if now >= replayed.last_step:
-            order = guard.JUDGE
-        if order != self.ordered:
-            self.ordered = order
-            state = state._replace(guard=state.guard._replace(order=on_device(state.guard.order, order)))
-        for cut in replayed.cuts:
+        return state._replace(guard=state.guard._replace(order=on_device(state.guard.order, order)))
+
+    def repeat(self, now: int, state: TrainState) -> TrainState:
+        """The state after a step, with what a replayed run had decided there: before it is saved, as by that run."""
+        for cut in self.of.replayed.cuts if self.of.replayed else ():
             if cut.step == now + 1:
                 self.of.note("lr_cut", cut.step, factor=cut.factor, until=cut.until)
                 state = with_cut(state, cut)
@@ -208,11 +206,6 @@ class Autopilot:
             )
         self.of.note("rewind", now, to=to, batch=self.of.batch_of(to), why="replicas", skip_batches=[], clean=None)
         raise Rewound
-
-
-def under_no_orders(state: TrainState) -> TrainState:
-    """The state whose steps are judged, whatever a replay that saved it had ordered."""
-    return state._replace(guard=state.guard._replace(order=on_device(state.guard.order, guard.JUDGE)))
 
 
 def with_cut(state: TrainState, cut: LrCut) -> TrainState:

@@ -103,7 +103,7 @@ class Guard(NamedTuple):
     seen: jax.Array  # int32[]: good steps so far, or since the window began anew
     lr_factor: jax.Array  # float32[]: of the learning rate while step < cut_until
     cut_until: jax.Array  # int32[]
-    order: jax.Array  # int32[]: JUDGE, SKIP or APPLY
+    order: jax.Array  # int32[]: JUDGE, SKIP or APPLY the next step
 
 
 def init_guard(window_steps: int = 100) -> Guard:
@@ -158,6 +158,7 @@ def inspect(
             losses=enter(state.losses, loss),
             norms=enter(state.norms, grad_norm),
             seen=jnp.where(believed, 1, state.seen + ok),
+            order=jnp.full_like(state.order, JUDGE),  # it was for this step, and is saved with no state
         ),
     )
 

@@ -29,7 +29,9 @@ class LadderConfig:
     cut_steps: int = setting(
         100, "cut_lr: for so many steps, after which it is what it would have been", may_change=True
     )
-    max_cuts: int = setting(1, "cut_lr: times in a run", may_change=True)
+    max_cuts: int = setting(
+        1, "cut_lr: times in a run; those behind a rewind are forgotten with their steps", may_change=True
+    )
     rewind_margin_steps: int = setting(
         100,
         "rewind: the checkpoint is at least so old when the first bad step comes, and the batches from so many steps "

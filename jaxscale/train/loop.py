@@ -141,6 +141,7 @@ def run_steps(run: Run) -> TrainState | Rewound:
                 with phase("eval", now):
                     if pilot.action:
                         state = pilot.act(now, state)  # before it is saved
+                    state = pilot.repeat(now, state)
                     pilot.check_replicas(now, state, saving, leaving)
                 validated = validate(run, reporter, now, state) if validating else {}
                 validated |= measure(run, reporter, now, state, measured)

@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from jaxscale.build import make_program
+from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.exits import Exit, Stop
 from jaxscale.monitor.events import read_events
@@ -68,6 +69,15 @@ def told(folder, kind):
 
 def lines(folder, name="metrics.jsonl"):
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def assert_same_saved(one, other):
+    """Fails unless both runs hold the same steps, every leaf of each with the same bits."""
+    leaves = []
+    for folder in (one, other):
+        checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
+        leaves.append({step: checkpoints.read_record(step)["leaves"] for step in checkpoints.all_steps()})
+    assert leaves[0] == leaves[1] and leaves[0]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +149,9 @@ def test_replayed_without_the_fault_a_rewound_run_is_the_same_bit_for_bit(tmp_pa
     spoil("10:13:nan")
     trained(tmp_path / "old", FRAGILE)
     monkeypatch.delenv("JAXSCALE_SPOIL_BATCHES")
-    tiny.assert_same_bits(learned(trained(tmp_path / "new", FRAGILE, replay=str(tmp_path / "old"))), straight)
+    new = trained(tmp_path / "new", FRAGILE, replay=str(tmp_path / "old"))
+    tiny.assert_same_bits(learned(new), straight)
+    assert_same_saved(tmp_path / "new", tmp_path / "old")
     same = lambda folder: [(line["step"], line["batch_index"], line["loss"]) for line in lines(folder)]
     assert same(tmp_path / "new") == same(tmp_path / "old")
 
@@ -154,7 +166,8 @@ def test_skips_and_cuts_are_replayed_bit_for_bit(tmp_path, spoil, monkeypatch):
     rates = [line["learning_rate"] for line in lines(tmp_path / "old")]
     assert all(rates[step - 1] < 0.2 * rates[7] for step in range(9, 13)) and rates[12] > 5 * rates[11]
     monkeypatch.delenv("JAXSCALE_SPOIL_BATCHES")
-    tiny.assert_same_bits(learned(trained(tmp_path / "new", ladder, replay=str(tmp_path / "old"))), learned(old))
+    tiny.assert_same_bits(trained(tmp_path / "new", ladder, replay=str(tmp_path / "old")), old)
+    assert_same_saved(tmp_path / "new", tmp_path / "old")
     for kind in ("skipped", "lr_cut"):
         decided = [
             [(event["step"], event.get("factor")) for event in told(tmp_path / name, kind)] for name in ("old", "new")
