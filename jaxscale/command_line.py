@@ -12,7 +12,6 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxscale import schema
 from jaxscale.exits import BadInput
 
 LONGEST_NAME = 128  # characters of a run's name
@@ -27,6 +26,7 @@ class Arguments:
     overrides: dict[str, str]  # dotted name to text
     options: dict[str, str]  # the command's own flags
     help: bool = False
+    topic: str = ""  # what is asked of it: the word behind --help
 
 
 def parse_arguments(argv: Sequence[str], options: Sequence[str]) -> Arguments:
@@ -38,7 +38,8 @@ def parse_arguments(argv: Sequence[str], options: Sequence[str]) -> Arguments:
     while rest:
         flag = rest.pop(0)
         if flag in ("-h", "--help", "--helpfull"):
-            return Arguments(config, overrides, found, help=True)
+            topic = rest[0] if rest and not rest[0].startswith("-") else ""
+            return Arguments(config, overrides, found, help=True, topic=topic)
         name, equals, value = flag.removeprefix("--").partition("=")
         known = name == "config" or name.startswith("config.") or name in options
         if not flag.startswith("--") or not known:
@@ -162,12 +163,3 @@ def config_name(path: str) -> str:
     name = f"{stem}-{argument.replace('=', '')}" if argument else stem
     plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)  # a folder's name, and never a way into another
     return plain[:LONGEST_NAME].lstrip(".") or "run"
-
-
-def describe_settings(cls: type) -> str:
-    """Every setting of `cls` with its type, default and meaning, for --help, and the group that has it."""
-    lines = []
-    for group, name, kind, default, text in schema.describe_groups(cls):
-        of = f" ({group})" if group else ""
-        lines.append(f"  --config.{name}={default}{of}\n      {kind}{': ' + text if text else ''}")
-    return "\n".join(lines)

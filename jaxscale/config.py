@@ -8,7 +8,7 @@ from jaxscale import schema, units
 from jaxscale.checkpoint.branch import InitConfig
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.lock import LockConfig
-from jaxscale.command_line import Arguments, config_values, describe_settings
+from jaxscale.command_line import Arguments, config_values
 from jaxscale.convert.settings import ExportConfig
 from jaxscale.data.config import DataConfig
 from jaxscale.data.mixture import mixture_names
@@ -264,8 +264,3 @@ def check_no_secrets(settings: dict[str, Any]) -> None:
                 f"{name}={value!r} holds a secret, or the value of an environment variable that is named like one; "
                 "libraries read secrets from the environment, where they belong"
             )
-
-
-def settings_help() -> str:
-    """Every setting of a run, for --help, and the model that has it."""
-    return describe_settings(RunConfig)

@@ -21,10 +21,13 @@ from jaxscale.attend import attended  # noqa: E402
 from jaxscale.checkpoint.cause import reached  # noqa: E402
 from jaxscale.command_line import config_name, parse_arguments, take_switches  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.exits import put, run_and_exit  # noqa: E402
+from jaxscale.exits import run_and_exit  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.planner.check import check_machine  # noqa: E402
 from jaxscale.run import train_through  # noqa: E402
 from jaxscale.same_run import has_begun  # noqa: E402
+
+HELP = f"{__doc__}{start.HELP}{hosts.HELP}\n"
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +35,7 @@ def main(argv: list[str]) -> int:
     argv, switches = take_switches(argv, (), start.SWITCHES)
     arguments = parse_arguments(argv, options=("workdir", "skip-data", "init_from", *start.FLAGS, *hosts.FLAGS))
     if arguments.help:
-        put(f"{__doc__}{start.HELP}{hosts.HELP}\n\nSettings:\n{config.settings_help()}")
+        show_help(HELP, RunConfig, arguments.topic)
         return 0
     cfg = config.load_config(arguments.config, config.with_flags(arguments))
     wishes = start.wishes_of(arguments.options, switches)

@@ -10,6 +10,7 @@ from jaxscale import config, schema
 from jaxscale.command_line import config_name, config_values, parse_arguments
 from jaxscale.config import RunConfig, load_config, resolve_budget
 from jaxscale.exits import BadInput
+from jaxscale.help_text import describe_settings
 
 FILE = f"""
 import ml_collections
@@ -255,7 +256,7 @@ def test_what_is_no_flag_is_one_line(argv, told):
 @pytest.mark.parametrize("flag", ["-h", "--help", "--helpfull"])
 def test_help_lists_every_setting(flag):
     assert parse_arguments([flag], ()).help
-    text = config.settings_help()
+    text = describe_settings(RunConfig)
     for name in ("optim.peak_lr", "train.guard.max_grad_norm", "data.files", "mesh.tensor", "model.num_kv_heads"):
         assert f"--config.{name}=" in text
 
@@ -324,7 +325,7 @@ def test_configs_import_each_other_wherever_the_command_runs(tmp_path, monkeypat
 
 
 def test_help_says_which_model_a_setting_belongs_to():
-    text = config.settings_help()
+    text = describe_settings(RunConfig)
     lines = [line for line in text.splitlines() if line.startswith("  --config.model.num_layers=")]
     models = ("llama", "gpt2", "encoder", "t5")
     assert len(lines) == len(models) and all(any(f"({model})" in line for line in lines) for model in models)

@@ -273,7 +273,7 @@ def test_a_sample_is_written_at_the_end(home, copy, capsys):
 
 
 def test_the_command_says_what_each_setting_is(capsys):
-    assert main.main(["--help"]) == 0
+    assert main.main(["--help", "all"]) == 0
     out = capsys.readouterr().out
     assert "--workdir=FOLDER" in out and "--config.optim.peak_lr=0.0003" in out
 

@@ -15,12 +15,12 @@ import tiny
 from xla_flags import xla_flags
 
 from jaxscale import redact as redaction
-from jaxscale.command_line import describe_settings
 from jaxscale.config import RunConfig, check_no_secrets, load_config
 from jaxscale.data.prepare.config import PrepareConfig
 from jaxscale.data.prepare.progress import Progress
 from jaxscale.data.prepare.report import escape
 from jaxscale.exits import BadInput, tell
+from jaxscale.help_text import describe_settings
 from jaxscale.monitor.console import Console
 from jaxscale.monitor.writers import MonitorConfig, Writer
 from jaxscale.redact import HIDDEN, is_secret, names_secret, redact, redacted, shown

@@ -1,13 +1,9 @@
 """What each verb's --help says, word for word."""
 
-import contextlib
-import importlib
-import io
-
 from generators.words import escaped, fenced, table
 from jaxscale import cli
 
-SETTINGS = "\nSettings:\n"
+WITH_SETTINGS = ("train", "plan", "preflight", "prepare")
 HEAD = """# The command line
 
 `jaxscale VERB` and `python -m` with the verb's module are the same door.
@@ -21,7 +17,7 @@ def pages() -> dict[str, str]:
     """{file: Markdown}."""
     found = {"command_line.md": overview()}
     for verb, (_, text) in cli.VERBS.items():
-        found[f"verbs/{verb}.md"] = f"# jaxscale {verb}\n\n{sentence(text)}\n\n{body(help_of(verb))}"
+        found[f"verbs/{verb}.md"] = f"# jaxscale {verb}\n\n{sentence(text)}\n\n{body(verb)}"
     return found
 
 
@@ -34,23 +30,10 @@ def overview() -> str:
     return HEAD + "\n".join(tables)
 
 
-def help_of(verb: str) -> str:
-    """What `jaxscale VERB --help` prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        try:
-            importlib.import_module(cli.VERBS[verb][0]).main(["--help"])
-        except SystemExit as end:  # argparse leaves so
-            assert not end.code, f"jaxscale {verb} --help ended with {end.code}"
-    assert said.getvalue().strip(), f"jaxscale {verb} --help says nothing"
-    return said.getvalue()
-
-
-def body(text: str) -> str:
-    """The help, with the list of settings, which has a page of its own, replaced by where it is."""
-    own, mark, _ = text.partition(SETTINGS)
-    where = "\n[All settings](../settings.md), [those of a data recipe](../recipe_settings.md).\n" if mark else ""
-    return fenced(own) + where
+def body(verb: str) -> str:
+    """The verb's page; its settings have pages of their own."""
+    where = "\n[All settings](../settings.md), [those of a data recipe](../recipe_settings.md).\n"
+    return fenced(cli.help_of(verb)) + (where if verb in WITH_SETTINGS else "")
 
 
 def sentence(text: str) -> str:

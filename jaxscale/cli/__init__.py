@@ -87,6 +87,12 @@ def dispatch(argv: list[str]) -> int:
     return importlib.import_module(VERBS[verb][0]).main(rest)
 
 
+def help_of(verb: str) -> str:
+    """The page of a verb, as it is written: --help fits it to the terminal, and has groups of settings behind it."""
+    module = importlib.import_module(VERBS[verb][0])
+    return getattr(module, "HELP", module.__doc__)
+
+
 def verbs_help() -> str:
     """What `jaxscale --help` prints: an example, a line for each verb, by when it is wanted, and the exit codes."""
     width = max(map(len, VERBS))

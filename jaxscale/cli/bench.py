@@ -64,8 +64,11 @@ from jaxscale.cli import (  # noqa: E402
 from jaxscale.command_line import Arguments, config_values, parse_arguments, whole_number  # noqa: E402
 from jaxscale.data.prepare.config import PrepareConfig  # noqa: E402
 from jaxscale.exits import BadInput, put, run_and_exit  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.planner.check import device_bytes  # noqa: E402
 from jaxscale.planner.plan.measured import from_record, keep_measured  # noqa: E402
+
+HELP = f"{__doc__}{hosts.HELP}"
 
 SHARED_OPTIONS = ("spec", "dtype", "steps", "devices")
 OPTIONS = {
@@ -92,7 +95,7 @@ def main(argv: list[str]) -> int:
         raise BadInput("--against compares steps: jaxscale bench step --against='COMMAND'")
     arguments = parse_arguments(rest, OPTIONS[what])
     if arguments.help:
-        put(__doc__ + hosts.HELP)
+        show_help(HELP)
     elif commands:
         against(arguments, rest, commands, as_json)
     else:

@@ -49,6 +49,7 @@ from jaxscale.checkpoint.transfer import copy_step  # noqa: E402
 from jaxscale.checkpoint.verifying import verify_folder  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.exits import BadInput, Exit, put, run_and_exit, tell  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 
 NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
     """Does what the first argument says and returns the exit code."""
     verb, *rest = argv or ["--help"]
     if verb in ("-h", "--help", "help") or rest[:1] in (["-h"], ["--help"]):
-        put(__doc__)
+        show_help(__doc__)
         return 0
     if verb not in VERBS:
         raise BadInput(f"jaxscale ckpt has no verb {verb!r}; it has {', '.join(VERBS)}")
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
     rest, on = take_switches(rest, ("workdir", *own), switches)
     arguments = parse_arguments(rest, ("workdir", *own))
     if arguments.help:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     for name in ("workdir", *needed):
         if name not in arguments.options and not (name == "steps" and "step" in arguments.options):

@@ -7,9 +7,6 @@ What is printed is a script that asks nobody: completing is instant. After an up
 names of settings are completed up to the next dot, those of `prepare` from its recipes.
 """
 
-import contextlib
-import importlib
-import io
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -19,10 +16,10 @@ from jaxscale.command_line import parse_arguments
 from jaxscale.config import RunConfig
 from jaxscale.data.prepare.config import PrepareConfig
 from jaxscale.exits import BadInput, put, run_and_exit
+from jaxscale.help_text import show_help
 
 FLAG_HEAD = re.compile(r" *(--\w.*?)(?:  |$)")  # of a line of help, up to the gap before what it says
 FLAG = re.compile(r"--([\w.-]+)(\[?=)?")
-SETTINGS = "\nSettings:\n"
 
 
 class Verb(NamedTuple):
@@ -36,7 +33,7 @@ class Verb(NamedTuple):
 def main(argv: list[str]) -> int:
     """Prints the script and returns the exit code."""
     if not argv or parse_arguments([flag for flag in argv if flag not in SHELLS], ()).help:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     if len(argv) > 1:
         raise BadInput(f"give one shell, of {' and '.join(SHELLS)}")
@@ -45,21 +42,12 @@ def main(argv: list[str]) -> int:
 
 
 def read_verbs() -> dict[str, Verb]:
-    """All verbs, by what their own --help says."""
-    return {verb: read_verb(verb, help_of(verb)) for verb in cli.VERBS}
-
-
-def help_of(verb: str) -> str:
-    """What `jaxscale VERB --help` prints of its own."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        importlib.import_module(cli.VERBS[verb][0]).main(["--help"])
-    return said.getvalue()
+    """All verbs, by the pages of their own."""
+    return {verb: read_verb(verb, cli.help_of(verb)) for verb in cli.VERBS}
 
 
 def read_verb(verb: str, text: str) -> Verb:
     """The verbs and flags that a help text has: on lines that begin with a flag, and in its examples."""
-    text = text.partition(SETTINGS)[0]
     subverbs = dict.fromkeys(re.findall(rf"^ +jaxscale {verb} ([a-z_]+)\b", text, re.MULTILINE))
     flags = {"--help": None}
     example = re.compile(rf"( +jaxscale {verb}(?: +[a-z_]+)?(?: +--\w\S*)*)")

@@ -54,6 +54,7 @@ from jaxscale.convert.importing import import_tensors, prepare_workdir  # noqa: 
 from jaxscale.convert.incoming import Incoming, open_incoming  # noqa: E402
 from jaxscale.data.config import DataConfig  # noqa: E402
 from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.models import max_seq_len, num_params  # noqa: E402
 from jaxscale.monitor.runinfo import run_info  # noqa: E402
 from jaxscale.redact import redacted  # noqa: E402
@@ -70,7 +71,7 @@ def main(argv: list[str]) -> int:
     rest, on = take_switches(argv, OPTIONS, SWITCHES)
     arguments = parse_arguments(rest, OPTIONS)
     if arguments.help or not argv:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     options = arguments.options
     if arguments.config or arguments.overrides:

@@ -66,6 +66,7 @@ from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks  # 
 from jaxscale.eval.named import GROUP, Evaluator, open_evaluators  # noqa: E402
 from jaxscale.eval.text import Reading  # noqa: E402
 from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.hosts.agree import agreed  # noqa: E402
 from jaxscale.inference import LoadedModel, at_step, check_tokenizer, make_generator, make_scorer, open_model  # noqa: E402
 from jaxscale.models import DECODERS, max_seq_len  # noqa: E402
@@ -109,7 +110,7 @@ def main(argv: list[str]) -> int:
     rest, switches = take_switches(argv, (), SWITCHES)
     arguments = parse_arguments(rest, OPTIONS)
     if arguments.help:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     if arguments.config:
         raise BadInput("evaluate takes no --config: the settings of a model are read from its work folder")

@@ -37,6 +37,7 @@ from jaxscale.cli.plan_loss import main_loss  # noqa: E402
 from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
 from jaxscale.planner.plan import cost  # noqa: E402
 from jaxscale.planner.plan.kept import find_kept  # noqa: E402
@@ -68,7 +69,7 @@ def main(argv: list[str]) -> int:
     rest, _ = take_switches(argv, OPTIONS, ())
     arguments = parse_arguments(rest, OPTIONS)
     if arguments.help:
-        put(f"{__doc__}\nSettings:\n{config.settings_help()}")
+        show_help(__doc__, RunConfig, arguments.topic)
         return 0
     numbers = {name: positive(name, arguments.options[name]) for name in NUMBERS if name in arguments.options}
     if numbers.get("mfu", 0.0) > 1:

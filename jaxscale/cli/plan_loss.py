@@ -27,6 +27,7 @@ from jaxscale import config, paths, units  # noqa: E402
 from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import Budget, RunConfig  # noqa: E402
 from jaxscale.exits import BadInput, put, run_and_exit  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.models import num_params  # noqa: E402
 from jaxscale.planner import loss_curve  # noqa: E402
 from jaxscale.planner.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget  # noqa: E402
@@ -58,7 +59,7 @@ def main_loss(argv: list[str]) -> int:
     """Prints the forecast and returns the exit code. Raises BadInput for a ladder that allows none."""
     arguments = parse_arguments([flag for flag in argv if flag != "--loss"], OPTIONS)
     if arguments.help:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     options = arguments.options
     if "runs" not in options:

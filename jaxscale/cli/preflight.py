@@ -29,6 +29,7 @@ from jaxscale import config  # noqa: E402
 from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
 from jaxscale.planner import search  # noqa: E402
 from jaxscale.planner.preflight import preflight  # noqa: E402
@@ -59,7 +60,7 @@ def main(argv: list[str]) -> int:
     rest, switches = take_switches(argv, OPTIONS, SWITCHES)
     arguments = parse_arguments(rest, (*OPTIONS, *SWITCHES))
     if arguments.help:
-        put(f"{__doc__}\nSettings:\n{config.settings_help()}")
+        show_help(__doc__, RunConfig, arguments.topic)
         return 0
     if "topology" not in arguments.options:
         raise BadInput("--topology must be given, such as --topology=v5p:4x4x8 or --topology=h100:8x8")

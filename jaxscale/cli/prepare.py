@@ -26,7 +26,6 @@ from jaxscale import schema
 from jaxscale.command_line import (
     Arguments,
     config_values,
-    describe_settings,
     parse_arguments,
     take_switches,
     whole_number,
@@ -43,7 +42,8 @@ from jaxscale.data.prepare.outcome import FACTS, PAGE, rewrite_report
 from jaxscale.data.prepare.progress import Progress
 from jaxscale.data.publish import publish
 from jaxscale.data.sources.files import size_of
-from jaxscale.exits import BadInput, Exit, Stop, put, run_and_exit
+from jaxscale.exits import BadInput, Exit, Stop, run_and_exit
+from jaxscale.help_text import show_help
 from jaxscale.paths import is_remote
 
 SWITCHES = ("report", "keep_work", "plan")
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     rest, switches = take_switches(own, OPTIONS, SWITCHES)
     arguments = parse_arguments(rest, (*OPTIONS, *SWITCHES))
     if arguments.help:
-        put(f"{__doc__}\nSettings:\n{describe_settings(PrepareConfig)}")
+        show_help(__doc__, PrepareConfig, arguments.topic)
         return 0
     progress = Progress()
     output = arguments.options.get("output", "")

@@ -38,8 +38,11 @@ from jaxscale.cli.rehearsal import (
 from jaxscale.cli.shrink import table
 from jaxscale.command_line import Arguments, config_name, parse_arguments, whole_number
 from jaxscale.exits import BadInput, Exit, put, run_and_exit
+from jaxscale.help_text import show_help
 from jaxscale.hosts import find_own_place
 from jaxscale.process import files_as
+
+HELP = f"{__doc__}\n{hosts.HELP}"
 
 RUNS = ("straight", "killed")
 PASSED_ON = ("skip-data", "init_from", "allow_change", "run_dir_mode", *hosts.FLAGS)  # --stop_after is our own
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> int:
     """Rehearses and returns 0 for GO, 3 for NO-GO."""
     arguments = parse_arguments(argv, ("workdir", "steps", *PASSED_ON))
     if arguments.help:
-        put(__doc__, hosts.HELP)
+        show_help(HELP)
         return 0
     mode = start.wishes_of(arguments.options, set()).mode
     with files_as(mode):

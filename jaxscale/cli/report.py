@@ -21,6 +21,7 @@ from jaxscale import paths, units
 from jaxscale.checkpoint.cause import reached, short_cause, written
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.exits import BadInput, put, run_and_exit
+from jaxscale.help_text import show_help
 from jaxscale.monitor.history import History, read_history
 from jaxscale.monitor.report import make_card, make_page
 from jaxscale.monitor.report.serve import Pages, open_server
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
     rest, switches = take_switches(rest, (), ("card",))
     arguments = parse_arguments([f"--serve={PORT}" if flag == "--serve" else flag for flag in rest], OPTIONS)
     if arguments.help:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     if arguments.config or arguments.overrides:
         raise BadInput("a report takes no --config: the settings of a run are read from its work folder")

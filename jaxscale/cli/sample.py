@@ -51,6 +51,7 @@ from jaxscale.cli import sample_chat  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
 from jaxscale.foreign import parse_json  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.inference import LoadedModel, check_tokenizer, make_generator, open_model  # noqa: E402
 from jaxscale.models.layers import Dtype  # noqa: E402
 from jaxscale.redact import printable  # noqa: E402
@@ -73,7 +74,7 @@ def main(argv: list[str]) -> int:
     rest, switches = take_switches(rest, (), SWITCHES)
     arguments = parse_arguments(rest, OPTIONS)
     if arguments.help:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     options = dict(arguments.options)
     sampling, num_tokens, seed = read_numbers(options)

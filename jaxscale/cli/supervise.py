@@ -31,8 +31,11 @@ from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import Ledger, Totals
 from jaxscale.cli.progress import Progress, look
 from jaxscale.command_line import config_name, parse_arguments, whole_number
-from jaxscale.exits import BadInput, Exit, codes_help, may_start_again, meaning, put, run_and_exit, tell
+from jaxscale.exits import BadInput, Exit, codes_help, may_start_again, meaning, run_and_exit, tell
+from jaxscale.help_text import show_help
 from jaxscale.hosts import FLAGS, find_own_place
+
+HELP = f"{__doc__}\nExit codes:\n{codes_help()}"
 
 SLICE_SECONDS = 0.05  # how soon a signal ends a pause
 PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
@@ -247,7 +250,7 @@ def main(argv: list[str]) -> int:
     numbers = [field.name for field in dataclasses.fields(Policy)]
     arguments = parse_arguments(own, ("workdir", "ledger", *numbers))
     if arguments.help:
-        put(f"{__doc__}\nExit codes:\n{codes_help()}")
+        show_help(HELP)
         return 0
     if arguments.config or arguments.overrides:
         raise BadInput("--config belongs to the training: jaxscale supervise -- --config=FILE")

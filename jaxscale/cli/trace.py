@@ -40,6 +40,7 @@ from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
 from jaxscale.data.pipeline import Corpus, open_data  # noqa: E402
 from jaxscale.exits import BadInput, Exit, Stop, put, run_and_exit, tell  # noqa: E402
 from jaxscale.foreign import parse_json  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.monitor.events import read_events  # noqa: E402
 from jaxscale.redact import on_one_line  # noqa: E402
 from jaxscale.train.decisions import Decisions, decisions_of  # noqa: E402
@@ -63,7 +64,7 @@ def main(argv: list[str]) -> int:
     argv = ["--json=true" if flag == "--json" else flag for flag in argv]
     arguments = parse_arguments(argv, OPTIONS)
     if arguments.help:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     options = arguments.options
     if "workdir" not in options or arguments.config:

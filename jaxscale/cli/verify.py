@@ -26,6 +26,7 @@ from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_da
 from jaxscale.command_line import Arguments, parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
+from jaxscale.help_text import show_help  # noqa: E402
 
 SHARED_OPTIONS = ("layers", "small")
 OPTIONS = {"resume": (*SHARED_OPTIONS, "steps", "devices", "workdir"), "parity": SHARED_OPTIONS}
@@ -35,13 +36,13 @@ def main(argv: list[str]) -> int:
     """Runs the proof that argv names and returns the exit code."""
     what, *rest = argv or ["--help"]
     if what in ("-h", "--help"):
-        put(__doc__)
+        show_help(__doc__)
         return 0
     if what not in OPTIONS:
         raise BadInput(f"jaxscale verify has no proof {what!r}; it has {', '.join(OPTIONS)}")
     arguments = parse_arguments(rest, OPTIONS[what])
     if arguments.help:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     return resume(arguments) if what == "resume" else parity(arguments, rest)
 

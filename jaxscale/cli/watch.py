@@ -22,7 +22,8 @@ from jaxscale import paths
 from jaxscale.cli.following import Following
 from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.exits import BadInput, put, run_and_exit
+from jaxscale.exits import BadInput, run_and_exit
+from jaxscale.help_text import show_help
 from jaxscale.monitor.history import is_finite
 from jaxscale.monitor.json_lines import Row, clean_event
 from jaxscale.redact import printable
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
     argv, switches = take_switches(argv, ("workdir", "every"), ("once",))
     arguments = parse_arguments(argv, ("workdir", "every"))
     if arguments.help:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     workdir = arguments.options.get("workdir")
     if not workdir or arguments.config or arguments.overrides:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from jaxscale.command_line import parse_arguments, whole_number
 from jaxscale.data.sources import stdlib_files
 from jaxscale.exits import BadInput, put, run_and_exit
+from jaxscale.help_text import show_help
 from jaxscale.paths import write_text_atomic
 
 HELD_OUT = 10  # every so many-th module is kept from training
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     """Writes the sets and returns the exit code."""
     arguments = parse_arguments(argv, ("output", "most_bytes"))
     if arguments.help or not argv:
-        put(__doc__)
+        show_help(__doc__)
         return 0
     if "output" not in arguments.options:
         raise BadInput("--output must be given: the folder for the sets")

@@ -112,7 +112,7 @@ def test_a_mistake_is_one_line(raw, tmp_path, monkeypatch, arguments, told):
 
 
 def test_help_lists_every_setting_of_a_recipe(capsys):
-    assert prepare.main(["--help"]) == 0
+    assert prepare.main(["--help", "all"]) == 0
     said = capsys.readouterr().out
     for name in ("near_dedup.threshold", "pii.phone", "write.shard_tokens", "tokenizer.train.vocab_size"):
         assert f"--config.{name}=" in said
