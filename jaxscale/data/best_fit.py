@@ -23,7 +23,7 @@ from jaxscale.data.shards import write_synced
 from jaxscale.data.verified import Expected, Unchanged, damaged, expected
 from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
-from jaxscale.paths import read_regular
+from jaxscale.paths import read_bytes
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
 VERSION = 1  # of the plan: another number where the same documents would get other rows
@@ -102,7 +102,7 @@ def write_plan(folder: Path, table: DocumentTable, *, seq_len: int, seed: int, n
 def read_plan(folder: Path) -> dict[str, Any]:
     """What plan.json says. Raises BadInput that names the folder unless it is as it was written."""
     try:
-        header = parse_json(read_regular(folder / "plan.json"))
+        header = parse_json(read_bytes(folder / "plan.json"))
     except (OSError, BadInput) as error:
         raise damaged_plan(folder, str(error)) from None
     if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):

@@ -8,7 +8,7 @@ from typing import Any
 from jaxscale.data.digest import json_sha256
 from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
-from jaxscale.paths import read_regular
+from jaxscale.paths import read_bytes
 
 FORMAT, VERSION = "jaxscale-tokens", 2
 OLDER = 1  # the same without the header's own sum
@@ -46,7 +46,7 @@ def read_header(path: Path) -> dict[str, Any] | None:
     """
     path = path.with_suffix(".json")
     try:
-        header = parse_json(read_regular(path))
+        header = parse_json(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         header, why = None, error.strerror
     except BadInput as error:
