@@ -13,6 +13,8 @@ from jaxscale.eval.text import Reading
 from jaxscale.eval.uncertainty import exp_error, mean_error
 from jaxscale.exits import BadInput
 
+MOST_IDS = 1 << 27  # tokens of all spans: half a gigabyte
+
 
 @dataclasses.dataclass(frozen=True)
 class ItemSet:
@@ -41,7 +43,7 @@ class ItemSet:
 
 def encode_items(kind: str, items: Sequence[Item], reading: Reading) -> ItemSet:
     """The items in ids. Raises BadInput naming the item whose answer is empty or longer than the model reads."""
-    spans, num_cut = [], 0
+    spans, num_cut, held = [], 0, 0
     for item in items:
         for continuation in item.continuations:
             try:
@@ -49,6 +51,12 @@ def encode_items(kind: str, items: Sequence[Item], reading: Reading) -> ItemSet:
             except BadInput as error:
                 raise BadInput(f"evaluation item {item.name}: {error}") from None
             spans.append(span)
+            held += len(span.ids)
+            if held > MOST_IDS:
+                raise BadInput(
+                    f"evaluation item {item.name}: the items up to it have more than {MOST_IDS:,} tokens, contexts "
+                    "included, which are held in memory; set a limit of items"
+                )
             num_cut += cut
     return ItemSet(kind, tuple(items), tuple(spans), num_cut)
 

@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.data.sources.files import list_files
-from jaxscale.data.sources.records import ENDINGS, kind_of, read_records
+from jaxscale.data.sources.records import ENDINGS, UNREADABLE, kind_of, read_records
 from jaxscale.exits import BadInput
+
+LARGEST_ITEM = 32 << 20  # characters: the context is read with each answer
 
 
 class Item(NamedTuple):
@@ -52,10 +54,10 @@ def read_items(files: Sequence[Path], kind: str, limit: int = 0) -> list[Item]:
     for path in files:
         try:
             for name, value in read_records(path):
+                items.append(named(form, name, str(path.parent / name), value))
                 if limit and len(items) == limit:
                     return items
-                items.append(named(form, name, str(path.parent / name), value))
-        except (OSError, EOFError, UnicodeDecodeError) as error:  # a torn gzip is an EOFError
+        except UNREADABLE as error:
             raise BadInput(f"evaluation file {path} cannot be read: {error}") from None
     if not items:
         raise BadInput(f"{', '.join(map(str, files))} hold no item")
@@ -67,7 +69,14 @@ def named(form: Callable[[str, Mapping[str, Any]], Item], name: str, place: str,
     try:
         if not isinstance(value, Mapping):
             raise BadInput(f"is a {type(value).__name__}, and an item is an object with fields")
-        return form(name, value)
+        item = form(name, value)
+        size = len(item.continuations) * len(item.context) + sum(map(len, item.continuations))
+        if size > LARGEST_ITEM:
+            raise BadInput(
+                f"has {len(item.continuations):,} answers, with the context before each {size:,} characters, and at "
+                f"most {LARGEST_ITEM:,} are read; take it out"
+            )
+        return item
     except BadInput as error:
         raise BadInput(f"evaluation item {place} {error}") from None
 

@@ -59,4 +59,4 @@ def span_of(pair: Pair, longest: int) -> tuple[Span, bool]:
             f"its continuation has {len(ids) - first} tokens, and {longest} are read; take it out, or have more read "
             "(--context, or seq_len of the run)"
         )
-    return Span(ids[cut:], first - cut), cut > 0
+    return Span(ids[cut:].copy() if cut else ids, first - cut), cut > 0  # a view would hold all that is cut

@@ -25,6 +25,7 @@ from jaxscale.eval.scorer import Scorer, Span, row_length
 from jaxscale.eval.uncertainty import exp_error, ratio_error
 from jaxscale.exits import BadInput
 
+MOST_HELD = 1 << 28  # tokens of one source that are held in memory: a gigabyte
 TOKENS_AT_ONCE = 1 << 21  # of documents held in memory; a longer document comes alone
 
 
@@ -137,8 +138,14 @@ class TextSet:
     def loaded(self) -> "TextSet":
         """The same, held in memory: nothing of it can go away or change later."""
         left_out: Counter = Counter()
-        held = tuple(self.blocks(left_out))
-        return dataclasses.replace(self, held=held, left_out=left_out)
+        held, tokens = [], 0
+        for block in self.blocks(left_out):
+            held.append(block)
+            tokens += sum(len(ids) for ids, _ in block)
+            if tokens > MOST_HELD:
+                files = ", ".join(file.path for file in self.files[:3])
+                raise BadInput(f"{files}: more than {MOST_HELD:,} tokens to hold in memory; set a limit of documents")
+        return dataclasses.replace(self, held=tuple(held), left_out=left_out)
 
     def blocks(self, skipped: Counter) -> Iterator[Block]:
         """Yields the documents, and counts what is left out."""

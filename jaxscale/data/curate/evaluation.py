@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.data.curate.hashes import ngram_hashes, word_hashes
-from jaxscale.data.sources.records import ENDINGS, kind_of, read_records, text_lines
+from jaxscale.data.sources.records import ENDINGS, UNREADABLE, kind_of, read_records, text_lines
 from jaxscale.exits import BadInput
 
 MIN_BITS, MAX_BITS = 24, 32  # of the filter: 2 MB that stay in the cache, up to 512 MB
@@ -151,7 +151,7 @@ def read_items(path: Path, fields: frozenset[str]) -> Iterator[Item]:
         for item in found:
             if item.texts:
                 yield item
-    except (OSError, EOFError, UnicodeDecodeError) as error:  # a torn gzip is an EOFError
+    except UNREADABLE as error:
         raise BadInput(f"evaluation file {path} cannot be read: {error}") from None
 
 
