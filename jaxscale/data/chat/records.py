@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.data.chat.config import ChatConfig
 from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
+from jaxscale.foreign import check_depth, parse_json
 
 ASSISTANT = "assistant"
 # ShareGPT's names for who speaks, in the files that circulate.
@@ -40,6 +40,10 @@ def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Chat | Pair:
     """
     if not isinstance(record, Mapping):
         raise BadInput(f"is {kind(record)}, not an object")
+    try:
+        check_depth(record)
+    except BadInput as error:
+        raise BadInput(f"cannot be read: {error}") from None
     if "messages" in record:
         return chat(openai_messages(record["messages"], "messages"), record)
     if "conversations" in record:

@@ -1,0 +1,65 @@
+"""JSON that somebody else wrote is read by one function, which no nesting brings down."""
+
+import json
+
+import pytest
+from test_threats import files_that_use
+
+from jaxscale import paths
+from jaxscale.checkpoint.holder import read_holder
+from jaxscale.cli.progress import as_record
+from jaxscale.data.best_fit import open_plan
+from jaxscale.data.chat.config import ChatConfig
+from jaxscale.data.chat.records import parse_record
+from jaxscale.data.shards import read_header
+from jaxscale.data.sources.jsonl import strict_loads
+from jaxscale.exits import BadInput
+from jaxscale.monitor.abandoned import abandon
+from jaxscale.monitor.events import read_events
+from jaxscale.monitor.json_lines import read_lines
+from jaxscale.start import last_measured
+
+pytestmark = pytest.mark.fault("H17")
+DEEP = '{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
+OWN = {  # read what this program, or a library of ours, has just made
+    "jaxscale/checkpoint/record.py", "jaxscale/checkpoint/saver.py", "jaxscale/cli/bench_against.py",
+    "jaxscale/cli/rehearsal.py", "jaxscale/convert/text_begin.py", "jaxscale/data/chat/confined.py",
+    "jaxscale/data/chat/jinja.py", "jaxscale/data/header.py", "jaxscale/data/tokenizer/bpe.py",
+    "jaxscale/data/tokenizer/huggingface.py", "jaxscale/hosts/agree.py", "jaxscale/hosts/reports.py",
+    "jaxscale/hosts/wire.py",
+}  # fmt: skip
+READERS = {"jaxscale/foreign.py", "jaxscale/data/sources/jsonl.py"}  # the second catches RecursionError by itself
+
+
+def test_json_of_others_is_read_by_one_function():
+    assert files_that_use("json.loads") <= OWN | READERS
+
+
+def test_nested_json_is_told_where_a_file_must_be_good(tmp_path):
+    for name in ("config.json", "plan.json", "events.jsonl", "shard.json"):
+        (tmp_path / name).write_text(f"{DEEP}\n")
+    with pytest.raises(BadInput, match="config.json is not valid JSON .it is nested deeper than 64 levels"):
+        paths.read_json(tmp_path / "config.json")
+    with pytest.raises(BadInput, match="row plan .* cannot be read: it is nested deeper"):
+        open_plan(tmp_path)
+    with pytest.raises(BadInput, match="events.jsonl:1 is no event"):
+        read_events(tmp_path)
+    assert read_header(tmp_path / "shard.json") is None and read_holder(DEEP.encode()) is None
+    with pytest.raises(BadInput, match="nested too deeply"):
+        strict_loads(DEEP.encode())
+
+
+def test_nested_json_is_left_out_where_a_line_may_be_torn(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{DEEP}\n{{"step": 2}}\n')
+    problems = []
+    assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl", problems)] == [1, 2]
+    assert problems == ["metrics.jsonl: 1 damaged line left out"]
+    assert last_measured(tmp_path) == 2 and as_record(DEEP) == {}
+    assert abandon(tmp_path, 1, 1) == 1
+
+
+@pytest.mark.parametrize("depth", [100, 900])
+def test_a_conversation_that_nests_is_one_line(depth):
+    record = {"messages": [{"role": "user", "content": "x", "more": json.loads("[" * depth + "]" * depth)}]}
+    with pytest.raises(BadInput, match="cannot be read: it is nested deeper than 64 levels"):
+        parse_record(record, ChatConfig(), "text")
