@@ -108,6 +108,12 @@ class Stop(Exception):
     _render_traceback_ = BadInput._render_traceback_
 
 
+class Terminated(BaseException):
+    """SIGTERM where there is nothing to save: as KeyboardInterrupt, it passes by whoever catches errors."""
+
+    _render_traceback_ = BadInput._render_traceback_
+
+
 def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = True) -> None:
     """Runs main(argv) and leaves with its exit code; BadInput, Stop and Ctrl-C become one clear line on stderr.
 
@@ -129,6 +135,8 @@ def run_and_exit(main: Callable[[list[str]], int | None], *, is_verb: bool = Tru
                 raise  # our mistake, and its traceback is the evidence
             tell(line)
     silence_closed_streams()
+    with contextlib.suppress(ValueError):  # of another thread than the main one
+        signal.signal(signal.SIGTERM, lambda number, frame: os._exit(int(code or 0)))  # the end is known: no other one
     sys.exit(int(code or 0))
 
 
@@ -161,6 +169,11 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
         return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {error}"
     if isinstance(error, BadInput):
         return Exit.BAD_INPUT, f"error: {error}"
+    if isinstance(error, Terminated):
+        return Exit.PREEMPTED, (
+            f"stopped (preempted, exit {int(Exit.PREEMPTED)}): SIGTERM: left at once, what was saved is kept; the same "
+            "command goes on from there"
+        )
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"stopped (interrupted, exit {INTERRUPTED})"
     return Exit.ERROR, None

@@ -2,6 +2,7 @@
 
 JAXSCALE_CRASH_AT=POINT:N            kills this process (SIGKILL) when POINT is passed for the N-th time
 JAXSCALE_HANG_AT=PHASE:N             never returns from PHASE when it begins for the N-th time
+JAXSCALE_TERM_AT=PHASE:N             gets SIGTERM in PHASE when it begins for the N-th time
 JAXSCALE_SPOIL_BATCHES=A:B:KIND      batches [A, B) weigh NaN (nan) or hold random tokens (noise)
 JAXSCALE_SPOIL_GRADIENT=STEP:LEAF    the gradient of LEAF is NaN at STEP, whatever the batch
 JAXSCALE_FLIP_BIT=STEP:DEVICE:TIMES  one bit of a parameter is another one on DEVICE before STEP (counted from 0), the
@@ -51,7 +52,9 @@ def crash_point(name: str) -> None:
 
 
 def hang_point(phase: str) -> None:
-    """Never returns if JAXSCALE_HANG_AT asks for it."""
+    """Never returns if JAXSCALE_HANG_AT asks for it; or goes on with a SIGTERM, if JAXSCALE_TERM_AT does."""
+    if reached("JAXSCALE_TERM_AT", phase):
+        os.kill(os.getpid(), signal.SIGTERM)
     while reached("JAXSCALE_HANG_AT", phase):
         while True:
             time.sleep(3600)

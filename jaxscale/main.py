@@ -26,6 +26,7 @@ from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.planner.check import check_machine  # noqa: E402
 from jaxscale.run import train_through  # noqa: E402
 from jaxscale.same_run import has_begun  # noqa: E402
+from jaxscale.train.stopping import terminated_well  # noqa: E402
 
 HELP = f"{__doc__}{start.HELP}{hosts.HELP}\n"
 
@@ -48,7 +49,7 @@ def train_in(workdir: str, cfg: RunConfig, wishes: start.Wishes, flags: Mapping[
     """Trains in a work folder to the end. flags: hosts.FLAGS; where there are none, the cluster is asked."""
     place = hosts.find_own_place(flags)
     facts = {"--workdir": workdir} | wishes.facts | schema.flatten(schema.to_dict(cfg))
-    with files_as(wishes.mode), hosts.joined(place, facts, flags) as team:
+    with terminated_well(), files_as(wishes.mode), hosts.joined(place, facts, flags) as team:
         check_machine(cfg, begun=reached(lambda: has_begun(workdir), workdir))
         with attended(cfg, workdir, wishes, team) as services:
             train_through(cfg, workdir, team, services=services, wishes=wishes)

@@ -26,6 +26,7 @@ from jaxscale.redact import shown
 
 FOLDER = "export"  # of a work folder
 OURS = "export\n"  # what a pin of ours holds
+LOOK_SECONDS = 0.2
 TAIL = 400  # characters of what a failed export said
 
 
@@ -164,9 +165,10 @@ class Exporter:
         """Exports the last step too, and returns when nothing is under way."""
         if self.last_saved and self.last_saved != self.last_asked:
             self.ask(self.last_saved)
-        while (thread := self.thread) is not None:
+        if self.thread is not None:
             self.say("waiting for the export that is under way")
-            thread.join()
+        while (thread := self.thread) is not None:
+            thread.join(LOOK_SECONDS)  # not for ever: a signal that the kernel gives another thread would not end it
 
     def give_up(self) -> None:
         """Ends what is under way: the run leaves. The pin stays, and the next start goes on with it."""
@@ -193,7 +195,7 @@ def exporting(cfg: ExportConfig, workdir: Any, note: Note, say: Callable[[str], 
     exporter.take_up()
     try:
         yield exporter.note
+        exporter.finish()
     except BaseException:
         exporter.give_up()
         raise
-    exporter.finish()

@@ -152,6 +152,10 @@ def run_steps(run: Run) -> TrainState | Rewound:
                 crash_point("step")
                 if leaving and now < last_step:
                     raise Stop(Exit.PREEMPTED, f"{leaving}: saved step {now}; the same command goes on from there")
+        if leaving := asked_anywhere(stop.requested):  # since the last step was told to stay
+            raise Stop(
+                Exit.PREEMPTED, f"{leaving}: saved step {last_step}, the last of this start; nothing else is done"
+            )
         with phase("eval"):
             run.finish(state)
     except Rewound as outcome:

@@ -4,12 +4,14 @@ Word from a cloud that the machine is about to be taken away asks for the same. 
 leave after the same step, whichever of them was told.
 """
 
+import contextlib
 import os
 import signal
 import types
+from collections.abc import Iterator
 from typing import Protocol
 
-from jaxscale.exits import Exit, Stop
+from jaxscale.exits import Exit, Stop, Terminated
 from jaxscale.hosts.maintenance import Maintenance
 
 # Whoever is signalled after step n, before it begins n + 1, posts the step after which all leave. Another process may
@@ -24,6 +26,24 @@ class Board(Protocol):
     def post(self, line: str) -> None: ...
 
     def read(self) -> str | None: ...
+
+
+@contextlib.contextmanager
+def terminated_well() -> Iterator[None]:
+    """SIGTERM raises Terminated in the block, so that what stands around a run is put away: its lock, its exports.
+
+    For before the first step and after the last; in between StopRequest takes the signals. A second one ends at once.
+    """
+
+    def note(number: int, frame: types.FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise Terminated
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class StopRequest:
