@@ -9,7 +9,7 @@ from jaxscale.data.prepare.config import PrepareConfig
 
 HEAD = """# {title}
 
-{what} Made from the code; `{verb} --help` prints the same. {more}
+{what} Made from the code; `{verb} --help all` prints the same. {more}
 
 """
 
