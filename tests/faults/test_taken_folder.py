@@ -8,6 +8,7 @@ import time
 
 import pytest
 import tiny
+from gcs_emulator import Emulator
 from xla_flags import xla_flags
 
 from jaxscale.checkpoint.holder import process_state
@@ -117,3 +118,28 @@ def test_a_folder_that_is_moved_or_deleted_under_a_run_is_not_made_anew(tmp_path
     told = f"{workdir} was moved to {away} while" if how == "moved" else f"{workdir} was deleted while"
     assert code == Exit.STORAGE and told in line and "nothing was made anew" in line, line
     assert not workdir.exists()
+
+
+@pytest.mark.soak
+@pytest.mark.fault("F32")
+def test_a_run_that_wakes_up_in_a_bucket_of_another_writes_nothing(tmp_path):
+    pytest.importorskip("gcsfs", reason="gcsfs is not installed")
+    flags = ["--config.monitor.tensorboard=False", "--config.lock.lease_seconds=5"]
+    with Emulator() as gcs:
+        workdir, env = "gs://bucket/run", gcs.environment()
+        objects = lambda: {name: gcs.get("bucket", name) for name in gcs.names("bucket")}
+        with Trainer(tmp_path, "old", workdir, *flags, env=env) as old:
+            wait_until(lambda: "run/checkpoints/last_good.json" in gcs.names("bucket"), old)
+            old.freeze()
+            with Trainer(tmp_path, "new", workdir, *flags, "--steal_lock", env=env) as new:
+                new.wait_for("going on from step")
+                wait_until(lambda: new.log.count("tok/s") > 5, new)
+                new.freeze()
+                time.sleep(1)  # for requests that were under way
+                before = objects()
+                old.thaw()
+                code, line = old.end()
+                assert code == Exit.LOCK_HELD and "without writing" in line, line
+                after = objects()
+                changed = [name for name in after | before if after.get(name) != before.get(name)]
+                assert all("/state/" in name for name in changed), changed  # pieces of arrays that count for nothing
