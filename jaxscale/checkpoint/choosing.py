@@ -37,16 +37,24 @@ def why_not(checkpoints: Any, step: int) -> str:
 
 
 def tell_lost(checkpoints: Any, say: Callable[[str], None]) -> None:
-    """Says, in an event as well, if the last good step is not there any more, or without what makes it count.
+    """Says, in an event as well, if the last good step is not there any more, is another, or lacks its commit mark.
 
     In a bucket such a step looks like a save that was killed, and would be removed: it is set aside instead.
     Raises Stop (CHECKPOINT_CORRUPT) where there is no other step: what is lost is not begun anew in silence.
     """
     directory = checkpoints.directory
     good = agreed(lambda: verified.read_last_good(directory))
-    if not good or agreed(lambda: folders.is_committed(directory / str(good["step"]))):
+    if not good:
         return
     step, newest = good["step"], agreed(checkpoints.latest_step)
+    if agreed(lambda: folders.is_committed(directory / str(step))):
+        if why_not(checkpoints, step) or checkpoints.read_record(step)["sha256"] == good.get("sha256"):
+            return  # what cannot be believed is told when it is opened
+        cause = (
+            f"step {step} is not the one that was last saved here ({directory / verified.LAST_GOOD}): was it copied in"
+        )
+        checkpoints.note("alarm", step, cause=f"{cause}?")
+        return say(f"WARNING: {cause} from another run?")
     cause = f"step {step}, the last that was saved whole ({directory / verified.LAST_GOOD}), is not there any more"
     if paths.is_remote(directory) and agreed(lambda: (directory / str(step)).exists()):
         place = checkpoints.set_aside(step, "damaged")

@@ -5,9 +5,12 @@ import shutil
 import kept_run
 import pytest
 from ckpt_states import stop_of
+from gcs_emulator import Emulator
 
 from jaxscale.checkpoint import folders
 from jaxscale.checkpoint.branch import open_source
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.pruning import last_good_step, why_kept
 from jaxscale.checkpoint.reading import list_steps
 from jaxscale.checkpoint.transfer import copy_step
@@ -187,3 +190,34 @@ def test_the_last_good_step_that_is_gone_is_missed(run):
         shutil.rmtree(run.directory / str(step))
     error = stop_of(run.restore_newest, lambda step: step)
     assert error.code == Exit.CHECKPOINT_CORRUPT and "there is no other" in str(error)
+
+
+@pytest.mark.fault("F31")
+def test_another_run_in_the_place_of_the_last_good_step_is_told(run, tmp_path):
+    other = kept_run.make_run(tmp_path / "other", (30,), seed=1)
+    shutil.rmtree(run.directory / "30")
+    shutil.copytree(other.directory / "30", run.directory / "30")
+    lines = []
+    found, notes = restore_newest(run, lines)
+    assert (found, notes) == (30, [("alarm", 30)])
+    assert "is not the one that was last saved here" in lines[0]
+
+
+@pytest.mark.fault("F31", "F33")
+@pytest.mark.parametrize("how", ["under another number", "without its commit mark"])
+def test_in_a_bucket_too_such_a_step_is_set_aside_and_told(run, monkeypatch, how):
+    with Emulator() as bucket:
+        for name, value in bucket.environment().items():
+            monkeypatch.setenv(name, value)
+        for path in kept_run.files_of(run, "."):
+            name = path.relative_to(run.directory).as_posix()
+            if how == "under another number" and name.startswith("30/"):
+                name = f"4{name[1:]}"
+            if name != f"30/{folders.COMMITTED}":
+                bucket.put("bucket", f"run/checkpoints/{name}", path.read_bytes())
+        there, lines = Checkpoints("gs://bucket/run/checkpoints", CheckpointConfig()), []
+        found, notes = restore_newest(there, lines)
+        assert found == 20 and there.all_steps() == [10, 20]
+        step = 40 if how == "under another number" else 30
+        assert ("set_aside", step) in notes and any(f"damaged-{step}-" in line for line in lines)
+        assert [path for path in there.directory.iterdir() if path.name.startswith(f"damaged-{step}-")]
