@@ -29,7 +29,7 @@ def get_config(arg="full"):
     c = ml_collections.ConfigDict(dict(model=begun["model"] if base else quickstart.get_config().model.to_dict()))
     c.seq_len, c.train_tokens = (min(begun["seq_len"], 2048), "3 epochs") if base else (256, 1_000_000)
     c.optim = dict(peak_lr=PEAK_LR[how], min_lr=0.0, warmup_tokens="3%", b2=0.999, weight_decay=0.0)
-    c.lora = dict(rank=16 if how == "lora" else 0, alpha=32.0)
+    c.lora = dict(rank=16, alpha=32.0) if how == "lora" else {}
     if base and how == "lora" and begun.get("lora", {}).get("rank"):
         c.lora = begun["lora"]  # it goes on with the adapters it has
     c.data = dict(name="chat", tokenizer="bytes")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jaxscale import schema, units
@@ -29,6 +30,7 @@ from jaxscale.schema import setting
 from jaxscale.sharding.mesh import MeshConfig
 from jaxscale.train.config import TrainConfig
 from jaxscale.units import divisors, or_list
+from jaxscale.unread import refuse_unread
 
 SKIPPED = re.compile(r"([0-9]+):([0-9]+)")
 
@@ -53,7 +55,7 @@ class RunConfig:
     )
     optim: OptimConfig = setting(OptimConfig)
     train: TrainConfig = setting(TrainConfig)
-    lora: LoraConfig = setting(LoraConfig)
+    lora: LoraConfig = setting(LoraConfig, read_if="lora.rank")
     data: DataConfig = setting(DataConfig)
     eval: EvalConfig = setting(EvalConfig)
     evals: Evals = setting(
@@ -62,10 +64,10 @@ class RunConfig:
     checkpoint: CheckpointConfig = setting(CheckpointConfig)
     lock: LockConfig = setting(LockConfig, may_change=True)
     monitor: MonitorConfig = setting(MonitorConfig)
-    sample: SampleConfig = setting(SampleConfig)
-    init: InitConfig = setting(InitConfig)
+    sample: SampleConfig = setting(SampleConfig, read_if="sample.num_tokens")
+    init: InitConfig = setting(InitConfig, read_if="init.from_path")
     hang: HangConfig = setting(HangConfig)
-    export: ExportConfig = setting(ExportConfig)
+    export: ExportConfig = setting(ExportConfig, read_if="export.every_steps")
 
     def __post_init__(self):
         if self.seq_len < 2:
@@ -241,12 +243,16 @@ def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
     return tuple((int(part[1]), int(part[2])) for part in found)
 
 
-def load_config(path: str, overrides: dict[str, Any] | None = None) -> RunConfig:
+def load_config(
+    path: str, overrides: dict[str, Any] | None = None, recorded: Callable[[], Mapping[str, Any]] = dict
+) -> RunConfig:
     """The RunConfig of a file with get_config(), which returns an ml_collections.ConfigDict, and of overrides by name.
 
     'configs/auto.py:depth=8' calls get_config('depth=8'). A config is code: it is run, so it must be a local file.
+    recorded: {dotted name: value} of the run that goes on, which may hold settings that nothing reads; else refused.
     """
     cfg = schema.from_dict(RunConfig, schema.merge(config_values(path), overrides or {}))
+    refuse_unread(cfg, overrides or {}, recorded)
     check_no_secrets(schema.flatten(schema.to_dict(cfg)))
     return cfg
 

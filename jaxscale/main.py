@@ -25,7 +25,7 @@ from jaxscale.exits import run_and_exit  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.planner.check import check_machine  # noqa: E402
 from jaxscale.run import train_through  # noqa: E402
-from jaxscale.same_run import has_begun  # noqa: E402
+from jaxscale.same_run import has_begun, recorded_settings  # noqa: E402
 from jaxscale.train.stopping import terminated_well  # noqa: E402
 
 HELP = f"{__doc__}{start.HELP}{hosts.HELP}\n"
@@ -38,9 +38,10 @@ def main(argv: list[str]) -> int:
     if arguments.help:
         show_help(HELP, RunConfig, arguments.topic)
         return 0
-    cfg = config.load_config(arguments.config, config.with_flags(arguments))
-    wishes = start.wishes_of(arguments.options, switches)
     workdir = arguments.options.get("workdir", f"runs/{config_name(arguments.config)}")
+    recorded = lambda: reached(lambda: recorded_settings(workdir), workdir)
+    cfg = config.load_config(arguments.config, config.with_flags(arguments), recorded)
+    wishes = start.wishes_of(arguments.options, switches)
     train_in(workdir, cfg, wishes, arguments.options)
     return 0
 

@@ -21,6 +21,7 @@ from jaxscale.eval.named import Evaluator
 from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hosts.agree import agreed
 from jaxscale.train.decisions import Decisions
+from jaxscale.unread import unread
 
 # Which rows a step reads follows from these, and the position in the data would mean other rows under another value.
 NEVER = ("seed", "seq_len", "batch_tokens")
@@ -60,6 +61,13 @@ def has_begun(workdir: str) -> bool:
     return (paths.as_path(workdir) / "config.json").exists()
 
 
+def recorded_settings(workdir: str) -> dict[str, Any]:
+    """{dotted name: value} of the run in the folder, as it was last started; {} where there is none."""
+    if not has_begun(workdir):
+        return {}
+    return schema.flatten(paths.read_json(paths.as_path(workdir) / "config.json").get("config", {}))
+
+
 def groups_of(name: str) -> list[str]:
     """'optim.peak_lr' -> ['optim', 'optim.peak_lr']."""
     parts = name.split(".")
@@ -83,16 +91,16 @@ def check_same_run(
             Exit.CONFIG_MISMATCH,
             f"{folder} holds a converted model and no run: train it in another --workdir, with --init_from={folder}",
         )
-    old = recorded["config"]
+    old, idle = recorded["config"], set()
     with contextlib.suppress(ValueError):
-        old = schema.to_dict(
-            schema.from_dict(RunConfig, old)
-        )  # settings that are newer than the run get their defaults
+        before = schema.from_dict(RunConfig, old)
+        old = schema.to_dict(before)  # settings that are newer than the run get their defaults
+        idle = set(unread(before)) & set(unread(cfg))
     may = schema.changeable(RunConfig)
     changed = [
         Change(name, was, now)
         for name, (was, now) in schema.difference(old, schema.to_dict(cfg)).items()
-        if not may.intersection(groups_of(name))
+        if not may.intersection(groups_of(name)) and not idle.intersection(groups_of(name))
     ]
     refused = [change for change in changed if not set(allowed).intersection(groups_of(change.name))]
     if refused:

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
+from jaxscale.conditions import in_words, whole_condition
 from jaxscale.exits import BadInput
 
 T = TypeVar("T")
@@ -21,9 +22,12 @@ MOST_INTEGER = 2**63 - 1  # of a setting: what arrays and files count with
 LONGEST_SHOWN = 80  # characters of a value in an error
 
 
-def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False) -> Any:
-    """A dataclass field with a help line. may_change: a run that goes on from a checkpoint may have another value."""
-    metadata = {"help": help, "may_change": may_change}
+def setting(default: Any = dataclasses.MISSING, help: str = "", *, may_change: bool = False, read_if: str = "") -> Any:
+    """A dataclass field with a help line. may_change: a run that goes on from a checkpoint may have another value.
+
+    read_if: what other settings must be for this one, or this group, to be read, as conditions.py has it; '': always.
+    """
+    metadata = {"help": help, "may_change": may_change, "read_if": read_if}
     if isinstance(default, (dict, list)) or callable(default):
         factory = default if callable(default) else lambda: type(default)(default)
         return dataclasses.field(default_factory=factory, metadata=metadata)
@@ -90,17 +94,29 @@ def describe(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:
         yield tuple(described)
 
 
-def describe_groups(cls: type, path: str = "", chosen: str = "") -> Iterator[tuple[str, str, str, str, str]]:
-    """The same with, in front, the name of the group that the setting is in where one of several is chosen, else ''."""
+def read_conditions(cls: type, field: dataclasses.Field, path: str) -> list[str]:
+    """What must hold for the field of a group at `path` to be read, each about settings by their whole names."""
+    declared = [field.metadata.get("read_if", ""), getattr(cls, "inherited_read_if", {}).get(field.name, "")]
+    return [whole_condition(text, path) for text in declared if text]
+
+
+def describe_groups(
+    cls: type, path: str = "", chosen: str = "", only_if: tuple[str, ...] = ()
+) -> Iterator[tuple[str, str, str, str, str]]:
+    """The same with, in front, the name of the group that the setting is in where one of several is chosen, else ''.
+
+    only_if: under which conditions the group itself is read; the help ends with a setting's.
+    """
     hints = typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
+        conditions = (*only_if, *read_conditions(cls, field, path))
         groups = [option for option in options(hints[field.name]) if dataclasses.is_dataclass(option)]
         named = [option for option in options(named_hint(hints[field.name])) if dataclasses.is_dataclass(option)]
         if groups or named:
             place = join(path, field.name)
             for group in groups or named:
                 name = group_name(group) if len(groups or named) > 1 else chosen
-                yield from describe_groups(group, place if groups else f"{place}.NAME", name)
+                yield from describe_groups(group, place if groups else f"{place}.NAME", name, conditions)
             continue
         if field.default is not dataclasses.MISSING:
             default = repr(field.default)
@@ -108,7 +124,9 @@ def describe_groups(cls: type, path: str = "", chosen: str = "") -> Iterator[tup
             default = repr(field.default_factory())
         else:
             default = "required"
-        yield chosen, join(path, field.name), type_name(hints[field.name]), default, field.metadata.get("help", "")
+        needs = [text for text in conditions if text != join(path, field.name)]  # but that it is on itself
+        text = "; ".join(filter(None, [field.metadata.get("help", ""), in_words(needs)]))
+        yield chosen, join(path, field.name), type_name(hints[field.name]), default, text
 
 
 def named_hint(hint: Any) -> Any:

@@ -59,7 +59,7 @@ def test_an_argument_reaches_the_file(path):
         ("train_tokens", "1e9", 1_000_000_000),
         ("train_tokens", "3 epochs", "3 epochs"),
         ("train.aux_losses.z_loss", "1e-4", {"z_loss": 1e-4}),
-        ("sample.prompt", "1e9", "1e9"),
+        ("init.from_path", "1e9", "1e9"),
     ],
 )
 def test_a_flag_sets_any_setting_in_the_file_or_not(path, name, text, value):

@@ -48,7 +48,7 @@ class InitConfig:
     skip: tuple[str, ...] = setting((), "regexes: arrays here that stay random, and arrays there that are left out")
     resize_vocab: bool = setting(False, "true: the vocabulary may have another size; rows are added or cut at its end")
     new_rows: Literal["mean", "init"] = setting(
-        "mean", "what rows are added: the mean of the old ones, or as a new model has them"
+        "mean", "what rows are added: the mean of the old ones, or as a new model has them", read_if="init.resize_vocab"
     )
 
     def __post_init__(self):

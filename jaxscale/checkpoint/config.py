@@ -16,7 +16,9 @@ class CheckpointConfig:
     keep_every_steps: int = setting(
         0, "checkpoints of steps divisible by this are kept for good; 0: none", may_change=True
     )
-    keep_best: int = setting(0, "checkpoints with the lowest validation loss that are kept", may_change=True)
+    keep_best: int = setting(
+        0, "checkpoints with the lowest validation loss that are kept", may_change=True, read_if="eval.num_rows"
+    )
     verify_saved: bool = setting(
         True, "read every checkpoint back after it was written, and compare every bit", may_change=True
     )

@@ -13,12 +13,21 @@ from jaxscale.data.sources.settings import ReadConfig
 from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 
+# The standard library is plain files of text, and ids are no text.
+OF_TEXT = {field.name: "data.name=stdlib|files|chat|hf" for field in dataclasses.fields(ReadConfig)}
+OF_RECORDS = dict.fromkeys(
+    ("text_field", "id_field", "url_field", "licence_field", "html_text", "record_format", "max_unpacked_bytes",
+     "max_unpacked_ratio"),
+    "data.name=files|chat|hf",
+)  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DataConfig(ReadConfig):
     """Which text or tokens a run reads, and how they become ids; with what ReadConfig says of reading text."""
 
     where: ClassVar[str] = "data."
+    inherited_read_if: ClassVar[dict[str, str]] = OF_TEXT | OF_RECORDS
 
     name: Literal["stdlib", "files", "chat", "hf", "tokens", "synthetic"] = setting(
         "files",
@@ -33,50 +42,68 @@ class DataConfig(ReadConfig):
         ".array_record, .warc, .html, any text, each also .gz or .zst but tables and records; hf://NAME?split=train; "
         "seqio://TASK?module=MODULE; tokens: the manifest.json of a prepared set, here or under gs://; shards of this "
         "program (known by the .json beside), Megatron's .bin with its .idx, or raw ids",
+        read_if="data.name=files|chat|hf|tokens",
     )
-    val_files: Globs = setting("", "the same, for validation; empty: a part of files is held out, see val_fraction")
+    val_files: Globs = setting(
+        "",
+        "the same, for validation; empty: a part of files is held out, see val_fraction",
+        read_if="data.name!=synthetic",
+    )
     val_fraction: float = setting(
         0.05,
         "part held out where val_files is empty: documents chosen by a hash of file name and place in the file; of a "
         "source where that would be fewer than 5, the last part of each document; 0: no validation",
+        read_if="data.name!=synthetic and not data.val_files",
     )
     tokenizer: str = setting(
         "",
         "'bytes' (ids 0 to 255 and 256 for the end of a document), a tokenizer.json, or a SentencePiece .model; "
         "empty: bytes for text, and for token files the one that their header names, or none",
+        read_if="data.name!=synthetic",
     )
     eos_token: str = setting(
         "",
         "the token that ends a document; "
         "empty: eos_token of tokenizer_config.json beside the tokenizer, else a usual name",
+        read_if="data.tokenizer and data.tokenizer!=bytes",
     )
     bos_token: str = setting(
         "",
         "the token that begins a document; empty: as the tokenizer's own files say (Llama's and Gemma's have one, "
         "GPT-2's and Qwen's none); none: nothing. Conversations begin as their template says",
+        read_if="data.tokenizer and data.tokenizer!=bytes",
     )
     eos_id: int | None = setting(
-        None, "tokens: the id that ends a document in a raw .bin; none: the tokenizer's, or one document per file"
+        None,
+        "tokens: the id that ends a document in a raw .bin; none: the tokenizer's, or one document per file",
+        read_if="data.name=tokens",
     )
     token_dtype: Literal["auto", "uint16", "uint32"] = setting(
-        "auto", "tokens: type of a raw .bin; auto: uint16 if the model's largest id is at most 65535, else uint32"
+        "auto",
+        "tokens: type of a raw .bin; auto: uint16 if the model's largest id is at most 65535, else uint32",
+        read_if="data.name=tokens",
     )
     packing: Literal["best_fit", "concat"] = setting(
         "best_fit",
         "how documents become rows. best_fit: one that fits into a row lies whole in one, about 99% of positions are "
         "real; concat: rows are cut from the documents end to end, all positions real. Neither drops a token",
+        read_if="data.name!=synthetic",
     )
     mixture: MixtureSetting = setting(
         {},
         "{source: weight}, or {start: {source: weight}} with starts such as '0', '10e9' (tokens), '80%', '2000 steps'; "
         "sources are the names in files. Empty: all documents together. Only what lies ahead of a run may change",
         may_change=True,
+        read_if="data.name!=synthetic",
     )
     max_epochs: dict[str, float] = setting(
-        {}, "{source: epochs} after which a source of the mixture leaves its share to the others", may_change=True
+        {},
+        "{source: epochs} after which a source of the mixture leaves its share to the others",
+        may_change=True,
+        read_if="data.mixture",
     )
-    gate: GateConfig = setting(GateConfig)
-    chat: ChatConfig = setting(ChatConfig)
+    gate: GateConfig = setting(GateConfig, read_if="data.gate.on")
+    chat: ChatConfig = setting(ChatConfig, read_if="data.name=chat")
     objective: ObjectiveConfig = setting(NextTokenConfig)
     verify: Literal["size", "hash", "always"] = setting(
         "hash",
@@ -84,14 +111,19 @@ class DataConfig(ReadConfig):
         "machine, and again where it changed; always: at each start, which also finds what rots on a disk; size: only "
         "the sizes of the files",
         may_change=True,
+        read_if="data.name=tokens",
     )
     cache_bytes: int = setting(
-        100_000_000_000, "tokens: bound of the local cache of shards that lie in a bucket", may_change=True
+        100_000_000_000,
+        "tokens: bound of the local cache of shards that lie in a bucket",
+        may_change=True,
+        read_if="data.name=tokens",
     )
     cache_dir: str = setting(
         "",
         "folder for tokenised text and row plans; empty: $XDG_CACHE_HOME/jaxscale, or ~/.cache/jaxscale",
         may_change=True,
+        read_if="data.name!=synthetic",
     )
     skip_batches: tuple[tuple[int, int], ...] = setting(
         (), "batch ranges [from, to) that are never trained on, such as ((1200, 1204),)", may_change=True

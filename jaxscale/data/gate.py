@@ -41,6 +41,7 @@ class GateConfig:
         False,
         "zero the loss weights of degenerate rows; the metrics have gated_rows, of the step, and gated_rows_total, of "
         "all steps since the run was last started: rows of text without weight, those that have no target among them",
+        read_if="data.name!=synthetic",
     )
     max_top_share: float = setting(0.5, "share of the most frequent token; English text has about 0.05")
     min_distinct_share: float = setting(0.02, "distinct tokens over tokens, as 41 in a row of 2,048")

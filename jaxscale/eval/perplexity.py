@@ -20,8 +20,17 @@ EvalStep = Callable[[Any, Batch, jax.Array, jax.Array], jax.Array]
 class EvalConfig:
     """When and on how much held-out text the model is measured."""
 
-    every_steps: int = setting(200, "steps between validations; 0: only at the end", may_change=True)
-    num_rows: int = setting(64, "rows of seq_len held-out tokens, always the same ones; 0: no validation")
+    every_steps: int = setting(
+        200,
+        "steps between validations; 0: only at the end",
+        may_change=True,
+        read_if="eval.num_rows or not eval.every_steps",
+    )
+    num_rows: int = setting(
+        64,
+        "rows of seq_len held-out tokens, always the same ones; 0: no validation",
+        read_if="data.val_fraction or data.val_files or data.name=synthetic or not eval.num_rows",
+    )
 
     def __post_init__(self):
         if self.every_steps < 0 or self.num_rows < 0:

@@ -44,7 +44,10 @@ class HangConfig:
     save_seconds: float = setting(3600.0, "saving a checkpoint, from the snapshot to its verification", may_change=True)
     eval_seconds: float = setting(3600.0, "one validation, or one sample, with its compilation", may_change=True)
     statistics_seconds: float = setting(
-        3600.0, "one look at the statistics of the layers, with its compilation", may_change=True
+        3600.0,
+        "one look at the statistics of the layers, with its compilation",
+        may_change=True,
+        read_if="monitor.statistics_every_steps",
     )
 
     def __post_init__(self):

@@ -57,10 +57,13 @@ class ModelConfig:
         may_change=True,
     )
     remat_save: tuple[str, ...] = setting(
-        (), "names of the activations that are kept, for remat='save'", may_change=True
+        (), "names of the activations that are kept, for remat='save'", may_change=True, read_if="model.remat=save"
     )
     remat_offload: tuple[str, ...] = setting(
-        (), "names of the activations that are kept in the host's memory", may_change=True
+        (),
+        "names of the activations that are kept in the host's memory",
+        may_change=True,
+        read_if="model.remat!=none|dots",
     )
     loss_chunk_tokens: int = setting(4096, "tokens whose logits exist at one time, in the loss")
 

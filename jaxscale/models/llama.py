@@ -52,16 +52,22 @@ class LlamaConfig(ModelConfig):
     rope_scaling: RopeScaling | None = setting(None, "stretching of RoPE for long contexts")
     qkv_bias: bool = setting(False, "biases on queries, keys and values, as in Qwen2")
     qk_norm: bool = setting(False, "RMSNorm on queries and keys before RoPE (arXiv:2302.05442)")
-    qk_norm_over: Literal["head", "all_heads"] = setting("head", "each head alone, or all together as in OLMo-2")
+    qk_norm_over: Literal["head", "all_heads"] = setting(
+        "head", "each head alone, or all together as in OLMo-2", read_if="model.qk_norm"
+    )
     query_scalar: float | None = setting(None, "scores are divided by its square root; none: by that of head_dim")
     attention_window: int | None = setting(
         None, "keys that a query sees, the newest ones and its own (arXiv:2310.06825); none: all before it"
     )
     global_every: int | None = setting(
-        None, "each n-th layer sees all keys and only the others have attention_window (Gemma 3: 6); none: all have it"
+        None,
+        "each n-th layer sees all keys and only the others have attention_window (Gemma 3: 6); none: all have it",
+        read_if="model.attention_window",
     )
     local_rope_base: float | None = setting(
-        None, "RoPE's theta, without rope_scaling, of the layers with a window; none: one RoPE for all"
+        None,
+        "RoPE's theta, without rope_scaling, of the layers with a window; none: one RoPE for all",
+        read_if="model.global_every",
     )
     attention_softcap: float | None = setting(
         None, "c: attention scores become c * tanh(scores / c) (arXiv:2408.00118); none: as they are"

@@ -47,7 +47,7 @@ class MonitorConfig:
         "progress on the console; auto: a bar on a terminal and in a notebook, a line every log_every_steps elsewhere",
         may_change=True,
     )
-    health: HealthConfig = setting(HealthConfig, may_change=True)
+    health: HealthConfig = setting(HealthConfig, may_change=True, read_if="monitor.health.on")
 
     writers: tuple[Literal["wandb", "trackio"], ...] = setting(
         (), "where metrics go besides metrics.jsonl and TensorBoard: wandb, trackio", may_change=True
@@ -56,7 +56,7 @@ class MonitorConfig:
         None, "steps to capture for XProf, FIRST:STOP such as 100:105 for 100 to 104", may_change=True
     )
     profile_processes: Literal["first", "all"] = setting(
-        "first", "which processes capture profile_steps", may_change=True
+        "first", "which processes capture profile_steps", may_change=True, read_if="monitor.profile_steps"
     )
     telemetry_seconds: float = setting(
         30.0, "seconds between two questions to the devices for power and temperature; 0: never", may_change=True

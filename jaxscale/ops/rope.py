@@ -21,9 +21,15 @@ class RopeScaling:
 
     name: Literal["linear", "llama3"] = setting("llama3", "linear: positions / factor; llama3: only slow rotations")
     factor: float = setting(8.0, "how many times longer the context becomes")
-    low_freq_factor: float = setting(1.0, "llama3: waves longer than original_max_len / this are slowed by `factor`")
-    high_freq_factor: float = setting(4.0, "llama3: waves shorter than original_max_len / this are left alone")
-    original_max_len: int = setting(8192, "llama3: context length before the extension [tokens]")
+    low_freq_factor: float = setting(
+        1.0, "llama3: waves longer than original_max_len / this are slowed by `factor`", read_if=".name=llama3"
+    )
+    high_freq_factor: float = setting(
+        4.0, "llama3: waves shorter than original_max_len / this are left alone", read_if=".name=llama3"
+    )
+    original_max_len: int = setting(
+        8192, "llama3: context length before the extension [tokens]", read_if=".name=llama3"
+    )
 
     def __post_init__(self):
         if self.factor < 1:

@@ -20,8 +20,10 @@ class GroupConfig:
     """Settings for the parameters whose dotted path a regular expression finds; the first that matches counts."""
 
     pattern: str = setting(help="regular expression searched in paths such as 'blocks.attention.wq' or 'embedding'")
-    lr_multiplier: float = setting(1.0, "multiplies the learning rate")
-    weight_decay: float | None = setting(None, "replaces optim.weight_decay; none: as without a group")
+    lr_multiplier: float = setting(1.0, "multiplies the learning rate", read_if=".frozen=false")
+    weight_decay: float | None = setting(
+        None, "replaces optim.weight_decay; none: as without a group", read_if=".frozen=false"
+    )
     frozen: bool = setting(False, "true: these parameters never change and keep no moments")
 
     def __post_init__(self):

@@ -27,15 +27,17 @@ class OptimConfig:
         "adamw", "update rule: arXiv:1711.05101, arXiv:2302.06675, or plain"
     )
     peak_lr: float = setting(3e-4, "learning rate at the end of the warmup")
-    min_lr: float = setting(3e-5, "learning rate at and after the last step")
+    min_lr: float = setting(3e-5, "learning rate at and after the last step", read_if="optim.decay=cosine|linear|wsd")
     warmup_tokens: units.Tokens = setting("1%", "linear warmup: tokens, '2000 steps' or '1%' of train_tokens")
     decay: Decay = setting("cosine", "shape after the warmup")
-    decay_fraction: float = setting(0.2, "wsd only: part of all steps that decays")
+    decay_fraction: float = setting(0.2, "wsd only: part of all steps that decays", read_if="optim.decay=wsd")
     b1: float = setting(0.9, "decay rate of the first moment; momentum of sgd")
-    b2: float = setting(0.95, "decay rate of the second moment")
-    eps: float = setting(1e-8, "added to the root of the second moment")
+    b2: float = setting(0.95, "decay rate of the second moment", read_if="optim.name=adamw|lion")
+    eps: float = setting(1e-8, "added to the root of the second moment", read_if="optim.name=adamw")
     weight_decay: float = setting(0.1, "decoupled, times the learning rate")
-    weight_decay_all: bool = setting(False, "true: norms, biases and embeddings decay too")
+    weight_decay_all: bool = setting(
+        False, "true: norms, biases and embeddings decay too", read_if="optim.weight_decay"
+    )
     clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
     offload_moments: bool = setting(
         False, "true: moments live in the host's memory and visit the device layer by layer", may_change=True
@@ -46,7 +48,7 @@ class OptimConfig:
     groups: tuple[GroupConfig, ...] = setting((), "ordered: pattern, lr, weight_decay, frozen")
 
     def __post_init__(self):
-        if not 0 <= self.min_lr <= self.peak_lr:
+        if self.decay != "constant" and not 0 <= self.min_lr <= self.peak_lr:
             raise BadInput(f"min_lr={self.min_lr:g} must lie between 0 and peak_lr={self.peak_lr:g}")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:

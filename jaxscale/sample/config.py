@@ -10,7 +10,12 @@ from jaxscale.schema import setting
 class SampleConfig:
     """What the model writes at the end of a run, and on the way."""
 
-    num_tokens: int = setting(0, "tokens to sample at the end of the run; 0: none", may_change=True)
+    num_tokens: int = setting(
+        0,
+        "tokens to sample at the end of the run; 0: none",
+        may_change=True,
+        read_if="model.name=llama|gpt2 and data.name!=synthetic",
+    )
     every_steps: int = setting(
         0, "steps between samples on the way, which go to samples.jsonl; 0: only at the end", may_change=True
     )

@@ -25,7 +25,9 @@ class EmaConfig:
         0.0, "part of the average that each step keeps: 0.999 looks back about 1000 steps; 0: no average"
     )
     start_step: int = setting(
-        0, "steps after which averaging begins: until then the average is the parameters themselves"
+        0,
+        "steps after which averaging begins: until then the average is the parameters themselves",
+        read_if="train.ema.decay",
     )
 
     def __post_init__(self):

@@ -58,6 +58,7 @@ class GuardConfig:
         "steps that only the window speaks against (spike_ratio, spike_sigma) are skipped at most so often in a row; "
         "then theirs is the new level: the step is applied, and the window begins anew",
         may_change=True,
+        read_if="train.guard.spike_ratio or train.guard.spike_sigma",
     )
     window_steps: int = setting(100, "good steps whose losses and norms the next ones are judged by")
     spike_ratio: float = setting(
@@ -76,6 +77,7 @@ class GuardConfig:
         0.0,
         f"a norm above so many times optim.clip_norm is skipped after the first {ENOUGH} steps, such as 3; 0: none",
         may_change=True,
+        read_if="optim.clip_norm",
     )
 
     def __post_init__(self):

@@ -25,30 +25,45 @@ class LadderConfig:
     max_skipped_in_window: int = setting(
         50, "more skipped steps than this among the last guard.window_steps are answered too; 0: any", may_change=True
     )
-    cut_factor: float = setting(10.0, "cut_lr: the learning rate is divided by this", may_change=True)
+    cut_factor: float = setting(
+        10.0, "cut_lr: the learning rate is divided by this", may_change=True, read_if="train.ladder.rungs=cut_lr"
+    )
     cut_steps: int = setting(
-        100, "cut_lr: for so many steps, after which it is what it would have been", may_change=True
+        100,
+        "cut_lr: for so many steps, after which it is what it would have been",
+        may_change=True,
+        read_if="train.ladder.rungs=cut_lr",
     )
     max_cuts: int = setting(
-        1, "cut_lr: times in a run; those behind a rewind are forgotten with their steps", may_change=True
+        1,
+        "cut_lr: times in a run; those behind a rewind are forgotten with their steps",
+        may_change=True,
+        read_if="train.ladder.rungs=cut_lr",
     )
     rewind_margin_steps: int = setting(
         100,
         "rewind: the checkpoint is at least so old when the first bad step comes, and the batches from so many steps "
         "before it to the last bad one are skipped; PaLM: 100 steps, 200 to 500 batches (arXiv:2204.02311, 5.1)",
         may_change=True,
+        read_if="train.ladder.rungs=rewind",
     )
-    max_rewinds: int = setting(3, "rewind: times in a run", may_change=True)
+    max_rewinds: int = setting(3, "rewind: times in a run", may_change=True, read_if="train.ladder.rungs=rewind")
     max_rewind_steps: int = setting(
         2000,
         "rewind: a clean checkpoint more than so many steps older than the first bad one is passed over for the newest "
         "suspect one before the margin; 0: none is",
         may_change=True,
+        read_if="train.ladder.rungs=rewind",
     )
     clean_source: str | None = setting(
-        None, "rewind: a source of data.mixture that the first steps afterwards learn from; none: none", may_change=True
+        None,
+        "rewind: a source of data.mixture that the first steps afterwards learn from; none: none",
+        may_change=True,
+        read_if="train.ladder.rungs=rewind",
     )
-    clean_steps: int = setting(0, "rewind: how many steps these are", may_change=True)
+    clean_steps: int = setting(
+        0, "rewind: how many steps these are", may_change=True, read_if="train.ladder.clean_source"
+    )
     norm_alarm: float = setting(100.0, "a norm above this is told as an event, and applied; 0: never", may_change=True)
     spike_alarm: float = setting(
         1.5,
@@ -59,7 +74,10 @@ class LadderConfig:
         0, "so many steps, of which the second half is compared with the first; 0: never", may_change=True
     )
     plateau_ratio: float = setting(
-        0.99, "a mean loss of the second half of at least this part of the first is told as an event", may_change=True
+        0.99,
+        "a mean loss of the second half of at least this part of the first is told as an event",
+        may_change=True,
+        read_if="train.ladder.plateau_steps",
     )
 
     def __post_init__(self):

@@ -21,8 +21,7 @@ class ReplicaConfig:
     )
     max_passing: int = setting(
         3, "faults of one device that were gone when the same steps were run again; one more ends the run (exit 16)",
-        may_change=True,
-    )  # fmt: skip
+        may_change=True, read_if="train.replicas.every_steps",)  # fmt: skip
 
     def __post_init__(self):
         if self.every_steps < 0 or self.max_passing < 0:

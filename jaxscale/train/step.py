@@ -44,7 +44,7 @@ def make_train_step(
         means, grads = gradients_at(gradients, state, batch, spoil)
         grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
         finite = jnp.isfinite(grad_norm)
-        excused = dynamic_scale & ~finite & (state.loss_scale.value > scale_cfg.min)
+        excused = ~finite & (state.loss_scale.value > scale_cfg.min) if dynamic_scale else False
         ok, verdict, guard_state = guard.inspect(
             guard_cfg, state.guard, means["objective"], grad_norm, excused, clip_norm
         )

@@ -34,10 +34,20 @@ class SpanCorruptionConfig:
     layout: Layout = setting("encoder_decoder", LAYOUT_HELP)
     multiple_of: int = setting(1, "rows are filled up to multiples of this, with padding")
     first_sentinel_id: int | None = setting(None, "id of the first sentinel; none: the tokenizer's sentinels")
-    num_sentinels: int = setting(100, "with first_sentinel_id: how many there are, one for each span of a document")
-    sentinel_step: Literal[-1, 1] = setting(1, "from one sentinel's id to the next; T5's own go down")
+    num_sentinels: int = setting(
+        100,
+        "with first_sentinel_id: how many there are, one for each span of a document",
+        read_if="data.objective.first_sentinel_id!=none",
+    )
+    sentinel_step: Literal[-1, 1] = setting(
+        1, "from one sentinel's id to the next; T5's own go down", read_if="data.objective.first_sentinel_id!=none"
+    )
     end_id: int | None = setting(None, "id that ends the inputs and targets of a document; none: the tokenizer's end")
-    start_id: int | None = setting(None, "id that a decoder reads first; none: end_id. T5 has its padding, 0")
+    start_id: int | None = setting(
+        None,
+        "id that a decoder reads first; none: end_id. T5 has its padding, 0",
+        read_if="data.objective.layout=encoder_decoder",
+    )
 
     def __post_init__(self):
         check_denoiser(self.noise_density, self.mean_span)

@@ -48,7 +48,9 @@ class ReadConfig:
         "or stop and name the file and the byte",
     )
     encoding: str = setting(
-        "", "repair: the encoding to try first; empty: UTF-16 where a byte order mark says so, then Windows-1252"
+        "",
+        "repair: the encoding to try first; empty: UTF-16 where a byte order mark says so, then Windows-1252",
+        read_if=".invalid_utf8=repair",
     )
     damaged: Literal["stop", "skip"] = setting(
         "stop",

@@ -29,58 +29,121 @@ class HealthConfig:
         "a loss so many times the median of the records before it, in two records, is a spike (common rules "
         "have 1.5, 2 and 3: from 2 on one record is enough)",
         may_change=True,
+        read_if=".off!=spike",
     )
     spike_sigma: float = setting(
         8.0,
         "and so many robust standard deviations above it, lest noise at small batches count; twice as many count alone",
         may_change=True,
+        read_if=".off!=spike",
     )
     divergence_ratio: float = setting(
-        1.05, "a smoothed loss that stays so many times above its lowest has diverged", may_change=True
+        1.05,
+        "a smoothed loss that stays so many times above its lowest has diverged",
+        may_change=True,
+        read_if=".off!=divergence",
     )
     flat_drop: float = setting(
-        0.02, "a loss that has fallen by less than this part of itself once the rate is up is flat", may_change=True
+        0.02,
+        "a loss that has fallen by less than this part of itself once the rate is up is flat",
+        may_change=True,
+        read_if=".off!=flat_start",
     )
     plateau_drop: float = setting(
         0.01,
         "a loss that surely falls by less than this part over the last half of the run is a plateau (a common "
         "rule: its second half is at least 0.99 of its first)",
         may_change=True,
+        read_if=".off!=plateau",
     )
-    plateau_records: int = setting(100, "records before a plateau is looked for", may_change=True)
+    plateau_records: int = setting(
+        100, "records before a plateau is looked for", may_change=True, read_if=".off!=plateau"
+    )
     oscillation_ratio: float = setting(
-        3.0, "swings of the loss, so many times as wide as they were, are an oscillation", may_change=True
+        3.0,
+        "swings of the loss, so many times as wide as they were, are an oscillation",
+        may_change=True,
+        read_if=".off!=oscillation",
     )
     grad_norm: float = setting(
         100.0,
         "a gradient norm above it alerts (0.1 to 10 counts as normal; another common rule, 3 times the clip norm, lies "
         "within that and is shown alone)",
         may_change=True,
+        read_if=".off!=explosion",
     )
-    grad_ratio: float = setting(10.0, "and so does one so many times its own median, in two records", may_change=True)
-    activation_high: float = setting(100.0, "largest healthy RMS of a layer's activations", may_change=True)
-    activation_low: float = setting(0.01, "smallest healthy RMS of a layer's activations", may_change=True)
+    grad_ratio: float = setting(
+        10.0,
+        "and so does one so many times its own median, in two records",
+        may_change=True,
+        read_if=".off!=explosion",
+    )
+    activation_high: float = setting(
+        100.0,
+        "largest healthy RMS of a layer's activations",
+        may_change=True,
+        read_if=".off!=activations",
+    )
+    activation_low: float = setting(
+        0.01,
+        "smallest healthy RMS of a layer's activations",
+        may_change=True,
+        read_if=".off!=activations",
+    )
     branch_low: float = setting(
         1e-3,
         "smallest healthy RMS of what attention or the MLP of a layer adds, as a part of the RMS behind the layer",
         may_change=True,
+        read_if=".off!=activations",
     )
     attention_logit: float = setting(
-        1000.0, "largest healthy attention logit; QK-Clip holds them at 100 (arXiv:2507.20534)", may_change=True
+        1000.0,
+        "largest healthy attention logit; QK-Clip holds them at 100 (arXiv:2507.20534)",
+        may_change=True,
+        read_if=".off!=attention_logits",
     )
-    data_wait: float = setting(0.1, "a larger part of the step spent waiting for data is starvation", may_change=True)
-    slow_ratio: float = setting(2.0, "steps so many times as long as the run's median are slow", may_change=True)
+    data_wait: float = setting(
+        0.1,
+        "a larger part of the step spent waiting for data is starvation",
+        may_change=True,
+        read_if=".off!=starvation",
+    )
+    slow_ratio: float = setting(
+        2.0,
+        "steps so many times as long as the run's median are slow",
+        may_change=True,
+        read_if=".off!=slow_step",
+    )
     speed_drop: float = setting(
-        0.2, "a throughput that stays lower by this part than it was has dropped", may_change=True
+        0.2,
+        "a throughput that stays lower by this part than it was has dropped",
+        may_change=True,
+        read_if=".off!=utilisation_drop",
     )
-    speed_seconds: float = setting(60.0, "time for which a wait or a slow step must last to be told", may_change=True)
-    memory_rise: float = setting(0.05, "a steady rise of memory by this part, and by 1 GiB, is told", may_change=True)
+    speed_seconds: float = setting(
+        60.0,
+        "time for which a wait or a slow step must last to be told",
+        may_change=True,
+        read_if=".off!=starvation or .off!=slow_step or .off!=utilisation_drop",
+    )
+    memory_rise: float = setting(
+        0.05,
+        "a steady rise of memory by this part, and by 1 GiB, is told",
+        may_change=True,
+        read_if=".off!=memory_creep",
+    )
     overfit_rise: float = setting(
         0.01,
         "a validation loss that is higher than its lowest by this part three times in a row is told",
         may_change=True,
+        read_if=".off!=overfitting",
     )
-    source_ratio: float = setting(1.25, "a source's loss so many times its median has jumped", may_change=True)
+    source_ratio: float = setting(
+        1.25,
+        "a source's loss so many times its median has jumped",
+        may_change=True,
+        read_if=".off!=source_jump",
+    )
 
     def __post_init__(self):
         if unknown := [name for name in self.off if name not in RULES]:
