@@ -252,8 +252,8 @@ def load_config(
     recorded: {dotted name: value} of the run that goes on, which may hold settings that nothing reads; else refused.
     """
     cfg = schema.from_dict(RunConfig, schema.merge(config_values(path), overrides or {}))
-    refuse_unread(cfg, overrides or {}, recorded)
     check_no_secrets(schema.flatten(schema.to_dict(cfg)))
+    refuse_unread(cfg, overrides or {}, recorded)
     return cfg
 
 

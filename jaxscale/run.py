@@ -12,6 +12,7 @@ import jax
 
 from jaxscale import paths, schema
 from jaxscale.build import Program, make_program
+from jaxscale.changes import find_jump, jump_lines, record_changes
 from jaxscale.checkpoint.branch import Source, branch_state, open_source
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.manager import Checkpoints
@@ -43,7 +44,7 @@ from jaxscale.same_run import (
     check_same_past,
     check_same_run,
     open_same_data,
-    record_changes,
+    recorded_run,
     version_changes,
 )
 from jaxscale.sharding.place import put_rows, replicated
@@ -155,8 +156,11 @@ def open_at(
         for one in evaluators:
             say(f"evals.{one.name}: {one.summary}")
     checkpoints.check_room(program.abstract_state)  # before anything is compiled
+    jump = find_jump(recorded, program.schedule, begun)
     if recorded is not None:
         announce_return(program, recorded, begun, budget, say)
+        for line in jump_lines(jump, cfg, budget, folder):
+            say(line)
     with services.watchdog.phase("restore"):
         state = first_state(program, checkpoints, start_step, source, say)
     chip = find_chip(program.mesh.devices.flat[0].device_kind)
@@ -168,7 +172,7 @@ def open_at(
         "mixture": mixture and {"stages": mixture.record(), "rows": corpus.rows_of_sources},
         "ancestry": source.ancestry if source else (recorded or {}).get("ancestry", []),  # newest first
         **run_info(),
-        "allowed_changes": record_changes(changes, folder, recorded, begun, say),
+        "changed": record_changes(changes, recorded or recorded_run(folder), begun, jump, say),
     }
     say("versions: " + ", ".join(f"{name} {version}" for name, version in resolved["versions"].items() if version))
     for line in version_changes(recorded, resolved["versions"]):
@@ -205,7 +209,7 @@ def open_at(
     sample = before.sample if before else sample_of_run(program, corpus, say)
     if source:
         services.note("branch", 0, ancestor=redacted(source.ancestry[0]))
-    facts = {"changed": [dataclasses.asdict(change) for change in changes], "replay": wishes.replay} | start_facts
+    facts = {"changed": resolved["changed"][-len(changes) :] if changes else [], "replay": wishes.replay} | start_facts
     services.note("started" if start_step is None else "resumed", begun, **redacted(facts), devices=resolved["devices"])
     return Run(
         state=state,
@@ -268,7 +272,10 @@ def with_events(workdir: str) -> Services:
 def nothing_to_do(step: int, total_steps: int, wishes: Wishes) -> str:
     """Why a run at this step trains no more, or ''."""
     if step >= total_steps:
-        return f"this run is complete at step {step}; a larger --config.train_tokens goes on from there"
+        return (
+            f"this run is complete at step {step}; a larger --config.train_tokens goes on from there, with the "
+            "learning rate of the longer schedule"
+        )
     if wishes.stop_after is not None and step >= wishes.stop_after:
         return f"this run is at step {step} already, and --stop_after={wishes.stop_after}"
     return ""

@@ -1,7 +1,6 @@
 """Whether a work folder's run is the one that the config and the data describe, and which differences were allowed."""
 
 import contextlib
-import dataclasses
 import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 
 from jaxscale import paths, schema
 from jaxscale.bucket import Forbidden
+from jaxscale.changes import Change
 from jaxscale.checkpoint.cause import is_trouble
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig
@@ -27,15 +27,6 @@ from jaxscale.unread import unread
 NEVER = ("seed", "seq_len", "batch_tokens")
 SHOWN = 8  # differences told one by one
 DATA_SECONDS = 24 * 3600.0  # the first process may still be tokenising when another is done
-
-
-@dataclasses.dataclass(frozen=True)
-class Change:
-    """A setting that differs from the folder's run, by somebody's leave."""
-
-    name: str
-    old: Any
-    new: Any
 
 
 def allowed_names(text: str | None) -> tuple[str, ...]:
@@ -63,9 +54,12 @@ def has_begun(workdir: str) -> bool:
 
 def recorded_settings(workdir: str) -> dict[str, Any]:
     """{dotted name: value} of the run in the folder, as it was last started; {} where there is none."""
-    if not has_begun(workdir):
-        return {}
-    return schema.flatten(paths.read_json(paths.as_path(workdir) / "config.json").get("config", {}))
+    return schema.flatten(recorded_run(paths.as_path(workdir)).get("config", {}))
+
+
+def recorded_run(folder: Any) -> dict[str, Any]:
+    """What config.json of the folder holds; {} where there is none."""
+    return paths.read_json(folder / "config.json") if (folder / "config.json").exists() else {}
 
 
 def groups_of(name: str) -> list[str]:
@@ -77,15 +71,15 @@ def groups_of(name: str) -> list[str]:
 def check_same_run(
     cfg: RunConfig, folder: Any, recorded: Mapping[str, Any] | None, allowed: Sequence[str] = ()
 ) -> list[Change]:
-    """The differences from the folder's run that `allowed` covers, settings that may always change left out.
+    """The differences from the folder's run: what may always change, and what `allowed` covers.
 
     Arrays of another name, shape or dtype are refused all the same, where the checkpoint is read.
     Raises: Stop(CONFIG_MISMATCH) with every setting that differs and may not, as it was and as it is.
     """
     if recorded is None:
-        if not (folder / "config.json").exists():
+        recorded = recorded_run(folder)  # begun, and stopped before its first checkpoint
+        if not recorded:
             return []
-        recorded = paths.read_json(folder / "config.json")  # begun, and stopped before its first checkpoint
     if recorded.get("converted"):
         raise Stop(
             Exit.CONFIG_MISMATCH,
@@ -98,11 +92,11 @@ def check_same_run(
         idle = set(unread(before)) & set(unread(cfg))
     may = schema.changeable(RunConfig)
     changed = [
-        Change(name, was, now)
+        Change(name, was, now, allowed=not may.intersection(groups_of(name)))
         for name, (was, now) in schema.difference(old, schema.to_dict(cfg)).items()
-        if not may.intersection(groups_of(name)) and not idle.intersection(groups_of(name))
+        if not idle.intersection(groups_of(name))
     ]
-    refused = [change for change in changed if not set(allowed).intersection(groups_of(change.name))]
+    refused = [change for change in changed if change.allowed and not set(allowed).intersection(groups_of(change.name))]
     if refused:
         lines = "; ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in refused)
         may_be_allowed = [change.name for change in refused if change.name not in NEVER]
@@ -112,18 +106,6 @@ def check_same_run(
             f"{folder} belongs to another config: {lines}; use another --workdir, or set these back{leave}",
         )
     return changed
-
-
-def record_changes(
-    changes: Sequence[Change], folder: Any, recorded: Mapping[str, Any] | None, step: int, say: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """All changes that were ever allowed in this run, oldest first, as its record holds them; says the new ones."""
-    if recorded is None and (folder / "config.json").exists():
-        recorded = paths.read_json(folder / "config.json")
-    for change in changes:
-        say(f"allowed by --allow_change, from step {step} on: {change.name}: {change.old!r} -> {change.new!r}")
-    new = [{"step": step, **dataclasses.asdict(change)} for change in changes]
-    return [*(recorded or {}).get("allowed_changes", []), *new]
 
 
 def open_same_data(

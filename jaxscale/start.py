@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.changes import changes_of
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
@@ -90,12 +91,13 @@ def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str) -> tuple[RunCon
         raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
     check_same_run(cfg, old, None)
     written = paths.read_json(old / "config.json")
-    if changes := written.get("allowed_changes"):
-        names = ", ".join(dict.fromkeys(change["name"] for change in changes))
+    if names := ", ".join(
+        dict.fromkeys(change["name"] for change in changes_of(written) if change.get("alters", True))
+    ):
         raise Stop(
             Exit.CONFIG_MISMATCH,
-            f"--replay={old_workdir}: that run went on with other settings than it began with ({names}, by "
-            "--allow_change), and a replay has one config for all its steps; it cannot be replayed",
+            f"--replay={old_workdir}: that run went on with other settings than it began with ({names}), of which its "
+            "numbers depend, and a replay has one config for all its steps; it cannot be replayed",
         )
     decisions = read_decisions(old)
     pending = decisions.pending

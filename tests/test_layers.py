@@ -15,8 +15,8 @@ ROOMS = {
     "faults": 0, "callable_room": 0, "schema": 0, "paths": 0, "hardware": 0,
     "process": 1, "help_text": 1, "command_line": 1, "unread": 1, "hosts": 1, "sharding": 1, "optim": 1, "bucket": 1,
     "data": 2, "monitor": 2, "ops": 2, "models": 3, "checkpoint": 4, "sample": 4, "convert": 5, "eval": 5, "train": 6,
-    "config": 7, "build": 8, "inference": 8, "same_run": 8, "start": 9, "telling": 9, "planner": 9,
-    "attend": 10, "run": 10, "main": 11, "cli": 11, "api": 12,
+    "config": 7, "build": 8, "inference": 8, "changes": 8, "same_run": 9, "start": 10, "telling": 10, "planner": 10,
+    "attend": 11, "run": 11, "main": 12, "cli": 12, "api": 13,
 }  # fmt: skip
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {

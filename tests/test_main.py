@@ -173,7 +173,7 @@ def test_unchanged_it_is_complete(home, copy, capsys):
     assert contents(copy) == before
 
 
-def test_more_tokens_go_on_and_the_new_horizon_is_told(home, copy, capsys):
+def test_more_tokens_go_on_and_the_new_horizon_and_each_change_are_told(home, finished, copy, capsys):
     cadence = ["--config.monitor.log_every_steps=2", "--config.eval.every_steps=0", "--config.checkpoint.keep_last=1"]
     assert command(home, copy, f"--config.train_tokens={STEPS + 4} steps", *cadence) == 0
     out = capsys.readouterr().out
@@ -182,6 +182,24 @@ def test_more_tokens_go_on_and_the_new_horizon_is_told(home, copy, capsys):
     found = metrics(copy, "batch_index", "learning_rate")
     assert [step for step in found if step > STEPS] == [STEPS + 1, STEPS + 2, STEPS + 4]
     assert found[STEPS + 4] == (STEPS + 3, pytest.approx(1e-3)) and found[STEPS + 1][1] > 1.1e-3
+    rates = metrics(finished, "learning_rate")[STEPS][0], found[STEPS + 1][1]
+    jump = f"the learning rate jumps from {rates[0]:.4g} at step {STEPS} to {rates[1]:.4g} at step {STEPS + 1}"
+    assert jump in out and f"monitor.log_every_steps: {config(home).monitor.log_every_steps} -> 2" in out
+    changed = {change["name"]: change for change in json.loads((copy / "config.json").read_text())["changed"]}
+    assert set(changed) >= {"train_tokens", "monitor.log_every_steps", "checkpoint.keep_last"}
+    assert changed["train_tokens"]["alters"] and not changed["monitor.log_every_steps"]["alters"]
+    assert changed["train_tokens"]["learning_rate"] == pytest.approx(rates)
+
+
+def test_the_way_without_a_jump_that_is_offered_has_none(home, copy, capsys):
+    said, longer = [], f"{STEPS + 4} steps"
+    run = open_run(config(home, {"train_tokens": longer}), str(copy), said.append)
+    run.writer.close()
+    (offer,) = [line for line in said if "instead: Ctrl-C twice now, and start with" in line]
+    assert command(home, copy, f"--config.train_tokens={longer}", *offer.partition("start with ")[2].split()) == 0
+    assert "jumps" not in capsys.readouterr().out
+    rates = metrics(copy, "learning_rate")
+    assert [rate for step, (rate,) in rates.items() if step >= STEPS] == pytest.approx([1e-3] * 5)
 
 
 @pytest.mark.fault("F13")

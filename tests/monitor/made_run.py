@@ -112,7 +112,7 @@ def config_of(peak_lr, changes):
         "ancestry": [],
         "versions": {"python": "3.12.1", "jax": "0.10.2", "flax": "0.12.0", "optax": "0.2.8"},
         "git_commit": "3e798144d1df3cdeae38c433257b1e8354d377ea",
-        "allowed_changes": changes,
+        "changed": changes,
     }  # fmt: skip
 
 

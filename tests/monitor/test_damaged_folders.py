@@ -21,7 +21,7 @@ ODD = (
 NAMES = """step loss validation/loss tokens_seen batch_index goodput/wall_seconds goodput/step_seconds step_seconds mfu
 stats/a/0 stats/a/1 stats/a/2 stats/a/3 train/web/loss time event causes advice seen what over code why changed devices
 kind number to skip_batches process_began left goodput model name data mixture max_epochs seq_len budget total_steps
-batch_tokens config monitor log_every_steps stages rows peak versions ancestry allowed_changes validation_seconds
+batch_tokens config monitor log_every_steps stages rows peak versions ancestry changed validation_seconds
 device/power_watts nonfinite rewind text seconds bytes steps_won factor until grad_norm learning_rate skipped_total
 tokens_per_second data_wait_seconds host_peak_bytes device_peak_bytes device_bytes_limit device_bytes_in_use""".split()
 KINDS = """started resumed restored saved skipped spike alarm lr_cut rewind stopped hang branch profile alert other

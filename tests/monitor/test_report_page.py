@@ -107,12 +107,26 @@ def test_secrets_of_the_environment_are_not_in_the_page(tmp_path, monkeypatch):
     assert "abcdefgh12345678" not in page and "hf_aaaa" not in page and "[redacted]" in page
 
 
+@pytest.mark.parametrize("name", ["changed", "allowed_changes"])  # the second is how older runs have it
+def test_each_change_on_the_way_is_told_with_what_followed(tmp_path, name):
+    folder = make_run(tmp_path / "r", last=20)
+    config = json.loads((folder / "config.json").read_text())
+    del config["changed"]
+    change = {"step": 488, "name": "train_tokens", "old": 1_000_000, "new": 2_000_000, "learning_rate": [1e-4, 1.1e-3]}
+    (folder / "config.json").write_text(json.dumps(config | {name: [change]}))
+    page = make_page([read_history(folder)], now=BEGAN)
+    assert "No setting was changed" not in page and "train_tokens" in page
+    assert "the learning rate went from 0.0001 to 0.0011" in page
+
+
 def test_every_place_of_a_run_that_holds_text_is_escaped(tmp_path):
     folder = make_run(tmp_path / "<img src=x>", last=60)
     poison = "</script><img src=x onerror=alert(1)>"
     config = json.loads((folder / "config.json").read_text())
     config |= {"versions": {poison: poison}, "git_commit": poison, "ancestry": [{"path": poison, "step": poison}]}
-    config["allowed_changes"] = [{"step": poison, "name": poison, "old": poison, "new": poison}]
+    config["changed"] = [
+        {"step": poison, "name": poison, "old": poison, "new": poison, "alters": poison, "learning_rate": [poison, 1]}
+    ]
     config["config"]["model"]["name"] = config["config"]["data"]["name"] = config["devices"]["kind"] = poison
     config["config"]["data"]["mixture"] = {poison: 1.0}
     (folder / "config.json").write_text(json.dumps(config))
@@ -261,7 +275,7 @@ def test_two_runs_share_the_axes_and_their_differences_are_listed(run, tmp_path)
 
 @pytest.mark.parametrize(
     "broken",
-    [{"config": 3, "budget": [], "devices": "x", "versions": 1, "ancestry": 5, "allowed_changes": 7, "peak": 1}, {}],
+    [{"config": 3, "budget": [], "devices": "x", "versions": 1, "ancestry": 5, "changed": 7, "peak": 1}, {}],
 )
 def test_a_config_of_another_shape_and_no_rows_still_make_a_page(broken):
     assert "<h1>x</h1>" in make_page([History(workdir="x", config=broken)], now=BEGAN)

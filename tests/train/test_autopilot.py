@@ -241,6 +241,29 @@ def test_a_replay_that_could_not_be_the_same_is_refused(tmp_path):
     assert stop.value.code is Exit.CONFIG_MISMATCH
 
 
+def test_a_replay_minds_what_alters_numbers_and_not_what_only_reports_them(tmp_path):
+    loop.train(opened(tmp_path / "old", stop_after=5))
+    reports = {"monitor.log_every_steps": 3, "checkpoint.keep_last": 2}
+    opened(tmp_path / "old", reports).writer.close()
+    opened(tmp_path / "new", replay=str(tmp_path / "old")).writer.close()
+    longer = {"train_tokens": "30 steps"}
+    opened(tmp_path / "old", longer).writer.close()  # by whose cosine steps 3 to 5 had other rates
+    with pytest.raises(Stop, match="with other settings than it began with .train_tokens.") as stop:
+        opened(tmp_path / "newer", longer, replay=str(tmp_path / "old"))
+    assert stop.value.code is Exit.CONFIG_MISMATCH
+
+
+def test_a_longer_flat_part_alters_no_number_of_the_steps_before_it(tmp_path):
+    flat = {"optim.decay": "wsd", "optim.warmup_tokens": "2 steps"}
+    loop.train(opened(tmp_path / "old", flat, stop_after=4))
+    longer = flat | {"train_tokens": "30 steps"}
+    opened(tmp_path / "old", longer).writer.close()
+    (change,) = json.loads((tmp_path / "old" / "config.json").read_text())["changed"]
+    assert change == {"step": 4, "name": "train_tokens", "old": "20 steps", "new": "30 steps", "allowed": False,
+                      "alters": False}  # fmt: skip
+    opened(tmp_path / "new", longer, replay=str(tmp_path / "old")).writer.close()
+
+
 @pytest.mark.fault("F11")
 def test_a_start_that_is_refused_moves_nothing(tmp_path, spoil):
     spoil("10:13:nan")

@@ -146,13 +146,22 @@ def incident_table(history: History) -> str:
 
 
 def change_table(history: History) -> str:
-    """Settings that were changed on the way."""
-    changes = [change for change in as_list(history.config.get("allowed_changes")) if isinstance(change, dict)]
+    """Settings that were changed on the way, and what that did to the numbers."""
+    written = history.config.get("changed", history.config.get("allowed_changes"))  # the name before 2026-11-22
+    changes = [change for change in as_list(written) if isinstance(change, dict)]
     rows = [
-        (n(whole(c.get("step"))), mono(c.get("name")), mono(c.get("old")), mono(c.get("new")))
+        (n(whole(c.get("step"))), mono(c.get("name")), mono(c.get("old")), mono(c.get("new")), effect(c))
         for c in changes[-MOST_CHANGES:]
     ]
-    return table(("from step", "setting", "before", "after"), rows)
+    return table(("from step", "setting", "before", "after", "and so"), rows)
+
+
+def effect(change: Mapping[str, Any]) -> Cell:
+    """What followed from a change: the learning rate's jump, other numbers, or none."""
+    rates = as_list(change.get("learning_rate"))
+    if len(rates) == 2 and all(map(is_number, rates)):
+        return Cell(f"the learning rate went from {rates[0]:.4g} to {rates[1]:.4g}", "w")
+    return Cell("numbers follow it" if change.get("alters") else "", "w")
 
 
 def settings_table(config: Mapping[str, Any]) -> str:
