@@ -2,6 +2,7 @@
 
 import os
 import resource
+import signal
 
 import pytest
 
@@ -63,6 +64,19 @@ def test_a_template_does_not_take_all_time(templates, source):
     with pytest.raises(BadInput, match="t.jinja.*: it takes more than"):
         write(source)
     assert write("{{ messages[0].content }}") == "x"
+
+
+@pytest.mark.parametrize("how", ["ignored", "blocked"])
+def test_time_is_bounded_where_the_signal_is_not_wanted(templates, monkeypatch, how):
+    """As where libtpu is loaded: what a process ignores or blocks, its children do too."""
+    monkeypatch.setattr(confined, "PATIENCE", 20.0)
+    before = signal.signal(signal.SIGPROF, signal.SIG_IGN) if how == "ignored" else None
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF}) if how == "blocked" else set()
+    try:
+        with pytest.raises(BadInput, match="t.jinja: it takes more than 0.5 s"):
+            write(SLOW["loops in loops"])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask) if how == "blocked" else signal.signal(signal.SIGPROF, before)
 
 
 @pytest.mark.parametrize(("source", "told"), WRONG.values(), ids=WRONG)

@@ -88,6 +88,8 @@ def main(memory_bytes: int, seconds: float) -> None:
     """Answers until nobody asks. Processor time of a request beyond `seconds` ends the process, by SIGPROF."""
     with contextlib.suppress(ValueError, OSError):  # a lower limit holds already, or a system that has none
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # who started this may ignore or block it, and so would this
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     templates: dict[str, jinja2.Template] = {}
     for line in sys.stdin:
         signal.setitimer(signal.ITIMER_PROF, seconds)
