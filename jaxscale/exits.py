@@ -166,9 +166,9 @@ def thread_ended(end: threading.ExceptHookArgs) -> None:
 def verdict(error: BaseException) -> tuple[int, str | None]:
     """(exit code, line for people) of an error that ends the program; the line is None where a traceback tells more."""
     if isinstance(error, Stop):
-        return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {error}"
+        return error.code, f"stopped ({error.code.name.lower()}, exit {int(error.code)}): {in_one_line(error)}"
     if isinstance(error, BadInput):
-        return Exit.BAD_INPUT, f"error: {error}"
+        return Exit.BAD_INPUT, f"error: {in_one_line(error)}"
     if isinstance(error, Terminated):
         return Exit.PREEMPTED, (
             f"stopped (preempted, exit {int(Exit.PREEMPTED)}): SIGTERM: left at once, what was saved is kept; the same "
@@ -177,6 +177,11 @@ def verdict(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, f"stopped (interrupted, exit {INTERRUPTED})"
     return Exit.ERROR, None
+
+
+def in_one_line(error: BaseException) -> str:
+    """What the error says; a line end in it is that of a file's name, or of another's text."""
+    return "\\n".join(str(error).splitlines())
 
 
 def tell(line: str) -> None:

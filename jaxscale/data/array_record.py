@@ -113,7 +113,7 @@ def import_array_record(
                 ids = np.frombuffer(record, np.dtype(dtype).newbyteorder("<"))
                 try:
                     writer.add(ids[:-1] if len(ids) and ids[-1] == eos_id else ids, source)
-                except ValueError as error:
+                except BadInput as error:
                     raise BadInput(f"{path}: record {number:,}: {error}") from None
             files.append({"name": Path(path).name, "source": source, "documents": writer.num_documents - before})
     except BaseException:

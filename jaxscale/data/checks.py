@@ -84,7 +84,7 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int) -> list[str]
         return [problem]
     try:
         tokenizer = load_tokenizer(name, cfg.eos_token, cfg.bos_token)
-    except ValueError as error:
+    except BadInput as error:
         return [str(error)]
     if tokenizer.vocab_size > vocab_size:
         return [
@@ -99,7 +99,7 @@ def objective_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int
     tokenizer = load_tokenizer(name, cfg.eos_token, cfg.bos_token)
     try:
         find_ids(cfg.objective, tokenizer, tokenizer.token_bytes, vocab_size, seq_len)
-    except ValueError as error:
+    except BadInput as error:
         return [str(error)]
     return []
 
@@ -120,12 +120,12 @@ def token_file_problems(
         if is_megatron(file.path):
             try:
                 tokens += int(read_index(Path(file.path).with_suffix(".idx")).offsets[-1]) * (file in files)
-            except ValueError as error:
+            except BadInput as error:
                 problems.append(str(error))
             continue
         try:
             header, size = read_header(Path(file.path)), Path(file.path).stat().st_size
-        except ValueError as error:
+        except BadInput as error:
             problems.append(str(error))
             continue
         if header is not None and (beside := Path(file.path).parent / MANIFEST).exists():

@@ -173,8 +173,10 @@ class Ledger:
             here = pyarrow.compute.equal(lineage["id"], document)
             if file and offset is not None:
                 names = lineage["file"].cast(pyarrow.string())
+                meant = [name for name in names.unique().to_pylist() if on_one_line(name) == file]  # as it is listed
                 there = pyarrow.compute.and_(
-                    pyarrow.compute.equal(names, file), pyarrow.compute.equal(lineage["offset"], offset)
+                    pyarrow.compute.is_in(names, pyarrow.array([file, *meant], pyarrow.string())),
+                    pyarrow.compute.equal(lineage["offset"], offset),
                 )
                 here = pyarrow.compute.or_(here, there)
             found += [(path, number) for number in np.flatnonzero(here.to_numpy()).tolist()]

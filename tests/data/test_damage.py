@@ -10,10 +10,17 @@ import time
 
 import numpy as np
 import pytest
-from damage import DAMAGES, MAKERS, World
+from damage import DAMAGES, MAKERS, World, text
 
+from jaxscale.cli.trace import line_of
+from jaxscale.data.config import DataConfig
+from jaxscale.data.document import Document
 from jaxscale.data.header import sealed
+from jaxscale.data.ledger import Ledger
+from jaxscale.data.lineage import lineage_table
 from jaxscale.data.pipeline import open_data
+from jaxscale.data.shards import ShardWriter
+from jaxscale.data.tokenizer.bytes import ByteTokenizer
 from jaxscale.data.verified import CHECKED_AHEAD
 from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.same_run import open_same_data
@@ -376,3 +383,21 @@ def test_always_reads_everything_at_each_start(worlds):
         open_data(dataclasses.replace(one.cfg, verify=verify), say=said.append, **OPENED)
         open_data(dataclasses.replace(one.cfg, verify=verify), say=said.append, **OPENED)
         assert sum("to see that nothing has changed" in line for line in said[1:]) == told
+
+
+def test_a_document_of_a_file_with_a_hostile_name_is_found_as_it_is_listed(tmp_path):
+    name = "evil\n\x1b[31m\u202edir/a.txt"
+    documents = [Document(text(i, 30), "web", name, i) for i in range(12)]
+    writer = ShardWriter(tmp_path, "part", vocab_size=257, eos_id=256, sources=["web"])
+    for document in documents:
+        writer.add(ByteTokenizer().encode(document.text), "web")
+    about = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": ByteTokenizer().fingerprint}
+    header = {"tokenizer": about, "eos_id": 256, "text_bytes": 1, "skipped": {}, "files": []}
+    writer.finish(None, header, lineage=lineage_table(documents))
+    cfg = DataConfig(name="tokens", files=str(tmp_path / "part.bin"), cache_dir=str(tmp_path / "cache"), val_fraction=0)
+    corpus = open_data(cfg, say=lambda line: None, **OPENED)
+    ledger = Ledger(corpus, corpus.batches(4))
+    listed = line_of(ledger.batch(0)[0], None)
+    assert listed.isprintable() and "evil\\n\\x1b[31m\\u202edir/a.txt:" in listed
+    place = listed.partition("web, ")[2].partition(", tokens")[0]
+    assert ledger.steps_of(place, 1)[0][0] == 0

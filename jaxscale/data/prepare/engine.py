@@ -79,7 +79,7 @@ def bos_problems(cfg: TokenizerConfig) -> list[str]:
     if not cfg.is_trained:
         try:
             tokenizer_of(cfg.name, cfg)
-        except ValueError as error:
+        except BadInput as error:
             names = {"data.tokenizer=": "tokenizer.name=", "data.bos_token": "tokenizer.bos_token"}
             names |= {"data.eos_token": "tokenizer.eos_token"}
             return [functools.reduce(lambda told, pair: told.replace(*pair), names.items(), str(error))]

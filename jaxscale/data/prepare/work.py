@@ -26,8 +26,9 @@ from jaxscale.data.prepare.stages import make_stage
 from jaxscale.data.prepare.tally import Tally
 from jaxscale.data.prepare.tokens import tokenise_block
 from jaxscale.data.sources import Part, SourceFile, read_file
+from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
-from jaxscale.paths import write_bytes_atomic
+from jaxscale.paths import read_bytes, write_bytes_atomic
 
 
 class Call(NamedTuple):
@@ -118,10 +119,13 @@ def join_folder(folder: str, number: int, join: str) -> pathlib.Path:
 def read_done(path: pathlib.Path) -> dict[str, Any] | None:
     """What the done file says, or None if the piece is not done, or its blocks are not all there."""
     try:
-        found = parse_json(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+        found = parse_json(read_bytes(path))
+    except (FileNotFoundError, BadInput):
         return None
-    return found if all((path.parent / f"{block[0]}.arrow").exists() for block in found["blocks"]) else None
+    blocks = found.get("blocks") if isinstance(found, dict) else None
+    if not isinstance(blocks, list) or not all(isinstance(block, list) and block for block in blocks):
+        return None
+    return found if all((path.parent / f"{block[0]}.arrow").exists() for block in blocks) else None
 
 
 def in_order(blocks: Iterable[Sequence[Any]], folder: pathlib.Path, number: int) -> list[Block]:

@@ -113,12 +113,12 @@ def second_look(line: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
             return line
     except json.JSONDecodeError as error:
         return BadInput(f"JSON: {error.msg} at column {error.colno}")
-    except ValueError as error:
+    except BadInput as error:
         return error
     text, how = repaired(line, cfg)
     try:
         record = strict_loads(text.encode())
-    except ValueError as error:
+    except (json.JSONDecodeError, BadInput) as error:
         return error
     skipped[f"{REPAIRED}{how}"] += 1
     return record

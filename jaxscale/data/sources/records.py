@@ -77,7 +77,7 @@ def json_records(path: Path) -> Iterator[tuple[str, Any]]:
             continue
         try:
             value = parse_json(line)
-        except ValueError as error:
+        except BadInput as error:
             raise BadInput(f"evaluation item {path.parent / name} is not JSON: {error}") from None
         yield name, value
 
