@@ -29,6 +29,7 @@ import numpy as np
 from jaxscale.bucket import Bucket, Transient, open_bucket
 from jaxscale.data.digest import READ_BYTES, file_sha256
 from jaxscale.data.locks import locked
+from jaxscale.data.verified import remove
 from jaxscale.exits import BadInput
 from jaxscale.paths import make_private, sync_folder
 
@@ -102,9 +103,9 @@ class ShardCache:
                 return
             part = path.with_name(f"{COMING}{size}")
             with locked(self.folder / "lock"):
-                if path.exists():
+                if os.path.lexists(path):
                     self._say(f"{path} is damaged, and is fetched again")
-                    path.unlink()
+                    remove(path)
                 self._make_room(size, part)
                 path.parent.mkdir(exist_ok=True)
                 part.touch()
@@ -139,11 +140,11 @@ class ShardCache:
 
     def _entries(self, but: Path) -> Iterator["Entry"]:
         """Everything in the cache but that file, with what it takes or has set aside."""
-        for folder in (self.folder / "objects").glob("*"):
+        for folder in filter(os.path.isdir, (self.folder / "objects").glob("*")):
             size = 0
             for file in set(folder.iterdir()) - {but}:
                 reserved = file.name.removeprefix(COMING)
-                size += int(reserved) if file.name != reserved else file.stat().st_size
+                size += int(reserved) if file.name != reserved and reserved.isdecimal() else file.lstat().st_size
             yield Entry(folder.name, size, folder.stat().st_mtime_ns)
 
     def _busy(self) -> dict[str, set[str]]:

@@ -46,6 +46,34 @@ def test_a_file_is_fetched_once_and_then_found(cache, gcs):
     other.close()
 
 
+def instead(make):
+    def damage(path):
+        path.unlink()
+        make(path)
+
+    return damage
+
+
+@pytest.mark.fault("F38")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: path.write_bytes(bytes(len(BIG))),
+        lambda path: os.truncate(path, 10),
+        instead(lambda path: path.mkdir()),
+        instead(os.mkfifo),
+        instead(lambda path: path.symlink_to("nowhere")),
+        instead(lambda path: (path.parent / ".part-x").touch()),
+        instead(lambda path: (path.parents[1] / "stray").touch()),
+    ],
+)
+def test_a_damaged_copy_is_fetched_again(cache, gcs, damage):
+    path = fetch(cache)
+    cache.close()
+    damage(path)
+    assert fetch(ShardCache(cache.folder, cache.max_bytes, say=lambda line: None)).read_bytes() == BIG
+
+
 @pytest.mark.parametrize("status", [408, 429, 500, 502, 503, 504])
 def test_a_busy_service_is_asked_again_after_growing_waits(cache, gcs, clock, status):
     gcs.faults.append(Fault("status", status=status, times=7))
