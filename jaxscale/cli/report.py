@@ -9,6 +9,8 @@
   --serve[=PORT]          no file: the page at http://127.0.0.1:PORT, made anew as the run goes on, until Ctrl-C;
                           default port 8642, 0: any free one
 
+The last line printed is the page's address, or the card's path.
+
 The page is one file without anything from elsewhere, and runs without a network. A run may be under way: what it has
 written so far is shown. Folders in a bucket (gs://) are read where they are. No device is touched.
 """
@@ -56,8 +58,9 @@ def main(argv: list[str]) -> int:
         raise BadInput(f"--output={output} is a folder; name a file, such as {output.rstrip('/')}/report.html")
     page = (make_card if switches else make_page)(read_all(workdirs), price=price, now=time.time())
     written(lambda: paths.write_text_atomic(output, page), output)
-    way_on = "" if switches else "; open it in a browser"
+    way_on = "" if switches else "; open it in a browser:"
     put(f"{output}: {', '.join(workdirs)}, {units.size(len(page.encode()))}{way_on}")
+    put(output if paths.is_remote(output) or switches else paths.as_path(output).absolute().as_uri())
     return 0
 
 

@@ -9,7 +9,8 @@
   --json                  one JSON object a line
   --config.data.NAME=V    where the data lie now, if they have moved: cache_dir, files
 
-Steps count from 0: step n trains on the batch that metrics.jsonl reports with "step": n + 1. Places, [begin, end), and
+Steps count from 0, as batches do: step n trains on the batch that the console and metrics.jsonl report as step n + 1,
+for these count steps that are done. That is said on stderr each time. Places, [begin, end), and
 text are those of the packed row of text, which an objective such as span_corruption turns into inputs and targets. A
 step behind the last checkpoint and the last line of metrics.jsonl counts as still to come ("done": false).
 
@@ -185,7 +186,9 @@ def remarks(run: Traced, step: int | None, n: int) -> int:
     """Says on stderr what a reader of the list must know, and returns the exit code."""
     if step is None:
         tell(f"batch {n} is skipped: no step trains on it")
-    elif step >= run.done:
+    elif step < run.done:
+        tell(f"step {step}, counted from 0; the console and metrics.jsonl call it {step + 1}, of steps that are done")
+    else:
         tell(f"step {step} is still to come: the run has done {run.done} steps, as far as its folder tells")
     if step in run.hashes and run.hashes[step] != (now := tokens_hash(run.ledger.batches.batch(n))):
         tell(

@@ -208,6 +208,7 @@ def test_writing_with_a_cache_is_timed_beside_full_passes(capsys):
     tiny_model = ["model.num_layers=1", "model.embed_dim=16", "model.head_dim=8", "model.num_heads=2"]
     tiny_model += ["model.num_kv_heads=2", "model.mlp_dim=16", "model.vocab_size=32", "mesh.data=8", "mesh.fsdp=1"]
     flags = [f"--config.{setting}" for setting in tiny_model]
+    flags += ["--config.data.name=tokens", "--config.data.files=/nowhere/manifest.json"]  # no data are asked for
     sizes = ["--spec=T", "--prompt_tokens=20", "--num_tokens=4", "--rows=3"]
     assert bench.main(["sample", *sizes, "--json", *flags]) == 0
     shown = capsys.readouterr()

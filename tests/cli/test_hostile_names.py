@@ -56,7 +56,9 @@ def test_what_a_file_is_called_is_told_and_never_obeyed(run, tmp_path, capfd):
         return text
 
     traced = told(trace, "--step=0").splitlines()
-    assert on_one_line(NAME) in traced[0] and all(", tokens [" in line for line in traced)
+    assert on_one_line(NAME) in traced[0] and all(
+        ", tokens [" in line for line in traced if "counted from 0" not in line
+    )
     assert json.loads(told(trace, "--step=0", "--json").splitlines()[0])["file"].endswith(f"{NAME}.txt")
     told(watch, "--once")
     assert ckpt.main(["list", f"--workdir={workdir}"]) == 0

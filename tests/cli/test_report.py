@@ -109,3 +109,13 @@ def test_the_page_is_made_anew_when_any_of_its_files_grows(tmp_path, monkeypatch
         assert pages.page() == first  # not looked at again so soon
         now[0] += 2.0
         assert pages.page() != first and pages.page().endswith("2 rows" if name == "metrics.jsonl" else "1 rows")
+
+
+def test_the_last_line_says_where_the_page_lies(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    assert report.main(["--workdir=run", "--output=a b.html"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"{tmp_path.as_uri()}/a%20b.html"
+    assert report.main(["--workdir=run", "--card"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "card.md"
