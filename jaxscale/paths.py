@@ -22,6 +22,7 @@ OWN_CLIENT = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "fal
 # TensorStore, gcsfs and Google's own client send this machine's credentials to the address that these hold.
 OVERRIDES = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST")
 GOOGLE = "https://storage.googleapis.com"
+HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
 PRIVATE = 0o700  # of a folder that is its owner's alone
 
 
@@ -33,18 +34,34 @@ def is_remote(path: Any) -> bool:
 def as_path(path: Any) -> Any:
     """A pathlib.Path, or an epath.Path (which has the same methods) for gs://.
 
-    Raises BadInput for gs:// where the package that reads it is not installed, or where the environment would send
-    the machine's credentials to another one.
+    Raises BadInput for any other scheme, for gs:// where the package that reads it is not installed, or where the
+    environment would send the machine's credentials to another one.
     """
     if is_remote(path):
+        check_scheme(os.fspath(path))
         prepare_remote()
-        if os.fspath(path).startswith("gs://") and importlib.util.find_spec("gcsfs") is None:
+        if importlib.util.find_spec("gcsfs") is None:
             raise BadInput(f"{os.fspath(path)} needs gcsfs: pip install 'jaxscale[gcs]'")
         from etils import epath  # only runs in a bucket pay for it
 
         ask_afresh()
         return epath.Path(path)
     return pathlib.Path(path).expanduser()
+
+
+def check_scheme(path: str) -> None:
+    """Raises BadInput, with the way out, for an address that is not under gs://."""
+    scheme, _, rest = path.partition("://")
+    if scheme == "gs":
+        return
+    if scheme == "file":
+        way_out = f"give the path itself, {rest.removeprefix('localhost') or '/'}"
+    elif scheme == "hf" or rest.split("/")[0] in HUBS:
+        name = "/".join(rest.split("/")[scheme != "hf" :][:2]) or "OWNER/NAME"
+        way_out = f"for a model of the Hub: jaxscale convert --from={name} --workdir=FOLDER"
+    else:
+        way_out = "copy it to a disk or to gs:// first, or mount it"
+    raise BadInput(f"{path}: {scheme}:// is not read here, only folders of this machine and gs://; {way_out}")
 
 
 def ask_afresh() -> None:

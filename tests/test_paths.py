@@ -113,3 +113,17 @@ def test_a_run_folder_whose_name_is_a_pattern_is_refused_before_anything_is_comp
     with pytest.raises(BadInput, match="Orbax would take .* in a path for a pattern; choose another workdir"):
         paths.make_run_dir(tmp_path / name / "run")
     assert not (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize(
+    "address, way_out",
+    [
+        ("https://huggingface.co/org/name", "jaxscale convert --from=org/name --workdir=FOLDER"),
+        ("hf://org/name", "jaxscale convert --from=org/name --workdir=FOLDER"),
+        ("file:///tmp/x", "give the path itself, /tmp/x"),
+        ("s3://bucket/x", "copy it to a disk or to gs:// first"),
+    ],
+)
+def test_an_address_that_is_not_read_is_one_line_with_the_way_out(address, way_out):
+    with pytest.raises(BadInput, match="only folders of this machine and gs://; .*" + way_out):
+        paths.as_path(address)

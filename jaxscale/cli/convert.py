@@ -1,6 +1,7 @@
 """Brings a Hugging Face model in as a work folder, and takes the weights of a work folder out for other tools.
 
   jaxscale convert --from=llama-hf --workdir=runs/llama                 float32 step 0, tokenizer, config.json
+  jaxscale convert --from=Qwen/Qwen3-8B --workdir=runs/qwen             fetched from the Hub first
   jaxscale train   --config=configs/llama3_8b.py --init_from=runs/llama    and it trains on
 
   jaxscale convert --workdir=runs/mine --to=mine-hf                     safetensors, config.json, tokenizer: bfloat16
@@ -13,6 +14,9 @@
 
   --from=FOLDER           a Hugging Face model: config.json and safetensors, one file or many. Local or gs://. Or an
                           adapter of PEFT's: adapter_config.json and adapter_model.safetensors
+                          Or OWNER/NAME, or its address at huggingface.co: fetched from the Hub (extra: hub), the
+                          safetensors alone; HF_TOKEN in the environment for what is not public
+  --revision=NAME         with that: a commit, a branch or a tag; main unless given
   --base=FOLDER           the model that the adapter is for; else the local folder that its adapter_config.json names.
                           With --to: the name that is written there; else what the run began with
   --workdir=FOLDER        with --from: the new work folder. With --to: the run whose weights go out
@@ -59,7 +63,7 @@ from jaxscale.models import max_seq_len, num_params  # noqa: E402
 from jaxscale.monitor.runinfo import run_info  # noqa: E402
 from jaxscale.redact import redacted  # noqa: E402
 
-OPTIONS = ("from", "base", "workdir", "to", "step", "dtype", "shard_bytes", "push")
+OPTIONS = ("from", "base", "revision", "workdir", "to", "step", "dtype", "shard_bytes", "push")
 SWITCHES = ("adapter", "ema", "json")
 OUT_ONLY = ("step", "dtype", "shard_bytes", "push")
 SHARD_BYTES = 5_000_000_000  # what the Hub takes well in one file
@@ -89,12 +93,23 @@ def main(argv: list[str]) -> int:
 
 def bring_in(options: Mapping[str, str], keep_adapter: bool, as_json: bool) -> int:
     """Hugging Face's folder as a work folder."""
-    name, workdir = options["from"], options["workdir"]
-    found = open_incoming(name, options.get("base"), keep_adapter)
+    workdir, revision = options["workdir"], options.get("revision")
+    model = hub.fetch(options["from"], revision, "--from")
+    base = hub.fetch(options["base"], None, "--base") if "base" in options else None
+    found = open_incoming(
+        model.folder if model else options["from"], base.folder if base else options.get("base"), keep_adapter
+    )
+    fetched = next((one for one in (model, base) if one and one.folder == found.name), None)
     cfg, files = found.cfg, found.files
     folder, journal = prepare_workdir(workdir, found.identity)
     config = run_config(found, folder)
-    made = {"from": found.name, "model_type": found.family.model_type, "kept": found.kept, "left_out": found.left_out}
+    made = {
+        "from": fetched.name if fetched else found.name,
+        "model_type": found.family.model_type,
+        "kept": found.kept,
+        "left_out": found.left_out,
+    }
+    made |= {"revision": fetched.revision} if fetched else {}
     made |= {"identity": found.identity} | ({"adapter": found.adapter} if found.adapter else {})
     if generation := tokenizer_files.read_object(files.get(tokenizer_files.GENERATION, b"")):
         made["generation"] = generation
@@ -143,8 +158,10 @@ def tell_odd(found: Incoming, not_finite: tuple[str, ...], quiet: bool) -> None:
 def take_out(options: Mapping[str, str], on: Collection[str]) -> int:
     """A step's weights as Hugging Face's folder, or its adapters as PEFT's."""
     adapter = "adapter" in on
-    if wrong := [name for name in ("base",) if name in options and not adapter]:
-        raise BadInput(f"--{wrong[0]} says which model an adapter is for; give --adapter too")
+    if "base" in options and not adapter:
+        raise BadInput("--base says which model an adapter is for; give --adapter too")
+    if "revision" in options:
+        raise BadInput("--revision is of a model of the Hub that comes in, with --from")
     if adapter and "shard_bytes" in options:
         raise BadInput("--shard_bytes divides the files of a model; PEFT reads an adapter from one")
     to, dtype = options["to"], options.get("dtype", "float32" if adapter else "bfloat16")
