@@ -37,18 +37,22 @@ def why_not(checkpoints: Any, step: int) -> str:
 
 
 def tell_lost(checkpoints: Any, say: Callable[[str], None]) -> None:
-    """Says, in an event as well, if the last good step is not there any more, is another, or lacks its commit mark.
+    """Says, in an event as well, if the last good step is gone, is another or lacks its commit mark, or is not known.
 
-    In a bucket such a step looks like a save that was killed, and would be removed: it is set aside instead.
+    In a bucket a step without its mark looks like a save that was killed, and would be removed: it is set aside.
     Raises Stop (CHECKPOINT_CORRUPT) where there is no other step: what is lost is not begun anew in silence.
     """
     directory = checkpoints.directory
-    good = agreed(lambda: verified.read_last_good(directory))
+    good = agreed(lambda: verified.look_up_last_good(directory))
     if not good:
         return
+    if isinstance(good, str):
+        cause = f"{good}; which step was saved last is not known from it, and the next save writes it anew"
+        checkpoints.note("alarm", None, cause=cause)
+        return say(f"WARNING: {cause}")
     step, newest = good["step"], agreed(checkpoints.latest_step)
     if agreed(lambda: folders.is_committed(directory / str(step))):
-        if why_not(checkpoints, step) or checkpoints.read_record(step)["sha256"] == good.get("sha256"):
+        if why_not(checkpoints, step) or checkpoints.read_record(step)["sha256"] == good["sha256"]:
             return  # what cannot be believed is told when it is opened
         cause = (
             f"step {step} is not the one that was last saved here ({directory / verified.LAST_GOOD}): was it copied in"

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale import paths
-from jaxscale.checkpoint.cause import is_trouble, short_cause
+from jaxscale.checkpoint.cause import is_trouble, reached, short_cause
 from jaxscale.checkpoint.stored import Arrays, compare_leaf
 from jaxscale.exits import BadInput
 from jaxscale.faults import crash_point
 
 LAST_GOOD = "last_good.json"
+KINDS = {"step": int, "verified": bool, "health": str, "sha256": str}  # what it holds
 
 
 class Damaged(Exception):
@@ -76,9 +77,22 @@ def forget_last_good(directory: Any, step: int) -> None:
 
 
 def read_last_good(directory: Any) -> dict[str, Any] | None:
-    """What last_good.json says; None if it is missing or damaged, for it can be made again."""
+    """What last_good.json says; None if it is missing or odd, for it can be made again. Raises Stop as look_up does."""
+    found = look_up_last_good(directory)
+    return found if isinstance(found, dict) else None
+
+
+def look_up_last_good(directory: Any) -> dict[str, Any] | str | None:
+    """What last_good.json says, or in words what is odd about it; None if it is missing.
+
+    Raises Stop (STORAGE) where its bucket cannot be reached: that says nothing about it.
+    """
+    path = directory / LAST_GOOD
     try:
-        found = paths.read_json(directory / LAST_GOOD)
-    except (OSError, BadInput):
+        found = reached(lambda: paths.read_json(path), path)
+    except FileNotFoundError:
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("step"), int) else None
+    except (OSError, BadInput) as error:
+        return str(error)
+    whole = isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in KINDS.items())
+    return found if whole else f"{path} does not name a step as a save writes it"
