@@ -6,6 +6,7 @@ process or the next. Documented at cloud.google.com/storage/docs/json_api/v1/obj
 """
 
 import base64
+import contextlib
 import dataclasses
 import datetime
 import email.utils
@@ -112,10 +113,7 @@ class Bucket:
 
         def ask() -> bytes:
             with self.request("GET", self.object_url(url, alt="media"), url, "read") as response:
-                content = response.read()
-                if len(content) != int(response.headers.get("Content-Length", len(content))):
-                    raise Transient("the answer was cut short")
-                return content
+                return response.read()
 
         try:
             return self.patiently(ask, url)
@@ -129,11 +127,14 @@ class Bucket:
             try:
                 with self.request("GET", self.object_url(url), url, "read") as response:
                     told, now = json.load(response), response.headers.get("Date", "")
-                where = self.object_url(url, alt="media", generation=told["generation"])
+            except FileNotFoundError:
+                return None
+            where = self.object_url(url, alt="media", generation=told["generation"])
+            try:
                 with self.request("GET", where, url, "read") as response:
                     return Look(response.read(), int(told["generation"]), age(told["updated"], now))
-            except FileNotFoundError:  # or replaced between the two questions, in which case a caller looks again
-                return None
+            except FileNotFoundError:  # that is not to say that it is gone
+                raise Transient("it was replaced while one looked") from None
 
         return self.patiently(ask, url)
 
@@ -170,10 +171,7 @@ class Bucket:
             skipped = start if response.status == 200 else 0  # a server that does not know ranges sends everything
             left = size - start
             while left:
-                try:
-                    piece = response.read1(PIECE)
-                except (OSError, http.client.HTTPException) as error:
-                    raise Transient(str(error) or type(error).__name__) from None
+                piece = response.read1(PIECE)
                 if not piece:
                     raise Transient("the connection was closed before the end")
                 skip = min(skipped, len(piece))
@@ -237,6 +235,7 @@ class Bucket:
         bucket, name = (urllib.parse.quote(part, safe="") for part in split(url))
         return f"{self.endpoint}/storage/v1/b/{bucket}/o/{name}?{urllib.parse.urlencode(query)}".rstrip("?")
 
+    @contextlib.contextmanager
     def request(
         self,
         method: str,
@@ -245,16 +244,18 @@ class Bucket:
         what: str,
         headers: dict[str, str] | None = None,
         body: bytes | None = None,
-    ) -> Any:
-        """The open answer to one request.
+    ) -> Iterator[Any]:
+        """The open answer to one request, to be read in the `with` block.
 
-        Raises: Transient, FileNotFoundError, or BadInput for what no second try would change.
+        Raises: Transient, also if the connection breaks in the block; FileNotFoundError; BadInput for what no second
+        try would change.
         """
         headers = {"Accept-Encoding": "identity", **(headers or {})}
         try:
             self.authorise(headers)
             request = urllib.request.Request(where, body, headers, method=method)
-            return OPENER.open(request, timeout=self.silence)
+            with OPENER.open(request, timeout=self.silence) as response:
+                yield response
         except urllib.error.HTTPError as error:
             with error:
                 raise self.refusal(error, url, what) from None

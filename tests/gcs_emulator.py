@@ -115,6 +115,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # or header and body wait for each other, 40 ms a request
     timeout = 20
+    is_lost = False  # the answer to this request
 
     def log_message(self, *_) -> None:
         pass
@@ -148,6 +149,10 @@ class Handler(BaseHTTPRequestHandler):
         """Reads the request whole, lets a fault have it, and routes it."""
         url = urllib.parse.urlsplit(self.path)
         self.query = dict(urllib.parse.parse_qsl(url.query))
+        bad = self.gcs.weather.fault(self.path)
+        if bad and bad.kind == "refuse":
+            self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
+            return self.cut()
         body = self.read_body()
         path = re.sub(r"^/(download|upload|resumable)?/?storage/v1", "", url.path)
         parts = [urllib.parse.unquote(part) for part in path.strip("/").split("/")]
@@ -155,7 +160,6 @@ class Handler(BaseHTTPRequestHandler):
         name = parts[3] if len(parts) > 3 else url.path
         with self.gcs.lock:
             self.gcs.log.append((method, f"media {name}" if media else name, self.headers.get("Range", "")))
-        with self.gcs.lock:
             exists = len(parts) > 2 and (parts[1], self.query.get("name", name)) in self.gcs.objects
         weather = self.gcs.weather
         time.sleep(weather.latency)
@@ -163,12 +167,15 @@ class Handler(BaseHTTPRequestHandler):
             if not met[0]:
                 return self.cut()
             return self.send(met[0], {"error": {"code": met[0], "message": met[1]}})
-        fault = self.gcs.take_fault(method, urllib.parse.unquote(self.path), media)
+        fault = bad or self.gcs.take_fault(method, urllib.parse.unquote(self.path), media)
         if fault and fault.kind == "status":
             headers = {"Retry-After": fault.retry_after} if fault.retry_after else {}
             return self.send(fault.status, {"error": {"code": fault.status, "message": "as told"}}, headers)
-        if fault and fault.kind == "reset" and not media:
+        if fault and fault.kind == "hang":
+            time.sleep(fault.seconds)
+        if fault and (fault.kind == "hang" or fault.kind == "reset" and not media):
             return self.cut()
+        self.is_lost = bool(fault and fault.kind == "lost")
         if fault and fault.kind == "flip" and not media and body:
             body = bytes([body[0] ^ 1]) + body[1:]
         if url.path.startswith("/upload/"):
@@ -255,6 +262,8 @@ class Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{total}"
         digest = base64.b64encode(hashlib.md5(stored.content).digest()).decode()
         headers |= {"x-goog-hash": f"md5={digest}", "x-goog-generation": str(stored.generation)}
+        if self.is_lost:
+            return self.cut()
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
@@ -361,6 +370,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def send(self, status: int, value: dict | None, headers: dict | None = None) -> None:
         """An answer in JSON, or none."""
+        if self.is_lost:
+            return self.cut()
         content = b"" if value is None else json.dumps(value).encode()
         self.send_response(status)
         for key, text in (headers or {}).items():

@@ -4,12 +4,14 @@
     gcs.weather = Weather(burst=20, status=429)         # the next twenty
     gcs.weather = Weather(down=True)                    # every connection is cut
     gcs.weather = Weather(lacks={"storage.objects.create"})
+    gcs.weather = Weather(share=0.25)                   # of all requests, by chance, in each way of BAD
 
 Which permission a request takes is from cloud.google.com/storage/docs/access-control/iam-json.
 """
 
 import dataclasses
 import itertools
+import random
 
 
 @dataclasses.dataclass
@@ -17,6 +19,8 @@ class Fault:
     """Something that goes wrong with the next `times` requests that it fits.
 
     status: answers with `status`, and Retry-After if set. reset: cuts the connection after `after` bytes of the body.
+    refuse: cuts it while a body is sent to the server, half of which was read. lost: does what is asked, and cuts the
+    connection instead of an answer. hang: sleeps `seconds`, does nothing and cuts it.
     slow: sleeps `seconds` before each piece of the body. flip: one bit of the body is another one, at byte `after`, or
     in the first byte of a body that is sent to the server.
     ignore_range: sends the whole object where a part was asked for.
@@ -33,6 +37,10 @@ class Fault:
     seconds: float = 0.0
 
 
+CUTS = tuple(Fault(kind, after=after) for kind, after in [("reset", 0), ("reset", 100), ("refuse", 0), ("lost", 0)])
+BAD = (*(Fault("status", status=status) for status in (429, 500, 503)), *CUTS, Fault("hang", seconds=2.0))
+
+
 @dataclasses.dataclass
 class Weather:
     """Fair, unless told otherwise."""
@@ -44,10 +52,18 @@ class Weather:
     down: bool = False
     lacks: frozenset | set = frozenset()  # permissions
     unauthorised: bool = False  # 401 for all
+    share: float = 0.0  # of requests that meet one of `kinds`
+    kinds: tuple[Fault, ...] = BAD
     only: str = ""  # part of the object's name or of the path; '': all requests
 
     def __post_init__(self):
         self.numbers = itertools.count(1)  # next() of it is safe between threads
+        self.chance = random.Random(1)
+
+    def fault(self, path: str) -> Fault | None:
+        """What the next request meets by chance."""
+        meets = self.share > 0 and self.only in path and self.chance.random() < self.share
+        return self.chance.choice(self.kinds) if meets else None
 
     def answer(self, method: str, parts: list[str], path: str, exists: bool) -> tuple[int, str] | None:
         """(status, message) instead of an answer; None to answer; (0, '') to cut the connection."""

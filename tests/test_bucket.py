@@ -1,5 +1,6 @@
 """Objects that take each other's place only in a known generation, refusals that name a right, and no way abroad."""
 
+import dataclasses
 import os
 import pathlib
 import subprocess
@@ -47,6 +48,19 @@ def test_the_age_of_an_object_is_what_the_service_says_it_is(monkeypatch):
         now[0] += 77
         assert open_bucket().look(URL).age == pytest.approx(77, abs=1)
     assert age("nonsense", "") == 0.0 and age("2026-01-01T00:00:00Z", "Thu, 01 Jan 2025 00:00:00 GMT") == 0.0
+
+
+@pytest.mark.fault("F17")
+@pytest.mark.parametrize(("name", "fault"), [
+    ("look", Fault("reset", media=True, after=3)), ("read", Fault("reset", media=True, after=3)),
+    ("look", Fault("status", media=True, status=404)),  # replaced between the two questions of a look
+])  # fmt: skip
+def test_an_answer_that_breaks_off_or_comes_too_late_is_asked_for_again(gcs, monkeypatch, name, fault):
+    monkeypatch.setattr("jaxscale.bucket.FIRST_WAIT", 0.001)
+    stored, door = gcs.put("bucket", "run/lock", b"content"), open_bucket()
+    gcs.faults.append(dataclasses.replace(fault))
+    found = getattr(door, name)(URL)
+    assert found == b"content" if name == "read" else found[:2] == (b"content", stored.generation)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

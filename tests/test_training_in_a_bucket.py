@@ -18,7 +18,7 @@ import jax
 import pytest
 import tiny
 from gcs_emulator import Emulator
-from gcs_weather import Weather
+from gcs_weather import CUTS, Weather
 from xla_flags import xla_flags
 
 from jaxscale.exits import Exit
@@ -199,3 +199,55 @@ def test_a_bucket_that_stays_away_ends_the_run_with_the_code_for_storage(trainer
     gcs.weather = Weather(down=True)
     code, log = trainers.finish(process)
     assert code == Exit.STORAGE, log
+
+
+@pytest.mark.soak
+@pytest.mark.fault("F17")
+def test_a_run_of_which_a_quarter_of_all_requests_fails_equals_one_on_a_disk(trainers, gcs, tmp_path):
+    """Cut in the middle of a body, done but not answered, refused for now, or silent for a while; and killed once."""
+    code, log = trainers.finish(trainers.start(tmp_path / "straight"))
+    assert code == 0, log
+    gcs.weather = Weather(share=0.25, lacks=ROLE)
+    first = trainers.start()
+    wait_until(lambda: committed(gcs), first)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    code, log = trainers.finish(trainers.start())
+    assert code == 0 and "going on from step" in log and "WARNING" not in log, log
+    run = fetched(gcs, tmp_path / "copy")
+    assert "IncompleteRead" not in (run / "events.jsonl").read_text()
+    assert lines(run) == lines(tmp_path / "straight")
+    tiny.assert_same_bits(state(run), state(tmp_path / "straight"))
+
+
+@pytest.mark.soak
+@pytest.mark.fault("F15")
+@pytest.mark.parametrize("weather", [{}, dict(share=0.25, kinds=CUTS)], ids=["fair", "bad"])
+def test_of_two_that_start_at_the_same_moment_one_has_the_folder(trainers, gcs, tmp_path, weather):
+    for _ in range(3):
+        gcs.objects.clear()
+        gcs.weather = Weather(lacks=ROLE, **weather)
+        ends = [trainers.finish(process) for process in [trainers.start(), trainers.start()]]
+        assert sorted(code for code, _ in ends) == [0, Exit.LOCK_HELD], ends
+        log = next(log for code, log in ends if code == Exit.LOCK_HELD)
+        assert "is in use by process" in log and "Traceback" not in log, log
+        lines(fetched(gcs, tmp_path))
+        assert STEPS in committed(gcs) and "run/lock" not in gcs.names("bucket")
+
+
+@pytest.mark.soak
+@pytest.mark.fault("F18")
+@pytest.mark.parametrize("when", ["while it saves", "at the end"])
+def test_a_minute_without_the_bucket_costs_a_run_no_step(trainers, gcs, tmp_path, when):
+    process = trainers.start()
+    if when == "while it saves":
+        wait_until(lambda: any(name.startswith("run/checkpoints/4/state") for name in gcs.names("bucket")), process)
+    else:
+        wait_until(lambda: f"step {STEPS - 1}/" in process.log(), process)
+    gcs.weather = Weather(down=True)
+    time.sleep(60)
+    assert process.poll() is None, process.log()
+    gcs.weather = Weather(lacks=ROLE)
+    code, log = trainers.finish(process)
+    assert code == 0 and STEPS in committed(gcs), log
+    lines(fetched(gcs, tmp_path))

@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import dataclasses
-import http.client
 import os
 from typing import Any
 
@@ -71,7 +70,7 @@ class File:
                 with bucket.request("GET", where, url, "read", headers) as response:
                     if response.status != 206 and (start + done or len(view) < self.size):
                         raise BadInput(f"{url}: the service does not send a part of it (status {response.status})")
-                    while done < len(view) and (count := receive(response, view[done:])):
+                    while done < len(view) and (count := response.readinto(view[done:])):
                         done, failures = done + count, 0
                 if done < len(view):
                     raise Transient("the connection was closed before the end")
@@ -80,14 +79,6 @@ class File:
             except Transient as fault:
                 failures += 1
                 bucket.wait(fault, failures, url)
-
-
-def receive(response: Any, view: memoryview) -> int:
-    """Bytes that arrived, 0 at the end. Raises Transient if the connection breaks."""
-    try:
-        return response.readinto(view)
-    except (OSError, http.client.HTTPException) as error:
-        raise Transient(str(error) or type(error).__name__) from None
 
 
 def look_at(path: Any) -> File:

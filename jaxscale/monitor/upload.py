@@ -176,7 +176,7 @@ class OwnObject:
 
         Raises: BadInput if the service does not answer, or refuses.
         """
-        found = self.open().look(self.url) or self.open().look(self.url)  # it may be replaced while one looks
+        found = self.open().look(self.url)
         self.generation, self.tried = (found.generation, found.content) if found else (0, b"")
         return self.tried
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 from gcs_emulator import Emulator
-from gcs_weather import Weather
+from gcs_weather import CUTS, Weather
 
 from jaxscale.checkpoint.holder import read_holder, this_process
 from jaxscale.checkpoint.lock import LEASES, LockConfig, RunLock
@@ -80,6 +80,20 @@ def test_the_first_renewal_that_fails_says_so_and_is_tried_again_soon(gcs):
         while held.cause:
             assert time.monotonic() - began < 10
             time.sleep(0.01)
+        held.check()
+
+
+@pytest.mark.fault("F17")
+def test_broken_connections_and_lost_answers_leave_a_lock_its_holders(gcs, monkeypatch):
+    monkeypatch.setattr("jaxscale.bucket.FIRST_WAIT", 0.001)
+    gcs.weather = Weather(share=0.1, kinds=CUTS)
+    with quiet("gs://bucket/run", lease=0.01) as held:
+        for _ in range(50):
+            held.check()
+        with pytest.raises(Stop) as stop:
+            quiet("gs://bucket/run").__enter__()
+        assert stop.value.code == Exit.LOCK_HELD
+        gcs.weather = Weather()
         held.check()
 
 
