@@ -1,9 +1,11 @@
 """Damage to the files of a run's data: small corpora of each kind, and what can befall a file."""
 
+import contextlib
 import dataclasses
 import json
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from jaxscale.data.shards import ShardWriter
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
 
 WORDS = "the sea lay still and nobody knew where the wind had gone that morning".split()
+SECONDS = 30  # what waits for a FIFO waits for ever
 
 
 def text(seed: int, words: int) -> str:
@@ -176,3 +179,22 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "a dangling link": instead(lambda path: path.symlink_to("nowhere")),
     "a link outside": outside,
 }
+
+
+class TooLong(BaseException):
+    """No Exception, which somebody might catch."""
+
+
+@contextlib.contextmanager
+def in_time():
+    """A BaseException where what is inside goes on for too long."""
+
+    def too_late(*_):
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, too_late)
+    signal.alarm(SECONDS)
+    try:
+        yield
+    finally:
+        signal.alarm(0)

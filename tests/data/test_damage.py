@@ -1,16 +1,14 @@
 """Damaged data are found before a token of them is trained on, or are made again and give the same batches."""
 
-import contextlib
 import dataclasses
 import json
 import os
 import shutil
-import signal
 import time
 
 import numpy as np
 import pytest
-from damage import DAMAGES, MAKERS, World, text
+from damage import DAMAGES, MAKERS, World, in_time, text
 
 from jaxscale.cli.trace import line_of
 from jaxscale.data.config import DataConfig
@@ -28,7 +26,6 @@ from jaxscale.same_run import open_same_data
 pytestmark = pytest.mark.fault("F38")
 SEQ_LEN, ANOTHER = 128, "another fingerprint"
 OPENED = dict(seq_len=SEQ_LEN, vocab_size=300, seed=0)
-SECONDS = 30  # a case takes a thousandth of it; what waits for a FIFO waits for ever
 
 
 def seen(corpus):
@@ -58,23 +55,6 @@ def worlds(tmp_path_factory):
         return one, was
 
     return world
-
-
-class TooLong(BaseException):
-    """No Exception, which somebody might catch."""
-
-
-@contextlib.contextmanager
-def in_time():
-    def too_late(*_):
-        raise TooLong
-
-    signal.signal(signal.SIGALRM, too_late)
-    signal.alarm(SECONDS)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
 
 
 def outcome(one, was, resume):

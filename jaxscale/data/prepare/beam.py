@@ -17,6 +17,7 @@ from apache_beam.options.pipeline_options import PipelineOptions
 
 from jaxscale.data.prepare.join import group_pairs, item_numbers, open_array, save_whole, signature_reader, verified
 from jaxscale.data.prepare.joins import NEIGHBOURS
+from jaxscale.data.verified import remove
 
 PAIRS_IN_FILE = (1 << 10, 1 << 17)  # fewest and most, but for the last
 
@@ -42,6 +43,8 @@ class BeamExecutor(contextlib.AbstractContextManager):
 
     def write_pairs(self, paths: Sequence[str], threshold: float | None, folder: pathlib.Path) -> None:
         """Writes folder/pairs-*.npy: what the groups of equal keys pair, verified where there is a threshold."""
+        for left in folder.glob("pairs-*"):  # of a process that was killed, in other batches, and perhaps damaged since
+            remove(left)
         neighbours = 0 if threshold is None else NEIGHBOURS
         with beam.Pipeline(options=self.options()) as pipeline:
             groups = (

@@ -30,13 +30,14 @@ from jaxscale.data.prepare.tally import Tally
 from jaxscale.data.prepare.tokens import tokenizer_of, unpack
 from jaxscale.data.prepare.work import Block, Call, count_blocks, document_at, in_order, join_folder, run
 from jaxscale.data.sources import Part, SourceFile, list_files, parts
+from jaxscale.data.sources.decode import is_repair
 from jaxscale.data.tokenizer import fertility
 from jaxscale.data.tokenizer.about import NO_BOS
 from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.data.tokenizer.load import tokenizer_problem
 from jaxscale.data.tokenizer.train import special_names
 from jaxscale.exits import BadInput
-from jaxscale.paths import make_private, write_text_atomic
+from jaxscale.paths import make_private, read_bytes, write_text_atomic
 
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
 LOCK = ".lock"  # left behind: who deletes a lock takes it from somebody else
@@ -172,8 +173,9 @@ def is_open(plan: Plan, output: pathlib.Path, folder: pathlib.Path, say: Callabl
     for leftover in output.glob(".*.tmp"):  # of a process that was killed while it wrote one
         leftover.unlink(missing_ok=True)
     made_from = output / MADE_FROM
-    mine = made_from.exists() and made_from.read_text().strip() == plan.key
-    if not mine and (made_from.exists() or (output / MANIFEST).exists()):
+    found = read_bytes(made_from).strip() if made_from.exists() else None
+    mine = found == plan.key.encode()
+    if not mine and (found is not None or (output / MANIFEST).exists()):
         whole = "another set" if (output / MANIFEST).exists() else "a part of another set"
         raise BadInput(f"{output} holds {whole}, of another recipe or other input; choose another --output")
     if (output / MANIFEST).exists():
@@ -254,4 +256,6 @@ def funnel_line(tally: Tally) -> str:
             totals[name[3]] += number
         if name[:2] == ("in", "read") and name[-1] == "documents":
             totals["read"] += number
+        if name[0] == "read" and not is_repair(name[-1]):
+            totals[f"left out: {name[-1]}"] += number
     return "; ".join(f"{reason} {number:,}" for reason, number in totals.most_common())

@@ -13,9 +13,11 @@ import pyarrow.compute as pc
 
 from jaxscale.data.prepare.blocks import read_table
 from jaxscale.data.prepare.config import TokenizerConfig
+from jaxscale.data.prepare.done import mark_done, read_done
 from jaxscale.data.prepare.tokens import tokenizer_of
 from jaxscale.data.shards import ShardWriter
 from jaxscale.data.tokenizer.base import begin_names
+from jaxscale.data.verified import remove
 from jaxscale.paths import sync_folder
 
 
@@ -49,8 +51,10 @@ def write_shard(call: ShardCall) -> str:
     """Writes the shard into work/shards/NAME, whole or not at all, and returns its name. Memory: one shard's tokens."""
     folder = pathlib.Path(call.folder) / "shards"
     final = folder / call.name
-    if final.is_dir():
-        return call.name
+    done = folder / f"{call.name}.done.json"
+    if final.is_dir() and read_done(done, final, pathlib.Path(call.folder).parent) is not None:
+        return call.name  # some of its files may have been moved out before
+    remove(final)
     folder.mkdir(parents=True, exist_ok=True)
     making = pathlib.Path(tempfile.mkdtemp(prefix=f".{call.name}.", dir=folder))  # another may be making the same
     ids, rows = gather(call)
@@ -74,6 +78,7 @@ def write_shard(call: ShardCall) -> str:
         "files": [{"name": call.name, "source": "", "documents": len(rows)}],
     }
     writer.finish(tokenizer.token_bytes, header, lineage=rows.drop_columns(["key", "tokens", "source", "bytes"]))
+    mark_done(done, {}, sorted(making.iterdir()))
     try:
         making.rename(final)
     except OSError:

@@ -15,6 +15,7 @@ from jaxscale.data.curate.exact import cut_lines, drop_documents, make_exact_ske
 from jaxscale.data.curate.minhash import make_near_sketch
 from jaxscale.data.document import Document, Outcome
 from jaxscale.data.prepare.config import PrepareConfig
+from jaxscale.data.prepare.done import mark_done, read_done
 from jaxscale.data.prepare.executors import Executor
 from jaxscale.data.prepare.join import (
     components,
@@ -66,7 +67,8 @@ def find_duplicates(
     cfg: PrepareConfig, join: str, folder: pathlib.Path, bases: Sequence[str], executor: Executor
 ) -> None:
     """Writes folder/removed.npy, unless it is there: what is to go from the blocks at `bases`."""
-    if (folder / "removed.npy").exists():
+    done = folder / "removed.done.json"
+    if read_done(done) is not None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     paths = [sketch_path(base, join) for base in bases]
@@ -78,6 +80,7 @@ def find_duplicates(
     ]
     items, firsts = unique_pairs(*(np.concatenate([pairs[row] for pairs in found]) for row in (0, 1)))
     save_whole(folder / "removed.npy", np.stack(components(items, firsts)))
+    mark_done(done, {}, [folder / "removed.npy"])
 
 
 def local_pair_calls(paths: Sequence[str], threshold: float | None, folder: pathlib.Path) -> list[PairsCall]:
@@ -89,13 +92,16 @@ def local_pair_calls(paths: Sequence[str], threshold: float | None, folder: path
 
 def write_pairs(call: PairsCall) -> None:
     """Writes uint64[2, k]: items with a key in common and the first of them, verified where there is a threshold."""
-    if pathlib.Path(call.output).exists():
+    output = pathlib.Path(call.output)
+    done = output.with_suffix(".done.json")
+    if read_done(done) is not None:
         return
     neighbours = 0 if call.threshold is None else NEIGHBOURS
     items, firsts = duplicate_pairs(call.paths, call.partition, call.num_partitions, neighbours)
     if call.threshold is not None:
         items, firsts = verified(items, firsts, signature_reader(dict(enumerate(call.paths))), call.threshold)
-    save_whole(pathlib.Path(call.output), np.stack([items, firsts]))
+    save_whole(output, np.stack([items, firsts]))
+    mark_done(done, {}, [output])
 
 
 def apply_joins(

@@ -40,7 +40,10 @@ def rewrite_report(output: pathlib.Path) -> None:
     """Makes report.html out of the manifest and report.json. Raises BadInput where the set is not complete."""
     if not (output / MANIFEST).exists():
         raise BadInput(f"{output} has no {MANIFEST}: no set was completed there; prepare it first")
-    facts = read_json(output / FACTS) | {"manifest": read_json(output / MANIFEST)}
+    facts = read_json(output / FACTS) if (output / FACTS).exists() else None
+    if not isinstance(facts, dict) or not facts.keys() >= {"tally", "clusters", "fertility"}:
+        raise BadInput(f"{output / FACTS} is not what prepare wrote there; bring it back, or prepare the set again")
+    facts |= {"manifest": read_json(output / MANIFEST)}
     write_text_atomic(output / PAGE, report_page(facts))
 
 

@@ -5,13 +5,17 @@ from collections.abc import Iterator, Sequence
 
 from jaxscale.data.prepare.blocks import read_table
 from jaxscale.data.prepare.config import PrepareConfig
+from jaxscale.data.prepare.done import mark_done, read_done
 from jaxscale.data.tokenizer.train import train_tokenizer
 
 
 def train_on_blocks(cfg: PrepareConfig, blocks: Sequence[str], path: str) -> None:
     """Writes the tokenizer to `path`, unless it is there from before."""
-    if not pathlib.Path(path).exists():
-        train_tokenizer(texts_of(blocks), cfg.tokenizer.train, pathlib.Path(path))
+    file = pathlib.Path(path)
+    done = file.with_suffix(".done.json")
+    if read_done(done) is None:
+        train_tokenizer(texts_of(blocks), cfg.tokenizer.train, file)
+        mark_done(done, {}, [file])
 
 
 def texts_of(blocks: Sequence[str]) -> Iterator[str]:

@@ -10,7 +10,6 @@ writes is named by the pass, the piece and the block; `done` files are written l
 """
 
 import functools
-import json
 import pathlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,15 +19,15 @@ from jaxscale import schema
 from jaxscale.data.document import Document, Stage
 from jaxscale.data.prepare.blocks import cut, from_table, read_table, to_table, write_table
 from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.data.prepare.joins import apply_joins, write_sketches
+from jaxscale.data.prepare.done import mark_done, read_done
+from jaxscale.data.prepare.join import signatures_path
+from jaxscale.data.prepare.joins import apply_joins, sketch_path, write_sketches
 from jaxscale.data.prepare.passes import Pass
 from jaxscale.data.prepare.stages import make_stage
 from jaxscale.data.prepare.tally import Tally
 from jaxscale.data.prepare.tokens import tokenise_block
 from jaxscale.data.sources import Part, SourceFile, read_file
-from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
-from jaxscale.paths import read_bytes, write_bytes_atomic
 
 
 class Call(NamedTuple):
@@ -62,7 +61,7 @@ def run(call: Call) -> dict[str, Any]:
     if (found := read_done(done)) is not None:
         return found | {"was_done": True}
     folder.mkdir(parents=True, exist_ok=True)
-    tally, blocks = Tally(), []
+    tally, blocks, files = Tally(), [], []
     stages = [(name, stage_of(call.recipe, name)) for name in call.step.stages]
     for k, documents in enumerate(incoming(cfg, call, tally)):
         for name, stage in stages:
@@ -71,9 +70,19 @@ def run(call: Call) -> dict[str, Any]:
             base = folder / f"{call.piece:06d}-{k:05d}"
             block = write_block(cfg, call, base, documents, (call.piece, k), tally)
             blocks.append(block._replace(path=base.name))
+            files += files_of(base, call.step)
     result = {"blocks": blocks, "tally": tally.to_json()}
-    write_bytes_atomic(done, json.dumps(result).encode())
+    mark_done(done, result, files)
     return result
+
+
+def files_of(base: pathlib.Path, step: Pass) -> list[pathlib.Path]:
+    """What a pass leaves of a block."""
+    if step.ends == "tokens":
+        return [pathlib.Path(f"{base}{ending}") for ending in (".ids", ".arrow")]
+    sketches = [sketch_path(str(base), join) for join in step.joins]
+    beside = [path for path in map(signatures_path, sketches) if path.exists()]
+    return [pathlib.Path(f"{base}.arrow"), *sketches, *beside]
 
 
 def incoming(cfg: PrepareConfig, call: Call, tally: Tally) -> Iterator[list[Document]]:
@@ -114,18 +123,6 @@ def write_block(
 def join_folder(folder: str, number: int, join: str) -> pathlib.Path:
     """Where a join after pass `number` keeps what it finds."""
     return pathlib.Path(folder) / "joins" / f"{number}-{join}"
-
-
-def read_done(path: pathlib.Path) -> dict[str, Any] | None:
-    """What the done file says, or None if the piece is not done, or its blocks are not all there."""
-    try:
-        found = parse_json(read_bytes(path))
-    except (FileNotFoundError, BadInput):
-        return None
-    blocks = found.get("blocks") if isinstance(found, dict) else None
-    if not isinstance(blocks, list) or not all(isinstance(block, list) and block for block in blocks):
-        return None
-    return found if all((path.parent / f"{block[0]}.arrow").exists() for block in blocks) else None
 
 
 def in_order(blocks: Iterable[Sequence[Any]], folder: pathlib.Path, number: int) -> list[Block]:
