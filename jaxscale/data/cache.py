@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from jaxscale.data.shards import Shard, ShardWriter, expect_whole, open_shard, w
 from jaxscale.data.sources import SourceFile
 from jaxscale.data.sources.decode import REPAIRED, is_repair
 from jaxscale.data.sources.files import file_stamp
-from jaxscale.data.sources.settings import read_settings
+from jaxscale.data.sources.settings import read_settings, unreadable
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.verified import remove
 from jaxscale.exits import BadInput
@@ -94,7 +94,7 @@ def tokenise(
 
     try:
         for file in files:
-            for document, item in read_or_say(file, reading, skipped):
+            for document, item in reading.read(file, skipped):
                 size = document.size
                 waiting.append((file, document, item))
                 text_bytes, waiting_bytes, documents = text_bytes + size, waiting_bytes + size, documents + 1
@@ -137,19 +137,6 @@ def tokenise(
     }
     writer.finish(tokenizer.token_bytes, header, lineage=lineage.table())
     say(f"  {rates(documents, text_bytes, time.monotonic() - started)}; skipped: {describe_skipped(skipped) or 'none'}")
-
-
-def read_or_say(file: SourceFile, reading: Reading, skipped: Counter) -> Iterator[tuple[Document, Any]]:
-    """What is read, with a BadInput that names the file where reading it fails; writing fails elsewhere."""
-    try:
-        yield from reading.read(file, skipped)
-    except OSError as error:
-        raise unreadable(file.path, error) from None
-
-
-def unreadable(path: str, error: BaseException) -> ValueError:
-    """The error for a source that cannot be read."""
-    return BadInput(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def scanned(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, say: Say) -> Shard:

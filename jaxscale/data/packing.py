@@ -133,7 +133,7 @@ class DocumentRows(abc.ABC):
         self._unchanged.check_ahead(paths)
         try:
             batch = read_rows(located, chosen, self.seq_len, self._files, self._ramp_T, self._marks)
-        except (OSError, ValueError, IndexError) as error:
+        except Exception as error:  # whatever it is: of a file that was cut short, that is the cause
             if problem := broken_piece(located, chosen, self._files):
                 raise Stop(Exit.DATA_MISMATCH, problem) from error
             raise

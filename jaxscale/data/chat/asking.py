@@ -21,7 +21,7 @@ MARK = GUARDS[0]
 class Asking(NamedTuple):
     """How conversations are put to a model."""
 
-    ids: Callable[[Sequence[Message]], list[int]]  # ValueError where the template refuses the messages
+    ids: Callable[[Sequence[Message]], list[int]]  # BadInput where the template refuses the messages
     text: Callable[[Sequence[Message], bool], str]  # for text_ids; the flag: with what begins the model's turn
     text_ids: Callable[[str, str], list[int]]  # (of `text`, a plain text behind it) -> their ids
     stop_ids: tuple[int, ...]  # each ends the model's turn
@@ -47,7 +47,7 @@ def open_asking(kept: KeptTokenizer, today: str) -> Asking:
     def ids(messages: Sequence[Message]) -> list[int]:
         try:
             return encode_prompt(tokenizer, write_prompt(messages, None, template, guard)).tolist()
-        except ValueError as error:
+        except (BadInput, UnicodeEncodeError) as error:  # half a surrogate pair
             raise BadInput(f"this conversation {error}") from None
 
     def text_ids(written: str, behind: str = "") -> list[int]:

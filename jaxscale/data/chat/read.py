@@ -12,9 +12,9 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.document import Document
 from jaxscale.data.sources.blocks import read_blocks, read_lines
 from jaxscale.data.sources.files import SourceFile, unpacked_name
-from jaxscale.data.sources.jsonl import BYTE_ORDER_MARK, loads, refuse, second_look, word_of
+from jaxscale.data.sources.jsonl import BYTE_ORDER_MARK, NO_JSON, loads, refuse, second_look, word_of
 from jaxscale.data.sources.read import JSON_LINES, read_file
-from jaxscale.data.sources.settings import Damaged
+from jaxscale.data.sources.settings import Damaged, unreadable
 from jaxscale.exits import BadInput
 
 
@@ -30,7 +30,7 @@ def read_samples(
 ) -> Iterator[Sample]:
     """Yields the documents of a file in order; what is left out is counted. Files that are not JSON lines are text.
 
-    Raises: BadInput naming file and line for what is not as told, where cfg says to stop; OSError.
+    Raises: BadInput naming file and line for what is not as told, where cfg says to stop; for what cannot be read.
     """
     if not unpacked_name(file.path).endswith(JSON_LINES):
         for document in read_file(file, cfg, skipped):
@@ -53,6 +53,8 @@ def read_samples(
         if cfg.damaged == "stop":
             raise BadInput(str(error)) from None
         skipped["files cut short or broken"] += 1
+    except OSError as error:
+        raise unreadable(file.path, error) from None
 
 
 def records(path: str, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[int, int, bytes, object]]:
@@ -62,7 +64,7 @@ def records(path: str, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[int,
             here, offset = offset, offset + len(line) + 1
             try:
                 record = loads(line)
-            except ValueError:
+            except NO_JSON:
                 record = second_look(line.removeprefix(BYTE_ORDER_MARK) if here == 0 else line, cfg, skipped)
             if record is None:
                 continue
@@ -97,7 +99,7 @@ def write_record(
     except UnicodeEncodeError:
         skipped["invalid UTF-8"] += 1
         return None
-    except ValueError as error:
+    except BadInput as error:
         refuse(f"{place} {error}", cfg, skipped, "not as told")
         return None
     if not written.end_learned and not any(piece.learned for piece in written.pieces):

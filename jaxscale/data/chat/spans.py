@@ -95,7 +95,7 @@ def given_spans(
     spans = []
     for place, message in enumerate(messages):
         if message["role"] == ASSISTANT and not learned[place]:
-            with contextlib.suppress(ValueError):  # then no such turn was ever learned, and there is nothing to equal
+            with contextlib.suppress(BadInput):  # then no such turn was ever learned, and there is nothing to equal
                 spans.append(turn_span(messages, place, tools, whole, template, guard)._replace(learned=False))
     return spans
 

@@ -10,6 +10,7 @@ from jaxscale.data.sources.jsonl import record_text, second_look
 from jaxscale.data.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records, missing_package
 from jaxscale.exits import BadInput
 
+VARINT_BYTES = 10  # at most, of 64 bits
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
 
 
@@ -102,7 +103,7 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
                         next((v for _, v in inner(values, 1)), b""),
                     )
                     found[name] = value if name == cfg.text_field else value.decode("utf-8", "replace")
-    except (ValueError, IndexError):
+    except BadInput:
         return BadInput("a tf.train.Example")
     return found
 
@@ -130,10 +131,9 @@ def inner(message: bytes, wanted: int = 0) -> Iterator[tuple[int, bytes]]:
 
 def varint(message: bytes, place: int) -> tuple[int, int]:
     """(the number that begins there, the place after it)."""
-    value = shift = 0
-    while shift < 64:
-        byte = message[place]
-        value, shift, place = value | (byte & 0x7F) << shift, shift + 7, place + 1
+    value = 0
+    for i, byte in enumerate(message[place : place + VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * i
         if byte < 0x80:
-            return value, place
-    raise BadInput("a number is too long")
+            return value, place + i + 1
+    raise BadInput("a number is too long, or cut short")

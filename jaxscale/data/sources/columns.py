@@ -107,7 +107,9 @@ def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
                 for first in range(0, batch.num_rows, BATCH_ROWS):
                     yield from batch_rows(batch.slice(first, BATCH_ROWS), names, row + first, path)
                 row += batch.num_rows
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
         raise Damaged(
             f"{path} cannot be read as Arrow: {first_line(error)}; fetch it anew, or set {cfg.where}damaged='skip'"
         ) from None

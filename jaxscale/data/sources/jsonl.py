@@ -17,6 +17,7 @@ except ImportError:  # slower, and the same documents
     orjson = None
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+NO_JSON = (BadInput, json.JSONDecodeError, UnicodeDecodeError)  # what `loads` raises; orjson's error is of the second
 
 
 def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
@@ -33,7 +34,7 @@ def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = W
             try:
                 record = loads(line)
                 text = record[text_field]
-            except (ValueError, TypeError, LookupError):
+            except (*NO_JSON, TypeError, LookupError):
                 text = None
             if type(text) is str:  # nearly every line
                 yield (
@@ -80,7 +81,7 @@ def record_text(
 
 
 def loads(line: bytes) -> Any:
-    """The value of a line. Raises BadInput, also for what only the other parser understands."""
+    """The value of a line. Raises NO_JSON, also for what only the other parser understands."""
     if orjson is not None:
         return orjson.loads(line)
     if b"\\ud" in line or b"\\uD" in line:
@@ -89,7 +90,7 @@ def loads(line: bytes) -> Any:
 
 
 def strict_loads(line: bytes) -> Any:
-    """The same by Python's own parser. Raises BadInput for what is no JSON, not UTF-8, or nested too deeply."""
+    """The same by Python's own parser. Raises NO_JSON: what is nested too deeply is a BadInput."""
     try:
         return json.loads(line.decode("utf-8"), parse_int=whole)
     except RecursionError:
@@ -149,7 +150,7 @@ def word_of(record: dict[str, Any], field: str, line: bytes = b"") -> str:
     if value is None and "." in field:
         value = field_of(record, field)
     if type(value) is float and line and orjson is not None:  # perhaps a whole number of more than 64 bits
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(*NO_JSON):
             value = field_of(strict_loads(line), field)
     if not isinstance(value, (str, int, float)):
         return ""

@@ -11,7 +11,7 @@ from jaxscale.data.sources.files import SourceFile, is_saved_dataset, unpacked_n
 from jaxscale.data.sources.hf_stream import read_dataset
 from jaxscale.data.sources.jsonl import at, json_parts, read_json_lines
 from jaxscale.data.sources.seqio_task import read_seqio
-from jaxscale.data.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records
+from jaxscale.data.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records, unreadable
 from jaxscale.data.sources.text import read_text, text_parts
 from jaxscale.data.sources.warc import read_page, read_warc
 from jaxscale.exits import BadInput
@@ -43,7 +43,7 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
     """Yields the documents of a file, or of one of its `parts`, in their order; what is left out is counted.
 
     skipped: gets {reason: how many}; repairs are counted there too, see decode.is_repair.
-    Raises: BadInput naming file and place for what cfg tells to stop at; OSError if the file cannot be opened.
+    Raises: BadInput naming file and place for what cfg tells to stop at; or where the file cannot be read.
     """
     path, name, source = file
     unit, read = reader(path)
@@ -66,6 +66,8 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
         if cfg.damaged == "stop":
             raise BadInput(str(error)) from None
         skipped["files cut short or broken"] += 1
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def place_of(unit: str, part: Part, offset: int, number: int, start: int) -> str:
@@ -98,4 +100,6 @@ def parts(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
     except Damaged as error:
         if cfg.damaged == "stop":
             raise BadInput(str(error)) from None
+    except OSError as error:
+        raise unreadable(file.path, error) from None
     return [WHOLE]

@@ -112,3 +112,8 @@ def query_of(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, dict[
 def missing_package(what: str, package: str, way_out: str = PREPARE) -> ValueError:
     """The error for an optional package that is not there."""
     return BadInput(f"{what} needs the package {package}, which is not installed: {way_out}")
+
+
+def unreadable(path: str, error: OSError) -> BadInput:
+    """The error for a file that cannot be read."""
+    return BadInput(f"{path} cannot be read: {error.strerror or error}")
