@@ -130,7 +130,7 @@ def test_a_note_of_before_opens_its_tokenizer_and_another_file_does_not(tmp_path
     keep_tokenizer(tokenizer, tmp_path / "run")
     note = tmp_path / "run/tokenizer/jaxscale.json"
     bare = load_tokenizer(tokenizer.name, bos_token="none").fingerprint  # as it was when it knew no beginning
-    note.write_text(json.dumps(json.loads(note.read_text()) | {"fingerprint": bare}))
+    note.write_text(json.dumps(json.loads(note.read_text()) | {"fingerprint": bare, "files": {}}))
     assert open_kept(tmp_path / "run", {}).tokenizer.begin_ids == (START,)
     file = tmp_path / "run/tokenizer/tokenizer.json"
     file.write_text(file.read_text().replace(NAME, "<|im_begin|>"))

@@ -5,11 +5,13 @@ import json
 import chat_tokenizers
 import pytest
 import tokenizers
+from damage import DAMAGES, in_time
 
 from jaxscale.data.tokenizer.about import find_template
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
 from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept, read_folder
 from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.exits import BadInput
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def test_a_run_keeps_its_tokenizer_and_its_texts_begin_as_its_documents_did(fold
     assert open_kept(tmp_path / "none", {}).tokenizer.begin_ids == ()
     file = tmp_path / "run/tokenizer/tokenizer.json"
     file.write_text(file.read_text().replace("<|im_end|>", "<|im_close|>"))
-    with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
+    with pytest.raises(ValueError, match="tokenizer.json is not the file that the run has kept"):
         open_kept(tmp_path / "run", {})
 
 
@@ -74,3 +76,21 @@ def test_folders_without_a_tokenizer_use_what_the_settings_name(tmp_path):
     (tmp_path / "tokenizer/tokenizer_config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds none of tokenizer.json"):
         read_folder(tmp_path / "tokenizer")
+
+
+@pytest.mark.fault("F38")
+@pytest.mark.parametrize("damage", ["tail flipped", "cut in half", "emptied", "deleted", "a dangling link", "a FIFO"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "chat_template.jinja"])
+def test_a_damaged_file_that_a_run_has_kept_is_named_and_the_run_that_goes_on_brings_it_back(folder, name, damage):
+    tokenizer = load_tokenizer(str(folder / "tokenizer/tokenizer.json"))
+    chat = {"template": "a", "variables": {}, "today": "", "fingerprint": "1"}
+    keep_tokenizer(tokenizer, folder / "run", chat)
+    path = folder / "run/tokenizer" / name
+    was = path.read_bytes()
+    DAMAGES[damage](path)
+    with in_time(), pytest.raises(BadInput, match=name) as error:
+        open_kept(folder / "run", {})
+    assert "\n" not in str(error.value)
+    if damage != "a FIFO":
+        keep_tokenizer(tokenizer, folder / "run", chat)
+        assert path.read_bytes() == was and open_kept(folder / "run", {}).stop_ids == (257, 259)

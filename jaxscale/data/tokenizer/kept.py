@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxscale import foreign, paths
+from jaxscale.data import digest
 from jaxscale.data.tokenizer.about import (
     GENERATION,
     NO_BOS,
@@ -61,13 +62,28 @@ def keep_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
         copied = {name: foreign.read_bytes(path, LARGEST) for name, path in {note["file"]: file, **found}.items()}
     if chat:
         copied[TEMPLATE] = chat["template"].encode()
-    if (folder / NOTE).exists() and paths.read_json(folder / NOTE) == note:
+    note["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in copied.items()}
+    if (folder / NOTE).exists() and paths.read_json(folder / NOTE) == note and is_as_noted(folder, copied):
         return
     if not paths.is_remote(folder):
         paths.make_private(folder)
     for name, content in copied.items():
         paths.write_bytes_atomic(folder / name, content)
     paths.write_json(folder / NOTE, note)  # last: what it names is there
+
+
+def is_as_noted(folder: Any, copied: Mapping[str, bytes]) -> bool:
+    """True if the folder holds these files."""
+    return all((folder / name).exists() and paths.read_bytes(folder / name) == copied[name] for name in copied)
+
+
+def check_noted(about: About, folder: Path) -> None:
+    """Raises BadInput for a file that is no longer as a run has kept it; notes of older runs do not tell."""
+    noted = about.note.get("files", {})
+    for name, sha256 in noted.items() if isinstance(noted, dict) else ():
+        path = folder / name
+        if name in (*FILES, *BESIDE) and not (foreign.is_file(path) and digest.file_sha256(str(path)) == sha256):
+            raise BadInput(f"{path} is not the file that the run has kept; bring that one back")
 
 
 def open_kept(
@@ -109,6 +125,7 @@ def opened(name: str, eos_token: str, bos_token: str) -> KeptTokenizer:
 def read_folder(folder: Path) -> KeptTokenizer:
     """The tokenizer in a local folder. Raises BadInput as open_kept does."""
     about = read_about(folder)
+    check_noted(about, folder)
     if about.note.get("name") == "bytes":
         tokenizer = load_tokenizer("bytes")
     else:
