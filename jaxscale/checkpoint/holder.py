@@ -9,6 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
 
 PADDED = 512  # bytes: a renewal writes over the last one in one call, and is never longer or shorter
@@ -68,7 +69,7 @@ def read_holder(content: bytes) -> Holder | None:
         if set(values) != set(kinds) or not all(isinstance(values[name], kind) for name, kind in kinds.items()):
             return None
         return Holder(**values)
-    except (ValueError, TypeError):
+    except (BadInput, TypeError):
         return None
 
 

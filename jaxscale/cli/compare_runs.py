@@ -19,7 +19,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves, nest
 from jaxscale.cli.shrink import table
-from jaxscale.exits import Exit, put, run_and_exit
+from jaxscale.exits import BadInput, Exit, put, run_and_exit
 from jaxscale.foreign import parse_json
 
 SHOWN_DIFFERENCES = 6
@@ -64,7 +64,7 @@ def read_metrics(workdir: Any, *, clocked: bool = False) -> dict[int, dict[str, 
     for line in file.read_text().splitlines() if file.exists() else ():
         try:
             record = parse_json(line)
-        except ValueError:
+        except BadInput:
             continue
         if "tokens_hash" in record:
             found[record["step"]] = {

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
 
 FIRST_BYTES = 32 << 20  # of a local file at the first look: some 50,000 records, and a run may have written gigabytes
@@ -60,7 +61,7 @@ class Following:
         for line in filter(None, content.decode("utf-8", "replace").split("\n")):
             try:
                 record = parse_json(line)
-            except ValueError:
+            except BadInput:
                 record = None
             if isinstance(record, dict):
                 found.append(record)

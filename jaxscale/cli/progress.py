@@ -7,6 +7,7 @@ from typing import Any
 from jaxscale import paths
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
 
 TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps, and a run may have written gigabytes
@@ -80,6 +81,6 @@ def as_record(line: str) -> dict[str, Any]:
     """The JSON object of a line, {} where it is damaged."""
     try:
         record = parse_json(line)
-    except ValueError:
+    except BadInput:
         return {}
     return record if isinstance(record, dict) else {}

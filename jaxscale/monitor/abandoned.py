@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
 
 
@@ -18,7 +19,7 @@ def abandon(workdir: Any, to_step: int, rewind: int) -> int:
         try:
             record = parse_json(line)
             is_left = int(record["step"]) > to_step
-        except (ValueError, TypeError, KeyError):
+        except (BadInput, TypeError, KeyError):
             continue  # torn: the next start of the metrics would drop it too
         if is_left:
             moved.append(json.dumps({"rewind": rewind} | record))

@@ -125,7 +125,7 @@ def read_events(workdir: Any) -> list[dict[str, Any]]:
         try:
             event = parse_json(line)
             events.append(event | {"event": event["event"], "step": event["step"]})
-        except (ValueError, TypeError, KeyError):
+        except (BadInput, TypeError, KeyError):
             raise BadInput(f"{path}:{number} is no event: damaged, or edited by hand; mend that line") from None
     return events
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from jaxscale import paths
+from jaxscale.exits import BadInput
 from jaxscale.foreign import parse_json
 
 KINDS = ("step", "compile", "restore", "data", "save", "eval", "statistics", "lost", "idle", "other")
@@ -272,7 +273,7 @@ def last_record(path: Any) -> dict[str, Any]:
     for line in reversed(content.decode("utf-8", "replace").split("\n")):
         try:
             record = parse_json(line)
-        except ValueError:
+        except BadInput:
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             return record

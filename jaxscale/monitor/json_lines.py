@@ -37,7 +37,7 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
             for line, whole in pieces(file):
                 try:
                     record = parse_json(line) if line is not None else None
-                except ValueError:
+                except BadInput:
                     record = None
                 if isinstance(record, dict):
                     yield record

@@ -308,7 +308,7 @@ def kept_lines(content: bytes, start_step: int) -> tuple[list[str], list[int], i
     for line in filter(None, text.split("\n")):
         try:
             step = int(parse_json(line)["step"])
-        except (ValueError, TypeError, KeyError):
+        except (BadInput, TypeError, KeyError):
             damaged += 1
             continue
         if 0 < start_step and step <= start_step:

@@ -22,6 +22,7 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.build import Program
+from jaxscale.exits import BadInput
 from jaxscale.paths import cache_dir, make_private, read_json, write_json
 from jaxscale.planner.hlo import Collective, HloFacts, read_hlo
 from jaxscale.planner.topology import Topology, link_domains
@@ -221,7 +222,7 @@ def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
         return dataclasses.replace(from_json(values), kept=True)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (BadInput, TypeError, KeyError, AttributeError) as error:
         say(f"a kept result cannot be read ({error}), so it is compiled again: {file}")
         return None
 

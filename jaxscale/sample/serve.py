@@ -86,7 +86,7 @@ class ChatHandler(LocalHandler):
             return
         try:
             messages = self.read_messages()
-        except ValueError as error:
+        except BadInput as error:
             self.refuse(413 if isinstance(error, TooLong) else 400, str(error))
             return
         if not self.server.busy.acquire(blocking=False):
@@ -108,7 +108,7 @@ class ChatHandler(LocalHandler):
                 self.send_line({"text": piece})
                 if self.server.ending.is_set():
                     raise BadInput("the server has been ended")
-        except (ValueError, Stop) as error:
+        except (BadInput, Stop) as error:
             self.send_line({"error": str(error)})
             return
         except GONE:

@@ -124,7 +124,7 @@ def with_arguments(call: Any, where: str) -> Any:
         return call
     try:
         return {**call, "function": {**function, "arguments": parse_json(function["arguments"])}}
-    except ValueError:
+    except BadInput:
         return call
 
 

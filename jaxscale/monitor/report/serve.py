@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale import paths
-from jaxscale.exits import Stop, tell
+from jaxscale.exits import BadInput, Stop, tell
 from jaxscale.monitor.history import KNOWN, LEDGERS, OTHERS
 from jaxscale.monitor.local_server import LocalHandler, LocalServer
 from jaxscale.monitor.report.page import POLICY, SERVED
@@ -94,7 +94,7 @@ class Handler(LocalHandler):
             return
         try:
             found = self.server.pages.page() if path == "/" else self.server.pages.version()
-        except (ValueError, OSError, Stop) as error:
+        except (BadInput, OSError, Stop) as error:
             tell(f"report: {error}")
             self.answer(503, f"<!doctype html><title>jaxscale</title><p>{escape(error)}</p>", "text/html")
             return
