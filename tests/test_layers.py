@@ -118,6 +118,31 @@ def unsafe_loads(source, file):
     return found
 
 
+def swallowed_defects(source, file):
+    """One line for each `except ValueError` around a call of our own code: it would rephrase our defects too."""
+    tree, found = ast.parse(source), []
+    ours = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    ours |= {name.rpartition(".")[2] for name, *_ in imports(tree, file) if room_of(name) is not None}
+    for block in ast.walk(tree):
+        if not isinstance(block, ast.Try):
+            continue
+        raised = {id(node.exc) for node in ast.walk(block) if isinstance(node, ast.Raise)}
+        calls = {
+            ast.unparse(node.func)
+            for statement in block.body
+            for node in ast.walk(statement)
+            if isinstance(node, ast.Call) and id(node) not in raised
+        }
+        called = sorted(call for call in calls if call.partition(".")[0].partition("(")[0] in ours)
+        for handler in block.handlers:
+            names = {node.id for node in ast.walk(handler.type or ast.Pass()) if isinstance(node, ast.Name)}
+            if called and "ValueError" in names:
+                found.append(
+                    f"{file}:{handler.lineno}: catches ValueError around {called}; BadInput is what they raise"
+                )
+    return found
+
+
 def relative(path):
     return path.relative_to(ROOT).as_posix()
 
@@ -131,6 +156,19 @@ def test_rooms_import_only_rooms_below_them():
 def test_nothing_runs_code_out_of_a_file():
     found = [line for path in modules() for line in unsafe_loads(path.read_text(encoding="utf-8"), relative(path))]
     assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.fault("F39")
+def test_nothing_takes_a_defect_of_ours_for_a_mistake_of_the_user():
+    found = [line for path in modules() for line in swallowed_defects(path.read_text(encoding="utf-8"), relative(path))]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("clause, seen", [("ValueError", 1), ("(OSError, ValueError)", 1), ("BadInput", 0)])
+def test_a_clause_that_would_take_our_defects_is_seen(clause, seen):
+    source = f"from jaxscale.data import pack\n\ntry:\n    x = pack(1)\nexcept {clause}:\n    raise"
+    assert len(swallowed_defects(source, "jaxscale/train/feed.py")) == seen
+    assert not swallowed_defects(source.replace("pack(1)", "int('1')"), "jaxscale/train/feed.py")
 
 
 def test_configs_do_not_import_the_package():

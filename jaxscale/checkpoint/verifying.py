@@ -106,6 +106,6 @@ def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[Damage]:
             described["/".join(str(part["key"]) for part in entry["key_metadata"])] = entry
         if wrong := sorted(set(described) ^ set(leaves)):
             yield Damage(name, f"its leaves are not those of the record: {', '.join(wrong[:4])}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, BadInput, KeyError, TypeError, AttributeError) as error:
         require_reachable(error, folder)
         yield Damage(name, f"it cannot be understood: {short_cause(error)}")

@@ -83,7 +83,7 @@ class Events:
         except Stop:  # the folder is another's now, and so is its log
             self.closed, self.unwritten = True, []
             raise
-        except (OSError, ValueError) as error:
+        except (OSError, BadInput) as error:
             self.problem = getattr(error, "strerror", None) or str(error)
             return False
         self.unwritten, self.problem = [], None

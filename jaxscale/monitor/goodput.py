@@ -268,7 +268,7 @@ def last_record(path: Any) -> dict[str, Any]:
             with paths.open_binary(path) as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
                 content = file.read()
-    except (OSError, ValueError):  # the file's own reader tells of it; here only a number is missing
+    except (OSError, BadInput):  # the file's own reader tells of it; here only a number is missing
         return {}
     for line in reversed(content.decode("utf-8", "replace").split("\n")):
         try:
