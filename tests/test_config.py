@@ -118,6 +118,7 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"seq_len": 1}, "seq_len=1 must be at least 2"),
         ({"model": tiny.GPT2, "seq_len": 64}, "seq_len=64 is longer than model.max_seq_len=32; raise that one"),
         ({"model": tiny.GPT2 | {"num_heads": 3}}, "model: embed_dim=16 must be a multiple of num_heads=3"),
+        ({"data": dict(name="files", files="x.txt", cache_dir="s3://b/x")}, "cache_dir=s3://b/x must be a folder of"),
         ({"train_tokens": "a lot"}, "train_tokens='a lot' is no amount of training"),
         ({"optim.warmup_tokens": "soon"}, "optim.warmup_tokens='soon' is no amount of training"),
         ({"optim.min_lr": 1.0}, "optim: min_lr=1 must lie between 0 and peak_lr=0.01"),

@@ -53,6 +53,7 @@ def is_step_name(name: str) -> bool:
 
 def mark_committed(folder: Any) -> None:
     """Writes the file that comes last."""
+    fence.ask(folder)
     (folder / COMMITTED).write_text(COMMIT_TEXT)
 
 

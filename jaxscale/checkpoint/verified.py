@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxscale import paths
+from jaxscale import fence, paths
 from jaxscale.checkpoint.cause import is_trouble, reached, short_cause
 from jaxscale.checkpoint.stored import Arrays, compare_leaf
 from jaxscale.exits import BadInput
@@ -73,6 +73,7 @@ def forget_last_good(directory: Any, step: int) -> None:
     """Removes last_good.json if it names this step, which will not count any more: a later look would miss it."""
     found = read_last_good(directory)
     if found and found["step"] == step:
+        fence.ask(directory)
         (directory / LAST_GOOD).unlink(missing_ok=True)
 
 

@@ -110,6 +110,9 @@ def token_file_problems(
     """What the names, sizes and headers of token files tell."""
     problems, tokens = [], 0
     for file in everything:
+        if file.path.startswith(STREAMS):
+            problems.append(f"{file.path} is a data set and no file of tokens; set data.name='hf'")
+            continue
         if is_manifest(file.path):
             manifest, more = prepared_problems(file.path, cfg)
             problems += more[:SHOWN]

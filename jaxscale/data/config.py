@@ -137,6 +137,8 @@ class DataConfig(ReadConfig):
             raise BadInput(f"eos_id={self.eos_id} must be a token id, 0 or more")
         if self.cache_bytes <= 0:
             raise BadInput(f"cache_bytes={self.cache_bytes} must be more than 0")
+        if "://" in self.cache_dir:
+            raise BadInput(f"cache_dir={self.cache_dir} must be a folder of this machine")
         check_skips(self.skip_batches)
         check_mixture(self.mixture, self.max_epochs)
         if self.name == "chat" and self.objective.name != "next_token":

@@ -16,6 +16,7 @@ from jaxscale.checkpoint.branch import InitConfig, branch_state, open_source
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.exits import Exit, Stop
+from jaxscale.models.lora import LoraConfig
 from jaxscale.train.loss_scale import LossScale
 from jaxscale.train.state import init_state
 
@@ -49,7 +50,9 @@ def program(seed=0, optimizer=optax.adam, ema=False, mesh=(1, 1), **shape):
         lambda path, leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec(path))),
         jax.eval_shape(init),
     )
-    cfg = types.SimpleNamespace(model=types.SimpleNamespace(vocab_size=shape.get("vocab", OLD_VOCAB)))
+    cfg = types.SimpleNamespace(
+        lora=LoraConfig(), model=types.SimpleNamespace(vocab_size=shape.get("vocab", OLD_VOCAB))
+    )
     shardings = jax.tree.map(lambda leaf: leaf.sharding, abstract)
     return types.SimpleNamespace(init=jax.jit(init, out_shardings=shardings), abstract_state=abstract, cfg=cfg)
 

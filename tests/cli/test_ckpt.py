@@ -50,7 +50,7 @@ def test_list_is_a_table_and_json(do, run):
     assert [json.loads(line)["health"] for line in lines] == ["clean", "suspect", "clean"]
     (run.directory / "30" / "run" / "metadata").write_text("{}")
     _, lines, told = do("list")
-    assert "UNREADABLE" in lines[3] and told.startswith("step 30 cannot be restored: the sha256 of")
+    assert "UNREADABLE" in lines[3] and "run/metadata" in told
 
 
 @pytest.mark.fault("F2")

@@ -290,7 +290,13 @@ def test_a_record_of_thousands_of_files_stays_small_and_a_long_list_is_cut(monke
 
 
 @pytest.mark.fault("F23")
-@pytest.mark.parametrize(("harm", "told"), [(os.unlink, "cannot be read: No such file"), (None, "are not there")])
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (os.unlink, r"tokens [\d,]+ to [\d,]+ cannot be read: No such file"),
+        (None, "was changed after the run began: it is cut short"),
+    ],
+)
 def test_a_shard_that_goes_away_while_a_run_reads_is_named_with_its_tokens(home, monkeypatch, harm, told):
     monkeypatch.chdir(home)
     run = open_run(load_config("tiny.py", {"train_tokens": "5 steps"}), "run", say=lambda text: None)
@@ -298,7 +304,7 @@ def test_a_shard_that_goes_away_while_a_run_reads_is_named_with_its_tokens(home,
         path = home / "set" / f"part-{number}.bin"
         harm(path) if harm else os.truncate(path, 64)
     feed = run.open_feed(3, 5)
-    with pytest.raises(Stop, match=rf"part-\d.bin: tokens [\d,]+ to [\d,]+ {told}") as stop:
+    with pytest.raises(Stop, match=rf"part-\d.bin:? {told}") as stop:
         next(feed)
     assert stop.value.code is Exit.DATA_MISMATCH
     feed.close()
