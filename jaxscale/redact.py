@@ -160,7 +160,8 @@ def in_html(text: Any) -> str:
 def in_markdown(text: Any) -> str:
     """Markdown that shows the text on one line, also in a cell of a table or a heading: nothing in it is obeyed.
 
-    As CommonMark and GitHub read it: no emphasis, code, link, image or HTML, and no address becomes a link.
+    As CommonMark and GitHub read it: no emphasis, code, link, image or HTML, and no web address becomes a link. GitHub
+    still links an e-mail address and a mention (@name), and sets what stands between dollar signs as a formula.
     """
     line = redact(on_one_line(text))
     return SPECIAL.sub(lambda found: f"\\{found[0]}" if found[0] in BACKSLASHED else f"&#{ord(found[0])};", line)

@@ -109,7 +109,8 @@ class LocalHandler(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.server.has_asked(self.connection)
         port = self.server.server_address[1]
-        if self.headers.get_all("Host") in ([f"{name}:{port}"] for name in (ADDRESS, "localhost")):
+        end = "" if port == 80 else f":{port}"  # browsers leave out the port that http has
+        if self.headers.get_all("Host") in ([f"{name}{end}"] for name in (ADDRESS, "localhost")):
             return True
         self.answer(403, "This page is for this machine alone, under its own address.", "text/plain")
         return False

@@ -43,7 +43,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 def too_much(path: Path, what: str) -> BadInput:
     """The error for a file of which no more is read."""
-    return BadInput(f"evaluation file {path} {what}; take a part of it, or set a limit of items where there is one")
+    return BadInput(f"evaluation file {path} {what}; take a part of it")
 
 
 def text_size(value: Any) -> int:

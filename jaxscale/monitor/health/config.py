@@ -118,13 +118,13 @@ class HealthConfig:
         0.2,
         "a throughput that stays lower by this part than it was has dropped",
         may_change=True,
-        read_if=".off!=utilisation_drop",
+        read_if=".off!=utilisation_drop or .off!=busy_machine",
     )
     speed_seconds: float = setting(
         60.0,
         "time for which a wait or a slow step must last to be told",
         may_change=True,
-        read_if=".off!=starvation or .off!=slow_step or .off!=utilisation_drop",
+        read_if=".off!=starvation or .off!=slow_step or .off!=utilisation_drop or .off!=busy_machine",
     )
     memory_rise: float = setting(
         0.05,
