@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+from jaxscale.exits import BadInput
 from jaxscale.sample.serve import open_chat
 from jaxscale.sample.text import Written
 
@@ -34,7 +35,7 @@ class Model:
         said = messages[-1]["content"]
         try:
             if said == "wrong":
-                raise ValueError("this has 99 tokens")
+                raise BadInput("this has 99 tokens")
             for piece in ("é", EVIL, "\n\n", LONG):
                 written[0].tokens += 1
                 yield piece

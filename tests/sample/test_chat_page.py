@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from jaxscale.exits import BadInput
 from jaxscale.sample.page import SCRIPT, chat_page
 from jaxscale.sample.serve import ChatHandler, allowed, check_messages, open_chat
 from jaxscale.sample.text import Written
@@ -149,7 +150,7 @@ def test_a_server_that_ends_breaks_off_what_it_writes_and_begins_nothing():
 
 def test_what_is_wrong_is_told_on_the_page(serve):
     def refuse(messages, written):
-        raise ValueError("this has 99 tokens")
+        raise BadInput("this has 99 tokens")
         yield ""
 
     assert lines(ask(serve(refuse))[2]) == [{"error": "this has 99 tokens"}]
