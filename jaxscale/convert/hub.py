@@ -9,7 +9,7 @@ import urllib.parse
 from typing import Any
 
 from jaxscale import paths
-from jaxscale.convert import adapter_config, adapters, reading, tokenizer_files
+from jaxscale.convert import adapter_config, reading, tokenizer_files
 from jaxscale.convert.settings import HUB_NAME, check_hub_name
 from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.redact import shown
@@ -19,9 +19,10 @@ PRIVATE = ".*"  # files that are ours alone, such as the journal
 
 
 WANTED = (  # of a repository: what is read here, and nothing that is pickled
-    reading.CONFIG, reading.INDEX, reading.WEIGHTS, "model-*.safetensors", adapter_config.FILE, adapters.WEIGHTS,
+    reading.CONFIG, reading.INDEX, "*.safetensors", adapter_config.FILE,
     *tokenizer_files.FILES,
 )  # fmt: skip
+UNWANTED = ("consolidated*", "*/*")  # the same weights again, as their maker keeps them; what no index may name
 ADDRESS = re.compile(
     rf"(?:https://(?:{'|'.join(map(re.escape, paths.HUBS))})/|hf://)?([^/]+/[^/@]+?)(?:/tree/([^/]+))?/?"
 )
@@ -72,7 +73,7 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
     refused = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError)
     try:
         folder = huggingface_hub.snapshot_download(
-            name, revision=revision, allow_patterns=list(WANTED), token=token or False
+            name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), token=token or False
         )
     except refused as error:
         cause = " ".join(shown(str(error)).split())[:200]

@@ -72,6 +72,10 @@ def server(tmp_path):
     found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Repository)
     make_folder(tmp_path / "repo", dtype=FLOAT32, files=2)
     (tmp_path / "repo" / "pytorch_model.bin").write_bytes(b"pickled")
+    (tmp_path / "repo" / "consolidated.safetensors").write_bytes(b"the same again")
+    index = tmp_path / "repo" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model-00001-of-00002", "part.1"))  # any name that an index has
+    (tmp_path / "repo" / "model-00001-of-00002.safetensors").rename(tmp_path / "repo" / "part.1.safetensors")
     (tmp_path / "repo" / "modeling_mine.py").write_text("raise SystemExit")
     found.state = {"asked": [], "folder": tmp_path / "repo"}
     found.url = f"http://127.0.0.1:{found.server_address[1]}"
@@ -93,7 +97,7 @@ def test_a_repository_comes_in_by_its_name_or_address_and_only_what_is_read_is_f
     done = bring_in(server, tmp_path, "--from=https://huggingface.co/org/name", "--revision=v1")
     assert done.returncode == 0, done.stderr
     asked = {path.rpartition("/")[2] for path, _ in server.state["asked"] if "/resolve/" in path}
-    weights = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    weights = {"part.1.safetensors", "model-00002-of-00002.safetensors"}
     assert asked == {"config.json", "model.safetensors.index.json", *weights}
     assert not any(token for _, token in server.state["asked"])
     made = json.loads((tmp_path / "run" / "config.json").read_text())["converted"]
