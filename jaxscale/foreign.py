@@ -2,12 +2,14 @@
 
 A folder of a model may hold a link to any file of this machine, whose content would be read, kept beside the run, and
 sent out with an export. The Hub's own cache is made of links, `models--ORG--NAME/snapshots/REV/FILE` to
-`models--ORG--NAME/blobs/HASH`, and these are followed.
+`models--ORG--NAME/blobs/HASH`, and these are followed, as are those to such files of this user's cache from any folder.
+A file that a person names by its own path may be a link to anywhere.
 """
 
 import json
 import os
 import pathlib
+import re
 import stat
 from typing import Any, BinaryIO
 
@@ -15,6 +17,9 @@ from jaxscale.exits import BadInput
 
 LARGEST_JSON = 64 << 20  # bytes: an index has about 100 for each tensor; a tokenizer.json up to 40 MB
 DEEPEST = 64  # JSON in JSON; a tokenizer.json has about ten
+MOST_LINKS = 40  # to one another, as in Linux
+HF_HOME = "~/.cache/huggingface"
+BLOB = re.compile(r"models--[^/]+/blobs/(?:[0-9a-f]{40}|[0-9a-f]{64})")
 KINDS = ("models--", "datasets--", "spaces--")  # what the Hub's cache calls a repository's folder begins so
 
 
@@ -27,9 +32,10 @@ def real_file(path: Any, inside: Any = None) -> pathlib.Path:
     path = pathlib.Path(path)
     folder = pathlib.Path(os.path.realpath(path.parent if inside is None else inside))
     real = pathlib.Path(os.path.realpath(path))
-    if not any(real.is_relative_to(root) for root in (folder, *blobs_of(folder))):
+    if leads_out(real, folder):
         raise BadInput(
-            f"{path} is a link that leads out of its folder, to {real}; if it is meant, put the file itself there"
+            f"{path} is a link that leads out of its folder, to {real}; if it is meant, put the file itself there, for "
+            f"all of them by cp -rL {folder} NEW"
         )
     try:
         mode = os.stat(real).st_mode
@@ -57,6 +63,35 @@ def blobs_of(folder: pathlib.Path) -> list[pathlib.Path]:
         if parts[place] == "snapshots" and parts[place - 1].startswith(KINDS) and place + 1 < len(parts):
             return [pathlib.Path(*parts[:place], "blobs")]
     return []
+
+
+def leads_out(real: pathlib.Path, folder: pathlib.Path) -> bool:
+    """Whether a file lies neither in a folder nor where the Hub's tools put one of its. Both: without links."""
+    return not (is_hub_blob(real) or any(real.is_relative_to(root) for root in (folder, *blobs_of(folder))))
+
+
+def is_hub_blob(real: pathlib.Path) -> bool:
+    """Whether a file is one of the Hub's cache of this user, to which `hf download --local-dir` once made links."""
+    cache = os.environ.get("HF_HUB_CACHE") or os.path.join(os.environ.get("HF_HOME") or HF_HOME, "hub")
+    root = pathlib.Path(os.path.realpath(os.path.expanduser(cache)))
+    return real.is_relative_to(root) and BLOB.fullmatch(real.relative_to(root).as_posix()) is not None
+
+
+def own_folder(path: Any) -> pathlib.Path:
+    """Where the files lie that belong to one that a person has named: beside it, or beside what it is a link to."""
+    path = pathlib.Path(path).expanduser()
+    for _ in range(MOST_LINKS):
+        real, folder = (pathlib.Path(os.path.realpath(one)) for one in (path, path.parent))
+        if not (path.is_symlink() and leads_out(real, folder)):
+            break
+        path = path.parent / os.readlink(path)
+    return path.parent
+
+
+def read_named(path: Any, largest: int = LARGEST_JSON) -> bytes:
+    """The content of a local file that a person has named; it may be a link. Raises as open_regular and read_bytes."""
+    with open_regular(pathlib.Path(path).expanduser()) as file:
+        return read_at_most(file, path, largest)
 
 
 def check_regular(mode: int, path: Any) -> None:

@@ -17,6 +17,7 @@ from jaxscale.exits import BadInput
 
 pytestmark = pytest.mark.fault("H15")
 SECRET = "the content of a file of this machine"
+CHAT = "{{ messages[0].content }}"
 TEXTS = ("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "generation_config.json")
 
 SMALL = dict(
@@ -152,3 +153,66 @@ def test_a_tokenizer_s_neighbours_are_not_copied_into_a_run_through_links(tmp_pa
     with pytest.raises(BadInput, match="leads out of its folder"):
         keep_tokenizer(tokenizer, tmp_path / "run")
     assert not (tmp_path / "run" / "tokenizer" / "chat_template.jinja").exists()
+
+
+def test_links_of_older_downloads_into_the_hub_s_cache_are_read_and_to_no_other_file_there(tmp_path, monkeypatch):
+    folder = with_tokenizer(tmp_path / "hf", config=SMALL)
+    blobs = tmp_path / "home/hub/models--org--name/blobs"
+    blobs.mkdir(parents=True)
+    for number, path in enumerate(sorted(folder.iterdir())):
+        blob = blobs / f"{number:0{64 if path.suffix == '.safetensors' else 40}x}"
+        path.rename(blob)
+        path.symlink_to(blob)
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(BadInput, match="leads out of its folder.*cp -rL .*/hf NEW"):
+        bring_in(folder, tmp_path / "run")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    assert bring_in(folder, tmp_path / "run") == 0
+    for place in ("home/token", "home/hub/models--org--name/refs/main", "home/hub/models--org--name/blobs/secret"):
+        (tmp_path / place).parent.mkdir(exist_ok=True)
+        (tmp_path / place).write_text(SECRET)
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        (folder / "chat_template.jinja").symlink_to(tmp_path / place)
+        with pytest.raises(BadInput, match="leads out of its folder"):
+            bring_in(folder, tmp_path / "other")
+
+
+@pytest.mark.parametrize("kind", ["file", "two links", "the hub's cache", "a store without names"])
+def test_a_tokenizer_that_a_person_names_may_be_a_link_to_anywhere(tmp_path, kind):
+    real = with_tokenizer(tmp_path / "real", config=SMALL) / "tokenizer.json"
+    link = tmp_path / "work" / "tokenizer.json"
+    link.parent.mkdir()
+    expected = CHAT if kind != "a store without names" else None
+    (real.parent / "chat_template.jinja").write_text(CHAT)
+    if kind == "two links":
+        (tmp_path / "work" / "between.json").symlink_to("../real/tokenizer.json")
+        link.symlink_to("between.json")
+    elif kind == "the hub's cache":
+        snapshot, blobs = (tmp_path / "models--org--name" / name for name in ("snapshots/1", "blobs"))
+        snapshot.mkdir(parents=True)
+        blobs.mkdir()
+        for path in (real, real.parent / "chat_template.jinja"):
+            path.rename(blobs / path.stem)
+            (snapshot / path.name).symlink_to(f"../../blobs/{path.stem}")
+        link.symlink_to(snapshot / "tokenizer.json")
+    elif kind == "a store without names":
+        (tmp_path / "store").mkdir()
+        real.rename(tmp_path / "store" / "abc")
+        link.symlink_to(tmp_path / "store" / "abc")
+    else:
+        link.symlink_to(real)
+    keep_tokenizer(load_tokenizer(str(link)), tmp_path / "run")
+    kept = open_kept(tmp_path / "run", {})
+    found = find_template(kept.about)
+    assert kept.tokenizer.encode("a").tolist() == [97] and (found and found[0]) == expected
+    assert open_kept(tmp_path / "none", {}, named=str(link)).tokenizer.name == str(link)
+
+
+def test_a_work_folder_s_tokenizer_is_no_link_out_when_it_is_named_either(tmp_path):
+    real = with_tokenizer(tmp_path / "real", config=SMALL) / "tokenizer.json"
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "tokenizer").mkdir()
+    (tmp_path / "run" / "tokenizer" / "tokenizer.json").symlink_to(real)
+    with pytest.raises(BadInput, match="leads out of its folder"):
+        load_tokenizer(str(tmp_path / "run" / "tokenizer" / "tokenizer.json"))

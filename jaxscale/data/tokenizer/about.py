@@ -35,7 +35,7 @@ def read_about(folder: Path | None) -> About:
 
 def naming_files(tokenizer_file: Path) -> list[Path]:
     """The files beside a tokenizer's that name its special tokens, as far as they are there."""
-    beside = (tokenizer_file.parent / name for name in (NOTE, SETTINGS, SPECIAL))
+    beside = (foreign.own_folder(tokenizer_file) / name for name in (NOTE, SETTINGS, SPECIAL))
     return [path for path in beside if foreign.is_file(path)]
 
 
@@ -56,7 +56,7 @@ def read_object(folder: Path | None, name: str) -> dict[str, Any]:
 
 def beside(tokenizer: Tokenizer) -> Path | None:
     """The folder of a tokenizer's file; None for bytes, which have none."""
-    return None if tokenizer.name == "bytes" else Path(tokenizer.name).expanduser().parent
+    return None if tokenizer.name == "bytes" else foreign.own_folder(tokenizer.name)
 
 
 def token_text(value: Any) -> str:

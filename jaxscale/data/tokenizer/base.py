@@ -128,7 +128,7 @@ def begin_names(tokenizer: Tokenizer) -> tuple[str, ...]:
 def fingerprint(kind: str, path: Path, eos_id: int, begin_ids: Sequence[int]) -> str:
     """sha256 of the file's bytes, of how they are read, and of what begins and ends a document."""
     begin = f"|{','.join(map(str, begin_ids))}" if begin_ids else ""
-    return hashlib.sha256(foreign.read_bytes(path, LARGEST) + f"|{kind}|{eos_id}{begin}".encode()).hexdigest()
+    return hashlib.sha256(foreign.read_named(path, LARGEST) + f"|{kind}|{eos_id}{begin}".encode()).hexdigest()
 
 
 def find_marks(ids: Mapping[str, int]) -> Marks:

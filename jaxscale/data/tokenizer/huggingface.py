@@ -44,7 +44,7 @@ class HuggingFaceTokenizer:
         encoding: EncodeConfig = EncodeConfig(),  # noqa: B008 - frozen
     ):
         is_list = path.endswith(".txt")
-        content = foreign.read_bytes(path, LARGEST)
+        content = foreign.read_named(path, LARGEST)
         with faults_of(f"data.tokenizer={path} cannot be read as a {'WordPiece vocab.txt' if is_list else JSON}"):
             self._tokenizer = read_vocab_txt(content) if is_list else tokenizers.Tokenizer.from_str(content.decode())
         self._tokenizer.encode_special_tokens = True

@@ -59,7 +59,8 @@ def keep_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
         file = Path(tokenizer.name).expanduser()
         note["file"] = {".model": "tokenizer.model", ".txt": "vocab.txt"}.get(file.suffix, "tokenizer.json")
         found = {name: source / name for name in BESIDE if name != NOTE and foreign.is_file(source / name)}
-        copied = {name: foreign.read_bytes(path, LARGEST) for name, path in {note["file"]: file, **found}.items()}
+        copied = {note["file"]: foreign.read_named(file, LARGEST)}
+        copied |= {name: foreign.read_bytes(path, LARGEST) for name, path in found.items()}
     if chat:
         copied[TEMPLATE] = chat["template"].encode()
     note["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in copied.items()}

@@ -3,6 +3,7 @@
 import functools
 from pathlib import Path
 
+from jaxscale import foreign
 from jaxscale.data.tokenizer.about import NO_BOS, begin_tokens, end_token, read_about
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
@@ -28,12 +29,20 @@ def load_tokenizer(
             raise BadInput(f"data.bos_token={bos_token}: data.tokenizer=bytes has no such token; leave it out")
         return ByteTokenizer()
     path = Path(name).expanduser()
-    about = read_about(path.parent)
+    if is_kept(path):
+        foreign.check_folder(path.parent, path.parent.parent)
+        foreign.real_file(path)  # BadInput for a link out of a folder that may have come from elsewhere
+    about = read_about(foreign.own_folder(path))
     ends, begins = eos_token or end_token(about), begin_tokens(about, bos_token)
     tokenizer = read_tokenizer(str(path), ends, begins, path.stat().st_mtime_ns, encoding)
     if bos_token and begin_names(tokenizer) != begins:
         raise BadInput(f"data.bos_token={bos_token} is no special token of {name}; name another, or none")
     return tokenizer
+
+
+def is_kept(path: Path) -> bool:
+    """Whether a file lies in WORKDIR/tokenizer."""
+    return path.absolute().parent.name == "tokenizer" and (path.absolute().parent.parent / "checkpoints").is_dir()
 
 
 @functools.lru_cache(maxsize=2)

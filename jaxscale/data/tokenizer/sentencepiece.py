@@ -20,7 +20,7 @@ class SentencePieceTokenizer:
 
     def __init__(self, path: str, eos_token: str = "", begin_tokens: Sequence[str] | None = None):
         try:
-            self._processor = sentencepiece.SentencePieceProcessor(model_proto=foreign.read_bytes(path, LARGEST))
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=foreign.read_named(path, LARGEST))
         except (RuntimeError, OSError) as error:
             reason = " ".join(str(error).split())
             raise BadInput(f"data.tokenizer={path} cannot be read as a SentencePiece model: {reason}") from None
