@@ -25,7 +25,10 @@ READ = {
 ALLOWED = dict(
     peft_type=("LORA",), task_type=(None, "CAUSAL_LM"), bias=("none",), init_lora_weights=(True, False, "gaussian")
 )
-MOST_REPEATS, LONGEST_PATTERN = 6, 2000  # of a regular expression that somebody else wrote: more could run for hours
+# Of a regular expression that somebody else wrote: more could run for hours.
+MOST_REPEATS, MOST_WAYS, LONGEST_PATTERN = 6, 100_000, 2000
+# A group that is repeated; flags and comments, and brackets in a set, behind which one could hide.
+ENDLESS = re.compile(r"\)[*+?{]|\(\?[^:!=<P]|\[\^?\]|\[[^\]]*[()|\[]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +110,9 @@ def modules(told: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
 
 def check_pattern(pattern: str) -> None:
     """Raises BadInput for what is no regular expression, or one that may run without end."""
-    repeats = len(re.findall(r"[*+{]", pattern))
-    if len(pattern) > LONGEST_PATTERN or repeats > MOST_REPEATS or re.search(r"\)[*+{]", pattern):
+    bare = re.sub(r"\\.", "a", pattern, flags=re.DOTALL).replace("(?:", "(")  # what is escaped repeats nothing
+    repeats = len(re.findall(r"[*+?{]\??", bare))  # .*? is one
+    if len(pattern) > LONGEST_PATTERN or repeats > MOST_REPEATS or ENDLESS.search(bare) or ways(bare) > MOST_WAYS:
         raise BadInput(
             f"{FILE}: the pattern {pattern[:80]!r} may take without end to match; name the modules in a list"
         )
@@ -116,6 +120,19 @@ def check_pattern(pattern: str) -> None:
         re.compile(pattern)
     except re.error as error:
         raise BadInput(f"{FILE}: {pattern[:80]!r} is no regular expression: {error}") from None
+
+
+def ways(bare: str) -> int:
+    """In how many ways the alternatives of a pattern's groups can be chosen, at most. bare: without what is escaped."""
+    total, choices = 1, [1]
+    for character in bare:
+        if character == "(":
+            choices.append(1)
+        elif character == "|":
+            choices[-1] += 1
+        elif character == ")" and len(choices) > 1:
+            total *= choices.pop()
+    return total
 
 
 def is_among(names: str | Sequence[str], module: str) -> bool:

@@ -22,6 +22,7 @@ from jaxscale.convert.families.family import matches_any
 from jaxscale.convert.ranges import look_at, names_in
 from jaxscale.convert.reading import PICKLED, read_object
 from jaxscale.convert.safetensors import Tensor, read_header
+from jaxscale.convert.settings import HUB_NAME
 from jaxscale.convert.twins import same_bytes
 from jaxscale.exits import BadInput
 from jaxscale.models import AnyModelConfig
@@ -263,8 +264,8 @@ def where_base_is(adapter: Adapter, given: str | None) -> str:
     if base is None:
         raise BadInput(f"{adapter.folder} is an adapter and does not say of which model; give --base=FOLDER")
     if given is None and (paths.is_remote(base) or not paths.as_path(base).is_dir()):
+        fetched = f"--base={base[:200]}, which fetches it from the Hub, or " if HUB_NAME.fullmatch(base) else ""
         raise BadInput(
-            f"{adapter.folder} is an adapter of {base[:200]}, which is no folder here; fetch that model and give "
-            "--base=FOLDER"
+            f"{adapter.folder} is an adapter of {base[:200]}, which is no folder here; give {fetched}--base=FOLDER"
         )
     return base
