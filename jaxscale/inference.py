@@ -19,6 +19,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.convert.families import family_for
 from jaxscale.data.batch import Batch
 from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.tokenizer.fitting import fits, fitted, tell_beyond
 from jaxscale.data.tokenizer.kept import KeptTokenizer, open_kept
 from jaxscale.eval.scorer import Scorer
 from jaxscale.exits import BadInput
@@ -79,11 +80,14 @@ def open_model(
     placed = place_model(cfg, make_mesh(mesh), config.get("rules", "zero3"), lora=lora)
     workdir = source.checkpoints.directory.parent
     kept = open_kept(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
-    if kept is not None and kept.tokenizer.vocab_size > cfg.vocab_size:
+    if kept is not None and not fits(kept.tokenizer, cfg.vocab_size):
         raise BadInput(
             f"{kept.tokenizer.name} has {kept.tokenizer.vocab_size} ids, and the model of {source} only "
             f"{cfg.vocab_size}: it is not its tokenizer"
         )
+    if kept is not None and (line := tell_beyond(kept.tokenizer, cfg.vocab_size)):
+        say(f"{kept.tokenizer.name} {line}")
+        kept = dataclasses.replace(kept, tokenizer=fitted(kept.tokenizer, cfg.vocab_size))
     average = ", the running average" if what == "ema" else ""
     adapters = f", with its adapters of rank {lora.rank}" if lora.on else ""
     say(  # before the arrays are read, which takes minutes where they are large

@@ -1,11 +1,14 @@
 """A model that nobody gave a tokenizer reads and writes token ids, and is never taken to read bytes."""
 
+import copy
 import json
 import pathlib
+import shutil
 import sys
 
 import numpy as np
 import pytest
+import tokenizers
 
 sys.path.append(str(pathlib.Path(__file__).parent / "convert"))
 import hf_folders
@@ -14,6 +17,10 @@ import jaxscale
 from jaxscale.cli import convert
 from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import sample as sample_verb
+from jaxscale.convert import tokenizer_files
+from jaxscale.data.chat.asking import open_asking
+from jaxscale.data.checks import tokenizer_problems
+from jaxscale.data.config import DataConfig
 from jaxscale.exits import BadInput
 
 CONFIG = dict(
@@ -102,3 +109,45 @@ def test_what_is_no_token_file_is_one_line(model, tmp_path):
             jaxscale.evaluate(model, tokens={"x": given})
     with pytest.raises(BadInput, match="tokens=.* must name what it measures"):
         jaxscale.evaluate(model, tokens=[[1, 2]])
+
+
+@pytest.fixture(scope="module")
+def with_more(tmp_path_factory):
+    """A folder whose tokenizer has a special token that its model has no row for, as Gemma 3's smallest has."""
+    folder = tmp_path_factory.mktemp("more")
+    hf_folders.make_folder(folder / "hf", config=CONFIG, dtype=hf_folders.FLOAT32)
+    made = tokenizers.Tokenizer.from_str(tokenizer_files.byte_level())
+    made.add_special_tokens(["<image>"])
+    made.save(str(folder / "hf/tokenizer.json"))
+    settings = {"eos_token": "<|endoftext|>", "chat_template": "{{ messages[0].content }}<image>"}
+    (folder / "hf/tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_special_tokens_that_only_a_larger_model_has_are_told_and_never_used(with_more, capsys):
+    assert convert.main([f"--from={with_more / 'hf'}", f"--workdir={with_more / 'run'}"]) == 0
+    told = "tokenizer.json has special tokens for which the model has no id, and which are never used: <image>"
+    assert told in capsys.readouterr().err
+    lines = []
+    model = jaxscale.open_model(str(with_more / "run"), say=lines.append)
+    assert [told in line for line in lines].count(True) == 1
+    assert jaxscale.sample(model, "a<image>", num_tokens=3, temperature=0.0) is not None  # in a text it is text
+    refused = "a text has <image>, which is token id 257 of the tokenizer, and the model has 257 ids"
+    with pytest.raises(BadInput, match=refused):
+        open_asking(model.kept, "2026-01-01").ids([{"role": "user", "content": "a"}])
+    config = DataConfig(tokenizer=str(with_more / "run/tokenizer/tokenizer.json"))
+    assert tokenizer_problems(config, config.tokenizer, 257) == []
+    assert copy.copy(model.tokenizer).vocab_size == 258
+
+
+@pytest.mark.parametrize("kind", ["text", "end", "begin"])
+def test_a_tokenizer_whose_texts_need_more_ids_than_the_model_has_is_refused(with_more, tmp_path, kind):
+    shutil.copytree(with_more / "hf", tmp_path / "hf")
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "hf/tokenizer.json"))
+    about = {"eos_token": "<image>" if kind == "end" else "<|endoftext|>", "bos_token": "<image>"}
+    if kind == "text":
+        made.add_tokens(["plain"])
+        made.save(str(tmp_path / "hf/tokenizer.json"))
+    (tmp_path / "hf/tokenizer_config.json").write_text(json.dumps(about | {"add_bos_token": kind == "begin"}))
+    with pytest.raises(BadInput, match="tokenizer.json has 25[89] ids, and the model of config.json only 257"):
+        convert.main([f"--from={tmp_path / 'hf'}", f"--workdir={tmp_path / 'run'}"])

@@ -55,7 +55,7 @@ def open_incoming(name: str, base: str | None = None, keep: bool = False) -> Inc
         raise BadInput(f"--from={name}: {error}") from None
     own = tokenizer_files.read_files(adapter.folder, adapter.files)
     files = tokenizer_files.with_generation(own, model.kept) if tokenizer_files.main_file(own) else model.files
-    tokenizer_files.check_works(files, model.cfg.vocab_size, adapter.folder)
+    notes = tokenizer_files.check_works(files, model.cfg.vocab_size, adapter.folder)
     identity = hashlib.sha256(f"{model.identity} {adapter.identity} {keep}".encode()).hexdigest()
     done, changes = f"{name}, {len(found)} matrices, merged", {}
     if keep:
@@ -65,7 +65,8 @@ def open_incoming(name: str, base: str | None = None, keep: bool = False) -> Inc
         changes = dict(lora=lora, pairs=[*model.pairs, *pairs], tensors={**model.tensors, **adapter.tensors})
     else:
         changes = dict(tensors=adapters.merged_tensors(adapter, found, model.pairs, model.tensors))
-    return dataclasses.replace(model, files=files, identity=identity, adapter=done, **changes)
+    notes = list(dict.fromkeys([*model.notes, *notes]))
+    return dataclasses.replace(model, files=files, identity=identity, notes=notes, adapter=done, **changes)
 
 
 def open_model(name: str, named: str) -> Incoming:
@@ -82,7 +83,7 @@ def open_model(name: str, named: str) -> Incoming:
     check_tensors(matched.pairs, found.tensors)
     check_twins(matched, found.tensors)
     files = tokenizer_files.with_generation(tokenizer_files.read_files(found.folder, found.files), kept)
-    tokenizer_files.check_works(files, cfg.vocab_size, found.folder)
+    odd = tokenizer_files.check_works(files, cfg.vocab_size, found.folder)
     return Incoming(
         name=name,
         family=family,
@@ -93,5 +94,5 @@ def open_model(name: str, named: str) -> Incoming:
         left_out=matched.left_out,
         files=files,
         identity=found.identity,
-        notes=families.notes(found.config),
+        notes=[*families.notes(found.config), *odd],
     )

@@ -17,6 +17,7 @@ from jaxscale.convert.text_begin import begin_with
 from jaxscale.data.tokenizer.about import NO_BOS, SPECIAL, About, begin_tokens
 from jaxscale.data.tokenizer.base import LARGEST, Tokenizer, begin_names, faults_of
 from jaxscale.data.tokenizer.bytes import EOS_ID
+from jaxscale.data.tokenizer.fitting import fits, tell_beyond
 from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.data.tokenizer.probe import probes
 from jaxscale.data.tokenizer.split import byte_alphabet
@@ -68,11 +69,11 @@ def bring_in(files: Mapping[str, bytes], workdir: Any) -> None:
         paths.write_bytes_atomic(workdir / FOLDER / kept_name(name), content)
 
 
-def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> None:
-    """Raises BadInput if the tokenizer among the files cannot be used by a model with so many ids."""
+def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
+    """Lines on the tokenizer among the files. Raises BadInput if a model with so many ids cannot use it."""
     check_end_ids(read_object(files.get(GENERATION, b"")), vocab_size, str(folder / GENERATION))
     if (main := main_file(files)) is None:
-        return
+        return []
     with tempfile.TemporaryDirectory() as scratch:
         for name, content in files.items():
             (pathlib.Path(scratch) / name).write_bytes(content)
@@ -82,11 +83,12 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> Non
         except BadInput as error:
             told = str(error).replace("data.tokenizer=", "").replace(scratch, str(folder))
             raise BadInput(f"{told}; mend it, or take {main} away to convert the weights alone") from None
-    if tokenizer.vocab_size > vocab_size:
+    if not fits(tokenizer, vocab_size):
         raise BadInput(
             f"{folder / main} has {tokenizer.vocab_size} ids, and the model of config.json only {vocab_size}: they do "
             f"not belong together; bring the right one, or take {main} away to convert the weights alone"
         )
+    return [f"{main} {line}"] if (line := tell_beyond(tokenizer, vocab_size)) else []
 
 
 def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
@@ -182,7 +184,7 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
         return Texts(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
     own = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
     tokenizer = load_tokenizer(name, eos_token, data.get("bos_token", NO_BOS))
-    texts = loaded(files | {own: foreign.read_bytes(path, LARGEST)}, own, tokenizer.eos_token, seq_len)
+    texts = loaded(files | {own: foreign.read_named(path, LARGEST)}, own, tokenizer.eos_token, seq_len)
     return begun(texts, begin_names(tokenizer))
 
 

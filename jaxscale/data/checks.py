@@ -17,6 +17,7 @@ from jaxscale.data.packing import DocumentTable
 from jaxscale.data.prepared import prepared_problems
 from jaxscale.data.sources import SourceFile, list_files, stdlib_files, text_problem
 from jaxscale.data.sources.files import STREAMS, Globs, is_saved_dataset, size_of
+from jaxscale.data.tokenizer.fitting import fits
 from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
 from jaxscale.exits import BadInput
 
@@ -86,7 +87,7 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int) -> list[str]
         tokenizer = load_tokenizer(name, cfg.eos_token, cfg.bos_token)
     except BadInput as error:
         return [str(error)]
-    if tokenizer.vocab_size > vocab_size:
+    if not fits(tokenizer, vocab_size):
         return [
             f"data.tokenizer={name} has ids up to {tokenizer.vocab_size - 1}, but the model has model.vocab_size="
             f"{vocab_size}; set it to {tokenizer.vocab_size} or more"

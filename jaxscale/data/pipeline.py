@@ -41,6 +41,7 @@ from jaxscale.data.split import hold_out
 from jaxscale.data.synthetic import SyntheticRows
 from jaxscale.data.token_files import common_token_bytes, open_tokens
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
+from jaxscale.data.tokenizer.fitting import fits, fitted, tell_beyond
 from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.exits import BadInput
 
@@ -186,6 +187,9 @@ def open_data(
         shards, val_shards, tokenizer = open_tokens(cfg, files, val_files, vocab_size, say)
     else:
         tokenizer = load_tokenizer(cfg.tokenizer or "bytes", cfg.eos_token, cfg.bos_token)
+        if fits(tokenizer, vocab_size) and (line := tell_beyond(tokenizer, vocab_size)):
+            say(f"{tokenizer.name} {line}")
+            tokenizer = fitted(tokenizer, vocab_size)
         shards = [tokenised(files, tokenizer, cfg, say)]
         for line in unpinned(files, shards[0]):
             say(line)

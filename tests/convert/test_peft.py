@@ -8,12 +8,13 @@ import subprocess
 import numpy as np
 import pytest
 import tiny
+import tokenizers
 from hf_folders import FLOAT32, GPT2, LLAMA, assert_same, make_folder, read_file, read_folder, write_file
 
 from jaxscale import schema
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.cli import convert
-from jaxscale.convert import adapter_config
+from jaxscale.convert import adapter_config, tokenizer_files
 from jaxscale.convert.adapters import OF_A, OF_B, OUTER
 from jaxscale.data.batch import Batch
 from jaxscale.exits import BadInput
@@ -174,10 +175,17 @@ def test_a_run_goes_on_from_an_adapter_with_its_scale_and_no_other(tmp_path, lla
         (dict(target_modules=["q_proj"]), "has tensors of model.layers.0.self_attn.v_proj, and target_modules"),
         (dict(target_modules=["q_proj", "v_proj", "o_proj"]), "has no tensors of model.layers.0.self_attn.o_proj"),
         (dict(target_modules="(a+)+b"), "may take without end to match; name the modules in a list"),
+        (dict(target_modules=".?" * 40 + "X"), "may take without end to match"),
+        (dict(target_modules="(.?.?)?" * 3), "may take without end to match"),
+        (dict(rank_pattern={"(.|.)" * 40: 8}), "may take without end to match"),
+        (dict(target_modules="(?x)(a+) +b"), "may take without end to match"),
         (dict(target_modules="[q"), "is no regular expression"),
         (dict(target_modules={"q": 1}), "target_modules is neither a pattern nor a list"),
         (dict(rank_pattern=["q"]), "rank_pattern is no table"),
-        (dict(base_model_name_or_path="org/name"), "is an adapter of org/name, which is no folder here; fetch that"),
+        (
+            dict(base_model_name_or_path="org/name"),
+            "is an adapter of org/name, which is no folder here; give --base=org/name, which",
+        ),
         (dict(base_model_name_or_path="gs://bucket/base"), "is an adapter of gs://bucket/base, which is no folder"),
         (dict(base_model_name_or_path=None), "is an adapter and does not say of which model; give --base=FOLDER"),
     ],
@@ -239,8 +247,24 @@ def test_an_adapter_names_its_modules_as_peft_matches_them():
     assert has(q, target_modules="all-linear") and not has("lm_head", target_modules="all-linear")
     assert has("lm_head", target_modules=["lm_head"])
     assert not has(q, target_modules="all-linear", exclude_modules=["self_attn.q_proj"])
+    unsloth = (
+        r"(?:.*?(?:vision|language).*?(?:self_attn|mlp).*?(?:q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj).*?)|"
+        r"(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|k_proj|v_proj)))"
+    )
+    for pattern in (r".*\.(q_proj|v_proj)", r"(?!.*\.1\.).*\.(?:q|k)_proj", r"model\.layers\.\d+\..*_proj", unsloth):
+        assert has(q, target_modules=pattern) and not has(f"{q}_", target_modules=pattern + "$")
     config = adapter_config.read(dict(r=4, lora_alpha=2, rank_pattern={"q_proj": 8, r"layers\.0\..*": 2}))
     assert config.rank_of(q) == 8 and config.rank_of(q.replace("q_", "k_")) == 2 and config.scale_of(q) == 0.25
+
+
+def test_an_adapter_may_come_with_a_padding_token_that_its_model_never_got(tmp_path, capsys):
+    values = make_folder(tmp_path / "base", LLAMA | {"vocab_size": 257}, FLOAT32)
+    make_adapter(tmp_path / "adapter", {module: values[f"{module}.weight"].shape for module in QV})
+    made = tokenizers.Tokenizer.from_str(tokenizer_files.byte_level())
+    made.add_special_tokens(["<pad>"])
+    made.save(str(tmp_path / "adapter/tokenizer.json"))
+    flags = [f"--from={tmp_path / 'adapter'}", f"--base={tmp_path / 'base'}", f"--workdir={tmp_path / 'run'}"]
+    assert convert.main(flags) == 0 and capsys.readouterr().err.count("which are never used: <pad>") == 1
 
 
 def tokens_of(folder):
