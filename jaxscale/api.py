@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 
 from jaxscale import paths, start, units  # noqa: E402
 from jaxscale.checkpoint.branch import open_source  # noqa: E402
-from jaxscale.checkpoint.cause import reached, written  # noqa: E402
+from jaxscale.checkpoint.cause import written  # noqa: E402
 from jaxscale.cli.evaluate import BATCH_TOKENS, Request, check_context, check_request, make_measure  # noqa: E402
 from jaxscale.cli.evaluate_steps import by_name, record_of, save_record  # noqa: E402
 from jaxscale.cli.report import price_of, read_all  # noqa: E402
@@ -44,11 +44,9 @@ from jaxscale.inference import (  # noqa: E402
 from jaxscale.main import train_in  # noqa: E402
 from jaxscale.monitor.history import read_history  # noqa: E402
 from jaxscale.monitor.report import make_page  # noqa: E402
-from jaxscale.same_run import recorded_settings  # noqa: E402
 from jaxscale.sample.choose import Sampling  # noqa: E402
 from jaxscale.sample.generator import own_numbers  # noqa: E402
 from jaxscale.sample.text import write_ids  # noqa: E402
-from jaxscale.unread import refuse_unread  # noqa: E402
 
 __all__ = ["Report", "Trained", "evaluate", "load_config", "open_model", "report", "sample", "train"]
 
@@ -115,7 +113,6 @@ def train(
     wishes = start.wishes_of(options, {"steal_lock"} if steal_lock else set())
     if not isinstance(cfg, RunConfig):
         raise BadInput(f"cfg={cfg!r} is no config; train(load_config(FILE), WORKDIR) is how a file is trained")
-    refuse_unread(cfg, recorded=lambda: reached(lambda: recorded_settings(str(workdir)), workdir))
     train_in(str(workdir), cfg, wishes, {})
     rows = read_history(workdir).rows
     latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}

@@ -14,7 +14,7 @@ import pytest
 import tiny
 
 import jaxscale
-from jaxscale import api, config, inference
+from jaxscale import api, config, inference, schema
 from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import sample as sample_verb
 from jaxscale.exits import BadInput, Exit, Stop
@@ -152,9 +152,9 @@ def test_what_a_person_got_wrong_is_one_line(call, told, model):
 
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory):
-    """A run of four steps with nothing beside it."""
+    """A run of four steps with nothing beside it: the file's sample, whose prompt is left, is switched off."""
     file = tmp_path_factory.mktemp("config") / "tiny.py"
-    file.write_text(f"def get_config():\n    return {tiny.VALUES!r}\n")
+    file.write_text(f"def get_config():\n    return {schema.merge(tiny.VALUES, {'sample.prompt': 'def '})!r}\n")
     bare = {"eval.num_rows": 0, "sample.num_tokens": 0, "monitor.statistics_every_steps": 0, "mesh.fsdp": 1}
     bare |= {"model.num_layers": 1, "monitor.tensorboard": False, "train_tokens": "4 steps", "mesh.data": -1}
     return jaxscale.load_config(str(file), bare)
