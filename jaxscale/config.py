@@ -249,7 +249,7 @@ def load_config(
     """The RunConfig of a file with get_config(), which returns an ml_collections.ConfigDict, and of overrides by name.
 
     'configs/auto.py:depth=8' calls get_config('depth=8'). A config is code: it is run, so it must be a local file.
-    recorded: {dotted name: value} of the run that goes on, which may hold settings that nothing reads; else refused.
+    recorded: the settings of the run that goes on, which may hold some that nothing reads; else those are refused.
     """
     cfg = schema.from_dict(RunConfig, schema.merge(config_values(path), overrides or {}))
     check_no_secrets(schema.flatten(schema.to_dict(cfg)))

@@ -53,8 +53,8 @@ def has_begun(workdir: str) -> bool:
 
 
 def recorded_settings(workdir: str) -> dict[str, Any]:
-    """{dotted name: value} of the run in the folder, as it was last started; {} where there is none."""
-    return schema.flatten(recorded_run(paths.as_path(workdir)).get("config", {}))
+    """The settings of the run in the folder, as it was last started; {} where there is none."""
+    return recorded_run(paths.as_path(workdir)).get("config", {})
 
 
 def recorded_run(folder: Any) -> dict[str, Any]:
@@ -85,16 +85,16 @@ def check_same_run(
             Exit.CONFIG_MISMATCH,
             f"{folder} holds a converted model and no run: train it in another --workdir, with --init_from={folder}",
         )
-    old, idle = recorded["config"], set()
+    old, new = recorded["config"], schema.to_dict(cfg)
     with contextlib.suppress(ValueError):
         before = schema.from_dict(RunConfig, old)
         old = schema.to_dict(before)  # settings that are newer than the run get their defaults
-        idle = set(unread(before)) & set(unread(cfg))
+        for idle in unread(before).keys() & unread(cfg).keys():
+            schema.put(old, idle, schema.look_up(new, idle))
     may = schema.changeable(RunConfig)
     changed = [
         Change(name, was, now, allowed=not may.intersection(groups_of(name)))
-        for name, (was, now) in schema.difference(old, schema.to_dict(cfg)).items()
-        if not idle.intersection(groups_of(name))
+        for name, (was, now) in schema.difference(old, new).items()
     ]
     refused = [change for change in changed if change.allowed and not set(allowed).intersection(groups_of(change.name))]
     if refused:

@@ -8,6 +8,9 @@ apart by their `name: Literal[...]`, or `kind: Literal[...]` where they have no 
 import ast
 import dataclasses
 import difflib
+import functools
+import operator
+import re
 import sys
 import types
 import typing
@@ -86,6 +89,25 @@ def flatten(values: Any, path: str = "") -> dict[str, Any]:
     if isinstance(values, Mapping) and values:
         return {key: leaf for name, value in values.items() for key, leaf in flatten(value, join(path, name)).items()}
     return {path: values}
+
+
+def keys_of(name: str) -> list[str | int]:
+    """'optim.groups[0].frozen' -> ['optim', 'groups', 0, 'frozen']."""
+    return [int(index) if index else key for index, key in re.findall(r"\[(\d+)\]|([^.\[\]]+)", name)]
+
+
+def look_up(values: Any, name: str) -> Any:
+    """What the nested plain data have under the name; MISSING where they have nothing."""
+    try:
+        return functools.reduce(operator.getitem, keys_of(name), values)
+    except (LookupError, TypeError):  # none where a group is now
+        return dataclasses.MISSING
+
+
+def put(values: Any, name: str, value: Any) -> None:
+    """Puts the value where the nested plain data have another under the name."""
+    *place, last = keys_of(name)
+    functools.reduce(operator.getitem, place, values)[last] = value
 
 
 def describe(cls: type, path: str = "") -> Iterator[tuple[str, str, str, str]]:

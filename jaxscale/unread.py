@@ -79,19 +79,19 @@ def unread(config: Any) -> dict[str, tuple[Leaf, list[Clause]]]:
 def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[], Mapping[str, Any]] = dict) -> None:
     """Raises BadInput, one line, for settings that differ from their defaults and are not read.
 
-    given: names of the command line, which can be left out there; what a file sets for a thing that is switched off
-    there is let through. recorded: asked only where there are such settings; {name: value} of the run that goes on,
+    given: names of the command line, which can be left out there; what a file sets for a choice that the command line
+    changes is let through. recorded: asked only where there are such settings; the settings of the run that goes on,
     whose own are let through.
     """
     typed = lambda name: any(name == one or name.startswith(f"{one}.") for one in given)
-    switched_off = lambda lacking: all(clause.sign == "on" and typed(clause.name) for clause in lacking)
+    switched = lambda lacking: all(typed(clause.name) for clause in lacking)
     found = {
         name: (leaf, lacking)
         for name, (leaf, lacking) in unread(config).items()
-        if not leaf.is_default and (typed(name) or not switched_off(lacking))
+        if not leaf.is_default and (typed(name) or not switched(lacking))
     }
     kept = recorded() if found else {}
-    found = {name: why for name, why in found.items() if name not in kept or kept[name] != schema.to_dict(why[0].value)}
+    found = {name: why for name, why in found.items() if schema.look_up(kept, name) != schema.to_dict(why[0].value)}
     if not found:
         return
     values = {leaf.name: leaf.value for leaf in leaves(config)}
@@ -110,6 +110,7 @@ def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[
 
 def way_to(clause: Clause, value: Any) -> str:
     """'set data.name to files or hf': what makes the clause hold, where the value does not."""
+    several = isinstance(value, (tuple, list))
     match clause.sign:
         case "on":
             if isinstance(value, bool):
@@ -118,8 +119,12 @@ def way_to(clause: Clause, value: Any) -> str:
         case "off":
             return f"leave {clause.name} empty"
         case "=":
+            if several:
+                return f"add {or_list(clause.values)} to {clause.name}"
             return f"set {clause.name} to {or_list(clause.values)}"
-    return f"set {clause.name} to another than {or_list(clause.values)}"
+    if several:
+        return f"take {' and '.join(one for one in value if one in clause.values)} out of {clause.name}"
+    return f"set {clause.name} to something other than {or_list(clause.values)}"
 
 
 def way_back(settings: list[Leaf], typed: Callable[[str], bool]) -> str:

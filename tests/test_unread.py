@@ -2,8 +2,10 @@
 
 import ast
 import functools
+import inspect
 import json
 import pathlib
+import sys
 import typing
 
 import jax
@@ -19,12 +21,14 @@ from jaxscale.config import RunConfig, load_config, resolve_budget
 from jaxscale.data.pipeline import open_data
 from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.main import main
+from jaxscale.monitor import health
 from jaxscale.monitor.health.config import RULES
 from jaxscale.same_run import check_same_run
 from jaxscale.unread import leaves, refuse_unread, unread
 
 PACKAGE = pathlib.Path(schema.__file__).parent
 QUICKSTART = str(PACKAGE.parent / "configs" / "quickstart.py")
+SHIPPED = sorted(file.name for file in (PACKAGE.parent / "configs").glob("*.py"))
 VOCAB = {"vocab_size": 300}
 LONGER = {"seq_len": 32, "batch_tokens": 512}
 MODES = {"mode_ids": {"R": 290, "S": 291, "X": 292}, "first_sentinel_id": 260, "num_sentinels": 20}
@@ -192,15 +196,16 @@ def without_files(settings):
     [
         ({"data.files": "no/such/file.txt"}, ["data.files='no/such/file.txt' is not read with data.name='stdlib'",
           "set data.name to files, chat, hf or tokens, or leave out --config.data.files"]),
-        ({"data.name": "synthetic"}, ["sample.prompt='def '", "are not read with data.name='synthetic'",
-          "add --config.sample.num_tokens=0 --config.sample.prompt=$'\\n' --config.sample.temperature=0.8"]),
-        ({"optim.decay": "constant"}, ["optim.min_lr=0.0001 is not read with optim.decay='constant'"]),
+        ({"data.name": "synthetic", "sample.prompt": "x"}, ["sample.prompt='x' is not read with data.name='synthetic'",
+          "set data.name to something other than synthetic, or leave out --config.sample.prompt"]),
+        ({"optim.decay": "constant", "optim.min_lr": 1e-5}, ["optim.min_lr=1e-05 is not read with optim.decay="]),
         ({"optim.name": "lion", "optim.eps": "1e-6"}, ["optim.eps=1e-06 is not read with optim.name='lion'"]),
         ({"lora.alpha": "3"}, ["lora.alpha=3.0 is not read with lora.rank=0; set lora.rank above 0"]),
         ({"export.dtype": "float32"}, ["export.dtype='float32'", "set export.every_steps above 0"]),
-        ({"train.ladder.cut_steps": "7"}, ["set train.ladder.rungs to cut_lr"]),
+        ({"train.ladder.cut_steps": "7"}, ["add cut_lr to train.ladder.rungs, or"]),
         ({"monitor.health.on": "false", "monitor.health.grad_norm": "3"}, ["set monitor.health.on to true"]),
-        ({"monitor.health.off": "('spike',)", "monitor.health.spike_ratio": "3"}, ["to another than spike"]),
+        ({"monitor.health.off": "('spike',)", "monitor.health.spike_ratio": "3"},
+         ["take spike out of monitor.health.off, or"]),
         ({"evals.w": {"kind": "text", "files": "a", "encoding": "latin-1"}}, ["set evals.w.invalid_utf8 to repair"]),
         ({"optim.groups": [{"pattern": ".", "frozen": True, "lr_multiplier": 2.0}]}, ["optim.groups[0].frozen"]),
         ({"data.val_files": "x", "data.val_fraction": "0.1"}, ["leave data.val_files empty"]),
@@ -221,10 +226,26 @@ def test_the_line_names_the_setting_the_choice_and_the_way_out(overrides, told):
     {"monitor.health.on": "false"},
     {"data.name": "files", "data.files": "a.txt", "data.text_field": "t", "data.gate.on": "true"},
     {"optim.decay": "wsd", "optim.decay_fraction": "0.5"},
+    {"data.name": "synthetic"},  # whose prompt the file has
+    {"optim.decay": "constant"},
     {"optim.decay": "constant", "optim.peak_lr": "1e-5", "optim.min_lr": "3e-5"},  # the default, above the peak
-], ids=lambda value: next(iter(value)))  # fmt: skip
+], ids=lambda value: ",".join(value))  # fmt: skip
 def test_what_is_read_or_asks_for_nothing_is_let_through(overrides):
     load_config(QUICKSTART, overrides)
+
+
+def test_what_a_file_sets_for_a_choice_that_it_does_not_make_is_refused():
+    switched = load_config(QUICKSTART, {"data.name": "synthetic"})
+    with pytest.raises(BadInput, match=r"sample\.prompt='def '.* are not read with data\.name='synthetic'") as error:
+        refuse_unread(switched)
+    back = "add --config.sample.num_tokens=0 --config.sample.prompt=$'\\n' --config.sample.temperature=0.8"
+    assert str(error.value).endswith(back)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_each_config_takes_another_source_and_schedule_on_the_command_line(name):
+    for override in ({"data.name": "synthetic"}, {"optim.decay": "constant"}):
+        load_config(str(PACKAGE.parent / "configs" / name), override)
 
 
 def test_a_run_that_holds_such_a_setting_goes_on_with_it_and_without_it(tmp_path):
@@ -232,7 +253,7 @@ def test_a_run_that_holds_such_a_setting_goes_on_with_it_and_without_it(tmp_path
     with pytest.raises(BadInput, match=r"data\.files='x\.txt' is not read"):
         main(flags)
     old = load_config(QUICKSTART)
-    kept = schema.flatten(schema.to_dict(old)) | {"data.files": "x.txt"}
+    kept = schema.merge(schema.to_dict(old), {"data.files": "x.txt"})
     assert load_config(QUICKSTART, {"data.files": "x.txt"}, lambda: kept).data.files == "x.txt"
     with pytest.raises(BadInput, match=r"data\.files='y\.txt'"):
         load_config(QUICKSTART, {"data.files": "y.txt"}, lambda: kept)
@@ -241,3 +262,53 @@ def test_a_run_that_holds_such_a_setting_goes_on_with_it_and_without_it(tmp_path
     with pytest.raises(Stop) as stop:
         check_same_run(load_config(QUICKSTART, {"lora.rank": "2"}), tmp_path, recorded)
     assert stop.value.code is Exit.CONFIG_MISMATCH and "lora.alpha: 32.0 -> 16.0" in str(stop.value)
+
+
+@pytest.mark.parametrize("overrides", [
+    {"optim.groups": [FROZEN | {"lr_multiplier": 2.0}, REST]},
+    {"evals": {"w": {"kind": "text", "files": "a", "encoding": "latin-1"}}},
+    {"data.name": "synthetic", "data.mixture": {"a": 1.0, "b": 2.0}},
+], ids=lambda value: [*value][-1])  # fmt: skip
+def test_so_does_one_that_holds_it_in_a_list_or_a_dict(tmp_path, overrides):
+    plain = schema.merge(schema.to_dict(load_config(QUICKSTART)), overrides)
+    old = schema.from_dict(RunConfig, plain)
+    with pytest.raises(BadInput, match="not read with"):
+        load_config(QUICKSTART, overrides)
+    kept = schema.to_dict(old)
+    cfg = load_config(QUICKSTART, overrides, lambda: json.loads(json.dumps(kept)))
+    assert check_same_run(cfg, tmp_path, {"config": kept}) == []
+
+
+def test_a_setting_of_a_group_in_a_list_that_nothing_reads_may_be_taken_out(tmp_path):
+    old, new = ({"optim.groups": [FROZEN | more, REST]} for more in ({"lr_multiplier": 2.0}, {}))
+    plain = schema.to_dict(load_config(QUICKSTART))
+    cfg = load_config(QUICKSTART, new)
+    assert check_same_run(cfg, tmp_path, {"config": schema.merge(plain, old)}) == []
+    read = schema.merge(plain, {"optim.groups": [FROZEN, REST | {"lr_multiplier": 2.0}]})
+    with pytest.raises(Stop, match=r"optim\.groups: "):
+        check_same_run(cfg, tmp_path, {"config": read})
+
+
+@pytest.mark.parametrize("rule", health.ALL, ids=lambda rule: rule.kind)
+def test_what_a_health_rule_reads_is_read_where_it_alone_speaks(rule):
+    cfg = tiny.config({"monitor.health.off": tuple(kind for kind in RULES if kind != rule.kind)})
+    read = {f"monitor.health.{name}" for name in {"on", "off", *thresholds_of(rule)}}
+    assert read == {leaf.name for leaf in leaves(cfg) if leaf.name.startswith("monitor.health.")} - {*unread(cfg)}
+
+
+def thresholds_of(rule):
+    """Names of the settings that the rule's class, those that it is made of, and what these call ask `view.cfg` for."""
+    asked, seen = set(), set()
+    waiting = [cls for cls in rule.__mro__ if cls.__module__.startswith(health.__name__)]
+    while waiting:
+        part = waiting.pop()
+        seen.add(part)
+        nodes = [*ast.walk(ast.parse(inspect.getsource(part)))]
+        reads = [node for node in nodes if isinstance(node, ast.Attribute) and getattr(node.value, "attr", "") == "cfg"]
+        assert len(reads) == sum(getattr(node, "attr", "") == "cfg" for node in nodes), f"{part} hands all of cfg on"
+        asked |= {node.attr for node in reads}
+        known = vars(sys.modules[part.__module__])
+        called = [known.get(node.id) for node in nodes if isinstance(node, ast.Name)]
+        waiting += [one for one in called if inspect.isfunction(one) and one not in seen
+                    and one.__module__.startswith(health.__name__)]  # fmt: skip
+    return asked
