@@ -44,7 +44,7 @@ def read_spent() -> Spent | None:
     try:
         with open(STAT, encoding="ascii") as file:
             text = file.read()
-    except FileNotFoundError:
+    except OSError:
         return None
     children = os.times()
     own = time.process_time() + children.children_user + children.children_system

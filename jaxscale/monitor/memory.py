@@ -23,7 +23,7 @@ def host_bytes_in_use() -> int | None:
     try:
         with open(STATM, encoding="ascii") as file:
             _, resident, of_files, *_ = map(int, file.read().split())
-    except FileNotFoundError:
+    except OSError:
         return None
     return (resident - of_files) * os.sysconf("SC_PAGE_SIZE")
 

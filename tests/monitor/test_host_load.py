@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from jaxscale.monitor import host_load
 from jaxscale.monitor.host_load import HostLoad, Spent, processor_seconds, read_spent
 
 STAT = """cpu  900 90 90 900 90 9 9 9 90 0
@@ -35,3 +36,8 @@ def test_own_work_is_counted_as_own():
     while (after := read_spent()).own < before.own + 0.05:
         pass
     assert after.own - before.own < 1 and after.all >= before.all and before.busy <= before.all
+
+
+def test_where_the_count_may_not_be_read_it_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_load, "STAT", str(tmp_path))  # a folder: no file that could be read, also for root
+    assert read_spent() is None and HostLoad().metrics() == {"host_own_share": None, "host_other_share": None}
