@@ -20,7 +20,7 @@ from jaxscale.checkpoint.record import leaf_text, named_leaves
 from jaxscale.exits import BadInput, tell
 from jaxscale.hosts.agree import agreed
 from jaxscale.models.lora import LoraConfig, is_adapter
-from jaxscale.schema import setting
+from jaxscale.schema import from_dict, setting
 
 ARROW = "=>"
 SHOWN_PROBLEMS = 4
@@ -226,17 +226,12 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
 
 def check_scale(source: Source, plan: Plan, lora: LoraConfig) -> None:
     """Raises BadInput for adapters that would be multiplied by another number here than there."""
-    there = LoraConfig(**tupled(source.record["run"].get("config", {}).get("lora") or {}))
+    there = from_dict(LoraConfig, source.record["run"].get("config", {}).get("lora") or {}, f"{source}: lora")
     if any(map(is_adapter, plan.loaded)) and there.scale != lora.scale:
         raise BadInput(
             f"init.from_path: the adapters of {source} are multiplied by alpha / rank = {there.scale:g} there and by "
             f"{lora.scale:g} here; set lora.alpha={there.alpha:g} and lora.rank={there.rank}"
         )
-
-
-def tupled(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a record, lists as the tuples that they were."""
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
 def check_rules(cfg: InitConfig, source: Source, saved: Mapping[str, Any], own: Mapping[str, Any]) -> None:

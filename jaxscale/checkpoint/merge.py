@@ -29,7 +29,6 @@ from jaxscale.checkpoint.average import (
     weights_of,
     write_texts,
 )
-from jaxscale.checkpoint.branch import tupled
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.output import Output, layout_of
@@ -37,7 +36,7 @@ from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
 from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.models.lora import NO_LORA, A, B, LoraConfig, is_adapter
-from jaxscale.schema import to_dict
+from jaxscale.schema import from_dict, to_dict
 
 MADE = "merged"
 TOKENIZER = "tokenizer"  # the folder of a work folder with the tokenizer's files
@@ -57,7 +56,9 @@ def merge_lora(
     damaged source, (STORAGE) if it cannot be written.
     """
     record = source_record(source, step)
-    lora = LoraConfig(**tupled(record["run"].get("config", {}).get("lora") or {}))
+    lora = from_dict(
+        LoraConfig, record["run"].get("config", {}).get("lora") or {}, f"{source.directory / str(step)}: lora"
+    )
     names = {name for name in record["leaves"] if name.startswith(f"{what}/") and is_adapter(name)}
     if not lora.on or not names:
         raise BadInput(f"step {step} has no adapters in {what}; merge_lora is for a run with lora.rank above 0")

@@ -5,6 +5,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import kept_run
 import numpy as np
 import optax
 import pytest
@@ -12,10 +13,11 @@ import tiny
 from ckpt_states import data_files, flip_bit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.branch import InitConfig, branch_state, open_source
+from jaxscale.checkpoint.branch import InitConfig, Plan, branch_state, check_scale, open_source
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Exit, Stop
+from jaxscale.checkpoint.merge import merge_lora
+from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.models.lora import LoraConfig
 from jaxscale.train.loss_scale import LossScale
 from jaxscale.train.state import init_state
@@ -309,3 +311,12 @@ def test_one_changed_bit_in_the_other_run_is_seen(old, tmp_path):
     with pytest.raises(Stop) as stop:
         branch((tmp_path, None), what="state")
     assert stop.value.code is Exit.CHECKPOINT_CORRUPT
+
+
+def test_settings_of_adapters_that_this_version_does_not_know_are_named(run, tmp_path):
+    kept_run.reseal(run, 30, run={"config": {"lora": {"rank": 2, "dropout": 0.1}}, "step": 30})
+    with pytest.raises(BadInput, match="30: lora.dropout is not a setting of LoraConfig"):
+        merge_lora(run, 30, tmp_path / "merged")
+    source = open_source(str(run.directory.parent))
+    with pytest.raises(BadInput, match="30: lora.dropout is not a setting of LoraConfig"):
+        check_scale(source, Plan({}, {}, (), ()), LoraConfig())
