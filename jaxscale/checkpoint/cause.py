@@ -12,6 +12,7 @@ from jaxscale.exits import Exit, Stop
 
 T = TypeVar("T")
 MAX_LETTERS = 240
+NO_INODES = "no inodes left"
 # what operating systems and object stores call the causes that people can do something about
 TELLING = re.compile(
     r"(No space left on device|Disk quota exceeded|File too large|Read-only file system|Permission denied"
@@ -57,14 +58,17 @@ def short_cause(error: BaseException) -> str:
 
 
 def inodes_told(path: Any) -> str:
-    """That a local disk has no more files to give, where that is so: the system calls it full all the same; else ''."""
+    """That a local disk has no more files to give, where it counts so; else ''. Only to word an error that is there:
+
+    the system calls such a disk full, and some file systems of a network count so and give files all the same.
+    """
     place = os.path.abspath(path)
     while not os.path.exists(place):
         place = os.path.dirname(place)
     found = os.statvfs(place)
     if not found.f_files or found.f_favail:  # some file systems do not count them
         return ""
-    return f"no inodes left on the disk of {path}: it has room for bytes, and for not one more file; remove some files"
+    return f"{NO_INODES} on the disk of {path}: it has room for bytes, and for not one more file; remove some files"
 
 
 def errors_behind(error: BaseException):

@@ -15,7 +15,7 @@ import jax
 
 from jaxscale import paths
 from jaxscale.checkpoint import folders, retention, space, verified, write
-from jaxscale.checkpoint.cause import clip, inodes_told, short_cause, what_to_grant
+from jaxscale.checkpoint.cause import NO_INODES, clip, inodes_told, short_cause, what_to_grant
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.failures import Reports
 from jaxscale.checkpoint.record import describe_leaf, seal
@@ -262,7 +262,8 @@ class Saver:
         """The cause of a failed save with what it needs and has, and what permission is missing."""
         cause = str(error.args[0]) if isinstance(error, SaveFailed) else short_cause(error)
         cause += what_to_grant(cause, self.directory)
-        if not paths.is_remote(self.directory) and "No space left" in cause and (told := inodes_told(self.directory)):
+        full = "No space left" in cause or NO_INODES in cause
+        if full and not paths.is_remote(self.directory) and (told := inodes_told(self.directory)):
             return told
         try:
             return f"{cause} ({space.room_text(self.directory, space.state_bytes(job.snapshot.leaves.values()))})"

@@ -39,8 +39,6 @@ def free_bytes(directory: Any) -> int | None:
 def check_room(directory: Any, needed: float) -> None:
     """Raises NoRoom with what is needed and what is there."""
     free = free_bytes(directory)
-    if free is not None and (told := inodes_told(directory)):
-        raise NoRoom(f"No space left on device: {told}")
     if free is not None and free < needed * MARGIN:
         raise NoRoom(f"No space left on device: {room_text(directory, needed)}")
 
@@ -74,9 +72,10 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
             probe.write(b"x")
     except OSError as error:
         if error.errno not in FULL or not (steps or aside):
+            told = inodes_told(directory) if error.errno == errno.ENOSPC else ""
             raise Stop(
                 Exit.NO_GO,
-                f"no checkpoint can be written in {directory}: {inodes_told(directory) or error.strerror or error}; "
+                f"no checkpoint can be written in {directory}: {told or error.strerror or error}; "
                 "give this user the right to write there, or choose another --workdir",
             ) from None
     number = max(1, keep + 2 - len(steps))  # one is being written while those that stay are all still there
