@@ -105,7 +105,7 @@ def open_run(
         reports=services.reports,
         phase=services.watchdog.phase,
     )
-    cfg, replayed = with_replayed(cfg, folder, wishes.replay) if wishes.replay else (cfg, None)
+    cfg, replayed = with_replayed(cfg, folder, wishes.replay, say) if wishes.replay else (cfg, None)
     if pending := read_decisions(folder).pending:
         check_same_run(cfg, folder, None, wishes.allow_change)  # a start that is refused moves nothing
         carry_out(pending, folder, checkpoints)

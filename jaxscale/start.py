@@ -2,12 +2,13 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale import paths
 from jaxscale.changes import changes_of
 from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.choosing import newest_to_read
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
 from jaxscale.data.order import normalise
@@ -79,10 +80,13 @@ def carry_out(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
     agreed(lambda: written(lambda: abandon(folder, rewind.to, rewind.number), folder))
 
 
-def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str) -> tuple[RunConfig, Decisions]:
+def with_replayed(
+    cfg: RunConfig, folder: Any, old_workdir: str, say: Callable[[str], None]
+) -> tuple[RunConfig, Decisions]:
     """(cfg with the batches that another run skipped, what that run decided).
 
-    Raises BadInput where there is no other run, and Stop(CONFIG_MISMATCH) where it cannot be repeated with cfg.
+    Raises BadInput where there is no other run, Stop(CONFIG_MISMATCH) where it cannot be repeated with cfg, and
+    Stop(CHECKPOINT_CORRUPT) where none of its checkpoints tells what it skipped.
     """
     old = paths.as_path(old_workdir)
     if same_folder(old, folder):
@@ -102,7 +106,7 @@ def with_replayed(cfg: RunConfig, folder: Any, old_workdir: str) -> tuple[RunCon
     decisions = read_decisions(old)
     pending = decisions.pending
     checkpoints = Checkpoints(old / "checkpoints", cfg.checkpoint)
-    newest = agreed(lambda: checkpoints.newest(before=pending.to + 1 if pending else None))
+    newest = newest_to_read(checkpoints, say, before=pending.to + 1 if pending else None)
     recorded = checkpoints.read_run(newest)["data"] if newest is not None else {"skipped": []}
     ranges = normalise(
         [*recorded["skipped"], *written["config"]["data"]["skip_batches"], *decisions.skip_batches]

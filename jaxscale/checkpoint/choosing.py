@@ -1,27 +1,28 @@
 """Which step is taken where several are there and not all can be believed, and what is said of the others."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale import paths
-from jaxscale.checkpoint import folders, verified
+from jaxscale.checkpoint import folders, restore, verified
 from jaxscale.exits import Exit, Stop
 from jaxscale.hosts.agree import agreed
 
 
-def newest_to_read(checkpoints: Any, say: Callable[[str], None]) -> int:
-    """The newest step whose record can be believed, for those who only read: nothing is moved.
+def newest_to_read(checkpoints: Any, say: Callable[[str], None], before: int | None = None) -> int | None:
+    """The newest step (below `before`) whose record can be believed, for those who only read; None if there is none.
 
-    What is passed over is said. There must be a step. For all processes.
-    Raises: Stop (CHECKPOINT_CORRUPT) if no record can be believed.
+    Nothing is moved, and what is passed over is said. For all processes.
+    Raises: Stop (CHECKPOINT_CORRUPT) if there are steps, and no record can be believed.
     """
-    steps = agreed(checkpoints.all_steps)
-    newest = agreed(checkpoints.newest)
-    if newest is None:
+    steps = agreed(lambda: [step for step in checkpoints.all_steps() if before is None or step < before])
+    newest = agreed(lambda: checkpoints.newest(before))
+    if steps and newest is None:
         checkpoints.read_record(steps[-1])
     for step in steps:
         if step > newest:
-            say(f"WARNING: {why_not(checkpoints, step)}; step {newest} is taken")
+            cause = why_not(checkpoints, step).removesuffix(checkpoints.way_out(step, newest))
+            say(f"WARNING: {cause}; step {newest} is taken")
     return newest
 
 
@@ -59,6 +60,8 @@ def tell_lost(checkpoints: Any, say: Callable[[str], None]) -> None:
         )
         checkpoints.note("alarm", step, cause=f"{cause}?")
         return say(f"WARNING: {cause} from another run?")
+    if newest is not None and agreed(lambda: was_set_aside(directory, good)):
+        return
     cause = f"step {step}, the last that was saved whole ({directory / verified.LAST_GOOD}), is not there any more"
     if paths.is_remote(directory) and agreed(lambda: (directory / str(step)).exists()):
         place = checkpoints.set_aside(step, "damaged")
@@ -68,3 +71,20 @@ def tell_lost(checkpoints: Any, say: Callable[[str], None]) -> None:
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"{cause}, and there is no other; {way_out}")
     checkpoints.note("alarm", step, cause=cause)
     say(f"WARNING: {cause}")
+
+
+def was_set_aside(directory: Any, good: Mapping[str, Any]) -> bool:
+    """True if the last good step was set aside, where earlier versions did not forget it: it is not lost.
+
+    One that was saved anew after that, and is gone, is. Where its record cannot be read, as of a damaged one, it is
+    taken for the same.
+    """
+    for place in folders.those_set_aside(directory):
+        if place.name.split("-")[1] == str(good["step"]):
+            try:
+                same = restore.load_record(place)["sha256"] == good["sha256"]
+            except restore.Unreadable:
+                same = True
+            if same:
+                return True
+    return False

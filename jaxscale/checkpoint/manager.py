@@ -172,8 +172,9 @@ class Checkpoints:
                 if older is None:
                     raise
                 place = self.set_aside(step, "damaged")
-                self.note("fallback", step, to=older, cause=str(error), moved_to=place)
-                say(f"WARNING: {error}. It is now {place}; going on from step {older}, {step - older} steps before it")
+                cause = str(error).removesuffix(self.way_out(step, older))  # it is taken
+                self.note("fallback", step, to=older, cause=cause, moved_to=place)
+                say(f"WARNING: {cause}. It is now {place}; going on from step {older}, {step - older} steps before it")
 
     def tell_changed_files(self, step: int, say: Callable[[str], None], small: bool = False) -> None:
         """Says, in an event as well, if files of a step that was restored bit for bit are not as they were written.
@@ -347,11 +348,14 @@ class Checkpoints:
     def corrupt(self, step: int, item: str, cause: str) -> Stop:
         """The error for a checkpoint that cannot be read: step, item, path, cause, and what can be done."""
         folder = self.directory / str(step)
-        older = self.newest(before=step)
-        way_out = f"move {folder} away to go on from step {older}" if older is not None else "there is no older step"
-        return Stop(
-            Exit.CHECKPOINT_CORRUPT, f"step {step} cannot be read: {item} in {folder / item}: {cause}; {way_out}"
-        )
+        way_out = self.way_out(step, self.newest(before=step))
+        return Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} cannot be read: {item} in {folder / item}: {cause}{way_out}")
+
+    def way_out(self, step: int, older: int | None) -> str:
+        """What can be done about a step that cannot be read, as the end of a line."""
+        if older is None:
+            return "; there is no older step"
+        return f"; move {self.directory / str(step)} away to go on from step {older}"
 
     def storage_error(self, step: int, cause: str) -> Stop:
         """The error for saves that failed, with the newest step that is safe."""

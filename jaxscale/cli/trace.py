@@ -31,6 +31,7 @@ from collections.abc import Iterator  # noqa: E402
 from typing import Any  # noqa: E402
 
 from jaxscale import paths, schema  # noqa: E402
+from jaxscale.checkpoint.choosing import newest_to_read  # noqa: E402
 from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
 from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
@@ -94,7 +95,8 @@ def main(argv: list[str]) -> int:
 def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     """The run in a work folder.
 
-    Raises BadInput where there is none, and Stop(DATA_MISMATCH) where the data are not those of the run.
+    Raises BadInput where there is none, Stop(CHECKPOINT_CORRUPT) where none of its checkpoints can be believed, and
+    Stop(DATA_MISMATCH) where the data are not those of the run.
     """
     folder = paths.as_path(workdir)
     if not (folder / "config.json").exists():
@@ -104,7 +106,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
     decisions = decisions_of(read_events(folder))
     pending = decisions.pending  # what lies behind its step is moved away by the next start
-    step = checkpoints.newest(before=pending.to + 1 if pending else None)
+    step = newest_to_read(checkpoints, tell, before=pending.to + 1 if pending else None)
     recorded = checkpoints.read_run(step)["data"] if step is not None else None
     corpus = open_data(
         cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=lambda _: None

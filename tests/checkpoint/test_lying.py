@@ -62,6 +62,7 @@ def test_a_step_that_lies_is_set_aside_and_told_and_the_newest_honest_one_is_tak
     found, notes = restore_newest(run, lines)
     assert found == honest and ("set_aside", step) in notes and ("fallback", step) in notes
     assert sum(f"step {step} cannot be read" in line for line in lines) == 1
+    assert not any(f"move {run.directory / str(step)} away" in line for line in lines)  # it is
     assert any(path.name.startswith(f"damaged-{step}-") for path in run.directory.iterdir())
     assert (how == "linked outside") <= (run.directory.parent / "elsewhere" / "run").exists()  # a link alone is moved
 
@@ -194,6 +195,20 @@ def test_the_last_good_step_that_is_gone_is_missed(run):
         shutil.rmtree(run.directory / str(step))
     error = stop_of(run.restore_newest, lambda step: step)
     assert error.code == Exit.CHECKPOINT_CORRUPT and "there is no other" in str(error)
+
+
+@pytest.mark.fault("F31")
+@pytest.mark.parametrize("why", ["rewound", "damaged"])
+def test_a_step_that_an_earlier_version_set_aside_and_did_not_forget_is_not_missed(run, why):
+    good = (run.directory / "last_good.json").read_text()
+    place = folders.set_aside(run.directory, 30, why)
+    if why == "damaged":
+        (place / "run/metadata").write_text("{")
+    lines = []
+    assert restore_newest(run, lines) == (20, []) and not lines
+    if why == "rewound":  # and saved anew, and then lost
+        (run.directory / "last_good.json").write_text(good.replace('"sha256": "', '"sha256": "0'))
+        assert restore_newest(run, lines) == (20, [("alarm", 30)])
 
 
 @pytest.mark.fault("F31")

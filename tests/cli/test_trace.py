@@ -195,6 +195,19 @@ def test_what_a_start_changed_ahead_counts_before_its_first_save(home, run, tmp_
     assert [one.batch_index for one in fed] == [12, 17] and {piece["source"] for piece in pieces} == {"code"}
 
 
+@pytest.mark.fault("F31")
+def test_where_no_checkpoint_tells_what_was_skipped_it_is_not_guessed(run, tmp_path, capsys):
+    copy = copied(run, tmp_path, upto=10)
+    newest, oldest = ((copy / "checkpoints" / str(step) / "run/metadata") for step in (10, 5))
+    newest.write_text("{")
+    assert trace.main([f"--workdir={copy}", "--step=3"]) == 0
+    assert "step 5 is taken" in capsys.readouterr().err
+    oldest.write_text("{")
+    with pytest.raises(Stop, match="step 10 cannot be read") as stop:
+        trace.main([f"--workdir={copy}", "--step=3"])
+    assert stop.value.code is Exit.CHECKPOINT_CORRUPT
+
+
 def started_config(folder):
     written = json.loads((folder / "config.json").read_text())
     return schema.from_dict(config.RunConfig, written["config"])

@@ -241,6 +241,18 @@ def test_a_replay_that_could_not_be_the_same_is_refused(tmp_path):
     assert stop.value.code is Exit.CONFIG_MISMATCH
 
 
+@pytest.mark.fault("F31")
+def test_a_replay_does_not_guess_what_was_skipped_where_no_checkpoint_tells(tmp_path):
+    old = opened(tmp_path / "old", stop_after=2)
+    old.checkpoints.save(2, {"step": 2}, {"data": {"skipped": [[0, 1]]}}, wait=True)
+    old.checkpoints.close()
+    old.writer.close()
+    (tmp_path / "old/checkpoints/2/run/metadata").write_text("{")
+    with pytest.raises(Stop, match="step 2 cannot be read") as stop:
+        opened(tmp_path / "new", replay=str(tmp_path / "old"))
+    assert stop.value.code is Exit.CHECKPOINT_CORRUPT
+
+
 def test_a_replay_minds_what_alters_numbers_and_not_what_only_reports_them(tmp_path):
     loop.train(opened(tmp_path / "old", stop_after=5))
     reports = {"monitor.log_every_steps": 3, "checkpoint.keep_last": 2}
