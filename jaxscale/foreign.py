@@ -6,6 +6,7 @@ sent out with an export. The Hub's own cache is made of links, `models--ORG--NAM
 A file that a person names by its own path may be a link to anywhere.
 """
 
+import errno
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ from typing import Any, BinaryIO
 from jaxscale.exits import BadInput
 
 LARGEST_JSON = 64 << 20  # bytes: an index has about 100 for each tensor; a tokenizer.json up to 40 MB
+NO_FILE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV, errno.ENAMETOOLONG)
 DEEPEST = 64  # JSON in JSON; a tokenizer.json has about ten
 MOST_LINKS = 40  # to one another, as in Linux
 HF_HOME = "~/.cache/huggingface"
@@ -105,6 +107,21 @@ def open_file(path: Any, inside: Any = None) -> BinaryIO:
     return open_regular(real_file(path, inside), os.O_NOFOLLOW)
 
 
+class Unreadable(BadInput):
+    """The storage does not give a file now: no word on what it holds, and no reason to make it again."""
+
+
+def is_of_storage(error: Exception) -> bool:
+    """True if a file could not be read because of its storage, false where none of this name is there."""
+    return isinstance(error, Unreadable) or (isinstance(error, OSError) and error.errno not in NO_FILE)
+
+
+def cannot_read(path: Any, error: OSError, way_out: str = "") -> BadInput:
+    """The error for a file that could not be opened or read: Unreadable if that is of its storage."""
+    kind = Unreadable if is_of_storage(error) else BadInput
+    return kind(f"{path} cannot be read: {error.strerror or error}{way_out}")
+
+
 def open_regular(path: Any, flags: int = 0) -> BinaryIO:
     """A regular local file, open for reading; it may be a link unless the flags say otherwise.
 
@@ -115,7 +132,7 @@ def open_regular(path: Any, flags: int = 0) -> BinaryIO:
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror}") from None
+        raise cannot_read(path, error) from None
     try:
         check_regular(os.fstat(handle).st_mode, path)
         return os.fdopen(handle, "rb", buffering=0)

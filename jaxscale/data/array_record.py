@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxscale.data.cache import NAME, Say, cache_folder, cached, stamp
+from jaxscale.data.cache import NAME, Say, cached, stamp
 from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, ShardWriter
@@ -77,9 +77,7 @@ def array_record_shard(
         raise BadInput(f"{file.path} does not tell where documents end; set data.eos_id, or data.tokenizer")
     made_from = {"array record": [*file, *stamp(file.path)], "dtype": dtype, "eos_id": eos_id, "vocab": vocab_size}
     make = dict(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, source=file.source)
-    return cached(
-        cache_folder(cfg), made_from, lambda folder: import_array_record([Path(file.path)], folder, NAME, **make), say
-    )
+    return cached(cfg, made_from, lambda folder: import_array_record([Path(file.path)], folder, NAME, **make), say)
 
 
 def import_array_record(

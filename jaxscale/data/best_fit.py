@@ -20,9 +20,9 @@ from jaxscale.data.packing import DocumentRows, DocumentTable, group_members, ra
 from jaxscale.data.permutation import permuted
 from jaxscale.data.rows import Pieces
 from jaxscale.data.shards import write_synced
-from jaxscale.data.verified import Expected, Unchanged, damaged, expected
+from jaxscale.data.verified import Expected, Say, Unchanged, damaged, expected, of_size
 from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
+from jaxscale.foreign import Unreadable, is_of_storage, parse_json
 from jaxscale.paths import read_bytes
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
@@ -104,28 +104,40 @@ def read_plan(folder: Path) -> dict[str, Any]:
     try:
         header = parse_json(read_bytes(folder / "plan.json"))
     except (OSError, BadInput) as error:
-        raise damaged_plan(folder, str(error)) from None
+        raise damaged_plan(folder, error) from None
     if not isinstance(header, dict) or header.pop("own", None) != json_sha256(header):
         raise damaged_plan(folder, "plan.json was changed after it was written")
     return header
 
 
-def damaged_plan(folder: Path, why: str) -> BadInput:
-    """The error for a plan that is not whole."""
-    return BadInput(f"the row plan {folder} cannot be read: {why}; delete the folder to have it made again")
+def damaged_plan(folder: Path, why: str | Exception) -> BadInput:
+    """The error for a plan that is not whole, or that the storage does not give."""
+    kind = Unreadable if isinstance(why, Exception) and is_of_storage(why) else BadInput
+    return kind(f"the row plan {folder} cannot be read: {why}; delete the folder to have it made again")
 
 
-def verify_plan(folder: Path, cache: Path) -> dict[str, Expected]:
+def verify_plan(folder: Path, cache: Path, verify: str, say: Say | None) -> dict[str, Expected]:
     """What the plan's files must stay while they are read. Raises BadInput if one is not as it was written.
 
-    cache: where it is remembered what was found good, as `damaged` has it.
+    Args: cache: where it is remembered what was found good, as `damaged` has it. verify: data.verify.
     """
-    sums = {str(folder / name): sha256 for name, sha256 in read_plan(folder)["sha256"].items()}
+    header = read_plan(folder)
+    sums = {str(folder / name): sha256 for name, sha256 in header["sha256"].items()}
     try:
         known = expected(sums)
     except OSError as error:
-        raise damaged_plan(folder, str(error)) from None
-    for path, problem in damaged(sums, cache, str(folder), None).items():
+        raise damaged_plan(folder, error) from None
+    sizes = {
+        "first": 8 * (header["group_rows"][-1] + 1),
+        "documents": np.dtype(header["documents"]).itemsize * header["pieces"],
+        "parts": 4 * header["pieces"],
+    }
+    for name, size in sizes.items():
+        if known[path := str(folder / name)].stamp[0] != size:
+            raise damaged_plan(folder, f"{path} was changed after it was written: it has not {size:,} bytes")
+    if verify == "size":
+        return of_size(known)
+    for path, problem in damaged(sums, cache, str(folder), say, remember=verify == "hash").items():
         raise damaged_plan(folder, problem or f"{path} was changed after it was written")
     return known
 
@@ -137,7 +149,7 @@ def open_plan(folder: Path) -> Plan:
     try:
         arrays = {name: np.asarray(np.memmap(folder / name, dtype=dtype, mode="r")) for name, dtype in types.items()}
     except OSError as error:
-        raise damaged_plan(folder, str(error)) from None
+        raise damaged_plan(folder, error) from None
     return Plan(**arrays, group_rows=np.array(header["group_rows"], np.int64))
 
 
@@ -148,12 +160,21 @@ class BestFitRows(DocumentRows):
     shuffled here.
     """
 
-    def __init__(self, table: DocumentTable, folder: Path, *, seq_len: int, cache: Path):
-        """folder: holds the plan of this very table, and is named by what that was made from. cache: as verify_plan's.
+    def __init__(
+        self,
+        table: DocumentTable,
+        folder: Path,
+        *,
+        seq_len: int,
+        cache: Path,
+        verify: str = "hash",
+        say: Say | None = None,
+    ):
+        """folder: holds the plan of this very table, and is named by what that was made from. The rest: verify_plan's.
 
         Raises: BadInput if the plan is not as it was written.
         """
-        self._plan_files = verify_plan(folder, cache)
+        self._plan_files = verify_plan(folder, cache, verify, say)
         self.table, self.seq_len, self.folder = table, seq_len, folder
         self.group_rows = self._plan.group_rows
 
@@ -163,7 +184,7 @@ class BestFitRows(DocumentRows):
 
     @functools.cached_property
     def _plan(self) -> Plan:
-        self._unchanged.check(self._plan_files, is_open=False)
+        self._unchanged.check_unopened(self._plan_files)
         return open_plan(self.folder)
 
     def __repr__(self) -> str:
@@ -172,11 +193,10 @@ class BestFitRows(DocumentRows):
     def pieces(self, rows: np.ndarray) -> Pieces:
         """What the rows int64[m] are made of."""
         T, plan = self.seq_len, self._plan
-        self._unchanged.check_ahead(self._plan_files)
+        self._unchanged.check(self._plan_files)
         bounds, places = ranges(plan.first[rows], plan.first[rows + 1])
         documents = plan.documents[places].astype(np.int64)
         skipped = plan.parts[places].astype(np.int64) * T
-        self._unchanged.check(self._plan_files, is_open=True)
         remaining = self.table.lengths[documents] - skipped
         last = bounds[1:] - 1
         goes_on = remaining[last] > T

@@ -1,5 +1,6 @@
 """The cache: text is tokenised once, a raw .bin is scanned once, and either is found again by what it was made from."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.document import Document
 from jaxscale.data.header import VERSION
 from jaxscale.data.lineage import LineageRows
+from jaxscale.data.locks import locked
 from jaxscale.data.reading import Reading, make_reading
 from jaxscale.data.remote import Unwritable
 from jaxscale.data.shards import Shard, ShardWriter, expect_whole, open_shard, write_index
@@ -25,10 +27,10 @@ from jaxscale.data.sources.decode import REPAIRED, is_repair
 from jaxscale.data.sources.files import file_stamp
 from jaxscale.data.sources.settings import read_settings, unreadable
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
-from jaxscale.data.verified import remove
+from jaxscale.data.verified import HASHED, remove, stamp_of
 from jaxscale.exits import BadInput
-from jaxscale.foreign import open_regular
-from jaxscale.paths import cache_dir, make_private
+from jaxscale.foreign import Unreadable, open_regular
+from jaxscale.paths import cache_dir, make_private, write_json
 
 Say = Callable[[str], None]
 Opened = TypeVar("Opened")
@@ -61,9 +63,7 @@ def tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig
     reading = make_reading(tokenizer, cfg, say)
     if reading.fingerprint:
         made_from["chat"] = reading.fingerprint
-    return cached(
-        cache_folder(cfg), made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say, reading), say
-    )
+    return cached(cfg, made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say, reading), say)
 
 
 def tokenise(
@@ -153,11 +153,12 @@ def scanned(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, s
             f"{path} is no file of uint16 ids: every second one of its first is 0; set data.token_dtype=uint32"
         )
     made_from = {"bin": [*file, *stamp(path)], "dtype": dtype, "eos_id": eos_id}
-    return cached(cache_folder(cfg), made_from, lambda folder: scan(folder, file, dtype, eos_id, say), say)
+    return cached(cfg, made_from, lambda folder: scan(folder, file, dtype, eos_id, say), say)
 
 
 def scan(folder: Path, file: SourceFile, dtype: str, eos_id: int | None, say: Say) -> None:
     """Writes into `folder` the index of a raw .bin, which stays where it is."""
+    before = stamp_of(file.path)
     ids = open_ids(file.path, dtype)
     say(f"reading {file.path} once, to find its documents ({len(ids):,} tokens)")
     sha256, largest, ends = hashlib.sha256(), 0, [np.zeros(1, np.int64)]
@@ -187,6 +188,7 @@ def scan(folder: Path, file: SourceFile, dtype: str, eos_id: int | None, say: Sa
     source_ids = np.zeros(documents, "<u2")
     sums = {"bin": sha256.hexdigest()}
     write_index(folder / NAME, offsets.astype("<i8"), source_ids, None, sums, [file.source], header)
+    write_json(folder / HASHED, {str(Path(file.path)): [*before, sums["bin"]]})
 
 
 def open_ids(path: str, dtype: str) -> np.ndarray:
@@ -204,13 +206,14 @@ def looks_wider(ids: np.ndarray) -> bool:
     return len(ids) % 2 == 0 and len(ids) >= FEWEST_PROBED and not first[1::2].any() and bool(first[::2].any())
 
 
-def cached(root: Path, made_from: dict[str, Any], make: Callable[[Path], None], say: Say) -> Shard:
-    """The shard in the folder that stands for `made_from`, made first if it is not there."""
+def cached(cfg: DataConfig, made_from: dict[str, Any], make: Callable[[Path], None], say: Say) -> Shard:
+    """The shard in the cache's folder that stands for `made_from`, made first if it is not there."""
+    root = cache_folder(cfg)
 
     def open_whole(folder: Path) -> Shard:
         path = folder / f"{NAME}.json"
         shard = open_shard(path, outside=True)
-        expect_whole(path, root, None)
+        expect_whole([path], cfg, root, say)
         return shard
 
     return kept(root, "tokens", made_from, make, open_whole, say)
@@ -224,17 +227,35 @@ def kept(
     open_whole: Callable[[Path], Opened],
     say: Say,
 ) -> Opened:
-    """What `open_whole` gives of made_folder's folder. Where it finds that damaged, the folder is made again."""
+    """What `open_whole` gives of made_folder's folder. Where it finds that damaged, the folder is made again.
+
+    One that the storage does not give is not damaged: Unreadable is raised as it is.
+    """
     folder = made_folder(root, kind, made_from, make)
     try:
         return open_whole(folder)
-    except BadInput as error:
-        say(f"{folder} is damaged, and is made again ({error})")
-    try:
-        remove(folder)
-    except OSError as error:
-        raise Unwritable(f"{folder} is damaged and cannot be removed: {error}; set data.cache_dir") from None
-    return open_whole(made_folder(root, kind, made_from, make))
+    except Unreadable:
+        raise
+    except BadInput:
+        pass  # to be looked at again by the one who holds the lock: another process may have made it again by then
+    with contextlib.ExitStack() as stack:
+        try:
+            waiting = lambda: say(f"waiting for another process that makes {folder} again")
+            stack.enter_context(locked(root / f"lock-{folder.name}", waiting))
+        except OSError as error:
+            raise Unwritable(f"{folder} is damaged and cannot be locked: {error}; set data.cache_dir") from None
+        try:
+            return open_whole(folder)
+        except Unreadable:
+            raise
+        except BadInput as error:
+            say(f"{folder} is damaged, and is made again ({error})")
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                remove(folder)
+        except OSError as error:
+            raise Unwritable(f"{folder} is damaged and cannot be removed: {error}; set data.cache_dir") from None
+        return open_whole(made_folder(root, kind, made_from, make))
 
 
 def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable[[Path], None]) -> Path:

@@ -107,11 +107,11 @@ class DataConfig(ReadConfig):
     objective: ObjectiveConfig = setting(NextTokenConfig)
     verify: Literal["size", "hash", "always"] = setting(
         "hash",
-        "tokens: what is compared with the sums of prepared sets and shards; hash: everything is read once on each "
-        "machine, and again where it changed; always: at each start, which also finds what rots on a disk; size: only "
-        "the sizes of the files",
+        "what is compared with the sums of prepared sets, shards, tokens in the cache and row plans; hash: everything "
+        "is read once on each machine, and again where it changed; always: at each start, which also finds what rots "
+        "on a disk; size: only the sizes of the files, while they are read too",
         may_change=True,
-        read_if="data.name=tokens",
+        read_if="data.name!=synthetic",
     )
     cache_bytes: int = setting(
         100_000_000_000,

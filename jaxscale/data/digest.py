@@ -4,21 +4,23 @@ import hashlib
 import json
 from typing import Any
 
-from jaxscale.exits import BadInput
-from jaxscale.foreign import open_regular
+from jaxscale.foreign import cannot_read, open_regular
 
 READ_BYTES = 8 << 20  # at once
 
 
 def file_sha256(path: str) -> str:
-    """The sha256 of a regular file, read a piece at a time. Raises BadInput naming it if it cannot be read."""
+    """The sha256 of a regular file, read a piece at a time.
+
+    Raises: BadInput naming it if it is no such file; Unreadable, which is one, if the storage does not give it.
+    """
     sha256 = hashlib.sha256()
     try:
         with open_regular(path) as file:
             while piece := file.read(READ_BYTES):
                 sha256.update(piece)
     except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+        raise cannot_read(path, error) from None
     return sha256.hexdigest()
 
 

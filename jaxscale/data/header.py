@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale.data.digest import json_sha256
 from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
+from jaxscale.foreign import Unreadable, cannot_read, parse_json
 from jaxscale.paths import read_bytes
 
 FORMAT, VERSION = "jaxscale-tokens", 2
@@ -49,6 +49,10 @@ def read_header(path: Path) -> dict[str, Any] | None:
         header = parse_json(read_bytes(path))
     except (FileNotFoundError, NotADirectoryError) as error:
         header, why = None, error.strerror
+    except OSError as error:
+        raise cannot_read(path, error) from None
+    except Unreadable:
+        raise
     except BadInput as error:
         header, why = None, str(error)
     if not isinstance(header, dict) or header.get("format") != FORMAT:

@@ -17,14 +17,15 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.data.cache import NAME, Say, cached, open_ids, stamp
-from jaxscale.data.cache import cache_folder as folder_of_cache
 from jaxscale.data.config import DataConfig
 from jaxscale.data.digest import READ_BYTES
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, expect_size, write_index, write_synced
 from jaxscale.data.sources import SourceFile
+from jaxscale.data.verified import HASHED, stamp_of
 from jaxscale.exits import BadInput
 from jaxscale.foreign import open_regular
+from jaxscale.paths import write_json
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEAD = struct.Struct("<9sQBQQ")
@@ -122,7 +123,7 @@ def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
     idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
     made_from = {"megatron": [path, file.name, file.source, *stamp(str(idx)), *stamp(path)], "eos_id": cfg.eos_id}
     return cached(
-        folder_of_cache(cfg),
+        cfg,
         made_from,
         lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say),
         say,
@@ -139,6 +140,7 @@ def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, sa
     dtype, offsets = SAME_BITS[index.code], index.offsets
     expect_size(file.path, int(offsets[-1]) * np.dtype(dtype).itemsize)
     say(f"reading {file.path} once, to know its ids ({int(offsets[-1]):,} tokens)")
+    before = stamp_of(file.path)
     ids = open_ids(file.path, dtype) if offsets[-1] else np.zeros(0, dtype)
     sha256, largest = hashlib.sha256(), 0
     for start in range(0, len(ids), SCAN_TOKENS):
@@ -161,6 +163,7 @@ def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, sa
     }
     sums = {"bin": sha256.hexdigest()}
     write_index(folder / NAME, offsets, np.zeros(documents, "<u2"), None, sums, [file.source], header)
+    write_json(folder / HASHED, {str(Path(file.path)): [*before, sums["bin"]]})
 
 
 def export_megatron(shards: Sequence[Shard], base: Path) -> None:

@@ -102,7 +102,7 @@ class DocumentRows(abc.ABC):
 
     def _map(self, path: str, dtype: str) -> Any:
         """The ids or marks in a file that is still the one that was verified."""
-        self._unchanged.check([path], is_open=False)
+        self._unchanged.check_unopened([path])
         return map_ids(path, dtype)
 
     @functools.cached_property
@@ -130,14 +130,13 @@ class DocumentRows(abc.ABC):
         Raises Stop(DATA_MISMATCH) if a file of theirs is no longer what it was when the run began.
         """
         paths = self._paths(located, chosen)
-        self._unchanged.check_ahead(paths)
+        self._unchanged.check(paths)
         try:
             batch = read_rows(located, chosen, self.seq_len, self._files, self._ramp_T, self._marks)
         except Exception as error:  # whatever it is: of a file that was cut short, that is the cause
             if problem := broken_piece(located, chosen, self._files):
                 raise Stop(Exit.DATA_MISMATCH, problem) from error
             raise
-        self._unchanged.check(paths, is_open=True)
         return batch
 
     def _paths(self, located: Located, chosen: Sequence[int]) -> list[str]:

@@ -43,6 +43,7 @@ from jaxscale.data.token_files import common_token_bytes, open_tokens
 from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.tokenizer.fitting import fits, fitted, tell_beyond
 from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.data.verified import of_size
 from jaxscale.exits import BadInput
 
 VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
@@ -194,6 +195,10 @@ def open_data(
         for line in unpinned(files, shards[0]):
             say(line)
         val_shards = [tokenised(val_files, tokenizer, cfg, say)] if val_files else []
+    if cfg.verify == "size":
+        shards, val_shards = (
+            [shard._replace(expected=of_size(shard.expected)) for shard in some] for some in (shards, val_shards)
+        )
     for shard in [*shards, *val_shards]:
         if shard.header["max_id"] >= vocab_size:
             raise BadInput(vocabulary_problem(shard.place, shard.header["max_id"], vocab_size))
@@ -357,7 +362,7 @@ def make_rows(
         return PackedRows(table, **make)
     made_from = plan_settings(fingerprint=fingerprint, **make)
     cache = cache_folder(cfg)
-    open_rows = lambda folder: BestFitRows(table, folder, seq_len=seq_len, cache=cache)
+    open_rows = lambda folder: BestFitRows(table, folder, seq_len=seq_len, cache=cache, verify=cfg.verify, say=say)
     return kept(cache, "rows", made_from, lambda folder: write_plan(folder, table, **make), open_rows, say)
 
 

@@ -14,20 +14,21 @@ import array
 import hashlib
 import io
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from jaxscale.data.config import DataConfig
 from jaxscale.data.digest import file_sha256
 from jaxscale.data.header import ENDINGS, FORMAT, VERSION, WAY_OUT, read_header, sealed
 from jaxscale.data.lineage import lineage_bytes, parse_lineage
 from jaxscale.data.packing import DocumentTable
-from jaxscale.data.verified import Expected, damaged, expected
+from jaxscale.data.verified import HASHED, Expected, damaged, expected, remembered
 from jaxscale.exits import BadInput
-from jaxscale.foreign import check_regular, open_regular
+from jaxscale.foreign import cannot_read, check_regular, open_regular
 
 if TYPE_CHECKING:
     import pyarrow
@@ -314,14 +315,17 @@ def verify_shard(path: Path) -> None:
         expect_sha256(file, sha256)
 
 
-def expect_whole(path: Path, cache: Path, say: Callable[[str], None] | None, *, remember: bool = True) -> None:
-    """Raises BadInput as verify_shard does; what this machine found good is not read again, as `damaged` has it.
-
-    Files of a shard that nobody needs to train, its lineage, may be missing.
-    """
-    files = {file: sha256 for name, file, sha256 in shard_files(path) if name != "docs" or os.path.lexists(file)}
-    for file, problem in damaged(files, cache, str(path), say, remember=remember).items():
-        raise BadInput(f"{problem}; {WAY_OUT}" if problem else changed(file))
+def expect_whole(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Callable[[str], None]) -> None:
+    """Raises BadInput as verify_shard does, as far as data.verify asks for it; a shard's lineage may be missing."""
+    folders: dict[Path, dict[str, str]] = {}
+    for path in paths if cfg.verify != "size" else ():
+        files = {file: sha256 for name, file, sha256 in shard_files(path) if name != "docs" or os.path.lexists(file)}
+        folders.setdefault(path.parent, {}).update(files)
+    for folder, files in folders.items():
+        known = remembered(folder / HASHED)
+        found = damaged(files, cache, str(folder), say, remember=cfg.verify == "hash", known=known)
+        for file, problem in found.items():
+            raise BadInput(f"{problem}; {WAY_OUT}" if problem else changed(file))
 
 
 def read_lineage(shard: Shard, columns: Sequence[str] | None = None) -> "pyarrow.Table | None":
@@ -361,7 +365,7 @@ def read_whole(path: str) -> bytes:
         with open_regular(path) as file:
             return file.read()
     except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror or error}; {WAY_OUT}") from None
+        raise cannot_read(path, error, f"; {WAY_OUT}") from None
 
 
 def read_array(path: str, dtype: str, count: int) -> np.ndarray:
@@ -377,7 +381,7 @@ def expect_size(path: str, size: int) -> None:
     except FileNotFoundError:
         raise BadInput(f"{path} is missing; {WAY_OUT}") from None
     except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror}; {WAY_OUT}") from None
+        raise cannot_read(path, error, f"; {WAY_OUT}") from None
     check_regular(status.st_mode, path)
     if (actual := status.st_size) != size:
         what = "cut short" if actual < size else "too long"

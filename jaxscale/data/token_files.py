@@ -32,6 +32,8 @@ def open_tokens(
     tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, cfg.bos_token) if cfg.tokenizer else None
     eos_id = cfg.eos_id if cfg.eos_id is not None or tokenizer is None else tokenizer.eos_id
 
+    ours: list[Path] = []
+
     def open_one(file: SourceFile) -> list[Shard]:
         if is_manifest(file.path):
             return open_prepared(file.path, cfg, say)
@@ -41,10 +43,12 @@ def open_tokens(
             return [array_record_shard(file, raw_dtype(cfg, vocab_size), eos_id, vocab_size, cfg, say)]
         if read_header(Path(file.path)) is None:
             return [scanned(file, raw_dtype(cfg, vocab_size), eos_id, cfg, say)]
-        return [open_whole(Path(file.path), cfg, say)]
+        ours.append(Path(file.path))
+        return [open_shard(ours[-1])]
 
     shards = [shard for file in files for shard in open_one(file)]
     val_shards = [shard for file in val_files for shard in open_one(file)]
+    expect_whole(ours, cfg, cache_folder(cfg), say)  # after they were opened, so that nothing comes between
     headers = [shard.header["tokenizer"] for shard in [*shards, *val_shards]]
     made_with = {header["fingerprint"]: header for header in headers if header["fingerprint"]}
     if len(made_with) > 1:
@@ -76,14 +80,6 @@ def open_tokens(
                 f"not have (its largest is {tokenizer.vocab_size - 1}); name the one it was made with, or none"
             )
     return shards, val_shards, tokenizer
-
-
-def open_whole(path: Path, cfg: DataConfig, say: Say) -> Shard:
-    """A shard of this program that is as it was written. Raises BadInput naming the file that is not."""
-    shard = open_shard(path)
-    if cfg.verify != "size":
-        expect_whole(path, cache_folder(cfg), None, remember=cfg.verify == "hash")
-    return shard
 
 
 def most_begin_with(begin_ids: Sequence[int], shards: Sequence[Shard]) -> bool:

@@ -7,8 +7,10 @@ writes to is seen by neither: for that, data.verify='always' reads everything at
 
 import contextlib
 import hashlib
+import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -18,10 +20,12 @@ from typing import Any, NamedTuple
 from jaxscale.data.digest import file_sha256
 from jaxscale.data.locks import locked
 from jaxscale.exits import BadInput, Exit, Stop
+from jaxscale.foreign import Unreadable, is_of_storage
 from jaxscale.paths import make_private, read_json, write_json
 
 HASH_THREADS = 4  # hashlib leaves the interpreter to others; more would only wait for the disk
-CHECKED_AHEAD = 0.05  # seconds; looking at 32 files costs 0.1 ms, and reading 64 rows of them 0.6 ms
+HASHED = "hashed.json"  # in a cached folder: what of its files was hashed while it was made
+LOOK_SECONDS = 1.0  # between two looks at a file: each is a round trip where it lies on another machine
 Say = Callable[[str], None]
 Stamp = tuple[int, int, int, int]
 
@@ -30,7 +34,7 @@ class Expected(NamedTuple):
     """What a file must go on to be while a run reads it."""
 
     stamp: Stamp  # as it was when it was found good
-    sha256: str
+    sha256: str  # '' where only its size is to stay
 
 
 def stamp_of(path: str | Path) -> Stamp:
@@ -40,14 +44,21 @@ def stamp_of(path: str | Path) -> Stamp:
 
 
 def damaged(
-    files: Mapping[str, str], cache: Path, name: str, say: Say | None, *, remember: bool = True
+    files: Mapping[str, str],
+    cache: Path,
+    name: str,
+    say: Say | None,
+    *,
+    remember: bool = True,
+    known: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
     """{path: what is wrong} of the files whose content is not of the sha256 given; '' where it is simply another.
 
     Args: files: {path: sha256}, whose sizes were looked at. name: what they are together, a path: what was found good
     under this name is remembered in `cache`, even where another file is not, so that a large set is not read twice. A
     cache that cannot be written only costs another reading. say: without it, only waiting is not told.
-    remember: False to read everything now.
+    remember: False to read everything now. known: what was found good elsewhere, as `remembered` has it.
+    Raises: Unreadable naming a file that the storage does not give.
     """
     key = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
     memory = cache / f"verified-{key}.json"
@@ -60,25 +71,28 @@ def damaged(
         for path, sha256 in files.items():
             with contextlib.suppress(OSError):  # told when it is read
                 stamps[path] = [*stamp_of(path), sha256]
-        known = remembered(memory) if remember else {}
-        new = [path for path in files if path not in stamps or known.get(path) != stamps[path]]
+        before = {**(known or {}), **remembered(memory)}
+        new = [path for path in files if not remember or path not in stamps or before.get(path) != stamps[path]]
         if not new:
             return {}
         if say:
             size = sum(stamps[path][0] for path in new if path in stamps)
-            say(f"reading {name} once, to see that nothing has changed ({len(new):,} files, {size / 1e6:,.1f} MB)")
+            once = " once" if remember else ""
+            say(f"reading {name}{once}, to see that nothing has changed ({len(new):,} files, {size / 1e6:,.1f} MB)")
         found = hashed({path: files[path] for path in new})
         with contextlib.suppress(OSError, BadInput):
-            write_json(memory, {path: stamp for path, stamp in stamps.items() if path not in found})
+            write_json(memory, {path: stamp for path, stamp in {**before, **stamps}.items() if path not in found})
     return found
 
 
 def hashed(files: Mapping[str, str]) -> dict[str, str]:
-    """{path: what is wrong}, as `damaged` has it; several files are read at once."""
+    """{path: what is wrong}, as `damaged` has it; several files are read at once. Raises as `damaged` does."""
 
     def problem(path: str) -> str | None:
         try:
             return None if file_sha256(path) == files[path] else ""
+        except Unreadable:
+            raise
         except BadInput as error:
             return str(error)
 
@@ -101,49 +115,113 @@ def expected(files: Mapping[str, str]) -> dict[str, Expected]:
     return {path: Expected(stamp_of(path), sha256) for path, sha256 in files.items()}
 
 
+def of_size(files: Mapping[str, Expected]) -> dict[str, Expected]:
+    """The same files, held to their sizes alone."""
+    return {path: known._replace(sha256="") for path, known in files.items()}
+
+
+class Rehashing:
+    """Hashes files one after the other in a thread, while a run reads them."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._waiting: dict[str, Stamp] = {}
+        self._done: dict[str, tuple[Stamp, str | Exception]] = {}
+
+    def result(self, path: str, stamp: Stamp) -> tuple[Stamp, str] | None:
+        """(its stamp, its sha256) since the file was first asked for, given once; None while that is not known.
+
+        Raises: as file_sha256.
+        """
+        with self._lock:
+            if path not in self._done:
+                if path not in self._waiting:
+                    self._waiting[path] = stamp
+                    if len(self._waiting) == 1:  # a daemon: the end of a run does not wait for it
+                        threading.Thread(target=self._work, name="rehashing", daemon=True).start()
+                return None
+            stamp, found = self._done.pop(path)
+        if isinstance(found, Exception):
+            raise found
+        return stamp, found
+
+    def _work(self) -> None:
+        path: str | None = next(iter(self._waiting))
+        while path is not None:
+            try:
+                found: str | Exception = file_sha256(path)
+            except Exception as error:  # raised where the result is asked for
+                found = error
+            with self._lock:
+                self._done[path] = self._waiting.pop(path), found
+                path = next(iter(self._waiting), None)
+
+
 class Unchanged:
     """Watches the files of a run while it reads them, which may take weeks."""
 
     def __init__(self, files: Mapping[str, Expected]):
         self._files = dict(files)
-        self._checked: dict[str, float] = {}
+        self._looked: dict[str, float] = {}
+        self._rehashing = Rehashing()
 
-    def check_ahead(self, paths: Collection[str]) -> None:
-        """As `check` of mapped files, to be called before they are read: what was cut off would end the process.
+    def check(self, paths: Collection[str]) -> None:
+        """Raises as check_unopened; to be called before mapped files are read: what was cut off would end the process.
 
-        Not more often than CHECKED_AHEAD, since `check` tells the rest after each reading.
+        One that was renamed or deleted since is still there for us. Each is looked at once in LOOK_SECONDS.
         """
-        late = time.monotonic() - CHECKED_AHEAD
-        self.check([path for path in paths if self._checked.get(path, late) <= late], is_open=True)
+        now = time.monotonic()
+        for path in paths:
+            if now - self._looked.get(path, -math.inf) >= LOOK_SECONDS:
+                self._looked[path] = now
+                self._check(path, is_open=True)
 
-    def check(self, paths: Collection[str], *, is_open: bool) -> None:
+    def check_unopened(self, paths: Collection[str]) -> None:
         """Raises Stop(DATA_MISMATCH) if one of them holds something else than it did; those not known are passed by.
 
-        is_open: they are mapped, so that one which was renamed or deleted since is still there for us.
+        And Stop(STORAGE) if the storage does not tell.
         """
-        self._checked.update(dict.fromkeys(paths, time.monotonic()))
         for path in paths:
-            if (known := self._files.get(path)) is None:
-                continue
-            try:
-                now = stamp_of(path)
-            except OSError:
-                continue  # whoever opens it will tell
+            self._check(path, is_open=False)
+
+    def _check(self, path: str, *, is_open: bool) -> None:
+        if (known := self._files.get(path)) is None:
+            return
+        try:
+            now = stamp_of(path)
             if now == known.stamp or (is_open and now[3] != known.stamp[3]):
-                continue
-            if now[0] != known.stamp[0] or file_sha256(path) != known.sha256:
-                raise Stop(
-                    Exit.DATA_MISMATCH,
-                    f"{path} was changed after the run began: it is {self._what(now[0], known.stamp[0])}; bring it "
-                    "back and start again",
-                )
-            self._files[path] = known._replace(stamp=now)  # touched, or brought back
+                return
+            same = now[0] == known.stamp[0]
+            if same and known.sha256:
+                if only_touched(known.stamp, now) and is_open:
+                    if (result := self._rehashing.result(path, now)) is None:
+                        return
+                    now, sha256 = result
+                else:
+                    sha256 = file_sha256(path)
+                same = sha256 == known.sha256
+        except (OSError, BadInput) as error:
+            if not is_of_storage(error):
+                return  # whoever opens it will tell
+            raise Stop(Exit.STORAGE, f"{path} cannot be read any more: {error}; start again when it can") from None
+        if not same:
+            raise Stop(
+                Exit.DATA_MISMATCH,
+                f"{path} was changed after the run began: it is {self._what(now[0], known.stamp[0])}; bring it back "
+                "and start again",
+            )
+        self._files[path] = known._replace(stamp=now)  # touched, or brought back
 
     @staticmethod
     def _what(size: int, was: int) -> str:
         if size == was:
             return "another file of the same size"
         return f"{'cut short' if size < was else 'too long'}, {size:,} bytes of {was:,}"
+
+
+def only_touched(was: Stamp, now: Stamp) -> bool:
+    """True where no more than ctime is another: by chmod or a hard link, and hardly ever with another content."""
+    return now[:2] == was[:2] and now[3] == was[3]
 
 
 def remove(path: Path) -> None:

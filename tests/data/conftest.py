@@ -1,9 +1,13 @@
-"""A bucket on this machine, and a clock that nobody waits for."""
+"""A bucket on this machine, a clock that nobody waits for, and corpora that can be put back."""
+
+import shutil
 
 import pytest
+from damage import MAKERS, OPENED, World, seen
 from gcs_emulator import BIG, Emulator
 
 from jaxscale.bucket import Clock
+from jaxscale.data.pipeline import open_data
 
 
 class FakeClock:
@@ -25,3 +29,24 @@ def gcs(monkeypatch):
 @pytest.fixture
 def clock():
     return FakeClock()
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """Makes a world at its first use; gives it with what a run has seen of it."""
+    made = {}
+
+    def world(name):
+        if name not in made:
+            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
+            for part in ("data", "cache"):
+                (folder / "now" / part).mkdir(parents=True)
+            one = World(folder / "now", folder / "kept", MAKERS[name](folder / "now" / "data"))
+            corpus = open_data(one.cfg, say=lambda line: None, **OPENED)
+            shutil.copytree(one.folder, one.kept)
+            made[name] = one, seen(corpus)
+        one, was = made[name]
+        one.put_back()
+        return one, was
+
+    return world

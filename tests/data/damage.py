@@ -20,6 +20,7 @@ from jaxscale.data.shards import ShardWriter
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
 
 WORDS = "the sea lay still and nobody knew where the wind had gone that morning".split()
+OPENED = dict(seq_len=128, vocab_size=300, seed=0)
 SECONDS = 30  # what waits for a FIFO waits for ever
 
 
@@ -198,3 +199,11 @@ def in_time():
         yield
     finally:
         signal.alarm(0)
+
+
+def seen(corpus):
+    """Everything that a run takes from the data, as one array, with the fingerprint that it records."""
+    rows = len(corpus.train_rows)
+    batch = corpus.batches(rows).batch(0)
+    valid = [field for parts in corpus.valid_batches(8, 8) for field in (*parts[0][:5], *parts[1:])]
+    return corpus.fingerprint, [np.asarray(field) for field in (*batch[:5], *valid)]

@@ -1,14 +1,11 @@
 """Damaged data are found before a token of them is trained on, or are made again and give the same batches."""
 
-import dataclasses
 import json
-import os
 import shutil
-import time
 
 import numpy as np
 import pytest
-from damage import DAMAGES, MAKERS, World, in_time, text
+from damage import DAMAGES, OPENED, in_time, seen, text
 
 from jaxscale.cli.trace import line_of
 from jaxscale.data.config import DataConfig
@@ -19,42 +16,11 @@ from jaxscale.data.lineage import lineage_table
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter
 from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.data.verified import CHECKED_AHEAD
 from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.same_run import open_same_data
 
 pytestmark = pytest.mark.fault("F38")
-SEQ_LEN, ANOTHER = 128, "another fingerprint"
-OPENED = dict(seq_len=SEQ_LEN, vocab_size=300, seed=0)
-
-
-def seen(corpus):
-    """Everything that a run takes from the data, as one array, with the fingerprint that it records."""
-    rows = len(corpus.train_rows)
-    batch = corpus.batches(rows).batch(0)
-    valid = [field for parts in corpus.valid_batches(8, 8) for field in (*parts[0][:5], *parts[1:])]
-    return corpus.fingerprint, [np.asarray(field) for field in (*batch[:5], *valid)]
-
-
-@pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
-    """Makes a world at its first use; gives it with what a run has seen of it."""
-    made = {}
-
-    def world(name):
-        if name not in made:
-            folder = tmp_path_factory.mktemp(name.replace(" ", "-"))
-            for part in ("data", "cache"):
-                (folder / "now" / part).mkdir(parents=True)
-            one = World(folder / "now", folder / "kept", MAKERS[name](folder / "now" / "data"))
-            corpus = open_data(one.cfg, say=lambda line: None, **OPENED)
-            shutil.copytree(one.folder, one.kept)
-            made[name] = one, seen(corpus)
-        one, was = made[name]
-        one.put_back()
-        return one, was
-
-    return world
+ANOTHER = "another fingerprint"
 
 
 def outcome(one, was, resume):
@@ -299,70 +265,6 @@ def test_a_shard_beside_those_that_are_listed_changes_nothing(worlds):
             shutil.copy2(folder / "data" / f"part-1{ending}", folder / "data" / f"part-2{ending}")
 
     assert check(one, was, doubled, True) == ""
-
-
-def in_place(change):
-    """A change of an open file: the inode stays."""
-
-    def damage(path):
-        with open(path, "r+b") as file:
-            change(file)
-
-    return damage
-
-
-def replaced(path):
-    other = path.with_name("coming")
-    other.write_bytes(bytes(path.stat().st_size))
-    os.replace(other, path)
-
-
-WHILE_TRAINING = {
-    "overwritten": (in_place(lambda file: file.write(b"\0\0\0\0\1")), True),
-    "cut": (in_place(lambda file: file.truncate(100)), True),
-    "emptied": (in_place(lambda file: file.truncate(0)), True),
-    "overwritten, time kept": (DAMAGES["flipped, time kept"], True),
-    "replaced": (replaced, False),  # what is open stays as it was
-    "deleted": (os.unlink, False),
-    "touched": (lambda path: os.utime(path, (1, 1)), False),
-    "made readable for all": (lambda path: path.chmod(0o644), False),
-}
-
-
-@pytest.mark.parametrize("file", ["data/part-1.bin", "cache/rows-*/documents"])
-@pytest.mark.parametrize("name", WHILE_TRAINING)
-def test_a_file_that_changes_while_it_is_trained_on_is_found(worlds, name, file):
-    one, was = worlds("shards")
-    change, is_told = WHILE_TRAINING[name]
-    corpus = open_data(one.cfg, say=lambda line: None, **OPENED)
-    rows = len(corpus.train_rows)
-    first = corpus.batches(rows).batch(0)
-    (path,) = one.folder.glob(file)
-    time.sleep(1.5 * CHECKED_AHEAD)
-    change(path)
-    if is_told:
-        with pytest.raises(Stop, match=f"{path.name} was changed after the run began") as stop:
-            corpus.batches(rows).batch(0)
-        assert stop.value.code is Exit.DATA_MISMATCH and "\n" not in str(stop.value)
-    else:
-        np.testing.assert_array_equal(corpus.batches(rows).batch(0).tokens, first.tokens)
-
-
-def test_a_file_that_changes_before_its_first_row_is_read_is_found(worlds):
-    one, _ = worlds("shards")
-    corpus = open_data(one.cfg, say=lambda line: None, **OPENED)
-    replaced(one.folder / "data" / "part-1.bin")
-    with pytest.raises(Stop, match="part-1.bin was changed after the run began"):
-        corpus.batches(len(corpus.train_rows)).batch(0)
-
-
-def test_always_reads_everything_at_each_start(worlds):
-    one, _ = worlds("set")
-    for verify, told in (("hash", 0), ("always", 1)):
-        said = []
-        open_data(dataclasses.replace(one.cfg, verify=verify), say=said.append, **OPENED)
-        open_data(dataclasses.replace(one.cfg, verify=verify), say=said.append, **OPENED)
-        assert sum("to see that nothing has changed" in line for line in said[1:]) == told
 
 
 def test_a_document_of_a_file_with_a_hostile_name_is_found_as_it_is_listed(tmp_path):
