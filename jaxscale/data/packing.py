@@ -132,12 +132,13 @@ class DocumentRows(abc.ABC):
         paths = self._paths(located, chosen)
         self._unchanged.check(paths)
         try:
-            batch = read_rows(located, chosen, self.seq_len, self._files, self._ramp_T, self._marks)
+            return read_rows(located, chosen, self.seq_len, self._files, self._ramp_T, self._marks)
+        except Stop:
+            raise
         except Exception as error:  # whatever it is: of a file that was cut short, that is the cause
             if problem := broken_piece(located, chosen, self._files):
                 raise Stop(Exit.DATA_MISMATCH, problem) from error
             raise
-        return batch
 
     def _paths(self, located: Located, chosen: Sequence[int]) -> list[str]:
         """The files that the rows are read from."""
