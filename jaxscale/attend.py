@@ -1,6 +1,7 @@
 """What stands around a run while it is in a work folder: lock, log of events, watchdog, and what watches it."""
 
 import contextlib
+import pathlib
 from collections.abc import Callable, Iterator
 
 import jax
@@ -41,12 +42,10 @@ def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> 
         if not paths.is_remote(workdir):
             for name in REPLACED:
                 paths.check_is_file(paths.as_path(workdir) / name)
-        paths.remove_temporaries(workdir, REPLACED)
-        if lock.taken_from is not None and not paths.is_remote(workdir):
-            with contextlib.suppress(OSError):  # who wakes up in the middle of a line writes it into the old file
-                for name in APPENDED:
-                    renew(paths.as_path(workdir) / name)
-                remove_leftovers(paths.as_path(workdir) / "checkpoints")  # and who wakes up in a save finds no folder
+        if primary:  # the others hold no lock, and may come to a folder that is another run's
+            paths.remove_temporaries(workdir, REPLACED)
+            if lock.taken_from is not None and not paths.is_remote(workdir):
+                shut_out(paths.as_path(workdir), team)
         code, why = 0, "done"
         profiler, telemetry = watchers(cfg.monitor, workdir, events.note, team)
         watchdog = Watchdog(workdir, cfg.hang, note=events.note, others=team, observers=(profiler, ledger))
@@ -72,6 +71,18 @@ def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> 
                 if events.begun:
                     events.note("stopped", code=int(code), why=why, goodput=ledger.facts())
                 events.close()
+
+
+def shut_out(folder: pathlib.Path, say: Callable[[str], None]) -> None:
+    """Who wakes up in the middle of a line writes it into the old file, and in the middle of a save finds no folder."""
+    failed = []
+    for put_away, name in (*((renew, name) for name in APPENDED), (remove_leftovers, "checkpoints")):
+        try:
+            put_away(folder / name)
+        except OSError as error:
+            failed.append(f"{name} ({error.strerror or error})")
+    if failed:
+        say(f"WARNING: {folder}: who had the lock before may still write into {', '.join(failed)}")
 
 
 def watchers(cfg: MonitorConfig, workdir: str, note: Note, say: Callable[[str], None]) -> tuple[Profiler, Telemetry]:

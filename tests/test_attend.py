@@ -1,9 +1,12 @@
 """What surrounds a run ends in order: how it ended is noted while the folder is still its own."""
 
+import dataclasses
+import errno
 import os
 import pathlib
 import shutil
 
+import jax
 import pytest
 import tiny
 
@@ -88,6 +91,41 @@ def test_a_start_that_is_refused_leaves_no_trace(cfg, tmp_path):
     with pytest.raises(ValueError), attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()):
         raise ValueError("before anything was noted")
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.fault("F32")
+def test_only_who_holds_the_lock_removes_what_is_half_written(cfg, tmp_path, monkeypatch):
+    half = tmp_path / "run" / f".metrics.jsonl.{'0' * 16}.tmp"
+    half.parent.mkdir()
+    half.touch()
+    for process, left in ((1, True), (0, False)):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()):
+            assert half.exists() is left
+
+
+@pytest.mark.fault("F32")
+def test_one_file_that_cannot_be_renewed_keeps_no_other_from_it_and_is_told(cfg, tmp_path, monkeypatch):
+    run, alone, replace = tmp_path / "run", Alone(), os.replace
+    unfinished = run / "checkpoints" / "7.orbax-checkpoint-tmp"
+    unfinished.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("{}\n")
+    (run / "events.jsonl").touch()
+
+    def failing(source, target):
+        if str(target).endswith("events.jsonl"):
+            raise OSError(errno.EIO, "the disk fails")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", failing)
+    with RunLock(run):
+        lock = (run / "lock").read_bytes()
+    (run / "lock").write_bytes(lock)
+    with (run / "metrics.jsonl").open("a") as old:
+        with attended(cfg, str(run), dataclasses.replace(NO_WISHES, steal_lock=True), alone):
+            assert os.fstat(old.fileno()).st_nlink == 0 and not unfinished.exists()
+    (line,) = [line for line in alone.said if "WARNING" in line]
+    assert line.endswith("may still write into events.jsonl (the disk fails)")
 
 
 @pytest.mark.fault("F35")
