@@ -17,6 +17,7 @@ from jaxscale.exits import Exit, Stop
 WAIT_SECONDS = 300  # for another process to come to the same place; one that died is noticed long before
 SEEN_SECONDS = 30  # for a file to be seen by other machines: network file systems remember that it was not there
 ALL_SECONDS = 10
+SLICE_SECONDS = 1.0  # of waiting in C++, where a signal has no effect
 BOARD = "jaxscale/board"
 ALREADY, NOTHING, LATE = "ALREADY_EXISTS", "NOT_FOUND", "DEADLINE_EXCEEDED"  # how the service's errors begin
 
@@ -38,13 +39,36 @@ def agreed(decide: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
     client, key = distributed.global_state.client, next_key("agreed")
     if jax.process_index() == 0:
         client.key_value_set(key, json.dumps(decide()))
-    return json.loads(client.blocking_key_value_get(key, round(seconds * 1000)))
+    line = waited(client, key, seconds)
+    if line is None:
+        raise Stop(Exit.PEER_LOST, f"process 0 said nothing for {seconds:g} s; start all again")
+    return json.loads(line)
 
 
 def all_here() -> None:
     """Returns once all processes have come to this place of the program."""
-    if jax.process_count() > 1:
-        distributed.global_state.client.wait_at_barrier(next_key("all_here"), WAIT_SECONDS * 1000)
+    try:
+        gathered(next_key("all_here"), None)  # jax's own barrier lets no handler of a signal run
+    except TimeoutError as error:
+        raise Stop(Exit.PEER_LOST, f"{error}; start all again") from None
+
+
+def waited(client: Any, key: str, seconds: float) -> str | None:
+    """The line under the key as soon as there is one, or None after so long.
+
+    In slices: no handler of a signal runs while the main thread waits in C++. After the first one it asks and sleeps,
+    for the service would keep what a slice asked until the key is there.
+    """
+    deadline = time.monotonic() + seconds
+    try:
+        return client.blocking_key_value_get(key, max(1, round(min(seconds, SLICE_SECONDS) * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        if LATE not in str(error):
+            raise
+    keys = Keys(client)
+    while (line := keys.read(key)) is None and (left := deadline - time.monotonic()) > 0:
+        time.sleep(min(left, SLICE_SECONDS / 4))
+    return line
 
 
 def gathered(key: str, mine: Any, seconds: float = WAIT_SECONDS) -> list[Any]:
@@ -60,13 +84,10 @@ def gathered(key: str, mine: Any, seconds: float = WAIT_SECONDS) -> list[Any]:
     deadline = time.monotonic() + seconds
 
     def get(name: str, whom: int) -> Any:
-        left = max(1, round((deadline - time.monotonic()) * 1000))
-        try:
-            return json.loads(client.blocking_key_value_get(f"{key}/{name}", left))
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
-            raise TimeoutError(f"process {whom} said nothing for {seconds:g} s") from None
+        line = waited(client, f"{key}/{name}", deadline - time.monotonic())
+        if line is None:
+            raise TimeoutError(f"process {whom} said nothing for {seconds:g} s")
+        return json.loads(line)
 
     if index:
         client.key_value_set(f"{key}/from/{index}", json.dumps(mine))
