@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxscale import fence, paths
-from jaxscale.exits import BadInput
+from jaxscale.exits import BadInput, Stop
 from jaxscale.monitor.events import Note
 
 TOUCHED = "PROFILE"
@@ -146,9 +146,12 @@ class Profiler:
         """Ends the capture that is under way and writes it."""
         step, began = self.begun, time.monotonic()
         self.begun = None
-        fence.ask(self.place)
         try:
+            if not self.remote:  # into a bucket it is brought by a thread, which asks
+                fence.ask(self.place)
             self.stop()
+        except Stop:  # the folder is another's
+            raise
         except Exception as error:
             self.fail("could not be written", error)
             return
@@ -162,14 +165,17 @@ class Profiler:
     def bring(self, step: int, folder: pathlib.Path, place: Any) -> None:
         """Copies a capture into the bucket, in a thread."""
         began = time.monotonic()
-        try:
-            for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-                paths.write_bytes_atomic(place / file.relative_to(folder).as_posix(), file.read_bytes())
-            shutil.rmtree(folder, ignore_errors=True)
-        except Exception as error:  # whatever the storage's client raises
-            self.fail(f"could not be brought into the bucket, and stays in {folder}", error)
-            return
-        self.tell_written(step, place, round(time.monotonic() - began, 3))
+        with contextlib.suppress(Stop):  # of a folder that is another's now, the steps hear from the lock
+            try:
+                for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+                    paths.write_bytes_atomic(place / file.relative_to(folder).as_posix(), file.read_bytes())
+                shutil.rmtree(folder, ignore_errors=True)
+            except Stop:
+                raise
+            except Exception as error:  # whatever the storage's client raises
+                self.fail(f"could not be brought into the bucket, and stays in {folder}", error)
+                return
+            self.tell_written(step, place, round(time.monotonic() - began, 3))
 
     def tell_written(self, step: int, place: Any, seconds: float) -> None:
         """The capture can be looked at."""

@@ -1,5 +1,6 @@
 """A capture begins and ends between steps, appears where it is told, and leaves the run's numbers as they are."""
 
+import contextlib
 import gzip
 import io
 import json
@@ -9,7 +10,8 @@ import time
 import pytest
 import tiny
 
-from jaxscale import main
+from jaxscale import fence, main
+from jaxscale.exits import Exit, Stop
 from jaxscale.hosts.watchdog import HangConfig, Watchdog
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.profile import TOUCHED, Profiler, parse_steps
@@ -111,6 +113,25 @@ def test_a_profiler_that_fails_is_told_once_and_ends_nothing(tmp_path, where):
     (line,) = [line for line in steps.said if "training goes on without" in line]
     assert "RuntimeError: Only one profile may be run at a time." in line and "\n" not in line
     assert [kind for kind, *_ in steps.notes].count("alarm") == 1 and not steps.profiler.busy()
+
+
+@pytest.mark.parametrize(
+    "error", [None, OSError("the disk fails"), Stop(Exit.LOCK_HELD, "taken over")], ids=["ours", "a disk", "another's"]
+)
+def test_a_lock_that_cannot_be_asked_ends_nothing_and_one_that_is_lost_ends_the_steps(tmp_path, error):
+    steps = Steps(tmp_path, "3:5")
+
+    def may_write():
+        if error and steps.done:
+            raise error
+
+    with fence.fenced(tmp_path, may_write):
+        with pytest.raises(Stop) if isinstance(error, Stop) else contextlib.nullcontext(), steps.profiler:
+            steps.run(1, 4)
+            steps.done = 4
+            steps.run(5, 9)
+    told = [line for line in steps.said if "OSError: the disk fails; training goes on without" in line]
+    assert len(told) == isinstance(error, OSError) and steps.on is (error is not None)
 
 
 @pytest.mark.parametrize("text", ["100", "5:5", "7:3", "0:4", "a:b", "1:2:3", "-1:3"])
