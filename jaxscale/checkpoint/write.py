@@ -92,7 +92,8 @@ def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: 
             for part in (f"ocdbt.process_{process}", "array_metadatas"):
                 if (place / "state" / part).exists():
                     sync_tree(place / "state" / part)
-        inventory.list_own_files(folder, process)
+        fence.ask(folder)
+        inventory.list_own_files(place, process)
     crash_point("save/arrays_synced")
 
 
@@ -122,31 +123,38 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
     with itself(folder) as place:
         fence.ask(folder)
         array_handler().finalize(epath(place / "state"))
-    crash_point("save/finalized")
-    fence.ask(folder)
-    folder.joinpath(*RECORD).write_text(json.dumps(record))
-    crash_point("save/record")
-    for item in ("run", "state"):
-        (folder / item / folders.COMMITTED).write_text(f"Checkpoint commit was successful to {directory / str(step)}")
-    about = {"item_handlers": HANDLERS, "metrics": record["metrics"], "performance_metrics": {}, "custom_metadata": {}}
-    about |= {"init_timestamp_nsecs": int(began * 1e9), "commit_timestamp_nsecs": time.time_ns()}
-    (folder / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
-    inventory.list_all_others(folder, jax.process_count())
-    crash_point("save/described")
+        crash_point("save/finalized")
+        fence.ask(folder)
+        describe(place, record, f"Checkpoint commit was successful to {directory / str(step)}", began)
+        fence.ask(folder)
+        inventory.list_all_others(place, jax.process_count())
+        crash_point("save/described")
+        if not paths.is_remote(directory):
+            folders.mark_committed(place)
+            sync_tree(place)
+            crash_point("save/synced")
     if paths.is_remote(directory):
         may_commit()
         crash_point("save/before_commit")
         folders.mark_committed(folder)
     else:
-        folders.mark_committed(folder)
-        sync_tree(folder)
-        crash_point("save/synced")
         may_commit()
         crash_point("save/before_commit")
         folder.rename(directory / str(step))
         crash_point("save/renamed")
         paths.sync_folder(directory)
     crash_point("save/after_commit")
+
+
+def describe(place: Any, record: Mapping[str, Any], committed: str, began: float) -> None:
+    """Writes the record, and what stock Orbax looks for beside it."""
+    place.joinpath(*RECORD).write_text(json.dumps(record))
+    crash_point("save/record")
+    for item in ("run", "state"):
+        (place / item / folders.COMMITTED).write_text(committed)
+    about = {"item_handlers": HANDLERS, "metrics": record["metrics"], "performance_metrics": {}, "custom_metadata": {}}
+    about |= {"init_timestamp_nsecs": int(began * 1e9), "commit_timestamp_nsecs": time.time_ns()}
+    (place / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
 
 
 def wait_for_record(folder: Any) -> dict[str, Any]:
