@@ -14,9 +14,10 @@ def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = Fals
     Raises: OSError, after what was written of the content is taken away again, unless the disk refuses that as well;
     BadInput where the path is no file; Stop where its folder is not this process's any more.
     """
-    fence.ask(path)
-    is_new = durable and not path.exists()
-    handle = paths.open_to_write(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, mode)
+    is_new = not os.path.exists(path)
+    if is_new:
+        fence.ask(path)
+    handle = paths.open_to_write(path, os.O_WRONLY | os.O_APPEND | (os.O_CREAT if is_new else 0), mode)
     try:
         fence.ask(path)  # this very file
         before, written = os.fstat(handle).st_size, 0
@@ -25,7 +26,7 @@ def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = Fals
                 written += os.write(handle, content[written:])
             if durable:
                 os.fsync(handle)
-            if is_new:
+            if durable and is_new:
                 paths.sync_folder(path.parent)
         except OSError:
             with contextlib.suppress(OSError):

@@ -1,7 +1,6 @@
 """TensorBoard event files, local only. The one file that imports tensorboardX."""
 
 import contextlib
-import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping
@@ -40,7 +39,9 @@ class Scalars:
             add(self.file)
             self.problem = None
         except Stop:  # the folder is another's, and so is its disk
-            self.discard()
+            if self.file is not None:
+                self.file.abandon()
+            self.file = None
             raise
         except OSError as error:
             self.problem = f"{self.folder} lacks metrics that metrics.jsonl has: {error.strerror or error}"
@@ -54,18 +55,9 @@ class Scalars:
             try:
                 self.file.close()
             except Stop:  # said by whoever asks the lock
-                self.discard()
+                pass
             except OSError as error:
                 self.problem = f"{self.folder} lacks its last metrics: {error.strerror or error}"
-        self.file = None
-
-    def discard(self) -> None:
-        """Closes the file without what it still holds in memory."""
-        if self.file is not None:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.file.handle)  # Python flushes what it closes
-            os.close(nowhere)
-            self.file.abandon()
         self.file = None
 
 
@@ -87,7 +79,7 @@ class EventFile:
         names = (folder / f"{stem}.{number}" for number in range(1_000_000))
         self.path = next(name for name in names if not name.exists())  # a second start within a second
         self.records, self.flushed_at = RecordWriter(str(self.path)), clock()
-        self.handle = self.records._writer.fileno()
+        self.waiting: list[bytes] = []  # its records, which the lock is asked about before they are written
         try:
             self.begin(start_step)
         except OSError:
@@ -102,14 +94,14 @@ class EventFile:
         restart = self.session_type(status=self.session_type.START)
         first = start_step + 1 if start_step else 0  # a new run has a validation before its first step
         self.add(self.event_type(wall_time=self.clock(), step=first, session_log=restart))
-        self.records.flush()
+        self.flush()
 
     def write(self, step: int, scalars: Mapping[str, float]) -> None:
         """Adds one event with all scalars of a step."""
         values = [self.summary_type.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self.add(self.event_type(wall_time=self.clock(), step=step, summary=self.summary_type(value=values)))
         if self.clock() - self.flushed_at >= FLUSH_SECONDS:
-            self.records.flush()
+            self.flush()
             self.flushed_at = self.clock()
 
     def write_text(self, step: int, name: str, text: str) -> None:
@@ -126,15 +118,21 @@ class EventFile:
         self.add(self.event_type(wall_time=self.clock(), step=step, summary=self.summary_type(value=[value])))
 
     def add(self, event) -> None:
-        """Appends one record to the (buffered) file."""
+        """Keeps one record for the next flush."""
+        self.waiting.append(event.SerializeToString())
+
+    def flush(self) -> None:
+        """Writes what waits. Raises: Stop if the file's folder is not ours any more; OSError."""
         fence.ask(self.path)
-        self.records.write(event.SerializeToString())
+        for record in self.waiting:
+            self.records.write(record)
+        self.waiting.clear()
+        self.records.flush()
 
     def close(self) -> None:
         """Flushes and closes."""
-        fence.ask(self.path)
         try:
-            self.records.flush()
+            self.flush()
         finally:
             self.records.close()
 
