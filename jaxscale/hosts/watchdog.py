@@ -22,7 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxscale import faults, fence, paths
-from jaxscale.exits import BadInput, Exit, Stop, silence_closed_streams, tell
+from jaxscale.exits import BadInput, Exit, silence_closed_streams, tell
 from jaxscale.hosts.backstop import Backstop
 from jaxscale.schema import setting
 
@@ -187,7 +187,7 @@ class Watchdog:
         tell(f"stopped (hang, exit {int(Exit.HANG)}): {line}; stacks of all threads: {where}")
         if self.others and not told:
             self.others.tell_hang(line)
-        with contextlib.suppress(Stop):  # another process has the folder
+        with contextlib.suppress(Exception):  # another process has the folder, or its disk fails
             if self.stacks:
                 fence.ask(self.stacks.name)
                 self.stacks.write(f"{line}\n{all_stacks(self.phases)}".encode(errors="replace"))

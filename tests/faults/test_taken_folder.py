@@ -26,7 +26,7 @@ VALUES = dict(
     monitor=dict(log_every_steps=1, progress="lines", statistics_every_steps=0),
     sample=dict(num_tokens=0),
 )
-SECONDS = 60  # for anything that is waited for
+SECONDS = 180  # for anything that is waited for
 
 
 class Trainer:
