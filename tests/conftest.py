@@ -22,6 +22,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for all processes of th
     }
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["JAXSCALE_HUGE_PAGES"] = "0"
+os.environ.pop("COLUMNS", None)  # the terminal of whoever runs the tests is no part of them
 
 import jax  # noqa: E402
 import pytest  # noqa: E402

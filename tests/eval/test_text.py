@@ -13,6 +13,7 @@ from jaxscale.eval.config import TextEval
 from jaxscale.eval.named import open_evaluators
 from jaxscale.eval.text import Measured, Reading, document_spans, summarise_text, text_windows
 from jaxscale.eval.uncertainty import exp_error, mean_error, ratio_error
+from jaxscale.exits import BadInput
 from jaxscale.inference import make_scorer, make_token_losses, open_model
 
 
@@ -124,7 +125,7 @@ def test_text_that_is_held_is_the_same_and_may_go_away(model, tmp_path):
     file.unlink()
     assert held.metrics(scorer, model.params) == wanted
     assert held.fingerprint != other.fingerprint and read.fingerprint == ""
-    with pytest.raises(OSError):
+    with pytest.raises(BadInput, match="a.txt cannot be read"):
         read.metrics(scorer, model.params)
 
 

@@ -61,7 +61,10 @@ FAULTS = {
     ),
     "F15": Row("two runs in one folder", "the second leaves with 18 naming the first; a dead one's lock is taken over"),
     "F16": Row("kill -9 of a run in a bucket", "as F1"),
-    "F17": Row("the bucket answers 429 and 503, or slowly", "no save is lost, and the step never waits for it"),
+    "F17": Row(
+        "the bucket answers 429 and 5xx, breaks connections, loses answers, or is slow",
+        "no save is lost, and the step never waits for it",
+    ),
     "F18": Row(
         "the bucket is away, or forbids",
         "training goes on; saves resume; too long: 14; a missing right is named at once",
