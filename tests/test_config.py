@@ -333,6 +333,7 @@ def test_help_says_which_model_a_setting_belongs_to():
     assert "(" not in next(line for line in text.splitlines() if "--config.seq_len=" in line)
 
 
+PARTS = 4
 ABSURD = (
     "0",
     "-1",
@@ -352,9 +353,10 @@ ABSURD = (
 
 
 @pytest.mark.fault("F39")
-def test_whatever_is_typed_for_a_setting_is_taken_or_refused_in_one_line():
-    for _, name, *_ in schema.describe_groups(RunConfig):
-        for text in ABSURD:
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, PARTS))])
+def test_whatever_is_typed_for_a_setting_is_taken_or_refused_in_one_line(part):
+    for number, (_, name, *_) in enumerate(schema.describe_groups(RunConfig)):
+        for text in ABSURD[(number + part) % PARTS :: PARTS]:
             try:
                 cfg = load_config("configs/quickstart.py", {name: text})
                 resolve_budget(cfg, epoch_tokens=12345)

@@ -51,6 +51,7 @@ def test_an_upload_of_many_chunks_arrives_whole(gcs, files):
     assert len([method for method, *_ in gcs.log if method in ("POST", "PUT")]) >= 3  # the start, and two parts
 
 
+@pytest.mark.soak
 def test_gcsfs_gets_through_a_busy_service(gcs, files):
     files.pipe("b/name", b"content")
     gcs.faults.append(Fault("status", status=503, times=2))

@@ -1,6 +1,7 @@
 """A room imports only rooms below it, and nothing in the package runs code that came out of a file."""
 
 import ast
+import functools
 import pathlib
 
 import pytest
@@ -34,25 +35,27 @@ def modules():
     return sorted((ROOT / "jaxscale").rglob("*.py"))
 
 
+parsed = functools.cache(ast.parse)
+
+
 def imports(tree, file):
     """Yields (dotted module, line, inside a function?) for each import; 'from x import y' yields x.y."""
     package = pathlib.Path(file).with_suffix("").parts[:-1]  # a relative import of level 1 starts here
-    inside = {
-        id(node)
-        for function in ast.walk(tree)
-        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
-        for node in ast.walk(function)
-    }
-    for node in ast.walk(tree):
+    waiting = [(tree, False)]
+    while waiting:
+        node, inside = waiting.pop()
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, node.lineno, id(node) in inside
+                yield alias.name, node.lineno, inside
         elif isinstance(node, ast.ImportFrom):
             base = [node.module] if node.module else []
             if node.level:
                 base = [*package[: len(package) - node.level + 1], *base]
             for alias in node.names:
-                yield ".".join([*base, alias.name]), node.lineno, id(node) in inside
+                yield ".".join([*base, alias.name]), node.lineno, inside
+        elif not isinstance(node, ast.expr):  # none of which holds an import
+            inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+            waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
 
 
 def room_of(module):
@@ -66,7 +69,7 @@ def wraps_heavy(module):
     for dotted in (module, module.rpartition(".")[0]):
         path = ROOT / (dotted.replace(".", "/") + ".py")
         if path.exists():
-            tops = imports(ast.parse(path.read_text(encoding="utf-8")), relative(path))
+            tops = imports(parsed(path.read_text(encoding="utf-8")), relative(path))
             return any(name.split(".")[0] in HEAVY and not inside for name, _, inside in tops)
     return False
 
@@ -80,7 +83,7 @@ def wrong_imports(source, file):
     if own is not None and own not in ROOMS:
         return [f"{file}:1: room {own!r} has no number in ROOMS; give it one"]
     found = []
-    for module, line, inside in imports(ast.parse(source), file):
+    for module, line, inside in imports(parsed(source), file):
         room = room_of(module)
         if room not in (None, own):
             if room not in ROOMS:
@@ -101,7 +104,7 @@ def wrong_imports(source, file):
 
 def unsafe_loads(source, file):
     """One line for each way in `source` to run code that a file brings."""
-    tree, found = ast.parse(source), []
+    tree, found = parsed(source), []
     for module, line, _ in imports(tree, file):
         parts = tuple(module.split("."))
         if parts[0] in UNPICKLERS or parts[:2] in LOADERS:
@@ -120,7 +123,7 @@ def unsafe_loads(source, file):
 
 def swallowed_defects(source, file):
     """One line for each `except ValueError` around a call of our own code: it would rephrase our defects too."""
-    tree, found = ast.parse(source), []
+    tree, found = parsed(source), []
     ours = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     ours |= {name.rpartition(".")[2] for name, *_ in imports(tree, file) if room_of(name) is not None}
     for block in ast.walk(tree):
@@ -173,7 +176,7 @@ def test_a_clause_that_would_take_our_defects_is_seen(clause, seen):
 
 def test_configs_do_not_import_the_package():
     for path in sorted((ROOT / "configs").rglob("*.py")):
-        names = [module for module, *_ in imports(ast.parse(path.read_text(encoding="utf-8")), relative(path))]
+        names = [module for module, *_ in imports(parsed(path.read_text(encoding="utf-8")), relative(path))]
         assert not [name for name in names if name.split(".")[0] == "jaxscale"], f"{relative(path)} imports jaxscale"
 
 

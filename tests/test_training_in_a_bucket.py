@@ -142,7 +142,8 @@ def run_with_kills(trainers, gcs, kills):
 @pytest.mark.fault("F15")
 @pytest.mark.fault("F16")
 @pytest.mark.fault("F17")
-@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [1, 3])
+@pytest.mark.soak
 def test_a_run_in_a_busy_bucket_that_is_killed_equals_one_on_a_disk(trainers, gcs, tmp_path, kills):
     code, log = trainers.finish(trainers.start(tmp_path / "straight"))
     assert code == 0, log

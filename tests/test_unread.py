@@ -132,7 +132,12 @@ def attributes_of(file):
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in checks}
 
 
-@pytest.mark.parametrize("choice", CHOICES)
+SIMILAR = {"stdlib", "ul2", "linear_rope", "lion", "constant", "wsd", "no_decay", "float16", "prefix"}  # to others
+
+
+@pytest.mark.parametrize(
+    "choice", [pytest.param(name, marks=[pytest.mark.soak] * (name in SIMILAR)) for name in CHOICES]
+)
 def test_each_setting_of_the_step_and_its_data_is_read_or_refused(folder, choice):
     cfg = chosen(folder, choice)
     with reads.noted() as read:

@@ -25,6 +25,7 @@ from jaxscale.paths import make_private, read_json, write_json
 
 HASH_THREADS = 4  # hashlib leaves the interpreter to others; more would only wait for the disk
 HASHED = "hashed.json"  # in a cached folder: what of its files was hashed while it was made
+TOLD_BYTES = 100_000_000  # a smaller set is read before a person would wonder
 LOOK_SECONDS = 1.0  # between two looks at a file: each is a round trip where it lies on another machine
 Say = Callable[[str], None]
 Stamp = tuple[int, int, int, int]
@@ -56,7 +57,7 @@ def damaged(
 
     Args: files: {path: sha256}, whose sizes were looked at. name: what they are together, a path: what was found good
     under this name is remembered in `cache`, even where another file is not, so that a large set is not read twice. A
-    cache that cannot be written only costs another reading. say: without it, only waiting is not told.
+    cache that cannot be written only costs another reading. say: is told of waiting, and of a reading that takes long.
     remember: False to read everything now. known: what was found good elsewhere, as `remembered` has it.
     Raises: Unreadable naming a file that the storage does not give.
     """
@@ -75,8 +76,8 @@ def damaged(
         new = [path for path in files if not remember or path not in stamps or before.get(path) != stamps[path]]
         if not new:
             return {}
-        if say:
-            size = sum(stamps[path][0] for path in new if path in stamps)
+        size = sum(stamps[path][0] for path in new if path in stamps)
+        if say and size >= TOLD_BYTES:
             once = " once" if remember else ""
             say(f"reading {name}{once}, to see that nothing has changed ({len(new):,} files, {size / 1e6:,.1f} MB)")
         found = hashed({path: files[path] for path in new})

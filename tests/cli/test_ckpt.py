@@ -212,6 +212,7 @@ for line in sys.stdin.read().splitlines():
 
 
 @pytest.mark.fault("F16")
+@pytest.mark.soak
 def test_every_verb_works_in_a_bucket(kept, tmp_path):
     run, bucket = kept.directory.parent, "gs://bucket/some/run"
     lines = [

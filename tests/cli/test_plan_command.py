@@ -110,6 +110,7 @@ def test_saving_is_of_the_step_alone():
         bench.main(["loop", "--save"])
 
 
+@pytest.mark.soak
 def test_a_measured_step_is_kept_for_plans(monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     small = ["--config.model.num_layers=1", "--config.model.vocab_size=64", "--config.batch_tokens=2048"]

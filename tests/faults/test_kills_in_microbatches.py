@@ -40,7 +40,8 @@ def killed(folder, point):
 
 
 @pytest.mark.fault("F1")
-@pytest.mark.parametrize("points", [("save/arrays:2",), pytest.param(ANYWHERE, marks=pytest.mark.soak)], ids=len)
+@pytest.mark.parametrize("points", [("save/arrays:2",), ANYWHERE], ids=len)
+@pytest.mark.soak
 def test_killed_and_gone_on_with_it_is_the_run_that_never_stopped(tmp_path, points):
     train_through(tiny.config(VALUES), str(tmp_path / "whole"), lambda line: None)
     for point in points:

@@ -30,6 +30,7 @@ def ended(folder, **wishes):
 
 
 @pytest.mark.fault("F11")
+@pytest.mark.soak
 def test_each_rung_is_on_record_the_end_is_17_and_a_replay_repeats_every_saved_leaf(tmp_path):
     line, events = ended(tmp_path / "old")
     kinds = [event["event"] for event in events]

@@ -76,6 +76,7 @@ def assert_same_run(workdir, straight, last=STEPS):
 
 @pytest.mark.fault("F12")
 @pytest.mark.fault("F5")
+@pytest.mark.soak
 def test_a_signal_to_one_of_two_saves_both_at_one_step_and_one_process_goes_on(home, straight, tmp_path):
     workdir = tmp_path / "run"
     with start(2, 2, home, workdir, "--config.checkpoint.save_every_steps=0") as both:

@@ -12,6 +12,7 @@ SMALL = dict(num_layers=1, embed_dim=32, num_heads=2, num_kv_heads=2, head_dim=1
 STEP_TOKENS = 8 * 32
 
 
+@pytest.mark.soak
 def test_it_installs_trains_plots_samples_and_goes_on(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("XLA_FLAGS", xla_flags(1))

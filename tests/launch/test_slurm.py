@@ -138,7 +138,8 @@ def stand_in(folder, *lines):
     return str(program)
 
 
-@pytest.mark.parametrize("code", [10, *(pytest.param(code, marks=pytest.mark.soak) for code in (15, 137))])
+@pytest.mark.parametrize("code", [10, 15, 137])
+@pytest.mark.soak
 def test_a_code_that_another_try_may_mend_goes_back_into_the_queue(slurm, tmp_path, code):
     program = stand_in(tmp_path, f"echo tried >>{tmp_path}/tries", f"[[ $SLURM_RESTART_COUNT == 1 ]] || exit {code}")
     job = Job(slurm, tmp_path, "--config=c", JAXSCALE_PYTHON=program, JAXSCALE_MIN_SECONDS="0")

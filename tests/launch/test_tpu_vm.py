@@ -13,6 +13,7 @@ from scripts import LAUNCH, ROOT, shell
 SLICE = ("--name=seven", "--zone=z", "--accelerator=v5p-16")
 TRAINING = ("--", "--config=configs/7b.py", "--config.data.files=a b")
 
+soak = lambda *case: pytest.param(*case, marks=pytest.mark.soak)
 IN_A_CHECKOUT = pytest.mark.skipif(
     not (ROOT / ".git").exists(), reason="what is copied is a commit: needs a git checkout"
 )
@@ -119,7 +120,8 @@ def test_a_training_runs_in_the_background_with_the_arguments_as_typed(cloud):
 
 
 @pytest.mark.parametrize(
-    ("codes", "end"), [(["13", "137", "0"], 0), (["14", "15", "13", "13", "0"], 13), (["2", "0"], 2), (["10", "0"], 10)]
+    ("codes", "end"),
+    [(["13", "137", "0"], 0), soak(["14", "15", "13", "13", "0"], 13), (["2", "0"], 2), soak(["10", "0"], 10)],
 )
 def test_a_worker_tries_again_what_may_be_mended_three_times(cloud, codes, end):
     prepare_worker(cloud, *codes)
@@ -149,7 +151,7 @@ def test_wait_ends_when_the_slice_is_there_and_fails_when_it_cannot_come(cloud, 
 
 
 @IN_A_CHECKOUT
-@pytest.mark.parametrize(("state", "before"), [("SUSPENDED", ["delete"]), ("FAILED", ["delete"]), ("GONE", [])])
+@pytest.mark.parametrize(("state", "before"), [("SUSPENDED", ["delete"]), soak("FAILED", ["delete"]), soak("GONE", [])])
 def test_after_a_preemption_the_slice_is_asked_for_again_and_the_run_goes_on(cloud, state, before):
     prepare_worker(cloud, "0")
     (cloud / "state").write_text(f"{state}\n")

@@ -153,6 +153,7 @@ def test_steps_that_are_left_out_change_no_throughput():
     assert report["tokens_per_second"] == pytest.approx(10.0) and report["step_seconds"] == pytest.approx(1.0)
 
 
+@pytest.mark.soak
 def test_a_real_capture_appears_and_the_numbers_are_those_of_a_run_without(tmp_path):
     values = tiny.VALUES | dict(
         train_tokens="16 steps", monitor=dict(log_every_steps=1, tensorboard=False, progress="off")

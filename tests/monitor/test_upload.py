@@ -137,6 +137,7 @@ def test_uploads_are_apart_by_the_pause_and_longer_for_a_long_text():
 
 
 @pytest.mark.fault("F17")
+@pytest.mark.soak
 def test_metrics_of_a_run_in_a_bucket_are_there_after_close_and_a_resumed_run_adds_to_them(gcs):
     cfg = MonitorConfig(tensorboard=True, progress="off")
     gcs.weather = Weather(every=2)

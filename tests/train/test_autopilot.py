@@ -25,6 +25,7 @@ VALUES = {
     "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,
     "mesh.data": 2, "mesh.fsdp": 1, "checkpoint.save_every_steps": 4, "train.guard.window_steps": 10,
 }  # fmt: skip
+soak = lambda case: pytest.param(case, marks=pytest.mark.soak)
 FRAGILE = {"train.guard.max_skipped_in_row": 2, "train.ladder.rewind_margin_steps": 2}
 COMPILED = {name: VALUES[name] for name in ("mesh.data", "mesh.fsdp", "train.guard.window_steps")}
 
@@ -120,7 +121,7 @@ def test_a_run_goes_back_before_the_bad_steps_and_leaves_their_batches_out(tmp_p
 
 
 @pytest.mark.fault("F11")
-@pytest.mark.parametrize("moment", ["signalled meanwhile", "half carried out", "after the next steps"])
+@pytest.mark.parametrize("moment", [soak("signalled meanwhile"), soak("half carried out"), "after the next steps"])
 def test_a_rewind_binds_a_run_that_was_killed_after_it(tmp_path, spoil, straight, moment, monkeypatch):
     spoil("10:13:nan")
     run = opened(tmp_path / "run", FRAGILE)
@@ -156,6 +157,7 @@ def test_replayed_without_the_fault_a_rewound_run_is_the_same_bit_for_bit(tmp_pa
     assert same(tmp_path / "new") == same(tmp_path / "old")
 
 
+@pytest.mark.soak
 def test_skips_and_cuts_are_replayed_bit_for_bit(tmp_path, spoil, monkeypatch):
     """The old run skipped by its own judgement, the new one because it is told to: its batches are good."""
     ladder = {"train.ladder.rungs": ("cut_lr",), "train.ladder.cut_steps": 4, "train.guard.max_skipped_in_row": 1}
@@ -206,7 +208,7 @@ def test_checkpoints_after_a_skip_are_suspect_for_a_window_also_where_the_run_wa
 
 
 @pytest.mark.fault("F11")
-@pytest.mark.parametrize("fault", ["comes again", "is gone"])
+@pytest.mark.parametrize("fault", ["comes again", soak("is gone")])
 def test_a_replay_ends_as_the_run_did(tmp_path, spoil, fault, monkeypatch):
     spoil("10:99:nan")
     unhealed = FRAGILE | {"train.ladder.rungs": ()}
@@ -219,6 +221,7 @@ def test_a_replay_ends_as_the_run_did(tmp_path, spoil, fault, monkeypatch):
     assert stop.value.code is Exit.NON_FINITE and not told(tmp_path / "new", "rewind")
 
 
+@pytest.mark.soak
 def test_behind_the_end_of_the_old_run_a_replay_judges_for_itself(tmp_path, spoil):
     loop.train(opened(tmp_path / "old", stop_after=6))
     spoil("10:11:nan")
@@ -369,6 +372,7 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path, spoil):
         trained(tmp_path / "run", FRAGILE)
 
 
+@pytest.mark.soak
 def test_a_run_leaves_after_a_step_with_its_horizon_unchanged(tmp_path):
     whole = trained(tmp_path / "whole")
     assert int(loop.train(opened(tmp_path / "run", stop_after=7)).step) == 7

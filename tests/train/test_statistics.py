@@ -144,8 +144,8 @@ def test_padding_is_left_out(one_device):
 
 soak = lambda *case: pytest.param(*case, marks=pytest.mark.soak)
 MESHES = [
-    ({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8),
-    ({"rules": "zero3"}, 8),
+    soak({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8),
+    soak({"rules": "zero3"}, 8),
     soak({"rules": "zero2", "train.num_microbatches": 2, "mesh.data": 2, "mesh.fsdp": 4}, 8),
     soak({"rules": "zero1"}, 8),
     ({"mesh.tensor": 2, "train.num_microbatches": 4}, 8),
