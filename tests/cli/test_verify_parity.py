@@ -134,6 +134,7 @@ def test_the_configs_own_layout_is_among_those_proved():
     assert cfg.model.vocab_size == 264
 
 
+@pytest.mark.soak
 def test_the_proof_starts_itself_again_where_there_are_no_8_devices():
     code = """if True:
         import sys

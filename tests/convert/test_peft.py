@@ -144,6 +144,7 @@ def train_on(start, run, **changes):
     train_through(tiny.config(settings), str(run), lambda line: None)
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_from_an_adapter_with_its_scale_and_no_other(tmp_path, llama):
     _, _, flags = llama
     assert convert.main([*flags, f"--workdir={tmp_path / 'start'}", "--adapter"]) == 0

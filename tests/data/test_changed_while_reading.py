@@ -167,8 +167,7 @@ def test_a_cache_that_another_process_made_again_meanwhile_is_left_alone(tmp_pat
 
 
 @pytest.mark.parametrize("world", ["set", "shards", "raw", "megatron", "text"])
-def test_each_start_reads_what_data_verify_asks_for(worlds, world, monkeypatch):
-    monkeypatch.setattr(verified, "TOLD_BYTES", 0)
+def test_each_start_reads_what_data_verify_asks_for(worlds, world):
     one, _ = worlds(world)
     open_data(one.cfg, say=lambda line: None, **OPENED)
     for verify, told in (("hash", False), ("always", True), ("size", False)):
@@ -195,8 +194,7 @@ def test_size_compares_no_more_than_sizes(worlds):
         corpus.batches(len(corpus.train_rows)).batch(0)
 
 
-def test_a_raw_bin_is_hashed_while_it_is_scanned_and_not_again(worlds, monkeypatch):
-    monkeypatch.setattr(verified, "TOLD_BYTES", 0)
+def test_a_raw_bin_is_hashed_while_it_is_scanned_and_not_again(worlds):
     for world in ("raw", "megatron"):
         one, _ = worlds(world)
         said = []

@@ -336,6 +336,7 @@ def paragraphs(raw):
     return [text[start : start + 4000] for start in range(0, len(text), 4000)]
 
 
+@pytest.mark.soak
 def test_real_documents_get_the_slow_ids(gpt2):
     slow = exact_and(gpt2, "exact")[0]
     texts = corpus(slow, every=2000)

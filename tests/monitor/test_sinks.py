@@ -173,6 +173,7 @@ def test_trackio_shows_steps_that_were_run_again_beside_those_given_up(tmp_path)
     assert all(metrics["loss"] == 1 / step and "mfu" not in metrics for step, metrics in found)
 
 
+@pytest.mark.soak
 def test_wandb_draws_one_run_over_our_steps_with_the_attempt_beside_them(tmp_path):
     done, kept = use("wandb", tmp_path, WANDB_MODE="offline")
     from wandb.proto import wandb_internal_pb2

@@ -24,6 +24,7 @@ def config():
     return tiny.config({"model.attention": "auto", "model.head_dim": 128, "seq_len": 128, "batch_tokens": "16 rows"})
 
 
+@pytest.mark.soak
 def test_a_result_is_found_by_its_step_and_by_no_other(monkeypatch, tmp_path):
     pytest.importorskip("libtpu")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

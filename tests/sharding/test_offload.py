@@ -97,6 +97,7 @@ def test_parameters_on_the_host_train_to_the_same_numbers(overrides, num_devices
             np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)  # the same sums, fused otherwise
 
 
+@pytest.mark.soak
 def test_parameters_on_the_host_are_evaluated_and_sampled_from_as_others_are():
     programs = [tiny.program({"optim.offload_params": offload}, 8) for offload in (False, True)]
     found = []

@@ -134,6 +134,7 @@ def test_a_step_gives_every_parameter_the_gradient_of_one_device(model, mesh):
         np.testing.assert_allclose(right, left, rtol=2e-4, atol=1e-7, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.soak
 def test_sums_in_bfloat16_are_near_those_in_float32():
     losses = []
     for dtype in ("float32", "bfloat16"):

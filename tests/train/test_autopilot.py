@@ -146,6 +146,7 @@ def test_a_rewind_binds_a_run_that_was_killed_after_it(tmp_path, spoil, straight
 
 
 @pytest.mark.fault("F11")
+@pytest.mark.soak
 def test_replayed_without_the_fault_a_rewound_run_is_the_same_bit_for_bit(tmp_path, spoil, straight, monkeypatch):
     spoil("10:13:nan")
     trained(tmp_path / "old", FRAGILE)

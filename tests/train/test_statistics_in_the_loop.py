@@ -83,6 +83,7 @@ def test_they_are_fetched_when_the_step_itself_is_on_its_way_and_all_at_once(tmp
     assert events == ["step", *second, "step", "fetch", *second, "fetch"]
 
 
+@pytest.mark.soak
 def test_their_time_is_no_training_time(tmp_path):
     slow = 0.5
 
