@@ -1,13 +1,13 @@
 """The Python interface, for notebooks and programs of one's own: the functions that the command line is made of.
 
 `import jaxscale` gives them all: load_config, train, sample, evaluate, report, open_model. docs/python_api.md has more.
-What a person got wrong is a BadInput of one line; what else ends a training is jaxscale.exits.Stop, with its code.
+What a person got wrong is a BadInput of one line; what else ends a training is jaxscale.system.exits.Stop, with its code.
 """
 
 import sys
 
-from jaxscale import process
-from jaxscale.exits import BadInput
+from jaxscale.system import process
+from jaxscale.system.exits import BadInput
 
 if "jax" not in sys.modules:
     process.keep_compiled_programs()  # read by jax when it is imported, which comes next
@@ -21,7 +21,7 @@ from typing import overload  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from jaxscale import paths, start, units  # noqa: E402
+from jaxscale import units  # noqa: E402
 from jaxscale.checkpoint.branch import open_source  # noqa: E402
 from jaxscale.checkpoint.cause import written  # noqa: E402
 from jaxscale.cli.evaluate import BATCH_TOKENS, Request, check_context, check_request, make_measure  # noqa: E402
@@ -42,11 +42,13 @@ from jaxscale.inference import (  # noqa: E402
     stop_ids_of,
 )
 from jaxscale.main import train_in  # noqa: E402
-from jaxscale.monitor.history import read_history  # noqa: E402
-from jaxscale.monitor.report import make_page  # noqa: E402
-from jaxscale.sample.choose import Sampling  # noqa: E402
-from jaxscale.sample.generator import own_numbers  # noqa: E402
-from jaxscale.sample.text import write_ids  # noqa: E402
+from jaxscale.reporting import make_page  # noqa: E402
+from jaxscale.reporting.history import read_history  # noqa: E402
+from jaxscale.run import options as start  # noqa: E402
+from jaxscale.sampling.choose import Sampling  # noqa: E402
+from jaxscale.sampling.generator import own_numbers  # noqa: E402
+from jaxscale.sampling.text import write_ids  # noqa: E402
+from jaxscale.system import paths  # noqa: E402
 
 __all__ = ["Report", "Trained", "evaluate", "load_config", "open_model", "report", "sample", "train"]
 

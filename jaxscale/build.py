@@ -15,11 +15,10 @@ import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxscale import faults, units
+from jaxscale import units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.mixture import mixture_names
-from jaxscale.exits import BadInput
 from jaxscale.models import attention_needs, layer_stacks, make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.lora import is_adapter
@@ -45,12 +44,14 @@ from jaxscale.sharding.place import (
 )
 from jaxscale.sharding.rules import RULES, axis_size
 from jaxscale.sharding.tensor_axis import make_tensor_axis
-from jaxscale.train.accumulate import Reduction, accumulate
-from jaxscale.train.ema import init_ema
-from jaxscale.train.loss_scale import init_loss_scale, is_dynamic
-from jaxscale.train.state import TrainState, init_state, state_axes
-from jaxscale.train.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
-from jaxscale.train.step import gradients_at, make_train_step
+from jaxscale.system import faults
+from jaxscale.system.exits import BadInput
+from jaxscale.training.accumulate import Reduction, accumulate
+from jaxscale.training.ema import init_ema
+from jaxscale.training.loss_scale import init_loss_scale, is_dynamic
+from jaxscale.training.state import TrainState, init_state, state_axes
+from jaxscale.training.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
+from jaxscale.training.step import gradients_at, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)

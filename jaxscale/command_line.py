@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 LONGEST_NAME = 128  # characters of a run's name
 MOST_DIGITS = 18  # of a whole number; Python itself refuses to read more than 4,300

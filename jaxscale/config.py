@@ -10,25 +10,25 @@ from jaxscale.checkpoint.branch import InitConfig
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.lock import LockConfig
 from jaxscale.command_line import Arguments, config_values
-from jaxscale.convert.settings import ExportConfig
 from jaxscale.data.config import DataConfig
 from jaxscale.data.mixture import mixture_names
 from jaxscale.data.objectives import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
 from jaxscale.eval.config import Evals, check_names
 from jaxscale.eval.perplexity import EvalConfig
-from jaxscale.exits import BadInput
 from jaxscale.hosts.watchdog import HangConfig
+from jaxscale.interop.settings import ExportConfig
 from jaxscale.models import DECODERS, AnyModelConfig, flops_per_token, lora_flops, max_seq_len
 from jaxscale.models.encoder import EncoderConfig
 from jaxscale.models.lora import LoraConfig
 from jaxscale.models.t5 import T5Config
 from jaxscale.monitor.writers import MonitorConfig
 from jaxscale.optim.optimizers import OptimConfig
-from jaxscale.redact import is_secret, redacted
-from jaxscale.sample.config import SampleConfig
+from jaxscale.sampling.config import SampleConfig
 from jaxscale.schema import setting
 from jaxscale.sharding.mesh import MeshConfig
-from jaxscale.train.config import TrainConfig
+from jaxscale.system.exits import BadInput
+from jaxscale.system.redact import is_secret, redacted
+from jaxscale.training.config import TrainConfig
 from jaxscale.units import divisors, or_list
 from jaxscale.unread import refuse_unread
 

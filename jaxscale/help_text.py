@@ -8,7 +8,7 @@ import textwrap
 import typing
 
 from jaxscale import schema
-from jaxscale.exits import BadInput, put
+from jaxscale.system.exits import BadInput, put
 
 UNKNOWN = (120, 24)  # of what is no terminal, where COLUMNS does not say either
 LEAST_WIDTH = 40

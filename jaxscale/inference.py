@@ -13,24 +13,25 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxscale import paths, schema, units
+from jaxscale import schema, units
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.convert.families import family_for
 from jaxscale.data.batch import Batch
-from jaxscale.data.tokenizer.base import Tokenizer
-from jaxscale.data.tokenizer.fitting import fits, fitted, tell_beyond
-from jaxscale.data.tokenizer.kept import KeptTokenizer, open_kept
 from jaxscale.eval.scorer import Scorer
-from jaxscale.exits import BadInput
+from jaxscale.interop.families import family_for
 from jaxscale.models import AnyModelConfig, num_params
 from jaxscale.models.lora import LoraConfig, is_adapter
 from jaxscale.models.loss import target_scores, token_losses
 from jaxscale.models.placed import PlacedModel, place_model
 from jaxscale.ops.precision import matmul_precision
-from jaxscale.sample.generator import Engine, Generator
+from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.mesh import MeshConfig, make_mesh, mesh_layout
 from jaxscale.sharding.place import batch_sharding, replicated
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.base import Tokenizer
+from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
+from jaxscale.text.tokenizer.kept import KeptTokenizer, open_kept
 
 DEFAULT_MESH = MeshConfig()
 

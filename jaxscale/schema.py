@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, TypeVar
 
 from jaxscale.conditions import in_words, whole_condition
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 T = TypeVar("T")
 MOST_INTEGER = 2**63 - 1  # of a setting: what arrays and files count with

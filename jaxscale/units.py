@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 Tokens = int | str  # the type of a setting that holds such an amount; an integer once it is resolved
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from jaxscale import schema
 from jaxscale.conditions import Clause, parse
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 
 

@@ -27,8 +27,8 @@ os.environ.pop("COLUMNS", None)  # the terminal of whoever runs the tests is no 
 import jax  # noqa: E402
 import pytest  # noqa: E402
 
-from jaxscale.planner.ahead import without_compilation_cache  # noqa: E402
-from jaxscale.redact import is_secret  # noqa: E402
+from jaxscale.ahead.compiled import without_compilation_cache  # noqa: E402
+from jaxscale.system.redact import is_secret  # noqa: E402
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # of a suite in the background; the programs it starts would too

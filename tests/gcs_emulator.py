@@ -27,7 +27,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from gcs_weather import Fault, Weather
 
-from jaxscale.paths import prepare_remote
+from jaxscale.system.paths import prepare_remote
 
 prepare_remote()  # before gcsfs is imported
 CHUNK = 256 * 1024  # a resumable upload comes in multiples of it

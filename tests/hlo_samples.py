@@ -1,6 +1,6 @@
 """Small compiled programs as text, written by hand so that what they hold is known."""
 
-from jaxscale.planner.hlo import read_hlo
+from jaxscale.ahead.hlo import read_hlo
 
 MESH = {"data": 2, "fsdp": 4}
 

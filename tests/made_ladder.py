@@ -10,7 +10,7 @@ from jaxscale import schema
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.models import num_params
 from jaxscale.optim.optimizers import optim_schedule
-from jaxscale.planner.loss_law import Terms
+from jaxscale.planning.loss_law import Terms
 
 LAW = Terms(E=1.5, A=12.0, B=30.0, alpha=0.35, beta=0.37)
 WIDTHS, STEPS = (16, 32, 64), (200, 400, 800)

@@ -5,13 +5,14 @@ import pathlib
 import jax
 import tiny
 
-from jaxscale import paths, schema
+from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import resolve_budget
-from jaxscale.data.tokenizer.kept import keep_tokenizer
-from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.system import paths
+from jaxscale.text.tokenizer.kept import keep_tokenizer
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 
 def make_workdir(folder, overrides=None, steps=(3,), scale=1.0):

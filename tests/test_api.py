@@ -17,7 +17,7 @@ import jaxscale
 from jaxscale import api, config, inference, schema
 from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import sample as sample_verb
-from jaxscale.exits import BadInput, Exit, Stop
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 TEXTS = ("def f(x):\n    return x\n" * 20, "import sys\n" * 40)
 
@@ -57,11 +57,11 @@ def test_the_calls_are_those_of_the_command_line():
 def test_a_room_of_the_same_name_can_be_called_and_still_holds_its_modules(monkeypatch):
     called = []
     monkeypatch.setattr(api, "train", lambda *given, **named: called.append((given, named)))
-    import jaxscale.train.loop
+    import jaxscale.training.loop
 
     jaxscale.train("cfg", "folder", stop_after=3)
     assert called == [(("cfg", "folder"), {"stop_after": 3})]
-    assert jaxscale.train.loop.__name__ == "jaxscale.train.loop"
+    assert jaxscale.training.loop.__name__ == "jaxscale.training.loop"
     assert list(inspect.signature(jaxscale.sample).parameters)[:2] == ["model", "prompt"]
 
 

@@ -10,13 +10,13 @@ import jax
 import pytest
 import tiny
 
-from jaxscale.attend import attended
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.config import load_config
-from jaxscale.data.locks import locked
-from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.monitor.events import Events, read_events
-from jaxscale.start import NO_WISHES
+from jaxscale.run.options import NO_WISHES
+from jaxscale.run.services import attended
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.locks import locked
 
 MAKE = {
     "a pipe": os.mkfifo,

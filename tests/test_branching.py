@@ -11,16 +11,18 @@ from jaxscale import main
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import with_flags
-from jaxscale.exits import Exit, Stop
-from jaxscale.run import open_run, train_through
-from jaxscale.train import loop
+from jaxscale.run.opening import open_run, train_through
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.training import loop
 
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 
 
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch):
-    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, _: dataclasses.replace(tiny.program(), cfg=cfg))
+    monkeypatch.setattr(
+        "jaxscale.run.opening.make_program", lambda cfg, _: dataclasses.replace(tiny.program(), cfg=cfg)
+    )
 
 
 def config(steps, overrides=None):

@@ -10,8 +10,8 @@ import pytest
 from gcs_emulator import Emulator, Fault
 from gcs_weather import Weather
 
-from jaxscale import paths
-from jaxscale.bucket import Changed, Forbidden, Transient, age, missing_permission, open_bucket
+from jaxscale.system import paths
+from jaxscale.system.bucket import Changed, Forbidden, Transient, age, missing_permission, open_bucket
 
 URL = "gs://bucket/run/lock"
 
@@ -56,7 +56,7 @@ def test_the_age_of_an_object_is_what_the_service_says_it_is(monkeypatch):
     ("look", Fault("status", media=True, status=404)),  # replaced between the two questions of a look
 ])  # fmt: skip
 def test_an_answer_that_breaks_off_or_comes_too_late_is_asked_for_again(gcs, monkeypatch, name, fault):
-    monkeypatch.setattr("jaxscale.bucket.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("jaxscale.system.bucket.FIRST_WAIT", 0.001)
     stored, door = gcs.put("bucket", "run/lock", b"content"), open_bucket()
     gcs.faults.append(dataclasses.replace(fault))
     found = getattr(door, name)(URL)
@@ -111,7 +111,7 @@ def test_an_emulator_on_this_machine_and_google_itself_are_fine(value, monkeypat
 def test_training_refuses_before_anything_is_sent(tmp_path):
     env = os.environ | {"TENSORSTORE_GCS_HTTP_URL": "http://203.0.113.5:9023"}
     program = (
-        "from jaxscale.checkpoint.lock import RunLock\nfrom jaxscale.exits import run_and_exit\n"
+        "from jaxscale.checkpoint.lock import RunLock\nfrom jaxscale.system.exits import run_and_exit\n"
         "run_and_exit(lambda argv: RunLock('gs://bucket/run').__enter__())"
     )
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True)

@@ -9,8 +9,8 @@ import tiny
 from jaxscale import config, schema
 from jaxscale.command_line import config_name, config_values, parse_arguments
 from jaxscale.config import RunConfig, load_config, resolve_budget
-from jaxscale.exits import BadInput
 from jaxscale.help_text import describe_settings
+from jaxscale.system.exits import BadInput
 
 FILE = f"""
 import ml_collections

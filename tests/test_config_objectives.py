@@ -6,7 +6,7 @@ import tiny
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
 from jaxscale.data.objectives import MaskedLmConfig, NextTokenConfig
-from jaxscale.planner.memory import memory_need
+from jaxscale.planning.memory import memory_need
 
 SPANS = dict(name="span_corruption")
 ONE_ROW = dict(name="span_corruption", layout="one_row")

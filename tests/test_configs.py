@@ -13,7 +13,7 @@ from jaxscale.build import make_program
 from jaxscale.cli.verify_parity import captured_stderr
 from jaxscale.config import load_config, resolve_budget
 from jaxscale.models import num_params
-from jaxscale.planner.memory import least_memory
+from jaxscale.planning.memory import least_memory
 
 ROOT = pathlib.Path(__file__).parent.parent
 SPEC = importlib.util.spec_from_file_location("update_configs", ROOT / "tests" / "golden" / "update_configs.py")

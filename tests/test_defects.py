@@ -11,8 +11,8 @@ import tiny
 
 from jaxscale import build, config, main, units
 from jaxscale.data import best_fit
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.exits import BadInput, Exit, run_and_exit, verdict
+from jaxscale.system.exits import BadInput, Exit, run_and_exit, verdict
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 
 def broadcast(*args, **kwargs):

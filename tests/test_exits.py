@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from jaxscale import schema
-from jaxscale.exits import Exit, Stop, run_and_exit
+from jaxscale.system.exits import Exit, Stop, run_and_exit
 
 
 def leave(main):
@@ -92,7 +92,7 @@ def test_a_wrong_verb_of_a_module_run_by_itself_is_one_line():
 
 @pytest.mark.parametrize("lines, unbuffered, code", [(1, "", 0), (100_000, "", 141), (1, "1", 141)])
 def test_a_reader_that_goes_away_ends_a_process_without_a_word(lines, unbuffered, code):
-    source = f"from jaxscale.exits import run_and_exit; run_and_exit(lambda argv: print('a line\\n' * {lines}))"
+    source = f"from jaxscale.system.exits import run_and_exit; run_and_exit(lambda argv: print('a line\\n' * {lines}))"
     read, write = os.pipe()
     os.close(read)  # before the process writes anything: what `| head` comes to
     environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}

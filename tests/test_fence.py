@@ -7,12 +7,12 @@ import pathlib
 
 import pytest
 
-from jaxscale import fence, paths
-from jaxscale.exits import Exit, Stop
 from jaxscale.monitor.appending import append, renew
 from jaxscale.monitor.events import Events
 from jaxscale.monitor.tensorboard import Scalars
 from jaxscale.monitor.writers import JsonLines
+from jaxscale.system import fence, paths
+from jaxscale.system.exits import Exit, Stop
 
 PACKAGE = pathlib.Path(fence.__file__).parent
 WRITES = {"write_text", "write_bytes", "mkdir", "unlink", "rmdir", "rename", "rmtree"}

@@ -14,15 +14,15 @@ from jaxscale.checkpoint.merge import merge_lora
 from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.verifying import verify_folder
 from jaxscale.cli import ckpt, convert
-from jaxscale.data.tokenizer.load import load_tokenizer
-from jaxscale.exits import Exit, Stop
 from jaxscale.inference import make_token_losses, open_model
 from jaxscale.models.lora import B, is_adapter
-from jaxscale.run import open_run, train_through
-from jaxscale.sample.config import SampleConfig
-from jaxscale.telling import make_sample
-from jaxscale.train import loop
-from jaxscale.train.ema import averaged
+from jaxscale.run.opening import open_run, train_through
+from jaxscale.run.startup_log import make_sample
+from jaxscale.sampling.config import SampleConfig
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.training import loop
+from jaxscale.training.ema import averaged
 
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 WIDE = {"model.vocab_size": 264, "seq_len": 32, "batch_tokens": "8 rows"}
@@ -39,7 +39,7 @@ def program(cfg):
 
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch):
-    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, _: program(cfg))
+    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, _: program(cfg))
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def base(tmp_path_factory):
     """The work folder of a run that there is something to fine-tune from."""
     folder = tmp_path_factory.mktemp("base") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxscale.run.make_program", lambda cfg, _: program(cfg))
+        patch.setattr("jaxscale.run.opening.make_program", lambda cfg, _: program(cfg))
         train_through(config(2, {}), str(folder), lambda line: None)
     return folder
 

@@ -19,17 +19,17 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import ckpt, sample
 from jaxscale.config import RunConfig, resolve_budget
-from jaxscale.data.chat.config import ChatConfig
-from jaxscale.data.chat.encode import encode_written
-from jaxscale.data.chat.guard import Guard
-from jaxscale.data.chat.records import parse_record
-from jaxscale.data.chat.spans import write_chat
-from jaxscale.data.chat.template import load_template
-from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.models import logits, make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.ops.kernels import PLAIN
-from jaxscale.run import train_through
+from jaxscale.run.opening import train_through
+from jaxscale.text.chat.config import ChatConfig
+from jaxscale.text.chat.encode import encode_written
+from jaxscale.text.chat.guard import Guard
+from jaxscale.text.chat.records import parse_record
+from jaxscale.text.chat.spans import write_chat
+from jaxscale.text.chat.template import load_template
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 FILE = pathlib.Path(__file__).parents[2] / "shared/corpora/eval/gsm8k_train.jsonl.gz"
 CALCULATION = re.compile(r"<<[0-9.]+([-+*/])[0-9.]+=[0-9.]+>>")

@@ -5,30 +5,33 @@ import json
 import pytest
 from test_threats import files_that_use
 
-from jaxscale import paths
 from jaxscale.checkpoint.holder import read_holder
 from jaxscale.cli.progress import as_record
 from jaxscale.data.best_fit import open_plan
-from jaxscale.data.chat.config import ChatConfig
-from jaxscale.data.chat.records import parse_record
 from jaxscale.data.shards import read_header
-from jaxscale.data.sources.jsonl import strict_loads
-from jaxscale.exits import BadInput
 from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
-from jaxscale.monitor.json_lines import read_lines
-from jaxscale.start import last_measured
+from jaxscale.reporting.json_lines import read_lines
+from jaxscale.run.options import last_measured
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.text.chat.config import ChatConfig
+from jaxscale.text.chat.records import parse_record
+from jaxscale.text.sources.jsonl import strict_loads
 
 pytestmark = pytest.mark.fault("H17")
 DEEP = '{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 OWN = {  # read what this program, or a library of ours, has just made
     "jaxscale/checkpoint/record.py", "jaxscale/checkpoint/saver.py", "jaxscale/cli/bench_against.py",
-    "jaxscale/cli/rehearsal.py", "jaxscale/convert/text_begin.py", "jaxscale/data/chat/confined.py",
-    "jaxscale/data/chat/jinja.py", "jaxscale/data/header.py", "jaxscale/data/tokenizer/bpe.py",
-    "jaxscale/data/tokenizer/huggingface.py", "jaxscale/hosts/agree.py", "jaxscale/hosts/reports.py",
+    "jaxscale/cli/rehearsal.py", "jaxscale/interop/text_begin.py", "jaxscale/text/chat/confined.py",
+    "jaxscale/text/chat/jinja.py", "jaxscale/data/header.py", "jaxscale/text/tokenizer/bpe.py",
+    "jaxscale/text/tokenizer/huggingface.py", "jaxscale/hosts/agree.py", "jaxscale/hosts/reports.py",
     "jaxscale/hosts/wire.py",
 }  # fmt: skip
-READERS = {"jaxscale/foreign.py", "jaxscale/data/sources/jsonl.py"}  # the second catches RecursionError by itself
+READERS = {
+    "jaxscale/system/foreign.py",
+    "jaxscale/text/sources/jsonl.py",
+}  # the second catches RecursionError by itself
 
 
 def test_json_of_others_is_read_by_one_function():

@@ -7,9 +7,9 @@ import pytest
 from jaxscale import cli, schema
 from jaxscale.cli import plan, prepare
 from jaxscale.config import RunConfig
-from jaxscale.exits import BadInput
 from jaxscale.help_text import by_group, fitted
 from jaxscale.main import main
+from jaxscale.system.exits import BadInput
 
 
 def said(capsys, verb, *flags):

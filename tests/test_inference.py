@@ -15,10 +15,10 @@ from jaxscale import schema
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli.sample import read_prompts
-from jaxscale.exits import Exit, Stop
 from jaxscale.inference import at_step, kind_of, make_token_losses, open_model
 from jaxscale.models import AnyModelConfig
 from jaxscale.sharding.mesh import MeshConfig
+from jaxscale.system.exits import Exit, Stop
 
 QUIET = dict(say=lambda line: None)
 

@@ -170,8 +170,8 @@ def test_nothing_takes_a_defect_of_ours_for_a_mistake_of_the_user():
 @pytest.mark.parametrize("clause, seen", [("ValueError", 1), ("(OSError, ValueError)", 1), ("BadInput", 0)])
 def test_a_clause_that_would_take_our_defects_is_seen(clause, seen):
     source = f"from jaxscale.data import pack\n\ntry:\n    x = pack(1)\nexcept {clause}:\n    raise"
-    assert len(swallowed_defects(source, "jaxscale/train/feed.py")) == seen
-    assert not swallowed_defects(source.replace("pack(1)", "int('1')"), "jaxscale/train/feed.py")
+    assert len(swallowed_defects(source, "jaxscale/training/feed.py")) == seen
+    assert not swallowed_defects(source.replace("pack(1)", "int('1')"), "jaxscale/training/feed.py")
 
 
 def test_configs_do_not_import_the_package():
@@ -194,12 +194,12 @@ def test_configs_do_not_import_the_package():
             "room 'optim' (1) imports jaxscale.data of room 'data' (2)",
         ),
         ("jaxscale/optim/adam.py", "import jaxscale.data.batch as b", "room 'optim' (1) imports jaxscale.data.batch"),
-        ("jaxscale/optim/adam.py", "from ..train import step", "imports jaxscale.train.step of room 'train' (6)"),
-        ("jaxscale/schema.py", "from .process import x", "imports jaxscale.process.x of room 'process' (1)"),
+        ("jaxscale/optim/adam.py", "from ..train import step", "imports jaxscale.training.step of room 'train' (6)"),
+        ("jaxscale/schema.py", "from .process import x", "imports jaxscale.system.process.x of room 'process' (1)"),
         ("jaxscale/schema.py", "def f():\n    from jaxscale.cli import plan", "schema.py:2: room 'schema' (0)"),
-        ("jaxscale/train/loop.py", "def f():\n    import numpy", "imports numpy inside a function"),
-        ("jaxscale/train/loop.py", "def f():\n    from jaxscale.train import step", "inside a function"),
-        ("jaxscale/train/loop.py", "from jaxscale.utils import x", "room 'utils' has no number"),
+        ("jaxscale/training/loop.py", "def f():\n    import numpy", "imports numpy inside a function"),
+        ("jaxscale/training/loop.py", "def f():\n    from jaxscale.train import step", "inside a function"),
+        ("jaxscale/training/loop.py", "from jaxscale.utils import x", "room 'utils' has no number"),
         ("jaxscale/misc.py", "", "room 'misc' has no number"),
         ("jaxscale/data/packing.py", "import jax.numpy as jnp", "data is numpy only"),
         ("jaxscale/__init__.py", "from jaxscale import schema", "the package itself imports room 'schema'"),
@@ -214,8 +214,8 @@ def test_an_import_that_looks_up_or_sideways_is_named(file, source, told):
     ("file", "source"),
     [
         (
-            "jaxscale/train/loop.py",
-            "from jaxscale import units\nfrom jaxscale.train.state import TrainState\nimport jax",
+            "jaxscale/training/loop.py",
+            "from jaxscale import units\nfrom jaxscale.training.state import TrainState\nimport jax",
         ),
         ("jaxscale/checkpoint/manager.py", "def f():\n    import orbax.checkpoint as ocp"),
         ("jaxscale/optim/adam.py", "from .schedules import Schedule\nfrom ..schema import setting"),

@@ -17,16 +17,17 @@ import pytest
 import tiny
 from xla_flags import xla_flags
 
-from jaxscale import main, same_run, schema
-from jaxscale.bucket import Bucket, Transient
+from jaxscale import main, schema
+from jaxscale.ahead.compiled import without_compilation_cache
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig, load_config
 from jaxscale.data.pipeline import open_data
-from jaxscale.exits import Exit, Stop
 from jaxscale.monitor.console import printable
-from jaxscale.planner.ahead import without_compilation_cache
-from jaxscale.run import open_run
-from jaxscale.train import loop
+from jaxscale.run import resume_checks as same_run
+from jaxscale.run.opening import open_run
+from jaxscale.system.bucket import Bucket, Transient
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.training import loop
 
 STEPS = 16
 VALUES = dict(

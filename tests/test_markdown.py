@@ -5,7 +5,7 @@ import html.parser
 import markdown_it
 import pytest
 
-from jaxscale.redact import block_in_markdown, in_markdown, on_one_line
+from jaxscale.system.redact import block_in_markdown, in_markdown, on_one_line
 
 HOSTILE = [
     "<img src=x onerror=alert(1)>", "[a](javascript:alert(1))", "![i](http://e.example/x.png)", "<http://e.example>",

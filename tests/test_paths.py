@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from jaxscale import paths
-from jaxscale.exits import BadInput
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
 
 
 def test_json_comes_back_as_it_was(tmp_path):

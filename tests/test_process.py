@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from jaxscale import process
+from jaxscale.system import process
 
 
 def test_a_cache_that_cannot_be_made_is_one_line_and_the_run_goes_on(tmp_path):

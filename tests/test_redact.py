@@ -14,16 +14,16 @@ import pytest
 import tiny
 from xla_flags import xla_flags
 
-from jaxscale import redact as redaction
 from jaxscale.config import RunConfig, check_no_secrets, load_config
-from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.data.prepare.progress import Progress
-from jaxscale.data.prepare.report import escape
-from jaxscale.exits import BadInput, tell
+from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.report import escape
 from jaxscale.help_text import describe_settings
 from jaxscale.monitor.console import Console
 from jaxscale.monitor.writers import MonitorConfig, Writer
-from jaxscale.redact import HIDDEN, is_secret, names_secret, redact, redacted, shown
+from jaxscale.system import redact as redaction
+from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.redact import HIDDEN, is_secret, names_secret, redact, redacted, shown
 
 CANARY = "hf_CANARYcanaryCANARYcanary1234"
 PLAIN = 'pass "word"&<1> é/%'  # a value without any form of its own
@@ -197,7 +197,7 @@ LEAKS = {
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_crash_report_holds_the_traceback_and_no_secret(leak, tmp_path):
     code = (
-        "import os, threading\nfrom jaxscale import schema\nfrom jaxscale.exits import Exit, Stop, run_and_exit\n"
+        "import os, threading\nfrom jaxscale import schema\nfrom jaxscale.system.exits import Exit, Stop, run_and_exit\n"
         f"def main(argv):\n    {LEAKS[leak]}\nrun_and_exit(main)\n"
     )
     (tmp_path / "leak.py").write_text(code)

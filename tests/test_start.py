@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxscale.start import Wishes, wishes_of
+from jaxscale.run.options import Wishes, wishes_of
 
 
 def test_flags_are_wishes_of_one_start():

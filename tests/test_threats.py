@@ -13,17 +13,18 @@ import pytest
 import tiny
 from test_layers import ROOT, imports, modules, relative
 
-from jaxscale import main, paths
+from jaxscale import main
 from jaxscale.command_line import config_name
 from jaxscale.data.header import sealed
 from jaxscale.data.manifest import parse_manifest, write_manifest
 from jaxscale.data.shards import ShardWriter, open_shard, verify_shard
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.exits import Exit, Stop, tell
-from jaxscale.monitor import local_server
 from jaxscale.monitor.writers import json_record
-from jaxscale.process import environment, files_as, folder_mode
-from jaxscale.redact import shown
+from jaxscale.reporting import local_server
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop, tell
+from jaxscale.system.process import environment, files_as, folder_mode
+from jaxscale.system.redact import shown
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 
 @functools.cache
@@ -161,7 +162,7 @@ def test_nothing_listens_but_the_roll_call_and_nothing_serves_but_a_report_and_a
     assert found == {"jaxscale/hosts/roll_call.py"}
     servers = {"aiohttp", "flask", "fastapi", "uvicorn", "tornado", "socketserver", "http.server", "xmlrpc"}
     serving = {file for file, tree in trees() for name, *_ in imports(tree, "jaxscale/x.py") if servers & parents(name)}
-    assert serving == {"jaxscale/monitor/local_server.py"}
+    assert serving == {"jaxscale/reporting/local_server.py"}
     assert local_server.ADDRESS == "127.0.0.1"
     assert files_that_use("0.0.0.0") == {"jaxscale/hosts/roll_call.py"}  # where the name leads to loopback
 

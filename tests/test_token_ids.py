@@ -17,11 +17,11 @@ import jaxscale
 from jaxscale.cli import convert
 from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import sample as sample_verb
-from jaxscale.convert import tokenizer_files
-from jaxscale.data.chat.asking import open_asking
 from jaxscale.data.checks import tokenizer_problems
 from jaxscale.data.config import DataConfig
-from jaxscale.exits import BadInput
+from jaxscale.interop import tokenizer_files
+from jaxscale.system.exits import BadInput
+from jaxscale.text.chat.asking import open_asking
 
 CONFIG = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=257, hidden_size=16, intermediate_size=24,

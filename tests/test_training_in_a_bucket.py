@@ -21,7 +21,7 @@ from gcs_emulator import Emulator
 from gcs_weather import CUTS, Weather
 from xla_flags import xla_flags
 
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 

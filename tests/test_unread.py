@@ -19,11 +19,11 @@ from jaxscale.build import make_program
 from jaxscale.conditions import parse
 from jaxscale.config import RunConfig, load_config, resolve_budget
 from jaxscale.data.pipeline import open_data
-from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.main import main
 from jaxscale.monitor import health
 from jaxscale.monitor.health.config import RULES
-from jaxscale.same_run import check_same_run
+from jaxscale.run.resume_checks import check_same_run
+from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.unread import leaves, refuse_unread, unread
 
 PACKAGE = pathlib.Path(schema.__file__).parent
@@ -61,13 +61,13 @@ CHOICES = {
 # What a step and its data do not show: the file that reads it, when something happens or of files of a certain kind.
 ELSEWHERE = {
     **dict.fromkeys(("rungs", "max_skipped_in_window", "max_cuts", "max_rewinds", "norm_alarm", "spike_alarm",
-                     "plateau_steps", "plateau_ratio", "max_skipped_in_row"), "train/ladder.py"),
+                     "plateau_steps", "plateau_ratio", "max_skipped_in_row"), "training/ladder.py"),
     **dict.fromkeys(("cut_factor", "cut_steps", "rewind_margin_steps", "max_rewind_steps", "clean_source",
-                     "clean_steps"), "train/autopilot.py"),
-    **dict.fromkeys(("every_steps", "max_passing"), "train/replica_watch.py"),
-    **dict.fromkeys(("verify", "cache_bytes"), "data/prepared.py"), "skip_batches": "same_run.py",
-    **dict.fromkeys(("variables", "today"), "data/chat/template.py"),
-    "max_repeated_share": "data/gate.py", "grad_ratio": "train/guard.py", "name": "telling.py",
+                     "clean_steps"), "training/autopilot.py"),
+    **dict.fromkeys(("every_steps", "max_passing"), "training/replica_watch.py"),
+    **dict.fromkeys(("verify", "cache_bytes"), "data/prepared.py"), "skip_batches": "run/resume_checks.py",
+    **dict.fromkeys(("variables", "today"), "text/chat/template.py"),
+    "max_repeated_share": "data/gate.py", "grad_ratio": "training/guard.py", "name": "run/startup_log.py",
 }  # fmt: skip
 # Another value of what is handed on, and read by nobody there.
 OTHER = {

@@ -5,7 +5,7 @@ make_plan() of jaxscale.planner counts the state from its shardings instead. The
 
 from typing import NamedTuple
 
-from jaxscale.planner.plan.cost import DAY
+from jaxscale.planning.cost import DAY
 
 
 class BytesPerParam(NamedTuple):

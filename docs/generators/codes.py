@@ -1,7 +1,7 @@
-"""Exit codes, from jaxscale/exits.py."""
+"""Exit codes, from jaxscale/system/exits.py."""
 
 from generators.words import escaped, table
-from jaxscale.exits import ADVICE, STARTED_AGAIN, Exit
+from jaxscale.system.exits import ADVICE, STARTED_AGAIN, Exit
 
 HEAD = """# Exit codes
 

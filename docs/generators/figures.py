@@ -18,18 +18,18 @@ from generators.scaling import HOFFMANN
 from generators.words import table
 from jaxscale import config, units
 from jaxscale.config import RunConfig
-from jaxscale.data.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.hardware import CHIPS, Chip
 from jaxscale.models.llama import LlamaConfig, flops_per_token
 from jaxscale.ops.attention import AttentionNeeds, choose_attention
-from jaxscale.planner.estimate import recomputed_flops
-from jaxscale.planner.plan import cost, scaling
-from jaxscale.planner.plan.machine import open_machine
-from jaxscale.planner.plan.plan import Plan, Wishes, make_plan
-from jaxscale.planner.plan.speed import PUBLISHED
+from jaxscale.planning import cost, scaling
+from jaxscale.planning.estimate import recomputed_flops
+from jaxscale.planning.machine import open_machine
+from jaxscale.planning.plan import Plan, Wishes, make_plan
+from jaxscale.planning.speed import PUBLISHED
 from jaxscale.sharding.rules import RULES
-from jaxscale.train.guard import GuardConfig
-from jaxscale.train.loss_scale import LossScaleConfig
+from jaxscale.training.guard import GuardConfig
+from jaxscale.training.loss_scale import LossScaleConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 GPT3 = 175e9  # parameters, rounded as the question has it; arXiv:2005.14165 table 2.1

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from jaxscale import paths
 from jaxscale.checkpoint import reading, stored
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.durable import sync_tree
@@ -28,8 +27,9 @@ from jaxscale.checkpoint.reading import read_record
 from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
 from jaxscale.checkpoint.verifying import require_reachable, verify_folder
-from jaxscale.exits import BadInput, Exit, Stop
-from jaxscale.faults import crash_point
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.faults import crash_point
 
 GROWING = "averaging-"  # never a number, so it never counts as a step
 WEIGHTS = "params"  # the name under which whoever starts from the average looks for it

@@ -12,15 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale import paths, units
+from jaxscale import units
 from jaxscale.checkpoint.choosing import newest_to_read
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import leaf_text, named_leaves
-from jaxscale.exits import BadInput, tell
 from jaxscale.hosts.agree import agreed
 from jaxscale.models.lora import LoraConfig, is_adapter
 from jaxscale.schema import from_dict, setting
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, tell
 
 ARROW = "=>"
 SHOWN_PROBLEMS = 4

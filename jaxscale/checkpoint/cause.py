@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from jaxscale import paths
-from jaxscale.bucket import Unreachable, missing_permission
-from jaxscale.exits import Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.bucket import Unreachable, missing_permission
+from jaxscale.system.exits import Exit, Stop
 
 T = TypeVar("T")
 MAX_LETTERS = 240

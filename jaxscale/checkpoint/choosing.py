@@ -3,10 +3,10 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxscale import paths
 from jaxscale.checkpoint import folders, restore, verified
-from jaxscale.exits import Exit, Stop
 from jaxscale.hosts.agree import agreed
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
 
 
 def newest_to_read(checkpoints: Any, say: Callable[[str], None], before: int | None = None) -> int | None:

@@ -3,8 +3,8 @@
 import dataclasses
 from typing import Literal
 
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 import os
 import pathlib
 
-from jaxscale import paths
+from jaxscale.system import paths
 
 
 def sync_tree(folder: pathlib.Path) -> None:

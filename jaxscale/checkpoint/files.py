@@ -12,9 +12,9 @@ import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale import paths
-from jaxscale.bucket import Bucket, Transient, open_bucket
-from jaxscale.exits import BadInput, Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.bucket import Bucket, Transient, open_bucket
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 READ_BYTES = 1 << 20
 

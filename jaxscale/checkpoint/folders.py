@@ -11,10 +11,10 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale import fence, paths
 from jaxscale.checkpoint.files import files_under
-from jaxscale.exits import BadInput
-from jaxscale.faults import crash_point
+from jaxscale.system import fence, paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.faults import crash_point
 
 COMMITTED, COMMIT_TEXT = "commit_success.txt", "committed"  # what is in it is known before it is written, and listed
 OWN_ENTRIES = ("_CHECKPOINT_METADATA", COMMITTED, "state", "run")

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json
 
 PADDED = 512  # bytes: a renewal writes over the last one in one call, and is never longer or shorter
 GONE, STOPPED = "ZXx", "Tt"  # states of a process in /proc

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from jaxscale import paths
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.files import files_under, mark_of
 from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED
 from jaxscale.checkpoint.record import is_sealed, read_record, seal
-from jaxscale.exits import BadInput
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
 
 FOLDER, REST = "run", "files.json"  # beside the record, where Orbax lets other files be
 LIST = re.compile(r"files\.(\d+\.)?json")

@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale import fence, paths
-from jaxscale.bucket import Changed, Unreachable
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.holder import Holder, lives, this_process
 from jaxscale.checkpoint.lock_stores import FileLock, Look, Moved, ObjectLock
-from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.monitor.events import ignore
 from jaxscale.schema import setting
+from jaxscale.system import fence, paths
+from jaxscale.system.bucket import Changed, Unreachable
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 LEASES = 3  # without a sign of life, after which a holder counts as dead
 LOOKS = 8  # at a lock during one lease

@@ -12,10 +12,10 @@ import pathlib
 import time
 from typing import Any, NamedTuple
 
-from jaxscale import paths
-from jaxscale.bucket import Bucket, Changed, Transient, open_bucket
 from jaxscale.checkpoint.holder import PADDED, Holder, link, read_holder
-from jaxscale.exits import BadInput
+from jaxscale.system import paths
+from jaxscale.system.bucket import Bucket, Changed, Transient, open_bucket
+from jaxscale.system.exits import BadInput
 
 SETTLE_SECONDS = 0.2  # where two take over at once and the file system has no flock, the later rename wins
 LOOK_SECONDS = 0.01

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxscale import paths
 from jaxscale.checkpoint import folders, restore, space, verified
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.choosing import tell_lost
@@ -30,9 +29,10 @@ from jaxscale.checkpoint.record import named_leaves
 from jaxscale.checkpoint.retention import read_facts
 from jaxscale.checkpoint.saver import Job, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
-from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hosts.agree import agreed, next_key
 from jaxscale.monitor.events import Note, ignore
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 T = TypeVar("T")
 RETRY_SECONDS = 0.5  # between two attempts at the last save of a run

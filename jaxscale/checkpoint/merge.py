@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale import paths
 from jaxscale.checkpoint import reading
 from jaxscale.checkpoint.average import (
     GROWING,
@@ -34,9 +33,10 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.output import Output, layout_of
 from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
-from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.models.lora import NO_LORA, A, B, LoraConfig, is_adapter
 from jaxscale.schema import from_dict, to_dict
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 MADE = "merged"
 TOKENIZER = "tokenizer"  # the folder of a work folder with the tokenizer's files

@@ -10,7 +10,7 @@ import tensorstore
 from jaxscale.checkpoint import stored
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.stored import Box, box_bytes
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 COMMIT_BYTES = 64 << 20  # written at once: each commit writes the index anew, and holds this much memory
 # Of a node of the index: a commit writes those that it changes, and all their versions stay in the files. TensorStore's

@@ -4,7 +4,6 @@ import datetime
 from collections.abc import Sequence
 from typing import Any
 
-from jaxscale import paths
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import REMOVED, remove_step, remove_tree
@@ -12,7 +11,8 @@ from jaxscale.checkpoint.manager import CLEAN, Checkpoints
 from jaxscale.checkpoint.reading import StepFacts
 from jaxscale.checkpoint.retention import PINNED, Facts, best_steps, is_lost, kept_steps
 from jaxscale.checkpoint.verified import LAST_GOOD
-from jaxscale.exits import Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
 
 
 def why_kept(facts: Sequence[StepFacts], last_good: int | None, cfg: CheckpointConfig) -> dict[int, str]:

@@ -6,7 +6,6 @@ import datetime
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxscale import paths
 from jaxscale.checkpoint.cause import is_trouble, reached
 from jaxscale.checkpoint.files import files_under
 from jaxscale.checkpoint.folders import COMMITTED
@@ -15,7 +14,8 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import what_is_wrong
 from jaxscale.checkpoint.retention import PINNED
 from jaxscale.checkpoint.verified import LAST_GOOD
-from jaxscale.exits import BadInput
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
 
 ALWAYS = (f"{FOLDER}/{REST}", COMMITTED)
 RECORD, TIMES, COPIED = "run/metadata", "_CHECKPOINT_METADATA", "copied"

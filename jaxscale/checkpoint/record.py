@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from jaxscale import paths
 from jaxscale.checkpoint.folders import is_step_name
-from jaxscale.exits import BadInput
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
 
 RECORD = ("run", "metadata")  # where it lies in the folder of a step: Orbax's JSON item of the name `run`
 

@@ -12,8 +12,8 @@ from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, nest, read_record
 from jaxscale.checkpoint.write import epath
-from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hosts.agree import gathered, next_key
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 SHOWN_MISMATCHES = 4
 RESTORE_SECONDS = 3600.0  # for the slowest process to read its part

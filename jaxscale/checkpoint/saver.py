@@ -13,17 +13,17 @@ from typing import Any
 
 import jax
 
-from jaxscale import paths
 from jaxscale.checkpoint import folders, retention, space, verified, write
 from jaxscale.checkpoint.cause import NO_INODES, clip, inodes_told, short_cause, what_to_grant
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.failures import Reports
 from jaxscale.checkpoint.record import describe_leaf, seal
 from jaxscale.checkpoint.snapshot import Snapshot
-from jaxscale.exits import Stop
-from jaxscale.faults import crash_point
 from jaxscale.hosts.agree import gathered
 from jaxscale.monitor.events import Note
+from jaxscale.system import paths
+from jaxscale.system.exits import Stop
+from jaxscale.system.faults import crash_point
 
 DAMAGED = verified.Damaged.__name__
 

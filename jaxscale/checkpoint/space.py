@@ -7,11 +7,11 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-from jaxscale import paths
 from jaxscale.checkpoint import folders
 from jaxscale.checkpoint.cause import inodes_told
 from jaxscale.checkpoint.verified import LAST_GOOD
-from jaxscale.exits import Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
 
 MARGIN = 1.1  # names, manifests and the blocks of the file system, over the bytes of the arrays
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale import paths
 from jaxscale.checkpoint.fingerprint import host_fingerprint
+from jaxscale.system import paths
 
 READ_AHEAD_BYTES = 64 << 20  # asked for and not yet used: hides the latency of a bucket, and is what memory it takes
 CACHE_BYTES = 16 << 20  # of the index of a checkpoint, or every piece would ask a bucket for it again

@@ -11,7 +11,6 @@ import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxscale import paths
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.files import copy_file, files_under, mark_of
 from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED
@@ -20,9 +19,10 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import COPIED, read_optional, read_record
 from jaxscale.checkpoint.record import digest
 from jaxscale.checkpoint.verifying import Damage, verify_folder
-from jaxscale.exits import BadInput, Exit, Stop
-from jaxscale.faults import crash_point
 from jaxscale.monitor.events import NAME as EVENTS
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.faults import crash_point
 
 GROWING = "copying-"  # never a number, so it never counts as a step
 

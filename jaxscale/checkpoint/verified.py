@@ -5,11 +5,11 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxscale import fence, paths
 from jaxscale.checkpoint.cause import is_trouble, reached, short_cause
 from jaxscale.checkpoint.stored import Arrays, compare_leaf
-from jaxscale.exits import BadInput
-from jaxscale.faults import crash_point
+from jaxscale.system import fence, paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.faults import crash_point
 
 LAST_GOOD = "last_good.json"
 KINDS = {"step": int, "verified": bool, "health": str, "sha256": str}  # what it holds

@@ -4,14 +4,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jaxscale import paths
 from jaxscale.checkpoint import reading
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.index import Locations, index_damages, named_files
 from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.reading import read_record
 from jaxscale.checkpoint.stored import TREE, Arrays, compare_leaf
-from jaxscale.exits import BadInput, Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 DICT_KEY = 2  # how Orbax writes that a level of the tree is a dict
 KINDS = ("jax.Array", "np.ndarray", "scalar")

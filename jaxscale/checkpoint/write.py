@@ -16,15 +16,15 @@ from typing import Any
 
 import jax
 
-from jaxscale import fence, paths
 from jaxscale.checkpoint import folders, inventory
 from jaxscale.checkpoint.cause import is_trouble
 from jaxscale.checkpoint.durable import sync_tree
 from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import RECORD, nest, read_record
-from jaxscale.exits import Exit, Stop
-from jaxscale.faults import crash_point
 from jaxscale.hosts.agree import SEEN_SECONDS
+from jaxscale.system import fence, paths
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.system.faults import crash_point
 
 OWN_FILES = "/proc/self/fd"  # a link to each open file of this process: proc(5)
 HANDLERS = {  # what stock Orbax looks for in a step

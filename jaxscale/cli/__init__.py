@@ -7,8 +7,8 @@ import difflib
 import importlib
 import sys
 
-from jaxscale import process
-from jaxscale.exits import BadInput, codes_help, put, run_and_exit
+from jaxscale.system import process
+from jaxscale.system.exits import BadInput, codes_help, put, run_and_exit
 
 VERBS = {
     "train": ("jaxscale.main", "train a language model, or go on with one"),

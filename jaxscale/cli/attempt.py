@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 LOOK_SECONDS = 0.05  # how often the command is looked at
 

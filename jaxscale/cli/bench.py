@@ -40,7 +40,7 @@ collectives runs on many hosts as training does, and takes its mesh from --confi
 The exit code does not depend on speed.
 """
 
-from jaxscale.process import prepare
+from jaxscale.system.process import prepare
 
 if __name__ == "__main__":
     prepare()  # before jax is imported
@@ -62,11 +62,11 @@ from jaxscale.cli import (  # noqa: E402
     bench_survive,
 )
 from jaxscale.command_line import Arguments, config_values, parse_arguments, whole_number  # noqa: E402
-from jaxscale.data.prepare.config import PrepareConfig  # noqa: E402
-from jaxscale.exits import BadInput, put, run_and_exit  # noqa: E402
+from jaxscale.corpus.prepare.config import PrepareConfig  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.planner.check import device_bytes  # noqa: E402
-from jaxscale.planner.plan.measured import from_record, keep_measured  # noqa: E402
+from jaxscale.planning.check import device_bytes  # noqa: E402
+from jaxscale.planning.measured import from_record, keep_measured  # noqa: E402
+from jaxscale.system.exits import BadInput, put, run_and_exit  # noqa: E402
 
 HELP = f"{__doc__}{hosts.HELP}"
 

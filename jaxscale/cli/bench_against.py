@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxscale import process
 from jaxscale.cli.bench_step import loss_problem
-from jaxscale.exits import BadInput
+from jaxscale.system import process
+from jaxscale.system.exits import BadInput
 
 OURS = "jaxscale"
 SHOWN_STDERR = 300  # characters of the last line that a failed command wrote

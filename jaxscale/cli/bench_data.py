@@ -16,20 +16,20 @@ from typing import Any
 import numpy as np
 
 from jaxscale import schema
+from jaxscale.corpus.curate.minhash import make_near_sketch
+from jaxscale.corpus.prepare.blocks import cut
+from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
+from jaxscale.corpus.prepare.engine import make_plan, prepare
+from jaxscale.corpus.prepare.join import components, duplicate_pairs, signature_reader, verified, write_sketch
+from jaxscale.corpus.prepare.joins import NEIGHBOURS
+from jaxscale.corpus.prepare.local import LocalExecutor
+from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.stages import make_stage
 from jaxscale.data.config import DataConfig
-from jaxscale.data.curate.minhash import make_near_sketch
-from jaxscale.data.document import Document
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.prepare.blocks import cut
-from jaxscale.data.prepare.config import STAGES, PrepareConfig
-from jaxscale.data.prepare.engine import make_plan, prepare
-from jaxscale.data.prepare.join import components, duplicate_pairs, signature_reader, verified, write_sketch
-from jaxscale.data.prepare.joins import NEIGHBOURS
-from jaxscale.data.prepare.local import LocalExecutor
-from jaxscale.data.prepare.progress import Progress
-from jaxscale.data.prepare.stages import make_stage
-from jaxscale.data.sources import list_files, read_file, stdlib_files
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.document import Document
+from jaxscale.text.sources import list_files, read_file, stdlib_files
 
 CURATION = ("language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "exact_dedup", "near_dedup", "pii")
 FAR_STEP = 1_000_000

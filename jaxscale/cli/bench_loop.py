@@ -14,11 +14,11 @@ import jax
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
 from jaxscale.monitor.writers import Writer
-from jaxscale.planner.check import check_machine
-from jaxscale.run import open_run
-from jaxscale.train import loop
-from jaxscale.train.feed import Fed, Feed
-from jaxscale.train.state import TrainState
+from jaxscale.planning.check import check_machine
+from jaxscale.run.opening import open_run
+from jaxscale.training import loop
+from jaxscale.training.feed import Fed, Feed
+from jaxscale.training.state import TrainState
 
 SAVE_EVERY = 100
 WANTED = 0.95

@@ -8,15 +8,15 @@ import jax
 import numpy as np
 
 from jaxscale.config import RunConfig
-from jaxscale.exits import BadInput, tell
 from jaxscale.models import make_model, max_seq_len
 from jaxscale.models.layers import split_model
 from jaxscale.models.placed import place_model
 from jaxscale.ops.precision import matmul_precision
-from jaxscale.planner.check import check_machine
-from jaxscale.sample.choose import GREEDY
-from jaxscale.sample.generator import Engine, Generator
+from jaxscale.planning.check import check_machine
+from jaxscale.sampling.choose import GREEDY
+from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.mesh import make_mesh, mesh_layout
+from jaxscale.system.exits import BadInput, tell
 
 FULL_PASSES = 8  # timed of those that the uncached way takes one of for each token: all take the same
 

@@ -12,9 +12,9 @@ import jax
 
 from jaxscale.cli.bench_loop import run_loop
 from jaxscale.config import RunConfig
-from jaxscale.planner.check import check_machine
-from jaxscale.run import open_run
-from jaxscale.train.statistics import named
+from jaxscale.planning.check import check_machine
+from jaxscale.run.opening import open_run
+from jaxscale.training.statistics import named
 
 WANTED = 0.02  # of the time of all steps
 DEFAULT_EVERY = 100  # told for where a config never looks

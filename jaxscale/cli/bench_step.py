@@ -16,13 +16,13 @@ from jaxscale.command_line import Arguments, config_name
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch, stack_rows
 from jaxscale.data.synthetic import SyntheticRows
-from jaxscale.exits import BadInput
 from jaxscale.hardware import find_chip
 from jaxscale.models import flops_per_token, num_params
 from jaxscale.monitor.memory import memory_metrics
 from jaxscale.monitor.runinfo import run_info
-from jaxscale.planner.check import check_machine
+from jaxscale.planning.check import check_machine
 from jaxscale.sharding.place import local_rows, put_rows
+from jaxscale.system.exits import BadInput
 
 # Two sizes at which plain JAX, PyTorch and other trainers are easily set up alike: Llama, untied, AdamW, clip 1.
 SPECS = {

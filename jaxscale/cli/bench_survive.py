@@ -22,10 +22,10 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli.bench_loop import run_bare, run_loop
 from jaxscale.config import RunConfig
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.planner.check import check_machine
-from jaxscale.run import open_run
-from jaxscale.train import guard
-from jaxscale.train.services import UNATTENDED, Services
+from jaxscale.planning.check import check_machine
+from jaxscale.run.opening import open_run
+from jaxscale.training import guard
+from jaxscale.training.services import UNATTENDED, Services
 
 WANTED = 0.01  # of a step, all parts together
 WANTED_BLOCKED = 0.1  # seconds

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxscale.cli.attempt import Attempt
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 
 class Child:

@@ -24,7 +24,7 @@ float64, checks its sources as it reads them, and writes the weights alone: begi
 the adapters of a fine-tuned run to its weights: what it writes is read by convert, sample and evaluate as any model.
 """
 
-from jaxscale.process import prepare_ahead
+from jaxscale.system.process import prepare_ahead
 
 if __name__ == "__main__":
     prepare_ahead()  # before jax is imported: no device is touched
@@ -37,7 +37,7 @@ import time  # noqa: E402
 from collections.abc import Callable, Mapping, Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
-from jaxscale import paths, units  # noqa: E402
+from jaxscale import units  # noqa: E402
 from jaxscale.checkpoint.average import average_steps  # noqa: E402
 from jaxscale.checkpoint.cause import short_cause  # noqa: E402
 from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
@@ -48,8 +48,9 @@ from jaxscale.checkpoint.reading import StepFacts, list_steps, read_optional  # 
 from jaxscale.checkpoint.transfer import copy_step  # noqa: E402
 from jaxscale.checkpoint.verifying import verify_folder  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.exits import BadInput, Exit, put, run_and_exit, tell  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
+from jaxscale.system import paths  # noqa: E402
+from jaxscale.system.exits import BadInput, Exit, put, run_and_exit, tell  # noqa: E402
 
 NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")

@@ -14,13 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale import paths
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves, nest
 from jaxscale.cli.shrink import table
-from jaxscale.exits import BadInput, Exit, put, run_and_exit
-from jaxscale.foreign import parse_json
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, put, run_and_exit
+from jaxscale.system.foreign import parse_json
 
 SHOWN_DIFFERENCES = 6
 READ_BYTES = 1 << 30  # of each run at a time

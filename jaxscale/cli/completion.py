@@ -14,9 +14,9 @@ from typing import NamedTuple
 from jaxscale import __version__, cli, schema
 from jaxscale.command_line import parse_arguments
 from jaxscale.config import RunConfig
-from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.exits import BadInput, put, run_and_exit
+from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.help_text import show_help
+from jaxscale.system.exits import BadInput, put, run_and_exit
 
 FLAG_HEAD = re.compile(r" *(--\w.*?)(?:  |$)")  # of a line of help, up to the gap before what it says
 FLAG = re.compile(r"--([\w.-]+)(\[?=)?")

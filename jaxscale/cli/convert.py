@@ -34,7 +34,7 @@ memory at a time, in its own type, and about 0.6 GB more: a 70B model converts o
 A killed conversion goes on where it was when the same command is run again. Pickled files (.bin, .pt) are never read.
 """
 
-from jaxscale.process import prepare_ahead
+from jaxscale.system.process import prepare_ahead
 
 if __name__ == "__main__":
     prepare_ahead()  # before jax is imported: no device is touched
@@ -45,23 +45,24 @@ import os  # noqa: E402
 from collections.abc import Collection, Mapping  # noqa: E402
 from typing import Any  # noqa: E402
 
-from jaxscale import paths, schema, units  # noqa: E402
+from jaxscale import schema, units  # noqa: E402
 from jaxscale.checkpoint.cause import written  # noqa: E402
 from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
 from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
 from jaxscale.cli.ckpt import Progress  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.convert import hub, tokenizer_files  # noqa: E402
-from jaxscale.convert.exporting import FORMATS, config_of, export_step, open_step  # noqa: E402
-from jaxscale.convert.importing import import_tensors, prepare_workdir  # noqa: E402
-from jaxscale.convert.incoming import Incoming, open_incoming  # noqa: E402
 from jaxscale.data.config import DataConfig  # noqa: E402
-from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
+from jaxscale.interop import hub, tokenizer_files  # noqa: E402
+from jaxscale.interop.exporting import FORMATS, config_of, export_step, open_step  # noqa: E402
+from jaxscale.interop.importing import import_tensors, prepare_workdir  # noqa: E402
+from jaxscale.interop.incoming import Incoming, open_incoming  # noqa: E402
 from jaxscale.models import max_seq_len, num_params  # noqa: E402
 from jaxscale.monitor.runinfo import run_info  # noqa: E402
-from jaxscale.redact import redacted  # noqa: E402
+from jaxscale.system import paths  # noqa: E402
+from jaxscale.system.exits import BadInput, put, run_and_exit, tell  # noqa: E402
+from jaxscale.system.redact import redacted  # noqa: E402
 
 OPTIONS = ("from", "base", "revision", "workdir", "to", "step", "dtype", "shard_bytes", "push")
 SWITCHES = ("adapter", "ema", "json")

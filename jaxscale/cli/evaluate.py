@@ -28,7 +28,7 @@
 Numbers stand with their standard error. On several hosts the flags of training apply; the first one writes.
 """
 
-from jaxscale.process import prepare
+from jaxscale.system.process import prepare
 
 if __name__ == "__main__":
     prepare()  # before jax is imported
@@ -43,7 +43,7 @@ from pathlib import Path  # noqa: E402
 
 import jax  # noqa: E402
 
-from jaxscale import hosts, paths, schema  # noqa: E402
+from jaxscale import hosts, schema  # noqa: E402
 from jaxscale.checkpoint.branch import open_source  # noqa: E402
 from jaxscale.checkpoint.cause import written  # noqa: E402
 from jaxscale.checkpoint.choosing import why_not  # noqa: E402
@@ -65,13 +65,14 @@ from jaxscale.eval.config import (  # noqa: E402
 from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks  # noqa: E402
 from jaxscale.eval.named import GROUP, Evaluator, open_evaluators  # noqa: E402
 from jaxscale.eval.text import Reading  # noqa: E402
-from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.hosts.agree import agreed  # noqa: E402
 from jaxscale.inference import LoadedModel, at_step, check_tokenizer, make_generator, make_scorer, open_model  # noqa: E402
 from jaxscale.models import DECODERS, max_seq_len  # noqa: E402
-from jaxscale.same_run import check_same_evals  # noqa: E402
+from jaxscale.run.resume_checks import check_same_evals  # noqa: E402
 from jaxscale.sharding.rules import MESH_AXES  # noqa: E402
+from jaxscale.system import paths  # noqa: E402
+from jaxscale.system.exits import BadInput, put, run_and_exit, tell  # noqa: E402
 
 DATA = {"text": TextEval, "choice": ChoiceEval, "cloze": ClozeEval}
 READING = ("text_field", "text_documents")

@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxscale import paths
 from jaxscale.eval.named import GROUP
-from jaxscale.exits import put
 from jaxscale.inference import LoadedModel
-from jaxscale.monitor.history import read_history
-from jaxscale.monitor.report import make_evals_page
+from jaxscale.reporting import make_evals_page
+from jaxscale.reporting.history import read_history
+from jaxscale.system import paths
+from jaxscale.system.exits import put
 
 COUNTS = ("documents", "items", "tokens", "bytes", "left_out")
 Record = dict[str, Any]

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from jaxscale import paths
-from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json
 
 FIRST_BYTES = 32 << 20  # of a local file at the first look: some 50,000 records, and a run may have written gigabytes
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale import paths
+from jaxscale.system import paths
 
 PARTS = ("up", "waiting", "keeping")  # the command ran; a pause before the next start; folder read, ledger written
 

@@ -20,7 +20,7 @@ Nothing is compiled and no device is touched. Times, money and energy are ranges
 end with its source. Exit code 0: it fits by the estimate, or a proposal was made; 3: it does not fit.
 """
 
-from jaxscale.process import prepare_ahead
+from jaxscale.system.process import prepare_ahead
 
 if __name__ == "__main__":
     prepare_ahead()  # before jax is imported
@@ -33,28 +33,22 @@ from collections.abc import Mapping  # noqa: E402
 from typing import Any  # noqa: E402
 
 from jaxscale import config, schema  # noqa: E402
+from jaxscale.ahead.kept import find_kept  # noqa: E402
 from jaxscale.cli.plan_loss import main_loss  # noqa: E402
 from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
-from jaxscale.planner.plan import cost  # noqa: E402
-from jaxscale.planner.plan.kept import find_kept  # noqa: E402
-from jaxscale.planner.plan.machine import HERE, measured_machine, open_machine  # noqa: E402
-from jaxscale.planner.plan.measured import Measured, measured_file, newest_machine, read_measured  # noqa: E402
-from jaxscale.planner.plan.plan import Plan, Wishes, make_plan  # noqa: E402
-from jaxscale.planner.plan.propose import (  # noqa: E402
-    Proposal,
-    config_text,
-    propose_for_flops,
-    propose_for_size,
-    shortened,
-)
-from jaxscale.planner.plan.speed import PUBLISHED  # noqa: E402
-from jaxscale.planner.plan.text import plan_lines  # noqa: E402
-from jaxscale.planner.plan.text_proposal import proposal_lines  # noqa: E402
-from jaxscale.planner.topology import Topology  # noqa: E402
+from jaxscale.planning import cost  # noqa: E402
+from jaxscale.planning.machine import HERE, measured_machine, open_machine  # noqa: E402
+from jaxscale.planning.measured import Measured, measured_file, newest_machine, read_measured  # noqa: E402
+from jaxscale.planning.plan import Plan, Wishes, make_plan  # noqa: E402
+from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened  # noqa: E402
+from jaxscale.planning.speed import PUBLISHED  # noqa: E402
+from jaxscale.planning.text import plan_lines  # noqa: E402
+from jaxscale.planning.text_proposal import proposal_lines  # noqa: E402
+from jaxscale.planning.topology import Topology  # noqa: E402
+from jaxscale.system.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
+from jaxscale.system.paths import write_json, write_text_atomic  # noqa: E402
 
 NUMBERS = ("price", "budget", "flops", "mfu", "pue", "save_bandwidth")
 OPTIONS = ("topology", *NUMBERS, "deadline", "model_size", "write", "json")

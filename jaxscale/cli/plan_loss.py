@@ -14,7 +14,7 @@ Runs are compared by their held-out loss after the last step. Those that are not
 tokenizer, row length or schedule are left out, each with its reason. Nothing is compiled; a forecast takes seconds.
 """
 
-from jaxscale.process import prepare_ahead
+from jaxscale.system.process import prepare_ahead
 
 if __name__ == "__main__":
     prepare_ahead()  # before jax is imported: no device is needed
@@ -23,16 +23,17 @@ import datetime  # noqa: E402
 import math  # noqa: E402
 from typing import Any, NamedTuple  # noqa: E402
 
-from jaxscale import config, paths, units  # noqa: E402
+from jaxscale import config, units  # noqa: E402
 from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import Budget, RunConfig  # noqa: E402
-from jaxscale.exits import BadInput, put, run_and_exit  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.models import num_params  # noqa: E402
-from jaxscale.planner import loss_curve  # noqa: E402
-from jaxscale.planner.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget  # noqa: E402
-from jaxscale.planner.loss_curve import Band, coverage, inside, make_band, shape_of  # noqa: E402
-from jaxscale.planner.loss_law import INTERVAL, LossLaw, Prediction, fit, write_forecast  # noqa: E402
+from jaxscale.planning import loss_curve  # noqa: E402
+from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget  # noqa: E402
+from jaxscale.planning.loss_curve import Band, coverage, inside, make_band, shape_of  # noqa: E402
+from jaxscale.planning.loss_law import INTERVAL, LossLaw, Prediction, fit, write_forecast  # noqa: E402
+from jaxscale.system import paths  # noqa: E402
+from jaxscale.system.exits import BadInput, put, run_and_exit  # noqa: E402
 
 OPTIONS = ("runs", "tokens", "to", "draws", "seed", "json")
 LEAST_DRAWS = 200

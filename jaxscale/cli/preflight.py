@@ -15,7 +15,7 @@ No device is touched, and none need be there; TPUs need the package libtpu, GPUs
 that the chip's datasheet allows. Exit code 0: it fits; 3: it does not, and two changes that do are shown if they exist.
 """
 
-from jaxscale.process import prepare_ahead
+from jaxscale.system.process import prepare_ahead
 
 if __name__ == "__main__":
     prepare_ahead()  # before jax is imported
@@ -26,16 +26,16 @@ import time  # noqa: E402
 from collections.abc import Callable  # noqa: E402
 
 from jaxscale import config  # noqa: E402
+from jaxscale.ahead import search  # noqa: E402
+from jaxscale.ahead.preflight import preflight  # noqa: E402
+from jaxscale.ahead.report import INDENT, Report, report_lines, summary_rows  # noqa: E402
+from jaxscale.ahead.search import Candidate, Tried, winner  # noqa: E402
 from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.paths import write_json, write_text_atomic  # noqa: E402
-from jaxscale.planner import search  # noqa: E402
-from jaxscale.planner.preflight import preflight  # noqa: E402
-from jaxscale.planner.report import INDENT, Report, report_lines, summary_rows  # noqa: E402
-from jaxscale.planner.search import Candidate, Tried, winner  # noqa: E402
-from jaxscale.planner.topology import Topology, open_topology  # noqa: E402
+from jaxscale.planning.topology import Topology, open_topology  # noqa: E402
+from jaxscale.system.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
+from jaxscale.system.paths import write_json, write_text_atomic  # noqa: E402
 
 SWITCHES = ("search", "fresh")
 OPTIONS = ("topology", "search_seconds", "overrides", "save_executable", "json")

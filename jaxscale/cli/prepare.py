@@ -30,21 +30,21 @@ from jaxscale.command_line import (
     take_switches,
     whole_number,
 )
+from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.engine import Plan, make_plan, prepare
+from jaxscale.corpus.prepare.executors import Executor
+from jaxscale.corpus.prepare.local import LocalExecutor
+from jaxscale.corpus.prepare.outcome import FACTS, PAGE, rewrite_report
+from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.publish import publish
 from jaxscale.data.array_record import export_array_record
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import open_set, read_manifest
 from jaxscale.data.megatron import export_megatron
-from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.data.prepare.engine import Plan, make_plan, prepare
-from jaxscale.data.prepare.executors import Executor
-from jaxscale.data.prepare.local import LocalExecutor
-from jaxscale.data.prepare.outcome import FACTS, PAGE, rewrite_report
-from jaxscale.data.prepare.progress import Progress
-from jaxscale.data.publish import publish
-from jaxscale.data.sources.files import size_of
-from jaxscale.exits import BadInput, Exit, Stop, run_and_exit
 from jaxscale.help_text import show_help
-from jaxscale.paths import is_remote
+from jaxscale.system.exits import BadInput, Exit, Stop, run_and_exit
+from jaxscale.system.paths import is_remote
+from jaxscale.text.sources.files import size_of
 
 SWITCHES = ("report", "keep_work", "plan")
 OPTIONS = ("input", "output", "workers", "runner", "work_dir", "export")
@@ -129,7 +129,7 @@ def make_executor(arguments: Arguments, beam_flags: list[str]) -> Executor:
         if beam_flags:
             raise BadInput(f"flags after -- are for a Beam runner, and --runner is local: {' '.join(beam_flags)}")
         return LocalExecutor(whole_number("workers", arguments.options.get("workers", str(os.cpu_count() or 1)), 1))
-    from jaxscale.data.prepare.beam import BeamExecutor  # Apache Beam is an extra, and slow to load
+    from jaxscale.corpus.prepare.beam import BeamExecutor  # Apache Beam is an extra, and slow to load
 
     return BeamExecutor(runner, beam_flags)
 

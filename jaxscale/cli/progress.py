@@ -4,11 +4,11 @@ import dataclasses
 import statistics
 from typing import Any
 
-from jaxscale import paths
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json
 
 TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps, and a run may have written gigabytes
 

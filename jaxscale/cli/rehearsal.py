@@ -1,7 +1,7 @@
 """The phases of a rehearsal, in processes that hold the devices one after the other; this one asks for none.
 
 The kill is exact, not a race: `checkpoint.save_every_steps=3` starts a second save at step 6, which waits until the
-first one is committed, and the process dies by SIGKILL after step 7 (faults.py), while the second is being written.
+first one is committed, and the process dies by SIGKILL after step 7 (system/faults.py), while the second is being written.
 """
 
 import dataclasses
@@ -16,14 +16,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxscale import paths, units
+from jaxscale import units
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.space import MARGIN, check_before_run
 from jaxscale.cli.child import Child
 from jaxscale.cli.compare_runs import checkpoints_of, num_bytes, read_metrics
 from jaxscale.config import RunConfig
-from jaxscale.exits import Stop, may_start_again, meaning
 from jaxscale.monitor.events import read_events
+from jaxscale.system import paths
+from jaxscale.system.exits import Stop, may_start_again, meaning
 
 SAVE_EVERY = 3
 KILL_AFTER = 2 * SAVE_EVERY + 1

@@ -21,7 +21,7 @@ import tempfile
 import time
 from typing import Any
 
-from jaxscale import config, hosts, paths, start
+from jaxscale import config, hosts
 from jaxscale.cli.rehearsal import (
     LEAST_STEPS,
     OK,
@@ -37,10 +37,12 @@ from jaxscale.cli.rehearsal import (
 )
 from jaxscale.cli.shrink import table
 from jaxscale.command_line import Arguments, config_name, parse_arguments, whole_number
-from jaxscale.exits import BadInput, Exit, put, run_and_exit
 from jaxscale.help_text import show_help
 from jaxscale.hosts import find_own_place
-from jaxscale.process import files_as
+from jaxscale.run import options as start
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, put, run_and_exit
+from jaxscale.system.process import files_as
 
 HELP = f"{__doc__}\n{hosts.HELP}"
 

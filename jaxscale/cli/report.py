@@ -19,14 +19,15 @@ import math
 import time
 from collections.abc import Sequence
 
-from jaxscale import paths, units
+from jaxscale import units
 from jaxscale.checkpoint.cause import reached, short_cause, written
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.exits import BadInput, put, run_and_exit
 from jaxscale.help_text import show_help
-from jaxscale.monitor.history import History, read_history
-from jaxscale.monitor.report import make_card, make_page
-from jaxscale.monitor.report.serve import Pages, open_server
+from jaxscale.reporting import make_card, make_page
+from jaxscale.reporting.history import History, read_history
+from jaxscale.reporting.serve import Pages, open_server
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, put, run_and_exit
 
 OPTIONS = ("output", "price", "serve")
 PORT = 8642

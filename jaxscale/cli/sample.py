@@ -31,7 +31,7 @@
 Text goes to stdout as it comes, all else to stderr. On several hosts the flags of training apply; the first one writes.
 """
 
-from jaxscale.process import prepare
+from jaxscale.system.process import prepare
 
 if __name__ == "__main__":
     prepare()  # before jax is imported
@@ -46,20 +46,21 @@ from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 
-from jaxscale import hosts, paths, schema  # noqa: E402
+from jaxscale import hosts, schema  # noqa: E402
 from jaxscale.cli import sample_chat  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.exits import BadInput, put, run_and_exit, tell  # noqa: E402
-from jaxscale.foreign import parse_json  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.inference import LoadedModel, check_tokenizer, make_generator, open_model  # noqa: E402
 from jaxscale.models.layers import Dtype  # noqa: E402
-from jaxscale.redact import printable  # noqa: E402
-from jaxscale.sample.choose import Sampling  # noqa: E402
-from jaxscale.sample.generator import own_numbers  # noqa: E402
-from jaxscale.sample.text import Written, write_texts  # noqa: E402
+from jaxscale.sampling.choose import Sampling  # noqa: E402
+from jaxscale.sampling.generator import own_numbers  # noqa: E402
+from jaxscale.sampling.text import Written, write_texts  # noqa: E402
 from jaxscale.sharding.mesh import MeshConfig  # noqa: E402
 from jaxscale.sharding.rules import MESH_AXES  # noqa: E402
+from jaxscale.system import paths  # noqa: E402
+from jaxscale.system.exits import BadInput, put, run_and_exit, tell  # noqa: E402
+from jaxscale.system.foreign import parse_json  # noqa: E402
+from jaxscale.system.redact import printable  # noqa: E402
 
 DRAWING = tuple(field.name for field in dataclasses.fields(Sampling))
 OPTIONS = ("workdir", "step", "prompts", "num_samples", "num_tokens", "seed", "batch", "system", "serve", "context")

@@ -8,15 +8,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 
 from jaxscale.command_line import whole_number
-from jaxscale.data.chat.asking import Message, open_asking
-from jaxscale.exits import BadInput, put, silence_closed_streams
 from jaxscale.inference import LoadedModel, make_generator
 from jaxscale.models import max_seq_len
-from jaxscale.redact import printable
-from jaxscale.sample.choose import Sampling
-from jaxscale.sample.generator import Generator, Timing
-from jaxscale.sample.serve import open_chat
-from jaxscale.sample.text import Written, write_texts
+from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.generator import Generator, Timing
+from jaxscale.sampling.serve import open_chat
+from jaxscale.sampling.text import Written, write_texts
+from jaxscale.system.exits import BadInput, put, silence_closed_streams
+from jaxscale.system.redact import printable
+from jaxscale.text.chat.asking import Message, open_asking
 
 PORT = 8643
 HIGHEST_PORT = 65_535

@@ -26,14 +26,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxscale import paths, units
+from jaxscale import units
 from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import Ledger, Totals
 from jaxscale.cli.progress import Progress, look
 from jaxscale.command_line import config_name, parse_arguments, whole_number
-from jaxscale.exits import BadInput, Exit, codes_help, may_start_again, meaning, run_and_exit, tell
 from jaxscale.help_text import show_help
 from jaxscale.hosts import FLAGS, find_own_place
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, run_and_exit, tell
 
 HELP = f"{__doc__}\nExit codes:\n{codes_help()}"
 

@@ -19,7 +19,7 @@ checkpoint, and the data, which must be those of the run. Where metrics.jsonl te
 as it was after the objective, the two are compared; if they differ, that is said on stderr and the exit code is 12.
 """
 
-from jaxscale.process import prepare_ahead
+from jaxscale.system.process import prepare_ahead
 
 if __name__ == "__main__":
     prepare_ahead()  # before jax is imported: no device is touched
@@ -30,7 +30,7 @@ import json  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from typing import Any  # noqa: E402
 
-from jaxscale import paths, schema  # noqa: E402
+from jaxscale import schema  # noqa: E402
 from jaxscale.checkpoint.choosing import newest_to_read  # noqa: E402
 from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
 from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
@@ -40,12 +40,13 @@ from jaxscale.data.ledger import Entry, Ledger  # noqa: E402
 from jaxscale.data.mixture import Mixture, same_past  # noqa: E402
 from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of  # noqa: E402
 from jaxscale.data.pipeline import Corpus, open_data  # noqa: E402
-from jaxscale.exits import BadInput, Exit, Stop, put, run_and_exit, tell  # noqa: E402
-from jaxscale.foreign import parse_json  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
 from jaxscale.monitor.events import read_events  # noqa: E402
-from jaxscale.redact import on_one_line  # noqa: E402
-from jaxscale.train.decisions import Decisions, decisions_of  # noqa: E402
+from jaxscale.system import paths  # noqa: E402
+from jaxscale.system.exits import BadInput, Exit, Stop, put, run_and_exit, tell  # noqa: E402
+from jaxscale.system.foreign import parse_json  # noqa: E402
+from jaxscale.system.redact import on_one_line  # noqa: E402
+from jaxscale.training.decisions import Decisions, decisions_of  # noqa: E402
 
 OPTIONS = ("workdir", "step", "batch", "row", "doc", "text", "json")
 WHAT_WAS_TRAINED_ON = ("data.mixture", "data.max_epochs", "data.skip_batches", "data.objective")  # stays as it was

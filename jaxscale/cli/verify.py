@@ -13,7 +13,7 @@
 The exit code is 0 if the proof holds and 1 if not; what was changed in the config is printed.
 """
 
-from jaxscale.process import prepare
+from jaxscale.system.process import prepare
 
 if __name__ == "__main__":
     prepare()  # before jax is imported
@@ -25,8 +25,8 @@ from jaxscale.cli import verify_parity, verify_resume  # noqa: E402
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data  # noqa: E402
 from jaxscale.command_line import Arguments, parse_arguments, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
+from jaxscale.system.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
 
 SHARED_OPTIONS = ("layers", "small")
 OPTIONS = {"resume": (*SHARED_OPTIONS, "steps", "devices", "workdir"), "parity": SHARED_OPTIONS}

@@ -20,9 +20,9 @@ from jaxscale.cli.compilations import CompileLog
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
-from jaxscale.exits import BadInput
 from jaxscale.sharding.mesh import MeshConfig, mesh_shape
 from jaxscale.sharding.place import put_rows
+from jaxscale.system.exits import BadInput
 
 NUM_DEVICES = 8
 NUM_STEPS = 5

@@ -13,15 +13,15 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from jaxscale import paths
 from jaxscale.checkpoint.folders import UNFINISHED
 from jaxscale.cli.child import Child, environment
 from jaxscale.cli.compare_runs import Comparison, checkpoints_of, compare, read_metrics
 from jaxscale.cli.shrink import as_flags, changes
 from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig
-from jaxscale.exits import BadInput, Stop, put
 from jaxscale.sharding.mesh import MeshConfig, mesh_shape
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Stop, put
 
 SAVE_EVERY = 3
 LEAST_STEPS = 4 * SAVE_EVERY  # room for a kill between the first two checkpoints and one in a later save

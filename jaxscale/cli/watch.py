@@ -18,15 +18,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
-from jaxscale import paths
 from jaxscale.cli.following import Following
 from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.exits import BadInput, run_and_exit
 from jaxscale.help_text import show_help
-from jaxscale.monitor.history import is_finite
-from jaxscale.monitor.json_lines import Row, clean_event
-from jaxscale.redact import printable
+from jaxscale.reporting.history import is_finite
+from jaxscale.reporting.json_lines import Row, clean_event
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, run_and_exit
+from jaxscale.system.redact import printable
 
 EVERY_SECONDS, EVERY_SECONDS_REMOTE = 2, 15
 TICK_SECONDS = 0.2  # between two looks at the size of the terminal

@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.exits import meaning
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.console import plain_number
 from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
 from jaxscale.monitor.health.finding import is_harmless
-from jaxscale.monitor.history import is_finite, reached_step
-from jaxscale.monitor.json_lines import as_dict
-from jaxscale.monitor.silence import patience_seconds
-from jaxscale.redact import shown
+from jaxscale.reporting.history import is_finite, reached_step
+from jaxscale.reporting.json_lines import as_dict
+from jaxscale.reporting.silence import patience_seconds
+from jaxscale.system.exits import meaning
+from jaxscale.system.redact import shown
 
 LEAST_WIDTH, LEAST_HEIGHT = 80, 24
 LABEL = 12  # columns

@@ -13,9 +13,9 @@ from jaxscale.data.cache import NAME, Say, cached, stamp
 from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, ShardWriter
-from jaxscale.data.sources import SourceFile
-from jaxscale.data.sources.array_record import is_array_record, load_package
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources import SourceFile
+from jaxscale.text.sources.array_record import is_array_record, load_package
 
 if TYPE_CHECKING:
     import pyarrow

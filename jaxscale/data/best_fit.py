@@ -15,15 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.data.bins import pack_bins
-from jaxscale.data.digest import file_sha256, json_sha256
 from jaxscale.data.packing import DocumentRows, DocumentTable, group_members, ranges
 from jaxscale.data.permutation import permuted
 from jaxscale.data.rows import Pieces
 from jaxscale.data.shards import write_synced
 from jaxscale.data.verified import Expected, Say, Unchanged, damaged, expected, of_size
-from jaxscale.exits import BadInput
-from jaxscale.foreign import Unreadable, is_of_storage, parse_json
-from jaxscale.paths import read_bytes
+from jaxscale.system.digest import file_sha256, json_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import Unreadable, is_of_storage, parse_json
+from jaxscale.system.paths import read_bytes
 
 WINDOW = 8192  # documents; 256 fill 0.984 of the rows, 1,024 0.991, 8,192 0.994 (mean document 812, T 2,048)
 VERSION = 1  # of the plan: another number where the same documents would get other rows

@@ -15,22 +15,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.document import Document
 from jaxscale.data.header import VERSION
 from jaxscale.data.lineage import LineageRows
-from jaxscale.data.locks import locked
 from jaxscale.data.reading import Reading, make_reading
 from jaxscale.data.remote import Unwritable
 from jaxscale.data.shards import Shard, ShardWriter, expect_whole, open_shard, write_index
-from jaxscale.data.sources import SourceFile
-from jaxscale.data.sources.decode import REPAIRED, is_repair
-from jaxscale.data.sources.files import file_stamp
-from jaxscale.data.sources.settings import read_settings, unreadable
-from jaxscale.data.tokenizer.base import Tokenizer, begin_names
 from jaxscale.data.verified import HASHED, remove, stamp_of
-from jaxscale.exits import BadInput
-from jaxscale.foreign import Unreadable, open_regular
-from jaxscale.paths import cache_dir, make_private, write_json
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import Unreadable, open_regular
+from jaxscale.system.locks import locked
+from jaxscale.system.paths import cache_dir, make_private, write_json
+from jaxscale.text.document import Document
+from jaxscale.text.sources import SourceFile
+from jaxscale.text.sources.decode import REPAIRED, is_repair
+from jaxscale.text.sources.files import file_stamp
+from jaxscale.text.sources.settings import read_settings, unreadable
+from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 
 Say = Callable[[str], None]
 Opened = TypeVar("Opened")

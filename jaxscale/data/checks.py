@@ -15,11 +15,11 @@ from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.data.objectives import find_ids
 from jaxscale.data.packing import DocumentTable
 from jaxscale.data.prepared import prepared_problems
-from jaxscale.data.sources import SourceFile, list_files, stdlib_files, text_problem
-from jaxscale.data.sources.files import STREAMS, Globs, is_saved_dataset, size_of
-from jaxscale.data.tokenizer.fitting import fits
-from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources import SourceFile, list_files, stdlib_files, text_problem
+from jaxscale.text.sources.files import STREAMS, Globs, is_saved_dataset, size_of
+from jaxscale.text.tokenizer.fitting import fits
+from jaxscale.text.tokenizer.load import load_tokenizer, tokenizer_problem
 
 
 def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:

@@ -3,15 +3,15 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from jaxscale.data.chat.config import ChatConfig
 from jaxscale.data.gate import GateConfig
 from jaxscale.data.mixture import MixtureSetting, check_mixture
 from jaxscale.data.objectives import NextTokenConfig, ObjectiveConfig
 from jaxscale.data.order import check_skips
-from jaxscale.data.sources.files import Globs
-from jaxscale.data.sources.settings import ReadConfig
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.text.chat.config import ChatConfig
+from jaxscale.text.sources.files import Globs
+from jaxscale.text.sources.settings import ReadConfig
 
 # The standard library is plain files of text, and ids are no text.
 OF_TEXT = {field.name: "data.name=stdlib|files|chat|hf" for field in dataclasses.fields(ReadConfig)}

@@ -19,9 +19,9 @@ import numpy as np
 from jaxscale.data.batch import Batch
 from jaxscale.data.permutation import permuted
 from jaxscale.data.rows import Located
-from jaxscale.data.tokenizer.base import Tokenizer
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.base import Tokenizer
 
 Gate = Callable[[Batch, Located, Sequence[int]], np.ndarray]  # (rows, where they lie, places there) -> bool[rows]
 

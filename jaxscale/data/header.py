@@ -5,10 +5,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxscale.data.digest import json_sha256
-from jaxscale.exits import BadInput
-from jaxscale.foreign import Unreadable, cannot_read, parse_json
-from jaxscale.paths import read_bytes
+from jaxscale.system.digest import json_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import Unreadable, cannot_read, parse_json
+from jaxscale.system.paths import read_bytes
 
 FORMAT, VERSION = "jaxscale-tokens", 2
 OLDER = 1  # the same without the header's own sum

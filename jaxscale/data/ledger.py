@@ -16,8 +16,8 @@ import numpy as np
 from jaxscale.data.order import Batches, batch_index, step_of
 from jaxscale.data.pipeline import Corpus
 from jaxscale.data.shards import Shard, read_lineage
-from jaxscale.exits import BadInput
-from jaxscale.redact import on_one_line
+from jaxscale.system.exits import BadInput
+from jaxscale.system.redact import on_one_line
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,12 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 if TYPE_CHECKING:
     import pyarrow
 
-    from jaxscale.data.document import Document
+    from jaxscale.text.document import Document
 
 TEXTS = ("id", "url", "licence", "language")
 COLUMNS = ("file", "offset", *TEXTS)

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.digest import file_sha256
 from jaxscale.data.header import ENDINGS, SHA256
 from jaxscale.data.shards import Shard, open_shard, read_token_bytes, shard_files, write_synced
 from jaxscale.data.verified import damaged, hashed
-from jaxscale.exits import BadInput
-from jaxscale.foreign import check_regular
-from jaxscale.paths import read_json, write_json
+from jaxscale.system.digest import file_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import check_regular
+from jaxscale.system.paths import read_json, write_json
 
 FORMAT, VERSION, NAME = "jaxscale-manifest", 1, "manifest.json"
 COUNTS = {"max_id": int, "text_bytes": int, "fingerprint": str}

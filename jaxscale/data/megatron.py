@@ -18,14 +18,14 @@ import numpy as np
 
 from jaxscale.data.cache import NAME, Say, cached, open_ids, stamp
 from jaxscale.data.config import DataConfig
-from jaxscale.data.digest import READ_BYTES
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, expect_size, write_index, write_synced
-from jaxscale.data.sources import SourceFile
 from jaxscale.data.verified import HASHED, stamp_of
-from jaxscale.exits import BadInput
-from jaxscale.foreign import open_regular
-from jaxscale.paths import write_json
+from jaxscale.system.digest import READ_BYTES
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import open_regular
+from jaxscale.system.paths import write_json
+from jaxscale.text.sources import SourceFile
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEAD = struct.Struct("<9sQBQQ")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale import units
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 PATTERN_ROWS = (512, 2048)  # lengths that are tried: the one whose whole numbers come nearest to the weights is taken
 LONGEST_PATTERN = 16_384  # where a weight is smaller than one row of the usual ones

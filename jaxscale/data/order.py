@@ -10,7 +10,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.data.gate import Gate
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.permutation import permuted, unpermuted
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 ORDER = 2  # another number where the same settings give other batches; 1 was the order of Grain's shuffle
 Transform = Callable[[Batch, int, Sequence[int]], Batch]

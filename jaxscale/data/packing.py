@@ -14,7 +14,7 @@ from jaxscale.data.order import document_order
 from jaxscale.data.remote import map_ids
 from jaxscale.data.rows import Located, Pieces, TokenFiles, broken_piece, locate, read_rows
 from jaxscale.data.verified import Expected, Unchanged
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 MADE_ANEW = ("_files", "_marks", "_ramp_T", "_plan", "_unchanged")  # what a pickle of rows leaves out
 

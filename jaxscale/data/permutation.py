@@ -13,8 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxscale.data.curate.hashes import mix
-from jaxscale.exits import BadInput
+from jaxscale.corpus.curate.hashes import mix
+from jaxscale.system.exits import BadInput
 
 ROUNDS = 8  # four are known to be few for small sizes; each costs about 12 ns an index
 LARGEST = 1 << 62  # a b stays below 2**63

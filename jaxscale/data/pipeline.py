@@ -16,7 +16,6 @@ import numpy as np
 from jaxscale.data.batch import Batch, padding_row, stack_rows
 from jaxscale.data.best_fit import BestFitRows, plan_settings, write_plan
 from jaxscale.data.cache import cache_folder, count, describe_skipped, kept, tokenised
-from jaxscale.data.chat.template import load_template
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
 from jaxscale.data.config import DataConfig
 from jaxscale.data.gate import make_gate
@@ -36,15 +35,16 @@ from jaxscale.data.order import ORDER, Batches, RowOrder
 from jaxscale.data.packing import DocumentRows, DocumentTable, PackedRows, join_tables
 from jaxscale.data.parts import data_parts, digest
 from jaxscale.data.shards import Shard
-from jaxscale.data.sources import SourceFile
 from jaxscale.data.split import hold_out
 from jaxscale.data.synthetic import SyntheticRows
 from jaxscale.data.token_files import common_token_bytes, open_tokens
-from jaxscale.data.tokenizer.base import Tokenizer, begin_names
-from jaxscale.data.tokenizer.fitting import fits, fitted, tell_beyond
-from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.data.verified import of_size
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.chat.template import load_template
+from jaxscale.text.sources import SourceFile
+from jaxscale.text.tokenizer.base import Tokenizer, begin_names
+from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
 VALIDATION_ROWS_SYNTHETIC = 4096

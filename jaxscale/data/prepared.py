@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 
-from jaxscale.bucket import Bucket, open_bucket
 from jaxscale.data.cache import Say, cache_folder
 from jaxscale.data.config import DataConfig
 from jaxscale.data.manifest import (
@@ -16,9 +15,10 @@ from jaxscale.data.manifest import (
 )  # fmt: skip
 from jaxscale.data.remote import ShardCache, locator, shard_cache
 from jaxscale.data.shards import Shard
-from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
-from jaxscale.paths import is_remote
+from jaxscale.system.bucket import Bucket, open_bucket
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json
+from jaxscale.system.paths import is_remote
 
 SMALL_AT_ONCE = 8  # headers and indices: each is one round trip
 

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.chat.encode import encode_written
-from jaxscale.data.chat.guard import Guard
-from jaxscale.data.chat.read import read_samples
-from jaxscale.data.chat.template import load_template
 from jaxscale.data.config import DataConfig
-from jaxscale.data.document import Document
-from jaxscale.data.sources import SourceFile, read_file
-from jaxscale.data.tokenizer.base import Tokenizer
+from jaxscale.data.conversations import read_samples
+from jaxscale.text.chat.encode import encode_written
+from jaxscale.text.chat.guard import Guard
+from jaxscale.text.chat.template import load_template
+from jaxscale.text.document import Document
+from jaxscale.text.sources import SourceFile, read_file
+from jaxscale.text.tokenizer.base import Tokenizer
 
 VERSION = 2  # of how conversations become ids: another number where the same records would give others
 LATER = ("too_long",)  # settings of data.chat that are read when rows are made of the ids

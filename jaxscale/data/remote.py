@@ -26,12 +26,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxscale.bucket import Bucket, Transient, open_bucket
-from jaxscale.data.digest import READ_BYTES, file_sha256
-from jaxscale.data.locks import locked
 from jaxscale.data.verified import remove
-from jaxscale.exits import BadInput
-from jaxscale.paths import make_private, sync_folder
+from jaxscale.system.bucket import Bucket, Transient, open_bucket
+from jaxscale.system.digest import READ_BYTES, file_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.locks import locked
+from jaxscale.system.paths import make_private, sync_folder
 
 WRONG_HASHES = 3  # whole downloads that may arrive damaged before it is told
 COMING = ".part-"  # no file of a set begins with a dot

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.digest import file_sha256
 from jaxscale.data.header import ENDINGS, FORMAT, VERSION, WAY_OUT, read_header, sealed
 from jaxscale.data.lineage import lineage_bytes, parse_lineage
 from jaxscale.data.packing import DocumentTable
 from jaxscale.data.verified import HASHED, Expected, damaged, expected, remembered
-from jaxscale.exits import BadInput
-from jaxscale.foreign import cannot_read, check_regular, open_regular
+from jaxscale.system.digest import file_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import cannot_read, check_regular, open_regular
 
 if TYPE_CHECKING:
     import pyarrow

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxscale.data.curate.hashes import mix
+from jaxscale.corpus.curate.hashes import mix
 from jaxscale.data.packing import DocumentTable
 
 FEWEST_DOCUMENTS = 5  # expected from a source; with fewer, chance would decide whether it has any validation

@@ -16,11 +16,11 @@ from jaxscale.data.megatron import is_megatron, megatron_shard
 from jaxscale.data.prepared import open_prepared
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, expect_whole, open_shard
-from jaxscale.data.sources import SourceFile
-from jaxscale.data.tokenizer.about import NO_BOS, as_setting
-from jaxscale.data.tokenizer.base import Tokenizer, begin_names
-from jaxscale.data.tokenizer.load import load_tokenizer, tokenizer_problem
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources import SourceFile
+from jaxscale.text.tokenizer.about import NO_BOS, as_setting
+from jaxscale.text.tokenizer.base import Tokenizer, begin_names
+from jaxscale.text.tokenizer.load import load_tokenizer, tokenizer_problem
 
 LOOKED_AT = 16  # documents of each file, of which most tell; a first or last one may be cut
 

@@ -17,11 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.data.digest import file_sha256
-from jaxscale.data.locks import locked
-from jaxscale.exits import BadInput, Exit, Stop
-from jaxscale.foreign import Unreadable, is_of_storage
-from jaxscale.paths import make_private, read_json, write_json
+from jaxscale.system.digest import file_sha256
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.foreign import Unreadable, is_of_storage
+from jaxscale.system.locks import locked
+from jaxscale.system.paths import make_private, read_json, write_json
 
 HASH_THREADS = 4  # hashlib leaves the interpreter to others; more would only wait for the disk
 HASHED = "hashed.json"  # in a cached folder: what of its files was hashed while it was made

@@ -11,7 +11,7 @@ from jaxscale.eval.pairs import encode_pair, span_of
 from jaxscale.eval.scorer import Laid, Scorer, Scores, Span
 from jaxscale.eval.text import Reading
 from jaxscale.eval.uncertainty import exp_error, mean_error
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 MOST_IDS = 1 << 27  # tokens of all spans: half a gigabyte
 

@@ -5,12 +5,12 @@ import re
 from collections.abc import Callable
 from typing import Literal
 
-from jaxscale.data.sources.files import Globs
-from jaxscale.data.sources.settings import ReadConfig
 from jaxscale.eval.items import check_item_files
 from jaxscale.eval.text import check_text_files
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.files import Globs
+from jaxscale.text.sources.settings import ReadConfig
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 EVERY = "steps between measurements, with one before the first step and one at the end; 0: only at the end"

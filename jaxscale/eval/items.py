@@ -16,9 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxscale.data.sources.files import list_files
-from jaxscale.data.sources.records import ENDINGS, UNREADABLE, kind_of, read_records
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.files import list_files
+from jaxscale.text.sources.records import ENDINGS, UNREADABLE, kind_of, read_records
 
 LARGEST_ITEM = 32 << 20  # characters: the context is read with each answer
 

@@ -16,16 +16,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.chat.asking import Asking, open_asking
-from jaxscale.data.tokenizer.about import find_template
-from jaxscale.data.tokenizer.kept import KeptTokenizer
 from jaxscale.eval.pairs import encode_pair, span_of
 from jaxscale.eval.scorer import Scorer, Scores
 from jaxscale.eval.text import Reading, document_spans
-from jaxscale.exits import BadInput
-from jaxscale.sample.choose import Sampling
-from jaxscale.sample.generator import Generator
-from jaxscale.sample.text import write_texts
+from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.generator import Generator
+from jaxscale.sampling.text import write_texts
+from jaxscale.system.exits import BadInput
+from jaxscale.text.chat.asking import Asking, open_asking
+from jaxscale.text.tokenizer.about import find_template
+from jaxscale.text.tokenizer.kept import KeptTokenizer
 
 NEW_TOKENS = 256  # where a task does not say, as lm-eval's own models have it
 INSTALL = "pip install 'jaxscale[lm_eval]'"

@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.data.sources.decode import is_repair
 from jaxscale.eval.choice import encode_items
 from jaxscale.eval.config import Evals, NamedEval, TextEval, setting_name
 from jaxscale.eval.items import check_item_files, read_items
 from jaxscale.eval.scorer import Scorer, lay, row_length
 from jaxscale.eval.text import Reading, TextSet, check_text_files, text_metrics
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.decode import is_repair
 
 GROUP = "evals"  # before the metrics' names
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxscale.eval.scorer import Span
 from jaxscale.eval.text import Reading
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 TextIds = Callable[[str, str], Sequence[int]]  # (a context, what follows it) -> their ids as one text
 

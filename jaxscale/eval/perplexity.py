@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.data.batch import Batch
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
 
 EvalStep = Callable[[Any, Batch, jax.Array, jax.Array], jax.Array]
 

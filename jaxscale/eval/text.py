@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.document import Document
-from jaxscale.data.sources.files import Globs, SourceFile, list_files, text_problem
-from jaxscale.data.sources.read import read_file
-from jaxscale.data.sources.settings import ReadConfig
-from jaxscale.data.tokenizer.base import Tokenizer
 from jaxscale.eval.scorer import Scorer, Span, row_length
 from jaxscale.eval.uncertainty import exp_error, ratio_error
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.document import Document
+from jaxscale.text.sources.files import Globs, SourceFile, list_files, text_problem
+from jaxscale.text.sources.read import read_file
+from jaxscale.text.sources.settings import ReadConfig
+from jaxscale.text.tokenizer.base import Tokenizer
 
 MOST_HELD = 1 << 28  # tokens of one source that are held in memory: a gigabyte
 TOKENS_AT_ONCE = 1 << 21  # of documents held in memory; a longer document comes alone

@@ -8,11 +8,11 @@ import numpy as np
 from jaxscale.data.checks import check_data
 from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
-from jaxscale.data.sources.files import Globs, list_files
 from jaxscale.data.token_files import open_tokens
 from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import TOKENS_AT_ONCE, measure_documents, summarise_text
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.files import Globs, list_files
 
 Tokens = Globs | Sequence[Sequence[int]]  # files, or documents
 

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 
-from jaxscale.exits import Exit, Stop, put, silence_closed_streams, tell, verdict
 from jaxscale.hosts.backstop import linger_on_abort
 from jaxscale.hosts.place import FLAGS, Place, find_place, number, tpu_metadata
 from jaxscale.hosts.roll_call import SECONDS, call_roll, interface
 from jaxscale.hosts.watch import HEARTBEAT_SECONDS, Watch
-from jaxscale.redact import redact, shown_traceback
+from jaxscale.system.exits import Exit, Stop, put, silence_closed_streams, tell, verdict
+from jaxscale.system.redact import redact, shown_traceback
 
 SHUTDOWN_SECONDS = 60
 SWITCH_SECONDS = 0.0005  # Python's own 0.005 would be how late the watch is where another thread computes

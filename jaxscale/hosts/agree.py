@@ -11,8 +11,8 @@ from typing import Any
 import jax
 from jax._src import distributed
 
-from jaxscale import paths
-from jaxscale.exits import Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
 
 WAIT_SECONDS = 300  # for another process to come to the same place; one that died is noticed long before
 SEEN_SECONDS = 30  # for a file to be seen by other machines: network file systems remember that it was not there

@@ -12,7 +12,7 @@ import sys
 import time
 from typing import BinaryIO
 
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 # Beyond the deadline, by which the watching thread would have acted: first the stacks, a line, and then the end.
 STACKS_SECONDS, LINE_SECONDS, EXIT_SECONDS = 2.0, 2.3, 3.0

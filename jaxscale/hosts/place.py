@@ -6,7 +6,7 @@ import re
 import urllib.request
 from collections.abc import Callable, Mapping
 
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 FLAGS = ("coordinator", "num_processes", "process_id", "roll_call_seconds")
 TPU_PORT = 8482  # what jax uses on TPU slices; firewalls made for it let it through

@@ -9,10 +9,10 @@ import threading
 
 import jax
 
-from jaxscale.exits import Exit, Stop
 from jaxscale.hosts.agree import Keys, next_key
+from jaxscale.system.exits import Exit, Stop
 
-# As for a signal (train/stopping.py): who posts after step n, before it begins n + 1, is read by all after n + 2.
+# As for a signal (training/stopping.py): who posts after step n, before it begins n + 1, is read by all after n + 2.
 STEPS_AHEAD = 2
 
 

@@ -11,9 +11,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.hosts.place import Place
 from jaxscale.hosts.wire import Wire
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 SECONDS = 300.0  # machines of a slice start minutes apart
 AFTER_A_PROBLEM = 10.0  # seconds for the others to come and show theirs, once one does not fit

@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from jaxscale.exits import INTERRUPTED, Exit, silence_closed_streams, tell
 from jaxscale.hosts.place import Place
 from jaxscale.hosts.wire import Wire
+from jaxscale.system.exits import INTERRUPTED, Exit, silence_closed_streams, tell
 
 GRACE_SECONDS = 5.0  # where one has stopped with an error, the others may be about to stop with the same
 LAST_SECONDS = 10.0  # the first process leaves last, or jax would end the others for its sake; not longer than this

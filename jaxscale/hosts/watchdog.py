@@ -21,10 +21,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
-from jaxscale import faults, fence, paths
-from jaxscale.exits import BadInput, Exit, silence_closed_streams, tell
 from jaxscale.hosts.backstop import Backstop
 from jaxscale.schema import setting
+from jaxscale.system import faults, fence, paths
+from jaxscale.system.exits import BadInput, Exit, silence_closed_streams, tell
 
 TICK_SECONDS = 0.25
 LAST_SECONDS = 4.5  # from the bark to the end, whatever the telling and writing of it wait for

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.exits import BadInput
 from jaxscale.models.layers import (
     ModelConfig,
     check_positive,
@@ -34,6 +33,7 @@ from jaxscale.ops.taps import ATTENTION, MLP
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
+from jaxscale.system.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

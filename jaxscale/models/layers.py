@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.exits import BadInput
 from jaxscale.models.lora import join_adapters
 from jaxscale.models.remat import RematName, check_remat, remat_policy
 from jaxscale.ops.attention import AttentionName
@@ -19,6 +18,7 @@ from jaxscale.ops.taps import BLIND, Blind
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
+from jaxscale.system.exits import BadInput
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 MOST_LAYERS = 10_000  # ten times the deepest that was published (arXiv:2203.00555): beyond is a slip of the keyboard

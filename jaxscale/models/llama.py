@@ -15,7 +15,6 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.exits import BadInput
 from jaxscale.models.layers import (
     ModelConfig,
     check_positive,
@@ -36,6 +35,7 @@ from jaxscale.ops.taps import ATTENTION, MLP
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
+from jaxscale.system.exits import BadInput
 
 HEAD_STD = 0.02  # GPT-2's: the first loss is near log(vocabulary)
 

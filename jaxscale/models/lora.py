@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxscale.exits import BadInput
 from jaxscale.ops.adapted import RANK, Adapted
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
+from jaxscale.system.exits import BadInput
 
 A, B = "_lora_a", "_lora_b"  # behind the name of the matrix
 IS_ADAPTER = re.compile(rf"({A}|{B})$")

@@ -9,7 +9,6 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxscale.exits import BadInput
 from jaxscale.models import AnyModelConfig, attention_needs, make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.lora import NO_LORA, LoraConfig
@@ -22,6 +21,7 @@ from jaxscale.sharding.offload import call_in, fetching, stand_ins
 from jaxscale.sharding.place import check_divides, tree_shardings, whole_already
 from jaxscale.sharding.rules import RULES, Rules
 from jaxscale.sharding.tensor_axis import TensorAxis, make_tensor_axis
+from jaxscale.system.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Any, Literal, get_args
 import jax
 from jax import lax
 
-from jaxscale.exits import BadInput
 from jaxscale.ops.attention.names import ATTENTION_OUT, kept_by_kernel
 from jaxscale.ops.project import PRODUCT
 from jaxscale.sharding.batch_axes import GATHERED
 from jaxscale.sharding.offload import HOST
 from jaxscale.sharding.tensor_axis import AXIS
+from jaxscale.system.exits import BadInput
 
 BLOCK_INPUT = "block_input"  # the residual stream as a block finds it: the least that must be kept of each layer
 QUERY, KEY, VALUE = "query", "key", "value"  # as attention reads them: rotated and normalised where the model does that

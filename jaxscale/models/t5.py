@@ -16,7 +16,6 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.data.batch import EncoderInput
-from jaxscale.exits import BadInput
 from jaxscale.models.layers import (
     ModelConfig,
     check_positive,
@@ -38,6 +37,7 @@ from jaxscale.ops.taps import ACROSS, ATTENTION, MLP
 from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
+from jaxscale.system.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,9 @@
 import json
 from typing import Any
 
-from jaxscale import paths
-from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json
 
 
 def abandon(workdir: Any, to_step: int, rewind: int) -> int:

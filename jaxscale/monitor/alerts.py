@@ -5,12 +5,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxscale import paths
-from jaxscale.exits import BadInput
 from jaxscale.monitor.events import Note
 from jaxscale.monitor.health import Finding, Health, HealthConfig, RunFacts, facts_of
 from jaxscale.monitor.health.evidence import TELLING, with_events
 from jaxscale.monitor.webhook import Webhook, webhook_url
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
 
 Say = Callable[[str], None]
 NameDocuments = Callable[[int], Sequence[str]]  # of batch n, those with the most tokens in it first

@@ -4,7 +4,7 @@ import contextlib
 import os
 from typing import Any
 
-from jaxscale import fence, paths
+from jaxscale.system import fence, paths
 
 
 def append(path: Any, content: bytes, *, mode: int = 0o666, durable: bool = False) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from jaxscale import units
-from jaxscale.redact import printable, redact
+from jaxscale.system.redact import printable, redact
 
 Style = Literal["bar", "lines", "off"]
 VALIDATION = "validation/"  # metrics under this name are printed on a line of their own

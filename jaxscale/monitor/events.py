@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale import paths
-from jaxscale.exits import BadInput, Exit, Stop
-from jaxscale.foreign import parse_json
 from jaxscale.monitor.appending import append
 from jaxscale.monitor.upload import LAST_SECONDS, Uploader, take_up
-from jaxscale.redact import redacted
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.foreign import parse_json
+from jaxscale.system.redact import redacted
 
 Note = Callable[..., None]  # note(kind, step=None, **facts); facts are plain JSON values and hold no secrets
 NAME = "events.jsonl"

@@ -16,9 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxscale import paths
-from jaxscale.exits import BadInput
-from jaxscale.foreign import parse_json
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import parse_json
 
 KINDS = ("step", "compile", "restore", "data", "save", "eval", "statistics", "lost", "idle", "other")
 PREFIX = "goodput/"

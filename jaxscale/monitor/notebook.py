@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from jaxscale import units
 from jaxscale.monitor.console import Console, Style, training_values
-from jaxscale.redact import in_html, shown
+from jaxscale.system.redact import in_html, shown
 
 SECONDS_BETWEEN_DRAWS = 0.25  # each is a message to the browser
 Display = Callable[..., Any]  # IPython.display.display

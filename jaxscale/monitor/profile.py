@@ -19,9 +19,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from jaxscale import fence, paths
-from jaxscale.exits import BadInput, Stop
 from jaxscale.monitor.events import Note
+from jaxscale.system import fence, paths
+from jaxscale.system.exits import BadInput, Stop
 
 TOUCHED = "PROFILE"
 FOLDER = "profiles"

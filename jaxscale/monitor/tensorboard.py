@@ -5,9 +5,9 @@ import pathlib
 import time
 from collections.abc import Callable, Mapping
 
-from jaxscale import fence, paths
-from jaxscale.exits import Stop
-from jaxscale.redact import block_in_markdown
+from jaxscale.system import fence, paths
+from jaxscale.system.exits import Stop
+from jaxscale.system.redact import block_in_markdown
 
 FLUSH_SECONDS = 10.0  # a flush also syncs the disk, which is too dear for every write
 

@@ -15,9 +15,9 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable
 
-from jaxscale.exits import BadInput
-from jaxscale.paths import is_loopback
-from jaxscale.redact import in_slack
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import is_loopback
+from jaxscale.system.redact import in_slack
 
 VARIABLE = "JAXSCALE_WEBHOOK_URL"
 MOST_WAITING = 100  # messages; the oldest make room

@@ -9,9 +9,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
-from jaxscale import paths
-from jaxscale.exits import BadInput, Stop
-from jaxscale.foreign import parse_json
 from jaxscale.monitor.alerts import Diagnosis
 from jaxscale.monitor.appending import append
 from jaxscale.monitor.console import choose_style
@@ -21,8 +18,11 @@ from jaxscale.monitor.profile import parse_steps
 from jaxscale.monitor.sinks import Sink, open_sinks
 from jaxscale.monitor.tensorboard import Scalars
 from jaxscale.monitor.upload import LAST_SECONDS, Uploader, take_up
-from jaxscale.redact import redacted
 from jaxscale.schema import setting
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Stop
+from jaxscale.system.foreign import parse_json
+from jaxscale.system.redact import redacted
 
 REMOTE_SECONDS = 10.0  # an object cannot be appended to: it is written again whole, so not too often
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"

@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.exits import BadInput
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.project import PRODUCT, contracted_axes
+from jaxscale.system.exits import BadInput
 
 MatmulDtype = Literal["none", "int8", "fp8"]
 

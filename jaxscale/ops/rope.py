@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 A model hands each array to see(), which gives it back as it is. Numbers of a layer leave the function that computes it,
 which may be a loop or be run again for the backward pass, as results beside the residual stream: run_stack() of
 models.layers takes them from end_layer() and hands those of all its layers to end_stack(). Taps that carry something
-into each layer, as a cache of keys does (sample/cache.py), have it from layers() by the same way.
+into each layer, as a cache of keys does (sampling/cache.py), have it from layers() by the same way.
 
 B batch  T position  D embed  L layers of a stack
 """

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
 
 FROZEN_BASE = "base"  # what adapters are added to
 DEFAULT_GROUPS = ("decay", "no decay", FROZEN_BASE)

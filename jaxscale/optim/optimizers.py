@@ -12,11 +12,11 @@ import jax
 import optax
 
 from jaxscale import units
-from jaxscale.exits import BadInput
 from jaxscale.optim.groups import Group, GroupConfig, frozen_mask
 from jaxscale.optim.schedules import Decay, Schedule, make_schedule
 from jaxscale.optim.streamed import is_masked, renewed, streamed
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

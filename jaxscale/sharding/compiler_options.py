@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import SingleDeviceSharding
 
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 Value = bool | int | float | str
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # where people set options for XLA themselves

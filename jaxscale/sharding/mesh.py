@@ -13,9 +13,9 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
 from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 
 SPANNING = ("pipeline", "data", "fsdp")  # outermost first: data takes the slices before fsdp does

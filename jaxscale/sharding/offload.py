@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxscale.exits import BadInput
 from jaxscale.sharding.place import Gather
+from jaxscale.system.exits import BadInput
 
 HOST = "pinned_host"  # JAX's name for memory of the host that a device copies to and from by itself
 

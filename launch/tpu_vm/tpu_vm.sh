@@ -221,7 +221,7 @@ renew() {
   install_and_start
 }
 
-# As jaxscale.exits has it: saved on a signal, a lost process, storage, a hang; death by a signal, but for Ctrl-C and a
+# As jaxscale.system.exits has it: saved on a signal, a lost process, storage, a hang; death by a signal, but for Ctrl-C and a
 # closed pipe.
 may_start_again() {
   case "$1" in

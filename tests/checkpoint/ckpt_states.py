@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxscale.exits import Stop
+from jaxscale.system.exits import Stop
 
 
 class State(NamedTuple):

@@ -14,7 +14,7 @@ from jaxscale.checkpoint.average import average_steps
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.verifying import verify_folder
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 
 def abstract(tree):

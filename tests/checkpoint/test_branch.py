@@ -17,10 +17,10 @@ from jaxscale.checkpoint.branch import InitConfig, Plan, branch_state, check_sca
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
-from jaxscale.exits import BadInput, Exit, Stop
 from jaxscale.models.lora import LoraConfig
-from jaxscale.train.loss_scale import LossScale
-from jaxscale.train.state import init_state
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.training.loss_scale import LossScale
+from jaxscale.training.state import init_state
 
 OLD_VOCAB, WIDTH = 12, 8
 SPECS = {"embedding": ("tensor", "data"), "head": ("data", "tensor"), "w": (None, "data", "tensor")}

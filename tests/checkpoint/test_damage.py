@@ -14,7 +14,7 @@ from ckpt_states import abstract, assert_same_bits, data_files, flip_bit, stop_o
 
 from jaxscale.checkpoint import restore
 from jaxscale.checkpoint.cause import is_trouble, reached, short_cause
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 
 @pytest.mark.fault("F2")

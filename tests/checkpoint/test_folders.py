@@ -9,7 +9,7 @@ from ckpt_states import abstract, assert_same_bits, data_files, make_state, stop
 from jaxscale.checkpoint import folders
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 
 def test_only_steps_that_hold_a_checkpoint_count(saved):

@@ -14,11 +14,11 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import Weather
 
-from jaxscale.bucket import open_bucket
 from jaxscale.checkpoint.holder import process_state, this_process
 from jaxscale.checkpoint.lock import LEASES, LockConfig, RunLock
 from jaxscale.checkpoint.lock_stores import FileLock, ObjectLock
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.bucket import open_bucket
+from jaxscale.system.exits import Exit, Stop
 
 HOLD = """
 import sys, time
@@ -324,7 +324,7 @@ def test_of_a_container_beside_this_one_the_kernel_knows_by_its_flock(tmp_path):
 
 @pytest.mark.fault("F18")
 def test_a_bucket_that_does_not_answer_is_borne_for_a_while_and_then_ends_the_run(gcs, monkeypatch):
-    monkeypatch.setattr("jaxscale.bucket.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("jaxscale.system.bucket.FIRST_WAIT", 0.001)
     clock = Steady()
     with lock("gs://bucket/run", clock=clock, cfg=LockConfig(lease_seconds=0.01, outage_seconds=600)) as held:
         gcs.weather = Weather(down=True)
@@ -361,7 +361,7 @@ def test_what_an_account_lacks_is_told_before_anything_else_happens(gcs):
 
 @pytest.mark.fault("F17")
 def test_a_busy_service_costs_a_lock_nothing(gcs, monkeypatch):
-    monkeypatch.setattr("jaxscale.bucket.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("jaxscale.system.bucket.FIRST_WAIT", 0.001)
     gcs.weather = Weather(every=3, burst=2, status=429)
     with lock("gs://bucket/run", cfg=LockConfig(lease_seconds=0.01)) as held:
         for _ in range(20):
@@ -371,7 +371,7 @@ def test_a_busy_service_costs_a_lock_nothing(gcs, monkeypatch):
 
 def test_an_answer_that_was_lost_makes_nobody_lose_his_own_lock(gcs, monkeypatch):
     """The service has written the object, the connection breaks, and the second try meets the first one's work."""
-    monkeypatch.setattr("jaxscale.bucket.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("jaxscale.system.bucket.FIRST_WAIT", 0.001)
     with lock("gs://bucket/run") as held:
         open_bucket(writing=True).put(held.store.url, held.me.content())  # ours, in a generation we do not know of
         held.store.renew(held.me.renewed())

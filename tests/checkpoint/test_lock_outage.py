@@ -14,7 +14,7 @@ from gcs_weather import CUTS, Weather
 from jaxscale.checkpoint.holder import read_holder, this_process
 from jaxscale.checkpoint.lock import LEASES, LockConfig, RunLock
 from jaxscale.checkpoint.lock_stores import FileLock
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 FAR = dict(host="far", pid=1, kernel="another boot", namespace="pid:[1]")
 
@@ -85,7 +85,7 @@ def test_the_first_renewal_that_fails_says_so_and_is_tried_again_soon(gcs):
 
 @pytest.mark.fault("F17")
 def test_broken_connections_and_lost_answers_leave_a_lock_its_holders(gcs, monkeypatch):
-    monkeypatch.setattr("jaxscale.bucket.FIRST_WAIT", 0.001)
+    monkeypatch.setattr("jaxscale.system.bucket.FIRST_WAIT", 0.001)
     gcs.weather = Weather(share=0.1, kinds=CUTS)
     with quiet("gs://bucket/run", lease=0.01) as held:
         for _ in range(50):

@@ -11,11 +11,11 @@ import pytest
 import tensorstore
 from ckpt_states import stop_of
 
-from jaxscale import paths
 from jaxscale.checkpoint import saver, verified, write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
 
 STATE = {"w": jnp.arange(100.0)}
 

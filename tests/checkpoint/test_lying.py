@@ -16,7 +16,7 @@ from jaxscale.checkpoint.reading import list_steps
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verifying import verify_folder
 from jaxscale.cli import ckpt
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 LIES = ("moved", "copied", "linked", "linked outside", "swapped", "record", "data")
 

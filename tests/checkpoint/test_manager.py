@@ -12,7 +12,7 @@ from ckpt_states import abstract, assert_same_bits, make_state, stop_of
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.quiet_orbax import import_orbax
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 
 @pytest.mark.fault("F12")

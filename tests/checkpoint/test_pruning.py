@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale import paths
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, unpin, why_kept
 from jaxscale.checkpoint.reading import StepFacts, list_steps
 from jaxscale.checkpoint.retention import Facts, kept_steps
-from jaxscale.exits import Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
 
 
 def facts(step, health=None, loss=None, pinned=False):

@@ -10,7 +10,7 @@ from jaxscale.checkpoint import retention, verified
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.retention import Facts, kept_steps
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 
 def test_old_steps_go_and_foreign_folders_stay(tmp_path):

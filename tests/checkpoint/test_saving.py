@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from ckpt_states import abstract, assert_same_bits, make_state, stop_of
 
-from jaxscale import paths
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
 
 ROOT = os.geteuid() == 0
 

@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.checkpoint.snapshot import copy_program, layout
-from jaxscale.planner.topology import open_topology
+from jaxscale.planning.topology import open_topology
 
 ARRAYS, WIDTH = 12, 8192
 

@@ -11,7 +11,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import list_steps
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verifying import verify_folder
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 
 def there(folder):

@@ -14,7 +14,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.fingerprint import fingerprints, host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.verified import Damaged, verify_leaves
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 
 def test_the_last_good_step_is_written_down_with_what_was_read(saved):

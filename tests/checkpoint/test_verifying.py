@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxscale import paths
 from jaxscale.checkpoint import index, inventory, stored
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import COMMITTED
@@ -18,7 +17,8 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import list_steps
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verifying import verify_folder
-from jaxscale.exits import Exit, Stop
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
 
 
 def found(checkpoints, step):

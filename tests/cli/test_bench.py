@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from jaxscale import process
 from jaxscale.cli import bench, bench_against, bench_sample, bench_statistics, bench_survive
+from jaxscale.system import process
 
 TINY = [
     "--spec=T",

@@ -16,7 +16,7 @@ from jaxscale import cli
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import ckpt
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.cli import verify
-from jaxscale.exits import ADVICE, CODES_LINE, BadInput, Exit
+from jaxscale.system.exits import ADVICE, CODES_LINE, BadInput, Exit
 
 
 def jaxscale(*arguments, module=None):

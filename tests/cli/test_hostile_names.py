@@ -9,7 +9,7 @@ import tiny
 
 from jaxscale import main
 from jaxscale.cli import ckpt, prepare, report, trace, watch
-from jaxscale.redact import on_one_line
+from jaxscale.system.redact import on_one_line
 
 MARKUP = "<img src=x onerror=alert(1)>|[c](javascript:d)"
 NAME = f"a\nrow 9 [0, 1): forged\x1b[2J\u202egpj\u2028b{MARKUP}"

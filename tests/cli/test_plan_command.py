@@ -12,8 +12,8 @@ import pytest
 from jaxscale import cli
 from jaxscale.cli import bench, plan
 from jaxscale.config import load_config
-from jaxscale.exits import BadInput, Exit
-from jaxscale.planner.plan import measured
+from jaxscale.planning import measured
+from jaxscale.system.exits import BadInput, Exit
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 SEVEN = f"--config={ROOT / 'configs' / '7b.py'}"
@@ -129,7 +129,7 @@ def test_both_doors_set_the_process_up_before_jax_is_imported():
     for verb in cli.AHEAD:
         lines = pathlib.Path(sys.modules[cli.__name__].__file__).with_name(f"{verb}.py").read_text().splitlines()
         begins = [line for line in lines if line.startswith(("import ", "from ", "if __name__"))]
-        assert begins[:2] == ["from jaxscale.process import prepare_ahead", 'if __name__ == "__main__":'], verb
+        assert begins[:2] == ["from jaxscale.system.process import prepare_ahead", 'if __name__ == "__main__":'], verb
 
 
 def test_it_answers_within_seconds_where_no_compiler_is_installed(tmp_path):

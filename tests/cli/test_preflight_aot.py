@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from jaxscale.cli import preflight
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 pytestmark = pytest.mark.aot
 needs_libtpu = pytest.mark.skipif(

@@ -11,15 +11,15 @@ import jax
 import pytest
 import tiny
 
+from jaxscale.ahead import search
+from jaxscale.ahead.preflight import preflight as planner_preflight
 from jaxscale.cli import preflight
 from jaxscale.cli.preflight import OPTIONS, SWITCHES, Request, answer
 from jaxscale.command_line import take_switches
-from jaxscale.exits import BadInput, Exit
 from jaxscale.hardware import Chip
-from jaxscale.planner import search
-from jaxscale.planner.preflight import preflight as planner_preflight
-from jaxscale.planner.topology import Topology
-from jaxscale.process import prepare_ahead
+from jaxscale.planning.topology import Topology
+from jaxscale.system.exits import BadInput, Exit
+from jaxscale.system.process import prepare_ahead
 
 CHIP = Chip("simulated CPU", 1e12, 2**30, 1e11, "made up for tests", ici_bandwidth=1e10)
 # Rows so long that the scores of attention fill most of a device: then other settings need less.

@@ -13,7 +13,6 @@ import pytest
 import tiny
 from xla_flags import xla_flags
 
-from jaxscale import start
 from jaxscale.checkpoint import space
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
@@ -21,7 +20,8 @@ from jaxscale.checkpoint.space import MARGIN
 from jaxscale.cli import compare_runs, rehearsal, rehearse
 from jaxscale.cli.rehearsal import NO, NOTE, OK, NoGo, Rehearsal, Report
 from jaxscale.command_line import Arguments
-from jaxscale.exits import BadInput, Exit
+from jaxscale.run import options as start
+from jaxscale.system.exits import BadInput, Exit
 
 ROOT = pathlib.Path(rehearse.__file__).parent.parent.parent
 VALUES = tiny.VALUES | dict(

@@ -15,13 +15,13 @@ import pytest
 import verbs
 
 from jaxscale.cli import sample, sample_chat
-from jaxscale.data.chat.config import ChatConfig
-from jaxscale.data.chat.template import load_template
-from jaxscale.data.tokenizer.kept import keep_tokenizer
-from jaxscale.data.tokenizer.load import load_tokenizer
-from jaxscale.sample.choose import GREEDY
-from jaxscale.sample.generator import Timing
-from jaxscale.sample.text import Written
+from jaxscale.sampling.choose import GREEDY
+from jaxscale.sampling.generator import Timing
+from jaxscale.sampling.text import Written
+from jaxscale.text.chat.config import ChatConfig
+from jaxscale.text.chat.template import load_template
+from jaxscale.text.tokenizer.kept import keep_tokenizer
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 written, told = functools.partial(verbs.printed, sample), functools.partial(verbs.told, sample)
 

@@ -13,7 +13,7 @@ import pytest
 
 from jaxscale.cli import supervise
 from jaxscale.cli.progress import look
-from jaxscale.exits import ADVICE, BadInput, Exit, codes_help, may_start_again, meaning
+from jaxscale.system.exits import ADVICE, BadInput, Exit, codes_help, may_start_again, meaning
 
 # In the place of a training: does what the next line of WORKDIR/../plan says ("saves=7": commits step 7), and ends.
 STAND_IN = """

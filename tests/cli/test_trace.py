@@ -16,9 +16,9 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import trace
 from jaxscale.command_line import parse_arguments
 from jaxscale.data.pipeline import open_data
-from jaxscale.exits import Exit, Stop
-from jaxscale.run import open_run
-from jaxscale.same_run import check_same_past
+from jaxscale.run.opening import open_run
+from jaxscale.run.resume_checks import check_same_past
+from jaxscale.system.exits import Exit, Stop
 
 STEPS = 12
 COUNTS = "step {}, counted from 0; the console and metrics.jsonl call it {}, of steps that are done\n"

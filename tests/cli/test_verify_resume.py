@@ -16,7 +16,7 @@ from jaxscale.checkpoint.record import nest
 from jaxscale.cli import compare_runs, verify_resume
 from jaxscale.cli.child import Child
 from jaxscale.command_line import Arguments
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 STEPS = 12
 CONFIG = """

@@ -6,11 +6,11 @@ import pytest
 from hf_folders import GPT2, LLAMA, make_folder
 from test_foreign_folders import SMALL, with_tokenizer
 
-from jaxscale import foreign
 from jaxscale.cli import convert
-from jaxscale.convert import tokenizer_files
-from jaxscale.data.tokenizer.kept import open_kept
-from jaxscale.exits import BadInput
+from jaxscale.interop import tokenizer_files
+from jaxscale.system import foreign
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.kept import open_kept
 
 pytestmark = pytest.mark.fault("H17")
 ABSURD = 10**9

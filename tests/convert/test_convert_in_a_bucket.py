@@ -8,7 +8,7 @@ from hf_folders import FLOAT32, LLAMA, assert_same, make_folder, read_folder
 
 from jaxscale.checkpoint.verifying import verify_folder
 from jaxscale.cli import convert
-from jaxscale.paths import as_path
+from jaxscale.system.paths import as_path
 
 CONFIG = LLAMA | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 256}
 

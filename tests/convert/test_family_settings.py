@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from jaxscale.config import load_config
-from jaxscale.convert import families
+from jaxscale.interop import families
 from jaxscale.models import num_params
 from jaxscale.models.gpt2 import Gpt2Config
 from jaxscale.models.llama import LlamaConfig, local_layers

@@ -12,8 +12,8 @@ import pytest
 from hf_folders import FLOAT32, make_folder
 
 from jaxscale.cli import convert
-from jaxscale.convert import hub
-from jaxscale.exits import BadInput
+from jaxscale.interop import hub
+from jaxscale.system.exits import BadInput
 
 SHA = "a1" * 20
 TOKEN = "hf_" + "abcdefgh" * 4  # of the form that a real one has

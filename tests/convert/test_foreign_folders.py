@@ -7,13 +7,13 @@ import pathlib
 import pytest
 from hf_folders import make_folder
 
-from jaxscale import paths
 from jaxscale.cli import convert
-from jaxscale.convert import tokenizer_files
-from jaxscale.data.tokenizer.about import find_template, read_about
-from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept
-from jaxscale.data.tokenizer.load import load_tokenizer
-from jaxscale.exits import BadInput
+from jaxscale.interop import tokenizer_files
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.about import find_template, read_about
+from jaxscale.text.tokenizer.kept import keep_tokenizer, open_kept
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 pytestmark = pytest.mark.fault("H15")
 SECRET = "the content of a file of this machine"

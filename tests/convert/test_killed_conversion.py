@@ -8,7 +8,7 @@ import sys
 import pytest
 from hf_folders import FLOAT32, LLAMA, assert_same, make_folder, read_folder
 
-from jaxscale.convert.journal import Journal
+from jaxscale.interop.journal import Journal
 
 CONFIG = LLAMA | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 256}
 IN = [

@@ -14,15 +14,15 @@ from hf_folders import FLOAT32, GPT2, LLAMA, assert_same, make_folder, read_file
 from jaxscale import schema
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.cli import convert
-from jaxscale.convert import adapter_config, tokenizer_files
-from jaxscale.convert.adapters import OF_A, OF_B, OUTER
 from jaxscale.data.batch import Batch
-from jaxscale.exits import BadInput
 from jaxscale.inference import LoadedModel, make_token_losses, read_model_config, restore_params
+from jaxscale.interop import adapter_config, tokenizer_files
+from jaxscale.interop.adapters import OF_A, OF_B, OUTER
 from jaxscale.models.lora import LoraConfig
 from jaxscale.models.placed import place_model
-from jaxscale.run import train_through
+from jaxscale.run.opening import train_through
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.system.exits import BadInput
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch, transformers and peft
 SIDE = pathlib.Path(__file__).parent / "peft_side.py"

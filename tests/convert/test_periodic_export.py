@@ -13,9 +13,9 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.retention import pinned_steps
 from jaxscale.cli import convert
-from jaxscale.convert.periodic import Exporter, exporting
-from jaxscale.convert.settings import ExportConfig
-from jaxscale.run import train_through
+from jaxscale.interop.periodic import Exporter, exporting
+from jaxscale.interop.settings import ExportConfig
+from jaxscale.run.opening import train_through
 
 
 class Watched(Exporter):
@@ -95,14 +95,14 @@ def test_the_step_stays_pinned_while_it_is_exported_and_nobody_waits(tmp_path):
 
 def test_the_end_of_a_run_waits_for_its_export_and_a_crash_does_not(tmp_path, monkeypatch):
     made = []
-    monkeypatch.setattr("jaxscale.convert.periodic.Exporter.command", lambda self, step: made.append(step) or ["true"])
+    monkeypatch.setattr("jaxscale.interop.periodic.Exporter.command", lambda self, step: made.append(step) or ["true"])
     cfg = ExportConfig(every_steps=2)
     with exporting(cfg, tmp_path, lambda *a, **k: None, print, primary=True) as note:
         note("saved", 2)
         note("saved", 3)
     assert made[-1] == 3 and not [t for t in threading.enumerate() if t.name == "export"]
     ended = time.monotonic()
-    monkeypatch.setattr("jaxscale.convert.periodic.Exporter.command", lambda self, step: ["sleep", "60"])
+    monkeypatch.setattr("jaxscale.interop.periodic.Exporter.command", lambda self, step: ["sleep", "60"])
     with pytest.raises(KeyError), exporting(cfg, tmp_path, lambda *a, **k: None, print, primary=True) as note:
         note("saved", 4)
         raise KeyError

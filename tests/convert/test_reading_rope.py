@@ -9,8 +9,8 @@ import pytest
 import rope_cases
 from rope_cases import FULL, SLIDING, WORDS
 
-from jaxscale.convert import families
-from jaxscale.exits import BadInput
+from jaxscale.interop import families
+from jaxscale.system.exits import BadInput
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
 HERE = pathlib.Path(__file__).parent

@@ -16,11 +16,11 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import nest
 from jaxscale.checkpoint.verifying import verify_folder
 from jaxscale.cli import convert
-from jaxscale.convert import families
-from jaxscale.convert.exporting import origin_of
-from jaxscale.convert.pieces import array_shapes
-from jaxscale.exits import Exit, Stop
-from jaxscale.run import open_run
+from jaxscale.interop import families
+from jaxscale.interop.exporting import origin_of
+from jaxscale.interop.pieces import array_shapes
+from jaxscale.run.opening import open_run
+from jaxscale.system.exits import Exit, Stop
 
 FLOAT16 = np.dtype("<f2")
 

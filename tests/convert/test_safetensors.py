@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from hf_folders import read_file, write_file
 
-from jaxscale.convert.ranges import look_at
-from jaxscale.convert.safetensors import LONGEST_HEADER, encode_header, read_header
+from jaxscale.interop.ranges import look_at
+from jaxscale.interop.safetensors import LONGEST_HEADER, encode_header, read_header
 
 F32, F16, BF16 = np.dtype("<f4"), np.dtype("<f2"), np.dtype(ml_dtypes.bfloat16)
 

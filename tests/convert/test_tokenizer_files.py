@@ -9,11 +9,11 @@ from hf_folders import LLAMA, make_folder
 from trained_tokenizers import SENTENCES, TEXT, make_tokenizers
 
 from jaxscale.cli import convert
-from jaxscale.convert import tokenizer_files
-from jaxscale.convert.text_begin import begin_with
-from jaxscale.data.tokenizer.bpe import train_bpe
-from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept
-from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.interop import tokenizer_files
+from jaxscale.interop.text_begin import begin_with
+from jaxscale.text.tokenizer.bpe import train_bpe
+from jaxscale.text.tokenizer.kept import keep_tokenizer, open_kept
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 
 @pytest.fixture(scope="module")

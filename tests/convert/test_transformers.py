@@ -11,9 +11,9 @@ from hf_folders import make_folder
 from trained_tokenizers import SENTENCES, make_tokenizers
 
 from jaxscale.cli import convert
-from jaxscale.convert import families
-from jaxscale.convert.families.unread import unread
-from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.interop import families
+from jaxscale.interop.families.unread import unread
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
 SIDE = pathlib.Path(__file__).parent / "transformers_side.py"

@@ -1,8 +1,8 @@
 """One tokenizer of each kind that can be trained here, trained on a few lines."""
 
-from jaxscale.data.tokenizer.bpe import train_bpe
-from jaxscale.data.tokenizer.sentencepiece import train_unigram
-from jaxscale.data.tokenizer.wordpiece import WordPieceConfig, train_wordpiece
+from jaxscale.text.tokenizer.bpe import train_bpe
+from jaxscale.text.tokenizer.sentencepiece import train_unigram
+from jaxscale.text.tokenizer.wordpiece import WordPieceConfig, train_wordpiece
 
 SENTENCES = [
     "The mesh says where an axis lives, and the model what it means.",

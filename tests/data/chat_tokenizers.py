@@ -5,8 +5,8 @@ import json
 import tokenizers
 from tokenizers import decoders, models
 
-from jaxscale.data.tokenizer.bpe import cutter
-from jaxscale.data.tokenizer.split import byte_alphabet
+from jaxscale.text.tokenizer.bpe import cutter
+from jaxscale.text.tokenizer.split import byte_alphabet
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (

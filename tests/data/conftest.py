@@ -6,9 +6,9 @@ import pytest
 from damage import MAKERS, OPENED, World, seen
 from gcs_emulator import BIG, Emulator
 
-from jaxscale.bucket import Clock
 from jaxscale.data import verified
 from jaxscale.data.pipeline import open_data
+from jaxscale.system.bucket import Clock
 
 
 @pytest.fixture(autouse=True)

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.document import Document
 from jaxscale.data.lineage import lineage_table
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.megatron import index_bytes
 from jaxscale.data.shards import ShardWriter
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.document import Document
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 WORDS = "the sea lay still and nobody knew where the wind had gone that morning".split()
 OPENED = dict(seq_len=128, vocab_size=300, seed=0)

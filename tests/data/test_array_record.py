@@ -18,7 +18,7 @@ from jaxscale.data.array_record import (  # noqa: E402
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter, open_shard, verify_shard  # noqa: E402
-from jaxscale.data.sources.array_record import load_package
+from jaxscale.text.sources.array_record import load_package
 
 
 def write_shard(folder, name, documents, vocab_size):

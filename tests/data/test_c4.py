@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxscale.data.curate.c4 import C4Config, count_sentences, make_c4
-from jaxscale.data.document import Document
+from jaxscale.corpus.curate.c4 import C4Config, count_sentences, make_c4
+from jaxscale.text.document import Document
 
 OFF = C4Config(
     terminal_punctuation=False, min_line_words=None, max_word_length=None, javascript=False, policies=False,

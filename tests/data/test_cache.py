@@ -14,8 +14,8 @@ from jaxscale.data.cache import scan, scanned, tokenised
 from jaxscale.data.config import DataConfig
 from jaxscale.data.header import read_header
 from jaxscale.data.shards import ShardWriter, dtype_for, open_shard
-from jaxscale.data.sources import list_files
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.sources import list_files
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 # Tokenises the files given on the command line, and waits as told at the second chunk (a folder is then half written).
 SLOW_WRITER = """

@@ -13,8 +13,8 @@ from jaxscale.data import verified
 from jaxscale.data.cache import kept
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.verified import Unchanged, expected
-from jaxscale.exits import BadInput, Exit, Stop
-from jaxscale.foreign import Unreadable, cannot_read
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.foreign import Unreadable, cannot_read
 
 pytestmark = pytest.mark.fault("F38")
 

@@ -5,16 +5,16 @@ import pytest
 import tiny
 from test_chat import ASSISTANT, USER, encode, names
 
-from jaxscale.data.chat.asking import open_asking
-from jaxscale.data.chat.config import ChatConfig
-from jaxscale.data.chat.template import load_template
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.tokenizer.about import About, read_about
-from jaxscale.data.tokenizer.kept import KeptTokenizer, keep_tokenizer, open_kept, read_folder
-from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.eval.named import open_evaluators
 from jaxscale.eval.text import Reading
-from jaxscale.run import open_evals
+from jaxscale.run.opening import open_evals
+from jaxscale.text.chat.asking import open_asking
+from jaxscale.text.chat.config import ChatConfig
+from jaxscale.text.chat.template import load_template
+from jaxscale.text.tokenizer.about import About, read_about
+from jaxscale.text.tokenizer.kept import KeptTokenizer, keep_tokenizer, open_kept, read_folder
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 TODAY = "2026-11-22"
 LONG = {"role": "assistant", "content": "i there"}  # the tokenizer would join it to an h before it

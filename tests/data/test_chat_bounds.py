@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from jaxscale.data.chat import confined
-from jaxscale.data.chat.confined import TemplateProcess, compile_template
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.chat import confined
+from jaxscale.text.chat.confined import TemplateProcess, compile_template
 
 pytest.importorskip("jinja2", reason="the extra chat")
 pytestmark = pytest.mark.fault("H17")

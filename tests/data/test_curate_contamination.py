@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.curate import hashes
-from jaxscale.data.curate.contamination import ContaminationConfig, make_contamination
-from jaxscale.data.curate.evaluation import load_evaluation, make_index, may_hold
-from jaxscale.data.curate.hashes import mix
-from jaxscale.data.document import Document
+from jaxscale.corpus.curate import hashes
+from jaxscale.corpus.curate.contamination import ContaminationConfig, make_contamination
+from jaxscale.corpus.curate.evaluation import load_evaluation, make_index, may_hold
+from jaxscale.corpus.curate.hashes import mix
+from jaxscale.text.document import Document
 
 RNG = random.Random(0)
 

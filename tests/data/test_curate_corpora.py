@@ -9,13 +9,13 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from jaxscale.data.curate.contamination import ContaminationConfig, make_contamination
-from jaxscale.data.curate.evaluation import load_evaluation
-from jaxscale.data.curate.hashes import ngram_hashes, word_hashes
-from jaxscale.data.curate.minhash import NearConfig, make_near_sketch
-from jaxscale.data.curate.substring import SubstringConfig, make_substring
-from jaxscale.data.document import Document
-from jaxscale.data.prepare.join import components, duplicate_pairs, parts, signature_reader, verified, write_sketch
+from jaxscale.corpus.curate.contamination import ContaminationConfig, make_contamination
+from jaxscale.corpus.curate.evaluation import load_evaluation
+from jaxscale.corpus.curate.hashes import ngram_hashes, word_hashes
+from jaxscale.corpus.curate.minhash import NearConfig, make_near_sketch
+from jaxscale.corpus.curate.substring import SubstringConfig, make_substring
+from jaxscale.corpus.prepare.join import components, duplicate_pairs, parts, signature_reader, verified, write_sketch
+from jaxscale.text.document import Document
 
 CORPORA = pathlib.Path(__file__).parents[3] / "shared" / "corpora"
 C4 = CORPORA / "web_c4" / "c4-train-00000-of-01637.parquet"

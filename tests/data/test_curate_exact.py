@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.curate.exact import (
+from jaxscale.corpus.curate.exact import (
     ExactConfig,
     LineConfig,
     cut_lines,
@@ -13,8 +13,8 @@ from jaxscale.data.curate.exact import (
     make_exact_sketch,
     make_line_sketch,
 )
-from jaxscale.data.document import Document
-from jaxscale.data.prepare.join import duplicate_pairs, of_block, parts, write_sketch
+from jaxscale.corpus.prepare.join import duplicate_pairs, of_block, parts, write_sketch
+from jaxscale.text.document import Document
 
 
 def documents_of(texts):

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.data.curate import hashes
-from jaxscale.data.curate.hashes import (
+from jaxscale.corpus.curate import hashes
+from jaxscale.corpus.curate.hashes import (
     line_hashes,
     ngram_hashes,
     ngram_table,
@@ -18,7 +18,7 @@ from jaxscale.data.curate.hashes import (
     word_hashes_of,
     word_spans,
 )
-from jaxscale.data.document import Document, hash_words
+from jaxscale.text.document import Document, hash_words
 
 MIXED = st.text(
     st.sampled_from("abzAZ019 .,'\n\t_éÉßΣσςİı\u0301中文字ー한국кирилл\U0001d400\U0001f600\u00a0\u3000\x00")

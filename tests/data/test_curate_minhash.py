@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.data.curate.minhash import (
+from jaxscale.corpus.curate.minhash import (
     NearConfig,
     bands_and_rows,
     choose_bands,
@@ -17,8 +17,8 @@ from jaxscale.data.curate.minhash import (
     signatures,
     verification_curve,
 )
-from jaxscale.data.document import Document
-from jaxscale.data.prepare.join import components, duplicate_pairs, signature_reader, verified, write_sketch
+from jaxscale.corpus.prepare.join import components, duplicate_pairs, signature_reader, verified, write_sketch
+from jaxscale.text.document import Document
 
 pytest.importorskip("rensa", reason="near duplicates need the extra jaxscale[prepare]")
 

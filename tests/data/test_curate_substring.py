@@ -7,8 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.curate.substring import SubstringConfig, make_substring, repeated_passages
-from jaxscale.data.document import Document
+from jaxscale.corpus.curate.substring import SubstringConfig, make_substring, repeated_passages
+from jaxscale.text.document import Document
 
 pytest.importorskip("pydivsufsort", reason="repeated passages need the extra jaxscale[prepare]")
 

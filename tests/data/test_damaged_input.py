@@ -17,7 +17,7 @@ import pytest
 from damage import DAMAGES, flip, in_time, text
 
 from jaxscale.cli.prepare import main
-from jaxscale.exits import verdict
+from jaxscale.system.exits import verdict
 
 pytestmark = pytest.mark.fault("F24")
 TEXTS = [text(i, 30) for i in range(60)]

@@ -9,13 +9,13 @@ import pytest
 from damage import DAMAGES, in_time
 
 from jaxscale import schema
+from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.engine import MADE_FROM, make_plan, prepare
+from jaxscale.corpus.prepare.local import LocalExecutor
+from jaxscale.corpus.prepare.outcome import FACTS
+from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.data.manifest import NAME as MANIFEST
-from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.data.prepare.engine import MADE_FROM, make_plan, prepare
-from jaxscale.data.prepare.local import LocalExecutor
-from jaxscale.data.prepare.outcome import FACTS
-from jaxscale.data.prepare.progress import Progress
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 pytestmark = pytest.mark.fault("F38")
 JSON_DAMAGES = {

@@ -9,15 +9,15 @@ from damage import DAMAGES, OPENED, in_time, seen, text
 
 from jaxscale.cli.trace import line_of
 from jaxscale.data.config import DataConfig
-from jaxscale.data.document import Document
 from jaxscale.data.header import sealed
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.lineage import lineage_table
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.exits import BadInput, Exit, Stop
-from jaxscale.same_run import open_same_data
+from jaxscale.run.resume_checks import open_same_data
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.text.document import Document
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 pytestmark = pytest.mark.fault("F38")
 ANOTHER = "another fingerprint"

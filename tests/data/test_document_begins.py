@@ -10,9 +10,9 @@ from test_document_ends import START, folder_of, open_corpus
 from jaxscale.cli import prepare
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.tokenizer.bpe import train_bpe
-from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept
-from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.bpe import train_bpe
+from jaxscale.text.tokenizer.kept import keep_tokenizer, open_kept
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 NAME = "<|im_start|>"
 

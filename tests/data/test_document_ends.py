@@ -9,8 +9,8 @@ import pytest
 from jaxscale.cli import prepare
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept
-from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.kept import keep_tokenizer, open_kept
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 DOCUMENT, START, TURN = 257, 258, 259  # the ids of chat_tokenizers.SPECIALS
 

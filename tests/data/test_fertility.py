@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from jaxscale.data.document import Document
-from jaxscale.data.tokenizer.fertility import add, measure, rows
-from jaxscale.data.tokenizer.load import load_tokenizer
-from jaxscale.data.tokenizer.train import TrainTokenizerConfig, train_tokenizer
+from jaxscale.text.document import Document
+from jaxscale.text.tokenizer.fertility import add, measure, rows
+from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.train import TrainTokenizerConfig, train_tokenizer
 
 DOCUMENTS = [
     Document("two words", source="web", language="en"),

@@ -17,8 +17,8 @@ from jaxscale.data.gate import (
     repeated_share,
 )  # fmt: skip
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.data.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 T = 2048
 ON = GateConfig(on=True)

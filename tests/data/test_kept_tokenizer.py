@@ -7,11 +7,11 @@ import pytest
 import tokenizers
 from damage import DAMAGES, in_time
 
-from jaxscale.data.tokenizer.about import find_template
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.data.tokenizer.kept import keep_tokenizer, open_kept, read_folder
-from jaxscale.data.tokenizer.load import load_tokenizer
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.about import find_template
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.kept import keep_tokenizer, open_kept, read_folder
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 
 @pytest.fixture

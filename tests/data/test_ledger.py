@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.document import Document
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.lineage import lineage_table
 from jaxscale.data.objectives import MaskedLmConfig, NextTokenConfig, SpanCorruptionConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.document import Document
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 T, ROWS = 32, 6
 OBJECTIVES = {

@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxscale.data.curate.licence import DENIED, NOT_ALLOWED, UNKNOWN, LicenceConfig, make_licence
-from jaxscale.data.document import Document
+from jaxscale.corpus.curate.licence import DENIED, NOT_ALLOWED, UNKNOWN, LicenceConfig, make_licence
+from jaxscale.text.document import Document
 
 
 def reason(licence, **settings):

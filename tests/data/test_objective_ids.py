@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from jaxscale.data.objectives import MaskedLmConfig, SpanCorruptionConfig, Ul2Config, find_ids
-from jaxscale.data.tokenizer.base import Marks
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.base import Marks
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 BYTES, VOCAB = ByteTokenizer(), 1000
 

@@ -28,7 +28,7 @@ from jaxscale.data.objectives.span_corruption import (
     amount,
     corrupted_lengths,
 )
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 BYTES, VOCAB, EOS, MASK, FIRST = ByteTokenizer(), 1000, 256, 257, 270
 MODES = {"R": 260, "S": 261, "X": 262}

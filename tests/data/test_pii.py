@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.curate.pii import KINDS, NAMES, PIIConfig, find_pii, make_pii
-from jaxscale.data.curate.pii_national import NATIONAL_IDS, find_national_ids, verhoeff
-from jaxscale.data.curate.pii_network import FILE_ENDINGS
-from jaxscale.data.curate.pii_numbers import luhn
-from jaxscale.data.document import Document
+from jaxscale.corpus.curate.pii import KINDS, NAMES, PIIConfig, find_pii, make_pii
+from jaxscale.corpus.curate.pii_national import NATIONAL_IDS, find_national_ids, verhoeff
+from jaxscale.corpus.curate.pii_network import FILE_ENDINGS
+from jaxscale.corpus.curate.pii_numbers import luhn
+from jaxscale.text.document import Document
 
 EMAIL = re.compile(r"[A-Za-z0-9._%+-]+@[A-Za-z0-9-]+(?:\.[A-Za-z0-9-]+)*\.[A-Za-z]{2,}")  # not our own pattern
 

@@ -6,8 +6,8 @@ import pathlib
 
 import pytest
 
-from jaxscale.data.curate.pii import Span, find_pii
-from jaxscale.data.curate.pii_accuracy import accuracy, matches, presidio_spans
+from jaxscale.corpus.curate.pii import Span, find_pii
+from jaxscale.corpus.curate.pii_accuracy import accuracy, matches, presidio_spans
 
 CORPORA = pathlib.Path(__file__).parents[2] / ".." / "shared" / "corpora"
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.curate.hashes import Sketch, mix
-from jaxscale.data.prepare import join
-from jaxscale.data.prepare.join import (
+from jaxscale.corpus.curate.hashes import Sketch, mix
+from jaxscale.corpus.prepare import join
+from jaxscale.corpus.prepare.join import (
     components,
     duplicate_pairs,
     group_pairs,

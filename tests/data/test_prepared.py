@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 from gcs_emulator import Emulator
 
+from jaxscale.corpus.publish import publish
 from jaxscale.data import verified
 from jaxscale.data.checks import check_data
 from jaxscale.data.config import DataConfig
 from jaxscale.data.lineage import lineage_table
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.publish import publish
 from jaxscale.data.shards import ShardWriter, open_shard
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 SEQ_LEN = 64
 

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.data.curate.c4 import C4Config, make_c4
-from jaxscale.data.curate.fineweb import FineWebConfig, make_fineweb
-from jaxscale.data.curate.gopher import GopherConfig, make_gopher
-from jaxscale.data.curate.repetition import RepetitionConfig, make_repetition
-from jaxscale.data.document import Document
+from jaxscale.corpus.curate.c4 import C4Config, make_c4
+from jaxscale.corpus.curate.fineweb import FineWebConfig, make_fineweb
+from jaxscale.corpus.curate.gopher import GopherConfig, make_gopher
+from jaxscale.corpus.curate.repetition import RepetitionConfig, make_repetition
 from jaxscale.schema import from_dict, to_dict
+from jaxscale.text.document import Document
 
 MAKERS = {
     C4Config: make_c4,

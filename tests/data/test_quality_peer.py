@@ -12,11 +12,11 @@ import subprocess
 import pytest
 from english import english_documents
 
-from jaxscale.data.curate.c4 import C4Config, make_c4
-from jaxscale.data.curate.fineweb import FineWebConfig, make_fineweb
-from jaxscale.data.curate.gopher import GopherConfig, make_gopher
-from jaxscale.data.curate.repetition import RepetitionConfig, make_repetition
-from jaxscale.data.document import Document
+from jaxscale.corpus.curate.c4 import C4Config, make_c4
+from jaxscale.corpus.curate.fineweb import FineWebConfig, make_fineweb
+from jaxscale.corpus.curate.gopher import GopherConfig, make_gopher
+from jaxscale.corpus.curate.repetition import RepetitionConfig, make_repetition
+from jaxscale.text.document import Document
 
 pytestmark = pytest.mark.peer
 STAGES = {

@@ -8,9 +8,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.document import Document
 from jaxscale.data.lineage import ROW_GROUP, LineageRows
 from jaxscale.data.pipeline import open_data
+from jaxscale.text.document import Document
 
 PAGE = (
     "<html><body><article><p>" + "The text of a page that is worth to be read. " * 20 + "</p></article></body></html>"

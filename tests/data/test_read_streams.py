@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from jaxscale.data.sources import ReadConfig, SourceFile, parts, read_file
+from jaxscale.text.sources import ReadConfig, SourceFile, parts, read_file
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEQIO = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")

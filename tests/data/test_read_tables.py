@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.sources import ReadConfig, SourceFile, parts, read_file
-from jaxscale.data.sources.array_record import example
+from jaxscale.text.sources import ReadConfig, SourceFile, parts, read_file
+from jaxscale.text.sources.array_record import example
 
 
 def read(path, part=None, **changes):

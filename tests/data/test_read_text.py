@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.sources import ReadConfig, SourceFile, jsonl, parts, read_file
-from jaxscale.data.sources import text as text_files
+from jaxscale.text.sources import ReadConfig, SourceFile, jsonl, parts, read_file
+from jaxscale.text.sources import text as text_files
 
 MIB = 1 << 20
 
@@ -82,10 +82,10 @@ def test_blocks_that_end_anywhere_give_the_same_lines(tmp_path, monkeypatch):
     path = write_json(tmp_path / "a.jsonl", *({"text": "é" * (i % 70) + "."} for i in range(200)))
     whole = read(path)
     for size in (1, 7, 64, 1000):
-        monkeypatch.setattr("jaxscale.data.sources.blocks.BLOCK_BYTES", size)
+        monkeypatch.setattr("jaxscale.text.sources.blocks.BLOCK_BYTES", size)
         assert read(path) == whole
         short = read(path, max_line_bytes=60)
-        monkeypatch.setattr("jaxscale.data.sources.blocks.BLOCK_BYTES", MIB)
+        monkeypatch.setattr("jaxscale.text.sources.blocks.BLOCK_BYTES", MIB)
         assert short == read(path, max_line_bytes=60) and short[1]["longer than max_line_bytes"] > 50
 
 

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("resiliparse", reason="resiliparse is not installed")
 
-from jaxscale.data.sources import ReadConfig, SourceFile, read_file  # noqa: E402
+from jaxscale.text.sources import ReadConfig, SourceFile, read_file  # noqa: E402
 
 CORPORA = pathlib.Path(__file__).parents[3] / "shared" / "corpora"
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from gcs_emulator import BIG, Fault
 
-from jaxscale.bucket import Clock, open_bucket
 from jaxscale.data.remote import ShardCache
+from jaxscale.system.bucket import Clock, open_bucket
 
 
 @pytest.fixture

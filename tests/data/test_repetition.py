@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.data.curate import repetition
-from jaxscale.data.curate.english import words_of
-from jaxscale.data.curate.repetition import (
+from jaxscale.corpus.curate import repetition
+from jaxscale.corpus.curate.english import words_of
+from jaxscale.corpus.curate.repetition import (
     RepetitionConfig,
     make_repetition,
     repeated_characters,
     said_again,
     sequences,
 )
-from jaxscale.data.curate.words import text_stats
-from jaxscale.data.document import Document
+from jaxscale.corpus.curate.words import text_stats
+from jaxscale.text.document import Document
 
 OFF = dataclasses.replace(RepetitionConfig(), **{f.name: None for f in dataclasses.fields(RepetitionConfig)})
 

@@ -10,8 +10,8 @@ import pyarrow.parquet
 import pytest
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.sources import SourceFile, list_files, read_file, stdlib_files
-from jaxscale.data.sources import text as text_files
+from jaxscale.text.sources import SourceFile, list_files, read_file, stdlib_files
+from jaxscale.text.sources import text as text_files
 
 
 def read(path, text_field="text", invalid_utf8="skip"):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from jaxscale.data import stdlib_sets
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 SOURCE = '''
 """A module."""

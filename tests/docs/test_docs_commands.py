@@ -14,7 +14,7 @@ from page_commands import blocks, changed, commands, is_said_to_be_none, is_shel
 from shell_blocks import ROOT, Block, blocks_of, commands_of, inline_of, pages
 
 from jaxscale import cli
-from jaxscale.exits import Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 sys.path[:0] = [str(ROOT / "tests" / "monitor")]  # made_run: the records of a run that nobody trained
 from made_run import make_run  # noqa: E402

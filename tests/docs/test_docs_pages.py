@@ -10,8 +10,8 @@ from shell_blocks import ROOT
 
 from jaxscale import cli, schema
 from jaxscale.config import RunConfig
-from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.exits import ADVICE, Exit, may_start_again
+from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.system.exits import ADVICE, Exit, may_start_again
 
 sys.path[:0] = [str(ROOT / "docs")]
 from generators import api, figures, nav, reading, recipes, words  # noqa: E402
@@ -58,7 +58,7 @@ def test_every_setting_verb_code_chip_and_config_is_in_the_reference(made):
 
 def test_every_module_and_what_it_offers_is_in_the_reference(made):
     text = "".join(page for name, page in made.items() if name.startswith("reference/api/"))
-    assert "## jaxscale.train.step\n" in text and "### make\\_train\\_step" in text
+    assert "## jaxscale.training.step\n" in text and "### make\\_train\\_step" in text
     modules = [path for path in (ROOT / "jaxscale").rglob("*.py") if path.name != "__init__.py"]
     missing = [path.name for path in modules if f".{path.stem}\n" not in text]
     assert len(modules) > 300 and not missing
@@ -127,7 +127,7 @@ def test_a_slower_network_slows_a_step_down():
 def test_every_cited_paper_is_on_the_reading_list(monkeypatch):
     page = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
     told = reading.with_places(page)
-    assert "`jaxscale/planner/loss_law.py`" in told and told.count("*In the code:*") > 30
+    assert "`jaxscale/planning/loss_law.py`" in told and told.count("*In the code:*") > 30
     with pytest.raises(ValueError, match="docs/reading.md lacks arXiv:2203.15556, cited in jaxscale/"):
         reading.with_places(page.replace("arXiv:2203.15556", "arXiv:0000.00000"))
     assert "[arXiv:2001.08361](https://arxiv.org/abs/2001.08361))." in told
@@ -221,7 +221,5 @@ def test_the_list_of_files_in_the_readme_has_all_modules_at_the_top():
 def test_settings_and_files_that_sentences_name_are_there():
     found = {path.name: strange_names(path.read_text(encoding="utf-8"), path.parent) for path in SENTENCES}
     assert not {page: names for page, names in found.items() if names}
-    said = (
-        "`optim.peak_rl=1`, `train.guard`, `--config.optim.peak_lr`, `evals.mine.file`, train/step.py, `train/stepp.py`"
-    )
+    said = "`optim.peak_rl=1`, `train.guard`, `--config.optim.peak_lr`, `evals.mine.file`, training/step.py, `train/stepp.py`"
     assert strange_names(said, ROOT) == ["optim.peak_rl", "train/stepp.py"]

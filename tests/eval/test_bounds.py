@@ -8,16 +8,16 @@ import sys
 import numpy as np
 import pytest
 
-from jaxscale.data.curate import evaluation
-from jaxscale.data.sources import records
-from jaxscale.data.sources.files import SourceFile
-from jaxscale.data.sources.settings import ReadConfig
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.corpus.curate import evaluation
 from jaxscale.eval import choice, items, text
 from jaxscale.eval.choice import encode_items
 from jaxscale.eval.items import read_items
 from jaxscale.eval.text import Reading, TextSet
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources import records
+from jaxscale.text.sources.files import SourceFile
+from jaxscale.text.sources.settings import ReadConfig
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 pytestmark = pytest.mark.fault("H17")
 LIMITED = """

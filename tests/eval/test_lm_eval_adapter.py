@@ -9,11 +9,6 @@ import numpy as np
 import pytest
 
 from jaxscale.cli import evaluate
-from jaxscale.data.chat.asking import open_asking
-from jaxscale.data.chat.config import ChatConfig
-from jaxscale.data.chat.template import load_template
-from jaxscale.data.tokenizer.kept import keep_tokenizer
-from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.eval.lm_eval_adapter import (
     Served,
     Wish,
@@ -27,7 +22,12 @@ from jaxscale.eval.pairs import encode_pair
 from jaxscale.eval.scorer import Span
 from jaxscale.eval.text import Reading
 from jaxscale.inference import make_generator, make_scorer, open_model
-from jaxscale.sample.choose import GREEDY, Sampling
+from jaxscale.sampling.choose import GREEDY, Sampling
+from jaxscale.text.chat.asking import open_asking
+from jaxscale.text.chat.config import ChatConfig
+from jaxscale.text.chat.template import load_template
+from jaxscale.text.tokenizer.kept import keep_tokenizer
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 CONTEXT = 32
 

@@ -7,7 +7,7 @@ import pytest
 from jaxscale.data.batch import Batch
 from jaxscale.eval.scorer import Span, lay, row_length
 from jaxscale.inference import make_generator, make_scorer, make_token_losses, open_model
-from jaxscale.sample.choose import GREEDY
+from jaxscale.sampling.choose import GREEDY
 from jaxscale.sharding.mesh import MeshConfig
 
 QUIET = dict(say=lambda line: None)

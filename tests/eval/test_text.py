@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from jaxscale.data.batch import Batch
-from jaxscale.data.tokenizer.load import load_tokenizer
 from jaxscale.eval.config import TextEval
 from jaxscale.eval.named import open_evaluators
 from jaxscale.eval.text import Measured, Reading, document_spans, summarise_text, text_windows
 from jaxscale.eval.uncertainty import exp_error, mean_error, ratio_error
-from jaxscale.exits import BadInput
 from jaxscale.inference import make_scorer, make_token_losses, open_model
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.load import load_tokenizer
 
 
 @pytest.mark.parametrize("num_ids", [1, 2, 4, 5, 11, 40])

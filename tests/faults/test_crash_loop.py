@@ -10,7 +10,7 @@ import tiny
 
 import jaxscale
 from jaxscale.cli.progress import look
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 pytestmark = [pytest.mark.soak, pytest.mark.fault("F28")]
 

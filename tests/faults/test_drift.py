@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale import main, same_run, schema
-from jaxscale.changes import record_changes
+from jaxscale import main, schema
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig, load_config
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.exits import Exit, Stop
-from jaxscale.run import open_run
-from jaxscale.same_run import allowed_names, check_same_run, version_changes
+from jaxscale.run import resume_checks as same_run
+from jaxscale.run.changes import record_changes
+from jaxscale.run.opening import open_run
+from jaxscale.run.resume_checks import allowed_names, check_same_run, version_changes
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 from jaxscale.unread import unread
 
 VALUES = dict(

@@ -14,9 +14,9 @@ import tiny
 
 from jaxscale import build, config
 from jaxscale.data.pipeline import open_data
-from jaxscale.exits import Exit, Stop
-from jaxscale.run import open_run
-from jaxscale.train import loop
+from jaxscale.run.opening import open_run
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.training import loop
 
 STEPS = 10
 LENGTHS = (32, 64, 128, 48, 50)  # tokens of the documents, their end among them, in rows of 64
@@ -56,7 +56,7 @@ def programs():
         return dataclasses.replace(made[key], cfg=cfg)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxscale.run.make_program", make)
+        patch.setattr("jaxscale.run.opening.make_program", make)
         yield make
 
 
@@ -140,7 +140,7 @@ def test_other_devices_go_on_with_the_same_state_and_batches(
 ):
     stopped, expected, state = stopped_and_reference
     on = jax.devices()[:devices]
-    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, budget: programs(cfg, budget, on))
+    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: programs(cfg, budget, on))
     shutil.copytree(stopped, tmp_path / "run")
     cfg = settings(corpus, {"train_tokens": f"{LONGER} steps", "checkpoint.save_every_steps": 0} | mesh)
     run = open_run(cfg, str(tmp_path / "run"), say=lambda text: None)

@@ -13,7 +13,7 @@ from xla_flags import xla_flags
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.run import train_through
+from jaxscale.run.opening import train_through
 
 VALUES = {
     "train_tokens": "40 steps", "train.num_microbatches": 4, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2,

@@ -5,10 +5,10 @@ import tiny
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Exit, Stop
 from jaxscale.monitor.events import read_events
-from jaxscale.run import train_through
-from jaxscale.start import Wishes
+from jaxscale.run.opening import train_through
+from jaxscale.run.options import Wishes
+from jaxscale.system.exits import Exit, Stop
 
 VALUES = {
     "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,

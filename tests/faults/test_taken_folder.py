@@ -12,7 +12,7 @@ from gcs_emulator import Emulator
 from xla_flags import xla_flags
 
 from jaxscale.checkpoint.holder import process_state
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 VALUES = dict(
     seq_len=16,

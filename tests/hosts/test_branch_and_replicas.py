@@ -8,7 +8,7 @@ import tiny
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 VALUES = tiny.VALUES | dict(
     train_tokens="8 steps",

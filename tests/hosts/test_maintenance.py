@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jaxscale.hosts.maintenance import Maintenance
-from jaxscale.train.stopping import StopRequest
+from jaxscale.training.stopping import StopRequest
 
 
 class Metadata(http.server.BaseHTTPRequestHandler):

@@ -6,9 +6,9 @@ import processes
 import pytest
 from jax._src.lib import _jax
 
-from jaxscale.exits import Exit, Stop
 from jaxscale.hosts.agree import Keys
 from jaxscale.hosts.reports import SharedReports
+from jaxscale.system.exits import Exit, Stop
 
 COUNT = 3
 FULL = "No space left on device: /run/5"

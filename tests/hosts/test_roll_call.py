@@ -8,10 +8,10 @@ import time
 import processes
 import pytest
 
-from jaxscale.exits import Exit, Stop
 from jaxscale.hosts import roll_call
 from jaxscale.hosts.place import Place
 from jaxscale.hosts.roll_call import call_roll, interface
+from jaxscale.system.exits import Exit, Stop
 
 FACTS = {"jax": "1", "seed": 0}
 

@@ -11,7 +11,7 @@ import tiny
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 VALUES = dict(
     seq_len=16,

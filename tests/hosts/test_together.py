@@ -13,7 +13,7 @@ import tiny
 from jaxscale import main
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 STEPS = 40
 VALUES = dict(

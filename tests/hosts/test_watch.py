@@ -8,11 +8,11 @@ import time
 
 import pytest
 
-from jaxscale.exits import Exit
 from jaxscale.hosts import watch
 from jaxscale.hosts.place import Place
 from jaxscale.hosts.watch import Watch
 from jaxscale.hosts.wire import Wire
+from jaxscale.system.exits import Exit
 
 COUNT = 3
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from scripts import LAUNCH, ROOT, manifest, shell
 
-from jaxscale.exits import ADVICE, STARTED_AGAIN, Exit, may_start_again
+from jaxscale.system.exits import ADVICE, STARTED_AGAIN, Exit, may_start_again
 
 LOOP = 'for code in $(seq 0 255); do may_start_again "$code" && echo "$code"; done; true\n'
 COMMON = ("--name=seven", "--image=registry/jaxscale:1", "--", "--config=c")

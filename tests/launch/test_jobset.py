@@ -13,11 +13,17 @@ import pytest
 import yaml
 from scripts import manifest, printed
 
-from jaxscale.exits import Exit
+from jaxscale.system.exits import Exit
 
 TRAINING = ("--config=configs/7b.py", '--config.data.files=a "b"\\c #1: ${NAME} $HOME & *.txt', "--workdir=gs://b/7b")
 COMMON = ("--name=seven", "--image=registry/jaxscale:1")
-RESTARTED = {Exit.DONE, Exit.PREEMPTED, Exit.PEER_LOST, Exit.STORAGE, Exit.HANG}  # jaxscale.exits: a supervisor may
+RESTARTED = {
+    Exit.DONE,
+    Exit.PREEMPTED,
+    Exit.PEER_LOST,
+    Exit.STORAGE,
+    Exit.HANG,
+}  # jaxscale.system.exits: a supervisor may
 # What may stand where, of what is used here; a name out of place is dropped in silence or refused by the server.
 FIELDS = {
     "spec": {"failurePolicy", "network", "replicatedJobs"},

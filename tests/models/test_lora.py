@@ -16,8 +16,8 @@ from jaxscale.models.lora import LoraConfig, add_adapters, attach, is_adapter
 from jaxscale.ops.adapted import Adapted, adapting, side_specs
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.ops.project import cpu_project, einsum_project
-from jaxscale.train import statistics
-from jaxscale.train.replicas import make_replica_check
+from jaxscale.training import statistics
+from jaxscale.training.replicas import make_replica_check
 
 LORA = {"lora.rank": 4}
 SPECS = ("BTD,DNH->BTNH", "BTNH,NHD->BTD", "BTD,DF->BTF")

@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from jaxscale import redact
 from jaxscale.monitor.alerts import Alerts, Diagnosis, facts_of_finding, line_of, message_of, read_facts
 from jaxscale.monitor.events import Events, read_events
 from jaxscale.monitor.health import Cause, Finding, HealthConfig, RunFacts
 from jaxscale.monitor.webhook import LONGEST_WAIT, MOST_WAITING, VARIABLE, Webhook, retry_after, webhook_url
 from jaxscale.monitor.writers import MonitorConfig, Writer
+from jaxscale.system import redact
 
 SPIKE = Finding(
     "spike", 120, "the loss is 9 after 3", {"loss": 9.0, "ratio": float("inf")},

@@ -10,8 +10,8 @@ import pytest
 from made_run import BEGAN, make_run, written_at
 
 from jaxscale.cli.watch import Look, spelt
-from jaxscale.monitor.history import read_history
-from jaxscale.monitor.report import make_page
+from jaxscale.reporting import make_page
+from jaxscale.reporting.history import read_history
 
 ODD = (
     None, True, -1, 0, 3.5, 1e300, 2**70, 10**400, float("nan"), float("-inf"), "x", "", "</script>", [], [1], {},

@@ -8,9 +8,9 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import Weather
 
-from jaxscale.exits import Exit, Stop
 from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import Events, read_events
+from jaxscale.system.exits import Exit, Stop
 
 
 def test_events_are_read_back_as_they_were_noted(tmp_path):

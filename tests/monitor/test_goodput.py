@@ -13,8 +13,8 @@ from jaxscale.hosts.watchdog import HangConfig, Watchdog
 from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.goodput import KINDS, Ledger, goodput_of, iso_time, last_record, own_age_seconds
-from jaxscale.monitor.history import read_history
 from jaxscale.monitor.writers import kept_lines
+from jaxscale.reporting.history import read_history
 
 
 class Clock:

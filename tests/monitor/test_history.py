@@ -6,9 +6,9 @@ import math
 import pytest
 from gcs_emulator import Emulator
 
-from jaxscale.monitor import json_lines
 from jaxscale.monitor.abandoned import abandon
-from jaxscale.monitor.history import read_history
+from jaxscale.reporting import json_lines
+from jaxscale.reporting.history import read_history
 
 
 def write(folder, rows, name="metrics.jsonl"):

@@ -10,13 +10,14 @@ import time
 import pytest
 import tiny
 
-from jaxscale import fence, main
-from jaxscale.exits import Exit, Stop
+from jaxscale import main
 from jaxscale.hosts.watchdog import HangConfig, Watchdog
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.profile import TOUCHED, Profiler, parse_steps
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import MonitorConfig
+from jaxscale.system import fence
+from jaxscale.system.exits import Exit, Stop
 
 
 class Steps:

@@ -6,9 +6,9 @@ import re
 import markdown_it
 import pytest
 
-from jaxscale.monitor.history import History, Sample
-from jaxscale.monitor.report import make_card
-from jaxscale.monitor.report.card import table
+from jaxscale.reporting import make_card
+from jaxscale.reporting.card import table
+from jaxscale.reporting.history import History, Sample
 
 READER = markdown_it.MarkdownIt().enable("table")
 NOW = 1_790_000_000.0

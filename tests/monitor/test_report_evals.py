@@ -2,8 +2,8 @@
 
 import json
 
-from jaxscale.monitor.history import History, read_history
-from jaxscale.monitor.report import make_evals_page, make_page
+from jaxscale.reporting import make_evals_page, make_page
+from jaxscale.reporting.history import History, read_history
 
 
 def write(folder, name, records):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from jaxscale.data.mixture import plan_mixture
-from jaxscale.monitor.history import History
-from jaxscale.monitor.report.sources import kept_ranges, rows_by_source, source_table
+from jaxscale.reporting.history import History
+from jaxscale.reporting.sources import kept_ranges, rows_by_source, source_table
 
 NAMES, ROWS, SEQ_LEN = ("web", "code", "math"), 8, 16
 SETTING = {"0": {"web": 0.8, "code": 0.2}, "40%": {"web": 0.5, "code": 0.3, "math": 0.2}}

@@ -5,11 +5,11 @@ import os
 
 import pytest
 
-from jaxscale.monitor.history import History
-from jaxscale.monitor.report.cost import cost_fact
-from jaxscale.monitor.report.serve import Pages
-from jaxscale.monitor.report.status import status_of
-from jaxscale.monitor.silence import QUIET_SECONDS, STARTING_SECONDS, patience_seconds
+from jaxscale.reporting.cost import cost_fact
+from jaxscale.reporting.history import History
+from jaxscale.reporting.serve import Pages
+from jaxscale.reporting.silence import QUIET_SECONDS, STARTING_SECONDS, patience_seconds
+from jaxscale.reporting.status import status_of
 
 BEGAN = 1_790_000_000.0
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.convert import families
 from jaxscale.data.batch import Batch
+from jaxscale.interop import families
 from jaxscale.models import logits, make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.loss import summed_loss

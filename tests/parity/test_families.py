@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.convert import families
+from jaxscale.interop import families
 from jaxscale.models import attention_needs, logits, make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.ops.kernels import choose_kernels

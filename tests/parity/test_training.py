@@ -12,11 +12,11 @@ from jaxscale.ops.kernels import PLAIN
 from jaxscale.optim.groups import assign_groups
 from jaxscale.optim.optimizers import OptimConfig, make_optimizer
 from jaxscale.optim.schedules import make_schedule
-from jaxscale.train.accumulate import accumulate
-from jaxscale.train.guard import GuardConfig
-from jaxscale.train.loss_scale import LossScaleConfig, init_loss_scale
-from jaxscale.train.state import init_state
-from jaxscale.train.step import make_train_step
+from jaxscale.training.accumulate import accumulate
+from jaxscale.training.guard import GuardConfig
+from jaxscale.training.loss_scale import LossScaleConfig, init_loss_scale
+from jaxscale.training.state import init_state
+from jaxscale.training.step import make_train_step
 
 
 def full_rows(tokens_BU):

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from jaxscale.hardware import Chip
-from jaxscale.planner.topology import Topology
+from jaxscale.planning.topology import Topology
 
 CHIP = Chip(
     "simulated CPU", 1e12, 2**30, 1e11, "made up for tests", ici_bandwidth=1e10, dcn_bandwidth=1e9, host_bytes=2**30

@@ -4,10 +4,10 @@ import jax
 import pytest
 import tiny
 
-from jaxscale.exits import Exit, Stop
 from jaxscale.models import num_params
-from jaxscale.planner.check import check_machine
-from jaxscale.planner.memory import least_memory, memory_need
+from jaxscale.planning.check import check_machine
+from jaxscale.planning.memory import least_memory, memory_need
+from jaxscale.system.exits import Exit, Stop
 
 # 5e12 parameters: 80 TB of state, which no machine that runs tests has.
 HUGE = {"model.num_layers": 1000, "model.embed_dim": 16384, "model.num_heads": 128, "model.head_dim": 128,

@@ -15,14 +15,14 @@ from jaxscale.data.config import DataConfig
 from jaxscale.hardware import CHIPS
 from jaxscale.models.llama import LlamaConfig, flops_per_token
 from jaxscale.optim.schedules import make_schedule
-from jaxscale.planner.estimate import link_seconds, recomputed_flops
-from jaxscale.planner.memory import least_memory
-from jaxscale.planner.plan import cost, scaling
-from jaxscale.planner.plan.machine import open_machine
-from jaxscale.planner.plan.plan import Wishes, make_plan
-from jaxscale.planner.plan.propose import shape, shape_params
-from jaxscale.planner.plan.speed import PUBLISHED
-from jaxscale.train.loss_scale import LossScaleConfig, adjust, init_loss_scale
+from jaxscale.planning import cost, scaling
+from jaxscale.planning.estimate import link_seconds, recomputed_flops
+from jaxscale.planning.machine import open_machine
+from jaxscale.planning.memory import least_memory
+from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.propose import shape, shape_params
+from jaxscale.planning.speed import PUBLISHED
+from jaxscale.training.loss_scale import LossScaleConfig, adjust, init_loss_scale
 
 A100 = CHIPS["NVIDIA A100-SXM4-80GB"]
 GB = 1e9

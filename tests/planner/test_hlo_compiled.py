@@ -9,9 +9,9 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxscale.ahead.hlo import read_hlo
 from jaxscale.ops.attention.mixed import Mix, either
-from jaxscale.planner.hlo import read_hlo
-from jaxscale.planner.topology import link_domains, open_topology
+from jaxscale.planning.topology import link_domains, open_topology
 
 
 def make_step(mesh, num_layers, width):

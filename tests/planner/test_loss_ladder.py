@@ -6,9 +6,9 @@ import pytest
 
 from jaxscale.config import resolve_budget
 from jaxscale.models import num_params
-from jaxscale.planner.ladder import check_healthy, find_runs, read_ladder, schedule_of, target_budget
-from jaxscale.planner.loss_curve import PARTS, coverage, inside, make_band, shape_of
-from jaxscale.planner.loss_law import Prediction, fit
+from jaxscale.planning.ladder import check_healthy, find_runs, read_ladder, schedule_of, target_budget
+from jaxscale.planning.loss_curve import PARTS, coverage, inside, make_band, shape_of
+from jaxscale.planning.loss_law import Prediction, fit
 
 TARGET = made_ladder.config(128, 1600)
 BUDGET = resolve_budget(TARGET, None)

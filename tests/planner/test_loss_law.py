@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from jaxscale.planner.loss_law import INTERVAL, LossLaw, Point, Terms, choose_form, fit, problem_of, write_forecast
+from jaxscale.planning.loss_law import INTERVAL, LossLaw, Point, Terms, choose_form, fit, problem_of, write_forecast
 
 # arXiv:2203.15556, equation 10 with the numbers of appendix D.3; and their revision in arXiv:2404.10102, table 1
 CHINCHILLA = Terms(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)

@@ -8,16 +8,16 @@ import pathlib
 import pytest
 import tiny
 
+from jaxscale.ahead.kept import Kept
 from jaxscale.config import load_config
 from jaxscale.hardware import CHIPS
-from jaxscale.planner.plan import cautions, cost, measured, published, scaling
-from jaxscale.planner.plan.cost import Range
-from jaxscale.planner.plan.kept import Kept
-from jaxscale.planner.plan.machine import measured_machine, open_machine
-from jaxscale.planner.plan.measured import Measured
-from jaxscale.planner.plan.plan import Wishes, make_plan
-from jaxscale.planner.plan.propose import config_text, propose_for_flops, propose_for_size, shape_params
-from jaxscale.planner.plan.text import WIDTH, plan_lines
+from jaxscale.planning import cautions, cost, measured, published, scaling
+from jaxscale.planning.cost import Range
+from jaxscale.planning.machine import measured_machine, open_machine
+from jaxscale.planning.measured import Measured
+from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.propose import config_text, propose_for_flops, propose_for_size, shape_params
+from jaxscale.planning.text import WIDTH, plan_lines
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 H100, T4, V5P = CHIPS["NVIDIA H100 80GB HBM3"], CHIPS["Tesla T4"], CHIPS["TPU v5"]

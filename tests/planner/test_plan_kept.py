@@ -5,13 +5,13 @@ import dataclasses
 import pytest
 import tiny
 
-from jaxscale.planner import ahead
-from jaxscale.planner.ahead import Compiled, Memory
-from jaxscale.planner.hlo import HloFacts
-from jaxscale.planner.plan import kept
-from jaxscale.planner.plan.kept import find_kept
-from jaxscale.planner.preflight import ahead_program
-from jaxscale.planner.topology import open_topology
+from jaxscale.ahead import compiled as ahead
+from jaxscale.ahead import kept
+from jaxscale.ahead.compiled import Compiled, Memory
+from jaxscale.ahead.hlo import HloFacts
+from jaxscale.ahead.kept import find_kept
+from jaxscale.ahead.preflight import ahead_program
+from jaxscale.planning.topology import open_topology
 
 FACTS = HloFacts(
     collectives=[], dot_flops=1e9, hbm_bytes=1e3, estimated_cycles=None, unknown_trips=0, custom_calls={},

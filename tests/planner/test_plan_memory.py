@@ -7,14 +7,14 @@ import re
 import jax
 import pytest
 
+from jaxscale.ahead.preflight import ahead_program
 from jaxscale.config import load_config, resolve_budget
 from jaxscale.models import num_params
-from jaxscale.planner.memory import memory_need, padding_bytes, shard_bytes
-from jaxscale.planner.plan.machine import open_machine
-from jaxscale.planner.plan.plan import Wishes, make_plan
-from jaxscale.planner.preflight import ahead_program
-from jaxscale.planner.residuals import kept_by_stack, tiled_bytes
-from jaxscale.planner.topology import open_topology
+from jaxscale.planning.machine import open_machine
+from jaxscale.planning.memory import memory_need, padding_bytes, shard_bytes
+from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.residuals import kept_by_stack, tiled_bytes
+from jaxscale.planning.topology import open_topology
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIGS = sorted(file for file in (ROOT / "configs").glob("*.py"))
@@ -36,7 +36,7 @@ def preflights():
             yield file.stem, topology, overrides, float(gib)
 
 
-CASES = list(preflights())  # the factors of planner/memory.py were fitted to these, all of them with remat
+CASES = list(preflights())  # the factors of planning/memory.py were fitted to these, all of them with remat
 # The others: jaxscale preflight, or the step of jaxscale bench statistics, jax 0.10.2, libtpu 0.0.42.1, 2026-11-22.
 HELD_OUT = [
     ("1b", "v5e:2x4", {"train.num_microbatches": "16"}, 5.474),  # docs/statistics.md
@@ -48,7 +48,7 @@ HELD_OUT = [
     ("ladder", "v5e:2x2", {}, 13_525_504 / GIB),  # without remat, float32
     ("auto:depth=12", "v5e:2x4", {}, 11_778_607_104 / GIB),  # without remat
 ]
-# Without remat. From the buffer assignments of these planner/residuals.py was written; no further number was fitted.
+# Without remat. From the buffer assignments of these planning/residuals.py was written; no further number was fitted.
 WITHOUT_REMAT = [
     ("quickstart", "v5e:2x2", {}, 51.76 / 1024),
     ("masked_lm", "v5e:2x2", {}, 65.76 / 1024),

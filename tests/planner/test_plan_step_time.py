@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxscale.planner.plan.measured import from_record, rate_for
+from jaxscale.planning.measured import from_record, rate_for
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 ROUNDS = 3  # in turns: a program that starts beside us slows both

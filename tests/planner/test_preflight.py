@@ -10,11 +10,11 @@ import pytest
 import tiny
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxscale.ahead import compiled as ahead
+from jaxscale.ahead.preflight import ahead_program, make_report, preflight, usable_memory
+from jaxscale.ahead.report import report_lines
 from jaxscale.models import flops_per_token
-from jaxscale.planner import ahead
-from jaxscale.planner.memory import memory_need
-from jaxscale.planner.preflight import ahead_program, make_report, preflight, usable_memory
-from jaxscale.planner.report import report_lines
+from jaxscale.planning.memory import memory_need
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
+from jaxscale.ahead.hlo import Collective, HloFacts
+from jaxscale.ahead.roofline import roofline
 from jaxscale.hardware import Chip
-from jaxscale.planner.hlo import Collective, HloFacts
-from jaxscale.planner.roofline import roofline
 
 CHIP = Chip(
     "made up", 100.0, 1000, 10.0, "this test", ici_bandwidth=6.0, ici_dims=3, dcn_bandwidth=0.5, fp8_flops=200.0

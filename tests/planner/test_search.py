@@ -7,23 +7,14 @@ import pytest
 import tiny
 
 from jaxscale import schema
+from jaxscale.ahead import search
+from jaxscale.ahead.preflight import ahead_program
+from jaxscale.ahead.report import Report
+from jaxscale.ahead.roofline import Roofline
+from jaxscale.ahead.search import Candidate, explore, fitting, is_hopeful, needs_as_much, override_lines, ranked, winner
 from jaxscale.command_line import parse_arguments
 from jaxscale.config import RunConfig
-from jaxscale.planner import search
-from jaxscale.planner.estimate import Estimate, estimate, recomputed_flops
-from jaxscale.planner.preflight import ahead_program
-from jaxscale.planner.report import Report
-from jaxscale.planner.roofline import Roofline
-from jaxscale.planner.search import (
-    Candidate,
-    explore,
-    fitting,
-    is_hopeful,
-    needs_as_much,
-    override_lines,
-    ranked,
-    winner,
-)
+from jaxscale.planning.estimate import Estimate, estimate, recomputed_flops
 
 GB = 10**9
 LIMIT = 10 * GB

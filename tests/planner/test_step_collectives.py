@@ -9,10 +9,10 @@ import importlib.util
 import pytest
 import tiny
 
+from jaxscale.ahead.hlo import KINDS, read_hlo
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
-from jaxscale.planner.hlo import KINDS, read_hlo
-from jaxscale.planner.topology import link_domains, open_topology
+from jaxscale.planning.topology import link_domains, open_topology
 
 pytestmark = [
     pytest.mark.aot,

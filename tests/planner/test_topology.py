@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxscale.hardware import CHIPS
-from jaxscale.planner import topology
-from jaxscale.planner.gpu_target import CARDS, target_config
-from jaxscale.planner.topology import FAMILIES, legal_shapes, link_domains, link_shares, open_topology, parse_topology
+from jaxscale.planning import topology
+from jaxscale.planning.gpu_target import CARDS, target_config
+from jaxscale.planning.topology import FAMILIES, legal_shapes, link_domains, link_shares, open_topology, parse_topology
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: jaxscale[tpu]")
 needs_cuda = pytest.mark.skipif(

@@ -11,9 +11,9 @@ import time
 
 import pytest
 
-from jaxscale.exits import BadInput
-from jaxscale.sample.serve import open_chat
-from jaxscale.sample.text import Written
+from jaxscale.sampling.serve import open_chat
+from jaxscale.sampling.text import Written
+from jaxscale.system.exits import BadInput
 
 sys.path[:0] = [str(pathlib.Path(__file__).parents[1] / "monitor")]
 from headless import BROWSER, Browser  # noqa: E402

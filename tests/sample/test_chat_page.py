@@ -6,10 +6,10 @@ import threading
 
 import pytest
 
-from jaxscale.exits import BadInput
-from jaxscale.sample.page import SCRIPT, chat_page
-from jaxscale.sample.serve import ChatHandler, allowed, check_messages, open_chat
-from jaxscale.sample.text import Written
+from jaxscale.sampling.page import SCRIPT, chat_page
+from jaxscale.sampling.serve import ChatHandler, allowed, check_messages, open_chat
+from jaxscale.sampling.text import Written
+from jaxscale.system.exits import BadInput
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 

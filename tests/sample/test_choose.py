@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.sample.choose import Sampling, choose, filtered
+from jaxscale.sampling.choose import Sampling, choose, filtered
 
 V = 12
 

@@ -16,9 +16,9 @@ from jaxscale.models import AnyModelConfig, attention_needs, logits, make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.placed import place_model
 from jaxscale.ops.kernels import PLAIN, choose_kernels
-from jaxscale.sample.cache import Cache
-from jaxscale.sample.choose import GREEDY, Sampling
-from jaxscale.sample.generator import ENDED, Engine, Generator, NotFinite, own_numbers, prompt_length
+from jaxscale.sampling.cache import Cache
+from jaxscale.sampling.choose import GREEDY, Sampling
+from jaxscale.sampling.generator import ENDED, Engine, Generator, NotFinite, own_numbers, prompt_length
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
 
 LLAMA_KIND = dict(attention_window=5, attention_softcap=3.0, qk_norm=True, logit_softcap=8.0)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.sample.config import SampleConfig
-from jaxscale.telling import make_sample
+from jaxscale.run.startup_log import make_sample
+from jaxscale.sampling.config import SampleConfig
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 
 class Letters(ByteTokenizer):

@@ -6,9 +6,9 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.tokenizer.bpe import train_bpe
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.sample.stream import TextStream, common_prefix, overlap
+from jaxscale.sampling.stream import TextStream, common_prefix, overlap
+from jaxscale.text.tokenizer.bpe import train_bpe
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 BYTES = ByteTokenizer()
 

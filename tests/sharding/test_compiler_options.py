@@ -9,7 +9,7 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxscale.planner.topology import open_topology
+from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.compiler_options import ON_ALREADY, TABLE, check_options, compiler_options
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
 

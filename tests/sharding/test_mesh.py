@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.planner.topology import open_topology
+from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.mesh import MeshConfig, arrange, make_mesh, mesh_layout, mesh_shape
 from jaxscale.sharding.rules import MESH_AXES
 

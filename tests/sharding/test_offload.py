@@ -15,8 +15,8 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import resolve_budget
 from jaxscale.models.placed import place_model
 from jaxscale.optim.streamed import DEVICE, HOST, streamed
-from jaxscale.sample.choose import Sampling
-from jaxscale.sample.generator import Engine, Generator
+from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.offload import check_host_memory
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.planner.plan.machine import open_machine
+from jaxscale.planning.machine import open_machine
 from jaxscale.sharding.batch_axes import make_batch_axes, scattered
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
 from jaxscale.sharding.rules import RULES

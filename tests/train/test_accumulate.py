@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.train.accumulate import Reduction, accumulate, split_rows
+from jaxscale.training.accumulate import Reduction, accumulate, split_rows
 
 PARAMS = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(tiny.VOCAB, 5)), jnp.float32)}
 

@@ -17,7 +17,7 @@ from jaxscale.models import make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.loss import summed_loss
 from jaxscale.ops.kernels import PLAIN
-from jaxscale.train.statistics import named
+from jaxscale.training.statistics import named
 
 BATCH = tiny.packed_batch(0)  # rows of several documents, a third of them with padding
 

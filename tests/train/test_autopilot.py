@@ -13,13 +13,13 @@ import tiny
 from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Exit, Stop
 from jaxscale.monitor.events import read_events
-from jaxscale.run import open_run
-from jaxscale.start import Wishes
-from jaxscale.train import guard, loop
-from jaxscale.train.autopilot import Autopilot, Pilot, Rewound
-from jaxscale.train.ladder import LadderConfig
+from jaxscale.run.opening import open_run
+from jaxscale.run.options import Wishes
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.training import guard, loop
+from jaxscale.training.autopilot import Autopilot, Pilot, Rewound
+from jaxscale.training.ladder import LadderConfig
 
 VALUES = {
     "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,
@@ -39,7 +39,7 @@ def shared_program(cfg, budget):
 @pytest.fixture(autouse=True)
 def compiled_once(monkeypatch):
     """All runs here share one compiled program: they differ in what the host does alone."""
-    monkeypatch.setattr("jaxscale.run.make_program", shared_program)
+    monkeypatch.setattr("jaxscale.run.opening.make_program", shared_program)
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def assert_same_saved(one, other):
 def straight(tmp_path_factory):
     """What a run learns that never trains on batches [8, 13)."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("jaxscale.run.make_program", shared_program)
+    patch.setattr("jaxscale.run.opening.make_program", shared_program)
     state = trained(tmp_path_factory.mktemp("straight") / "run", {"data.skip_batches": ((8, 13),)})
     patch.undo()
     return learned(state)
@@ -391,7 +391,7 @@ def test_a_gradient_that_is_not_finite_is_skipped_once_or_ends_the_run_with_its_
         made.append(made[0] if made else make_program(cfg, budget, jax.devices()[:2]))
         return made[0]
 
-    monkeypatch.setattr("jaxscale.run.make_program", make)
+    monkeypatch.setattr("jaxscale.run.opening.make_program", make)
     state = loop.train(opened(tmp_path / "skips", stop_after=7))
     assert (int(state.step), int(state.guard.skipped)) == (7, 1)
     assert np.isfinite(np.asarray(state.guard.losses)).all() and int(state.guard.seen) == 6

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.run import open_run
-from jaxscale.train import loop
+from jaxscale.run.opening import open_run
+from jaxscale.training import loop
 
 # a program of its own: jax compiles again under a transfer guard, and test_step.py counts compilations
 MESH = {"mesh.tensor": 2, "train.num_microbatches": 4, "seed": 2}
@@ -24,7 +24,7 @@ STEPS = 4
 def run(tmp_path, monkeypatch):
     """A run of the tiny program, compiled before the test begins."""
     program = tiny.program(MESH, 8)
-    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, budget: dataclasses.replace(program, cfg=cfg))
+    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: dataclasses.replace(program, cfg=cfg))
     cfg = tiny.config(QUIET | MESH | {"train_tokens": f"{STEPS} steps", "checkpoint.save_every_steps": 0})
     state, _ = program.train_step(program.init(), tiny.on_mesh(program, tiny.packed_batch(0)))
     jax.block_until_ready(state)

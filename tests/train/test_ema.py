@@ -12,11 +12,11 @@ import tiny
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
-from jaxscale.run import open_run
-from jaxscale.telling import make_sample
-from jaxscale.train import loop
-from jaxscale.train.ema import evaluated
+from jaxscale.run.opening import open_run
+from jaxscale.run.startup_log import make_sample
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.training import loop
+from jaxscale.training.ema import evaluated
 
 DECAY = 0.75
 ON = {"train.ema.decay": DECAY}
@@ -96,7 +96,7 @@ def test_going_on_from_a_checkpoint_has_the_same_average_as_never_stopping(tmp_p
 
 def test_both_are_validated(tmp_path, monkeypatch):
     make = lambda cfg, budget: dataclasses.replace(tiny.program(*SHARED), cfg=cfg)  # compiled by a test above
-    monkeypatch.setattr("jaxscale.run.make_program", make)
+    monkeypatch.setattr("jaxscale.run.opening.make_program", make)
     few = {"train_tokens": "6 steps", "eval.num_rows": 8, "eval.every_steps": 3}
     run = open_run(tiny.config(QUIET | few | SHARED[0]), str(tmp_path / "run"), say=lambda text: None)
     state = loop.train(dataclasses.replace(run, save_every_steps=0))

@@ -6,10 +6,10 @@ import json
 import pytest
 import tiny
 
-from jaxscale.exits import Exit
-from jaxscale.monitor.history import read_history
-from jaxscale.run import open_run
-from jaxscale.train import loop
+from jaxscale.reporting.history import read_history
+from jaxscale.run.opening import open_run
+from jaxscale.system.exits import Exit
+from jaxscale.training import loop
 
 QUIET = {"monitor.progress": "off", "monitor.log_every_steps": 1, "eval.num_rows": 0, "checkpoint.save_every_steps": 0}
 MESH = {"mesh.data": 4, "mesh.tensor": 2, "train.num_microbatches": 2, "model.vocab_size": 258}
@@ -40,7 +40,7 @@ def test_a_run_that_is_measured_is_the_same_and_its_numbers_are_in_the_metrics(t
     plain = open_tiny(tmp_path / "plain", files, {}, {"train.ema.decay": 0.5})
     wanted = tiny.host(loop.train(plain))
     program = plain.program
-    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, budget: dataclasses.replace(program, cfg=cfg))
+    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: dataclasses.replace(program, cfg=cfg))
     begun = open_tiny(tmp_path / "run", files, evals_of(files), {"train.ema.decay": 0.5})
     loop.train(dataclasses.replace(begun, stop_after=3))
     run = open_tiny(tmp_path / "run", files, evals_of(files), {"train.ema.decay": 0.5})  # goes on
@@ -69,7 +69,7 @@ def test_data_that_are_not_there_are_told_before_anything_compiles(tmp_path, fil
     evals = evals_of(files)
     ((name, value),) = change.items()
     evals[name.partition(".")[0]][name.partition(".")[2]] = value.format(files)
-    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, budget: pytest.fail("it compiles"))
+    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: pytest.fail("it compiles"))
     with pytest.raises(ValueError, match=told) as caught:
         open_tiny(tmp_path / "run", files, evals)
     assert "\n" not in str(caught.value) and Exit.BAD_INPUT == 2

@@ -10,7 +10,7 @@ import tiny
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
 from jaxscale.sharding.place import batch_sharding
 from jaxscale.sharding.rules import TENSOR
-from jaxscale.train.feed import Feed
+from jaxscale.training.feed import Feed
 
 
 def make_feed(read, start=0, stop=5, batch_index=lambda step: step):

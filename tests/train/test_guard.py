@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.train.guard import (
+from jaxscale.training.guard import (
     APPLY,
     GOOD,
     NEW_LEVEL,

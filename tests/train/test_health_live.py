@@ -14,9 +14,9 @@ from jaxscale.cli import trace
 from jaxscale.config import RunConfig
 from jaxscale.monitor.events import Events, read_events
 from jaxscale.monitor.health import ALL, Health
-from jaxscale.run import open_run
-from jaxscale.start import Wishes
-from jaxscale.train import loop
+from jaxscale.run.opening import open_run
+from jaxscale.run.options import Wishes
+from jaxscale.training import loop
 
 QUIET = {
     "monitor.progress": "lines", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from jaxscale.train.decisions import Decisions, GoneBack, LrCut, decisions_of
-from jaxscale.train.guard import GuardConfig
-from jaxscale.train.ladder import (
+from jaxscale.training.decisions import Decisions, GoneBack, LrCut, decisions_of
+from jaxscale.training.guard import GuardConfig
+from jaxscale.training.ladder import (
     Cut,
     Halt,
     LadderConfig,

@@ -13,10 +13,10 @@ import tiny
 from jaxscale.build import make_program
 from jaxscale.data.batch import tokens_hash
 from jaxscale.data.pipeline import open_data
-from jaxscale.exits import Exit, Stop
-from jaxscale.run import open_run
-from jaxscale.train import loop
-from jaxscale.train.stopping import StopRequest
+from jaxscale.run.opening import open_run
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.training import loop
+from jaxscale.training.stopping import StopRequest
 
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 
@@ -24,7 +24,7 @@ QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_e
 @pytest.fixture
 def compiled_once(monkeypatch):
     """Runs of this module share the compiled tiny step instead of compiling their own; shapes and code are the same."""
-    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, budget: program_for(cfg, budget))
+    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: program_for(cfg, budget))
 
 
 def program_for(cfg, budget):

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.train.loss_scale import LossScaleConfig, adjust, init_loss_scale, is_dynamic
+from jaxscale.training.loss_scale import LossScaleConfig, adjust, init_loss_scale, is_dynamic
 
 
 def scales(cfg, finite):

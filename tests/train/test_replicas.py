@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale import faults
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves
-from jaxscale.exits import Exit, Stop
-from jaxscale.run import train_through
+from jaxscale.run.opening import train_through
 from jaxscale.sharding.rules import RULES
-from jaxscale.train.autopilot import Autopilot, Pilot
-from jaxscale.train.guard import GuardConfig
-from jaxscale.train.ladder import LadderConfig
-from jaxscale.train.replica_watch import ReplicaConfig, ReplicaWatch, spoilt
-from jaxscale.train.replicas import coverage, flip_bit, holders, make_replica_check, outvoted
+from jaxscale.system import faults
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.training.autopilot import Autopilot, Pilot
+from jaxscale.training.guard import GuardConfig
+from jaxscale.training.ladder import LadderConfig
+from jaxscale.training.replica_watch import ReplicaConfig, ReplicaWatch, spoilt
+from jaxscale.training.replicas import coverage, flip_bit, holders, make_replica_check, outvoted
 
 pytestmark = pytest.mark.fault("F25")
 
@@ -229,7 +229,9 @@ class TestRun:
 
     @pytest.fixture(autouse=True)
     def compiled_once(self, monkeypatch):
-        monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, _: dataclasses.replace(self.shared(), cfg=cfg))
+        monkeypatch.setattr(
+            "jaxscale.run.opening.make_program", lambda cfg, _: dataclasses.replace(self.shared(), cfg=cfg)
+        )
         monkeypatch.setattr(faults, "passed", faults.collections.Counter())
 
     def shared(self):

@@ -10,9 +10,9 @@ import tiny
 from jaxscale.cli.compilations import CompileLog
 from jaxscale.hosts.watchdog import HangConfig, Watchdog
 from jaxscale.monitor.goodput import Ledger
-from jaxscale.monitor.history import read_history
-from jaxscale.run import open_run
-from jaxscale.train import loop
+from jaxscale.reporting.history import read_history
+from jaxscale.run.opening import open_run
+from jaxscale.training import loop
 
 MESH = {"mesh.data": 4, "mesh.fsdp": 2, "train.num_microbatches": 2}
 QUIET = {"monitor.progress": "off", "monitor.log_every_steps": 1, "eval.num_rows": 0, "checkpoint.save_every_steps": 0}
@@ -31,7 +31,7 @@ def files(tmp_path_factory):
 def compiled_once(monkeypatch):
     """Runs of this module share one program; what they differ in is no part of it."""
     shared = tiny.program(MESH | {"model.vocab_size": 272}, 8)
-    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, budget: dataclasses.replace(shared, cfg=cfg))
+    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: dataclasses.replace(shared, cfg=cfg))
 
 
 def open_tiny(folder, files, overrides=None, say=lambda text: None):

@@ -18,7 +18,7 @@ from jaxscale.models.loss import summed_loss
 from jaxscale.ops.kernels import PLAIN, with_taps
 from jaxscale.ops.rope import make_rotation, rotate
 from jaxscale.ops.taps import BLIND
-from jaxscale.train.statistics import EMBEDDING, HEAD, NORMS, named, outer_group, parameter_groups
+from jaxscale.training.statistics import EMBEDDING, HEAD, NORMS, named, outer_group, parameter_groups
 
 BATCH = tiny.packed_batch(0)
 

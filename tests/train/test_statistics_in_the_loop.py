@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.run import open_run
-from jaxscale.train import loop
+from jaxscale.run.opening import open_run
+from jaxscale.training import loop
 
 QUIET = {"monitor.progress": "off", "monitor.log_every_steps": 1, "eval.num_rows": 0, "checkpoint.save_every_steps": 0}
 MESH = {"mesh.data": 4, "mesh.fsdp": 2, "train.num_microbatches": 2}
@@ -20,7 +20,7 @@ MESH = {"mesh.data": 4, "mesh.fsdp": 2, "train.num_microbatches": 2}
 def compiled_once(monkeypatch):
     """Runs of this module share one program; what they differ in is no part of it."""
     shared = tiny.program(MESH, 8)
-    monkeypatch.setattr("jaxscale.run.make_program", lambda cfg, budget: dataclasses.replace(shared, cfg=cfg))
+    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: dataclasses.replace(shared, cfg=cfg))
 
 
 def open_tiny(folder, every, overrides=None):

@@ -7,13 +7,14 @@ import threading
 import pytest
 import tiny
 
-from jaxscale import faults, main
+from jaxscale import main
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.convert.periodic import Exporter, exporting
-from jaxscale.convert.settings import ExportConfig
-from jaxscale.exits import Exit, Stop, Terminated, verdict
-from jaxscale.train.stopping import terminated_well
+from jaxscale.interop.periodic import Exporter, exporting
+from jaxscale.interop.settings import ExportConfig
+from jaxscale.system import faults
+from jaxscale.system.exits import Exit, Stop, Terminated, verdict
+from jaxscale.training.stopping import terminated_well
 
 STEPS = 8
 VALUES = tiny.VALUES | dict(

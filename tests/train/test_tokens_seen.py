@@ -9,7 +9,7 @@ from jaxscale.data.batch import hash_text, tokens_hash
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
 from jaxscale.sharding.place import batch_sharding
 from jaxscale.sharding.rules import RULES
-from jaxscale.train.tokens_seen import tokens_seen
+from jaxscale.training.tokens_seen import tokens_seen
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 1, "data": 8}], ids=str)

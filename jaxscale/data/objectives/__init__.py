@@ -25,9 +25,9 @@ from jaxscale.data.objectives.masked_lm import MaskedLmConfig, masked_row
 from jaxscale.data.objectives.prefix_lm import PrefixLmConfig, prefix_row
 from jaxscale.data.objectives.span_corruption import SpanCorruptionConfig
 from jaxscale.data.objectives.ul2 import Ul2Config
-from jaxscale.data.tokenizer.base import Marks
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.base import Marks
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.tokenizer.base import Marks
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.base import Marks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

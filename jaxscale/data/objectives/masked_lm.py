@@ -8,8 +8,8 @@ import numpy as np
 from jaxscale.data.batch import Batch
 from jaxscale.data.objectives.draws import below, draws, unit
 from jaxscale.data.objectives.ids import SpecialIds
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

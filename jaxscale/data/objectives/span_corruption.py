@@ -14,8 +14,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxscale.data.objectives.documents import ramps
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
 
 Layout = Literal["encoder_decoder", "one_row"]
 LAYOUT_HELP = (

@@ -8,8 +8,8 @@ import dataclasses
 from typing import Literal
 
 from jaxscale.data.objectives.span_corruption import LAYOUT_HELP, Layout, check_denoiser, check_rows
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
 
 MODES = ("R", "S", "X")
 # Table 1 of the paper: mode, part of the tokens that is noise, mean span; how often, all alike in the paper.

@@ -8,8 +8,8 @@ reported on others in docs/health_table.md.
 
 import dataclasses
 
-from jaxscale.exits import BadInput
 from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
 
 RULES = (
     "nonfinite", "spike", "divergence", "flat_start", "plateau", "oscillation", "explosion", "skipped_steps",

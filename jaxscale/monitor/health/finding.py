@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 HARMLESS = ("busy_machine",)  # rules that tell of something outside the run
 SHORT_WAIT = 1.0  # seconds that one save waited for the one before

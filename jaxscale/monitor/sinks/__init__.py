@@ -4,9 +4,9 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from jaxscale.exits import BadInput
 from jaxscale.monitor.sinks import trackio, wandb
 from jaxscale.monitor.sinks.base import Sink
+from jaxscale.system.exits import BadInput
 
 OPEN = {"wandb": wandb.open_run, "trackio": trackio.open_run}
 

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from jaxscale import paths
-from jaxscale.redact import redacted, shown
+from jaxscale.system import paths
+from jaxscale.system.redact import redacted, shown
 
 MOST_WAITING = 10_000  # records, some 10 MB
 CLOSE_SECONDS = 10.0  # for what is still on its way when a run ends

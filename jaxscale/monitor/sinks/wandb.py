@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale import paths
-from jaxscale.exits import BadInput
 from jaxscale.monitor.sinks.base import CLOSE_SECONDS, Begin
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
 
 OFFLINE = ("offline", "disabled", "dryrun")
 

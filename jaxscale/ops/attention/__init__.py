@@ -6,9 +6,9 @@ from typing import Any, Literal, get_args
 
 import jax
 
-from jaxscale.exits import BadInput
 from jaxscale.ops.attention import blockwise, cudnn, long, splash, xla
 from jaxscale.ops.attention.mixed import Mix, either
+from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 
 # attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H).

@@ -13,7 +13,7 @@ from jaxscale.cli import prepare
 from jaxscale.data.array_record import read_records
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
-from jaxscale.exits import BadInput
+from jaxscale.system.exits import BadInput
 
 ROOT = pathlib.Path(prepare.__file__).parents[2]
 RECIPES = sorted((ROOT / "configs" / "data").glob("*.py"))

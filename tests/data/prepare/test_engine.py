@@ -21,13 +21,13 @@ import pytest
 
 from jaxscale import schema
 from jaxscale.cli import prepare as command
-from jaxscale.data.locks import locked
+from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.engine import LOCK, make_plan, prepare
+from jaxscale.corpus.prepare.local import LocalExecutor
+from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.data.manifest import check_manifest
-from jaxscale.data.prepare.config import PrepareConfig
-from jaxscale.data.prepare.engine import LOCK, make_plan, prepare
-from jaxscale.data.prepare.local import LocalExecutor
-from jaxscale.data.prepare.progress import Progress
 from jaxscale.data.shards import open_shard, read_lineage
+from jaxscale.system.locks import locked
 
 BYTES = {"tokenizer": {"name": "bytes"}, "block_bytes": 4096}
 ROOT = pathlib.Path(command.__file__).parents[2]

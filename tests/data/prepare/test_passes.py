@@ -6,14 +6,14 @@ import json
 
 import pytest
 
-from jaxscale.data.document import Document, Outcome
-from jaxscale.data.prepare.blocks import cut, from_table, read_table, to_table, write_table
-from jaxscale.data.prepare.local import LocalExecutor
-from jaxscale.data.prepare.passes import Pass, plan_passes
-from jaxscale.data.prepare.progress import Progress
-from jaxscale.data.prepare.report import CONTENT_POLICY, report_page
-from jaxscale.data.prepare.tally import SAMPLES, Tally
-from jaxscale.data.prepare.tokens import shuffle_keys
+from jaxscale.corpus.prepare.blocks import cut, from_table, read_table, to_table, write_table
+from jaxscale.corpus.prepare.local import LocalExecutor
+from jaxscale.corpus.prepare.passes import Pass, plan_passes
+from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.report import CONTENT_POLICY, report_page
+from jaxscale.corpus.prepare.tally import SAMPLES, Tally
+from jaxscale.corpus.prepare.tokens import shuffle_keys
+from jaxscale.text.document import Document, Outcome
 
 MANIFEST = {
     "num_documents": 1, "num_tokens": 10, "text_bytes": 40, "shards": [{}], "fingerprint": "f",

@@ -1,0 +1,256 @@
+"""A step compiled for devices that need not be here, and what the compiler found out; kept on disk, so that the same
+question is answered at once.
+
+jax's own compilation cache is off meanwhile: what it writes for devices that are not here cannot be read back.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import re
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxscale.ahead.hlo import Collective, HloFacts, read_hlo
+from jaxscale.build import Program
+from jaxscale.planning.topology import Topology, link_domains
+from jaxscale.sharding.compiler_options import VARIABLES
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
+
+FORMAT = 3  # of a kept result; another number makes all earlier ones unread
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
+UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+SIZE = r"([0-9.]+)([BKMGT]?)"
+# How XLA:TPU says that a program does not fit: libtpu 0.0.42 to 0.0.51, and (not seen in these) before that.
+SHORTAGES = (
+    re.compile(rf"memory on (?P<space>\w+), the total memory required .*?\({SIZE}\) exceeds available \w+ \({SIZE}\)"),
+    re.compile(rf"memory in memory space (?P<space>\w+)\. Used {SIZE} of {SIZE}"),
+)
+LARGE = re.compile(rf"^\s*\d+\. Size: {SIZE}\s(?:(?!^\s*\d+\. Size:).)*?^\s*Shape: (\S+)", re.M | re.S)
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, from the compiler's buffer assignment."""
+
+    peak: int  # the largest sum of live buffers at any time: what must fit
+    arguments: int
+    code: int
+    host: int  # in the host's memory, of this device's arguments
+
+
+@dataclasses.dataclass(frozen=True)
+class Shortage:
+    """A device that is too small, in the compiler's words."""
+
+    space: str  # 'hbm', or an on-chip memory such as 'vmem'
+    needed: int | None  # bytes, arguments included; None where the message has no figure
+    available: int | None
+    largest: tuple[tuple[int, str], ...]  # (bytes, shape) of the largest arrays, where the compiler lists them
+    said: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What compiling a step told. Either memory and facts are there, or the shortage."""
+
+    memory: Memory | None
+    facts: HloFacts | None
+    shortage: Shortage | None
+    lower_seconds: float
+    compile_seconds: float
+    versions: dict[str, str]
+    date: str
+    kept: bool = False  # read from the folder of results, not compiled now
+
+
+def compile_ahead(
+    program: Program,
+    topology: Topology,
+    *,
+    keep: bool = True,
+    save_executable: pathlib.Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Compiled:
+    """What the compiler makes of a program's training step on a topology, which the program was made for.
+
+    keep: read and write results in the user's cache folder. With save_executable it is always compiled, and the
+    executable is written there if the step fits.
+    """
+    begin = time.monotonic()
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    key = result_key(lowered.as_text(), program, topology)
+    lower_seconds = time.monotonic() - begin
+    if keep and save_executable is None and (found := read_result(key, say)):
+        return found
+    begin = time.monotonic()
+    memory = facts = shortage = None
+    with without_compilation_cache():
+        try:
+            executable = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            if not str(error).startswith("RESOURCE_EXHAUSTED"):
+                raise
+            shortage = read_shortage(str(error))
+    compile_seconds = time.monotonic() - begin
+    if shortage is None:
+        memory = read_memory(executable.memory_analysis(), topology.platform)
+        facts = read_hlo(executable.as_text(), dict(program.mesh.shape), domains_in_mesh_order(program))
+        if save_executable is not None:
+            write_executable(executable, save_executable, topology.name)
+    today = datetime.date.today().isoformat()
+    result = Compiled(memory, facts, shortage, lower_seconds, compile_seconds, installed_versions(), today)
+    if keep:
+        write_result(key, result, say)
+    return result
+
+
+def domains_in_mesh_order(program: Program) -> list[int]:
+    """The island of fast links of each device, as XLA numbers them: by their place in the flattened mesh."""
+    return link_domains(list(program.mesh.devices.flat))
+
+
+def read_memory(stats: Any, platform: str) -> Memory:
+    """The compiler's CompiledMemoryStats. XLA:CPU's peak leaves temporaries out (jax 0.10.2); there it is an upper
+    bound. XLA:TPU's has the host's arguments in it (libtpu 0.0.51: more than device arguments and temporaries)."""
+    arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
+    fresh = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    on_host = stats.host_argument_size_in_bytes if platform == "tpu" else 0
+    return Memory(
+        peak=arguments + fresh + temporaries if platform == "cpu" else stats.peak_memory_in_bytes - on_host,
+        arguments=arguments,
+        code=stats.generated_code_size_in_bytes,
+        host=stats.host_argument_size_in_bytes,
+    )
+
+
+def read_shortage(message: str) -> Shortage:
+    """The compiler's RESOURCE_EXHAUSTED message as numbers, as far as it has any."""
+    said = next((line.strip() for line in message.splitlines() if line.strip()), "RESOURCE_EXHAUSTED")
+    said = said.partition("RESOURCE_EXHAUSTED:")[2].strip() or said
+    largest = tuple((to_bytes(size, unit), shape) for size, unit, shape in LARGE.findall(message))
+    for pattern in SHORTAGES:
+        if found := pattern.search(message):
+            space, *sizes = found.groups()
+            needed, available = to_bytes(*sizes[:2]), to_bytes(*sizes[2:])
+            return Shortage(space.lower(), needed, available, largest, said)
+    return Shortage("hbm", None, None, largest, said)
+
+
+def to_bytes(number: str, unit: str) -> int:
+    """'15.75', 'G' -> 16911433728."""
+    return round(float(number) * UNITS[unit])
+
+
+@contextlib.contextmanager
+def without_compilation_cache() -> Iterator[None]:
+    """jax's persistent compilation cache is off inside."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # jax looks at the setting once, with the first program
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of what takes part in compiling."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
+    """A hash of everything that a result depends on."""
+    material = {
+        "format": FORMAT,
+        "stablehlo": hashlib.sha256(stablehlo.encode()).hexdigest(),
+        "topology": topology.name,
+        "devices": [device.id for device in program.mesh.devices.flat],  # their order is not in the text
+        "mesh": dict(program.mesh.shape),
+        "options": program.compiler_options.values,
+        "flags": {name: os.environ.get(name, "") for name in VARIABLES},
+        "versions": installed_versions(),
+        "readers": reader_digest(),
+    }
+    return hashlib.sha256(json.dumps(material, sort_keys=True).encode()).hexdigest()
+
+
+def reader_digest() -> str:
+    """A hash of the code that turns a compiled program into facts, and that describes GPUs to the compiler."""
+    here = pathlib.Path(__file__).parent
+    files = sorted([*here.glob("hlo*.py"), *here.glob("gpu_target*.py")])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def result_file(key: str) -> pathlib.Path:
+    """Where a result is kept."""
+    return cache_dir() / "preflight" / f"{key}.json"
+
+
+def write_result(key: str, result: Compiled, say: Callable[[str], None]) -> None:
+    """Keeps a result. Says so where the folder cannot be written."""
+    file = result_file(key)
+    try:
+        make_private(file.parent.parent)
+        file.parent.mkdir(exist_ok=True)
+        write_json(file, dataclasses.asdict(result))
+    except OSError as error:
+        say(f"this result is not kept: {file.parent}: {error.strerror or error}; set XDG_CACHE_HOME")
+
+
+def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
+    """The kept result, or None. Says so where there is one that cannot be read."""
+    file = result_file(key)
+    try:
+        values = read_json(file)
+        return dataclasses.replace(from_json(values), kept=True)
+    except FileNotFoundError:
+        return None
+    except (BadInput, TypeError, KeyError, AttributeError) as error:
+        say(f"a kept result cannot be read ({error}), so it is compiled again: {file}")
+        return None
+
+
+def from_json(values: dict[str, Any]) -> Compiled:
+    """The inverse of dataclasses.asdict and JSON."""
+    memory, facts, shortage = values["memory"], values["facts"], values["shortage"]
+    if facts is not None:
+        collectives = [Collective(**(one | {"axes": tuple(one["axes"])})) for one in facts["collectives"]]
+        facts = HloFacts(**(facts | {"collectives": collectives}))
+    if shortage is not None:
+        shortage = Shortage(**(shortage | {"largest": tuple(map(tuple, shortage["largest"]))}))
+    memory = memory and Memory(**memory)
+    return Compiled(**(values | {"memory": memory, "facts": facts, "shortage": shortage}))
+
+
+def write_executable(executable: jax.stages.Compiled, file: pathlib.Path, topology: str) -> None:
+    """Writes the executable as jax serialises it, and beside it a .json that says what it is.
+
+    Loading one has not been tried: that needs the chips. Load only files that you wrote: jax unpickles them.
+    """
+    payload, _, _ = serialize_executable.serialize(executable)
+    file.write_bytes(payload)
+    about = {
+        "topology": topology,
+        "versions": installed_versions(),
+        "sha256": hashlib.sha256(payload).hexdigest(),
+        "load": "jax.experimental.serialize_executable.deserialize_and_load, with the trees of the same program",
+        "tested": "written only; loading needs the chips and was never tried",
+    }
+    write_json(file.with_name(file.name + ".json"), about)

@@ -1,0 +1,189 @@
+"""A compiled program's text as computations of instructions. Only what counting needs is read."""
+
+import dataclasses
+import functools
+import math
+import re
+
+from jaxscale.system.exits import BadInput
+
+SHAPE = re.compile(r"\b([a-z][a-z0-9]*)\[([0-9,<=]*)\](?:\{([^}]*)\})?")
+HEADER = re.compile(r"(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->\s.*\{\s*$")
+INSTRUCTION = re.compile(r"\s+(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)")
+OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
+NAME = re.compile(r"%([\w.\-]+)")
+END = re.compile(r"\}(?:, execution_thread=\"[^\"]*\")?\s*")
+BITS = re.compile(r"(?:bf|f|s|u|c)(\d+)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """One array: its element type, its sizes and the memory it is in (0 the device's own, 1 on-chip, 5 the host's)."""
+
+    dtype: str
+    dims: tuple[int, ...]
+    space: int = 0
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes of its elements; the padding of TPU tiles is not counted."""
+        bits = 8 if self.dtype == "pred" else int(match[1]) if (match := BITS.match(self.dtype)) else 0
+        return math.prod(self.dims) * bits / 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """`%name = TYPE opcode(operands), attributes`."""
+
+    name: str
+    opcode: str
+    type_text: str
+    operands_text: str
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """Names of what it reads."""
+        return tuple(NAME.findall(self.operands_text))
+
+    @functools.cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Every array of its result, however deep in tuples."""
+        return parse_shapes(self.type_text)
+
+    @functools.cached_property
+    def elements(self) -> tuple[tuple[Shape, ...], ...]:
+        """The arrays of each member of a tuple result; of an array, itself."""
+        return tuple(parse_shapes(part) for part in tuple_parts(self.type_text))
+
+    def attribute(self, pattern: str) -> str | None:
+        """The first group of a regular expression in its attributes."""
+        match = re.search(pattern, self.attributes)
+        return match[1] if match else None
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations it mentions, but for the reducers of reduce and its like."""
+        found = re.findall(
+            r"\b(?:calls|true_computation|false_computation|condition|body)=%?([\w.\-]+)", self.attributes
+        )
+        if self.opcode in ("call", "async-start"):
+            found += re.findall(r"\bto_apply=%?([\w.\-]+)", self.attributes)
+        for names in re.findall(r"branch_computations=\{([^}]*)\}", self.attributes):
+            found += [name.strip().lstrip("%") for name in names.split(",")]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """Instructions in the order they are printed, which puts operands first."""
+
+    name: str
+    instructions: dict[str, Instruction]
+
+    @functools.cached_property
+    def root(self) -> Instruction:
+        """What it returns."""
+        marked = [instruction for instruction in self.instructions.values() if instruction.is_root]
+        return marked[0] if marked else list(self.instructions.values())[-1]
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """For each name, the instructions that read it."""
+        found: dict[str, list[Instruction]] = {name: [] for name in self.instructions}
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                found.setdefault(operand, []).append(instruction)
+        return found
+
+    @functools.cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """Its parameters by number."""
+        return {int(i.operands_text): i for i in self.instructions.values() if i.opcode == "parameter"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A whole program. Computations stand in printed order: whoever is called comes before the caller."""
+
+    computations: dict[str, Computation]
+    entry: str
+    num_partitions: int | None
+
+
+def parse_module(text: str) -> Module:
+    """The computations of a compiled program (`compiled.as_text()`). Raises BadInput if it has no entry."""
+    computations: dict[str, Computation] = {}
+    entry, name, lines = None, None, []
+    for line in text.splitlines():
+        if name is None:
+            if match := HEADER.match(line):
+                name, lines = match[2], []
+                entry = name if match[1] else entry
+        elif END.fullmatch(line):
+            found = [parse_instruction(line) for line in lines]
+            computations[name] = Computation(name, {i.name: i for i in found if i is not None})
+            name = None
+        elif INSTRUCTION.match(line) or not lines:
+            lines.append(line)
+        else:
+            lines[-1] += line  # Pallas kernels carry metadata that is printed over several lines
+    if entry is None:
+        raise BadInput("this is not the text of a compiled program: it has no ENTRY computation")
+    partitions = re.search(r"\bnum_partitions=(\d+)", text[: text.find("\n")])
+    return Module(computations, entry, int(partitions[1]) if partitions else None)
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    """`  ROOT %name = TYPE opcode(operands), attributes` taken apart; None for a line that is something else."""
+    start = INSTRUCTION.match(line)
+    if not start:
+        return None
+    is_root, name, rest = bool(start[1]), start[2], start[3]
+    end = closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    match = OPCODE.match(rest, end)
+    if end <= 0 or not match:
+        return None
+    close = closing(rest, match.end() - 1)
+    return Instruction(name, match[1], rest[:end], rest[match.end() : close], rest[close + 1 :], is_root)
+
+
+def closing(text: str, start: int) -> int:
+    """Where the bracket that opens at `start` closes."""
+    depth = 0
+    for match in re.finditer(r"[()\[\]{}]", text[start:]):
+        depth += 1 if match[0] in "([{" else -1
+        if depth == 0:
+            return start + match.start()
+    return len(text)
+
+
+def tuple_parts(text: str) -> list[str]:
+    """The members of a printed tuple type; an array type is its own only member."""
+    if not text.startswith("("):
+        return [text]
+    parts, depth, start = [], 0, 1
+    for match in re.finditer(r"[()\[\]{},]", text):
+        if match[0] in "([{":
+            depth += 1
+        elif match[0] != ",":
+            depth -= 1
+        if depth == 1 and match[0] == "," or depth == 0:
+            parts.append(text[start : match.start()])
+            start = match.end()
+        if depth == 0:
+            break
+    return [part for part in parts if part.strip()]
+
+
+@functools.lru_cache(maxsize=65536)
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """Every array in a printed type. Tokens and opaque handles hold no bytes and are left out."""
+    found = []
+    for dtype, dims, layout in SHAPE.findall(text):
+        if dtype == "pred" or BITS.fullmatch(dtype) or re.match(r"f\d+e\d", dtype):
+            space = re.search(r"S\((\d+)\)", layout)
+            sizes = tuple(int(size) for size in dims.replace("<=", "").split(",") if size)
+            found.append(Shape(dtype, sizes, int(space[1]) if space else 0))
+    return tuple(found)

@@ -1,0 +1,150 @@
+"""How often each computation of a program runs. XLA's own cost analysis counts a loop's body once."""
+
+import re
+
+from jaxscale.ahead.hlo_text import Computation, Instruction, Module
+
+SAME = {"copy", "bitcast", "convert", "copy-start", "copy-done", "reshape", "optimization-barrier"}
+REACH = 64  # operands followed before giving up: real chains are under 10
+
+# A value in a loop is `carried value + constant`: (the carried value's index, or None for a plain constant; constant).
+Linear = tuple[int | None, int]
+
+
+def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
+    """(runs of each computation per step, names of those inside fusions, loops whose trips could not be read).
+
+    Such a loop counts as one trip. A conditional whose name says how often it is true (ops.attention.mixed) counts each
+    branch as often as it is taken; all branches of another count as taken.
+    """
+    runs = dict.fromkeys(module.computations, 0)
+    runs[module.entry] = 1
+    fused: set[str] = set()
+    unknown = 0
+    for name in reversed(module.computations):  # a caller is printed after what it calls
+        for instruction in module.computations[name].instructions.values() if runs[name] else ():
+            times = runs[name]
+            if instruction.opcode == "while":
+                trips = count_trips(module, module.computations[name], instruction)
+                unknown += trips is None
+                times *= 1 if trips is None else trips
+            if instruction.opcode.endswith(("-done", "-update")):  # its start was counted
+                continue
+            taken = count_taken(instruction, times)
+            for called in instruction.called:
+                if called in runs:
+                    runs[called] += taken.get(called, times)
+                    if instruction.opcode == "fusion" or name in fused:
+                        fused.add(called)
+    return runs, fused, unknown
+
+
+def count_taken(instruction: Instruction, times: int) -> dict[str, int]:
+    """{branch: its runs} of a conditional of two branches that says it is true `taken_N_of_M`; {} for anything else."""
+    share = re.search(r'op_name="[^"]*\btaken_(\d+)_of_(\d+)', instruction.attributes)
+    if instruction.opcode != "conditional" or share is None or len(instruction.called) != 2:
+        return {}
+    if_true = instruction.attribute(r"\btrue_computation=%?([\w.\-]+)") or instruction.called[1]
+    often = round(times * int(share[1]) / int(share[2]))
+    return {name: often if name == if_true else times - often for name in instruction.called}
+
+
+def count_trips(module: Module, caller: Computation, loop: Instruction) -> int | None:
+    """Trips of a while loop: as XLA noted them, or read off its condition, start and step; None if neither can be."""
+    if noted := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
+        return int(noted)
+    body, condition = (
+        module.computations.get(loop.attribute(rf"\b{key}=%?([\w.\-]+)") or "") for key in ("body", "condition")
+    )
+    if body is None or condition is None:
+        return None
+    test = follow_compare(module, condition)
+    if test is None:
+        return None
+    (index, shift), (limit_index, limit), direction = test
+    if index is None:  # the constant stands on the left
+        (index, shift), (limit_index, limit) = (limit_index, limit), (index, shift)
+        direction = {"LT": "GT", "LE": "GE", "GT": "LT", "GE": "LE"}.get(direction, direction)
+    if index is None or body.root.opcode != "tuple" or index >= len(body.root.operands):
+        return None
+    start = initial(module, caller, loop, index)
+    if limit_index is not None:  # the limit is carried too: it must be a constant that the body hands on
+        handed_on = linear(module, body, body.root.operands[limit_index]) == (limit_index, 0)
+        begin = initial(module, caller, loop, limit_index) if handed_on else None
+        if begin is None:
+            return None
+        limit += begin
+    step = linear(module, body, body.root.operands[index])
+    if start is None or step is None or step[0] != index or step[1] == 0:
+        return None
+    stride, start, limit = step[1], start + shift, limit + (direction in ("LE",)) - (direction in ("GE",))
+    if direction == "NE":
+        return (limit - start) // stride if (limit - start) % stride == 0 else None
+    if (direction in ("LT", "LE")) != (stride > 0) or direction == "EQ":
+        return None
+    return max(0, -(-(limit - start) // stride))
+
+
+def follow_compare(module: Module, condition: Computation) -> tuple[Linear, Linear, str] | None:
+    """The two sides and the direction of the comparison that is a loop's condition, also one wrapped in a fusion."""
+    root, arguments = condition.root, None
+    if root.opcode in ("fusion", "call") and len(root.called) == 1:
+        arguments = [linear(module, condition, operand) for operand in root.operands]
+        condition = module.computations[root.called[0]]
+        root = condition.root
+    direction = root.attribute(r"direction=(\w+)")
+    if root.opcode != "compare" or direction is None:
+        return None
+    left, right = (linear(module, condition, operand, arguments) for operand in root.operands[:2])
+    return None if left is None or right is None else (left, right, direction)
+
+
+def initial(module: Module, caller: Computation, loop: Instruction, index: int) -> int | None:
+    """The constant that a loop's carried value starts from."""
+    before = caller.instructions.get(loop.operands[0])
+    if before is None or before.opcode != "tuple" or index >= len(before.operands):
+        return None
+    value = linear(module, caller, before.operands[index])
+    return value[1] if value and value[0] is None else None
+
+
+def linear(
+    module: Module,
+    computation: Computation,
+    name: str,
+    arguments: list[Linear | None] | None = None,
+    reach: int = REACH,
+) -> Linear | None:
+    """A value as `carried value + constant`; None where it is anything else. `arguments` are a fusion's."""
+    instruction = computation.instructions.get(name)
+    if instruction is None or reach == 0:
+        return None
+    back = lambda operand: linear(module, computation, operand, arguments, reach - 1)
+    opcode, operands = instruction.opcode, instruction.operands
+    if opcode == "constant":
+        match = re.fullmatch(r"\s*(-?\d+)\s*", instruction.operands_text)
+        return (None, int(match[1])) if match else None
+    if opcode == "parameter" and arguments is not None:
+        number = int(instruction.operands_text)
+        return arguments[number] if number < len(arguments) else None
+    if opcode == "get-tuple-element":
+        source = computation.instructions.get(operands[0])
+        index = int(instruction.attribute(r"index=(\d+)") or 0)
+        if source is not None and source.opcode == "parameter" and arguments is None:
+            return index, 0
+        return back(source.operands[index]) if source is not None and source.opcode == "tuple" else None
+    if opcode in SAME:
+        return back(operands[0])
+    if opcode in ("add", "subtract"):
+        left, right = back(operands[0]), back(operands[1])
+        if left is None or right is None:
+            return None
+        if opcode == "subtract":
+            return (left[0], left[1] - right[1]) if right[0] is None else None
+        if left[0] is not None and right[0] is not None:
+            return None
+        return (right[0] if left[0] is None else left[0], left[1] + right[1])
+    if opcode in ("fusion", "call") and len(instruction.called) == 1:
+        inner = module.computations[instruction.called[0]]
+        return linear(module, inner, inner.root.name, [back(operand) for operand in operands], reach - 1)
+    return None

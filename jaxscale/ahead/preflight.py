@@ -1,0 +1,152 @@
+"""The training step of a config, compiled for a topology and judged: does it fit, and what can it reach at best."""
+
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale.ahead.compiled import Compiled, compile_ahead
+from jaxscale.ahead.report import MemoryRow, Report, sum_traffic
+from jaxscale.ahead.roofline import Roofline, roofline
+from jaxscale.build import Program, make_program
+from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.planning.check import UNCOUNTED
+from jaxscale.planning.memory import host_bytes, shard_bytes
+from jaxscale.planning.topology import Topology, link_shares
+from jaxscale.sharding.mesh import mesh_layout
+from jaxscale.system.exits import BadInput
+
+# docs.jax.dev, "GPU memory allocation": the part of a GPU's memory that jax takes at its start, and no program exceeds.
+GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+GPU_FRACTION = 0.75
+
+
+def preflight(
+    cfg: RunConfig,
+    topology: Topology,
+    *,
+    config_name: str,
+    keep: bool = True,
+    save_executable: pathlib.Path | None = None,
+    say: Callable[[str], None] = print,
+) -> Report:
+    """The report on a config on a topology. Raises BadInput for a config that no such machine can run."""
+    program = ahead_program(cfg, topology)
+    compiled = compile_ahead(program, topology, keep=keep, save_executable=save_executable, say=say)
+    return make_report(config_name, program, topology, compiled)
+
+
+def ahead_program(cfg: RunConfig, topology: Topology) -> Program:
+    """The same program that training makes, for the devices of a topology."""
+    return make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), topology.devices)
+
+
+def make_report(config_name: str, program: Program, topology: Topology, compiled: Compiled) -> Report:
+    """What was found out about a program, put together."""
+    cfg, facts, shortage = program.cfg, compiled.facts, compiled.shortage
+    num_devices = len(topology.devices)
+    model_flops = cfg.flops_per_token * cfg.tokens_per_step / num_devices
+    shares = link_shares(program.mesh, topology.chip)
+    bounds = facts and roofline(facts, topology.chip, topology.num_slices, model_flops, shares)
+    usable, why = usable_memory(topology)
+    if shortage is not None and shortage.space == "hbm" and shortage.available is not None:
+        usable, why = shortage.available, "what the compiler may use"
+    peak = compiled.memory.peak if compiled.memory else shortage.needed if shortage.space == "hbm" else None
+    return Report(
+        config=config_name,
+        topology=topology.name,
+        platform=topology.platform,
+        chip=topology.chip.name,
+        num_devices=num_devices,
+        num_hosts=topology.num_hosts,
+        num_slices=topology.num_slices,
+        layout=mesh_layout(program.mesh),
+        settings=settings(program),
+        memory=memory_rows(program, compiled, peak),
+        host_bytes=host_bytes(program.abstract_state),
+        peak_bytes=peak,
+        code_bytes=compiled.memory.code if compiled.memory else 0,
+        chip_bytes=topology.chip.hbm_bytes,
+        usable_bytes=usable,
+        usable_why=why,
+        shortage=shortage,
+        compiled_flops=facts and facts.dot_flops + facts.kernel_flops,
+        model_flops=model_flops,
+        traffic=sum_traffic(facts.collectives) if facts else (),
+        roofline=bounds,
+        notes=notes(program, bounds),
+        lower_seconds=compiled.lower_seconds,
+        compile_seconds=compiled.compile_seconds,
+        versions=compiled.versions,
+        date=compiled.date,
+        kept=compiled.kept,
+    )
+
+
+def settings(program: Program) -> dict[str, Any]:
+    """The settings that decide memory and speed, by their last name."""
+    cfg = program.cfg
+    found: dict[str, Any] = {
+        "rules": cfg.rules,
+        "remat": cfg.model.remat,
+        "num_microbatches": cfg.train.num_microbatches,
+        "attention": program.attention,
+        "compute_dtype": cfg.model.compute_dtype,
+        "seq_len": cfg.seq_len,
+        "rows": cfg.rows_per_step,
+    }
+    for name in ("offload_moments", "offload_params"):
+        if getattr(cfg.optim, name):
+            found[name] = True
+    if cfg.model.remat_offload:
+        found["remat_offload"] = ",".join(cfg.model.remat_offload)
+    if options := str(program.compiler_options):
+        found["compiler"] = f"({options})"
+    return found
+
+
+def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple[MemoryRow, ...]:
+    """The peak, divided by kind. State is known exactly from its shardings; what XLA makes for itself is the rest."""
+    state = program.abstract_state
+    params, moments, average = (shard_bytes(tree) for tree in (state.params, state.opt_state, state.ema))
+    gradients = shard_bytes(program.abstract_grads)
+    known = params + moments + average
+    arguments = compiled.memory.arguments if compiled.memory else known + shard_bytes(program.abstract_batch)
+    rows = [
+        MemoryRow("parameters", params, "from their shardings"),
+        MemoryRow("moments", moments, "from their shardings"),
+        MemoryRow("batch, counters, padding", max(0, arguments - known), "the rest of the arguments"),
+    ]
+    if average:
+        rows.insert(2, MemoryRow("average of parameters", average, "from their shardings"))
+    if peak is None:
+        return (*rows, MemoryRow("gradients", gradients, "from their shardings"))
+    inside = max(0, peak - arguments)  # gradients may be used up one by one, and then are less than all of them
+    gradients = min(gradients, inside)
+    rows += [
+        MemoryRow("gradients", gradients, "from their shardings, at most what is left of the peak"),
+        MemoryRow("activations, temporaries", inside - gradients, "what is left of the peak"),
+    ]
+    return tuple(rows)
+
+
+def usable_memory(topology: Topology) -> tuple[int, str]:
+    """(bytes that a program may use on one device, why so many)."""
+    there = topology.chip.hbm_bytes
+    if topology.platform != "gpu":
+        return there, "all of it is the program's"
+    for name in GPU_FRACTION_VARIABLES:
+        if text := os.environ.get(name):
+            try:
+                fraction = float(text)
+            except ValueError:
+                raise BadInput(f"{name}={text!r} must be a number, such as 0.9") from None
+            return int(there * fraction), f"{name}={text} of it is for jax"
+    way_out = f"set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training for more"
+    return int(there * GPU_FRACTION), f"jax takes {GPU_FRACTION:.0%} of a GPU's memory; {way_out}"
+
+
+def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
+    """What a reader of the figures must know."""
+    plain = [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
+    return (*plain, *(f"in none of the times: {line}" for line in (bounds.unpriced if bounds else ())))

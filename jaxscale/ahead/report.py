@@ -1,0 +1,222 @@
+"""What compiling a step ahead found, as tables for people and as plain data for machines. Pure: facts in, text out."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jaxscale import units
+from jaxscale.ahead.compiled import Shortage
+from jaxscale.ahead.hlo import Collective
+from jaxscale.ahead.roofline import Roofline
+
+LINKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "network")}  # the fast links, and those between islands of them
+INDENT = "  "
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one kind on one device."""
+
+    kind: str
+    num_bytes: int
+    source: str  # how it is known
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """All collectives of one kind along the same axes, of one device and step."""
+
+    kind: str
+    axes: tuple[str, ...]
+    times: int
+    fast_bytes: float  # sent on ICI or NVLink
+    slow_bytes: float  # sent on DCN, or a network between hosts
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The answer before the spend."""
+
+    config: str
+    topology: str
+    platform: str
+    chip: str
+    num_devices: int
+    num_hosts: int
+    num_slices: int
+    layout: str  # the mesh in words
+    settings: dict[str, Any]  # those that decide memory and speed
+    memory: tuple[MemoryRow, ...]  # on the device
+    host_bytes: int  # in the host's memory, for each device
+    peak_bytes: int | None  # of arguments, results and temporaries; None where the compiler did not say
+    code_bytes: int  # beside the peak; 0 where the compiler does not say
+    chip_bytes: int
+    usable_bytes: int
+    usable_why: str
+    shortage: Shortage | None
+    compiled_flops: float | None  # of one device and step
+    model_flops: float
+    traffic: tuple[Traffic, ...]
+    roofline: Roofline | None
+    notes: tuple[str, ...]  # what the figures leave out
+    lower_seconds: float
+    compile_seconds: float
+    versions: dict[str, str]
+    date: str
+    kept: bool
+
+    @property
+    def fits(self) -> bool:
+        """True if the step was compiled, and its peak and code are within what a program may use."""
+        return self.shortage is None and self.left_bytes is not None and self.left_bytes >= 0
+
+    @property
+    def left_bytes(self) -> int | None:
+        """What is left of each device; negative where it is too small."""
+        return None if self.peak_bytes is None else self.usable_bytes - self.peak_bytes - self.code_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return dataclasses.asdict(self) | {"fits": self.fits}
+
+
+def sum_traffic(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
+    """One row for each kind and axes, the most bytes first."""
+    rows: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for one in collectives:
+        row = rows.setdefault((one.kind, one.axes), [0, 0.0, 0.0])
+        row[0] += one.times
+        row[1] += one.times * (one.wire_bytes - one.dcn_bytes)
+        row[2] += one.times * one.dcn_bytes
+    found = [Traffic(kind, axes, int(times), fast, slow) for (kind, axes), (times, fast, slow) in rows.items()]
+    return tuple(sorted(found, key=lambda row: -(row.fast_bytes + row.slow_bytes)))
+
+
+def report_lines(report: Report) -> list[str]:
+    """The whole report for people."""
+    lines = [head_line(report), INDENT + settings_line(report), "", *memory_lines(report)]
+    if report.compiled_flops is not None:
+        lines += ["", *flops_lines(report), "", *traffic_lines(report)]
+    if report.roofline is not None:
+        lines += ["", *roofline_lines(report)]
+    lines += [f"note: {note}" for note in report.notes]
+    return [*lines, "", compiled_line(report), verdict_line(report)]
+
+
+def head_line(report: Report) -> str:
+    """'7b on v5p:2x2x4: 16 TPU v5p on 4 hosts'."""
+    where = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
+    slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
+    return f"{report.config} on {report.topology}: {where}{slices}; mesh {report.layout}"
+
+
+def settings_line(report: Report) -> str:
+    """'rules=zero3 remat=full ...'."""
+    return " ".join(f"{name}={value}" for name, value in report.settings.items())
+
+
+def memory_lines(report: Report) -> list[str]:
+    """Memory of one device by kind, beside what is there."""
+    rows = [(row.kind, units.size(row.num_bytes), row.source) for row in report.memory]
+    if report.peak_bytes is not None:
+        share = report.peak_bytes / report.usable_bytes
+        rows.append(("peak", units.size(report.peak_bytes), f"{share:.0%} of {units.size(report.usable_bytes)}"))
+    if report.code_bytes:
+        rows.append(("code", units.size(report.code_bytes), "as compiled, beside the peak"))
+    lines = ["memory of one device", *table(rows, right=(1,))]
+    lines.append(f"{INDENT}{report.chip} has {units.size(report.chip_bytes)}: {report.usable_why}")
+    if report.host_bytes:
+        lines.append(f"{INDENT}and {units.size(report.host_bytes)} a device in the host's memory")
+    if report.shortage is not None:
+        lines.append(f"{INDENT}the compiler: {report.shortage.said}")
+        if report.shortage.largest:
+            lines.append(f"{INDENT}its largest arrays")
+            largest = [(units.size(size), shape) for size, shape in report.shortage.largest[:5]]
+            lines += [INDENT + line for line in table(largest, right=(0,))]
+    return lines
+
+
+def flops_lines(report: Report) -> list[str]:
+    """What is computed, as compiled and by the model's formula."""
+    more = report.compiled_flops / report.model_flops - 1
+    rows = [
+        ("as compiled", f"{report.compiled_flops / 1e12:,.4g} TFLOP", "matrix products, loops counted"),
+        ("by the model's formula", f"{report.model_flops / 1e12:,.4g} TFLOP", f"the difference is {more:+.1%} of it"),
+    ]
+    return ["floating-point operations of one device and step", *table(rows, right=(1,))]
+
+
+def traffic_lines(report: Report) -> list[str]:
+    """What is sent, by kind and axes."""
+    if not report.traffic:
+        return ["no communication"]
+    fast, slow = LINKS.get(report.platform, ("fast", "slow"))
+    rows = [("kind", "mesh axes", "times", f"{fast} MB", f"{slow} MB")]
+    for row in report.traffic:
+        sizes = (f"{row.fast_bytes / 1e6:,.1f}", f"{row.slow_bytes / 1e6:,.1f}")
+        rows.append((row.kind, ",".join(row.axes) or "none", f"{row.times:,}", *sizes))
+    sums = [sum(getattr(row, name) for row in report.traffic) / 1e6 for name in ("fast_bytes", "slow_bytes")]
+    rows.append(("all", "", f"{sum(row.times for row in report.traffic):,}", *(f"{number:,.1f}" for number in sums)))
+    return ["sent by one device in a step", *table(rows, right=(2, 3, 4))]
+
+
+def roofline_lines(report: Report) -> list[str]:
+    """The least time that a step can take, by part."""
+    roofline = report.roofline
+    rows = [("products", milliseconds(roofline.compute_s)), ("device memory", milliseconds(roofline.hbm_s))]
+    rows += [(f"link {name}", milliseconds(seconds)) for name, seconds in roofline.links_s.items()]
+    rows += [
+        ("all at once (the longest)", milliseconds(roofline.overlapped_s)),
+        ("one after another (the sum)", milliseconds(roofline.serial_s)),
+    ]
+    lines = ["roofline: least time of a step at the chip's peak rates, nothing measured", *table(rows, right=(1,))]
+    lines.append(f"{INDENT}MFU is at most {roofline.mfu_ceiling:.1%}, if all runs at once")
+    return lines
+
+
+def compiled_line(report: Report) -> str:
+    """How and when this was found out."""
+    versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
+    took = f"{report.compile_seconds:.1f} s (and {report.lower_seconds:.1f} s to trace)"
+    if report.kept:
+        return f"kept result of {report.date}, compiled then in {took}: {versions}"
+    return f"compiled in {took}: {versions}"
+
+
+def verdict_line(report: Report) -> str:
+    """'go: ...' or 'no-go: ...'."""
+    if report.fits:
+        return f"go: {units.size(report.left_bytes)} of each device are left"
+    if report.shortage is not None and report.shortage.space != "hbm":
+        return f"no-go: the on-chip memory {report.shortage.space} is too small"
+    if report.left_bytes is None:
+        return "no-go: the compiler found too little memory"
+    return f"no-go: {units.size(-report.left_bytes)} of each device are missing"
+
+
+def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[str]:
+    """A table with a row for each (label, report), for a search."""
+    rows = [("settings", "peak", "roofline", "sum", "MFU at most", "compiled in", "")]
+    for label, report in reports:
+        line = report.roofline
+        times = (milliseconds(line.overlapped_s), milliseconds(line.serial_s)) if line else ("", "")
+        mfu = f"{line.mfu_ceiling:.1%}" if line else ""
+        peak = units.size(report.peak_bytes) if report.peak_bytes is not None else "too large"
+        took = "kept" if report.kept else f"{report.compile_seconds:.0f} s"
+        rows.append((label, peak, *times, mfu, took, "fits" if report.fits else "does not fit"))
+    return table(rows, right=(1, 2, 3, 4, 5))
+
+
+def milliseconds(seconds: float) -> str:
+    """'12.3 ms'."""
+    return f"{seconds * 1e3:,.4g} ms"
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+    """Rows as indented lines of aligned columns; the columns in `right` are aligned at their end."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append((INDENT + "  ".join(cells)).rstrip())
+    return lines

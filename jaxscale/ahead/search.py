@@ -1,0 +1,273 @@
+"""Other layouts of the same run: mesh, remat, microbatches. Guessed at first, then compiled, the best guess first."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, get_args
+
+from jaxscale import schema, units
+from jaxscale.ahead.preflight import ahead_program
+from jaxscale.ahead.report import Report
+from jaxscale.build import Program
+from jaxscale.config import RunConfig
+from jaxscale.models.remat import RematName
+from jaxscale.planning.estimate import Estimate, estimate
+from jaxscale.planning.topology import Topology
+from jaxscale.sharding.mesh import mesh_shape
+from jaxscale.system.exits import BadInput
+
+MAX_TENSOR = 16  # beyond it the sums of activations cost more than the products that they feed
+HOPEFUL = 0.5  # of a guessed size, for a policy of which nothing was compiled yet: guesses are rather too large
+MARGIN = 0.9  # of a size that was scaled by what a sibling needed
+SAME_TIME = 1.01  # times this close are one time, and the next criterion decides
+LAST_TRIES = 2  # of the smallest candidates, where no guess fits
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """The config with some settings changed."""
+
+    changes: dict[str, Any]  # by dotted name
+    cfg: RunConfig
+    guess: Estimate
+
+    @property
+    def label(self) -> str:
+        """'mesh.tensor=2 model.remat=full'."""
+        return " ".join(f"{name}={setting_text(value)}" for name, value in self.changes.items()) or "as it is"
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """The sooner compiled, the smaller: guessed time, the same without overlap, number of changes, memory."""
+        overlapped, serial = self.guess.cost
+        return bucket(overlapped), bucket(serial), len(self.changes), self.guess.memory()
+
+
+Compile = Callable[[Candidate], Report]
+Tried = list[tuple[Candidate, Report]]
+
+
+def search_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
+    """Every mesh of data, fsdp and tensor, with every remat policy and number of microbatches that goes with it."""
+    return list(make_candidates(cfg, topology, all_meshes(topology), [cfg.rules], [cfg.optim.offload_moments]))
+
+
+def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
+    """What may make a config fit that does not: also zero3, and moments in the host's memory. Not the config itself."""
+    current = mesh_shape(cfg.mesh, len(topology.devices))
+    meshes = [mesh for mesh in all_meshes(topology) if mesh["data"] in (1, current["data"])]
+    rules = list(dict.fromkeys([cfg.rules, "zero3"]))
+    offload = list(dict.fromkeys([cfg.optim.offload_moments, True]))
+    return [found for found in make_candidates(cfg, topology, meshes, rules, offload) if found.changes]
+
+
+def all_meshes(topology: Topology) -> list[dict[str, int]]:
+    """Sizes of data, fsdp and tensor that multiply to the devices. What cannot be made is found out by making it."""
+    total = len(topology.devices)
+    tensors = [size for size in units.divisors(total) if size <= MAX_TENSOR]
+    return [
+        {"data": data, "fsdp": total // tensor // data, "tensor": tensor}
+        for tensor in tensors
+        for data in units.divisors(total // tensor)
+    ]
+
+
+def make_candidates(
+    cfg: RunConfig,
+    topology: Topology,
+    meshes: Sequence[dict[str, int]],
+    rules: Sequence[str],
+    offload: Sequence[bool],
+) -> Iterator[Candidate]:
+    """Candidates with their guesses, of all combinations that training would accept."""
+    now = mesh_shape(cfg.mesh, len(topology.devices))
+    for mesh in meshes:
+        # an axis that is -1 goes on taking what is left
+        placed = {f"mesh.{a}": n for a, n in mesh.items() if n != now[a] and getattr(cfg.mesh, a) != -1}
+        shards = mesh["data"] * mesh["fsdp"]
+        parts = [part for part in units.divisors(cfg.rows_per_step) if cfg.rows_per_step // part % shards == 0]
+        for rule in rules if parts else ():
+            for away in offload:
+                changes = placed | changed(cfg, {"rules": rule, "optim.offload_moments": away})
+                program = program_of(cfg, topology, changes | {"train.num_microbatches": parts[0]})
+                if program is None:
+                    continue
+                for settings in remat_settings(cfg):
+                    for part in parts:
+                        more = changed(cfg, settings | {"train.num_microbatches": part})
+                        wanted = with_changes(cfg, changes | more)
+                        guess = estimate(dataclasses.replace(program, cfg=wanted), topology)
+                        yield Candidate(changes | more, wanted, guess)
+
+
+def program_of(cfg: RunConfig, topology: Topology, changes: dict[str, Any]) -> Program | None:
+    """The program of a changed config, to be guessed at, or None where training would refuse it."""
+    try:  # options for the compiler change no guess, and checking them costs a compilation each time
+        return ahead_program(with_changes(cfg, changes | {"compiler": {}}), topology)
+    except BadInput:  # an axis that divides no heads, a mesh across slices, a platform without host memory, ...
+        return None
+
+
+def remat_settings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
+    """The settings of every remat policy; one that needs lists of names only as the config has it."""
+    lists = {"model.remat_save": cfg.model.remat_save, "model.remat_offload": cfg.model.remat_offload}
+    yield {"model.remat": cfg.model.remat} | lists
+    for name in get_args(RematName):
+        if name not in ("save", cfg.model.remat):
+            yield {"model.remat": name, "model.remat_save": (), "model.remat_offload": ()}
+
+
+def with_changes(cfg: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """The config with settings changed by dotted name."""
+    return schema.from_dict(RunConfig, schema.merge(schema.to_dict(cfg), changes))
+
+
+def changed(cfg: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
+    """Those settings that differ from the config's."""
+    found = {}
+    for name, value in settings.items():
+        now: Any = cfg
+        for part in name.split("."):
+            now = getattr(now, part)
+        if now != value:
+            found[name] = value
+    return found
+
+
+def own_candidate(cfg: RunConfig, topology: Topology) -> Candidate:
+    """The config as it is, with its guess."""
+    return Candidate({}, cfg, estimate(ahead_program(cfg, topology), topology))
+
+
+def explore(
+    candidates: Sequence[Candidate],
+    known: Tried,
+    compile_one: Compile,
+    *,
+    seconds: float,
+    clock: Callable[[], float],
+    say: Callable[[str], None],
+    enough: int | None = None,
+) -> Tried:
+    """Compiles candidates, the best guess first, until time is up or nothing promising is left; all that was compiled.
+
+    What was learnt from one compilation corrects the guesses of others. Where nothing is guessed to fit, the smallest
+    are compiled, to see.
+    known: what was compiled already, which comes back first. enough: stop when so many fit.
+    """
+    begin, tries, tried = clock(), 0, list(known)
+    longest = max((report.lower_seconds + report.compile_seconds for _, report in known), default=0.0)
+    left = [one for one in candidates if all(one.changes != other.changes for other, _ in known)]
+    while left and (enough is None or len(fitting(tried)) < enough):
+        hopeful = [one for one in left if is_hopeful(one, tried, enough)]
+        if not hopeful and (fitting(tried) or tries == LAST_TRIES):
+            break
+        if clock() - begin + longest > seconds:
+            count = len(hopeful) or LAST_TRIES - tries
+            say(f"time is up ({seconds:.0f} s): {count} more could be compiled; --search_seconds gives more")
+            break
+        if hopeful:
+            chosen = min(hopeful, key=lambda one: one.order)
+        else:
+            tries += 1
+            chosen = min(left, key=lambda one: one.guess.memory())
+        left.remove(chosen)
+        say(f"compiling {chosen.label} (guess: {guess_text(chosen, tried)})")
+        started = clock()
+        report = compile_one(chosen)
+        longest = max(longest, clock() - started)
+        tried.append((chosen, report))
+        say(f"  {outcome_text(report)}")
+    return tried
+
+
+def is_hopeful(one: Candidate, tried: Tried, enough: int | None) -> bool:
+    """True if a candidate may fit, and may be better than what was compiled."""
+    usable = min((report.usable_bytes for _, report in tried), default=math.inf)
+    if one.guess.memory(learnt_scale(one, tried)) > usable:
+        return False
+    for other, report in tried:
+        if not report.fits and needs_as_much(one, other):
+            return False
+        if report.fits and enough and other.changes.items() <= one.changes.items():
+            return False  # the same repair, and more than that
+    best = winner(tried)
+    return bool(enough) or best is None or one.guess.compute_s <= best[1].roofline.overlapped_s * SAME_TIME
+
+
+def learnt_scale(one: Candidate, tried: Tried) -> float:
+    """How many times larger than guessed the activations of a candidate will be, going by what was compiled.
+
+    The last one of its remat policy tells it, else the last of any; without one it is a hope.
+    """
+    scale = HOPEFUL
+    for other, report in tried:
+        alike = other.cfg.model.remat == one.cfg.model.remat
+        if report.peak_bytes is None or not other.guess.activation_bytes or not (alike or scale == HOPEFUL):
+            continue
+        needed = max(0, report.peak_bytes - other.guess.state_bytes)
+        scale = MARGIN * needed / other.guess.activation_bytes
+    return scale
+
+
+def needs_as_much(one: Candidate, failed: Candidate) -> bool:
+    """True if a candidate differs from one that did not fit by fewer microbatches only."""
+    parts = "train.num_microbatches"
+    rest = lambda candidate: {name: value for name, value in candidate.changes.items() if name != parts}
+    fewer = one.cfg.train.num_microbatches <= failed.cfg.train.num_microbatches
+    return fewer and rest(one) == rest(failed)
+
+
+def fitting(tried: Tried) -> Tried:
+    """Those that fit."""
+    return [pair for pair in tried if pair[1].fits]
+
+
+def ranked(tried: Tried) -> Tried:
+    """The best first: those that fit by their roofline, then those that do not by what they lack."""
+    return sorted(tried, key=rank)
+
+
+def rank(pair: tuple[Candidate, Report]) -> tuple[float, ...]:
+    """The smaller, the better. Times within 1% are one time; then less time without overlap, then less memory."""
+    _, report = pair
+    if not report.fits:
+        return (1, report.peak_bytes or math.inf)
+    line = report.roofline
+    return (0, bucket(line.overlapped_s), line.serial_s, report.peak_bytes)
+
+
+def winner(tried: Tried) -> tuple[Candidate, Report] | None:
+    """The best that fits, or None."""
+    return min(fitting(tried), key=rank, default=None)
+
+
+def bucket(seconds: float) -> int:
+    """The time in steps of SAME_TIME."""
+    return round(math.log(max(seconds, 1e-12)) / math.log(SAME_TIME))
+
+
+def guess_text(candidate: Candidate, tried: Tried) -> str:
+    """'12 ms, 20.1 GiB'."""
+    memory = candidate.guess.memory(learnt_scale(candidate, tried))
+    return f"{candidate.guess.cost[0] * 1e3:.4g} ms, {units.size(memory)}"
+
+
+def outcome_text(report: Report) -> str:
+    """'fits: 20.1 GiB, at least 13 ms' or 'does not fit: 40.2 GiB'."""
+    size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than there is"
+    if not report.fits:
+        return f"does not fit: {size}"
+    return f"fits: {size}, at least {report.roofline.overlapped_s * 1e3:.4g} ms a step"
+
+
+def override_lines(changes: dict[str, Any]) -> list[str]:
+    """'--config.mesh.tensor=2' for each change; no line has a space, so that a shell may split them."""
+    return [f"--config.{name}={setting_text(value)}" for name, value in changes.items()]
+
+
+def setting_text(value: Any) -> str:
+    """A value as the command line reads it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(tuple(value)).replace(" ", "") if isinstance(value, (tuple, list)) else str(value)

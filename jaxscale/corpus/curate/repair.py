@@ -1,0 +1,186 @@
+"""Text as it should have been: one Unicode form, no control characters, no mojibake, no line of a million characters.
+
+Clean text passes three tests that the interpreter makes at memory speed. Only a text that fails one is touched.
+"""
+
+import dataclasses
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.text.document import Document, Outcome, Stage
+
+# Marks of UTF-8 that was read as Windows-1252, Latin-1 or Mac Roman: a lead byte's character and a continuation byte's,
+# two of them after the lead bytes of Chinese, Japanese and Korean, which are the accented letters of French.
+REST = (
+    "[\u0080-\u00bf\u0152\u0153\u0160\u0161\u0178\u017d\u017e\u0192\u02c6\u02dc\u2013\u2014\u2018-\u201a\u201c-\u201e"
+    "\u2020-\u2022\u2026\u2030\u2039\u203a\u20ac\u2122]"
+)
+TWO, THREE = "\u00c2-\u00c6\u00ce-\u00d1\u00d7-\u00d9", "\u00e0-\u00ef"  # lead bytes of two and three
+MOJIBAKE = re.compile(  # one set of characters comes first: what re can look for fast
+    f"[{TWO}{THREE}\u00f0\u221a\u201a](?:(?<=[{TWO}]){REST}|(?<=[{THREE}]){REST}{REST}|(?<=\u00e2)\u20ac|(?<=\u00f0)[\u0178\u009f]"
+    "|(?<=\u221a)[\u00a9\u00a8\u00b1\u00b3\u00ba\u2202]|(?<=\u201a)\u00c4[\u00ec\u00ee\u00f4\u00f9\u00fa])"
+)
+LINE_ENDS = re.compile("\r\n?|\u2028|\u2029|\u0085")  # the Unicode standard's newlines, 5.8, less form feed and tab
+# C0 and C1 without tab and line feed, byte order marks, characters that are defined as none, and halves of a pair
+CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufdd0-\ufdef\ufffe\uffff]")
+SURROGATE = re.compile("[\ud800-\udfff]")
+REPLACEMENT = "\ufffd"
+BAD = re.compile(f"{CONTROL.pattern}|{SURROGATE.pattern}|{REPLACEMENT}")
+ASCII = bytes(range(0x80))
+ASCII_CONTROL = bytes(sorted({*range(0x20), 0x7F} - {0x09, 0x0A}))
+ROUNDS = 4  # what one repair brings together may be what another mends: rarely twice
+
+INVALID = "repair: invalid text"
+TOO_LONG = "repair: document too long"
+EMPTY = "repair: nothing left"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepairConfig:
+    """What is mended in a text, and how long it may be. What is mended or left out is counted by its kind."""
+
+    normalise: Literal["NFC", "NFKC", "off"] = setting(
+        "NFC", "Unicode normal form; NFKC also unfolds ligatures and wide letters"
+    )
+    mojibake: bool = setting(True, "undo wrong decodings with ftfy where their marks show ('Ã©', 'â€™')")
+    invalid: Literal["repair", "drop", "stop"] = setting(
+        "repair",
+        "a text with control characters, half surrogates or U+FFFD, the mark of bytes that were none: take the "
+        "characters out, drop the document, or stop and name it",
+    )
+    max_chars: int = setting(5_000_000, "longest document; 0: any")
+    long_document: Literal["drop", "cut"] = setting("drop", "a longer document: drop it, or keep its beginning")
+    max_line_chars: int = setting(100_000, "longest line; 0: any")
+    long_line: Literal["drop", "cut", "split"] = setting(
+        "drop", "a longer line: drop the line, keep its beginning, or split it at spaces into lines that fit"
+    )
+
+    def __post_init__(self):
+        for name in ("max_chars", "max_line_chars"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)} must be a number of characters, or 0 for no limit")
+
+
+def suspicious(text: str) -> tuple[str, bool]:
+    """(its characters beyond ASCII, whether it has ASCII control characters): what the slower tests need to look at."""
+    raw = text.encode("utf-8", errors="surrogatepass")
+    rest = "" if text.isascii() else raw.translate(None, ASCII).decode("utf-8", errors="surrogatepass")
+    return rest, len(raw.translate(None, ASCII_CONTROL)) != len(raw)
+
+
+def fix_mojibake(text: str) -> str:
+    """The text with wrong decodings undone, by ftfy's heuristics; else as it was: no quote or width is changed."""
+    try:
+        import ftfy
+    except ImportError as error:
+        raise BadInput(
+            "undoing mojibake needs the package ftfy: pip install 'jaxscale[prepare]', or set mojibake=False"
+        ) from error
+    return "\n".join(ftfy.fix_encoding(line) if MOJIBAKE.search(line) else line for line in text.split("\n"))
+
+
+def fit_line(line: str, chars: int, policy: str) -> Iterable[str]:
+    """The lines that take the place of one that is longer than `chars`."""
+    if policy == "drop":
+        return ()
+    if policy == "cut":
+        return (line[:chars],)
+    parts, place = [], 0
+    while len(line) - place > chars:
+        space = line.rfind(" ", place + 1, place + chars + 1)
+        end = space if space > 0 else place + chars  # a word longer than the limit is split itself
+        parts.append(line[place:end])
+        place = end + (space > 0)
+    return (*parts, line[place:])
+
+
+def fit_lines(text: str, chars: int, policy: str, edits: Counter) -> str:
+    """The text with no line longer than `chars`."""
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= chars:
+            lines.append(line)
+            continue
+        lines += fit_line(line, chars, policy)
+        edits[{"drop": "long line dropped", "cut": "long line cut", "split": "long line split"}[policy]] += 1
+    return "\n".join(lines)
+
+
+def longest_line(text: str) -> int:
+    """Length of its longest line [characters]."""
+    return max(map(len, text.split("\n")))
+
+
+def mend(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
+    """The text after one round of repairs, counted in `edits`; None if it is invalid and that is not to be mended."""
+    rest, controls = suspicious(text)
+    if rest and cfg.mojibake and MOJIBAKE.search(rest) and MOJIBAKE.search(text):
+        mended = fix_mojibake(text)
+        if mended != text:
+            edits["mojibake"] += 1
+            text = mended
+            rest, controls = suspicious(text)
+    if controls or LINE_ENDS.search(rest):
+        text, ends = LINE_ENDS.subn("\n", text)
+        edits["line end"] += ends
+        rest, controls = suspicious(text) if ends else (rest, controls)
+    if controls or BAD.search(rest):
+        if cfg.invalid != "repair":
+            return None
+        edits["replacement character"] += text.count(REPLACEMENT)
+        text, count = CONTROL.subn("", text.replace(REPLACEMENT, ""))
+        edits["control character"] += count
+        text, count = SURROGATE.subn("", text)
+        edits["half surrogate"] += count
+    if rest and cfg.normalise != "off" and not unicodedata.is_normalized(cfg.normalise, text):
+        text = unicodedata.normalize(cfg.normalise, text)
+        edits["normalised"] += 1
+    if cfg.max_line_chars and len(text) > cfg.max_line_chars and longest_line(text) > cfg.max_line_chars:
+        text = fit_lines(text, cfg.max_line_chars, cfg.long_line, edits)
+    if len(text) > cfg.max_chars > 0 and cfg.long_document == "cut":
+        text = text[: cfg.max_chars]
+        edits["document cut"] += 1
+    return text
+
+
+def repair(text: str, cfg: RepairConfig) -> tuple[str, Counter, str]:
+    """(the mended text, how often each thing was mended, why it is to be dropped or '')."""
+    edits: Counter = Counter()
+    if len(text) > cfg.max_chars > 0 and cfg.long_document == "drop":  # first: all that follows costs in proportion
+        return text, edits, TOO_LONG
+    for _ in range(ROUNDS):
+        mended = mend(text, cfg, edits)
+        if mended is None:
+            return text, edits, INVALID
+        if mended == text:
+            break
+        text = mended
+    if len(text) > cfg.max_chars > 0:  # decomposing can make a text longer
+        return text, edits, TOO_LONG
+    return text, +edits, "" if text and not text.isspace() else EMPTY
+
+
+def make_repair(cfg: RepairConfig) -> Stage:
+    """A stage that mends texts and drops those that cannot be."""
+
+    def judge(doc: Document) -> Outcome:
+        text, edits, reason = repair(doc.text, cfg)
+        if reason == INVALID and cfg.invalid == "stop":
+            raise BadInput(
+                f"{doc.file or 'a document'} at {doc.offset}: the text has control characters, half surrogates or "
+                "U+FFFD; set invalid to 'repair' or 'drop' to go on"
+            )
+        if reason:
+            return Outcome(None, reason)
+        kept = doc if text == doc.text else dataclasses.replace(doc, text=text)
+        return Outcome(kept, edits=tuple(sorted(edits.items())))
+
+    def stage(docs: Sequence[Document]) -> list[Outcome]:
+        return [judge(doc) for doc in docs]
+
+    return stage

@@ -1,0 +1,254 @@
+"""Gopher's rules of repetition (Rae et al., arXiv:2112.11446, table A1): lines, paragraphs, words that are said again.
+
+Two facts keep this cheap for the documents that pass, which are most. A sequence of four words occurs no more often
+than its first two. And each repeated sequence of six to ten words is made of repeated sequences of five: if those cover
+few enough characters, no longer one can break its rule. So a bound is
+taken for many documents at once, and only suspects are counted exactly.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from jaxscale.corpus.curate.gopher import check_fraction
+from jaxscale.corpus.curate.words import TextStats, stats_of
+from jaxscale.schema import setting
+from jaxscale.text.document import Document, Outcome, Stage
+
+GROUP_WORDS, MAX_GROUP = 1 << 13, 1 << 10  # of a group of documents that are looked at together
+OWNER_BITS = np.uint64(10)  # MAX_GROUP documents
+# sequences are told apart by a polynomial over the words' hashes; its base is 2**64 over the golden ratio, and odd
+POWERS = {width: np.uint64(pow(0x9E3779B97F4A7C15, width, 1 << 64)) for width in (1, 2, 4, 8)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepetitionConfig:
+    """The thresholds of arXiv:2112.11446, table A1; None switches a rule off. Characters are of the whole text."""
+
+    max_duplicate_lines: float | None = setting(0.30, "drop if a larger part of the lines occurred before")
+    max_duplicate_paragraphs: float | None = setting(0.30, "drop if a larger part of the paragraphs occurred before")
+    max_duplicate_line_chars: float | None = setting(0.20, "drop if repeated lines hold more of the characters")
+    max_duplicate_paragraph_chars: float | None = setting(0.20, "drop if repeated paragraphs hold more of them")
+    max_top_2gram: float | None = setting(0.20, "drop if the most frequent pair of words holds more of the characters")
+    max_top_3gram: float | None = setting(0.18, "the same for three words")
+    max_top_4gram: float | None = setting(0.16, "the same for four words")
+    max_duplicate_5gram: float | None = setting(
+        0.15, "drop if repeated sequences of 5 words hold more of the characters"
+    )
+    max_duplicate_6gram: float | None = setting(0.14, "the same for 6 words")
+    max_duplicate_7gram: float | None = setting(0.13, "the same for 7 words")
+    max_duplicate_8gram: float | None = setting(0.12, "the same for 8 words")
+    max_duplicate_9gram: float | None = setting(0.11, "the same for 9 words")
+    max_duplicate_10gram: float | None = setting(0.10, "the same for 10 words")
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_fraction(field.name, getattr(self, field.name))
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """(words, threshold) of the rules for the most frequent sequence that are on."""
+        pairs = ((2, self.max_top_2gram), (3, self.max_top_3gram), (4, self.max_top_4gram))
+        return [(n, most) for n, most in pairs if most is not None]
+
+    @property
+    def duplicate(self) -> list[tuple[int, float]]:
+        """(words, threshold) of the rules for repeated sequences that are on."""
+        pairs = ((n, getattr(self, f"max_duplicate_{n}gram")) for n in range(5, 11))
+        return [(n, most) for n, most in pairs if most is not None]
+
+
+def make_repetition(cfg: RepetitionConfig) -> Stage:
+    """A stage that drops what breaks one of Gopher's rules of repetition."""
+    top, duplicate = cfg.top, cfg.duplicate
+
+    def repetition(documents: Sequence[Document]) -> list[Outcome]:
+        outcomes = []
+        for group in grouped(documents):
+            for document, stats, (may_break_top, may_break_duplicate) in zip(*group, suspects(*group, top, duplicate)):
+                text = document.text
+                fault = "" if text and not text.isspace() else "repetition: no text"
+                fault = fault or line_fault(text, cfg)
+                fault = fault or (top_fault(stats, len(text), top) if may_break_top else "")
+                fault = fault or (duplicate_fault(stats, len(text), duplicate) if may_break_duplicate else "")
+                outcomes.append(Outcome(None, fault) if fault else Outcome(document))
+        return outcomes
+
+    return repetition
+
+
+def grouped(documents: Sequence[Document]) -> Iterator[tuple[list[Document], list[TextStats]]]:
+    """The documents and their words in groups of about GROUP_WORDS words, at most MAX_GROUP documents."""
+    held: tuple[list[Document], list[TextStats]] = ([], [])
+    words = 0
+    for document, stats in zip(documents, stats_of(documents)):
+        held[0].append(document)
+        held[1].append(stats)
+        words += stats.total
+        if words >= GROUP_WORDS or len(held[0]) == MAX_GROUP:
+            yield held
+            held, words = ([], []), 0
+    if held[0]:
+        yield held
+
+
+def suspects(
+    documents: Sequence[Document],
+    stats: Sequence[TextStats],
+    top: Sequence[tuple[int, float]],
+    duplicate: Sequence[tuple[int, float]],
+) -> list[tuple[bool, bool]]:
+    """For each document whether it may break a rule of `top`, one of `duplicate`: never False for one that does.
+
+    N words, D documents of two words or more. A bound for all of them at once: how often the most frequent pair occurs,
+    or how many of the shortest sequences occurred before, times the characters of the document's longest sequence.
+    """
+    verdicts = [(False, False)] * len(documents)
+    long = [place for place, each in enumerate(stats) if each.total > 1]
+    if not long:
+        return verdicts
+    hashes_N = np.concatenate([stats[place].hashes for place in long])
+    ends = np.zeros(len(hashes_N) + 1, np.int64)
+    np.cumsum(np.concatenate([stats[place].lengths for place in long]), out=ends[1:])
+    totals_D = np.array([stats[place].total for place in long])
+    starts_D = totals_D.cumsum() - totals_D
+    owners_N = np.repeat(np.arange(len(long), dtype=np.uint64), totals_D)
+    characters_D = np.array([len(documents[place].text) for place in long])
+
+    def longest_D(n: int) -> np.ndarray:
+        spans = ends[np.minimum(np.arange(n, len(ends) + n - 1), len(ends) - 1)] - ends[:-1]
+        return np.maximum.reduceat(spans, starts_D) + n - 1  # may reach into the next document: too long, not too short
+
+    def ordered(n: int) -> np.ndarray:
+        keys, owners = sequences(hashes_N, n), owners_N[: max(0, len(owners_N) - n + 1)]
+        keys = (keys >> OWNER_BITS) | (owners << (np.uint64(64) - OWNER_BITS))
+        return np.sort(keys[owners == owners_N[n - 1 :]])
+
+    may_break_top = may_break_duplicate = np.zeros(len(long), bool)
+    if top:
+        keys = ordered(2)
+        firsts = np.concatenate([[0], 1 + np.flatnonzero(keys[1:] != keys[:-1])])
+        of_document = (keys.take(firsts) >> (np.uint64(64) - OWNER_BITS)).astype(np.intp)
+        often_D = np.maximum.reduceat(np.diff(firsts, append=len(keys)), of_document.searchsorted(np.arange(len(long))))
+        may_break_top = often_D * longest_D(max(n for n, _ in top)) > min(most for _, most in top) * characters_D
+    if duplicate:
+        keys = ordered(duplicate[0][0])
+        again = keys[1:][keys[1:] == keys[:-1]] >> (np.uint64(64) - OWNER_BITS)
+        again_D = np.bincount(again.astype(np.intp), minlength=len(long))
+        bound_D = again_D * longest_D(duplicate[0][0])
+        may_break_duplicate = bound_D > min(most for _, most in duplicate) * characters_D
+    for place, *verdict in zip(long, may_break_top.tolist(), may_break_duplicate.tolist()):
+        verdicts[place] = tuple(verdict)
+    return verdicts
+
+
+def said_again(parts: Sequence[str]) -> tuple[int, int]:
+    """How many of the parts occurred before, and their characters."""
+    if len(seen := set(parts)) == len(parts):
+        return 0, 0
+    return len(parts) - len(seen), sum(map(len, parts)) - sum(map(len, seen))
+
+
+def line_fault(text: str, cfg: RepetitionConfig) -> str:
+    """The rule on lines or paragraphs that the text breaks, or "". Empty lines are none; spaces count."""
+    lines = list(filter(None, text.split("\n")))
+    if len(set(lines)) == len(lines):
+        return ""  # nor was a paragraph said again
+    paragraphs = list(filter(None, (part.strip("\n") for part in text.split("\n\n"))))
+    for what, most, most_chars, parts in (
+        ("paragraphs", cfg.max_duplicate_paragraphs, cfg.max_duplicate_paragraph_chars, paragraphs),
+        ("lines", cfg.max_duplicate_lines, cfg.max_duplicate_line_chars, lines),
+    ):
+        again, chars = said_again(parts)
+        if most is not None and again > most * len(parts):
+            return f"repetition: {what} said again"
+        if most_chars is not None and chars > most_chars * len(text):
+            return f"repetition: characters of {what} said again"
+    return ""
+
+
+def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
+    """The rule on the most frequent sequence of words that is broken, or "". At least two words."""
+    ends = np.zeros(stats.total + 1, np.int64)
+    np.cumsum(stats.lengths, out=ends[1:])
+    pairs = sequences(stats.hashes, 2)
+    ordered = np.sort(pairs)
+    often = int(np.diff(np.flatnonzero(ordered[1:] != ordered[:-1]), prepend=-1, append=len(ordered) - 1).max())
+    for n, most in rules:
+        if stats.total < n:
+            break
+        spans = ends[n:] - ends[:-n]  # characters of each sequence; the spaces between its words count too
+        least = int(most * characters / (int(spans.max()) + n - 1))  # to break the rule it must occur more often
+        if least >= len(ordered) or not (frequent := ordered[least:] == ordered[: len(ordered) - least]).any():
+            continue
+        places = np.flatnonzero(among(pairs[: len(spans)], ordered[least:][frequent]))
+        if not len(places) or often * (int(spans.take(places).max()) + n - 1) <= most * characters:
+            continue
+        keys = sequences(stats.hashes, n).take(places)
+        _, first, counts = np.unique(keys, return_index=True, return_counts=True)
+        place = places[first[counts == counts.max()].min()]  # of several as frequent the one that came first
+        if int(counts.max()) * (int(spans[place]) + n - 1) > most * characters:
+            return f"repetition: one sequence of {n} words too often"
+    return ""
+
+
+def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, float]]) -> str:
+    """The rule on repeated sequences of words that is broken, or ""."""
+    shortest, allowed = rules[0][0], min(most for _, most in rules) * characters
+    keys = sequences(stats.hashes, shortest)
+    ordered = np.sort(keys)
+    twice = ordered[1:] == ordered[:-1]
+    if not twice.any():
+        return ""
+    ends = np.zeros(stats.total + 1, np.int64)
+    np.cumsum(stats.lengths, out=ends[1:])
+    places = np.flatnonzero(among(keys, ordered[1:][twice]))
+    found = keys.take(places)
+    order = found.argsort(kind="stable")
+    found = found.take(order)
+    again = places.take(order[1:][found[1:] == found[:-1]])  # each but the first of its kind
+    covered = np.zeros(stats.total, bool)
+    for at in range(shortest):
+        covered[again + at] = True
+    if stats.lengths[covered].sum() <= allowed:
+        return ""
+    for n, most in rules:
+        if repeated_characters(sequences(stats.hashes, n), ends, n) > most * characters:
+            return f"repetition: sequences of {n} words said again"
+    return ""
+
+
+def among(keys: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """bool: which of the keys are among the wanted ones, which are sorted and at least one."""
+    return wanted.take(wanted.searchsorted(keys), mode="clip") == keys
+
+
+def repeated_characters(keys: np.ndarray, ends: np.ndarray, n: int) -> int:
+    """Characters in sequences that occurred before, going left to right and over a repeated one as a whole."""
+    _, group, counts = np.unique(keys, return_inverse=True, return_counts=True)
+    places = np.flatnonzero(counts[group] > 1)
+    characters = free = 0
+    seen: set[int] = set()
+    for place, key in zip(places.tolist(), group[places].tolist()):
+        if place < free:
+            continue
+        if key in seen:
+            free = place + n
+            characters += int(ends[free] - ends[place])
+        seen.add(key)
+    return characters
+
+
+def sequences(hashes: np.ndarray, n: int) -> np.ndarray:
+    """uint64[max(0, words - n + 1)]: a hash of each n words in a row."""
+    if len(hashes) < n:
+        return hashes[:0]
+    keys, width, rest = hashes, 1, None
+    while True:  # n in binary: sequences of 1, 2, 4, 8 words, of which those in n are put one after another
+        if n & width:
+            rest = keys if rest is None else rest[: len(keys) - n % width] * POWERS[width] + keys[n % width :]
+        if n < 2 * width:
+            return rest
+        keys = keys[:-width] * POWERS[width] + keys[width:]
+        width *= 2

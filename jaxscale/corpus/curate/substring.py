@@ -1,0 +1,128 @@
+"""Exact substring duplicates within a block, found by a suffix array and cut but for the first occurrence.
+
+The method of Lee et al. (arXiv:2107.06499, section 4.1): sort all suffixes; neighbours that share their first K bytes
+are two occurrences of a substring. Of each substring of K bytes that occurs several times, every occurrence but the
+first is cut, so a longer repeated passage is cut as a whole. Memory: about 15 bytes per byte of the block's text at the
+peak (suffix array, its inverse and the common prefixes, 4 bytes each), 23 where all of it is repeated.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.text.document import Document, Outcome, Stage
+
+SEPARATOR = 0xFF  # a byte that UTF-8 never has
+MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SubstringConfig:
+    """Passages that are repeated letter for letter within a block of about 16 MB."""
+
+    min_bytes: int = setting(200, "cut passages of at least this many bytes that were there before, in UTF-8")
+    min_document_characters: int = setting(200, "drop a document that lost passages and has fewer characters left")
+
+    def __post_init__(self):
+        if self.min_bytes < 8 or self.min_document_characters < 0:
+            raise BadInput(
+                f"min_bytes={self.min_bytes} must be 8 or more (50 tokens are about 200), "
+                f"min_document_characters={self.min_document_characters} 0 or more"
+            )
+
+
+def make_substring(cfg: SubstringConfig) -> Stage:
+    """A stage that cuts from each document of a block the passages that occur earlier in the block.
+
+    What was before and after a cut is joined, by a newline where a word would grow together from two.
+    """
+
+    def stage(documents: Sequence[Document]) -> list[Outcome]:
+        encoded = [document.text.encode("utf-8", "surrogatepass") for document in documents]
+        ends = np.cumsum([len(data) + 1 for data in encoded]) - 1  # of each text; its separator is there
+        flat = np.frombuffer(b"".join(data + b"\xff" for data in encoded), np.uint8)
+        starts, stops = repeated_passages(flat, cfg.min_bytes)
+        owners = np.searchsorted(ends, starts, side="right")
+        outcomes = [Outcome(document) for document in documents]
+        for owner in np.unique(owners).tolist():
+            own, begin = owners == owner, int(ends[owner]) - len(encoded[owner])
+            spans = list(zip((starts[own] - begin).tolist(), (stops[own] - begin).tolist()))
+            outcomes[owner] = cut(documents[owner], encoded[owner], spans, cfg)
+        return outcomes
+
+    return stage
+
+
+def cut(document: Document, data: bytes, spans: Sequence[tuple[int, int]], cfg: SubstringConfig) -> Outcome:
+    """The document without the spans of its UTF-8 bytes, or dropped if little is left."""
+    text, place = "", 0
+    for start, stop in [*spans, (len(data), len(data))]:
+        piece = data[place:start].decode("utf-8", "surrogatepass")
+        text += "\n" if text[-1:].isalnum() and piece[:1].isalnum() else ""
+        text += piece
+        place = stop
+    gone = sum(stop - start for start, stop in spans)
+    if len(text.strip()) < cfg.min_document_characters:
+        return Outcome(None, "repeated passages: too little is left", detail=f"{gone} bytes repeated")
+    edits = (("repeated passage", len(spans)),)
+    return Outcome(dataclasses.replace(document, text=text), edits=edits, detail=f"{gone} bytes repeated")
+
+
+def repeated_passages(flat: np.ndarray, min_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+    """(starts, stops), int64[k] each, sorted: the bytes to cut from UTF-8 texts that a separator follows each.
+
+    A passage lies in one text, and begins and ends between characters. A passage that overlaps its own first occurrence
+    ("ha ha ha ...") is cut from where that one ends.
+    """
+    if len(flat) > MAX_BLOCK_BYTES:
+        raise BadInput(f"a block of {len(flat):,} bytes is too large for a suffix array; at most {MAX_BLOCK_BYTES:,}")
+    places, first = repeated_windows(flat, min_bytes)
+    if not len(places):
+        return np.zeros(0, np.int64), np.zeros(0, np.int64)
+    order = np.argsort(begins := np.maximum(places, first + min_bytes))
+    begins, ends = begins[order], np.maximum.accumulate(places[order] + min_bytes)
+    apart = np.flatnonzero(begins[1:] > ends[:-1]) + 1  # windows that overlap or touch are one passage
+    starts, stops = begins[np.append(0, apart)], ends[np.append(apart - 1, len(ends) - 1)]
+    for _ in range(3):  # a character has at most three bytes that continue it
+        starts += (flat[starts] & 0xC0) == 0x80
+        stops -= (flat[stops] & 0xC0) == 0x80
+    kept = starts < stops
+    return starts[kept], stops[kept]
+
+
+def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """(places, first), int32[k] each: windows of `size` bytes in a text that were there before, and where."""
+    order, common = suffix_array(flat)
+    linked = common[:-1] >= size  # suffix i of the order and the next begin with the same window
+    del common
+    if not linked.any():
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    member = np.zeros(len(order), bool)
+    member[:-1] |= linked
+    member[1:] |= linked
+    places = order[member]
+    del order
+    begins = np.append(True, ~linked)[member]  # whether the window differs from the one before
+    group = np.flatnonzero(begins)
+    first = np.repeat(np.minimum.reduceat(places, group), np.diff(np.append(group, len(places))))
+    later = places > first
+    places, first = places[later], first[later]
+    stop = np.flatnonzero(flat == SEPARATOR).astype(np.int32)
+    inside = places + np.int32(size) <= stop[np.searchsorted(stop, places)]
+    return places[inside], first[inside]
+
+
+def suffix_array(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(int32[n] the suffixes in order, int32[n] the bytes that each has in common with the next; the last has 0)."""
+    try:
+        import pydivsufsort
+    except ImportError:
+        raise BadInput("repeated passages need pydivsufsort: pip install 'jaxscale[prepare]'") from None
+    if not len(flat):
+        return np.zeros(0, np.int32), np.zeros(0, np.int32)
+    flat = np.array(flat)  # the package wants an array that it may write to
+    order = pydivsufsort.divsufsort(flat)
+    return order, pydivsufsort.kasai(flat, order)

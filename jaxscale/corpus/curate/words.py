@@ -1,0 +1,309 @@
+"""A document's words as arrays: what the rules of quality count, made once for all of them.
+
+Python would need a tenth of a microsecond for each word and again for each thing asked of it. Here the pieces between
+two spaces that are letters or digits with marks before and after, five of six in running text, are cut by arithmetic
+over arrays. The others ("10km", "don't", "www.example.com") are cut as english.py says, if they were not seen lately.
+"""
+
+import dataclasses
+import itertools
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from jaxscale.corpus.curate.english import LOWER, MARKS, QUOTES, SIGNS, SPECIAL, cut
+
+BATCH_CHARS = 1 << 15  # characters handled at a time: as many as stay in a core's cache
+MAX_REMEMBERED = 1 << 17  # odd pieces; about 30 MB with their tables
+MASK = (1 << 64) - 1
+BASE, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # of a word's hash: a polynomial in BASE, then mixed; both odd
+SPACE, LETTERS, DIGITS, MARK, DOT, OTHER = range(6)  # kinds of characters
+PLAIN, ALPHABETIC = 1, 1 << 20  # a word has a letter or a digit, has a letter: so that one sum counts both
+SPACE_AFTER = re.compile(r"\s")
+
+
+def hash_of(word: str) -> int:
+    """A word's stable hash, 64 bits: equal words have equal hashes in every process."""
+    value, power = 0, 1
+    for character in word:
+        value = value + ord(character) * power & MASK
+        power = power * BASE & MASK
+    value = (value ^ value >> 32) * MIX & MASK
+    return value ^ value >> 29
+
+
+def _hashes_of(words: Sequence[str]) -> np.ndarray:
+    """uint64[n]: hash_of each word."""
+    codes = np.frombuffer("".join(words).encode("utf-32-le", "surrogatepass"), np.uint32)
+    if not len(codes) or len(codes) > len(POWERS):
+        return np.array([hash_of(word) for word in words], np.uint64)
+    lengths = np.fromiter(map(len, words), np.intp, len(words))
+    starts = lengths.cumsum() - lengths
+    return _mixed(np.add.reduceat(codes * POWERS[: len(codes)], starts) * INVERSES.take(starts))
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """The last two lines of hash_of."""
+    values = (values ^ values >> np.uint64(32)) * np.uint64(MIX)
+    return values ^ values >> np.uint64(29)
+
+
+def _kinds() -> np.ndarray:
+    """uint8: the kind of each code point up to the last space of Unicode, and of all after it."""
+    marks = set(re.sub(r"\\(.)|['’‘]", r"\1", MARKS + QUOTES)) | set("—–")  # apostrophes make odd pieces
+    sign = re.compile(f"[{SIGNS}]")
+    kinds = []
+    for character in map(chr, range(0x3001)):
+        if character.isspace():
+            kinds.append(SPACE)
+        elif character.isalpha():
+            kinds.append(LETTERS)
+        elif character in "0123456789":
+            kinds.append(DIGITS)
+        elif character == ".":
+            kinds.append(DOT)
+        else:
+            kinds.append(MARK if character in marks or sign.match(character) else OTHER)
+    return np.array([*kinds, OTHER], np.uint8)
+
+
+def _suspects() -> np.ndarray:
+    """uint8[65536]: by the first bits of the hash of letters, whether they may be special: 1 alone, 2 before a dot."""
+    suspects = np.zeros(1 << 16, np.uint8)
+    for piece in SPECIAL:
+        if piece.isalpha():
+            suspects[hash_of(piece) >> 48] |= 1
+        elif piece[:-1].isalpha() and piece[-1] == ".":
+            suspects[hash_of(piece[:-1]) >> 48] |= 2
+    return suspects
+
+
+KINDS = _kinds()
+SUSPECTS = _suspects()
+STRANGE = np.array([0, 1, 1, 0, 2, 2], np.uint8)  # of a kind
+FACTS_OF_KIND = np.array([0, PLAIN | ALPHABETIC, PLAIN, 0, 0, 0])
+ZERO = np.zeros(1, np.int64)
+ENDS = np.array(
+    [bool(re.match(f"[0-9{LOWER}]", chr(code))) for code in range(0x500)] + [False]
+)  # a dot after it is a word
+POWERS = np.full(BATCH_CHARS + 64, BASE, np.uint64)
+POWERS[0] = 1
+INVERSES = np.full(BATCH_CHARS + 64, pow(BASE, -1, 1 << 64), np.uint64)
+INVERSES[0] = 1
+np.cumprod(POWERS, out=POWERS)
+np.cumprod(INVERSES, out=INVERSES)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextStats:
+    """What the rules ask of a document's words. A word is as words_of gives it, so a mark counts as one."""
+
+    hashes: np.ndarray  # uint64[n]: of each word, see hash_of
+    lengths: np.ndarray  # int32[n]: its characters
+    plain: int  # words with a letter or a digit in them
+    plain_chars: int  # characters of these
+    alphabetic: int  # words with a letter in them
+
+    @property
+    def total(self) -> int:
+        """Words, marks included."""
+        return len(self.hashes)
+
+
+class HasText(Protocol):
+    """A Document; document.py imports this file, not the other way round."""
+
+    text: str
+
+
+def text_stats(text: str) -> TextStats:
+    """The words of a text as arrays."""
+    (stats,) = block_stats([text])
+    return stats
+
+
+def stats_of(documents: Sequence[HasText]) -> list[TextStats]:
+    """`document.stats` of each document, made for all together where it is not there yet: several times faster."""
+    new = [document for document in documents if "stats" not in vars(document)]
+    for document, stats in zip(new, block_stats([document.text for document in new])):
+        vars(document)["stats"] = stats  # where functools.cached_property looks first
+    return [vars(document)["stats"] for document in documents]
+
+
+def block_stats(texts: Sequence[str]) -> list[TextStats]:
+    """The words of each text as arrays; several short texts at a time, since a call on an array costs as 500 words."""
+    stats: list[TextStats] = []
+    waiting: list[str] = []
+    size = 0
+    for text in texts:
+        if waiting and size + len(text) > BATCH_CHARS:
+            stats += _batch(waiting)
+            waiting, size = [], 0
+        if len(text) > BATCH_CHARS:
+            stats.append(_joined([_batch([part])[0] for part in _parts(text)]))
+        else:
+            waiting.append(text)
+            size += len(text) + 1
+    return stats + (_batch(waiting) if waiting else [])
+
+
+def _parts(text: str) -> Iterator[str]:
+    """The text cut at white space into parts of about half a batch, longer only where there is no white space."""
+    begin = 0
+    while begin < len(text):
+        space = SPACE_AFTER.search(text, begin + BATCH_CHARS // 2)
+        end = space.end() if space else len(text)
+        yield text[begin:end]
+        begin = end
+
+
+def _joined(parts: Sequence[TextStats]) -> TextStats:
+    return TextStats(
+        np.concatenate([part.hashes for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        *(sum(getattr(part, name) for part in parts) for name in ("plain", "plain_chars", "alphabetic")),
+    )
+
+
+def _batch(texts: Sequence[str]) -> list[TextStats]:
+    """Statistics of each text. P pieces between spaces, R runs of characters, N words, D documents."""
+    text = f" {' '.join(texts)} "
+    if len(text) > len(POWERS):  # a piece of so many characters, alone
+        return [_piece_by_piece(text) for text in texts]
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
+    kinds = KINDS.take(codes, mode="clip")
+    runs_R = 1 + np.flatnonzero((kinds[1:] != kinds[:-1]) | (kinds[1:] == MARK))  # each mark is a run
+    kinds_R = kinds.take(runs_R)
+    spaces = np.flatnonzero(kinds_R == SPACE)  # the run after each piece; the last one is the end of the text
+    firsts = np.zeros_like(spaces)
+    firsts[1:] = spaces[:-1] + 1
+    starts_P, sizes_P = runs_R.take(firsts), runs_R.take(spaces) - runs_R.take(firsts)
+
+    lengths_R = np.empty(len(runs_R), np.int32)
+    lengths_R[:-1] = runs_R[1:] - runs_R[:-1]
+    lengths_R[-1:] = 1
+    hashes_R = _mixed(np.add.reduceat(codes * POWERS[: len(codes)], runs_R) * INVERSES.take(runs_R))
+
+    suspects_R = SUSPECTS.take(hashes_R >> np.uint64(48)) * (kinds_R == LETTERS)
+    strange_R = STRANGE.take(kinds_R) + (suspects_R & 1)  # two of letters or digits, or one other: an odd piece
+    dots = np.flatnonzero((kinds_R == DOT) & (lengths_R == 1))
+    before = np.maximum(dots - 1, 0)
+    after_word = (STRANGE.take(kinds_R.take(before)) == 1) & (suspects_R.take(before) < 2)  # no dot of Mr. or U.S.
+    ends_word = after_word & ENDS.take(codes.take(runs_R.take(dots) - 1), mode="clip")
+    strange_R[dots[ends_word]] = 0
+    strange_P = np.add.reduceat(strange_R, firsts, dtype=np.intp) if len(firsts) else firsts
+    counts_P = spaces - firsts
+    marks_P = counts_P - (strange_P > 0)  # in pieces that are not odd already
+    odd_P = (strange_P > 1) | ((marks_P > 0) & (sizes_P > 1) & (sizes_P - marks_P < 2))  # :D and (a) may be special
+
+    odd = np.flatnonzero(odd_P)
+    odd_starts = starts_P.take(odd)
+    pieces = [text[a:b] for a, b in zip(odd_starts.tolist(), (odd_starts + sizes_P.take(odd)).tolist())]
+    memory = _memory.ready()
+    rows = memory.look_up(pieces)
+    odd_counts = memory.counts.take(rows)
+    counts_P[odd] = odd_counts
+    places = np.repeat(memory.firsts.take(rows) - odd_counts.cumsum() + odd_counts, odd_counts)
+    places += np.arange(len(places))
+
+    regular = np.flatnonzero(np.repeat(~odd_P, spaces - firsts + 1) & (kinds_R != SPACE))
+    odd_N = np.repeat(odd_P, counts_P)
+    odd_so_far = odd_N.cumsum()
+    order_N = np.where(odd_N, odd_so_far + (len(regular) - 1), np.arange(len(odd_N)) - odd_so_far)
+    hashes, lengths, facts = (
+        np.concatenate([here.take(regular), remembered.take(places)]).take(order_N)
+        for here, remembered in (
+            (hashes_R, memory.hashes),
+            (lengths_R, memory.lengths),
+            (FACTS_OF_KIND.take(kinds_R), memory.facts),
+        )
+    )
+
+    offsets = np.cumsum([1, *(len(text) + 1 for text in texts)])
+    edges_D = np.searchsorted(starts_P, offsets)
+    edges_D = np.concatenate([ZERO, counts_P.cumsum()]).take(edges_D)
+    facts += (facts & 1) * lengths << 40
+    sums_D = np.diff(np.concatenate([ZERO, facts.cumsum()]).take(edges_D)).tolist()
+    edges = edges_D.tolist()
+    return [
+        TextStats(hashes[a:b], lengths[a:b], total & 0xFFFFF, total >> 40, total >> 20 & 0xFFFFF)
+        for a, b, total in zip(edges, edges[1:], sums_D)
+    ]
+
+
+def _piece_by_piece(text: str) -> TextStats:
+    words = [word for piece in text.split() for word in cut(piece)]
+    kinds = {word: place for place, word in enumerate(dict.fromkeys(words))}
+    order = np.fromiter(map(kinds.__getitem__, words), np.intp, len(words))
+    hashes = np.array([hash_of(word) for word in kinds], np.uint64)
+    lengths = np.array([len(word) for word in kinds], np.int32)
+    facts = np.array([_facts(word) for word in kinds], np.int64).take(order)
+    plain = facts & PLAIN
+    lengths = lengths.take(order)
+    return TextStats(
+        hashes.take(order), lengths, int(plain.sum()), int((plain * lengths).sum()), int((facts // ALPHABETIC).sum())
+    )
+
+
+def _facts(word: str) -> int:
+    if word.isalpha() or any(map(str.isalpha, word)):
+        return PLAIN | ALPHABETIC
+    return PLAIN if any(map(str.isalnum, word)) else 0
+
+
+class _Memory:
+    """Odd pieces and their words, in tables. A cache only: what it holds never changes what text_stats says."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.rows: dict[str, int] = {}  # of pieces
+        self.firsts, self.counts = np.zeros(1 << 12, np.int64), np.zeros(1 << 12, np.int64)  # of a piece, in its words
+        self.used = 0
+        self.hashes = np.zeros(1 << 13, np.uint64)  # of all words of all pieces, one after another
+        self.lengths = np.zeros(1 << 13, np.int32)
+        self.facts = np.zeros(1 << 13, np.int64)
+
+    def look_up(self, pieces: Sequence[str]) -> np.ndarray:
+        """The rows of the pieces; those not met before are cut and entered."""
+        with self.lock:
+            if new := [piece for piece in dict.fromkeys(pieces) if piece not in self.rows]:
+                self._enter(new)
+            return np.fromiter(map(self.rows.__getitem__, pieces), np.intp, len(pieces))
+
+    def _enter(self, pieces: Sequence[str]) -> None:
+        cuts = [cut(piece) for piece in pieces]
+        words = list(itertools.chain.from_iterable(cuts))
+        row, counts = len(self.rows), np.fromiter(map(len, cuts), np.int64, len(cuts))
+        first, last = self.used, self.used + len(words)
+        if row + len(cuts) > len(self.firsts):
+            self.firsts, self.counts = (_longer(table, row + len(cuts)) for table in (self.firsts, self.counts))
+        if last > len(self.hashes):
+            self.hashes, self.lengths, self.facts = (
+                _longer(table, last) for table in (self.hashes, self.lengths, self.facts)
+            )
+        self.hashes[first:last] = _hashes_of(words)
+        self.lengths[first:last] = np.fromiter(map(len, words), np.int32, len(words))
+        self.facts[first:last] = np.fromiter(map(_facts, words), np.int64, len(words))
+        self.counts[row : row + len(cuts)] = counts
+        self.firsts[row : row + len(cuts)] = first + counts.cumsum() - counts
+        self.rows.update(zip(pieces, range(row, row + len(cuts))))
+        self.used = last
+
+    def ready(self) -> "_Memory":
+        """This memory, or a new one for all to come if it is full."""
+        global _memory
+        if len(self.rows) > MAX_REMEMBERED:
+            _memory = _Memory()
+        return _memory
+
+
+def _longer(table: np.ndarray, least: int) -> np.ndarray:
+    larger = np.zeros(max(2 * len(table), least), table.dtype)
+    larger[: len(table)] = table
+    return larger
+
+
+_memory = _Memory()

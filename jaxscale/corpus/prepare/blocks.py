@@ -1,0 +1,77 @@
+"""Blocks on disk: the documents between two passes of a preparation, as Arrow files that are whole or not there."""
+
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+
+from jaxscale.system.paths import write_bytes_atomic
+from jaxscale.text.document import Document
+
+OBJECT_BYTES = 512  # of a document beside its texts, about
+MOST_DOCUMENTS = 1 << 19  # of a block: items of a join number them with 20 bits
+TEXTS = ("text", "source", "file", "id", "url", "licence", "language")
+
+
+def cut(documents: Iterable[Document], block_bytes: int) -> Iterator[list[Document]]:
+    """The documents in lists of about block_bytes of text, at least one in each; the cuts depend on them alone."""
+    block: list[Document] = []
+    held = 0
+    for document in documents:
+        block.append(document)
+        held += document.size + len(document.id) + len(document.url) + len(document.licence) + OBJECT_BYTES
+        if held >= block_bytes or len(block) == MOST_DOCUMENTS:
+            yield block
+            block, held = [], 0
+    if block:
+        yield block
+
+
+def to_table(documents: Sequence[Document], *, with_text: bool = True) -> pa.Table:
+    """The documents as columns: their fields, and a float32 column for each score."""
+    columns: dict[str, Any] = {}
+    if with_text:
+        columns["text"] = pa.array([clean(document.text) for document in documents], pa.large_string())
+    for name in TEXTS[1:]:
+        columns[name] = pa.array([clean(getattr(document, name)) for document in documents], pa.string())
+    columns["offset"] = pa.array([document.offset for document in documents], pa.int64())
+    scores = [dict(document.scores) for document in documents]
+    for name in sorted({name for held in scores for name in held}):
+        columns[f"score.{name}"] = pa.array([held.get(name) for held in scores], pa.float32())
+    return pa.table(columns)
+
+
+def from_table(table: pa.Table) -> list[Document]:
+    """The inverse of to_table; scores come back as float32."""
+    names = [name for name in table.column_names if name.startswith("score.")]
+    held = [table.column(name).to_pylist() for name in names]
+    labels = [name.removeprefix("score.") for name in names]
+    fields = [table.column(name).to_pylist() for name in (*TEXTS, "offset")]
+    return [
+        Document(
+            **dict(zip((*TEXTS, "offset"), values)),
+            scores=tuple((label, column[i]) for label, column in zip(labels, held) if column[i] is not None),
+        )
+        for i, values in enumerate(zip(*fields))
+    ]
+
+
+def clean(text: str) -> str:
+    """The text without what UTF-8 cannot spell: half a surrogate pair in a name becomes a question mark."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def write_table(path: pathlib.Path, table: pa.Table, *, packed: bool = True) -> None:
+    """Writes the table as an Arrow file, whole or not at all. packed: smaller, but no part of it is read alone."""
+    sink = pa.BufferOutputStream()
+    options = pa.ipc.IpcWriteOptions(compression="lz4" if packed else None)
+    with pa.ipc.new_file(sink, table.schema, options=options) as writer:
+        writer.write_table(table)
+    write_bytes_atomic(path, sink.getvalue())
+
+
+def read_table(path: pathlib.Path) -> pa.Table:
+    """The table of an Arrow file; of one that is not packed, memory-mapped, only what is looked at is read."""
+    return pa.ipc.open_file(pa.memory_map(os.fspath(path))).read_all()

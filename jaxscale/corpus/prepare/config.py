@@ -1,0 +1,162 @@
+"""Settings of a preparation: the sources, the stages in their order, and what each of them needs."""
+
+import dataclasses
+import difflib
+from pathlib import Path
+from typing import ClassVar
+
+from jaxscale.corpus.curate.c4 import C4Config
+from jaxscale.corpus.curate.contamination import ContaminationConfig
+from jaxscale.corpus.curate.evaluation import matching
+from jaxscale.corpus.curate.exact import ExactConfig, LineConfig
+from jaxscale.corpus.curate.fineweb import FineWebConfig
+from jaxscale.corpus.curate.gopher import GopherConfig
+from jaxscale.corpus.curate.langid import LanguageConfig
+from jaxscale.corpus.curate.licence import LicenceConfig
+from jaxscale.corpus.curate.minhash import NearConfig
+from jaxscale.corpus.curate.pii import PIIConfig
+from jaxscale.corpus.curate.repair import RepairConfig
+from jaxscale.corpus.curate.repetition import RepetitionConfig
+from jaxscale.corpus.curate.substring import SubstringConfig
+from jaxscale.corpus.curate.toxicity import ToxicityConfig
+from jaxscale.corpus.prepare.passes import JOINS
+from jaxscale.data.config import Globs
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.settings import ReadConfig
+from jaxscale.text.tokenizer.about import naming_files
+from jaxscale.text.tokenizer.fast import EncodeConfig
+from jaxscale.text.tokenizer.train import TrainTokenizerConfig
+
+STAGES = (
+    "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "licence", "toxicity", "substring",
+    "decontaminate", "pii",
+)  # fmt: skip
+TRAINED = "train"  # as tokenizer.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecipeReadConfig(ReadConfig):
+    """How the files of all sources are read."""
+
+    where: ClassVar[str] = "read."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """Text of one origin."""
+
+    files: str | tuple[str, ...] = setting(
+        help="glob or globs: .txt .jsonl .parquet .arrow .warc .html, .gz, .zst, ..."
+    )
+    licence: str = setting("", "of every document that does not tell its own; say where it stands")
+    synthetic: bool = setting(False, "the text was written by a model")
+    text_field: str | None = setting(None, "as read.text_field, for this source alone")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenizerConfig:
+    """The tokenizer of the shards."""
+
+    name: str = setting(
+        TRAINED, "train: one is trained on what is left of the text; or 'bytes', a tokenizer.json, a .model"
+    )
+    eos_token: str = setting(
+        "",
+        "the token that ends a document; "
+        "empty: eos_token of tokenizer_config.json beside the tokenizer, else a usual name",
+    )
+    bos_token: str = setting(
+        "",
+        "the token that begins a document; empty: as the tokenizer's own files say (Llama's and Gemma's have one, "
+        "GPT-2's and Qwen's none); none: nothing",
+    )
+    train: TrainTokenizerConfig = setting(TrainTokenizerConfig)
+    encode: EncodeConfig = setting(EncodeConfig)
+
+    @property
+    def is_trained(self) -> bool:
+        """True if there is no tokenizer yet."""
+        return self.name == TRAINED
+
+    def path(self, folder: str) -> str:
+        """What load_tokenizer is given. folder: of the work, where a trained one is kept."""
+        ending = "model" if self.train.kind == "unigram" else "json"
+        return f"{folder}/tokenizer.{ending}" if self.is_trained else self.name
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WriteConfig:
+    """The shards."""
+
+    shard_tokens: int = setting(100_000_000, "about so many in a shard; one shard is held in memory while it is made")
+    seed: int = setting(0, "of the shuffle")
+
+    def __post_init__(self):
+        if self.shard_tokens < 1:
+            raise BadInput(f"shard_tokens={self.shard_tokens} must be 1 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """A recipe: the same recipe, input and seed give the same shards, byte for byte, on any number of processes."""
+
+    sources: dict[str, SourceConfig] = setting({}, "name to files; --input=GLOB is short for one source named text")
+    stages: tuple[str, ...] = setting(
+        ("repair", "language", "exact_dedup", "near_dedup"), f"in this order, of {', '.join((*STAGES, *JOINS))}"
+    )
+    read: RecipeReadConfig = setting(RecipeReadConfig)
+    repair: RepairConfig = setting(RepairConfig)
+    language: LanguageConfig = setting(LanguageConfig)
+    gopher_repetition: RepetitionConfig = setting(RepetitionConfig)
+    gopher_quality: GopherConfig = setting(GopherConfig)
+    c4: C4Config = setting(C4Config)
+    fineweb: FineWebConfig = setting(FineWebConfig)
+    licence: LicenceConfig = setting(LicenceConfig)
+    toxicity: ToxicityConfig = setting(ToxicityConfig)
+    exact_dedup: ExactConfig = setting(ExactConfig)
+    line_dedup: LineConfig = setting(LineConfig)
+    near_dedup: NearConfig = setting(NearConfig)
+    substring: SubstringConfig = setting(SubstringConfig)
+    decontaminate: ContaminationConfig = setting(ContaminationConfig)
+    pii: PIIConfig = setting(PIIConfig)
+    tokenizer: TokenizerConfig = setting(TokenizerConfig)
+    write: WriteConfig = setting(WriteConfig)
+    block_bytes: int = setting(16 << 20, "of text that a process works on at a time")
+
+    def __post_init__(self):
+        if self.block_bytes < 1 << 10:
+            raise BadInput(f"block_bytes={self.block_bytes} must be 1024 or more")
+        if not self.sources:
+            raise BadInput("sources is empty; give --input='raw/*.jsonl.gz', or sources in the recipe")
+        known = (*STAGES, *JOINS)
+        for name in self.stages:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(known)}"
+                raise BadInput(f"stages has {name!r}, which is no stage{hint}")
+        if twice := sorted({name for name in self.stages if self.stages.count(name) > 1}):
+            raise BadInput(f"stages has {twice[0]!r} twice; each stage runs once")
+        if "decontaminate" in self.stages and not self.decontaminate.files:
+            raise BadInput(
+                "stages has 'decontaminate', and decontaminate.files is empty; name the evaluation files, or leave the "
+                "stage out"
+            )
+
+    @property
+    def globs(self) -> Globs:
+        """The files of each source."""
+        return {name: source.files for name, source in self.sources.items()}
+
+    def beside(self) -> list[str]:
+        """Files that the recipe reads beside the sources, and whose content decides what comes out."""
+        own = [] if self.tokenizer.is_trained or self.tokenizer.name == "bytes" else [self.tokenizer.name]
+        own += [str(path) for name in own for path in naming_files(Path(name).expanduser())]
+        words = [self.c4.bad_words, self.toxicity.word_list]
+        return [*own, *(map(str, matching(self.decontaminate.files))), *(path for path in words if path)]
+
+    def reading(self, source: str) -> ReadConfig:
+        """How the files of a source are read."""
+        own = self.sources[source]
+        own_field = {} if own.text_field is None else {"text_field": own.text_field}
+        return dataclasses.replace(self.read, licence=own.licence or self.read.licence, **own_field)

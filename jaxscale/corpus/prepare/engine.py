@@ -1,0 +1,261 @@
+"""The whole of a preparation: passes over the documents, joins between them, shards, and the manifest at the end."""
+
+import collections
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from jaxscale import schema
+from jaxscale.corpus.prepare.config import PrepareConfig, TokenizerConfig
+from jaxscale.corpus.prepare.executors import Executor
+from jaxscale.corpus.prepare.gather import ShardCall, move_out, num_shards, write_shard
+from jaxscale.corpus.prepare.joins import cluster_facts, find_duplicates
+from jaxscale.corpus.prepare.outcome import rewrite_report, versions, write_outcome
+from jaxscale.corpus.prepare.passes import Pass, plan_passes
+from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.sampling import train_on_blocks
+from jaxscale.corpus.prepare.tally import Tally
+from jaxscale.corpus.prepare.tokens import tokenizer_of, unpack
+from jaxscale.corpus.prepare.work import Block, Call, count_blocks, document_at, in_order, join_folder, run
+from jaxscale.data.cache import stamp
+from jaxscale.data.manifest import NAME as MANIFEST
+from jaxscale.data.manifest import check_manifest
+from jaxscale.system.digest import file_sha256
+from jaxscale.system.exits import BadInput
+from jaxscale.system.locks import locked
+from jaxscale.system.paths import make_private, read_bytes, write_text_atomic
+from jaxscale.text.document import Document
+from jaxscale.text.sources import Part, SourceFile, list_files, parts
+from jaxscale.text.sources.decode import is_repair
+from jaxscale.text.tokenizer import fertility
+from jaxscale.text.tokenizer.about import NO_BOS
+from jaxscale.text.tokenizer.base import Tokenizer
+from jaxscale.text.tokenizer.load import tokenizer_problem
+from jaxscale.text.tokenizer.train import special_names
+
+MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
+LOCK = ".lock"  # left behind: who deletes a lock takes it from somebody else
+FORMAT = 1  # raised when the same recipe would give other bytes
+
+
+class Plan(NamedTuple):
+    """What is to be done."""
+
+    cfg: PrepareConfig
+    key: str  # of recipe and input: equal keys, equal output
+    pieces: list[tuple[SourceFile, Part]]
+    passes: list[Pass]
+
+
+def make_plan(cfg: PrepareConfig) -> Plan:
+    """The pieces of the input and the passes over them. Raises BadInput where no file or no tokenizer is found."""
+    files, problems = list_files(cfg.globs, "sources", "text")
+    if not cfg.tokenizer.is_trained and (problem := tokenizer_problem(cfg.tokenizer.name)):
+        problems.append(problem.replace("data.tokenizer", "tokenizer.name"))
+    if not problems:
+        problems += bos_problems(cfg.tokenizer)
+    if problems:
+        raise BadInput(problems[0])
+    pieces = [(file, part) for file in files for part in parts(file, cfg.reading(file.source), cfg.block_bytes)]
+    made_from = {
+        "format": FORMAT,
+        "recipe": schema.to_dict(cfg),
+        "files": [[*file, *stamp(file.path)] for file in files],
+        "read beside": [[path, file_sha256(path)] for path in cfg.beside()],
+    }
+    return Plan(cfg, hash_of(made_from), pieces, plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained))
+
+
+def bos_problems(cfg: TokenizerConfig) -> list[str]:
+    """Why documents cannot begin as the setting says."""
+    if cfg.is_trained and cfg.bos_token not in ("", NO_BOS, *special_names(cfg.train)):
+        known = ", ".join(special_names(cfg.train))
+        return [f"tokenizer.bos_token={cfg.bos_token} is no special token of the one to be trained ({known})"]
+    if not cfg.is_trained:
+        try:
+            tokenizer_of(cfg.name, cfg)
+        except BadInput as error:
+            names = {"data.tokenizer=": "tokenizer.name=", "data.bos_token": "tokenizer.bos_token"}
+            names |= {"data.eos_token": "tokenizer.eos_token"}
+            return [functools.reduce(lambda told, pair: told.replace(*pair), names.items(), str(error))]
+    return []
+
+
+def prepare(
+    plan: Plan, output: pathlib.Path, executor: Executor, progress: Progress, *, keep_work: bool = False
+) -> None:
+    """Makes the shards, manifest and report of a plan in `output`.
+
+    Killed at any moment, the same call goes on. Raises BadInput where the folder holds something else, another
+    process is at work in it, or no document is left.
+    """
+    output = output.absolute()
+    make_output(output)
+    with locked(output / LOCK, functools.partial(in_use, output)):
+        folder = output / f"work-{plan.key}-{hash_of(versions())[:8]}"  # other versions may give other bytes
+        if is_open(plan, output, folder, progress.say):
+            make_set(plan, output, folder, executor, progress)
+        rewrite_report(output)  # again where it is complete: an earlier process may have ended just before
+        if not keep_work:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: Executor, progress: Progress) -> None:
+    """Does all the work, and writes the manifest last."""
+    tally, clusters, blocks = Tally(), [], []
+    for number, step in enumerate(plan.passes):
+        blocks = run_pass(plan, folder, number, blocks, executor, progress, tally)
+        paths = [block.path for block in blocks]
+        for join in step.joins:
+            progress.begin(f"{join}: comparing all documents", 1)
+            found = join_folder(str(folder), number, join)
+            find_duplicates(plan.cfg, join, found, paths, executor)
+            clusters.append(cluster_facts(join, found, functools.partial(document_in, paths)))
+        if step.ends == "sample":
+            progress.begin("training the tokenizer", 1)
+            train_on_blocks(plan.cfg, paths, plan.cfg.tokenizer.path(str(folder)))
+    tokenizer = plan.cfg.tokenizer.path(str(folder))
+    names = write_shards(plan, folder, blocks, tokenizer, executor, progress)
+    progress.end()
+    write_text_atomic(output / MADE_FROM, plan.key + "\n")  # first: shards of two recipes have the same names
+    move_out(folder, names, output)
+    loaded = tokenizer_of(tokenizer, plan.cfg.tokenizer)
+    facts = {"tally": tally.to_json(), "clusters": clusters, "fertility": fertility_rows(blocks, loaded)}
+    write_outcome(plan.cfg, output, names, tokenizer, facts)
+
+
+def run_pass(
+    plan: Plan,
+    folder: pathlib.Path,
+    number: int,
+    blocks: Sequence[Block],
+    executor: Executor,
+    progress: Progress,
+    tally: Tally,
+) -> list[Block]:
+    """The blocks that a pass leaves, in the order of the input. What it counted is added to the tally."""
+    step = plan.passes[number]
+    calls = make_calls(plan, folder, number, blocks)
+    progress.begin(title(number, step), len(calls))
+    blocks_found: list[Any] = []
+    with progress.ticking(lambda: f"{count_blocks(folder, number):,} blocks"):
+        for result in executor.run_all(run, calls):
+            blocks_found += result["blocks"]  # the rest of a result is added up, and let go
+            progress.add(result)
+            tally.merge(Tally.from_json(result["tally"]))
+    left = in_order(blocks_found, folder, number)
+    if not left:
+        raise BadInput(f"no document is left after {title(number, step)}: {funnel_line(tally) or 'the input is empty'}")
+    return left
+
+
+def make_output(output: pathlib.Path) -> None:
+    """Makes the folder. Raises BadInput if it cannot be made or written."""
+    try:
+        make_private(output)
+    except OSError as error:
+        raise BadInput(f"--output={output} cannot be made: {error.strerror or error}; name a folder") from None
+    if not os.access(output, os.W_OK | os.X_OK):
+        raise BadInput(f"--output={output} cannot be written by this user; name another folder")
+
+
+def is_open(plan: Plan, output: pathlib.Path, folder: pathlib.Path, say: Callable[[str], None]) -> bool:
+    """True if there is work to do in `folder`; False if the output is complete.
+
+    Raises BadInput if another set is in the way, or a complete one has lost something.
+    """
+    for leftover in output.glob(".*.tmp"):  # of a process that was killed while it wrote one
+        leftover.unlink(missing_ok=True)
+    made_from = output / MADE_FROM
+    found = read_bytes(made_from).strip() if made_from.exists() else None
+    mine = found == plan.key.encode()
+    if not mine and (found is not None or (output / MANIFEST).exists()):
+        whole = "another set" if (output / MANIFEST).exists() else "a part of another set"
+        raise BadInput(f"{output} holds {whole}, of another recipe or other input; choose another --output")
+    if (output / MANIFEST).exists():
+        check_manifest(output / MANIFEST, deep=False)
+        say(f"{output} is complete: the same recipe, the same input")
+        return False
+    for other in sorted(output.glob("work-*")):
+        if other != folder:
+            say(f"{other} is unfinished work of another recipe, input or version; delete it if it is not wanted")
+    if folder.is_dir():
+        say(f"going on with {folder}")
+    make_private(folder)
+    return True
+
+
+def hash_of(value: Any) -> str:
+    """32 hexadecimal digits that stand for plain data."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def in_use(folder: pathlib.Path) -> NoReturn:
+    """Raises the BadInput for a folder in which another process of this machine is at work."""
+    raise BadInput(f"another process is at work in {folder}; wait for it, or end it")
+
+
+def make_calls(plan: Plan, folder: pathlib.Path, number: int, blocks: Sequence[Block]) -> list[Call]:
+    """The pieces of work of a pass: parts of the input, or the blocks of the pass before."""
+    recipe = json.dumps(schema.to_dict(plan.cfg), sort_keys=True)
+    base = Call(recipe, str(folder), number, plan.passes[number], 0)
+    if number == 0:
+        return [base._replace(piece=i, file=file, part=part) for i, (file, part) in enumerate(plan.pieces)]
+    joined = plan.passes[number - 1].joins
+    return [base._replace(piece=i, path=f"{block.path}.arrow", joined=joined) for i, block in enumerate(blocks)]
+
+
+def write_shards(
+    plan: Plan,
+    folder: pathlib.Path,
+    blocks: Sequence[Block],
+    tokenizer: str,
+    executor: Executor,
+    progress: Progress,
+) -> list[str]:
+    """Writes all shards and returns their names in order."""
+    count = num_shards(sum(block.tokens for block in blocks), plan.cfg.write.shard_tokens)
+    paths = tuple(block.path for block in blocks)
+    base = ShardCall(str(folder), paths, 0, count, tuple(plan.cfg.sources), tokenizer, plan.cfg.tokenizer)
+    calls = [base._replace(number=i) for i in range(count)]
+    progress.begin(f"writing {count} shards", count)
+    for _ in executor.run_all(write_shard, calls):
+        progress.add(None)
+    return [call.name for call in calls]
+
+
+def fertility_rows(blocks: Sequence[Block], tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """How well the tokenizer fits each source and language, for the report."""
+    sums = fertility.add(unpack(block.fertility, tokenizer.vocab_size) for block in blocks)
+    finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
+    return [{name: finite(value) for name, value in row._asdict().items()} for row in fertility.rows(sums, tokenizer)]
+
+
+def title(number: int, step: Pass) -> str:
+    """What a pass does, for the progress line."""
+    does = [*(["reading"] if number == 0 else []), *step.stages, *(["tokens"] if step.ends == "tokens" else [])]
+    return f"pass {number + 1}: " + (", ".join(does) or "counting")
+
+
+def document_in(paths: Sequence[str], block: int, place: int) -> Document:
+    """A document of one of these blocks."""
+    return document_at(paths[block], place)
+
+
+def funnel_line(tally: Tally) -> str:
+    """'read 10; language: not wanted 7; ...'."""
+    totals: collections.Counter = collections.Counter()
+    for name, number in tally.counts.items():
+        if name[0] == "dropped" and name[-1] == "documents":
+            totals[name[3]] += number
+        if name[:2] == ("in", "read") and name[-1] == "documents":
+            totals["read"] += number
+        if name[0] == "read" and not is_repair(name[-1]):
+            totals[f"left out: {name[-1]}"] += number
+    return "; ".join(f"{reason} {number:,}" for reason, number in totals.most_common())

@@ -1,0 +1,247 @@
+"""The join over all blocks: items with equal keys, from sorted sketch files on disk, one range of keys at a time.
+
+A block is sketched wherever there is a free process; its file holds (key, item) sorted by key. A partition is a range
+of keys, so it is one slice of every file, and no file is rewritten. What is found depends neither on the number of
+partitions nor on the order in which blocks are done.
+
+A block's number is its place in the list of files, which nobody knows when a block is sketched: files say block 0.
+An item is numbered block << 44 | document in the block << 24 | place in the document: in the order of the input, so the
+first copy is the one with the smallest number.
+
+Memory, measured: duplicate_pairs holds one partition, at 37 bytes per (key, item) and 80 more per pair that it finds;
+components about 60 bytes per pair; verified two signatures per pair, for PAIRS_AT_ONCE pairs at once. The copies of
+one key are always in one partition, however many.
+"""
+
+import functools
+import os
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.corpus.curate.hashes import Sketch
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import replacing
+
+BLOCK_BITS, DOCUMENT_BITS, PLACE_BITS = 20, 20, 24
+WORK = 4  # bytes of memory per byte of a partition: 64 per (key, item), so a third of them may have copies
+PAIRS_AT_ONCE = 1 << 15  # of 128 permutations: 32 MiB of signatures
+OPEN_FILES = 256  # memory maps of signatures kept open
+
+ReadSignatures = Callable[[np.ndarray], np.ndarray]  # items -> uint32[items, permutations] of their documents
+
+
+class Parts(NamedTuple):
+    """Of each item, where it is."""
+
+    blocks: np.ndarray
+    documents: np.ndarray
+    places: np.ndarray
+
+
+def item_numbers(block: int, documents: Any, places: Any = 0) -> np.ndarray:
+    """uint64[n]: the items of a block. Raises BadInput where a number has too many bits."""
+    documents, places = np.asarray(documents, np.uint64), np.asarray(places, np.uint64)
+    for name, value, bits in (
+        ("block", block, BLOCK_BITS),
+        ("document in a block", documents.max(initial=0), DOCUMENT_BITS),
+        ("line of a document", places.max(initial=0), PLACE_BITS),
+    ):
+        if not 0 <= int(value) < 1 << bits:
+            raise BadInput(f"{name} number {int(value)} must be below {1 << bits}; cut the input into other blocks")
+    shift = np.uint64(DOCUMENT_BITS + PLACE_BITS)
+    return np.uint64(block) << shift | documents << np.uint64(PLACE_BITS) | places
+
+
+def parts(items: np.ndarray) -> Parts:
+    """(blocks, documents, places) of the items, the inverse of item_numbers."""
+    blocks = items >> np.uint64(DOCUMENT_BITS + PLACE_BITS)
+    documents = (items >> np.uint64(PLACE_BITS)) & np.uint64((1 << DOCUMENT_BITS) - 1)
+    return Parts(*(part.astype(np.int64) for part in (blocks, documents, items & np.uint64((1 << PLACE_BITS) - 1))))
+
+
+def of_block(items: np.ndarray, block: int) -> slice:
+    """The slice of sorted items that lies in a block."""
+    shift = DOCUMENT_BITS + PLACE_BITS
+    first, last = np.uint64(block << shift), np.uint64((block + 1 << shift) - 1)
+    return slice(int(np.searchsorted(items, first)), int(np.searchsorted(items, last, side="right")))
+
+
+def write_sketch(path: str | os.PathLike[str], sketch: Sketch) -> None:
+    """Writes a block's sketch, whole or not at all: uint64[2, m] keys and items, sorted, as a .npy file.
+
+    Signatures lie beside it (signatures_path) and are written first, so where the sketch is, they are.
+    """
+    items = item_numbers(0, sketch.owners, sketch.places)
+    order = np.lexsort((items, sketch.keys))
+    if sketch.signatures is not None:
+        save_whole(signatures_path(path), np.ascontiguousarray(sketch.signatures, np.uint32))
+    save_whole(pathlib.Path(path), np.stack([sketch.keys[order], items[order]]))
+
+
+def signatures_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Where the signatures of the sketch at `path` are: x.npy has x.signatures.npy."""
+    return pathlib.Path(path).with_suffix(".signatures.npy")
+
+
+def save_whole(path: pathlib.Path, array: np.ndarray) -> None:
+    """Writes a .npy file such that a reader, or a crash at any moment, sees all of it or nothing."""
+    with replacing(path) as file:
+        np.save(file, array, allow_pickle=False)
+
+
+def open_array(path: str | os.PathLike[str]) -> np.ndarray:
+    """The array of a .npy file, memory-mapped. Raises BadInput that names the file if it is damaged."""
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError:
+        raise
+    except (ValueError, EOFError, OSError) as error:
+        raise BadInput(f"{path} is not a whole sketch file ({error}); delete it and prepare again") from None
+
+
+def num_partitions(total_bytes: int, memory_bytes: int) -> int:
+    """How many partitions keep the join of sketch files of total_bytes within memory_bytes; see the memory above.
+
+    Keys are hashes, so partitions are equal but for chance and for keys with very many copies: a fifth is left free.
+    """
+    return max(1, -(-total_bytes * WORK * 5 // (memory_bytes * 4)))
+
+
+def duplicate_pairs(
+    paths: Sequence[str | os.PathLike[str]], partition: int, num_partitions: int, neighbours: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """(items, firsts), uint64[k] each, sorted: for each key in the partition with several items, each later one with
+    the first one.
+
+    paths: of the sketches of blocks 0, 1, 2 ...
+    neighbours: pair each item also with this many before it of the same key. Needed where equal keys only make
+    candidates: if the first of a bucket is unlike the others, those others still meet.
+    """
+    assert 0 <= partition < num_partitions, (partition, num_partitions)
+    begin, end = ((part << 64) // num_partitions for part in (partition, partition + 1))
+    loaded = [np.zeros((2, 0), np.uint64)]
+    for block, path in enumerate(paths):
+        sketch = open_array(path)
+        if sketch.ndim != 2 or len(sketch) != 2 or sketch.dtype != np.uint64:
+            raise BadInput(f"{path} holds {sketch.dtype}{list(sketch.shape)}, not the keys and items of a sketch")
+        inside = slice(
+            int(np.searchsorted(sketch[0], np.uint64(begin))),
+            int(np.searchsorted(sketch[0], np.uint64(end - 1), side="right")),
+        )
+        part = np.array(sketch[:, inside])  # copied, so that the map is closed
+        part[1] |= item_numbers(block, 0)
+        loaded.append(part)
+    keys, items = (np.concatenate([part[row] for part in loaded]) for row in (0, 1))
+    del loaded
+    return pairs_of_keys(keys, items, neighbours)
+
+
+def pairs_of_keys(keys: np.ndarray, items: np.ndarray, neighbours: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """(items, firsts): duplicate_pairs of keys and items that lie in memory, in any order."""
+    order = np.argsort(keys)
+    keys = keys[order]
+    same = keys[1:] == keys[:-1]
+    several = np.zeros(len(keys), bool)
+    several[1:] |= same
+    several[:-1] |= same
+    keys, items = keys[several], items[order[several]]  # few: only these are sorted by item too
+    del order, same, several
+    order = np.lexsort((items, keys))
+    keys, items = keys[order], items[order]
+    del order
+    once = np.ones(len(keys), bool)
+    once[1:] = (keys[1:] != keys[:-1]) | (items[1:] != items[:-1])
+    keys, items = keys[once], items[once]
+    new = np.ones(len(keys), bool)
+    new[1:] = keys[1:] != keys[:-1]
+    starts = np.flatnonzero(new)
+    first = np.repeat(starts, np.diff(np.append(starts, len(keys))))
+    places = np.arange(len(keys))
+    later, earlier = [places[~new]], [first[~new]]
+    for distance in range(1, neighbours + 1):
+        reach = places - distance > first  # the first itself is paired already
+        later.append(places[reach])
+        earlier.append(places[reach] - distance)
+    later, earlier = items[np.concatenate(later)], items[np.concatenate(earlier)]
+    return unique_pairs(later, earlier)
+
+
+def unique_pairs(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs sorted by item, then first, each once."""
+    order = np.lexsort((firsts, items))
+    items, firsts = items[order], firsts[order]
+    new = np.ones(len(items), bool)
+    new[1:] = (items[1:] != items[:-1]) | (firsts[1:] != firsts[:-1])
+    return items[new], firsts[new]
+
+
+def group_pairs(items: Sequence[int], neighbours: int = 0) -> list[tuple[int, int]]:
+    """[(item, first)]: the pairs that duplicate_pairs makes of one key, for engines that group by key themselves."""
+    group = np.sort(np.fromiter(items, np.uint64))
+    later, earlier = pairs_of_keys(np.zeros(len(group), np.uint64), group, neighbours)
+    return list(zip(later.tolist(), earlier.tolist()))
+
+
+def signature_reader(paths: Mapping[int, str | os.PathLike[str]]) -> ReadSignatures:
+    """A function from items to the signatures of their documents, out of the files beside the blocks' sketches."""
+    open_block = functools.lru_cache(maxsize=OPEN_FILES)(lambda block: open_array(signatures_path(paths[block])))
+
+    def read(items: np.ndarray) -> np.ndarray:
+        blocks, documents, _ = parts(items)
+        order = np.lexsort((documents, blocks))
+        starts = np.flatnonzero(np.diff(blocks[order], prepend=-1))
+        rows = [places for places in np.split(order, starts[1:]) if len(places)]
+        signatures = None
+        for places in rows:
+            found = open_block(int(blocks[places[0]]))
+            if signatures is None:
+                signatures = np.empty((len(items), found.shape[1]), np.uint32)
+            signatures[places] = found[documents[places]]
+        return np.empty((0, 0), np.uint32) if signatures is None else signatures
+
+    return read
+
+
+def verified(
+    items: np.ndarray, firsts: np.ndarray, signatures: ReadSignatures, threshold: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """The pairs whose documents have an estimated Jaccard similarity of at least the threshold.
+
+    The estimate is the share of equal numbers in two signatures (Broder, 1997); its standard error is at most
+    0.5 / sqrt(permutations).
+    """
+    kept = [np.zeros(0, bool)]
+    for begin in range(0, len(items), PAIRS_AT_ONCE):
+        chunk = slice(begin, begin + PAIRS_AT_ONCE)
+        left, right = signatures(items[chunk]), signatures(firsts[chunk])
+        kept.append(alike(left, right, threshold))
+    kept = np.concatenate(kept)
+    return items[kept], firsts[kept]
+
+
+def alike(left: np.ndarray, right: np.ndarray, threshold: float) -> np.ndarray:
+    """bool[n]: whether row i of both, uint32[n, permutations], is equal in at least this share of its numbers."""
+    return np.count_nonzero(left == right, axis=1) >= threshold * left.shape[1] - 1e-9  # 0.7 * 10 is above 7
+
+
+def components(items: np.ndarray, firsts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(items, keepers), uint64[k] each, sorted: each item that is linked to smaller ones, with the smallest of them.
+
+    These are the connected components of the pairs: each root is hooked on to the smallest root that it is paired with,
+    then all paths are shortened (Shiloach and Vishkin, 1982), until no pair joins two roots.
+    """
+    nodes = np.unique(np.concatenate([items, firsts]))
+    left, right = np.searchsorted(nodes, items), np.searchsorted(nodes, firsts)
+    root = np.arange(len(nodes))
+    while len(left):
+        np.minimum.at(root, np.maximum(left, right), np.minimum(left, right))
+        while not np.array_equal(shorter := root[root], root):
+            root = shorter
+        left, right = root[left], root[right]
+        apart = left != right
+        left, right = left[apart], right[apart]
+    linked = root != np.arange(len(nodes))
+    return nodes[linked], nodes[root[linked]]

@@ -1,0 +1,102 @@
+"""Pieces of work on all cores of this machine, each in a process of its own that ends when we do."""
+
+import concurrent.futures
+import itertools
+import multiprocessing
+import os
+import pathlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from jaxscale.corpus.prepare.joins import local_pair_calls, write_pairs
+from jaxscale.system.exits import BadInput
+
+WATCH_SECONDS = 1.0
+AHEAD = 4  # calls given out for each process: none waits, and few results pile up
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS", "ARROW_NUM_THREADS")
+
+
+class LocalExecutor:
+    """All cores of this machine, or as many processes as are wanted; see executors.py. To be closed."""
+
+    def __init__(self, workers: int):
+        self.workers = workers
+        self.pool: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def run_all(self, function: Callable[[Any], Any], calls: Sequence[Any]) -> Iterator[Any]:
+        """Yields function(call) of all calls as they are done, in any order. With one worker, in this process.
+
+        Raises: BadInput where a call raised one for people, or a process was killed; whatever else a call raised.
+        """
+        if self.workers == 1 or len(calls) == 1:
+            yield from map(function, calls)
+            return
+        try:
+            self.pool = self.pool or start_pool(self.workers)
+            yield from in_window(self.pool, function, calls, AHEAD * self.workers)
+        except BrokenProcessPool:
+            raise BadInput(
+                "a worker process was killed, by hand or for want of memory; run the same command again to go on, with "
+                "fewer --workers or a smaller --config.block_bytes if it happens again"
+            ) from None
+
+    def write_pairs(self, paths: Sequence[str], threshold: float | None, folder: pathlib.Path) -> None:
+        """Writes folder/pairs-*.npy, a partition of the keys in each."""
+        for _ in self.run_all(write_pairs, local_pair_calls(paths, threshold, folder)):
+            pass
+
+    def __enter__(self) -> "LocalExecutor":
+        return self
+
+    def __exit__(self, kind: type | None, *_: Any) -> None:
+        """Ends the processes: at once where something went wrong."""
+        if self.pool is None:
+            return
+        self.pool.shutdown(wait=kind is None, cancel_futures=True)
+        for process in multiprocessing.active_children() if kind else ():
+            process.terminate()
+
+
+def start_pool(workers: int) -> concurrent.futures.ProcessPoolExecutor:
+    """A pool of processes with one thread each: the processes are the parallelism."""
+    saved = {name: os.environ.get(name) for name in (*THREADS, "TOKENIZERS_PARALLELISM")}
+    os.environ.update(dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"})
+    try:
+        context = multiprocessing.get_context("spawn")
+        pool = concurrent.futures.ProcessPoolExecutor(workers, context, prepare_worker, (os.getpid(),))
+        for future in [pool.submit(os.getpid) for _ in range(workers)]:  # they start, and read the environment, now
+            future.result()
+        return pool
+    finally:
+        for name, value in saved.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def in_window(
+    pool: concurrent.futures.Executor, function: Callable[[Any], Any], calls: Sequence[Any], window: int
+) -> Iterator[Any]:
+    """Yields the results as they come, with at most `window` calls given out at a time; raises what was told."""
+    left, waiting = iter(calls), set()
+    while True:
+        waiting |= {pool.submit(function, call) for call in itertools.islice(left, window - len(waiting))}
+        if not waiting:
+            return
+        done, waiting = concurrent.futures.wait(waiting, return_when=concurrent.futures.FIRST_COMPLETED)
+        while done:
+            yield done.pop().result()
+
+
+def prepare_worker(parent: int) -> None:
+    """Leaves Ctrl-C to the parent process, and ends this one when that is gone, however it went and however soon."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(WATCH_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

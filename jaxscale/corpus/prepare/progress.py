@@ -1,0 +1,128 @@
+"""One line that says how far a preparation is: documents/s, MB/s, what is dropped, and how long it may still take."""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TextIO
+
+from jaxscale.system.redact import shown
+
+SECONDS = 0.5  # between two looks at a terminal
+LINE_SECONDS = 30.0  # and between two lines where there is none
+
+
+class Progress:
+    """Says what is being done. On a terminal the line is written over, elsewhere there is one every half minute."""
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
+        self.stream, self.clock = stream or sys.stdout, clock
+        self.on_terminal = self.stream.isatty()
+        self.title, self.total, self.done, self.since, self.shown = "", 0, 0, 0.0, 0.0
+        self.seen = self.dropped = self.bytes = self.earlier = 0
+        self.so_far: Callable[[], str] | None = None
+        self.lock = threading.Lock()  # between the ticks and everything else that writes
+
+    @contextlib.contextmanager
+    def ticking(self, so_far: Callable[[], str]) -> Iterator[None]:
+        """Shows the line again and again meanwhile, since one piece can be a large file. so_far: what it also tells."""
+        self.so_far, stop = so_far, threading.Event()
+
+        def tick() -> None:
+            while not stop.wait(SECONDS if self.on_terminal else LINE_SECONDS):
+                with self.lock:
+                    self.show()
+
+        thread = threading.Thread(target=tick, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+            self.so_far = None
+
+    def say(self, line: str) -> None:
+        """Prints a line of its own."""
+        self.wipe()
+        self.write(f"{shown(line)}\n")
+
+    def begin(self, title: str, total: int) -> None:
+        """Another thing is done from now on, in `total` pieces."""
+        self.end()
+        self.title, self.total, self.done = title, total, 0
+        self.seen = self.dropped = self.bytes = self.earlier = 0
+        self.since = self.shown = self.clock()
+        if self.on_terminal:
+            self.show()
+        else:
+            self.say(title)
+
+    def add(self, result: Mapping[str, Any] | None) -> None:
+        """A piece is done. result: what work.run returned of it."""
+        with self.lock:
+            self.count(result)
+            if self.clock() - self.shown > (SECONDS if self.on_terminal else LINE_SECONDS):
+                self.show()
+
+    def count(self, result: Mapping[str, Any] | None) -> None:
+        """Adds what a piece has done."""
+        self.done += 1
+        fresh = not (result or {}).get("was_done")  # what an earlier run did says nothing of our speed
+        self.earlier += not fresh
+        for *name, number in result["tally"]["counts"] if result and fresh else ():
+            if name[:2] == ["in", "read"]:
+                self.seen += number * (name[-1] == "documents")
+                self.bytes += number * (name[-1] == "bytes")
+            elif name[0] == "dropped" and name[-1] == "documents":
+                self.dropped += number
+
+    def show(self) -> None:
+        """Writes the line now."""
+        self.shown = self.clock()
+        if self.on_terminal:
+            self.write(f"\r\033[K{shown(self.line())}")
+        else:
+            self.write(f"  {shown(self.line())}\n")
+
+    def line(self) -> str:
+        """'pass 1: reading: 12 of 40, 81,000 documents (2,700/s, 8.9 MB/s), 31% dropped, 1:10 left'."""
+        seconds = max(self.clock() - self.since, 1e-9)
+        facts = [f"{self.title}: {self.done:,} of {self.total:,}"]
+        if self.seen:
+            facts.append(
+                f"{self.seen:,} documents ({self.seen / seconds:,.0f}/s, {self.bytes / 1e6 / seconds:,.1f} MB/s)"
+            )
+            facts.append(f"{self.dropped / self.seen:.0%} dropped")
+        if self.so_far is not None and self.done < self.total:
+            facts.append(self.so_far())
+        if self.earlier < self.done < self.total:
+            left = seconds * (self.total - self.done) / (self.done - self.earlier)
+            facts.append(f"{clock_time(left)} left")
+        return ", ".join(facts)
+
+    def end(self) -> None:
+        """The last thing is done."""
+        if self.title and (self.total > 1 or self.seen):
+            self.wipe()
+            seconds = self.clock() - self.since
+            self.write(f"  {shown(self.line())}, {clock_time(seconds)}\n")
+        self.title = ""
+
+    def write(self, text: str) -> None:
+        """Writes what has been made fit for a terminal."""
+        self.stream.write(text)
+        self.stream.flush()
+
+    def wipe(self) -> None:
+        """Clears the line on a terminal."""
+        if self.on_terminal and self.title:
+            self.write("\r\033[K")
+
+
+def clock_time(seconds: float) -> str:
+    """'4:05', '1:02:03'."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

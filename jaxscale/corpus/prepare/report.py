@@ -1,0 +1,223 @@
+"""The report of a preparation: one HTML page, in which nothing runs and nothing is loaded from elsewhere."""
+
+import collections
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxscale import schema, units
+from jaxscale.corpus.curate.minhash import NearConfig, detection_table
+from jaxscale.corpus.prepare.tally import Sample, Tally
+from jaxscale.corpus.prepare.warnings import find_warnings
+from jaxscale.system.redact import in_html
+from jaxscale.text.tokenizer.fertility import Row
+
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}
+h1{font-size:1.6rem}h2{font-size:1.2rem;margin-top:2.2rem;border-bottom:1px solid #d5dae0}
+table{border-collapse:collapse;margin:.6rem 0}td,th{padding:.2rem .7rem;text-align:right;
+border-bottom:1px solid #e8ebef}
+td:first-child,th:first-child,td.t{text-align:left}th{color:#57606a;font-weight:600}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:#f6f8fa;padding:.6rem;border-radius:4px;max-height:16rem;
+overflow:auto;font-size:12.5px}summary{cursor:pointer}.warn{background:#fff4dc;padding:.4rem .8rem;border-left:4px solid
+#d99a1c;margin:.4rem 0}.bar{fill:#3b77c2}.muted{color:#57606a}svg text{font:11px system-ui,sans-serif;fill:#57606a}
+"""
+CONTENT_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # a browser runs and loads nothing for this page
+MOST_ROWS = 40  # of a table that could be long; the rest is summed up
+
+
+def report_page(facts: Mapping[str, Any]) -> str:
+    """The page. facts: 'manifest', 'tally' (Tally.to_json), 'clusters', 'fertility', as the engine keeps them."""
+    tally, manifest = Tally.from_json(facts["tally"]), facts["manifest"]
+    sections = [
+        summary(manifest, tally),
+        warnings(find_warnings(tally, manifest, facts)),
+        funnel(tally, manifest["recipe"]["stages"]),
+        by_reason(tally, "dropped", "Dropped documents"),
+        by_reason(tally, "edited", "Edited documents"),
+        reading(tally),
+        histogram_section(tally),
+        clusters(facts.get("clusters", ())),
+        error_curve(manifest["recipe"]),
+        contamination(tally),
+        fertility(facts.get("fertility", ())),
+    ]
+    body = "\n".join(section for section in sections if section)
+    return (
+        '<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f'<meta http-equiv="Content-Security-Policy" content="{CONTENT_POLICY}">'
+        f"<title>Data report</title><style>{STYLE}</style><body>{body}</body></html>\n"
+    )
+
+
+def escape(value: Any) -> str:
+    """Text as HTML shows it, without secrets; what no page can show, or what would reorder it, as U+FFFD."""
+    return in_html("".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in str(value)))
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """An HTML table; numbers with separators and to the right, words to the left, everything escaped."""
+
+    def cell(tag: str, value: Any) -> str:
+        text = f"{value:,}" if isinstance(value, int) else escape(value)
+        side = "" if text[:1].isdigit() or text in ("-", "") or tag == "th" else ' class="t"'
+        return f"<{tag}{side}>{text}</{tag}>"
+
+    line = lambda tag, row: "<tr>" + "".join(cell(tag, value) for value in row) + "</tr>"
+    return "<table>" + line("th", header) + "".join(line("td", row) for row in rows) + "</table>"
+
+
+def share(part: float, whole: float) -> str:
+    """'3.1%'."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def summary(manifest: Mapping[str, Any], tally: Tally) -> str:
+    """What the set is."""
+    read = tally.total("in", "read")
+    kept, tokens = manifest["num_documents"], manifest["num_tokens"]
+    rows = [
+        ("documents", f"{kept:,} of {read:,} read ({share(kept, read)})"),
+        ("tokens", f"{tokens:,} ({units.count(tokens)}), end tokens included"),
+        ("text", units.size(manifest["text_bytes"])),
+        ("shards", f"{len(manifest['shards']):,}"),
+        ("tokenizer", f"{manifest['tokenizer']['name']}, {manifest['tokenizer']['vocab_size']:,} ids"),
+        ("fingerprint", manifest["fingerprint"]),
+    ]
+    return f"<h1>Data report</h1>{table(('', ''), rows)}"
+
+
+def warnings(lines: Sequence[str]) -> str:
+    """What somebody should look at before training on this."""
+    if not lines:
+        return "<h2>Warnings</h2><p>None.</p>"
+    return "<h2>Warnings</h2>" + "".join(f'<div class="warn">{escape(line)}</div>' for line in lines)
+
+
+def funnel(tally: Tally, stages: Sequence[str]) -> str:
+    """Documents and bytes before and after each stage, by source."""
+    sources = sorted({key[2] for key in tally.counts if key[:2] == ("in", "read")})
+    rows: list[tuple] = []
+    for source in sources:
+        number = tally.counts["in", "read", source, "documents"]
+        rows.append((source, "read", "", number, units.size(tally.counts["in", "read", source, "bytes"]), ""))
+        for stage in stages:
+            before = tally.counts["in", stage, source, "documents"]
+            after = tally.counts["out", stage, source, "documents"]
+            size = tally.counts["out", stage, source, "bytes"]
+            if before:
+                rows.append(("", stage, before, after, units.size(size), share(before - after, before)))
+    head = ("source", "stage", "documents in", "out", "text out", "dropped")
+    return f"<h2>Funnel</h2>{table(head, rows)}"
+
+
+def by_reason(tally: Tally, kind: str, title: str) -> str:
+    """Each reason with its number by source, and samples."""
+    numbers: collections.Counter = collections.Counter()
+    for key, n in tally.counts.items():
+        if key[0] == kind and key[-1] == "documents":
+            numbers[key[1], key[3], key[2]] += n
+    reasons = collections.Counter()
+    for (stage, reason, _), n in numbers.items():
+        reasons[stage, reason] += n
+    if not reasons:
+        return ""
+    parts = [f"<h2>{title}</h2>"]
+    for (stage, reason), n in sorted(reasons.items(), key=lambda item: (-item[1], item[0])):
+        held = {source: m for (s, r, source), m in numbers.items() if (s, r) == (stage, reason)}
+        where = ", ".join(f"{escape(source)} {m:,}" for source, m in sorted(held.items()))
+        shown = "".join(sample_html(sample) for sample in tally.samples.get((stage, reason), ()))
+        parts.append(
+            f"<details><summary><b>{escape(stage)}</b>: {escape(reason)} - {n:,} documents "
+            f'<span class="muted">({where})</span></summary>{shown}</details>'
+        )
+    return "".join(parts)
+
+
+def sample_html(sample: Sample) -> str:
+    """One dropped or edited document."""
+    where = f'<p class="muted">{escape(sample.source)}: {escape(sample.file)} at {sample.offset:,}</p>'
+    after = "" if sample.after is None else f"<p>became</p><pre>{escape(sample.after)}</pre>"
+    return f"{where}<pre>{escape(sample.before)}</pre>{after}"
+
+
+def reading(tally: Tally) -> str:
+    """What reading left out or repaired."""
+    rows = [(key[1], key[2], n) for key, n in sorted(tally.counts.items()) if key[0] == "read"]
+    return f"<h2>Left out, or repaired, while reading</h2>{table(('source', 'what', 'number'), rows)}" if rows else ""
+
+
+def histogram_section(tally: Tally) -> str:
+    """Lengths of what was read and languages of what is kept."""
+    lengths, languages = collections.Counter(), collections.Counter()
+    for key, n in tally.counts.items():
+        if key[0] == "length":
+            lengths[int(key[2])] += n
+        if key[0] == "language":
+            languages[key[2] or "not identified"] += n
+    ordered = [(f"under {units.size(2**power)}", lengths[power]) for power in sorted(lengths)]
+    parts = [f"<h2>Lengths, as read</h2>{bars(ordered)}"] if ordered else []
+    parts += [f"<h2>Languages, as kept</h2>{bars(longest(languages))}"] if languages else []
+    return "".join(parts)
+
+
+def bars(rows: Sequence[tuple[str, int]]) -> str:
+    """A horizontal bar for each (label, number)."""
+    most = max(n for _, n in rows)
+    lines = []
+    for i, (label, n) in enumerate(rows):
+        y, width = 20 * i, max(1, round(500 * n / most))
+        lines.append(f'<text x="150" y="{y + 14}" text-anchor="end">{escape(label)}</text>')
+        lines.append(f'<rect class="bar" x="158" y="{y + 3}" width="{width}" height="14"/>')
+        lines.append(f'<text x="{164 + width}" y="{y + 14}">{n:,}</text>')
+    return f'<svg width="760" height="{20 * len(rows) + 4}" role="img">{"".join(lines)}</svg>'
+
+
+def longest(numbers: Mapping[str, int]) -> list[tuple[str, int]]:
+    """The largest numbers first, what is beyond the table's length as one row."""
+    ordered = sorted(numbers.items(), key=lambda item: (-item[1], item[0]))
+    rest = sum(n for _, n in ordered[MOST_ROWS:])
+    return ordered[:MOST_ROWS] + ([(f"{len(ordered) - MOST_ROWS:,} others", rest)] if rest else [])
+
+
+def clusters(found: Sequence[Mapping[str, Any]]) -> str:
+    """How many duplicates each document had, and the largest groups."""
+    parts = []
+    for join in found:
+        sizes = [(f"{size} alike", number) for size, number in join["sizes"]]
+        parts.append(f"<h2>Groups of duplicates: {escape(join['name'])}</h2>{bars(sizes) if sizes else '<p>None.</p>'}")
+        for group in join["largest"]:
+            where = f"{escape(group['file'])} at {group['offset']:,}"
+            text = f"<pre>{escape(group['text'])}</pre>"
+            parts.append(f"<details><summary>{group['size']:,} alike; kept: {where}</summary>{text}</details>")
+    return "".join(parts)
+
+
+def error_curve(recipe: Mapping[str, Any]) -> str:
+    """How surely near duplicates of each similarity were found, by the settings of the recipe."""
+    if "near_dedup" not in recipe["stages"]:
+        return ""
+    rows = detection_table(schema.from_dict(NearConfig, recipe["near_dedup"]))
+    shown = [(f"{jaccard:.2f}", f"{found:.3f}", f"{found * passed:.3f}") for jaccard, found, passed in rows]
+    head = ("Jaccard similarity", "becomes a candidate", "is dropped")
+    return f"<h2>How surely near duplicates are found</h2>{table(head, shown)}"
+
+
+def contamination(tally: Tally) -> str:
+    """Evaluation items that were found in the documents."""
+    hits: collections.Counter = collections.Counter()
+    for key, n in tally.counts.items():
+        if key[:2] == ("detail", "decontaminate"):
+            hits[key[3]] += n
+    if not hits:
+        return ""
+    return f"<h2>Evaluation items found</h2>{table(('item', 'documents'), longest(hits))}"
+
+
+def fertility(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How the tokenizer does by source and language."""
+    if not rows:
+        return ""
+    names = Row._fields
+    plain = lambda value: "-" if value is None else f"{value:.3f}" if isinstance(value, float) else value
+    shown = [[plain(row[name]) for name in names] for row in rows[:MOST_ROWS]]
+    return f"<h2>Tokenizer, by source and language</h2>{table([n.replace('_', ' ') for n in names], shown)}"

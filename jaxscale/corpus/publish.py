@@ -1,0 +1,60 @@
+"""A prepared set copied from a local folder into a bucket, its manifest last."""
+
+import base64
+import hashlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from jaxscale.data.manifest import NAME, check_manifest
+from jaxscale.data.prepared import read_remote_manifest
+from jaxscale.system.bucket import Bucket, open_bucket
+from jaxscale.system.exits import BadInput
+
+AT_ONCE = 4  # uploads
+
+
+def publish(
+    folder: Path,
+    url: str,
+    *,
+    beside: Sequence[str] = (),
+    bucket: Bucket | None = None,
+    say: Callable[[str], None] = print,
+) -> str:
+    """The gs:// address of the manifest, after every file of the set in `folder` is under `url`.
+
+    beside: files that the manifest does not list, such as a report.
+
+    Run again after a kill, it sends only what is not there yet. A set without its manifest is not there for anybody, so
+    that a half sent one is never trained on.
+    Raises: BadInput if the local set is not whole, if the address holds another set, or may not be written.
+    """
+    bucket, url = bucket or open_bucket(writing=True), url.rstrip("/")
+    manifest = check_manifest(Path(folder) / NAME, deep=True)
+    address = f"{url}/{NAME}"
+    if bucket.metadata(address) is not None:
+        there = read_remote_manifest(address, bucket)
+        if there.files != manifest.files:
+            raise BadInput(f"{address} lists another set; publish to an empty address, or delete that one first")
+    say(f"publishing {len(manifest.files):,} files to {url}")
+
+    def send(name: str) -> bool:
+        path = Path(folder) / name
+        about = bucket.metadata(f"{url}/{name}")
+        if about is not None and int(about["size"]) == path.stat().st_size and about.get("md5Hash") == md5_of(path):
+            return False
+        bucket.upload(path, f"{url}/{name}")
+        return True
+
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        sent = sum(pool.map(send, [*manifest.files, *beside]))
+    sent += send(NAME)
+    say(f"  {sent:,} files sent, {len(manifest.files) + len(beside) + 1 - sent:,} were there")
+    return address
+
+
+def md5_of(path: Path) -> str:
+    """The md5 of a file as the service writes it."""
+    with open(path, "rb") as file:
+        return base64.b64encode(hashlib.file_digest(file, "md5").digest()).decode()

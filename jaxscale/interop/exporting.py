@@ -1,0 +1,299 @@
+"""The weights of a checkpoint of ours as a folder that transformers reads, written while one tensor is in memory.
+
+config.json is written last: a folder without one is not finished. What is read is compared with the fingerprints that
+were taken when it was saved, before that.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxscale import schema
+from jaxscale.checkpoint.cause import is_trouble, short_cause, written
+from jaxscale.checkpoint.choosing import newest_to_read
+from jaxscale.checkpoint.files import mark_of
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.record import digest
+from jaxscale.interop import adapter_config, adapters, families
+from jaxscale.interop.families import TensorPair
+from jaxscale.interop.journal import Journal
+from jaxscale.interop.leaves import Leaves
+from jaxscale.interop.order import in_order
+from jaxscale.interop.pieces import array_shapes
+from jaxscale.interop.safetensors import DTYPES
+from jaxscale.interop.shards import INDEX, SINGLE, Shard, growing_file, index_of, plan_shards
+from jaxscale.models import AnyModelConfig
+from jaxscale.models.lora import LoraConfig
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop, tell
+from jaxscale.system.faults import crash_point
+
+JOURNAL = ".converting.json"
+CONFIG, GENERATION = "config.json", "generation_config.json"
+BLOCK_BYTES = 32 << 20  # of a tensor, put into their order at one time
+FORMATS = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
+Format = Literal["bfloat16", "float32"]
+What = Literal["params", "ema"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What is exported: one step of a run."""
+
+    folder: Any  # of the step
+    record: Mapping[str, Any]
+    cfg: AnyModelConfig
+    family: families.Family
+    pairs: tuple[TensorPair, ...]
+    what: What
+    adapter: Mapping[str, Any] | None = None  # adapter_config.json, where adapters are exported and nothing else
+
+    @property
+    def run(self) -> Mapping[str, Any]:
+        """What its record says beside the arrays."""
+        return self.record["run"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """What was written."""
+
+    num_tensors: int
+    num_files: int
+    num_bytes: int
+    kept_bytes: int  # of them that an earlier, killed export had written already
+    pushed: str = ""  # where it was sent to
+
+
+def open_step(
+    checkpoints: Checkpoints, step: int | None, what: What = "params", adapter: bool = False, base: str | None = None
+) -> tuple[int, Source]:
+    """(the step, what it holds); None: the newest.
+
+    Args: adapter: the adapters of a LoRA run alone. base: the model that they are for; none: what the run began with.
+    Raises: BadInput for what no family has a word for.
+    """
+    steps = checkpoints.all_steps()
+    if not steps:
+        raise BadInput(f"{checkpoints.directory.parent} holds no checkpoint; give the work folder of a run")
+    if step is not None and step not in steps:
+        raise BadInput(f"--step={step}: there is no such step; there are {', '.join(map(str, steps))}")
+    step = newest_to_read(checkpoints, tell) if step is None else step
+    record = checkpoints.read_record(step)
+    checkpoints.tell_changed_files(step, tell, small=True)
+    values = record["run"].get("config", {}).get("model")
+    if values is None:
+        raise BadInput(f"step {step} does not say which model it is of; it was not saved by a run")
+    lora = schema.convert(record["run"]["config"].get("lora") or {}, LoraConfig, "lora")
+    if lora.on and not adapter:
+        raise BadInput(
+            f"step {step} has its adapters beside its weights, and other tools would read the weights alone; merge "
+            f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER, and export "
+            "that, or --adapter exports the adapters alone, for PEFT"
+        )
+    cfg = schema.convert(values, AnyModelConfig, "model")
+    origin = origin_of(record["run"])
+    family = families.family_for(cfg, origin.get("model_type"))
+    folder = checkpoints.directory / str(step)
+    if adapter:
+        if not lora.on:
+            raise BadInput(
+                f"--adapter: step {step} has no adapters; leave it out, or name a run with lora.rank above 0"
+            )
+        has = lambda name: f"{what}/{name}" in record["leaves"]
+        pairs, config = adapters.of_run(family, cfg, lora, has, base or origin.get("from"))
+        if not pairs:
+            raise BadInput(
+                f"step {step} has no {what} of its adapters" + ("; train.ema.decay keeps one" * (what == "ema"))
+            )
+        return step, Source(folder, record, cfg, family, tuple(pairs), what, config)
+    pairs = tuple(families.tensors(family, cfg))
+    check_leaves(record, pairs, what, step)
+    return step, Source(folder, record, cfg, family, pairs, what)
+
+
+def origin_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What is recorded of the Hugging Face model that a run's weights come from: model_type, kept; {} where of none."""
+    told = (run.get("converted") or {}, *(run.get("ancestry") or ()))
+    return next((one for one in told if "model_type" in one or "kept" in one), {})
+
+
+def check_leaves(record: Mapping[str, Any], pairs: Sequence[TensorPair], what: What, step: int) -> None:
+    """Raises BadInput unless the step has every array, with the shape that its config asks for."""
+    leaves = record["leaves"]
+    if not any(name.startswith(f"{what}/") for name in leaves):
+        raise BadInput(f"step {step} has no {what}" + ("; train.ema.decay keeps one" if what == "ema" else ""))
+    shapes = array_shapes(pairs)
+    for name, shape in shapes.items():
+        told = leaves.get(f"{what}/{name}")
+        if told is None or told[:2] != [list(shape), "float32"]:
+            there = "missing" if told is None else f"{told[1]}{told[0]}"
+            raise BadInput(f"step {step}: {what}/{name} is {there}, and by its config it is float32{list(shape)}")
+    if extra := sorted(n for n in leaves if n.startswith(f"{what}/") and n.removeprefix(f"{what}/") not in shapes):
+        raise BadInput(f"step {step} has {extra[0]}, for which its config has no place")
+
+
+def export_step(
+    source: Source,
+    to: Any,
+    *,
+    dtype: Format,
+    shard_bytes: int,
+    texts: Mapping[str, bytes],
+    config: Mapping[str, Any],
+    on_bytes: Callable[[int, int, int], None] = lambda done, total, kept: None,
+    send: Callable[[Any], str] = lambda folder: "",
+) -> Exported:
+    """Writes the folder. Args: texts: files of the tokenizer and the like. config: of config.json. send: takes the
+    folder once all is in it, and gives an address; what it raises leaves the journal, so that the same command, run
+    again, comes to it again.
+
+    Raises: BadInput if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that is not what
+    was saved, (STORAGE) if the folder cannot be written.
+    """
+    number_type = FORMATS[dtype]
+    names = (SINGLE, CONFIG) if source.adapter is None else (adapters.WEIGHTS, adapter_config.FILE)
+    shards = plan_shards(source.pairs, number_type, shard_bytes, names[0])
+    folder, journal = prepare_folder(to, source, shards, dtype)
+    with contextlib.closing(journal):
+        total, done, kept = sum(shard.num_bytes for shard in shards), 0, 0
+        leaves = open_leaves(source)
+        for shard in shards:
+            told = journal.done.get(shard.name)
+            if told and mark_of(folder / shard.name) == tuple(told["mark"]):
+                kept += shard.num_bytes
+                done += shard.num_bytes
+                continue
+            report = functools.partial(tell_progress, on_bytes, done, total, kept)
+            write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, number_type, report)
+            mark, sums = written(write, folder)
+            journal.note(shard.name, {"mark": mark, "sums": sums})
+            written(journal.settle, folder)
+            crash_point("export/shard")
+            done += shard.num_bytes
+        check_sums(source, journal)
+        files = dict(texts)
+        if len(shards) > 1:
+            files[INDEX] = as_json(index_of(shards))
+        for name, content in files.items():
+            written(lambda name=name, content=content: paths.write_bytes_atomic(folder / name, content), folder)
+        crash_point("export/config")
+        written(lambda: paths.write_bytes_atomic(folder / names[1], as_json(config)), folder)
+        pushed = send(folder)
+        journal.remove()
+        return Exported(len(source.pairs), len(shards), total, kept, pushed)
+
+
+def tell_progress(on_bytes: Callable[[int, int, int], None], before: int, total: int, kept: int, now: int) -> None:
+    """Tells of the bytes of the file that is being written, and of those before it."""
+    on_bytes(before + now, total, kept)
+
+
+def prepare_folder(to: Any, source: Source, shards: Sequence[Shard], dtype: str) -> tuple[Any, Journal]:
+    """(the folder, its journal). Raises BadInput if anything but this export is in the folder."""
+    folder = paths.absolute(to)
+    plan = [[shard.name, shard.num_bytes, [pair.theirs for pair in shard.pairs]] for shard in shards]
+    journal = Journal(folder / JOURNAL, digest([source.record["sha256"], source.what, dtype, plan]))
+    there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    if there and not journal.path.exists():
+        raise BadInput(f"--to={to} is in use, it holds {there[0]}; name a new folder")
+    paths.make_run_dir(folder)
+    if written(journal.begin, folder):
+        for name in there:
+            if name.endswith(".tmp") and name.startswith(".model"):  # of a file that was being written
+                (folder / name).unlink()
+    return folder, journal
+
+
+def open_leaves(source: Source) -> Leaves:
+    """The arrays. Raises Stop (CHECKPOINT_CORRUPT) if their index cannot be read, (STORAGE) if it cannot be reached."""
+    try:
+        return Leaves(source.folder)
+    except Exception as error:  # whatever TensorStore makes of spoilt bytes
+        raise unreadable(source, "its index", error) from None
+
+
+def unreadable(source: Source, what: str, error: Exception) -> Stop:
+    """The error for what cannot be read."""
+    code = Exit.STORAGE if is_trouble(error) else Exit.CHECKPOINT_CORRUPT
+    return Stop(code, f"{source.folder}: {what} cannot be read: {short_cause(error)}; export another step")
+
+
+def write_shard(
+    path: Any, shard: Shard, source: Source, leaves: Leaves, dtype: np.dtype, on_bytes: Callable[[int], None]
+) -> tuple[list, dict[str, int]]:
+    """([bytes, md5] of the file, {leaf: what its layers in this file add to its fingerprint})."""
+    sums: dict[str, int] = {}
+    with growing_file(path, shard.num_bytes) as file:
+        file.write(shard.header)
+        for pair in shard.pairs:
+            write_tensor(file, pair, source, leaves, dtype, sums)
+            on_bytes(file.num_bytes)
+    return [file.num_bytes, file.md5.hexdigest()], sums
+
+
+def write_tensor(
+    file: Any, pair: TensorPair, source: Source, leaves: Leaves, dtype: np.dtype, sums: dict[str, int]
+) -> None:
+    """Writes one tensor, and gives it up on return: the only large thing in memory. Args: sums: are added to."""
+    parts = []
+    for name in pair.ours:
+        try:
+            part, mark = leaves.read(f"{source.what}/{name}", pair.layer, dtype)
+        except Exception as error:  # whatever TensorStore makes of spoilt bytes
+            raise unreadable(source, f"{source.what}/{name}", error) from None
+        parts.append(part)
+        sums[name] = (sums.get(name, 0) + mark) % 2**32
+    tensor = pair.to_theirs(parts)
+    assert tensor.shape == pair.their_shape and tensor.dtype == dtype, f"{pair.theirs} came out as another array"
+    rows = max(1, BLOCK_BYTES // max(1, tensor[:1].nbytes)) if tensor.ndim else 1
+    for row in range(0, len(tensor) if tensor.ndim else 1, rows):
+        block = in_order(tensor[row : row + rows] if tensor.ndim else tensor)
+        file.write(block.reshape(-1).view(np.uint8))
+
+
+def check_sums(source: Source, journal: Journal) -> None:
+    """Raises Stop (CHECKPOINT_CORRUPT) naming an array of which one bit is not what was saved."""
+    found: dict[str, int] = {}
+    for told in journal.done.values():
+        for name, mark in told["sums"].items():
+            found[name] = (found.get(name, 0) + mark) % 2**32
+    for name, mark in found.items():
+        if mark != source.record["leaves"][f"{source.what}/{name}"][2]:
+            raise Stop(
+                Exit.CHECKPOINT_CORRUPT,
+                f"{source.folder}: the bits of {source.what}/{name} are not those that were saved; the export in "
+                f"{journal.path.parent} is not finished: remove it, and export another step",
+            )
+
+
+def config_of(source: Source, dtype: str, end_ids: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json: the model's, the keys that came with it, and the ids of special tokens.
+
+    Args: end_ids: bos_token_id and eos_token_id of the tokenizer that goes along with what was trained here.
+    max_position_embeddings are the tokens of the rows it was trained on, or those of the model it began with.
+    """
+    kept = dict((source.run.get("converted") or {}).get("kept") or {})
+    if not kept:
+        origin = dict(origin_of(source.run).get("kept") or {})
+        kept = origin | {name: value for name, value in end_ids.items() if value is not None}
+        if getattr(source.cfg, "max_seq_len", None) is None:
+            longest = source.run["config"].get("seq_len") or 0, origin.get("max_position_embeddings") or 0
+            kept["max_position_embeddings"] = max(longest)
+    kept.pop("dtype", None)
+    return families.write(source.family, source.cfg, kept | {"torch_dtype": dtype})
+
+
+def as_json(value: Any) -> bytes:
+    """The text of a file, as transformers indents it."""
+    return (json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def is_finished(folder: Any) -> bool:
+    """True if the folder holds an export that came to its end."""
+    return any((folder / name).exists() for name in (CONFIG, adapter_config.FILE)) and not (folder / JOURNAL).exists()

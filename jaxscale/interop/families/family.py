@@ -1,0 +1,115 @@
+"""What a family of Hugging Face models is: its settings and the names of its tensors, one table read both ways.
+
+A matrix of ours has its input axes first; a torch Linear keeps [out, in], heads and their sizes as one axis.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.models import AnyModelConfig
+from jaxscale.system.exits import BadInput
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One tensor of theirs, and the leaves of ours that it holds.
+
+    inputs: leading axes of ours that a product contracts; 0 for a vector. turned: theirs is [out, in]. Several leaves
+    lie side by side along the outputs. A row counts where the model has its leaves.
+    """
+
+    ours: str | tuple[str, ...]  # "blocks/attention/wq": below "blocks/" there is one for each layer
+    theirs: str  # behind the base of the family; {layer} where there is one for each
+    inputs: int = 0
+    turned: bool = False
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Our names."""
+        return (self.ours,) if isinstance(self.ours, str) else self.ours
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorPair:
+    """One tensor of theirs and what it is of ours, shapes known: the unit in which a checkpoint is read and written."""
+
+    ours: tuple[str, ...]  # names of leaves: "blocks/attention/wq", or "blocks/0/attention/wq" where not scanned
+    layer: int | None  # place along the leading axis of those leaves; None: the leaves are whole
+    our_shapes: tuple[Shape, ...]  # without the axis of layers
+    theirs: str
+    their_shape: Shape
+    row: Row
+
+    def to_ours(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Theirs as ours, views where that is possible. Raises BadInput for another shape."""
+        self.check(self.theirs, tensor.shape, self.their_shape)
+        flat = tensor.T if self.row.turned else tensor
+        ends = np.cumsum([outputs(shape, self.row.inputs) for shape in self.our_shapes])[:-1]
+        parts = np.split(flat, ends, axis=-1) if len(ends) else [flat]
+        return tuple(part.reshape(shape) for part, shape in zip(parts, self.our_shapes, strict=True))
+
+    def to_theirs(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
+        """Ours as theirs: the inverse of to_ours, bit for bit."""
+        for name, leaf, shape in zip(self.ours, leaves, self.our_shapes, strict=True):
+            self.check(name, leaf.shape, shape)
+        parts = [leaf.reshape(flat_shape(leaf.shape, self.row.inputs)) for leaf in leaves]
+        flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
+        return flat.T if self.row.turned else flat
+
+    def check(self, name: str, shape: Shape, expected: Shape) -> None:
+        """Raises BadInput unless the shapes are equal."""
+        if tuple(shape) != expected:
+            raise BadInput(f"{name} has shape {list(shape)}, and by the config it is {list(expected)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Models that one class of transformers computes."""
+
+    model_type: str  # of its config.json
+    architectures: tuple[str, ...]  # that we read; the first is what we write
+    read_config: Callable[[Mapping[str, Any]], AnyModelConfig]  # ValueError for what our model does not compute
+    write_config: Callable[
+        [Any], dict[str, Any]
+    ]  # the keys that read_config reads, in the form that every release reads
+    rows: tuple[Row, ...]
+    keys: tuple[str, ...]  # of a config.json that read_config looks at
+    bases: tuple[str, ...] = ("model.",)  # what names of theirs begin with, all but `outside`; the first is written
+    outside: tuple[str, ...] = ("lm_head.weight",)  # rows of the whole model, in front of whose names no base stands
+    left_out: tuple[str, ...] = ()  # patterns of names that hold nothing which the model learns or which text needs
+    goes_out_as: str = ""  # the model_type of another family, by which its models are written
+
+
+def outputs(shape: Shape, inputs: int) -> int:
+    """Size of the axes behind the inputs."""
+    return math.prod(shape[inputs:])
+
+
+def flat_shape(shape: Shape, inputs: int) -> Shape:
+    """(inputs, outputs), or (entries,) of what has no inputs."""
+    return (math.prod(shape[:inputs]), outputs(shape, inputs)) if inputs else (math.prod(shape),)
+
+
+def pair_of(row: Row, family: Family, shapes: Mapping[str, Shape], layer: int | None, scanned: bool, base: str):
+    """The row for one layer (None: it belongs to none) with the shapes of our leaves."""
+    prefix = "" if row.theirs in family.outside else base
+    names, at = row.leaves, layer
+    our_shapes = [shapes[name] for name in names]
+    if layer is not None and not scanned:
+        names, at = tuple(name.replace("blocks/", f"blocks/{layer}/", 1) for name in names), None
+    flats = [flat_shape(shape, row.inputs) for shape in our_shapes]
+    joined = (*flats[0][:-1], sum(flat[-1] for flat in flats))
+    their_shape = joined[::-1] if row.turned else joined
+    return TensorPair(names, at, tuple(our_shapes), prefix + row.theirs.format(layer=layer), their_shape, row)
+
+
+def matches_any(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns is the whole name."""
+    return any(re.fullmatch(pattern, name) for pattern in patterns)

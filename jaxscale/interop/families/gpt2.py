@@ -1,0 +1,82 @@
+"""GPT-2 as transformers' GPT2LMHeadModel: matrices [in, out], queries, keys and values in one tensor."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.interop.families.family import Family, Row
+from jaxscale.interop.families.settings import merged, refuse_unless
+from jaxscale.models.gpt2 import Gpt2Config
+
+DEFAULTS = dict(  # of transformers' GPT2Config, for keys that a config.json leaves out
+    vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None, activation_function="gelu_new",
+    layer_norm_epsilon=1e-5, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False,
+    add_cross_attention=False, tie_word_embeddings=True,
+)  # fmt: skip
+OTHER_NAMES = dict(  # transformers takes these for the same, and before them
+    hidden_size="n_embd", max_position_embeddings="n_positions", num_attention_heads="n_head",
+    num_hidden_layers="n_layer",
+)  # fmt: skip
+
+
+def read_config(hf: Mapping[str, Any]) -> Gpt2Config:
+    """Our settings for a config.json of GPT-2. Dropout is a choice of the run, not of the checkpoint: 0."""
+    hf = merged(DEFAULTS, hf)
+    refuse_unless(hf, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,))
+    refuse_unless(
+        hf, scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,), tie_word_embeddings=(True,)
+    )
+    refuse_unless(hf, n_inner=(None, 4 * hf["n_embd"]), **{name: (hf[own],) for name, own in OTHER_NAMES.items()})
+    return Gpt2Config(
+        vocab_size=hf["vocab_size"],
+        num_layers=hf["n_layer"],
+        embed_dim=hf["n_embd"],
+        num_heads=hf["n_head"],
+        max_seq_len=hf["n_positions"],
+        norm_eps=hf["layer_norm_epsilon"],
+    )
+
+
+def write_config(cfg: Gpt2Config) -> dict[str, Any]:
+    """The config.json of a GPT-2 of ours."""
+    return dict(
+        activation_function="gelu_new",
+        vocab_size=cfg.vocab_size,
+        n_layer=cfg.num_layers,
+        n_embd=cfg.embed_dim,
+        n_head=cfg.num_heads,
+        n_positions=cfg.max_seq_len,
+        layer_norm_epsilon=cfg.norm_eps,
+        tie_word_embeddings=True,
+    )
+
+
+ROWS = (
+    Row("embedding", "wte.weight", inputs=1),
+    Row("position_embedding", "wpe.weight", inputs=1),
+    Row("blocks/scale_attention", "h.{layer}.ln_1.weight"),
+    Row("blocks/bias_attention", "h.{layer}.ln_1.bias"),
+    Row(("blocks/attention/wq", "blocks/attention/wk", "blocks/attention/wv"), "h.{layer}.attn.c_attn.weight", 1),
+    Row(
+        ("blocks/attention/bias_q", "blocks/attention/bias_k", "blocks/attention/bias_v"), "h.{layer}.attn.c_attn.bias"
+    ),
+    Row("blocks/attention/wo", "h.{layer}.attn.c_proj.weight", inputs=2),
+    Row("blocks/attention/bias_o", "h.{layer}.attn.c_proj.bias"),
+    Row("blocks/scale_mlp", "h.{layer}.ln_2.weight"),
+    Row("blocks/bias_mlp", "h.{layer}.ln_2.bias"),
+    Row("blocks/mlp/up", "h.{layer}.mlp.c_fc.weight", inputs=1),
+    Row("blocks/mlp/bias_up", "h.{layer}.mlp.c_fc.bias"),
+    Row("blocks/mlp/down", "h.{layer}.mlp.c_proj.weight", inputs=1),
+    Row("blocks/mlp/bias_down", "h.{layer}.mlp.c_proj.bias"),
+    Row("scale_final", "ln_f.weight"),
+    Row("bias_final", "ln_f.bias"),
+)
+GPT2 = Family(
+    "gpt2",
+    ("GPT2LMHeadModel", "GPT2Model"),
+    read_config,
+    write_config,
+    ROWS,
+    keys=(*DEFAULTS, *OTHER_NAMES),
+    bases=("transformer.", ""),  # the checkpoints on the Hub have no base
+    left_out=(r".*\.attn\.(bias|masked_bias)",),  # the causal mask
+)

@@ -1,0 +1,88 @@
+"""Llama 2 and 3 as transformers' LlamaForCausalLM, and the rows and settings that its relatives share."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxscale.interop.families.family import Family, Row
+from jaxscale.interop.families.settings import ROPE, merged, read_rope, refuse_unless, write_rope
+from jaxscale.models.llama import LlamaConfig
+
+LAYER = "layers.{layer}."
+BODY = (
+    Row("embedding", "embed_tokens.weight", inputs=1),
+    Row("blocks/attention/wq", LAYER + "self_attn.q_proj.weight", 1, turned=True),
+    Row("blocks/attention/wk", LAYER + "self_attn.k_proj.weight", 1, turned=True),
+    Row("blocks/attention/wv", LAYER + "self_attn.v_proj.weight", 1, turned=True),
+    Row("blocks/attention/wo", LAYER + "self_attn.o_proj.weight", 2, turned=True),
+    Row("blocks/mlp/gate", LAYER + "mlp.gate_proj.weight", 1, turned=True),
+    Row("blocks/mlp/up", LAYER + "mlp.up_proj.weight", 1, turned=True),
+    Row("blocks/mlp/down", LAYER + "mlp.down_proj.weight", 1, turned=True),
+    Row("final_norm", "norm.weight"),
+    Row("head", "lm_head.weight", 1, turned=True),
+)
+NORMS_BEFORE = (
+    Row("blocks/attention_norm", LAYER + "input_layernorm.weight"),
+    Row("blocks/mlp_norm", LAYER + "post_attention_layernorm.weight"),
+)
+LEFT_OUT = (r".*\.rotary_emb\.inv_freq",)  # a buffer that old releases wrote: the config tells it
+SHARED = dict(  # of transformers' LlamaConfig, for keys that a config.json leaves out, and of most of its relatives
+    vocab_size=32000, hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=None, head_dim=None, hidden_act="silu", rms_norm_eps=1e-6, tie_word_embeddings=False,
+    rope_theta=10_000.0,
+)  # fmt: skip
+DEFAULTS = SHARED | dict(attention_bias=False, mlp_bias=False)
+
+
+def shared_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of LlamaConfig that all relatives spell alike."""
+    heads = hf["num_attention_heads"]
+    return dict(
+        vocab_size=hf["vocab_size"],
+        num_layers=hf["num_hidden_layers"],
+        embed_dim=hf["hidden_size"],
+        num_heads=heads,
+        num_kv_heads=hf["num_key_value_heads"] or heads,
+        head_dim=hf["head_dim"] or hf["hidden_size"] // heads,
+        mlp_dim=hf["intermediate_size"],
+        norm_eps=hf["rms_norm_eps"],
+        tied_embeddings=hf["tie_word_embeddings"],
+    )
+
+
+def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
+    """The inverse of shared_settings."""
+    return dict(
+        vocab_size=cfg.vocab_size,
+        num_hidden_layers=cfg.num_layers,
+        hidden_size=cfg.embed_dim,
+        num_attention_heads=cfg.num_heads,
+        num_key_value_heads=cfg.num_kv_heads,
+        head_dim=cfg.head_dim,
+        intermediate_size=cfg.mlp_dim,
+        rms_norm_eps=cfg.norm_eps,
+        tie_word_embeddings=cfg.tied_embeddings,
+    )
+
+
+def read_config(hf: Mapping[str, Any]) -> LlamaConfig:
+    """Our settings for a config.json of Llama."""
+    hf = merged(DEFAULTS, hf)
+    refuse_unless(hf, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,))
+    base, scaling = read_rope(hf)
+    return LlamaConfig(**shared_settings(hf), rope_base=base, rope_scaling=scaling)
+
+
+def write_config(cfg: LlamaConfig) -> dict[str, Any]:
+    """The config.json of a Llama of ours."""
+    return dict(hidden_act="silu", attention_bias=False, mlp_bias=False) | shared_keys(cfg) | write_rope(cfg)
+
+
+LLAMA = Family(
+    "llama",
+    ("LlamaForCausalLM",),
+    read_config,
+    write_config,
+    BODY + NORMS_BEFORE,
+    keys=(*DEFAULTS, *ROPE),
+    left_out=LEFT_OUT,
+)

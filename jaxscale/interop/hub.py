@@ -1,0 +1,129 @@
+"""Folders from and to the Hugging Face Hub. The token comes from the environment alone, and is written nowhere."""
+
+import dataclasses
+import importlib.util
+import os
+import pathlib
+import re
+import urllib.parse
+from typing import Any
+
+from jaxscale.interop import adapter_config, reading, tokenizer_files
+from jaxscale.interop.settings import HUB_NAME, check_hub_name
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.redact import shown
+
+TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
+PRIVATE = ".*"  # files that are ours alone, such as the journal
+
+
+WANTED = (  # of a repository: what is read here, and nothing that is pickled
+    reading.CONFIG, reading.INDEX, "*.safetensors", adapter_config.FILE,
+    *tokenizer_files.FILES,
+)  # fmt: skip
+UNWANTED = ("consolidated*", "*/*")  # the same weights again, as their maker keeps them; what no index may name
+ADDRESS = re.compile(
+    rf"(?:https://(?:{'|'.join(map(re.escape, paths.HUBS))})/|hf://)?([^/]+/[^/@]+?)(?:/tree/([^/]+))?/?"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Fetched:
+    """A repository of the Hub in its own cache on this machine."""
+
+    name: str  # OWNER/NAME
+    revision: str  # the commit
+    folder: str
+
+
+def repository(name: str, revision: str | None = None) -> tuple[str, str | None] | None:
+    """(OWNER/NAME, revision) of what names a repository; None for a path.
+
+    OWNER/NAME is a path where there is such a folder, or one OWNER.
+    """
+    found = ADDRESS.fullmatch(name)
+    if found is None or not HUB_NAME.fullmatch(found[1]):
+        return None
+    if "://" not in name and paths.as_path(name.partition("/")[0]).exists():
+        return None
+    return found[1], revision or found[2]
+
+
+def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
+    """The repository that a name says, fetched; None for a path. flag: what gave it, for errors.
+
+    Raises: BadInput where there is none or it may not be read, Stop (STORAGE) where the Hub does not answer.
+    """
+    if (asked := repository(name, revision)) is None:
+        if revision is not None and flag == "--from":
+            raise BadInput(f"--revision={revision} is of a repository of the Hub, and {flag}={name} is none")
+        return None
+    name, revision = asked
+    check_hub_name(flag.removeprefix("--"), name)
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise BadInput(f"{flag}={name} is fetched from the Hub by huggingface_hub: pip install 'jaxscale[hub]'")
+    token = os.environ.get(TOKEN, "").strip()
+    check_endpoint(bool(token))
+    import huggingface_hub
+    from huggingface_hub import errors
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    refused = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.GatedRepoError)
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), token=token or False
+        )
+    except refused as error:
+        cause = " ".join(shown(str(error)).split())[:200]
+        at = f" at {revision}" if revision else ""
+        raise BadInput(f"{flag}={name}{at}: the Hub has none, or {TOKEN} may not read it: {cause}") from None
+    except Exception as error:  # of whatever client the package has below it
+        cause = " ".join(shown(str(error)).split())[:300]
+        raise Stop(Exit.STORAGE, f"{flag}={name} was not fetched: {cause}; run the same command again") from None
+    return Fetched(name, pathlib.Path(folder).name, folder)
+
+
+def check_endpoint(with_token: bool) -> None:
+    """Raises BadInput where the token would go over the wire as it is."""
+    address = urllib.parse.urlsplit(os.environ.get(ENDPOINT) or "https://huggingface.co")
+    if with_token and address.scheme != "https" and not paths.is_loopback(address.hostname or ""):
+        raise BadInput(f"{ENDPOINT}={address.geturl()} would send the token unencrypted; give an https:// address")
+
+
+def check_push(name: str, folder: Any = None) -> None:
+    """Raises BadInput for what can never be sent: found before anything is converted."""
+    check_hub_name("push", name)
+    if folder is not None and paths.is_remote(folder):
+        raise BadInput(f"--push sends a local folder, and {folder} is none; export to a disk and push from there")
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise BadInput("--push needs huggingface_hub: pip install 'jaxscale[hub]'")
+    check_endpoint(True)
+    if not os.environ.get(TOKEN, "").strip():
+        raise BadInput(f"--push needs a token that may write, in the environment variable {TOKEN}, and nowhere else")
+
+
+def push_folder(folder: Any, name: str, message: str) -> str:
+    """Sends a folder as one commit; its address. A repository that is not there is made, private.
+
+    Raises: Stop (STORAGE) where the Hub refuses or does not answer.
+    """
+    check_push(name, folder)
+    import huggingface_hub
+    from huggingface_hub.utils import disable_progress_bars
+
+    disable_progress_bars()
+    api = huggingface_hub.HfApi(os.environ.get(ENDPOINT) or None, token=os.environ[TOKEN].strip())
+    try:
+        api.create_repo(name, private=True, exist_ok=True)
+        done = api.upload_folder(
+            repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE]
+        )
+    except Exception as error:  # of whatever client the package has below it
+        cause = " ".join(shown(str(error)).split())[:300]
+        raise Stop(
+            Exit.STORAGE,
+            f"{folder} is whole, and {name} on the Hub did not take it: {cause}; run the same command again",
+        ) from None
+    return str(getattr(done, "commit_url", done))

@@ -1,0 +1,267 @@
+"""Hugging Face tensors as a checkpoint of ours: step 0 of a new work folder, written while one tensor is in memory.
+
+It is complete or not a step at all: arrays, record and lists of files lie in a folder that counts for nothing until
+one act commits it, as when training saves. A killed conversion goes on where its journal says.
+"""
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxscale.checkpoint import reading, space, stored
+from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.durable import sync_tree
+from jaxscale.checkpoint.fingerprint import host_fingerprint
+from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, mark_committed, remove_tree
+from jaxscale.checkpoint.inventory import list_all_others
+from jaxscale.checkpoint.output import Output, new_layout, tree_of
+from jaxscale.checkpoint.record import seal
+from jaxscale.checkpoint.verified import Damaged, verify_leaves
+from jaxscale.checkpoint.write import HANDLERS
+from jaxscale.interop.families import TensorPair
+from jaxscale.interop.journal import Journal
+from jaxscale.interop.order import in_order
+from jaxscale.interop.pieces import OURS, PREFIX, Unit, array_shapes, chunk_shapes, cut, plan_units
+from jaxscale.interop.safetensors import DTYPES, Tensor
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.faults import crash_point
+
+JOURNAL = "converting.json"
+STEP = 0
+BFLOAT16 = DTYPES["BF16"]
+OnBytes = Callable[[int, int, int], None]  # (bytes done, bytes in all, of the done those of an earlier start)
+
+
+@dataclasses.dataclass(frozen=True)
+class Imported:
+    """What was written."""
+
+    num_leaves: int
+    num_bytes: int
+    kept_bytes: int  # of them that an earlier, killed conversion had written already
+    not_finite: tuple[str, ...]  # tensors with a NaN or infinity
+
+
+def prepare_workdir(workdir: Any, identity: str) -> tuple[Any, Journal]:
+    """(the work folder, its journal). Raises BadInput if anything but this conversion is in the folder."""
+    folder = paths.absolute(workdir)
+    journal = Journal(folder / JOURNAL, identity)
+    if not journal.path.exists() and (used := first_name(folder)):
+        raise BadInput(f"--workdir={workdir} is in use, it holds {used}; name a new folder")
+    for place in (folder, folder / "checkpoints"):
+        paths.make_run_dir(place)
+    written(journal.begin, folder)
+    return folder, journal
+
+
+def first_name(folder: Any) -> str | None:
+    """The first name in a folder, or None."""
+    return min((path.name for path in folder.iterdir()), default=None) if folder.exists() else None
+
+
+def growing_folder(folder: Any) -> Any:
+    """Where the step lies before it counts: under another name on a disk, in its place in a bucket."""
+    return folder / "checkpoints" / (str(STEP) if paths.is_remote(folder) else f"{STEP}{UNFINISHED}")
+
+
+def import_tensors(
+    folder: Any,
+    journal: Journal,
+    pairs: Sequence[TensorPair],
+    tensors: Mapping[str, Tensor],
+    run: Mapping[str, Any],
+    on_bytes: OnBytes = lambda done, total, kept: None,
+) -> Imported:
+    """Writes the tensors as step 0 of the work folder. Args: run: what the record says beside the arrays.
+
+    Raises: BadInput for a file that cannot be read as its header says, Stop (STORAGE) if it cannot be written.
+    """
+    shapes = array_shapes(pairs)
+    total = sum(int(np.prod(shape, dtype=np.int64)) * OURS.itemsize for shape in shapes.values())
+    growing, final = growing_folder(folder), folder / "checkpoints" / str(STEP)
+    with contextlib.closing(journal):
+        if not (final / COMMITTED).exists():
+            if not journal.done or not growing.exists():  # nothing there is known to be of this conversion
+                journal.done = {}
+                written(lambda: clear(growing), folder)
+                check_room(folder, total)
+            marks, kept, odd = write_units(growing, journal, pairs, tensors, total, on_bytes)
+            leaves = {f"{PREFIX}{name}": [list(shapes[name]), "float32", marks[name]] for name in shapes}
+            try:
+                written(lambda: complete(growing, final, leaves, run), folder)
+            except Damaged as damage:
+                remove_tree(growing)
+                journal.remove()
+                raise Stop(Exit.STORAGE, f"what was written reads back otherwise: {damage}; run it again") from None
+        else:
+            kept, odd = total, odd_ones(journal.done)
+        journal.remove()
+        return Imported(len(shapes), total, kept, tuple(odd))
+
+
+def check_room(folder: Any, needed: int) -> None:
+    """Raises Stop (STORAGE) if the disk has no room."""
+    try:
+        space.check_room(folder, needed)
+    except space.NoRoom as error:
+        raise Stop(Exit.STORAGE, f"{folder}: {error}; make room, or name another folder") from None
+
+
+def clear(growing: Any) -> None:
+    """An empty folder, whatever a conversion that was killed before it had written anything has left."""
+    if growing.exists():
+        growing.rmtree() if paths.is_remote(growing) else shutil.rmtree(growing)
+    if not paths.is_remote(growing):
+        paths.make_private(growing / stored.STATE)
+
+
+def write_units(
+    growing: Any,
+    journal: Journal,
+    pairs: Sequence[TensorPair],
+    tensors: Mapping[str, Tensor],
+    total: int,
+    on_bytes: OnBytes,
+) -> tuple[dict[str, int], int, list[str]]:
+    """({leaf: fingerprint} of what is there then, bytes that were there before, tensors that are not finite)."""
+    shapes, chunks = array_shapes(pairs), chunk_shapes(pairs)
+    output = Output(growing)
+    made = output.create({f"{PREFIX}{name}": new_layout(shapes[name], chunks[name], OURS) for name in shapes})
+    arrays = dict(zip(shapes, made, strict=True))
+    done = kept = 0
+    for unit in plan_units(pairs):
+        size = sum(int(np.prod(shape, dtype=np.int64)) for pair in unit.pairs for shape in pair.our_shapes)
+        done += size * OURS.itemsize
+        if unit.name in journal.done:
+            kept += size * OURS.itemsize
+            continue
+        marks, odd = write_unit(unit, tensors, output, arrays, chunks)
+        journal.note(unit.name, {"marks": marks, "odd": odd})
+        if output.transaction is None:
+            settle(output, journal)
+        on_bytes(done, total, kept)
+    settle(output, journal)
+    found = dict.fromkeys(shapes, 0)
+    for unit in plan_units(pairs):
+        for name, mark in journal.done[unit.name]["marks"].items():
+            found[name] = (found[name] + mark) % 2**32
+    return found, kept, odd_ones(journal.done)
+
+
+def settle(output: Output, journal: Journal) -> None:
+    """What was written and noted so far is safe."""
+    output.commit()
+    crash_point("convert/written")
+    written(journal.settle, journal.path.parent)
+    crash_point("convert/noted")
+
+
+def odd_ones(done: Mapping[str, Any]) -> list[str]:
+    """The tensors with a NaN or infinity, by the journal."""
+    return sorted(name for told in done.values() for name in told["odd"])
+
+
+def write_unit(
+    unit: Unit,
+    tensors: Mapping[str, Tensor],
+    output: Output,
+    arrays: Mapping[str, Any],
+    chunks: Mapping[str, tuple[int, ...]],
+) -> tuple[dict[str, int], list[str]]:
+    """({leaf: what these layers add to its fingerprint}, tensors that are not finite)."""
+    marks: dict[str, int] = {}
+    if len(unit.pairs) == 1:
+        odd = [unit.pairs[0].theirs] if not write_layer(unit.pairs[0], tensors, output, arrays, chunks, marks) else []
+        return marks, odd
+    odd, first, together = [], unit.pairs[0].layer, {name: [] for name in unit.pairs[0].ours}
+    for pair in unit.pairs:
+        parts = [widened(leaf) for leaf in pair.to_ours(tensors[pair.theirs].read())]
+        for name, part in zip(pair.ours, parts, strict=True):
+            together[name].append(part)
+        odd += [] if all(np.isfinite(part).all() for part in parts) else [pair.theirs]
+    for name, parts in together.items():
+        value = np.stack(parts)
+        place = (slice(first, first + len(parts)), *(slice(0, size) for size in value.shape[1:]))
+        marks[name] = put(output, arrays[name], place, value)
+    return marks, odd
+
+
+def write_layer(
+    pair: TensorPair,
+    tensors: Mapping[str, Tensor],
+    output: Output,
+    arrays: Mapping[str, Any],
+    chunks: Mapping[str, tuple[int, ...]],
+    marks: dict[str, int],
+) -> bool:
+    """True if all of a tensor is finite. It is written piece by piece, and given up on return: the only large one.
+
+    Args: marks: to which the fingerprints are added.
+    """
+    finite, layer = True, pair.layer
+    for name, leaf in zip(pair.ours, pair.to_ours(tensors[pair.theirs].read()), strict=True):
+        total = 0
+        for box in cut(leaf.shape, chunks[name] if layer is None else chunks[name][1:]):
+            value = widened(leaf[box])
+            finite = finite and bool(np.isfinite(value).all())
+            place = box if layer is None else (slice(layer, layer + 1), *box)
+            total += put(output, arrays[name], place, value if layer is None else value[None])
+        marks[name] = total % 2**32
+    return finite
+
+
+def put(output: Output, array: Any, place: tuple[slice, ...], value: np.ndarray) -> int:
+    """Writes a piece; what it adds to the fingerprint of its array."""
+    mark = host_fingerprint(value, start=[part.start for part in place], shape=array.shape)
+    output.write(array, place, value)
+    return mark
+
+
+def widened(values: np.ndarray) -> np.ndarray:
+    """The values as float32 in memory of their own, exactly: bfloat16 and float16 are among them."""
+    if values.dtype == BFLOAT16:
+        words = in_order(values.view(np.uint16)).astype(np.uint32)  # the upper half of a float32
+        words <<= 16
+        return words.view(np.float32)
+    return in_order(values).astype(np.float32)
+
+
+def complete(growing: Any, final: Any, leaves: Mapping[str, list], run: Mapping[str, Any]) -> None:
+    """Writes what belongs to a step beside its arrays, reads the arrays back, and makes it count.
+
+    Raises: Damaged if an array is not what was written.
+    """
+    began = time.time_ns()
+    write_json(growing / stored.TREE, tree_of({name: told[0] for name, told in leaves.items()}))
+    record = seal({"step": STEP, "run": dict(run), "leaves": dict(leaves), "health": "clean", "metrics": {}})
+    write_json(growing / reading.RECORD, record)
+    for item in ("run", "state"):
+        (growing / item / COMMITTED).write_text(f"Checkpoint commit was successful to {final}")
+    about = {"item_handlers": HANDLERS, "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}
+    about |= {"init_timestamp_nsecs": began, "commit_timestamp_nsecs": time.time_ns()}
+    paths.write_json(growing / "_CHECKPOINT_METADATA", about)
+    crash_point("convert/read_back")
+    verify_leaves(growing, leaves)
+    list_all_others(growing)
+    crash_point("convert/commit")
+    mark_committed(growing)
+    if not paths.is_remote(final):
+        sync_tree(pathlib.Path(growing))
+        os.rename(growing, final)
+        paths.sync_folder(final.parent)
+    crash_point("convert/done")
+
+
+def write_json(path: Any, value: Any) -> None:
+    """Writes a small file, in a folder that is made if it is not there."""
+    if not paths.is_remote(path):
+        paths.make_private(path.parent)
+    paths.write_json(path, value)

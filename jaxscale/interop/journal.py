@@ -1,0 +1,82 @@
+"""What a conversion has done so far, written beside what it makes, so that a killed one goes on and repeats nothing."""
+
+import fcntl
+import os
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale.checkpoint.reading import read_optional
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+
+REMOTE_SECONDS = 5.0  # between two writes to a bucket, which takes about one a second of the same object
+
+
+class Journal:
+    """A JSON file {what: identity, done: {part: whatever is to be known of it}}, removed at the end.
+
+    Args: identity: of the conversion; another one's journal is another conversion.
+    """
+
+    def __init__(self, path: Any, identity: str):
+        self.path, self.identity = path, identity
+        self.done: dict[str, Any] = {}
+        self.waiting: dict[str, Any] = {}  # done, and not yet safe on the disk
+        self.written = 0.0
+        self.close: Callable[[], Any] = lambda: None  # gives the folder back
+
+    def begin(self) -> bool:
+        """True if this very conversion was begun before: `done` then tells what of it is there. Else notes that it is.
+
+        Raises: BadInput if another one was, or if another process is at it.
+        """
+        self.hold()
+        found = read_optional(self.path)
+        if found:
+            if found.get("what") != self.identity:
+                self.close()
+                raise BadInput(
+                    f"{self.path} is of another conversion, or of files that have changed since; name a new folder, "
+                    f"or remove {self.path.parent} to begin again"
+                )
+            self.done = dict(found.get("done", {}))
+            return True
+        self.write()
+        return False
+
+    def hold(self) -> None:
+        """Takes the folder for this process, on a disk that has locks; the system takes it back from one that dies."""
+        if paths.is_remote(self.path):
+            return
+        folder = os.open(self.path.parent, os.O_RDONLY)  # itself, so that nothing is left behind
+        self.close = weakref.finalize(self, os.close, folder)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BadInput(
+                f"another process is converting into {self.path.parent} now; wait for it, or name a new folder"
+            ) from None
+        except OSError:  # some network disks lock no folders
+            self.close()
+
+    def note(self, part: str, value: Any) -> None:
+        """A part is done once the data behind it are safe, which `settle` tells."""
+        self.waiting[part] = value
+
+    def settle(self) -> None:
+        """All that was noted is safe. Writes it down, into a bucket not more often than it likes."""
+        self.done |= self.waiting
+        self.waiting = {}
+        if not paths.is_remote(self.path) or time.monotonic() - self.written >= REMOTE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Writes down what is done."""
+        paths.write_json(self.path, {"what": self.identity, "done": self.done})
+        self.written = time.monotonic()
+
+    def remove(self) -> None:
+        """Ends the journal: the result speaks for itself."""
+        self.path.unlink(missing_ok=True)

@@ -1,0 +1,121 @@
+"""One layer of an array of a checkpoint, read without the others, as one number type, in little memory.
+
+Training writes an array in pieces that hold the same part of every layer. TensorStore reads a piece whole; here only
+the bytes of the layer are read from the file that holds them, which the index tells: pieces are not compressed.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from jaxscale.checkpoint.fingerprint import host_fingerprint
+from jaxscale.checkpoint.index import DESCRIPTIONS, entries, open_base
+from jaxscale.checkpoint.stored import STATE, Arrays, Box, boxes, stored_name
+from jaxscale.interop.pieces import OURS
+from jaxscale.interop.ranges import File, look_at
+
+READ_BYTES = 32 << 20  # of float32 in memory at one time, beside the result
+
+
+class Leaves:
+    """The arrays below a step's folder."""
+
+    def __init__(self, folder: Any):
+        self.folder, self.arrays = folder, Arrays(folder)
+        self.opened: dict[str, Any] = {}
+        self.files: dict[str, File] = {}
+        self.located = locations(folder)
+
+    def read(self, name: str, layer: int | None, dtype: np.dtype) -> tuple[np.ndarray, int]:
+        """(the layer, or all of an array without layers, as `dtype`; what it adds to the array's fingerprint).
+
+        Raises whatever TensorStore and the files raise of what cannot be read.
+        """
+        array = self.open(name)
+        shape = tuple(array.shape) if layer is None else tuple(array.shape[1:])
+        out, mark = np.empty(shape, dtype), 0
+        for box in boxes(array):
+            if layer is not None and not box[0].start <= layer < box[0].stop:
+                continue
+            for part, value in self.parts(name, array, box, layer):
+                mark += host_fingerprint(value, start=[side.start for side in part], shape=array.shape)
+                place = part if layer is None else part[1:]
+                out[place] = (value if layer is None else value[0]).astype(dtype)
+        return out, mark % 2**32
+
+    def open(self, name: str) -> Any:
+        """The array, opened once."""
+        if name not in self.opened:
+            self.opened[name] = self.arrays.open(name)
+        return self.opened[name]
+
+    def parts(self, name: str, array: Any, box: Box, layer: int | None) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yields (where, values) of a piece, or of one layer of it, in parts of at most READ_BYTES."""
+        sizes = array.chunk_layout.read_chunk.shape
+        key = ".".join(str(side.start // size) for side, size in zip(box, sizes)) or "0"
+        found = self.located.get(f"{stored_name(name)}/{key}")
+        whole = tuple(sizes)  # the last pieces of an axis are as long in the file, whatever the array needs
+        if found is None or not is_plain(array) or found[2] != math.prod(whole) * OURS.itemsize:
+            wanted = box if layer is None else (slice(layer, layer + 1), *box[1:])
+            yield wanted, array[wanted].read().result()
+            return
+        file, offset, _ = found
+        axes = 0 if layer is None else 1  # those of which one entry is taken
+        first = 0 if layer is None else layer - box[0].start
+        inner = whole[axes:]
+        begin = offset + first * math.prod(inner) * OURS.itemsize
+        rows = inner[0] if inner else 1
+        row_shape = inner[1:]
+        row_bytes = math.prod(row_shape) * OURS.itemsize
+        step = max(1, READ_BYTES // max(row_bytes, 1))
+        bound = box[axes:]
+        last = bound[0].stop - bound[0].start if inner else 1  # rows that the array has of the piece
+        for row in range(0, last, step):
+            count = min(step, last - row, rows - row)
+            values = np.empty((count, *row_shape), OURS)
+            self.file(file).read_into(begin + row * row_bytes, values.reshape(-1).view(np.uint8))
+            if not inner:
+                yield box if layer is None else (slice(layer, layer + 1),), values.reshape((1,) * axes)
+                return
+            values = values[(slice(None), *(slice(0, side.stop - side.start) for side in bound[1:]))]
+            part = (slice(bound[0].start + row, bound[0].start + row + count), *bound[1:])
+            if layer is None:
+                yield part, values
+            else:
+                yield (slice(layer, layer + 1), *part), values[None]
+
+    def file(self, name: str) -> File:
+        """A file of the step, looked at once."""
+        if name not in self.files:
+            self.files[name] = look_at(self.folder / name)
+        return self.files[name]
+
+
+def is_plain(array: tensorstore.TensorStore) -> bool:
+    """True if a piece in a file is the array's float32 numbers in order, and nothing else."""
+    spec = array.spec().to_json()
+    metadata = spec["metadata"]
+    return (
+        spec["driver"] == "zarr"
+        and metadata["dtype"] == OURS.str
+        and metadata["order"] == "C"
+        and metadata["compressor"] is None
+        and not metadata.get("filters")
+    )
+
+
+def locations(folder: Any) -> dict[str, tuple[str, int, int]]:
+    """{'params.w/0.0': (file below the step's folder, first byte, bytes)} of pieces that lie in files of their own."""
+    base = open_base(folder / STATE)
+    newest = tensorstore.ocdbt.dump(base).result()["versions"][-1]
+    found = {}
+    for key, location in entries(base, newest["root"].get("location")):
+        name, _, piece = key.decode().rpartition("/")
+        if piece in DESCRIPTIONS or not location.startswith("value:"):
+            continue  # small ones lie in the index itself
+        _, *file, offset, length = location.split(":")
+        found[f"{name}/{piece}"] = (f"{STATE}/{''.join(file)}", int(offset), int(length))
+    return found

@@ -1,0 +1,116 @@
+"""Which tensors are read together, and in what pieces our arrays are written: layer by layer, small ones in groups.
+
+A piece is what a restore reads at once, on whatever mesh: it lies in one layer, or holds some whole layers of a small
+array, so that a device that wants a part of an array reads little else, and a bucket is not asked a thousand times.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from jaxscale.checkpoint.stored import Box
+from jaxscale.interop.families import TensorPair
+from jaxscale.interop.safetensors import DTYPES, Tensor, how_to_widen
+from jaxscale.system.exits import BadInput
+
+PREFIX = "params/"  # before our names, in a checkpoint
+OURS = np.dtype("<f4")  # parameters are float32 in our checkpoints
+PIECE_BYTES = 32 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Layers of the same row that lie in the same pieces: what is read, written and noted as done together."""
+
+    pairs: tuple[TensorPair, ...]
+
+    @property
+    def name(self) -> str:
+        """In the journal."""
+        return f"{self.pairs[0].theirs}+{len(self.pairs) - 1}"
+
+
+def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
+    """{name of a leaf: its shape, the axis of layers included}."""
+    layers: dict[str, int] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for pair in pairs:
+        for name, shape in zip(pair.ours, pair.our_shapes, strict=True):
+            if pair.layer is not None:
+                layers[name] = max(layers.get(name, 0), pair.layer + 1)
+            shapes[name] = shape
+    return {name: (layers[name], *shape) if name in layers else shape for name, shape in shapes.items()}
+
+
+def piece_shape(shape: Sequence[int], num_bytes: int = PIECE_BYTES) -> tuple[int, ...]:
+    """Of the pieces of an array: its longest axis is halved until a piece has at most so many bytes.
+
+    Halves of axes are what meshes divide them into, so that a device rarely reads more than its own part.
+    """
+    sizes = list(shape)
+    while math.prod(sizes) * OURS.itemsize > num_bytes and max(sizes) > 1:
+        axis = sizes.index(max(sizes))
+        sizes[axis] = -(-sizes[axis] // 2)
+    return tuple(sizes)
+
+
+def layers_together(pair: TensorPair) -> int:
+    """How many layers of the row fit into one piece; 1 where a layer is cut into several."""
+    largest = max(math.prod(shape) for shape in pair.our_shapes) * OURS.itemsize
+    return max(1, PIECE_BYTES // max(largest, 1))
+
+
+def chunk_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
+    """{name of a leaf: shape of its pieces}."""
+    shapes, chunks = array_shapes(pairs), {}
+    for pair in pairs:
+        for name, shape in zip(pair.ours, pair.our_shapes, strict=True):
+            if pair.layer is None:
+                chunks[name] = piece_shape(shape)
+            else:
+                chunks[name] = (min(layers_together(pair), shapes[name][0]), *piece_shape(shape))
+    return chunks
+
+
+def plan_units(pairs: Sequence[TensorPair]) -> list[Unit]:
+    """All pairs, row by row and layer by layer, in groups that fill pieces."""
+    rows: dict[tuple[str, ...], list[TensorPair]] = {}
+    for pair in pairs:
+        rows.setdefault(pair.ours, []).append(pair)
+    units = []
+    for row in rows.values():
+        row = sorted(row, key=lambda pair: pair.layer or 0)
+        assert [pair.layer for pair in row] in ([None], list(range(len(row)))), f"layers are missing of {row[0].ours}"
+        units += [Unit(tuple(group)) for group in batched(row, layers_together(row[0]))]
+    return units
+
+
+def batched(items: Sequence, size: int) -> Iterator[Sequence]:
+    """Consecutive groups of at most `size`."""
+    return (items[begin : begin + size] for begin in range(0, len(items), size))
+
+
+def cut(shape: Sequence[int], sizes: Sequence[int]) -> list[Box]:
+    """The pieces of these sizes that cover an array."""
+    ranges = [
+        [slice(begin, min(begin + size, length)) for begin in range(0, length, max(size, 1))]
+        for length, size in zip(shape, sizes, strict=True)
+    ]
+    return list(itertools.product(*ranges))
+
+
+def check_tensors(pairs: Sequence[TensorPair], tensors: Mapping[str, Tensor]) -> None:
+    """Raises BadInput, one line, for a tensor whose shape or dtype is not what the config asks for."""
+    for pair in pairs:
+        tensor = tensors[pair.theirs]
+        where = f"{tensor.file.path}: {pair.theirs}"
+        if tensor.shape != pair.their_shape:
+            raise BadInput(
+                f"{where} has shape {list(tensor.shape)}, and by config.json it is {list(pair.their_shape)}; "
+                "the two belong to different models: fetch both again"
+            )
+        if tensor.kind not in DTYPES:
+            raise BadInput(f"{where} is {tensor.kind}; {how_to_widen(tensor.kind)}")

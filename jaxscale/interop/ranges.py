@@ -1,0 +1,103 @@
+"""Any bytes of a file, on a disk or in a bucket, read into memory that is there already."""
+
+import concurrent.futures
+import dataclasses
+import os
+from typing import Any
+
+from jaxscale.checkpoint.files import objects_under
+from jaxscale.system import foreign, paths
+from jaxscale.system.bucket import Transient, open_bucket
+from jaxscale.system.exits import BadInput
+
+PART_BYTES = 16 << 20  # of one request to a bucket
+REQUESTS = 8  # at once: one connection to a bucket brings about 100 MB/s at best
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file as it was when it was looked at. version: changes when it is replaced."""
+
+    path: Any
+    size: int
+    version: str
+
+    @property
+    def name(self) -> str:
+        """Without the folder."""
+        return self.path.name
+
+    def read_into(self, start: int, out: Any) -> None:
+        """Fills `out`, a writable buffer, with the bytes from `start` on.
+
+        Raises: BadInput if the file is shorter or was replaced, OSError if it cannot be read.
+        """
+        view = memoryview(out).cast("B")
+        if start + len(view) > self.size:
+            raise BadInput(f"{self.path} ends at byte {self.size}, before byte {start + len(view)} that is wanted")
+        if not paths.is_remote(self.path):
+            return self.read_disk(start, view)
+        parts = [(begin, view[begin : begin + PART_BYTES]) for begin in range(0, len(view), PART_BYTES)]
+        with concurrent.futures.ThreadPoolExecutor(REQUESTS) as pool:
+            for _ in pool.map(lambda part: self.read_object(start + part[0], part[1]), parts):
+                pass
+
+    def read(self, start: int, stop: int) -> bytearray:
+        """The bytes [start, stop). Raises as read_into does."""
+        content = bytearray(stop - start)
+        self.read_into(start, content)
+        return content
+
+    def read_disk(self, start: int, view: memoryview) -> None:
+        """As read_into, of a local file."""
+        with foreign.open_file(self.path) as file:
+            file.seek(start)
+            done = 0
+            while done < len(view):
+                count = file.readinto(view[done:])
+                if not count:
+                    raise BadInput(f"{self.path} became shorter while it was read; is something still writing it?")
+                done += count
+
+    def read_object(self, start: int, view: memoryview) -> None:
+        """As read_into, of an object; goes on where a connection broke."""
+        url, bucket = os.fspath(self.path), open_bucket()
+        where = bucket.object_url(url, alt="media", generation=self.version)
+        done = failures = 0
+        while done < len(view):
+            headers = {"Range": f"bytes={start + done}-{start + len(view) - 1}"}
+            try:
+                with bucket.request("GET", where, url, "read", headers) as response:
+                    if response.status != 206 and (start + done or len(view) < self.size):
+                        raise BadInput(f"{url}: the service does not send a part of it (status {response.status})")
+                    while done < len(view) and (count := response.readinto(view[done:])):
+                        done, failures = done + count, 0
+                if done < len(view):
+                    raise Transient("the connection was closed before the end")
+            except FileNotFoundError:
+                raise BadInput(f"{url} was replaced or removed while it was read; run it again") from None
+            except Transient as fault:
+                failures += 1
+                bucket.wait(fault, failures, url)
+
+
+def look_at(path: Any) -> File:
+    """The file as it is now. Raises FileNotFoundError, or BadInput where a bucket refuses, or foreign.real_file."""
+    if paths.is_remote(path):
+        told = open_bucket().metadata(os.fspath(path))
+        if told is None:
+            raise FileNotFoundError(2, "no such object", os.fspath(path))
+        return File(path, int(told["size"]), str(told["generation"]))
+    stat = foreign.real_file(path).stat()
+    return File(path, stat.st_size, str(stat.st_mtime_ns))
+
+
+def names_in(folder: Any) -> dict[str, int]:
+    """{name: bytes} of the files directly in a folder, in order; empty if it is not there."""
+    if paths.is_remote(folder):
+        found = {name: size for name, size in objects_under(os.fspath(folder)) if "/" not in name}
+    elif folder.is_dir():
+        found = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
+    else:
+        found = {}
+    return dict(sorted(found.items()))

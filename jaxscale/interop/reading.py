@@ -1,0 +1,115 @@
+"""A folder with a Hugging Face model: its config.json and the safetensors files that its index names."""
+
+import dataclasses
+import hashlib
+import json
+import re
+from typing import Any
+
+from jaxscale.checkpoint.cause import reached
+from jaxscale.interop.ranges import look_at, names_in
+from jaxscale.interop.safetensors import Tensor, read_header
+from jaxscale.system import foreign, paths
+from jaxscale.system.exits import BadInput
+
+CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
+PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # torch's: reading one can run what it holds
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model of Hugging Face's, not yet read."""
+
+    folder: Any
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    files: dict[str, int]  # all that lies in the folder: name and bytes
+
+    @property
+    def identity(self) -> str:
+        """sha256 of where its tensors lie, and of the version of each file: what makes it another one."""
+        told = [
+            [t.name, t.file.name, t.file.size, t.file.version, t.kind, t.shape, t.start] for t in self.tensors.values()
+        ]
+        return hashlib.sha256(json.dumps([self.config, sorted(told)], sort_keys=True).encode()).hexdigest()
+
+
+def open_checkpoint(name: str, named: str = "--from") -> Checkpoint:
+    """The model in a folder, local or gs://, with every header read and checked. named: the flag that gave it.
+
+    Raises: BadInput, one line, if there is none, if it is pickled, or if a file breaks the rules of its format.
+    """
+    if name.endswith(PICKLED) or name.endswith(".safetensors"):
+        pickled = name.endswith(PICKLED)
+        raise BadInput(f"{named}={name} " + (unpickled(name) if pickled else "is a file: give the folder it lies in"))
+    folder = paths.as_path(name)
+    files = reached(lambda: names_in(folder), folder)
+    if not files:
+        hint = f"; to fetch it: hf download {name} --local-dir FOLDER" if HUB_NAME.fullmatch(name) else ""
+        raise BadInput(f"{named}={name} is no folder with files in it{hint}")
+    if CONFIG not in files:
+        raise BadInput(f"{named}={name} holds no {CONFIG}: it is not the folder of a Hugging Face model")
+    config = read_object(folder, CONFIG, files)
+    return Checkpoint(folder, config, find_tensors(f"{named}={name}", folder, files), files)
+
+
+def find_tensors(told: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
+    """{name: tensor} of all that the folder's index tells of, or of its one file. told: the flag with the folder."""
+    if INDEX not in files:
+        if WEIGHTS in files:
+            return headers(folder, [WEIGHTS])[WEIGHTS]
+        if pickled := [file for file in files if file.endswith(PICKLED) and file != "training_args.bin"]:
+            raise BadInput(f"{told} has {pickled[0]}, which {unpickled(str(folder))}")
+        others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
+        there = f"; there is {others[0]}" if others else ""
+        raise BadInput(f"{told} has neither {WEIGHTS} nor {INDEX}{there}")
+    places = read_object(folder, INDEX, files).get("weight_map")
+    where = f"{folder / INDEX}: weight_map"
+    if not isinstance(places, dict) or not places:
+        raise BadInput(f"{where} is no table of names and files; fetch it again")
+    for tensor, file in places.items():
+        if not isinstance(file, str) or not is_plain(file):
+            raise BadInput(f"{where} puts {tensor!r} into {str(file)[:120]!r}, which is no .safetensors file beside it")
+        if file not in files:
+            raise BadInput(f"{where} puts {tensor!r} into {file}, which is not there; fetch it")
+    found = headers(folder, sorted(set(places.values())))
+    for tensor, file in places.items():
+        if tensor not in found[file]:
+            raise BadInput(f"{where} puts {tensor!r} into {file}, which does not have it; fetch both again")
+    return {tensor: found[file][tensor] for tensor, file in places.items()}
+
+
+def headers(folder: Any, files: list[str]) -> dict[str, dict[str, Tensor]]:
+    """{file: {name: tensor}}."""
+    return {file: read_header(reached(lambda file=file: look_at(folder / file), folder)) for file in files}
+
+
+def is_plain(file: str) -> bool:
+    """True for the name of a .safetensors file in the same folder, and for no path that leads elsewhere."""
+    return re.fullmatch(r"[\w][\w.=+-]*\.safetensors", file, re.ASCII) is not None
+
+
+def read_object(folder: Any, name: str, files: dict[str, int]) -> dict[str, Any]:
+    """The JSON object in a file. Raises BadInput if it is none, or too large to be one of ours."""
+    if files[name] > foreign.LARGEST_JSON:
+        raise BadInput(f"{folder / name} has {files[name]} bytes, more than the {foreign.LARGEST_JSON} that are read")
+    content = reached(lambda: foreign.read_bytes(folder / name), folder)
+    try:
+        value = foreign.parse_json(content)
+    except BadInput as error:
+        raise BadInput(f"{folder / name} is not valid JSON ({error}); fetch it again") from None
+    if not isinstance(value, dict):
+        raise BadInput(f"{folder / name} is no JSON object; fetch it again")
+    return value
+
+
+def unpickled(name: str) -> str:
+    """Why a pickled file is not read, and the command that makes safetensors of it."""
+    folder = name.rpartition("/")[0] if name.endswith(PICKLED) else name
+    made = "; ".join(f"{which}.from_pretrained('{folder or '.'}').save_pretrained('FOLDER')" for which in "mt")
+    return (
+        "is pickled: reading it can run code that it holds, so it is never read here. If you trust it: "
+        'python -c "from transformers import AutoModelForCausalLM as m, AutoTokenizer as t; '
+        f'{made}", then --from=FOLDER'
+    )

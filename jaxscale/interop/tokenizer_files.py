@@ -1,0 +1,337 @@
+"""The files of a tokenizer, in and out: copied as they came, or made of one of ours so that transformers loads it.
+
+They lie in WORKDIR/tokenizer. A tokenizer that was trained here becomes a tokenizer.json with a tokenizer_config.json
+beside it, which AutoTokenizer reads; it is compared with ours on texts before it is written.
+"""
+
+import dataclasses
+import json
+import pathlib
+import tempfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.interop.counts import check_end_ids
+from jaxscale.interop.text_begin import begin_with
+from jaxscale.system import foreign, paths
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.about import NO_BOS, SPECIAL, About, begin_tokens
+from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names, faults_of
+from jaxscale.text.tokenizer.bytes import EOS_ID
+from jaxscale.text.tokenizer.fitting import fits, tell_beyond
+from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.probe import probes
+from jaxscale.text.tokenizer.split import byte_alphabet
+
+FOLDER = "tokenizer"
+FAST, MODELS, WORDPIECE = "tokenizer.json", ("tokenizer.model", "spiece.model"), "vocab.txt"
+CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+FILES = (
+    FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", CONFIG,
+    "chat_template.jinja", "chat_template.json", GENERATION,
+)  # fmt: skip
+END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+NOTE = "jaxscale.json"  # by which a run says what it was trained with
+PROBE = "A tokenizer's file, tried: naïve façade, 1234.5 → 日本語 🙂\n\tdef f(x):\n"
+EOS_NAME = "<|endoftext|>"  # of our byte tokenizer's one special token
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Small files of a model, and what is to be said of them."""
+
+    files: dict[str, bytes]
+    notes: tuple[str, ...] = ()
+    end_ids: dict[str, Any] = dataclasses.field(default_factory=dict)  # bos_token_id, eos_token_id
+
+
+def read_files(folder: Any, names: Mapping[str, int]) -> dict[str, bytes]:
+    """{name: content} of those of FILES that a folder has.
+
+    Raises BadInput for one that is far too large, and for a link that leads out of the folder.
+    """
+    found = {}
+    for name in FILES:
+        if name in names:
+            if names[name] > LARGEST:
+                raise BadInput(f"{folder / name} has {names[name]} bytes: it is no file of a tokenizer; move it away")
+            found[name] = foreign.read_bytes(folder / name, LARGEST)
+    return found
+
+
+def bring_in(files: Mapping[str, bytes], workdir: Any) -> None:
+    """Writes the files into WORKDIR/tokenizer, if there is a tokenizer among them that can be read here."""
+    main = main_file(files)
+    if main is None:
+        return
+    paths.make_run_dir(workdir / FOLDER)
+    for name, content in files.items():
+        paths.write_bytes_atomic(workdir / FOLDER / kept_name(name), content)
+
+
+def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
+    """Lines on the tokenizer among the files. Raises BadInput if a model with so many ids cannot use it."""
+    check_end_ids(read_object(files.get(GENERATION, b"")), vocab_size, str(folder / GENERATION))
+    if (main := main_file(files)) is None:
+        return []
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, content in files.items():
+            (pathlib.Path(scratch) / name).write_bytes(content)
+        try:
+            tokenizer = load_tokenizer(str(pathlib.Path(scratch) / main))
+            tokenizer.decode(tokenizer.encode(PROBE))
+        except BadInput as error:
+            told = str(error).replace("data.tokenizer=", "").replace(scratch, str(folder))
+            raise BadInput(f"{told}; mend it, or take {main} away to convert the weights alone") from None
+    if not fits(tokenizer, vocab_size):
+        raise BadInput(
+            f"{folder / main} has {tokenizer.vocab_size} ids, and the model of config.json only {vocab_size}: they do "
+            f"not belong together; bring the right one, or take {main} away to convert the weights alone"
+        )
+    return [f"{main} {line}"] if (line := tell_beyond(tokenizer, vocab_size)) else []
+
+
+def main_file(files: Sequence[str] | Mapping[str, bytes]) -> str | None:
+    """The file that data.tokenizer names: the one of these that a tokenizer of ours reads; None without one."""
+    return next((name for name in (FAST, *MODELS, WORDPIECE) if name in files), None)
+
+
+def kept_name(name: str) -> str:
+    """What a file is called in WORKDIR/tokenizer."""
+    return MODELS[0] if name in MODELS else name
+
+
+def special_token(files: Mapping[str, bytes], which: str) -> str:
+    """The text of eos_token or the like in tokenizer_config.json; '' if it says none."""
+    told = read_object(files.get(CONFIG, b"")).get(which)
+    told = told.get("content") if isinstance(told, dict) else told
+    return told if isinstance(told, str) else ""
+
+
+def read_object(content: bytes) -> dict[str, Any]:
+    """The JSON object in a file; empty if it is none."""
+    try:
+        found = foreign.parse_json(content)
+    except BadInput:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def with_generation(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """The files; with a generation_config.json of the ids in config.json where none came, as in transformers."""
+    ends = {name: config[name] for name in END_IDS if config.get(name) is not None}
+    if GENERATION in files or "eos_token_id" not in ends:
+        return dict(files)
+    return {**files, GENERATION: (json.dumps(ends, indent=2) + "\n").encode()}
+
+
+def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
+    """{bos_token_id, eos_token_id, pad_token_id} as generation_config.json has them, else as the tokenizer does."""
+    told = read_object(files.get(GENERATION, b""))
+    found = {name: told[name] for name in END_IDS if name in told}
+    if "eos_token_id" not in found and FAST in files:
+        made = as_fast(files[FAST])
+        for which in ("bos_token", "eos_token"):
+            found[f"{which}_id"] = made.token_to_id(special_token(files, which))
+    return found
+
+
+def as_fast(content: bytes) -> Any:
+    """The tokenizer of a tokenizer.json. Raises BadInput for what is none."""
+    import tokenizers
+
+    with faults_of(f"{FAST} cannot be read"):
+        return tokenizers.Tokenizer.from_str(content.decode())
+
+
+def missing_tokenizer(files: Mapping[str, bytes], folder: Any) -> str:
+    """Why no tokenizer of ours reads these files, and the way out."""
+    if "vocab.json" in files:
+        command = f"m.from_pretrained('{folder}').save_pretrained('{folder}')"
+        return (
+            "it has vocab.json and no tokenizer.json, which is what is read here; transformers makes one: "
+            f'python -c "from transformers import AutoTokenizer as m; {command}"'
+        )
+    return "it has no tokenizer.json and no tokenizer.model; give --tokenizer=FILE to sample and evaluate"
+
+
+def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
+    """What an export of a run has beside its weights. Args: run: what the record of its step says.
+
+    WORKDIR/tokenizer goes first; else the file that data.tokenizer names, if it is there; bytes need none.
+    """
+    config, folder = run.get("config") or {}, workdir / FOLDER
+    data, seq_len = config.get("data") or {}, config.get("seq_len")
+    foreign.check_folder(folder, workdir)
+    there = {path.name: 0 for path in folder.iterdir()} if folder.exists() else {}
+    files = read_files(folder, there)
+    note = read_object(foreign.read_bytes(folder / NOTE)) if NOTE in there else {}
+    if generation := (run.get("converted") or {}).get("generation"):
+        files.setdefault(GENERATION, (json.dumps(generation, indent=2) + "\n").encode())
+    noted = note.get("begin_tokens", ()) if note else None  # notes of before begin documents with nothing
+    if CONFIG in files and FAST in files:
+        return begun(with_learned_end(files, str(note.get("eos_token") or "")), noted)
+    name = str(note.get("name") or data.get("tokenizer") or "")
+    eos_token = str(note.get("eos_token") or data.get("eos_token") or "")
+    if main := main_file(files):
+        return begun(loaded(files, main, eos_token, seq_len), noted)
+    if name == "" and (run.get("converted") or data.get("name") in ("tokens", "synthetic")):
+        return Texts(files, ("no tokenizer goes along: the work folder has none and its config names none",))
+    if name in ("", "bytes"):
+        return made_for(load_tokenizer("bytes"), byte_level(), EOS_NAME, seq_len, files)
+    path = pathlib.Path(name).expanduser()
+    if not path.is_file():
+        return Texts(files, (f"no tokenizer goes along: {name} is not there, nor {folder}",))
+    own = {".model": MODELS[0], ".txt": WORDPIECE}.get(path.suffix, FAST)
+    tokenizer = load_tokenizer(name, eos_token, data.get("bos_token", NO_BOS))
+    texts = loaded(files | {own: foreign.read_named(path, LARGEST)}, own, tokenizer.eos_token, seq_len)
+    return begun(texts, begin_names(tokenizer))
+
+
+def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
+    """The files as they came, but that text also stops at the token by which the run has ended documents.
+
+    A chat model's folder may name the end of a turn alone, and a run on documents learns another.
+    """
+    ends = end_ids(files)
+    told = ends.get("eos_token_id")
+    known = told if isinstance(told, list) else [] if told is None else [told]
+    learned = as_fast(files[FAST]).token_to_id(eos_token) if eos_token else None
+    if learned is None or learned in known:
+        return Texts(files, (), ends)
+    ends |= {"eos_token_id": [*known, learned]}
+    generation = read_object(files.get(GENERATION, b"")) | {"eos_token_id": ends["eos_token_id"]}
+    said = f"{GENERATION} also stops at {eos_token}, by which this run has ended its documents"
+    return Texts(files | {GENERATION: (json.dumps(generation, indent=2) + "\n").encode()}, (said,), ends)
+
+
+def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
+    """The files, which begin texts as this run has begun documents. begin: none: it is not known.
+
+    tokenizer.json is asked, and what tokenizer_config.json says over it; where both are right, they stay as they are.
+    """
+    main = main_file(texts.files)
+    if begin is None or main is None:
+        return texts
+    files, ends = dict(texts.files), dict(texts.end_ids)
+    content = None
+    if main == FAST:
+        with faults_of(f"{FAST} does not work"):
+            content = begin_with(begin, files[FAST].decode())
+    is_right = content is None and (main not in MODELS or model_begin(files[main]) == tuple(begin))
+    about = read_object(files.get(CONFIG, b""))
+    told = begin_tokens(About(None, about), "")
+    if begin and main == FAST:
+        ends["bos_token_id"] = token_id(begin[0], files[FAST])
+    if is_right and told in (None, tuple(begin)):
+        return Texts(files, texts.notes, ends)
+    if content is not None:
+        files[FAST] = content.encode()
+    changed = {"add_bos_token": bool(begin)} | ({"bos_token": begin[0]} if begin else {})
+    files[CONFIG] = as_json(about | changed)
+    if begin and SPECIAL in files:  # which transformers puts over the other
+        files[SPECIAL] = as_json(read_object(files[SPECIAL]) | {"bos_token": begin[0]})
+    if begin and GENERATION in files and "bos_token_id" in ends:
+        files[GENERATION] = as_json(read_object(files[GENERATION]) | {"bos_token_id": ends["bos_token_id"]})
+    said = f"the tokenizer begins texts with {''.join(begin) or 'nothing'}, as this run its documents"
+    return Texts(files, (*texts.notes, said), ends)
+
+
+def model_begin(content: bytes) -> tuple[str, ...]:
+    """The token that a SentencePiece model has for the beginning of a text, by name."""
+    import sentencepiece
+
+    model = sentencepiece.SentencePieceProcessor(model_proto=content)
+    return (model.id_to_piece(model.bos_id()),) if model.bos_id() >= 0 else ()
+
+
+def token_id(name: str, content: bytes) -> int | None:
+    """The id of a token in a tokenizer.json."""
+    return as_fast(content).token_to_id(name)
+
+
+def as_json(value: Mapping[str, Any]) -> bytes:
+    """The content of a settings file."""
+    return (json.dumps(value, indent=2) + "\n").encode()
+
+
+def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | None) -> Texts:
+    """The files, and those that transformers needs besides."""
+    eos_token = eos_token or special_token(files, "eos_token")
+    with tempfile.TemporaryDirectory() as scratch:
+        place = pathlib.Path(scratch) / main
+        place.write_bytes(files[main])
+        tokenizer = load_tokenizer(str(place), eos_token)
+        if main == FAST:
+            return made_for(tokenizer, files[FAST].decode(), eos_token, seq_len, files)
+        if main == WORDPIECE:
+            from jaxscale.text.tokenizer.wordpiece import read_vocab_txt
+
+            return made_for(tokenizer, read_vocab_txt(files[main]).to_str(), eos_token, seq_len, files)
+        return made_for(tokenizer, unigram(str(place)), eos_token, seq_len, files)
+
+
+def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: int | None, files: dict) -> Texts:
+    """The files with a tokenizer.json of this text and a tokenizer_config.json, if its ids are the tokenizer's own."""
+    ends = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
+    if text is None or not same_ids(tokenizer, text):
+        told = "transformers has no tokenizer that gives the ids of this SentencePiece model; the .model goes along"
+        return Texts(files, (told,), ends)
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_str(text)
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id))}
+    about |= {"model_max_length": seq_len} if seq_len else {}
+    made_files = {FAST: text.encode(), CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
+    return Texts(made_files | files, (), ends)
+
+
+def same_ids(tokenizer: Tokenizer, text: str) -> bool:
+    """True if the tokenizer.json gives the ids of ours for every probe, and the texts back."""
+    import tokenizers
+
+    made = tokenizers.Tokenizer.from_str(text)
+    made.encode_special_tokens = True
+    made.no_truncation()
+    made.no_padding()
+    texts = probes((), ())
+    for one, mine in zip(texts, tokenizer.encode_many(texts), strict=True):
+        theirs = made.encode(one, add_special_tokens=False).ids
+        if theirs != mine.tolist() or made.decode(theirs, skip_special_tokens=True) != tokenizer.decode(mine):
+            return False
+    return True
+
+
+def byte_level() -> str:
+    """A tokenizer.json of our bytes: 256 pieces, no merges, and the end of a document."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    made = tokenizers.Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([EOS_NAME])
+    assert made.token_to_id(EOS_NAME) == EOS_ID
+    return made.to_str()
+
+
+def unigram(path: str) -> str | None:
+    """A tokenizer.json of a Unigram .model as we train them; None for another kind of model."""
+    import sentencepiece
+    import tokenizers
+    from tokenizers import decoders, models, normalizers
+
+    processor = sentencepiece.SentencePieceProcessor(model_file=path)
+    ids = range(processor.get_piece_size())
+    pieces = [(processor.id_to_piece(i), processor.get_score(i)) for i in ids]
+    has_bytes = any(processor.is_byte(i) for i in ids)
+    try:
+        made = tokenizers.Tokenizer(models.Unigram(pieces, unk_id=processor.unk_id(), byte_fallback=has_bytes))
+    except Exception:  # the package raises bare Exception for what it does not take
+        return None
+    made.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), *([decoders.ByteFallback()] if has_bytes else []), decoders.Fuse()]
+    made.decoder = decoders.Sequence(steps)
+    made.add_special_tokens([processor.id_to_piece(i) for i in ids if processor.is_control(i)])
+    return made.to_str()

@@ -1,6 +1,0 @@
-"""A run as one HTML file that needs nothing else, or as a card in Markdown."""
-
-from jaxscale.monitor.report.card import make_card
-from jaxscale.monitor.report.page import make_evals_page, make_page
-
-__all__ = ["make_card", "make_evals_page", "make_page"]

@@ -1,0 +1,217 @@
+"""What is unwise about a plan. Each function looks at one thing and returns a Caution, or None where all is well."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxscale import units
+from jaxscale.hardware import Chip
+from jaxscale.planning import cost, published, scaling
+
+
+class Caution(NamedTuple):
+    """One thing to look at."""
+
+    what: str
+    why: str
+    way_out: str
+    source: str
+
+
+def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2: float) -> Caution | None:
+    """Fewer steps than Adam's second moment needs; from 1B parameters also less than every published run."""
+    least = 2 / (1 - b2)
+    if warmup_steps < least:
+        return Caution(
+            f"the warmup of {warmup_steps} steps is short",
+            f"Adam's second moment with b2={b2:g} is an average over about {least:.0f} steps: 2 / (1 - b2)",
+            f"set optim.warmup_tokens='{math.ceil(least)} steps' or more",
+            "arXiv:1910.04209",
+        )
+    published_less = warmup_tokens < published.WARMUP_TOKENS and warmup_steps < published.WARMUP_STEPS
+    if params >= published.WARMUP_FROM_PARAMS and published_less:
+        return Caution(
+            f"the warmup of {warmup_steps} steps ({units.count(warmup_tokens)} tokens) is short for this size",
+            f"published runs of 1B parameters and more warmed up over {units.count(published.WARMUP_TOKENS)} tokens "
+            f"or {published.WARMUP_STEPS:,} steps",
+            f"set optim.warmup_tokens='{published.WARMUP_STEPS} steps'",
+            "arXiv:2005.14165, appendix B; arXiv:2307.09288, section 2.2",
+        )
+    return None
+
+
+def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.Range, list[str]]:
+    """(learning rates that published runs and formulas span for this size and batch, a line for each of them)."""
+    rates, lines = [], []
+    for run in published.near_runs(params):
+        linear, root = published.linear_rule(run, batch_tokens), published.square_root_rule(run, batch_tokens)
+        rates += [run.peak_lr, linear, root]
+        lines.append(
+            f"{run.name}: {run.peak_lr:.2g} at {units.count(run.batch_tokens)} tokens; for this batch {root:.2g} by "
+            f"the square-root rule, {linear:.2g} by the linear rule ({run.source})"
+        )
+    for rate, text in (
+        (published.rate_by_flops(scaling.train_flops(params, tokens)), "0.3118 C^-0.125 (arXiv:2401.02954)"),
+        (published.rate_by_params(params), "0.003239 - 0.0001395 ln N (arXiv:2001.08361)"),
+        (published.rate_by_size(params, tokens), "1.79 N^-0.713 D^0.307 (arXiv:2503.04715)"),
+    ):
+        if rate is not None:
+            rates.append(rate)
+            lines.append(f"{text}: {rate:.2g}")
+    return cost.Range(min(rates), max(rates)), lines
+
+
+def rate_outside(params: float, tokens: float, batch_tokens: float, peak_lr: float) -> Caution | None:
+    """A peak learning rate outside what was published for the size, scaled to the batch by both rules."""
+    span, lines = rate_range(params, tokens, batch_tokens)
+    if span.low <= peak_lr <= span.high:
+        return None
+    side = "below" if peak_lr < span.low else "above"
+    return Caution(
+        f"optim.peak_lr={peak_lr:g} lies {side} what was published for this size and batch",
+        f"{span.low:.2g} to {span.high:.2g}: " + "; ".join(lines),
+        f"set optim.peak_lr to {span.low:.2g} or more" if side == "below" else f"set it to {span.high:.2g} or less",
+        "square-root rule for Adam: arXiv:2205.10287; linear, for SGD: arXiv:1706.02677",
+    )
+
+
+def tokens_of_params(params: float, tokens: float, fewest: float = 10.0) -> Caution | None:
+    """Far fewer tokens than the size is worth."""
+    ratio = tokens / params
+    if ratio >= fewest:
+        return None
+    best = scaling.optimal_alternative(scaling.train_flops(params, tokens))
+    return Caution(
+        f"{ratio:.2g} tokens a parameter are few: the model is too large for its training",
+        f"for the same operations {units.count(best.params)} parameters on {units.count(best.tokens)} tokens reach "
+        "a lower loss: about 20 a parameter",
+        f"train on {units.count(scaling.optimal_tokens(params))} tokens, or take the smaller model",
+        "arXiv:2203.15556",
+    )
+
+
+def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: str) -> Caution | None:
+    """A run that ends before its schedule does. limit: what ends it, such as 'the budget of $1,000'."""
+    if decay == "constant" or tokens >= schedule_tokens:
+        return None
+    over = schedule_tokens / tokens - 1
+    return Caution(
+        f"{limit} ends the run after {units.count(tokens)} tokens, and its {decay} schedule is made for "
+        f"{units.count(schedule_tokens)}",
+        f"the rate would still be high at the end: the schedule is {over:.0%} too long, and more than 25% costs loss",
+        f"set train_tokens={tokens:.3g}, so that the decay ends with the run",
+        "arXiv:2203.15556, appendix B",
+    )
+
+
+def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Caution | None:
+    """A batch beyond the critical one at the loss that the run is expected to end with; before, it is smaller still."""
+    loss = scaling.fitted_loss(params, tokens)
+    if loss is None or batch_tokens <= (critical := published.critical_batch(loss)):
+        return None
+    return Caution(
+        f"a batch of {units.count(batch_tokens)} tokens is beyond the critical batch",
+        f"2.1e8 L^-4.8 = {units.count(critical)} tokens at the loss of {loss:.2f} nats where it would end; larger "
+        "batches save steps and cost tokens. A newer fit of the best batch, 0.58 D^0.571, says "
+        f"{units.count(published.batch_by_tokens(tokens))}",
+        f"set batch_tokens to about {units.count(critical)}, or begin with a smaller batch",
+        "arXiv:1812.06162; arXiv:2001.08361, figure 10; arXiv:2503.04715",
+    )
+
+
+def save_interval(interval: float, save_seconds: float, num_chips: float, wall_seconds: float) -> Caution | None:
+    """Checkpoints so rare, or so frequent, that they lose more than 1% of the time over the best interval.
+
+    A run shorter than an interval has one checkpoint, at its end.
+    """
+    between = cost.mean_seconds_between_failures(num_chips)
+    best = min(cost.best_save_interval(save_seconds, between), wall_seconds)
+    interval = min(interval, wall_seconds)
+    lost, least = (cost.lost_share(seconds, save_seconds, between) for seconds in (interval, best))
+    if lost - least < 0.01:
+        return None
+    word = "rare" if interval > best else "frequent"
+    return Caution(
+        f"a checkpoint every {units.duration(interval)} is too {word} for {cost.chips(num_chips)}",
+        f"an interruption every {units.duration(between)} is to be expected; up to {lost:.1%} of the time would be "
+        f"lost (as if training waited for saves, which go on beside it), and {least:.1%} with one every "
+        f"{units.duration(best)}: sqrt(2 x {units.duration(save_seconds)} x MTBF)",
+        "set checkpoint.save_every_steps=0, which saves at the end alone"
+        if best == wall_seconds
+        else f"set checkpoint.save_every_steps so that it is every {units.duration(best)}",
+        f"Young 1974, Daly 2006; {cost.FAILURES_SOURCE}",
+    )
+
+
+def tensor_over_slow_links(tensor: int, devices_of_island: int, chip: Chip) -> Caution | None:
+    """Tensor parallelism between devices that no fast link joins. devices_of_island: those of a host or slice."""
+    if tensor == 1 or (tensor <= devices_of_island and chip.ici_bandwidth):
+        return None
+    where = f"{devices_of_island} devices of a host or slice" if chip.ici_bandwidth else f"{chip.name} has no fast link"
+    return Caution(
+        f"mesh.tensor={tensor} goes through slow links: {where}",
+        "every block sums its activations over this axis four times a pass, and waits for it",
+        f"set mesh.tensor={devices_of_island if chip.ici_bandwidth else 1} or less, and let fsdp take the rest",
+        "arXiv:2104.04473, takeaway 1",
+    )
+
+
+def dtype_of_chip(dtype: str, chip: Chip) -> Caution | None:
+    """float16 where bfloat16 is there, bfloat16 where it is not, float32 where the peak is that of shorter types."""
+    if dtype == "float16" and chip.bfloat16:
+        return Caution(
+            f"model.compute_dtype='float16' on {chip.name}, which has bfloat16 at the same speed",
+            "float16 ends at 65,504 and needs loss scaling; bfloat16 has float32's range and needs none",
+            "set model.compute_dtype='bfloat16'",
+            "arXiv:1905.12322; cloud.google.com/tpu/docs/bfloat16",
+        )
+    if dtype == "bfloat16" and not chip.bfloat16:
+        return Caution(
+            f"model.compute_dtype='bfloat16' on {chip.name}, which has no matrix units for it",
+            "its peak is that of float16; bfloat16 is converted or computed far more slowly",
+            "set model.compute_dtype='float16', whose loss scale is then on by itself",
+            chip.source,
+        )
+    if dtype == "float32" and chip.fp32_flops is not None:
+        shorter = "bfloat16" if chip.bfloat16 else "float16"
+        slower = (
+            "as TF32 at half of that at best" if chip.bfloat16 else f"at most {chip.fp32_flops / 1e12:.3g} in float32"
+        )
+        return Caution(
+            f"model.compute_dtype='float32' on {chip.name}",
+            f"its matrix units do {chip.peak_flops / 1e12:.0f} TFLOP/s in {shorter}, {slower}; activations take twice "
+            "as much memory",
+            f"set model.compute_dtype='{shorter}'",
+            f"{chip.source}; jax.lax.Precision",
+        )
+    return None
+
+
+def pass_too_short(pass_seconds: float, least: float = 0.001) -> Caution | None:
+    """So few products at a time that the published share of the peak is not to be expected."""
+    if pass_seconds >= least:
+        return None
+    return Caution(
+        f"a device's products of one pass take {1e3 * pass_seconds:.2g} ms at its peak",
+        "the range of MFU is that of models of 405B and 540B parameters; starting a step, sending and waiting are not "
+        "in it, and here may take longer than the products: time and money above are lower bounds",
+        "give --mfu, or measure the step on such a machine: jaxscale bench step --save, then --topology=here",
+        f"ours: {1e3 * least:g} ms; no run with shorter passes was published",
+    )
+
+
+def too_many_epochs(epochs: float, most: float = 4.0) -> Caution | None:
+    """Data repeated more often than repeating was found to be nearly as good as new text."""
+    if epochs <= most:
+        return None
+    return Caution(
+        f"the data would be read {units.digits(epochs)} times",
+        f"up to about {most:g} times repeated tokens are worth nearly as much as new ones; beyond that less and less",
+        "add data, or shorten the run",
+        "arXiv:2305.16264",
+    )
+
+
+def present(found: Sequence[Caution | None]) -> tuple[Caution, ...]:
+    """Those that are there."""
+    return tuple(one for one in found if one is not None)

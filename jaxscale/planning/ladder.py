@@ -1,0 +1,263 @@
+"""A ladder of small finished runs, read from their work folders, with the reason for each one that cannot be compared.
+
+A law compares ends: held-out loss after the last step of a whole schedule. A point from the middle of a decaying
+schedule is not what a run of that length would have reached (arXiv:2203.15556, appendix B), so only runs whose rate was
+constant give points on the way.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxscale import schema, units
+from jaxscale.config import Budget, RunConfig, resolve_budget
+from jaxscale.models import num_params
+from jaxscale.optim.optimizers import optim_schedule
+from jaxscale.planning.loss_law import Point
+from jaxscale.reporting.history import History, read_history
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+
+LOSS, BITS = "validation/loss", "validation/bits_per_byte"
+RATE_OFF = 0.01  # relative; a logged rate further from its schedule's is another schedule's
+ROSE = 1.1  # times the lowest smoothed training loss: an end above it is no end of a healthy run
+WARM = 2.0  # times the warmup: points of a constant rate before that tell of the warmup
+WARMUP_OFF = 0.03  # difference of two warmups, as parts of their runs, that one shape of curve can have
+
+
+class Schedule(NamedTuple):
+    """The course of the learning rate, without its height and length."""
+
+    decay: str
+    decay_fraction: float | None  # wsd only
+    final: float  # the last rate as a part of the peak
+    warmup: float  # part of the run
+
+    def __str__(self) -> str:
+        part = f" over the last {self.decay_fraction:.0%}" if self.decay_fraction else ""
+        end = "" if self.decay == "constant" else f" to {self.final:.3g} of the peak"
+        return f"{self.decay}{part}{end}, warmup {self.warmup:.1%}"
+
+    def ends_as(self, other: "Schedule") -> bool:
+        """True if ends of both can be compared: all but the warmup is the same."""
+        return self.decay == other.decay and self.decay_fraction == other.decay_fraction and close(self, other)
+
+    def runs_as(self, other: "Schedule") -> bool:
+        """True if whole curves of both can be."""
+        return self.ends_as(other) and abs(self.warmup - other.warmup) <= WARMUP_OFF
+
+
+def close(one: Schedule, other: Schedule) -> bool:
+    """True if both end at the same part of their peak, to 1%; without a decay that is all one."""
+    return one.decay == "constant" or math.isclose(one.final, other.final, rel_tol=0.01, abs_tol=1e-6)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rung:
+    """A run of the ladder."""
+
+    folder: str
+    params: int
+    tokens: int
+    flops: float
+    loss: float  # held-out, nats per token, at the end
+    bits_per_byte: float | None
+    points: tuple[Point, ...]  # the end, and points on the way where the rate was constant
+    schedule: Schedule
+    steps: np.ndarray  # as parts of the run, (0, 1]
+    losses: np.ndarray  # training loss at those, nats per token
+
+    @property
+    def name(self) -> str:
+        """The folder's own name."""
+        return self.folder.rstrip("/").rpartition("/")[2]
+
+
+class Ladder(NamedTuple):
+    """Runs that can be compared with the one to be forecast, the smallest first, and (folder, why not) of others."""
+
+    rungs: tuple[Rung, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+    @property
+    def points(self) -> tuple[Point, ...]:
+        """Of all runs."""
+        return tuple(point for rung in self.rungs for point in rung.points)
+
+    @property
+    def bits_per_nat(self) -> float | None:
+        """Bits per byte over nats per token, where every run tells both: the same held-out text has one such number."""
+        if not self.rungs or any(rung.bits_per_byte is None for rung in self.rungs):
+            return None
+        ratios = np.array([rung.bits_per_byte / rung.loss for rung in self.rungs])
+        return float(np.median(ratios)) if np.ptp(ratios) <= 1e-3 * ratios.mean() else None
+
+
+def find_runs(patterns: str) -> list[str]:
+    """The folders that patterns such as 'runs/ladder/*,gs://bucket/small-*' match, in order. BadInput for none."""
+    found: list[str] = []
+    for pattern in filter(None, (part.strip() for part in patterns.split(","))):
+        parts = pattern.split("/")
+        wild = next((i for i, part in enumerate(parts) if set(part) & set("*?[")), len(parts))
+        base = "/".join(parts[:wild]) or ("/" if pattern.startswith("/") else ".")
+        folder, rest = paths.as_path(base), "/".join(parts[wild:])
+        matched = sorted(str(path) for path in folder.glob(rest) if path.is_dir()) if rest else [str(folder)]
+        if not matched:
+            raise BadInput(f"--runs={pattern} matches no folder; name work folders of finished runs, quoted")
+        found += [name for name in matched if name not in found]
+    if not found:
+        raise BadInput("--runs must name work folders, such as --runs='runs/ladder/*'")
+    return found
+
+
+def read_ladder(folders: Sequence[str], target: RunConfig, budget: Budget, apart: str | None = None) -> Ladder:
+    """The ladder for a run with this config.
+
+    Args: apart: the run's own work folder, which is no rung. Damaged and foreign folders are left out, never raised.
+    """
+    wanted, own = comparable(target), schedule_of(target, budget)
+    rungs, left_out = [], []
+    for folder in folders:
+        try:
+            if apart is not None and paths.absolute(folder) == paths.absolute(apart):
+                raise BadInput("it is the run to be forecast")
+            rungs.append(read_rung(folder, wanted, own))
+        except BadInput as why:
+            left_out.append((folder, str(why)))
+    return Ladder(tuple(sorted(rungs, key=lambda rung: rung.flops)), tuple(left_out))
+
+
+def read_rung(folder: str, wanted: dict[str, Any], own: Schedule) -> Rung:
+    """A finished run. Raises BadInput that says why it cannot stand beside the others."""
+    history = read_history(folder)
+    cfg, budget = settings_of(history)
+    for name, value in comparable(cfg).items():
+        if value != wanted[name]:
+            raise BadInput(f"{name} is {told(value)}, not {told(wanted[name])} as in the config")
+    schedule = schedule_of(cfg, budget)
+    if not schedule.ends_as(own):
+        raise BadInput(f"its schedule is {schedule}, not {own}")
+    if history.config.get("ancestry"):
+        raise BadInput("it began with the parameters of another run, so its tokens are not all it learned from")
+    last = history.last_step
+    steady = schedule.decay == "constant"
+    if last < budget.total_steps and not steady:
+        raise BadInput(f"it is not finished: step {last} of {budget.total_steps}")
+    check_rate(history, cfg, budget)
+    params, flops = num_params(cfg.model), cfg.flops_per_token
+    told_at = [row for row in history.rows if LOSS in row]
+    if not told_at:
+        raise BadInput("it has no held-out loss; runs of a ladder need eval.num_rows above 0 and held-out text")
+    bad = [row["step"] for row in told_at if row[LOSS] is None]
+    if bad:
+        raise BadInput(f"it diverged: its held-out loss at step {bad[0]} is not finite")
+    end = told_at[-1]
+    if not steady and end["step"] != budget.total_steps:
+        raise BadInput(f"its last held-out loss is of step {end['step']}, and it ends at {budget.total_steps}")
+    steps, losses = (np.array(values, float) for values in history.series("loss"))
+    check_healthy(steps, losses, max(int(end["step"]), 1))
+    ends = [row for row in told_at if row["step"] >= WARM * max(1, budget.warmup_steps)] if steady else [end]
+    if not ends:
+        raise BadInput(f"it has no held-out loss after its warmup of {budget.warmup_steps} steps")
+    tokens = budget.batch_tokens
+    points = [Point(params, row["step"] * tokens, row[LOSS], str(folder), flops * row["step"] * tokens) for row in ends]
+    return Rung(
+        folder=str(folder),
+        params=params,
+        tokens=end["step"] * tokens,
+        flops=flops * end["step"] * tokens,
+        loss=end[LOSS],
+        bits_per_byte=end.get(BITS),
+        points=tuple(points),
+        schedule=schedule,
+        steps=steps / max(1, end["step"]),
+        losses=losses,
+    )
+
+
+def settings_of(history: History) -> tuple[RunConfig, Budget]:
+    """(config, amounts) of a run as its config.json has them. Raises BadInput where that cannot be read."""
+    if not history.config:
+        raise BadInput(next((p for p in history.problems if "config.json" in p), "config.json is missing"))
+    try:
+        cfg = schema.from_dict(RunConfig, history.config["config"])
+        return cfg, Budget(**history.config["budget"])
+    except (KeyError, TypeError) as error:
+        raise BadInput(f"its config.json lacks what a run writes there ({error})") from None
+    except BadInput as error:
+        raise BadInput(f"its config.json is of another version: {error}") from None
+
+
+def comparable(cfg: RunConfig) -> dict[str, Any]:
+    """What must be the same for two held-out losses to be comparable: the text, the tokens, the rows, the question."""
+    data = cfg.data
+    return {
+        "seq_len": cfg.seq_len,
+        "model.name": cfg.model.name,
+        "model.vocab_size": cfg.model.vocab_size,
+        "data.name": data.name,
+        "data.files": schema.to_dict(data.files),
+        "data.val_files": schema.to_dict(data.val_files),
+        "data.val_fraction": data.val_fraction,
+        "data.tokenizer": data.tokenizer,
+        "data.bos_token": data.bos_token,
+        "data.packing": data.packing,
+        "data.mixture": schema.to_dict(data.mixture),
+        "data.objective": schema.to_dict(data.objective),
+    }
+
+
+def told(value: Any) -> str:
+    """The value, shortened, for people."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def schedule_of(cfg: RunConfig, budget: Budget) -> Schedule:
+    """The course of a run's learning rate."""
+    optim = cfg.optim
+    return Schedule(
+        optim.decay,
+        optim.decay_fraction if optim.decay == "wsd" else None,
+        optim.min_lr / optim.peak_lr if optim.peak_lr else 0.0,
+        budget.warmup_steps / budget.total_steps,
+    )
+
+
+def check_rate(history: History, cfg: RunConfig, budget: Budget) -> None:
+    """Raises BadInput if the rates that were logged are not those of the schedule.
+
+    So it is after a horizon that was changed on the way, and after a cut of the rate in answer to trouble: the end of
+    such a run is not that of a run which had its last schedule from the beginning.
+    """
+    steps, rates = (np.array(values, float) for values in history.series("learning_rate"))
+    schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
+    due = np.asarray(schedule(steps - 1), float)  # a line of step n tells the rate that made step n, counted from 0
+    off = np.abs(rates - due) > RATE_OFF * np.maximum(due, 1e-3 * cfg.optim.peak_lr)
+    if off.any():
+        at = int(np.argmax(off))
+        raise BadInput(
+            f"its learning rate at step {steps[at]:.0f} was {rates[at]:.3g}, and its schedule has {due[at]:.3g}: the "
+            "horizon changed on the way, or the rate was cut"
+        )
+
+
+def check_healthy(steps: np.ndarray, losses: np.ndarray, last: int) -> None:
+    """Raises BadInput if the training loss rose again: its mean over the last twentieth against the lowest one."""
+    means = [losses[(steps > part * last) & (steps <= (part + 0.05) * last)] for part in np.arange(0.1, 1, 0.05)]
+    means = [float(part.mean()) for part in means if len(part)]
+    if means and means[-1] > ROSE * min(means):
+        raise BadInput(f"it diverged: its training loss ends at {means[-1]:.4g} after {min(means):.4g}")
+
+
+def target_budget(cfg: RunConfig, tokens: str | None) -> tuple[RunConfig, Budget]:
+    """(config, amounts) of the run to be forecast; tokens: as in --tokens, in place of train_tokens.
+
+    Raises BadInput where the amounts need the data, which is not opened here.
+    """
+    if tokens is not None:
+        cfg = dataclasses.replace(cfg, train_tokens=units.resolve("--tokens", tokens, seq_len=cfg.seq_len))
+    return cfg, resolve_budget(cfg, None)

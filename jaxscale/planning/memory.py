@@ -1,0 +1,172 @@
+"""Bytes per device that a training step needs: the state exactly, activations as an estimate."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+
+from jaxscale.build import Program
+from jaxscale.config import RunConfig
+from jaxscale.models import layer_widths, num_params
+from jaxscale.models.layers import ModelConfig
+from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE
+from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.planning.residuals import kept_by_stack, number_bytes, tiled_bytes
+from jaxscale.sharding.offload import HOST
+from jaxscale.sharding.tiles import on_tpu
+
+NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
+# Over what a block's own arrays sum to: XLA:TPU does not reuse all at once. Fitted to the ten TPU results in the
+# headers of configs/ (libtpu 0.0.51, 2026-11-21), which tests/planner/test_plan_memory.py compares with.
+BLOCK_SLACK = 1.25
+# XLA:GPU needs about twice as much for the same arrays: three compilations in the same headers (jax 0.10.2), all with
+# remat="full". Why was not looked into, so it is used with remat alone.
+GPU_SLACK = 2.15
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes on one device."""
+
+    params: int
+    moments: int  # and the average of the parameters, where one is kept
+    grads: int
+    activations: int  # an estimate: XLA decides
+    summed: int = 0  # gradients of earlier microbatches, beside those of the one that is computed
+    padding: int = 0  # of all these but activations, up to whole tiles of a TPU
+
+    @property
+    def state(self) -> int:
+        """What no batch size can lower."""
+        return self.params + self.moments + self.grads
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.state + self.summed + self.padding + self.activations
+
+
+def memory_need(program: Program) -> MemoryNeed:
+    """Bytes on each device at the peak of a step: float32 parameters, moments and gradients, and activations."""
+    state = program.abstract_state
+    params = shard_bytes(state.params)
+    # Of a microbatch they are cut like the parameters, or more finely, wherever those rest: an upper bound.
+    learned = jax.tree.map(lambda p, g: p if jax.tree.leaves(g) else None, state.params, program.abstract_grads)
+    grads = shard_bytes(learned) + host_bytes(learned)
+    summed = shard_bytes(program.abstract_grads) if program.cfg.train.num_microbatches > 1 else 0
+    moments = shard_bytes((state.opt_state, state.ema))
+    padding = 0
+    if on_tpu(program.mesh):
+        filled = {tree: padding_bytes(getattr(state, tree)) for tree in ("params", "opt_state", "ema")}
+        again = filled["params"] + (padding_bytes(program.abstract_grads) if summed else 0)
+        padding = sum(filled.values()) + again
+    return MemoryNeed(params, moments, grads, activation_bytes(program), summed, padding)
+
+
+def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
+    """A lower bound for a mesh that cannot be made: the state shared evenly by all devices."""
+    params = 4 * num_params(cfg.model) // num_devices
+    has_momentum = cfg.optim.name != "sgd" or cfg.optim.b1 > 0
+    if cfg.lora.on:
+        return MemoryNeed(params, 0, 0, 0)
+    copies = NUM_MOMENTS[cfg.optim.name] * has_momentum + cfg.train.ema.on
+    return MemoryNeed(params, copies * params, params, 0)
+
+
+def shard_bytes(abstract: Any) -> int:
+    """Bytes of one device's parts of a tree of ShapeDtypeStructs with shardings, but for those in the host's memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind != HOST]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def padding_bytes(abstract: Any) -> int:
+    """Bytes by which a TPU's tiles are larger than one device's parts of such a tree, the host's left out."""
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind != HOST]
+    shards = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves]
+    return sum(tiled_bytes(shape, size, tpu=True) - size * math.prod(shape) for shape, size in shards)
+
+
+def host_bytes(abstract: Any) -> int:
+    """Bytes of one device's parts of such a tree that are in the host's memory."""
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind == HOST]
+    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+
+def activation_bytes(program: Program) -> int:
+    """What the backward pass keeps of one microbatch on one device, and the most that it works with at one time.
+
+    Without remat, every array that planning/residuals.py names, of all blocks. With it what the policy keeps, and one
+    block whole: the residual stream twice and its normalised forms (4 D), attention's inputs and output, and the MLP's
+    inner arrays. What goes to the host is left out. Beside that, the larger of two: one block and its gathered weights,
+    or the output projection with the logits of one chunk of the loss and their gradient.
+    """
+    cfg, shape = program.cfg, program.mesh.shape
+    model, lengths = cfg.model, cfg.row_lengths
+    tokens = (
+        cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards * (lengths.row + (lengths.encoder or 0))
+    )
+    width = 4 if model.compute_dtype == "float32" else 2
+    tensor = shape["tensor"]
+    sizes = activation_sizes(model, tensor)
+    inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + sizes[MLP_UP]
+    whole = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
+    if program.attention == "xla":  # float32 scores and probabilities of each head
+        whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
+    names = kept_names(model)
+    gathered = gathered_bytes(program, width)
+    if names is None:
+        stacks = kept_by_stack(program).values()
+        kept, block = sum(layers * of_layer for layers, of_layer in stacks), max(of_layer for _, of_layer in stacks)
+        kept += cast_bytes(program)
+    else:
+        kept, block = tokens * width * model.num_layers * sum(sizes[name] for name in names), tokens * width * whole
+    logits = min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4
+    head = 2 * logits + width * model.embed_dim * model.vocab_size // tensor
+    total = kept + max(gathered + round(BLOCK_SLACK * block), head)
+    on_gpu = program.mesh.devices.flat[0].platform == "gpu"
+    return round(GPU_SLACK * total) if on_gpu and names is not None else total
+
+
+def gathered_bytes(program: Program, width: int) -> int:
+    """Bytes of the weights of one block while it is computed: whole where devices share them, `width` an element.
+
+    With them the gradient of the largest, not summed over devices yet; over slices or copies (mesh data), those of all.
+    """
+    shape, params = program.mesh.shape, program.abstract_state.params
+    if program.cfg.rules != "zero3" or shape["fsdp"] == 1:
+        return 0
+    sizes = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if "blocks" in jax.tree_util.keystr(path):
+            split = shape["tensor"] if "tensor" in str(leaf.sharding.spec) else 1
+            sizes.append(leaf.size // program.cfg.model.num_layers // split)
+    summing = 4 * sum(sizes) if shape["data"] > 1 else 0
+    return width * (sum(sizes) + max(sizes)) + summing
+
+
+def cast_bytes(program: Program) -> int:
+    """Bytes of the device's own parts of the weights in the type of the products, where several microbatches gather
+    them: XLA casts them once, before the first. With remat BLOCK_SLACK stands for it."""
+    cfg = program.cfg
+    _, operand = number_bytes(cfg.model, on_tpu(program.mesh))
+    gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and program.mesh.shape["fsdp"] > 1
+    return shard_bytes(program.abstract_state.params) * operand // 4 if gathers and operand < 4 else 0
+
+
+def kept_names(model: ModelConfig) -> set[str] | None:
+    """The activations of each block that the device keeps for the backward pass; None: all there are."""
+    if model.remat == "none":
+        return None
+    if model.remat == "dots":  # products of activations with weights
+        return set(model.activation_names) - {ATTENTION_OUT}
+    kept = model.remat_save if model.remat == "save" else SAVED[model.remat]
+    return ({BLOCK_INPUT, *kept} & set(model.activation_names)) - set(model.remat_offload)
+
+
+def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
+    """Elements per token of each named activation of a block on one of `tensor` devices."""
+    D, (query, key, mlp) = model.embed_dim, layer_widths(model)
+    sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: query, ATTENTION_OUT: query}
+    sizes |= {KEY: key, VALUE: key, MLP_GATE: mlp, MLP_UP: mlp}
+    return {name: sizes[name] // tensor for name in model.activation_names}

@@ -1,0 +1,170 @@
+"""A model for so many operations or parameters: shape, tokens, batch, rate by published rules, and its config."""
+
+import dataclasses
+import math
+from typing import Any
+
+from jaxscale import units
+from jaxscale.models.llama import LlamaConfig, num_params
+from jaxscale.planning import published, scaling
+from jaxscale.system.exits import BadInput
+
+HEAD_DIM = 128
+ASPECT = 128  # width over depth, that of Llama 2 7B (arXiv:2307.09288); arXiv:2001.08361, figure 5: a flat optimum
+VOCAB_SIZE = 32_768
+SEQ_LEN = 4096
+SMALL_WIDTH = 1024  # below it heads of 64 and rows of 2,048
+LARGEST = 1e13  # parameters; beyond is a typing error more likely than a plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """A run that could be."""
+
+    params: int  # exactly, of the shape
+    tokens: int
+    flops: float  # 6 N D
+    why: str
+    model: dict[str, Any]  # settings of the model
+    seq_len: int
+    rows: int  # of a step
+    peak_lr: float
+    rule: scaling.Alternative  # what the rule says before a shape of whole heads is found for it
+    num_microbatches: int = 1
+
+    def values(self) -> dict[str, Any]:
+        """The settings of a RunConfig."""
+        return {
+            "seq_len": self.seq_len,
+            "batch_tokens": self.rows * self.seq_len,
+            "train_tokens": self.tokens,
+            "mesh": {"fsdp": -1},
+            "train": {"num_microbatches": self.num_microbatches},
+            "model": self.model,
+            "optim": {"peak_lr": self.peak_lr, "min_lr": self.peak_lr / 10, "warmup_tokens": warmup(self)},
+            "data": {"name": "tokens", "files": "shards/*.bin"},
+            "eval": {"every_steps": 500, "num_rows": 1024},
+            "checkpoint": {"save_every_steps": 500, "keep_last": 3},
+        }
+
+
+def propose_for_flops(flops: float, why: str) -> Proposal:
+    """The compute-optimal run for so many operations: N = (C / 6 / 20) ** 0.5, D = C / 6 / N."""
+    if not 1.2e16 <= flops <= 6 * scaling.TOKENS_PER_PARAM * LARGEST**2:
+        raise BadInput(f"{flops:.3g} FLOPs are outside what a proposal is made for, 1.2e16 to 1.2e28; check the units")
+    model = shape(scaling.optimal_params(flops), within=0.02)
+    params = shape_params(model)
+    rule = scaling.optimal_alternative(flops)
+    return finish(
+        model, round(flops / 6 / params), rule, f"{why}: N = (C / 6 / 20)^0.5, D = C / 6 / N (arXiv:2203.15556)"
+    )
+
+
+def propose_for_size(params: float, why: str) -> Proposal:
+    """The compute-optimal run of about so many parameters: 20 tokens for each."""
+    if not 1e7 <= params <= LARGEST:
+        raise BadInput(f"a model of {params:.3g} parameters is outside what is proposed, 1e7 to 1e13; check the units")
+    model = shape(params)
+    rule = scaling.optimal_alternative(scaling.train_flops(params, scaling.optimal_tokens(params)))
+    return finish(
+        model, round(scaling.optimal_tokens(shape_params(model))), rule, f"{why}: D = 20 N (arXiv:2203.15556)"
+    )
+
+
+def shortened(proposal: Proposal, share: float) -> Proposal:
+    """The same run for so much of its tokens, in whole steps; at least one."""
+    of_step = proposal.rows * proposal.seq_len
+    tokens = max(1, int(share * proposal.tokens) // of_step) * of_step
+    return dataclasses.replace(proposal, tokens=tokens, flops=scaling.train_flops(proposal.params, tokens))
+
+
+def finish(model: dict[str, Any], tokens: int, rule: scaling.Alternative, why: str) -> Proposal:
+    """Batch and rate by the compute (arXiv:2401.02954, equation 1), the batch a power of two of rows and no larger than
+    the critical one (published.critical_batch)."""
+    params = shape_params(model)
+    flops = scaling.train_flops(params, tokens)
+    seq_len = SEQ_LEN if model["embed_dim"] > SMALL_WIDTH else SEQ_LEN // 2
+    critical = published.critical_batch(scaling.predicted_loss(params, tokens))
+    most = min(critical, tokens / 100) / seq_len  # at least 100 steps
+    wished = 2 ** round(math.log2(published.batch_by_flops(flops) / seq_len))
+    rows = max(1, min(wished, 2 ** math.floor(math.log2(max(1.0, most)))))
+    rate = float(f"{published.rate_by_flops(flops):.2g}")
+    return Proposal(params, tokens, flops, why, model, seq_len, rows, rate, rule)
+
+
+def warmup(proposal: Proposal) -> str:
+    """The published 2,000 steps, or 1% of a run for which that would be more than a tenth."""
+    steps = proposal.tokens // (proposal.rows * proposal.seq_len)
+    return "2000 steps" if steps >= 20_000 else f"{max(1, min(2000, max(40, steps // 100), steps // 10))} steps"
+
+
+def shape(params: float, within: float = 0.06) -> dict[str, Any]:
+    """A Llama of so many parameters, give or take `within`: of those the one whose width is nearest to 128 a layer.
+
+    Where whole heads leave none, the one with the nearest number.
+    """
+    models = [of_depth(depth, params) for depth in range(2, 257)]
+    apart = lambda model: (
+        abs(math.log(shape_params(model) / params)),
+        abs(math.log(model["embed_dim"] / model["num_layers"] / ASPECT)),
+    )
+    near = [model for model in models if apart(model)[0] < within]
+    return min(near, key=lambda model: apart(model)[1]) if near else min(models, key=apart)
+
+
+def of_depth(depth: int, params: float) -> dict[str, Any]:
+    """A Llama of this depth whose width makes it about so large: 12 D^2 a layer, and two tables."""
+    a, b = 12 * depth, 2 * VOCAB_SIZE
+    wished = (math.sqrt(b * b + 4 * a * params) - b) / (2 * a)
+    head_dim = HEAD_DIM if wished > SMALL_WIDTH else HEAD_DIM // 2
+    heads = max(1, round(wished / head_dim))
+    heads = 8 * round(heads / 8) if heads >= 24 else 4 * round(heads / 4) if heads >= 8 else heads  # for mesh.tensor
+    width = head_dim * heads
+    mlp = 256 * max(1, round(8 / 3 * width / 256))  # SwiGLU at equal parameters (arXiv:2002.05202)
+    return dict(
+        name="llama", vocab_size=VOCAB_SIZE, num_layers=depth, embed_dim=width, num_heads=heads, num_kv_heads=heads,
+        head_dim=head_dim, mlp_dim=mlp, remat="full",
+    )  # fmt: skip
+
+
+def shape_params(model: dict[str, Any]) -> int:
+    """Parameters of such a model, all told."""
+    return num_params(LlamaConfig(**model))
+
+
+def config_text(proposal: Proposal, command: str) -> str:
+    """A config file with the proposal's settings. command: what made it."""
+    values = proposal.values()
+    model = ", ".join(f"{name}={shown(value)}" for name, value in proposal.model.items())
+    split = model.index("num_heads")
+    others = "".join(
+        f"    c.{name} = dict({', '.join(f'{key}={shown(value)}' for key, value in values[name].items())})\n"
+        for name in ("mesh", "train", "optim", "data", "eval", "checkpoint")
+    )
+    size = f"{proposal.params:,} parameters on {units.count(proposal.tokens)} tokens"
+    return f'''"""Llama of {size}. Measured: nothing yet.
+
+    python -m jaxscale.main --config=FILE --config.data.files='shards/*.bin'
+
+Cost of the whole run: {proposal.flops:.3g} FLOPs (6 N D). Proposed by: {command}
+Batch and rate by compute (arXiv:2401.02954, equation 1); warmup and the cosine's end as arXiv:2307.09288.
+"""
+
+import ml_collections
+
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.seq_len, c.batch_tokens = {proposal.seq_len}, {proposal.rows} * {proposal.seq_len}
+    c.train_tokens = {proposal.tokens:_}  # {proposal.tokens / proposal.params:.3g} a parameter
+    c.model = dict(
+        {model[:split].rstrip()}
+        {model[split:]},
+    )  # fmt: skip
+{others}    return c
+'''
+
+
+def shown(value: Any) -> str:
+    """A value as a config file has it."""
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,0 +1,312 @@
+"""The chips that a name stands for, opened for compiling ahead where none of them is.
+
+v5p:4x4x8      a TPU slice by its shape           v5p-256        by its TensorCores (v2 to v5p, TPU7x: two a chip)
+v5litepod-256  by its chips (v5e, v6e)            2*v6e:16x16    two slices
+h100:32x8      32 hosts of 8 cards                h100:8         one host
+"""
+
+import contextlib
+import dataclasses
+import difflib
+import importlib.util
+import itertools
+import math
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+
+from jaxscale.hardware import CHIPS, Chip
+from jaxscale.planning.gpu_target import target_config
+from jaxscale.system.exits import BadInput
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Chips that are asked for by one name."""
+
+    device_kind: str
+    dims: int  # of a slice's shape; 0 for GPUs
+    cores: int = 1  # of one chip, where a count in a name counts cores
+    max_chips: int = 0  # in one slice
+
+
+# Largest slices: cloud.google.com/tpu/docs, page of the version (v5p: the largest job; TPU7x: the pod).
+FAMILIES = {
+    "v4": Family("TPU v4", 3, 2, 4096),
+    "v5e": Family("TPU v5 lite", 2, 1, 256),
+    "v5p": Family("TPU v5", 3, 2, 6144),
+    "v6e": Family("TPU v6 lite", 2, 1, 256),
+    "tpu7x": Family("TPU7x", 3, 2, 9216),
+    "h100": Family("NVIDIA H100 80GB HBM3", 0),
+    "h200": Family("NVIDIA H200", 0),
+    "a100-40gb": Family("NVIDIA A100-SXM4-40GB", 0),
+    "a100-80gb": Family("NVIDIA A100-SXM4-80GB", 0),
+}
+ALIASES = {
+    "v5litepod": "v5e",
+    "v5lite": "v5e",
+    "trillium": "v6e",
+    "ironwood": "tpu7x",
+    "v7x": "tpu7x",
+    "a100": "a100-80gb",
+}
+CARDS_PER_HOST = 8  # HGX and DGX boards hold 4 or 8; more share no NVLink switch in these generations
+MAX_HOSTS = 4096  # beyond any cluster of these cards that is rented; a typing error more likely
+
+# Shapes smaller than one 4x4x4 cube, and all 2D ones: the tables of supported configurations on the pages above.
+SHAPES_2D = [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+SHAPES_UNDER_A_CUBE = [(2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TopologyName:
+    """What a name asks for: a TPU slice's shape in chips, or (hosts, cards of one host)."""
+
+    family: str
+    shape: tuple[int, ...]
+    num_slices: int = 1
+
+    @property
+    def platform(self) -> str:
+        """'tpu' or 'gpu', as devices name it."""
+        return "tpu" if FAMILIES[self.family].dims else "gpu"
+
+    @property
+    def num_chips(self) -> int:
+        """Over all slices."""
+        return self.num_slices * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        slices = f"{self.num_slices}*" if self.num_slices > 1 else ""
+        return f"{slices}{self.family}:{'x'.join(map(str, self.shape))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Devices to compile for."""
+
+    name: str  # canonical: two spellings of one machine give one name
+    platform: str  # 'tpu' or 'gpu'
+    chip: Chip
+    devices: list[Any]
+    num_slices: int
+    num_hosts: int
+
+
+def open_topology(text: str) -> Topology:
+    """The devices that a name stands for, none of which need exist here.
+
+    Raises BadInput for a name that means nothing, with the nearest that does, and where no compiler is installed.
+    """
+    name = parse_topology(text)
+    try:
+        devices = tpu_devices(name) if name.platform == "tpu" else gpu_devices(name)
+    except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+        raise BadInput(f"topology {text!r}: the compiler refuses {name}: {first_line(error)}") from error
+    chip = CHIPS[devices[0].device_kind]
+    hosts = len({device.process_index for device in devices})
+    return Topology(str(name), name.platform, chip, devices, name.num_slices, hosts)
+
+
+def tpu_devices(name: TopologyName) -> list[Any]:
+    """Devices of a TPU topology, from libtpu's compiler. It starts no TPU and asks no metadata server."""
+    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise BadInput(f"{name} is compiled for by libtpu, which is not installed: pip install 'jaxscale[tpu]'")
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process waits for a lock file
+    options: dict[str, Any] = {"num_slices": name.num_slices} if name.num_slices > 1 else {}
+    if name.family == "v4":
+        options["chip_config_name"] = "megacore"  # one device a chip, as Cloud TPU's runtime gives them
+    if math.prod(name.shape) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)  # else libtpu wants whole hosts of 2x2
+    layout = f"{name.family}:{'x'.join(map(str, name.shape))}"
+    with quiet_stderr():  # libtpu says twice that no TPU is attached
+        return topologies.get_topology_desc(platform="tpu", topology_name=layout, **options).devices
+
+
+def gpu_devices(name: TopologyName) -> list[Any]:
+    """Devices of GPU hosts, from the CUDA plugin's compiler."""
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        raise BadInput(
+            f"{name} is compiled for by jax's CUDA plugin, which is not installed: pip install 'jaxscale[cuda12]'"
+        )
+    if jax.config.jax_platforms != "cpu":
+        raise BadInput(f"{name} can only be compiled for where jax runs on the CPU alone: set JAX_PLATFORMS=cpu")
+    hosts, cards = name.shape
+    target = target_config(FAMILIES[name.family].device_kind)
+    layout = f"{name.num_slices}x{hosts}x{cards}"
+    with quiet_stderr():
+        return topologies.get_topology_desc(platform="cuda", topology=layout, target_config=target).devices
+
+
+def link_domains(devices: Sequence[Any]) -> list[int]:
+    """For each device, the island of fast links that it is in: its slice (ICI) on TPU, its host (NVLink) on GPU.
+
+    What crosses islands goes through the data centre's network.
+    """
+    if devices[0].platform == "tpu":
+        return [getattr(device, "slice_index", None) or 0 for device in devices]
+    return [device.process_index for device in devices]
+
+
+def link_shares(mesh: jax.sharding.Mesh, chip: Chip) -> dict[str, float]:
+    """For each mesh axis, the part of a chip's fast links that a collective along it can keep busy.
+
+    An axis that runs along some dimensions of the torus has their links; half of them where it ends at an edge, since
+    what passes an end of a line comes in by one link. 1 for every axis where a switch joins the devices.
+    """
+    devices = mesh.devices
+    if chip.ici_dims == 0 or not hasattr(devices.flat[0], "coords"):
+        return dict.fromkeys(mesh.axis_names, 1.0)
+    coords = np.array([device.coords for device in devices.flat]).reshape(*devices.shape, -1)
+    sizes = coords.reshape(-1, coords.shape[-1]).max(axis=0) + 1
+    shares = {}
+    for number, axis in enumerate(mesh.axis_names):
+        line = np.moveaxis(coords, number, 0).reshape(devices.shape[number], -1, coords.shape[-1])[:, 0]
+        extents = [len(set(column)) for column in line.T.tolist()]
+        along = [(extent, int(size)) for extent, size in zip(extents, sizes) if extent > 1]
+        rings = [1.0 if extent == size and wraps(chip, size) else 0.5 for extent, size in along]
+        shares[axis] = min(1.0, sum(rings) / chip.ici_dims) or 1.0  # along slices or the cores of a chip: no ICI
+    return shares
+
+
+def wraps(chip: Chip, size: int) -> bool:
+    """True if a dimension of this size is closed to a ring. Source: the pages above, for v4; v5p and TPU7x taken alike.
+
+    On the 2D chips only a whole side of a pod is: cloud.google.com/tpu/docs calls the 16x16 pod a torus.
+    """
+    return size % 4 == 0 if chip.ici_dims == 3 else size == 16
+
+
+def parse_topology(text: str) -> TopologyName:
+    """What a topology's name asks for. Needs no compiler.
+
+    Raises BadInput, in one line with the nearest that works, for an unknown chip or a shape that is not made.
+    """
+    match = re.fullmatch(r"(?:(\d+)\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])(\d+(?:x\d+)*))?", text.strip().lower())
+    if not match:
+        raise BadInput(f"topology {text!r} is no chip and shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8")
+    slices, chip, mark, sizes = match.groups()
+    num_slices = int(slices or 1)
+    family = ALIASES.get(chip, chip)
+    if family not in FAMILIES:
+        known = sorted({*FAMILIES, *ALIASES})
+        close = difflib.get_close_matches(chip, known, n=1, cutoff=0.4)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise BadInput(f"topology {text!r}: no chip is called {chip!r}{meant} (known: {', '.join(known)})")
+    if num_slices < 1:
+        raise BadInput(f"topology {text!r}: 0 slices hold no chip; write {text.split('*')[1]}")
+    if not sizes:
+        raise BadInput(f"topology {text!r}: how many? write {', '.join(map(str, examples(family)))}")
+    shape = tuple(int(size) for size in sizes.split("x"))
+    if FAMILIES[family].dims == 0:
+        hosts, cards = gpu_shape(text, family, shape, counted=mark == "-")
+        if num_slices > 1:
+            whole = TopologyName(family, (num_slices * hosts, cards))
+            raise BadInput(f"topology {text!r}: GPU hosts are joined by one network, not in slices; write {whole}")
+        return TopologyName(family, (hosts, cards))
+    shape = counted_shape(text, family, shape) if mark == "-" else checked_shape(text, family, shape)
+    return TopologyName(family, shape, num_slices)
+
+
+def examples(family: str) -> list[TopologyName]:
+    """A small and a larger machine of a family."""
+    shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[FAMILIES[family].dims]
+    return [TopologyName(family, shape) for shape in shapes]
+
+
+def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) -> tuple[int, int]:
+    """(hosts, cards of each) of a GPU name."""
+    if counted or len(shape) > 2:
+        total = math.prod(shape)
+        nearest = TopologyName(family, (max(1, round(total / CARDS_PER_HOST)), min(total, CARDS_PER_HOST)))
+        raise BadInput(f"topology {text!r}: GPUs are named by hosts x cards of a host; write {nearest}")
+    hosts, cards = (1, *shape) if len(shape) == 1 else shape
+    if not (1 <= cards <= CARDS_PER_HOST and 1 <= hosts <= MAX_HOSTS):
+        total = max(1, math.prod(shape))
+        fit = (min(MAX_HOSTS, -(-total // CARDS_PER_HOST)), min(total, CARDS_PER_HOST))
+        raise BadInput(
+            f"topology {text!r}: a host holds 1 to {CARDS_PER_HOST} cards, and {MAX_HOSTS} hosts are the most; "
+            f"write {TopologyName(family, fit)}"
+        )
+    return hosts, cards
+
+
+def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The usual shape of a slice that is named by a count: of chips, or of TensorCores where a chip has two."""
+    (count, *more), cores = shape, FAMILIES[family].cores
+    unit = "TensorCores" if cores > 1 else "chips"
+    if more:
+        raise BadInput(
+            f"topology {text!r}: '-' is followed by a number of {unit}, a shape by ':'; write {text.replace('-', ':')}"
+        )
+    shapes = {
+        math.prod(known): known for known in reversed(legal_shapes(family))
+    }  # the most cubic of a size comes first
+    if count % cores or count // cores not in shapes:
+        nearest = min(shapes, key=lambda chips: (abs(math.log(max(count, 1) / cores / chips)), chips))
+        raise BadInput(
+            f"topology {text!r}: no {family} slice has {count} {unit}; the nearest is {family}-{nearest * cores} "
+            f"({TopologyName(family, shapes[nearest])})"
+        )
+    return shapes[count // cores]
+
+
+def checked_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape, if such a slice is made."""
+    ordered = tuple(sorted(shape))
+    legal = {tuple(sorted(known)): known for known in legal_shapes(family)}
+    if ordered in legal:
+        return shape
+    chips = max(1, math.prod(shape))
+    padded = (ordered + (1,) * 3)[: FAMILIES[family].dims]
+    apart = lambda known: sum(abs(math.log(max(a, 1) / b)) for a, b in zip(sorted(padded), sorted(known)))
+    nearest = min(legal.values(), key=lambda known: (abs(math.log(chips / math.prod(known))), apart(known)))
+    rule = "x".join("ABC"[: FAMILIES[family].dims])
+    raise BadInput(
+        f"topology {text!r}: no {family} slice ({rule}, at most {FAMILIES[family].max_chips} chips) has this shape; "
+        f"the nearest is {TopologyName(family, nearest)} (of {math.prod(nearest)})"
+    )
+
+
+def legal_shapes(family: str) -> list[tuple[int, ...]]:
+    """Every shape that a slice of this family may have, small ones first; of one size the most cubic first."""
+    dims, most = FAMILIES[family].dims, FAMILIES[family].max_chips
+    if dims == 2:
+        return SHAPES_2D
+    sides = range(4, most // 16 + 1, 4)  # whole cubes of 4x4x4
+    pairs = ((a, b) for a, b in itertools.product(sides, sides) if a <= b and a * b * b <= most)
+    cubes = [(a, b, c) for a, b in pairs for c in range(b, most // (a * b) + 1, 4)]
+    one = [(1, 1, 1)] if family == "tpu7x" else []
+    return one + SHAPES_UNDER_A_CUBE + sorted(cubes, key=lambda shape: (math.prod(shape), shape[::-1]))
+
+
+def first_line(error: BaseException) -> str:
+    """What a compiler's error says first."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Keeps what native code writes to stderr away from it, unless the block fails: then it is shown."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as said:
+        os.dup2(said.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            os.dup2(kept, 2)
+            said.seek(0)
+            os.write(2, said.read())
+            raise
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)

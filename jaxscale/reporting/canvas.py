@@ -1,0 +1,116 @@
+"""All plots of a page: one axis of steps, and what the script needs of each in the order in which they stand."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxscale.reporting import heat, plots
+from jaxscale.reporting.columns import smooth
+from jaxscale.reporting.history import History, Row, is_number, series_of
+from jaxscale.reporting.plots import Line, Mark, Plot, color_of
+from jaxscale.reporting.ticks import Axis
+from jaxscale.reporting.words import marks
+
+SMOOTHED_FROM = 80  # points; below it every one is seen
+SMOOTHED_SHARE = 1 / 40  # of the points, in one mean
+
+
+@dataclasses.dataclass
+class Canvas:
+    """Draws plots of some runs."""
+
+    histories: Sequence[History]
+    across: Axis
+    data: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    @property
+    def single(self) -> bool:
+        """True for a page of one run."""
+        return len(self.histories) == 1
+
+    def add(self, plot: Plot) -> str:
+        """The plot's HTML; '' where it has no point."""
+        if not plot.drawn:
+            return ""
+        plot = plot if self.single else dataclasses.replace(plot, named=True)
+        html, data = plots.draw(plot, self.across, len(self.data))
+        self.data.append(data)
+        return html
+
+    def heat(self, title: str, unit: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]) -> str:
+        """A heat map's HTML."""
+        html, data = heat.draw_heat(title, unit, steps, rows, self.across, len(self.data))
+        self.data.append(data)
+        return html
+
+    def metric(self, name: str, title: str, label: str = "", **settings: Any) -> str:
+        """A plot of one metric of all runs, with what was abandoned in grey; '' where no run has it."""
+        settings.setdefault("marks", self.marks())
+        label = label if self.single else ""
+        lines = [line for place, h in enumerate(self.histories) for line in self.lines_of(h, place, name, label)]
+        return self.add(Plot(title=title, lines=lines, **settings))
+
+    def lines_of(
+        self, history: History, place: int, name: str, label: str = "", style: str = "line", smoothed: bool = False
+    ) -> list[Line]:
+        """The lines of one metric of one run: abandoned parts first, below the others."""
+        color = color_of(place)
+        label = label or name.rpartition("/")[2].replace("_", " ") if self.single else history_label(history, label)
+        lines = abandoned_lines(history, name)
+        steps, values = history.series(name)
+        if smoothed and len(values) >= SMOOTHED_FROM:
+            half = max(int(len(values) * SMOOTHED_SHARE / 2), 1)
+            lines.append(Line(label, steps, values, color, "faint"))
+            lines.append(Line(label, steps, smooth(values, half), color, style))
+        else:
+            lines.append(Line(label, steps, values, color, style))
+        return lines
+
+    def marks(self) -> list[Mark]:
+        """What happened, for a page of one run; of several it would be a thicket."""
+        return marks(self.histories[0].events) if self.single else []
+
+
+def history_label(history: History, label: str) -> str:
+    """'run-a, validation'."""
+    return f"{history.name}, {label}" if label else history.name
+
+
+def abandoned_lines(history: History, name: str) -> list[Line]:
+    """One grey line for each time that the run went back."""
+    lines = []
+    for _, group in itertools.groupby(history.abandoned, key=lambda row: row["rewind"]):
+        steps, values = series_of(rising(group), name)
+        lines.append(Line("abandoned", steps, values, "c7", "gone"))
+    return lines
+
+
+def rising(rows: Iterable[Row]) -> list[Row]:
+    """The rows by step: a line goes from left to right."""
+    return sorted(rows, key=lambda row: row["step"])
+
+
+def across_of(histories: Sequence[History]) -> Axis:
+    """The axis of steps that all plots share: from 0 to the newest step."""
+    last = [row["step"] for h in histories for row in (*h.rows[-1:], *h.abandoned, *h.evals[-1:])]
+    return Axis(0.0, float(max([*last, 1])))
+
+
+def tokens_per_step(history: History) -> float | None:
+    """Tokens of one step, by the config or the metrics."""
+    budget = history.config.get("budget")
+    told = budget.get("batch_tokens") if isinstance(budget, dict) else None
+    if is_number(told) and told > 0:
+        return told
+    steps, tokens = history.series("tokens_seen")
+    return tokens[-1] / steps[-1] if steps and steps[-1] else None
+
+
+def grouped(names: Iterable[str], prefix: str, key: Callable[[str], str]) -> dict[str, list[str]]:
+    """Metrics under a prefix by what `key` makes of the rest of their names."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if name.startswith(prefix):
+            found.setdefault(key(name.removeprefix(prefix)), []).append(name)
+    return found

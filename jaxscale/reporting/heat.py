@@ -1,0 +1,105 @@
+"""A heat map as SVG: one row for each layer, one column for each step that has statistics."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jaxscale.reporting.plots import HEIGHT, WIDTH, short, x_labels
+from jaxscale.reporting.text import escape, plain
+from jaxscale.reporting.ticks import Axis
+
+LEVELS = 12  # colours h0 to h11 of the style
+MOST_COLUMNS = 240
+
+
+def draw_heat(
+    title: str, unit: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], across: Axis, number: int
+) -> tuple[str, dict[str, Any]]:
+    """(the figure as HTML, what the script needs of it). rows: values at the steps, by name; first at the bottom.
+
+    Colours are logarithmic between the lowest and the highest positive value. Of more steps than fit, each column has
+    the value that is farthest from the row's median, so that one step's outlier is seen.
+    """
+    kept, cells = columns_of(steps, rows)
+    positive = [value for row in cells.values() for value in row if value is not None and value > 0]
+    low, high = (min(positive), max(positive)) if positive else (1.0, 1.0)
+    paths: dict[int, list[str]] = {}
+    edges = edges_of(kept, across)
+    height = HEIGHT / max(len(cells), 1)
+    for place, row in enumerate(cells.values()):
+        top = HEIGHT - (place + 1) * height
+        for first, last, level in stretches(row, low, high):
+            left, right = edges[first], edges[last + 1]
+            paths.setdefault(level, []).append(
+                f"M{short(left)} {short(top)}h{short(right - left)}v{short(height)}H{short(left)}z"
+            )
+    drawn = "".join(f'<path class="h{level}" d="{"".join(parts)}"/>' for level, parts in sorted(paths.items()))
+    names = list(cells)
+    every = max(1, math.ceil(len(names) / 12))
+    left = "".join(
+        f'<span class="ty" style="top:{100 * (1 - (i + 0.5) / len(names)):.2f}%">{escape(names[i])}</span>'
+        for i in range(0, len(names), every)
+    )
+    scale = "".join(f'<i class="h{level}"></i>' for level in range(LEVELS))
+    words = f"{title}: {len(names)} rows, {len(steps)} steps, from {plain(low)} to {plain(high)}"
+    html = (
+        f'<figure class="plot heat wide" data-number="{number}"><figcaption>'
+        f'<b>{escape(title)}</b> <span class="unit">{escape(", ".join(filter(None, (unit, "colours logarithmic"))))}'
+        "</span>"
+        f'<span class="legend"><span class="scale">{escape(plain(low))} {scale} {escape(plain(high))}</span></span>'
+        f'</figcaption><div class="area" tabindex="0" role="img" aria-label="{escape(words)}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
+        f"{left}{x_labels(across)}</div></figure>"
+    )
+    values = [[None if value is None else float(f"{value:.4g}") for value in row] for row in cells.values()]
+    return html, {"x": [across.low, across.high], "heat": {"x": kept, "names": names, "v": values}}
+
+
+def columns_of(
+    steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]
+) -> tuple[list[int], dict[str, list[float | None]]]:
+    """(the step that each column begins with, values of the columns by row): at most MOST_COLUMNS."""
+    stride = max(1, math.ceil(len(steps) / MOST_COLUMNS))
+    starts = range(0, len(steps), stride)
+    cells: dict[str, list[float | None]] = {}
+    for name, row in rows.items():
+        known = sorted(value for value in row if value is not None)
+        middle = known[len(known) // 2] if known else 0.0
+        column = lambda start, row=row, middle=middle: max(
+            (value for value in row[start : start + stride] if value is not None),
+            key=lambda value: abs(value - middle),
+            default=None,
+        )
+        cells[name] = [column(start) for start in starts]
+    return [steps[start] for start in starts], cells
+
+
+def edges_of(steps: Sequence[int], across: Axis) -> list[float]:
+    """Horizontal coordinates between the columns; a column reaches half of the way to its neighbours."""
+    if not steps:
+        return [0.0, 0.0]
+    if len(steps) == 1:
+        half = (across.high - across.low) * 0.01
+        inner, outer = [], (steps[0] - half, steps[0] + half)
+    else:
+        inner = [(a + b) / 2 for a, b in zip(steps, steps[1:])]
+        outer = (steps[0] - (inner[0] - steps[0]), steps[-1] + (steps[-1] - inner[-1]))
+    return [WIDTH * min(max(across.place(step), 0.0), 1.0) for step in (outer[0], *inner, outer[1])]
+
+
+def stretches(row: Sequence[float | None], low: float, high: float):
+    """Yields (first column, last column, level) of neighbours with one colour; nothing where there is no value."""
+    first, before = 0, None
+    for place, value in enumerate([*row, None]):
+        level = None if value is None else level_of(value, low, high)
+        if level != before:
+            if before is not None:
+                yield first, place - 1, before
+            first, before = place, level
+
+
+def level_of(value: float, low: float, high: float) -> int:
+    """The colour of a value, 0 to LEVELS - 1."""
+    if value <= low or high <= low:
+        return 0
+    return min(int(LEVELS * math.log(value / low) / math.log(high / low)), LEVELS - 1)

@@ -1,0 +1,399 @@
+"""What a work folder tells of its run: metrics, events, config, samples, read as they are, also while they are written.
+
+Everything that looks at a run from outside reads it here. Nothing is changed, and nothing that is damaged ends the
+reading: what was left out is told in `problems`. Lines are read one by one and thinned on the way, so that a run of
+millions of lines costs a bounded amount of memory.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from jaxscale import units
+from jaxscale.reporting.json_lines import clean_event, read_lines, read_object
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+
+MOST_VALUES = 1_000_000  # values in the rows that are kept: about 80 MB
+MOST_EVENTS = 20_000  # the newest; about 20 MB
+MOST_SAMPLES = 200
+LONGEST_VALUE = 200  # characters of a text among the numbers
+LONGEST_TEXT = 20_000  # characters of a sample
+VITALS = ("goodput/", "device/")  # in every row, whatever else it is about: Writer's vitals
+GROUP = 10  # rows, of which thinning keeps at most half
+LARGEST = float(2**63)  # an integer beyond it is no measurement
+KNOWN = ("metrics.jsonl", "events.jsonl", "config.json")
+OTHERS = ("abandoned.jsonl", "samples.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
+LEDGERS = "supervise*.jsonl"  # one for each host that supervises
+
+Row = dict[str, Any]
+
+
+class Sample(NamedTuple):
+    """Text that the model wrote."""
+
+    step: int | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class History:
+    """A run as its work folder tells it. Numbers are finite or None; a row names in "nonfinite" what was not."""
+
+    workdir: str
+    rows: tuple[Row, ...] = ()  # of metrics.jsonl: training and validation, by step; each step counts once
+    abandoned: tuple[Row, ...] = ()  # the same of steps that the run went back from, with "rewind": number or None
+    events: tuple[Row, ...] = ()  # oldest first
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)  # config.json, {} where there is none
+    problems: tuple[str, ...] = ()  # what is missing, damaged or left out, in words
+    samples: tuple[Sample, ...] = ()
+    forecast: dict[str, Any] | None = None  # forecast.json: tokens, low, middle, high, made_from
+    evals: tuple[Row, ...] = ()  # of evals.jsonl: what was measured of checkpoints from outside, by step
+    supervised: tuple[Row, ...] = ()  # the ledgers of `jaxscale supervise`, oldest first
+    written_at: float | None = None  # when metrics or events were last written, by the storage's clock, in Unix seconds
+    label: str = ""  # what it is called in place of the folder's own name
+    lines: int = 0  # of metrics.jsonl; more than the rows where these are thinned
+
+    @property
+    def name(self) -> str:
+        """The label, or the folder's own name."""
+        return self.label or self.workdir.rstrip("/").rpartition("/")[2] or self.workdir
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of one metric, where it is a finite number."""
+        return series_of(self.rows, name)
+
+    def names(self) -> list[str]:
+        """Every metric that some row has as a number, in the order of their first rows."""
+        return list(dict.fromkeys(name for row in self.rows for name, value in row.items() if is_number(value)))
+
+    def eval_names(self) -> list[str]:
+        """The metrics of all named evaluators, measured while the run trained or of its checkpoints."""
+        found = [name for name in self.names() if name.startswith(("evals/", "evals_ema/"))]
+        return list(dict.fromkeys([*found, *(name for row in self.evals for name in row if name != "step")]))
+
+    def evaluated(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a metric of an evaluator; what was measured of a checkpoint later is what counts."""
+        found = dict(zip(*self.series(name))) | dict(zip(*series_of(self.evals, name)))
+        return sorted(found), [found[step] for step in sorted(found)]
+
+    def latest(self, name: str) -> float | None:
+        """The last finite value of a metric; None without one."""
+        return next((row[name] for row in reversed(self.rows) if is_number(row.get(name))), None)
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that metrics.jsonl tells of, 0 without any."""
+        return self.rows[-1]["step"] if self.rows else 0
+
+    @property
+    def reached_step(self) -> int:
+        """The newest step that is known to be done: reported, or saved since the last report."""
+        return reached_step(self.last_step, self.events)
+
+
+def reached_step(reported: int, events: Iterable[Mapping[str, Any]]) -> int:
+    """The newest step that metrics tell of, or that the events since the last start or rewind say was saved."""
+    saved = 0
+    for event in events:
+        kind, step = event.get("event"), event.get("to" if event.get("event") == "rewind" else "step")
+        if kind in ("started", "resumed", "rewind"):
+            saved = 0
+        elif kind == "saved" and is_number(step):
+            saved = max(saved, int(step))
+    return max(reported, saved)
+
+
+def series_of(rows: Iterable[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one metric in some rows, where it is a finite number."""
+    found = [(row["step"], row[name]) for row in rows if is_number(row.get(name))]
+    return [step for step, _ in found], [value for _, value in found]
+
+
+def is_number(value: Any) -> bool:
+    """True for a number; False for True, None and text."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History:
+    """The History of a work folder, local or in a bucket.
+
+    Args: most_values: about so many numbers are kept of metrics.jsonl; of each group of rows those with the lowest and
+    highest loss, the largest gradient norm, the longest step, and a skipped one. None: all.
+    Raises: BadInput where there is no such folder, or nothing of a run in it.
+    """
+    folder = paths.as_path(workdir)
+    if not any((folder / name).exists() for name in KNOWN):
+        raise BadInput(no_run(workdir, folder))
+    problems: list[str] = []
+    metrics = read_metrics(folder, most_values, problems)
+    abandoned = read_abandoned(folder, metrics, most_values, problems)  # may take rows out of the metrics
+    ledgers = [row for file in sorted(folder.glob(LEDGERS)) for row in read_newest(file, problems)]
+    return History(
+        workdir=os.fspath(workdir),
+        rows=tuple(metrics.rows),
+        abandoned=tuple(abandoned),
+        events=tuple(read_newest(folder / "events.jsonl", problems)),
+        config=read_object(folder / "config.json", problems, "settings, horizon and chips are unknown"),
+        samples=read_samples(folder, problems),
+        forecast=read_forecast(folder, problems),
+        evals=tuple(read_evals(folder, problems)),
+        supervised=tuple(sorted(ledgers, key=lambda record: str(record.get("time", "")))),
+        lines=metrics.lines,
+        written_at=newest_write(folder),
+        problems=tuple(problems),
+    )
+
+
+def newest_write(folder: Any) -> float | None:
+    """When metrics.jsonl or events.jsonl was last written, in Unix seconds; None where the storage does not say."""
+    times = []
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with contextlib.suppress(OSError):
+            times.append(changed_at((folder / name).stat()))
+    return max((float(found) for found in times if found is not None), default=None)
+
+
+def changed_at(stat: Any) -> float | None:
+    """The time of the last change out of what a pathlib.Path or an epath.Path tells of a file."""
+    return getattr(stat, "st_mtime", None) or getattr(stat, "mtime", None)
+
+
+def no_run(workdir: Any, folder: Any) -> str:
+    """Why there is nothing to read, for people."""
+    if not os.fspath(workdir).strip():
+        return f"workdir={workdir!r} is empty; name the folder of a run, such as --workdir=runs/first"
+    if not folder.exists() and not paths.is_remote(workdir):
+        return f"workdir={workdir} does not exist; name the folder of a run, as training was given it"
+    if not paths.is_remote(workdir) and not folder.is_dir():
+        return f"workdir={workdir} is a file; name the folder of a run"
+    return f"workdir={workdir} holds no run: none of {', '.join(KNOWN)} is in it"
+
+
+@dataclasses.dataclass
+class Metrics:
+    """metrics.jsonl while it is read: rows in the order of their steps, and those that later lines replaced."""
+
+    most_values: int | None
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    replaced: list[Row] = dataclasses.field(default_factory=list)
+    values: int = 0  # in the rows
+    lines: int = 0
+    thinned: bool = False
+
+    def add(self, row: Row) -> None:
+        """Takes in the next row. One that begins again at an earlier step replaces what was told from there on."""
+        self.lines += 1
+        step, apart = row["step"], []
+        while self.rows and self.rows[-1]["step"] >= step:
+            last = self.rows.pop()
+            if last["step"] == step and not shared_names(last, row):
+                apart.append(last)  # a validation after the training step of the same number
+                continue
+            self.values -= len(last)
+            self.replaced.append({"rewind": None} | last)
+        self.rows += [*reversed(apart), row]
+        self.values += len(row)
+        if self.most_values is not None:
+            self.shrink(self.most_values)
+
+    def shrink(self, most_values: int) -> None:
+        """Thins out once there are twice as many values as wished, so that all lines together cost O(lines)."""
+        while self.values > 2 * most_values and len(self.rows) > GROUP:
+            self.rows, self.thinned = [*thin(self.rows[:-1]), self.rows[-1]], True  # the last says how far it is
+            self.values = sum(map(len, self.rows))
+        if len(self.replaced) > most_values:
+            self.replaced, self.thinned = thin(self.replaced), True
+
+
+def shared_names(a: Row, b: Row) -> bool:
+    """True if both rows tell of the same metric, what every row tells of the moment when it was written left out."""
+    return any(name in b for name in a if name not in ("step", "nonfinite") and not name.startswith(VITALS))
+
+
+def thin(rows: list[Row]) -> list[Row]:
+    """At most about half of the rows, in order: of each group of one kind those that a reader would look for."""
+    groups: dict[bool, list[tuple[int, Row]]] = {True: [], False: []}
+    places: list[int] = []
+    for place, row in enumerate(rows):
+        group = groups["loss" in row]
+        group.append((place, row))
+        if len(group) == GROUP:
+            places += notable(group)
+            group.clear()
+    places += [place for group in groups.values() for place, _ in group]
+    return [rows[place] for place in sorted(places)]
+
+
+def notable(group: list[tuple[int, Row]]) -> set[int]:
+    """Places of the rows of a group that are kept."""
+    if "loss" not in group[0][1]:
+        return {place for place, _ in group[::2]}
+    asks: tuple[Callable[[Row], float], ...] = (
+        lambda row: -number(row, "loss"),
+        lambda row: number(row, "loss"),
+        lambda row: number(row, "grad_norm"),
+        lambda row: number(row, "step_seconds"),
+        lambda row: bool(row.get("skipped")) + 2 * bool(row.get("nonfinite")),
+    )
+    return {max(group, key=lambda item: ask(item[1]))[0] for ask in asks}
+
+
+def number(row: Row, name: str) -> float:
+    """The value, or minus infinity where there is none."""
+    return row[name] if is_number(row.get(name)) else -math.inf
+
+
+def read_metrics(folder: Any, most_values: int | None, problems: list[str]) -> Metrics:
+    """The rows of metrics.jsonl."""
+    found = Metrics(most_values)
+    if not (folder / "metrics.jsonl").exists():
+        problems.append("metrics.jsonl is not there yet: no step has been reported")
+        return found
+    for row in read_rows(folder / "metrics.jsonl", problems):
+        found.add(row)
+    if found.thinned:
+        problems.append(
+            f"metrics.jsonl has {found.lines:,} lines, of which {len(found.rows):,} are kept: of each group those with "
+            "the lowest and highest loss, the largest gradient norm, the longest step, and a skipped one"
+        )
+    return found
+
+
+def read_abandoned(folder: Any, metrics: Metrics, most_values: int | None, problems: list[str]) -> list[Row]:
+    """The rows that do not count, each once: abandoned.jsonl, and what was replaced within metrics.jsonl.
+
+    A crash amid moving them leaves them in both files; then they are taken out of the metrics.
+    """
+    moved = Metrics(most_values)
+    seen: set[str] = set()
+    for row in read_rows(folder / "abandoned.jsonl", problems) if (folder / "abandoned.jsonl").exists() else ():
+        bare = fingerprint(row)
+        if bare not in seen:
+            seen.add(bare)
+            moved.replaced.append({"rewind": None} | row)
+            if most_values is not None:
+                moved.shrink(most_values)
+    if seen:
+        metrics.rows[:] = [row for row in metrics.rows if fingerprint(row) not in seen]
+    replaced = [row for row in metrics.replaced if fingerprint(row) not in seen]
+    if replaced:
+        steps = [row["step"] for row in replaced]
+        problems.append(
+            f"metrics.jsonl tells of steps {min(steps)} to {max(steps)} twice: the later lines count, the earlier are "
+            "shown as abandoned"
+        )
+    in_order = lambda row: (row["rewind"] if is_number(row["rewind"]) else math.inf, row["step"])
+    return sorted([*moved.replaced, *replaced], key=in_order)
+
+
+def fingerprint(row: Row) -> str:
+    """The row without the number of its rewind, as text: two with the same timings are one line in two files."""
+    return json.dumps({name: value for name, value in row.items() if name != "rewind"}, sort_keys=True)
+
+
+def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
+    """Yields the lines with a step, non-finite numbers as None. Counts the others in `problems`."""
+    names: dict[str, str] = {}  # one object for each name instead of one a line
+    without_step = 0
+    for record in read_lines(path, problems):
+        step = record.get("step")
+        if not is_number(step) or isinstance(step, float) and not step.is_integer() or not 0 <= step < LARGEST:
+            without_step += 1
+            continue
+        row: Row = {"step": int(step)}
+        nonfinite = [str(name) for name in told] if isinstance(told := record.get("nonfinite"), list) else []
+        for name, value in record.items():
+            kind = type(value)
+            if kind is float and value - value == 0.0:  # finite: nearly all there is, and a million lines are read
+                row[names.setdefault(name, name)] = value
+            elif name in ("step", "nonfinite"):
+                continue
+            elif kind is float or kind is int and abs(value) > LARGEST:
+                row[names.setdefault(name, name)] = None
+                nonfinite.append(name)
+            elif kind in (int, bool, type(None)):
+                row[names.setdefault(name, name)] = value
+            elif kind is str:
+                row[names.setdefault(name, name)] = value[:LONGEST_VALUE]
+        row["step"] = int(step)  # it may have been 3.0
+        row.pop("nonfinite", None)  # a name of ours
+        if nonfinite:
+            row["nonfinite"] = list(dict.fromkeys(nonfinite))
+        yield row
+    if without_step:
+        problems.append(f"{path.name}: {units.plural(without_step, 'line')} without a step left out")
+
+
+def read_newest(path: Any, problems: list[str]) -> list[Row]:
+    """The newest MOST_EVENTS events of a file, one a line."""
+    newest: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
+    count = 0
+    for count, record in enumerate(read_lines(path, problems), 1):
+        if event := clean_event(record):
+            newest.append(event)
+    if count > MOST_EVENTS:
+        problems.append(f"{path.name} has {count:,} lines, of which the newest {MOST_EVENTS:,} are kept")
+    return list(newest)
+
+
+def read_evals(folder: Any, problems: list[str]) -> list[Row]:
+    """What evals.jsonl has of each step as finite numbers, by step, older measurements first."""
+    found: collections.deque[Row] = collections.deque(maxlen=MOST_EVENTS)
+    for record in read_lines(folder / "evals.jsonl", problems):
+        step = record.get("step")
+        if type(step) is int and 0 <= step < LARGEST:
+            numbers = {n: value for n, value in record.items() if n.startswith("evals") and is_finite(value)}
+            found.append({"step": step} | numbers)
+    return sorted(found, key=lambda row: row["step"])
+
+
+def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
+    """forecast.json where it is whole: lists of equal length of finite numbers."""
+    if not (folder / "forecast.json").exists():
+        return None
+    found = read_object(folder / "forecast.json", problems, "no forecast is shown")
+    columns = [found.get(name) for name in ("tokens", "low", "middle", "high")]
+    good = all(isinstance(column, list) and column and all(map(is_finite, column)) for column in columns)
+    if not good or len({len(column) for column in columns}) != 1:
+        if found:
+            problems.append(
+                "forecast.json lacks lists of equal length named tokens, low, middle, high: it is not shown"
+            )
+        return None
+    return found
+
+
+def is_finite(value: Any) -> bool:
+    """True for a finite number."""
+    return is_number(value) and abs(value) < sys.float_info.max
+
+
+def read_samples(folder: Any, problems: list[str]) -> tuple[Sample, ...]:
+    """Texts that the model wrote, oldest first: samples.jsonl, in which a step counts once, and sample.txt, which the
+    end of a run writes."""
+    found: list[Sample] = []
+    for record in read_lines(folder / "samples.jsonl", problems):
+        if isinstance(record.get("text"), str):
+            sample = Sample(record["step"] if is_number(record.get("step")) else None, record["text"][:LONGEST_TEXT])
+            while sample.step is not None and found and (found[-1].step or 0) >= sample.step:
+                found.pop()  # of steps that were run again
+            found = [*found[1 - MOST_SAMPLES :], sample]
+    try:
+        with paths.open_binary(folder / "sample.txt") as file:
+            text = file.read(4 * LONGEST_TEXT).decode("utf-8", "replace")[:LONGEST_TEXT]
+        if text not in [sample.text for sample in found]:
+            found.append(Sample(None, text))
+    except FileNotFoundError:
+        pass
+    except BadInput as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(f"sample.txt cannot be read: {error.strerror or error}")
+    return tuple(found[-MOST_SAMPLES:])

@@ -1,0 +1,259 @@
+"""The page as a whole: head, sections, and the little that makes it safe to open and to send on."""
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from jaxscale import units
+from jaxscale.reporting.canvas import Canvas, across_of, tokens_per_step
+from jaxscale.reporting.cost import cost_fact, price_words
+from jaxscale.reporting.evals import eval_plots, eval_table
+from jaxscale.reporting.history import History
+from jaxscale.reporting.json_lines import as_dict, as_list
+from jaxscale.reporting.script import SCRIPT
+from jaxscale.reporting.sections import Section, left_out, plot_sections
+from jaxscale.reporting.status import Status, status_of
+from jaxscale.reporting.style import style
+from jaxscale.reporting.tables import (
+    Cell,
+    change_table,
+    difference_table,
+    incident_table,
+    n,
+    run_name,
+    settings_table,
+    table,
+)
+from jaxscale.reporting.text import clock, count, escape, json_block, money, percent, plain
+from jaxscale.reporting.words import described
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+MOST_OPEN = 4  # runs whose samples and incidents are open at once
+SERVED = "; connect-src 'self'"  # the page of --serve asks its own server whether the run has gone on
+
+
+def make_page(
+    histories: Sequence[History], *, price: float | None = None, now: float | None = None, version: str | None = None
+) -> str:
+    """One HTML file about one run, or several beside each other.
+
+    Args: price: dollars an hour for one chip. now: the time of the page, Unix seconds. version: of a page that is
+    served and asks for a newer one.
+    """
+    now = time.time() if now is None else now
+    histories = told_apart(histories)
+    canvas = Canvas(histories, across_of(histories))
+    statuses = [status_of(history, now, price) for history in histories]
+    sections = [*differences(histories), *plot_sections(canvas), *text_sections(histories)]
+    head = one_head(histories[0], statuses[0]) if canvas.single else several_heads(histories, statuses)
+    return whole_page(canvas, head, sections, foot(now, "jaxscale report"), version)
+
+
+def make_evals_page(history: History, *, now: float | None = None) -> str:
+    """One HTML file about what the checkpoints of a run were measured on."""
+    canvas = Canvas([history], across_of([history]))
+    sections = [Section("evals", "Evaluations", eval_plots(canvas)), Section("numbers", "Numbers", eval_table(history))]
+    sections = [section for section in sections if section.html]
+    head = f'<div class="top"><h1>{escape(history.name)}</h1></div><p class="sub">{escape(history.workdir)}</p>'
+    made = foot(time.time() if now is None else now, "jaxscale evaluate")
+    return whole_page(canvas, head, sections, made)
+
+
+def whole_page(canvas: Canvas, head: str, sections: Sequence[Section], end: str, version: str | None = None) -> str:
+    """The HTML file around these sections, whose plots the canvas holds."""
+    histories = canvas.histories
+    title = ", ".join(history.name for history in histories)
+    links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
+    body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
+    data = {"plots": canvas.data, "version": version}
+    policy = POLICY + (SERVED if version else "")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{escape_policy(policy)}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="referrer" content="no-referrer">'
+        f"<title>{escape(title)}</title><style>{style()}</style></head><body>"
+        f"<header>{head}<nav>{links}</nav>{told(histories)}</header><main>{body}</main>"
+        f"<footer>{escape(end)}</footer>"
+        '<button id="reset" type="button" hidden>Show the whole run</button>'
+        f'<script id="plot-data" type="application/json">{json_block(data)}</script>'
+        f"<script>{SCRIPT}</script></body></html>\n"
+    )
+
+
+def told_apart(histories: Sequence[History]) -> list[History]:
+    """The runs, with their whole paths as names where folders of the same name would be mixed up."""
+    names = [history.name for history in histories]
+    return [
+        dataclasses.replace(history, label=history.workdir) if names.count(history.name) > 1 else history
+        for history in histories
+    ]
+
+
+def escape_policy(policy: str) -> str:
+    """The policy as an attribute; it is ours, and has quotes that must stay what they are."""
+    return policy.replace('"', "&quot;")
+
+
+def foot(now: float, by: str) -> str:
+    """When the page was made, by which command, and how it is used."""
+    return (
+        f"Made {clock(now)} by {by}. Drag across a plot to look closer, double click for the whole run; "
+        "with the keyboard: arrows, + and -, Escape."
+    )
+
+
+def told(histories: Sequence[History]) -> str:
+    """What was missing or left out."""
+    lines = [(history.name, problem) for history in histories for problem in history.problems]
+    items = "".join(f"<li>{escape(f'{name}: {line}' if len(histories) > 1 else line)}</li>" for name, line in lines)
+    return f'<ul class="told">{items}</ul>' if items else ""
+
+
+def one_head(history: History, status: Status) -> str:
+    """Name, state and the numbers that are asked for first."""
+    config = as_dict(history.config.get("config"))
+    model = as_dict(config.get("model"))
+    chips = f"{plain(status.chips)} x {status.chip}" if status.chips else ""
+    parts = [str(model.get("name") or ""), chips, history.workdir]
+    done = status.step / status.total_steps if status.total_steps else None
+    bar = f'<div class="bar"><i style="width:{100 * min(done, 1):.2f}%"></i></div>' if done is not None else ""
+    speed = status.tokens_per_second
+    facts = [
+        ("step", f"{status.step:,}", f"of {status.total_steps:,} ({percent(done)})" if done is not None else ""),
+        ("loss", plain(status.loss), "nats per token, last report"),
+        ("validation loss", plain(status.validation_loss), bits_text(history)),
+        ("tokens", count(status.tokens), f"{count(speed)} a second lately" if speed is not None else ""),
+        ("time", duration(status.wall_seconds), starts_text(status)),
+    ]
+    if status.state != "finished":
+        facts.append(("to go", duration(status.left_seconds), "at the speed of the last reports"))
+    if status.mfu is not None:
+        facts.append(("MFU", percent(status.mfu), "lately"))
+    facts.append(cost_fact(status))
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
+        for name, value, more in facts
+        if value != "n/a" or name in ("step", "loss")
+    )
+    return (
+        f'<div class="top"><h1>{escape(history.name)}</h1>'
+        f'<span class="state {status.state}">{escape(status.state)}</span></div>'
+        f'<p class="sub">{escape(" · ".join(part for part in parts if part))}</p>'
+        f'<p class="sub">{escape(sentence(status.words))}</p>{bar}<dl class="facts">{items}</dl>{fine_print([status])}'
+    )
+
+
+def fine_print(statuses: Sequence[Status]) -> str:
+    """What the cost rests on."""
+    return f'<p class="fine">{escape(words)}</p>' if (words := price_words(statuses)) else ""
+
+
+def sentence(words: str) -> str:
+    """The words with a capital and a full stop."""
+    return words[:1].upper() + words[1:] + ("" if words.endswith(".") else ".")
+
+
+def bits_text(history: History) -> str:
+    """'1.205 bits per byte'."""
+    bits = history.latest("validation/bits_per_byte")
+    return f"{plain(bits)} bits per byte" if bits is not None else ""
+
+
+def duration(value: float | None) -> str:
+    """'1h02m', 'n/a'."""
+    return "n/a" if value is None else units.duration(value)
+
+
+def starts_text(status: Status) -> str:
+    """'in 3 starts'."""
+    if not status.starts:
+        return "by the steps' own time"
+    return "in one start" if status.starts == 1 else f"in {status.starts} starts"
+
+
+def several_heads(histories: Sequence[History], statuses: Sequence[Status]) -> str:
+    """A row for each run."""
+    has_cost = any(status.cost is not None for status in statuses)
+    rows = []
+    for place, (history, s) in enumerate(zip(histories, statuses)):
+        cells = [
+            run_name(history, place),
+            Cell(f'<span class="state {s.state}">{escape(s.state)}</span>'),
+            n(f"{s.step:,}"), n(f"{s.total_steps:,}" if s.total_steps else "n/a"), n(plain(s.loss)),
+            n(plain(s.validation_loss)), n(count(s.tokens)), n(count(s.tokens_per_second)), n(percent(s.mfu)),
+            n(duration(s.wall_seconds)), n("" if s.state == "finished" else duration(s.left_seconds)),
+        ]  # fmt: skip
+        rows.append([*cells, *([n(money(s.cost)), n(money(s.cost_to_end))] if has_cost else [])])
+    head = ["run", "state", "step", "of", "loss", "validation", "tokens", "tokens/s", "MFU", "time", "to go"]
+    head += ["cost", "cost at its end"] if has_cost else []
+    return f'<div class="top"><h1>{len(histories)} runs</h1></div>{table(head, rows)}{fine_print(statuses)}'
+
+
+def differences(histories: Sequence[History]) -> list[Section]:
+    """What several runs differ by, which is what the plots after it are read for; none of a page of one run."""
+    if len(histories) == 1:
+        return []
+    each = {tokens for history in histories if (tokens := tokens_per_step(history))}
+    told = "A step is not as many tokens in each run, and the plots are over steps: see batch_tokens."
+    steps = left_out(told) if len(each) > 1 else ""
+    return [Section("settings", "Settings that differ", difference_table(histories) + steps)]
+
+
+def text_sections(histories: Sequence[History]) -> list[Section]:
+    """Samples, settings of a single run, and the log."""
+    one = [Section("settings", "Settings", settings(histories[0]))] if len(histories) == 1 else []
+    return [
+        Section("samples", "Samples", per_run(histories, samples)),
+        *one,
+        Section("log", "Incident log", per_run(histories, log)),
+    ]
+
+
+def per_run(histories: Sequence[History], make) -> str:
+    """The same of each run, under its name where there are several; of many it is folded."""
+    if len(histories) == 1:
+        return make(histories[0])
+    named = [(run_name(history, place).html, make(history)) for place, history in enumerate(histories)]
+    if len(histories) > MOST_OPEN:
+        return "".join(f"<details><summary>{name}</summary>{part}</details>" for name, part in named)
+    return "".join(f"<h3>{name}</h3>{part}" for name, part in named)
+
+
+def samples(history: History) -> str:
+    """What the model wrote, newest first."""
+    title = lambda sample: f"step {sample.step:,}" if sample.step is not None else "at the end of the run"
+    found = [f"<h3>{escape(title(s))}</h3><pre>{escape(s.text)}</pre>" for s in reversed(history.samples)]
+    if not found:
+        return left_out(
+            "There is no sample yet: one is written when the run has done all steps (sample.num_tokens), and on the "
+            "way where sample.every_steps says so."
+        )
+    older = (
+        f"<details><summary>{len(found) - 3} older</summary>{''.join(found[3:])}</details>" if len(found) > 3 else ""
+    )
+    return "".join(found[:3]) + older
+
+
+def log(history: History) -> str:
+    """What happened."""
+    return incident_table(history) or left_out("There is no events.jsonl, or nothing in it.")
+
+
+def settings(history: History) -> str:
+    """Versions, descent, changes, and all settings."""
+    config = history.config
+    versions = {name: version for name, version in as_dict(config.get("versions")).items() if version}
+    facts = [("git commit", config.get("git_commit")), ("versions", described(versions))]
+    for ancestor in as_list(config.get("ancestry")):
+        if isinstance(ancestor, dict):
+            facts.append(("weights from", f"{ancestor.get('path')}, step {ancestor.get('step')}"))
+    peak = as_dict(config.get("peak"))
+    if peak.get("name"):
+        facts.append(("MFU against", f"{peak.get('name')}: {peak.get('source')}"))
+    parts = [table(("made with", ""), [(name, Cell(escape(value), "mono")) for name, value in facts if value])]
+    changes = change_table(history)
+    parts.append(f"<h3>Changed on the way</h3>{changes}" if changes else left_out("No setting was changed on the way."))
+    if every := as_dict(config.get("config")):
+        parts.append(f"<details><summary>All settings</summary>{settings_table(every)}</details>")
+    return "".join(parts)

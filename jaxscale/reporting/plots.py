@@ -1,0 +1,256 @@
+"""One plot as SVG: lines, bands and marks over the steps of a run. Readable without the script, which only adds zoom.
+
+The drawing is stretched to whatever width there is, while strokes and text keep their size: lines do not scale their
+stroke, and what is written stands beside the drawing as HTML.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.reporting.columns import thin_columns
+from jaxscale.reporting.text import NUMBERS, escape, tick_texts
+from jaxscale.reporting.ticks import Axis, axis_over, size_ticks
+
+WIDTH, HEIGHT = 1000, 400  # of the drawing's own coordinates
+COLUMNS = 700  # about the pixels of a plot: what is drawn
+END = 0.97  # of the axis: a number centred behind it would reach out of a narrow page
+STEEP_PART = 0.05  # of the steps: where a loss falls by more than in all the rest
+COLORS, DASHES = 8, 4  # c0 to c7 of the style, and k1 to k3 of it
+STYLES = ("faint", "dots", "gone", "limit", "dash", "line")  # of one name, the last of these stands in the legend
+POINTS_UP_TO = 40  # points of a line that are also shown as such
+KEPT_COLUMNS = 1400  # what the script gets, for a closer look
+
+
+class Line(NamedTuple):
+    """A series. style: line, faint, dash, dots (points), gone (abandoned: grey), limit (thin). color: of style.py."""
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    color: str = "c0"
+    style: str = "line"
+
+
+class Band(NamedTuple):
+    """A range of values."""
+
+    label: str
+    steps: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+class Mark(NamedTuple):
+    """Something that happened at a step. kind: trouble, change."""
+
+    step: float
+    text: str
+    kind: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plot:
+    """What is drawn. numbers: a name of text.NUMBERS."""
+
+    title: str
+    lines: Sequence[Line]
+    unit: str = ""
+    numbers: str = "plain"
+    log: bool = False
+    zero: bool = False
+    bands: Sequence[Band] = ()
+    marks: Sequence[Mark] = ()
+    note: str = ""
+    wide: bool = False
+    explained: bool = False  # its legend also tells what is grey and what is marked, which holds for all
+    focused: bool = False  # the steep beginning does not decide on the axis of values
+    until: float | None = None  # the last step of its axis, where that is not the page's
+    named: bool = False  # its legend also names a line that is alone, as one of several runs must be
+
+    @property
+    def drawn(self) -> list[Line]:
+        """The lines that have a point; a point that is alone would not be seen as a line."""
+        lone = lambda line: len(line.steps) == 1 and line.style in ("line", "dash", "faint")
+        return [line._replace(style="dots") if lone(line) else line for line in self.lines if line.steps]
+
+    @property
+    def axis_unit(self) -> str:
+        """What the values are, and that the axis is logarithmic where it is."""
+        return ", ".join(filter(None, (self.unit, "logarithmic" if self.log else "")))
+
+
+def color_of(place: int) -> str:
+    """The colour of a line among others, and beyond the eighth a pattern of dashes too."""
+    turn = place // COLORS % DASHES
+    return f"c{place % COLORS}" + (f" k{turn}" if turn else "")
+
+
+def with_points(lines: Sequence[Line]) -> list[Line]:
+    """The lines, and the points of those that have few."""
+    few = [line for line in lines if line.style != "gone" and len(line.steps) < POINTS_UP_TO]
+    return [*lines, *(line._replace(style="dots") for line in few)]
+
+
+def draw(plot: Plot, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
+    """(the figure as HTML, what the script needs of it). number: by which the script finds the one for the other."""
+    across = across._replace(high=max(across.high, plot.until or 0.0))
+    seen = [value for line in plot.drawn if line.style != "gone" for value in of_the_axis(plot, line, across)]
+    seen += [value for band in plot.bands for value in (*band.low[len(band.low) // 20 :], band.high[-1])]
+    up = axis_over(seen, log=plot.log, zero=plot.zero)
+    lines = [f'<path class="band" d="{band_path(band, across, up)}"/>' for band in plot.bands]
+    lines += [f'<path class="{line.style} {line.color}" d="{line_path(line, across, up)}"/>' for line in plot.drawn]
+    marks = "".join(
+        f'<path class="mark {mark.kind}" d="M{x_of(mark.step, across)} 0V{HEIGHT}">'
+        f"<title>{escape(mark.text)}</title></path>"
+        for mark in plot.marks
+    )
+    notes = [plot.note] if plot.note else []
+    once = {(line.label, line.color): line for line in reversed(plot.drawn) if line.style != "gone"}  # not its mean too
+    beyond = [value for line in once.values() for value in line.values if value > up.high]
+    if beyond:
+        amount = f"{len(beyond):,} points lie" if len(beyond) > 1 else "One point lies"
+        notes.append(f"{amount} above the axis; the largest is {NUMBERS[plot.numbers](max(beyond))}.")
+    if plot.log and (hidden := sum(value <= 0 for value in seen)):
+        notes.append(f"{hidden} points are 0 or less, which a logarithmic axis does not have.")
+    note = f'<p class="note">{escape(" ".join(notes))}</p>' if notes else ""
+    html = (
+        f'<figure class="plot{" wide" if plot.wide else ""}" data-number="{number}"><figcaption>'
+        f"<b>{escape(plot.title)}</b> "
+        f'<span class="unit">{escape(plot.axis_unit)}</span>{legend(plot)}</figcaption>'
+        f'<div class="area" tabindex="0" role="img" aria-label="{escape(summary(plot))}">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
+        f'<path class="grid" d="{grid_path(plot, up)}"/>{marks}{"".join(lines)}</svg>{labels(plot, across, up)}</div>'
+        f"{note}</figure>"
+    )
+    return html, script_data(plot, across, up)
+
+
+def of_the_axis(plot: Plot, line: Line, across: Axis) -> Sequence[float]:
+    """The values of a line that have to be on the axis."""
+    if not plot.focused or line.steps[-1] < STEEP_PART * across.high * 3:
+        return line.values
+    return [value for step, value in zip(line.steps, line.values) if step >= STEEP_PART * across.high]
+
+
+def x_of(step: float, across: Axis) -> str:
+    """The horizontal coordinate, as short as it can be written."""
+    return short(WIDTH * across.place(step))
+
+
+def y_of(value: float, up: Axis) -> str:
+    """The vertical coordinate; 0 is at the top."""
+    return short(HEIGHT * (1 - up.place(value)))
+
+
+def short(number: float) -> str:
+    """'12.3', '12'."""
+    return f"{number:.1f}".removesuffix(".0")
+
+
+def line_path(line: Line, across: Axis, up: Axis) -> str:
+    """The path of a line, or of dots: strokes of no length with round ends."""
+    points = thin_columns(line.steps, line.values, COLUMNS)
+    if line.style == "dots" or len(points) == 1:
+        return "".join(f"M{x_of(x, across)} {y_of(y, up)}h0" for x, y in points)
+    return "M" + "L".join(f"{x_of(x, across)} {y_of(y, up)}" for x, y in points)
+
+
+def band_path(band: Band, across: Axis, up: Axis) -> str:
+    """The outline of a band."""
+    there = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.high)]
+    back = [f"{x_of(x, across)} {y_of(y, up)}" for x, y in zip(band.steps, band.low)]
+    return "M" + "L".join([*there, *reversed(back)]) + "Z"
+
+
+def ticks_of(plot: Plot, up: Axis) -> list[float]:
+    """The values that are written beside the plot."""
+    return size_ticks(up.low, up.high) if plot.numbers == "size" and not up.log else up.ticks()
+
+
+def grid_path(plot: Plot, up: Axis) -> str:
+    """Horizontal lines at the ticks."""
+    return "".join(f"M0 {y_of(at, up)}H{WIDTH}" for at in ticks_of(plot, up))
+
+
+def labels(plot: Plot, across: Axis, up: Axis) -> str:
+    """What is written at the ticks of both axes."""
+    ticks = ticks_of(plot, up)
+    left = "".join(
+        f'<span class="ty" style="top:{100 * (1 - up.place(at)):.2f}%">{escape(text)}</span>'
+        for at, text in zip(ticks, tick_texts(ticks, plot.numbers))
+    )
+    return left + x_labels(across)
+
+
+def x_labels(across: Axis) -> str:
+    """What is written below the axis of steps, and its name; at its right end it stands to the left of its place."""
+    places = [(at, across.place(at)) for at in across.ticks(5) if at == int(at)]
+    return '<span class="xn">steps</span>' + "".join(
+        f'<span class="tx{" end" if place > END else ""}" style="left:{100 * place:.2f}%">{escape(f"{at:,.0f}")}</span>'
+        for at, place in places
+    )
+
+
+def legend(plot: Plot) -> str:
+    """What the lines are, where there is more than one kind, each as it is drawn; grey and marks are told as well."""
+    styles: dict[tuple[str, str], list[str]] = {}
+    for line in sorted(plot.drawn, key=lambda line: line.style == "gone"):  # what counts comes first
+        if line.style != "gone" or plot.explained:
+            styles.setdefault((line.label, "" if line.style == "gone" else line.color), []).append(line.style)
+    # each value, and points, on a line of the same name and colour are no kind of their own
+    kinds = [(max(found, key=STYLES.index), color, label) for (label, color), found in styles.items()]
+    kinds += [("band", "", label) for label in dict.fromkeys(band.label for band in plot.bands)]
+    if len(kinds) < 2 and not plot.named:
+        kinds = []
+    marked = {mark.kind for mark in plot.marks} if plot.explained else ()
+    kinds += [("mark", kind, word) for kind, word in (("trouble", "trouble"), ("change", "restart")) if kind in marked]
+    items = "".join(f"<span>{key(style, color)}{escape(label)}</span>" for style, color, label in kinds)
+    return f'<span class="legend">{items}</span>' if items else ""
+
+
+def key(style: str, color: str) -> str:
+    """A piece of such a line."""
+    shape = {"band": "M0 1H20V9H0Z", "mark": "M10 -2V12", "dots": "M10 5h0"}.get(style, "M0 5H20")
+    return f'<svg class="key" viewBox="0 0 20 10"><path class="{f"{style} {color}".strip()}" d="{shape}"/></svg>'
+
+
+def summary(plot: Plot) -> str:
+    """The plot in words, for who cannot see it."""
+    write = NUMBERS[plot.numbers]
+    parts = [
+        f"{line.label}: {write(line.values[0])} at step {line.steps[0]:,.0f}, "
+        f"{write(line.values[-1])} at step {line.steps[-1]:,.0f}, "
+        f"lowest {write(min(line.values))}, highest {write(max(line.values))}"
+        for line in plot.drawn
+        if line.style in ("line", "dots", "dash")
+    ]
+    return f"{plot.title}. " + "; ".join(parts[:12])
+
+
+def script_data(plot: Plot, across: Axis, up: Axis) -> dict[str, Any]:
+    """The plot's points for the script, in the order in which its paths stand."""
+    return {
+        "x": [across.low, across.high],
+        "y": [rounded(up.low), rounded(up.high)],
+        "log": plot.log,
+        "zero": plot.zero,
+        "numbers": plot.numbers,
+        "bands": [
+            {"n": b.label, "x": list(b.steps), "l": list(map(rounded, b.low)), "h": list(map(rounded, b.high))}
+            for b in plot.bands
+        ],
+        "lines": [{"n": line.label, "s": line.style, "c": line.color} | points_data(line) for line in plot.drawn],
+        "marks": [{"x": mark.step, "t": mark.text} for mark in plot.marks],
+    }
+
+
+def points_data(line: Line) -> dict[str, list[float]]:
+    """{x, y}, thinned to what a closer look needs."""
+    points = thin_columns(line.steps, line.values, KEPT_COLUMNS)
+    return {"x": [x for x, _ in points], "y": [rounded(y) for _, y in points]}
+
+
+def rounded(value: float) -> float:
+    """Five significant digits: half of what JSON would write."""
+    return float(f"{value:.5g}")

@@ -1,0 +1,139 @@
+"""What of a run is other than when it was last saved: which settings, whether numbers follow, and the learning rate."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale import schema
+from jaxscale.config import Budget, RunConfig
+from jaxscale.optim.optimizers import OptimConfig, optim_schedule
+from jaxscale.optim.schedules import Schedule
+from jaxscale.system.exits import BadInput
+
+# Settings that may change without leave, and on which the bits of a step depend. The horizon is looked at by its rates;
+# mixtures and skipped batches change only what lies ahead, and one config has both halves.
+ALTERS = ("mesh", "rules", "compiler", "model.remat", "model.remat_save", "model.remat_offload",
+          "optim.offload_moments", "optim.offload_params")  # fmt: skip
+HORIZON = "train_tokens"
+CONTINUOUS = 0.05  # by what part of itself a rate may differ, and not be told as a jump
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A setting that differs from the folder's run. allowed: it may not, but by somebody's leave."""
+
+    name: str
+    old: Any
+    new: Any
+    allowed: bool = False
+
+
+class Jump(NamedTuple):
+    """What a start does to the learning rate that the steps before it had. Steps as metrics.jsonl counts them."""
+
+    step: int  # the last one that is done
+    before: float  # its rate
+    after: float  # that of the step behind it
+    expected: float  # what that would have been without the change
+    past_alters: bool  # the steps that are done would have had other rates
+
+    @property
+    def is_jump(self) -> bool:
+        """Whether it is more than a schedule's own way down or up."""
+        return all(abs(self.after - rate) > CONTINUOUS * max(self.after, rate) for rate in (self.before, self.expected))
+
+
+def changes_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """All changes that a run's record holds, oldest first, as this version writes them."""
+    record = record or {}
+    if "changed" in record:
+        return list(record["changed"])
+    return [{**change, "allowed": True, "alters": True} for change in record.get("allowed_changes") or []]
+
+
+def record_changes(
+    changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None,
+    say: Callable[[str], None],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """All changes between two starts of this run, oldest first, as its record holds them; says the new ones.
+
+    alters: steps of the run, all made with the settings of now, would give other numbers than they gave.
+    """
+    if changes:
+        told = ", ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes if not change.allowed)
+        if told:
+            say(f"changed from step {step} on: {told}")
+    for change in changes:
+        if change.allowed:
+            say(f"allowed by --allow_change, from step {step} on: {change.name}: {change.old!r} -> {change.new!r}")
+    new = []
+    for change in changes:
+        entry = {"step": step, **dataclasses.asdict(change), "alters": alters(change, step, jump)}
+        if jump and jump.is_jump and (change.name == HORIZON or change.name.startswith("optim.")):
+            entry["learning_rate"] = [jump.before, jump.after]
+        new.append(entry)
+    return [*changes_of(recorded), *new]
+
+
+def alters(change: Change, step: int, jump: Jump | None) -> bool:
+    """Whether the steps that are done would have had other numbers with the new value; a setting by leave may."""
+    if step == 0:
+        return False
+    if change.name == HORIZON:
+        return jump is None or jump.past_alters
+    return change.allowed or any(change.name == name or change.name.startswith(f"{name}.") for name in ALTERS)
+
+
+def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int) -> Jump | None:
+    """What the schedule of now does after `step` steps of the record's; None of a new run, or an unknown schedule."""
+    if recorded is None or step < 1:
+        return None
+    try:
+        cfg = schema.from_dict(OptimConfig, recorded["config"]["optim"], "optim")
+    except BadInput:  # of another version
+        return None
+    budget = recorded["budget"]
+    old = optim_schedule(cfg, warmup_steps=budget["warmup_steps"], total_steps=budget["total_steps"])
+    looked_at = sorted({step * part // 64 for part in range(64)} | {step - 1})
+    past_alters = any(float(old(number)) != float(schedule(number)) for number in looked_at)
+    return Jump(step, float(old(step - 1)), float(schedule(step)), float(old(step)), past_alters)
+
+
+def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) -> list[str]:
+    """What is said of a jump, and the ways without one that lead on from this very checkpoint; [] if there is none."""
+    if jump is None or not jump.is_jump:
+        return []
+    times = max(jump.before, jump.after) / max(min(jump.before, jump.after), 1e-30)
+    by = f", {times:.3g} times {'more' if jump.after > jump.before else 'less'}" if min(jump[1:3]) > 0 else ""
+    last = budget.total_steps
+    lines = [
+        f"warning: the learning rate jumps from {jump.before:.4g} at step {jump.step} to {jump.after:.4g} at step "
+        f"{jump.step + 1}{by}: the schedule is drawn anew for {last} steps; the loss may rise before it falls"
+    ]
+    if kept := flags_that_keep(jump, cfg, budget):
+        lines.append(f"to stay at {jump.before:.4g} instead: Ctrl-C twice now, and start with {kept}")
+    lines.append(
+        f"or begin another run with these weights and a warmup of its own: --init_from={workdir} --workdir=NEW; of "
+        "runs to come, one with optim.decay=wsd goes on from a checkpoint before its decay without a jump"
+    )
+    return lines
+
+
+def flags_that_keep(jump: Jump, cfg: RunConfig, budget: Budget) -> str:
+    """The flags with which the rate stays what it was, tried on the schedule itself; '' where none do."""
+    near = lambda rate: math.isclose(rate, jump.before, rel_tol=1e-5)
+    rate = cfg.optim.min_lr if near(cfg.optim.min_lr) else float(f"{jump.before:.6g}")
+    if not rate:
+        return ""  # to stay at 0 is to learn nothing
+    for more in ({}, {"decay": "constant"}):  # from min_lr to min_lr any shape is flat
+        values = {"peak_lr": rate, **more}
+        try:
+            held = schema.from_dict(OptimConfig, schema.to_dict(cfg.optim) | values)
+        except BadInput:
+            continue
+        schedule = optim_schedule(held, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
+        if all(near(float(schedule(step))) for step in (jump.step, budget.total_steps - 1)):
+            flags = " ".join(f"--config.optim.{name}={value}" for name, value in values.items())
+            return f"{flags} --allow_change={','.join(f'optim.{name}' for name in values)}"
+    return ""

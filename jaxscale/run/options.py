@@ -1,0 +1,144 @@
+"""What a start is asked for beyond its config, and what the run in its work folder has decided before."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.choosing import newest_to_read
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config import RunConfig
+from jaxscale.data.order import normalise
+from jaxscale.hosts.agree import agreed
+from jaxscale.monitor.abandoned import abandon, lines_of
+from jaxscale.monitor.events import read_events
+from jaxscale.run.changes import changes_of
+from jaxscale.run.resume_checks import allowed_names, check_same_run
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.foreign import parse_json
+from jaxscale.system.process import folder_mode
+from jaxscale.training.decisions import Decisions, GoneBack, deciding, decisions_of
+
+FLAGS = ("stop_after", "allow_change", "run_dir_mode", "replay")
+SWITCHES = ("steal_lock",)
+HELP = """\
+--stop_after=STEP       saves and leaves after this step (counted from 1); the learning rate's horizon stays as it is
+--allow_change=NAMES    settings, or groups of them, with commas between, in which a run that goes on may differ from
+                        how it began: --allow_change=optim.peak_lr. Recorded; never for the order of the data
+--run_dir_mode=0700     who may read the run's files on a local disk, as chmod says it of a folder
+--replay=OLD_WORKDIR    a new run that repeats what another one decided: skipped steps, cuts, rewinds' batches
+--steal_lock            takes the work folder from a process that holds it and is known to be gone
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wishes:
+    """Of this start alone."""
+
+    stop_after: int | None = None
+    allow_change: tuple[str, ...] = ()
+    replay: str | None = None
+    steal_lock: bool = False
+    mode: int = paths.PRIVATE
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What must be the same in all processes of a run, by flag."""
+        return {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+NO_WISHES = Wishes()
+
+
+def wishes_of(options: Mapping[str, str], switches: set[str]) -> Wishes:
+    """The flags. Raises BadInput for a step that is none and for a setting that there is not, or may not change."""
+    step = options.get("stop_after")
+    if step is not None and not (step.isascii() and step.isdecimal() and int(step) > 0):
+        raise BadInput(f"--stop_after={step} must be a step, 1 or more")
+    return Wishes(
+        stop_after=step and int(step),
+        allow_change=allowed_names(options.get("allow_change")),
+        replay=options.get("replay"),
+        steal_lock="steal_lock" in switches,
+        mode=folder_mode(options.get("run_dir_mode")),
+    )
+
+
+def read_decisions(folder: Any) -> Decisions:
+    """What the run in the folder has decided so far, as the first process reads it."""
+    return decisions_of(agreed(lambda: deciding(read_events(folder))))
+
+
+def carry_out(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
+    """Moves away what was saved and measured behind the step that the run goes back to; may be done again.
+
+    To be called in all processes.
+    """
+    checkpoints.set_aside_after(rewind.to, "rewound")
+    agreed(lambda: written(lambda: abandon(folder, rewind.to, rewind.number), folder))
+
+
+def with_replayed(
+    cfg: RunConfig, folder: Any, old_workdir: str, say: Callable[[str], None]
+) -> tuple[RunConfig, Decisions]:
+    """(cfg with the batches that another run skipped, what that run decided).
+
+    Raises BadInput where there is no other run, Stop(CONFIG_MISMATCH) where it cannot be repeated with cfg, and
+    Stop(CHECKPOINT_CORRUPT) where none of its checkpoints tells what it skipped.
+    """
+    old = paths.as_path(old_workdir)
+    if same_folder(old, folder):
+        raise BadInput(f"--replay={old_workdir} is the workdir itself; give the replay another --workdir")
+    if not (old / "config.json").exists():
+        raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
+    check_same_run(cfg, old, None)
+    written = paths.read_json(old / "config.json")
+    if names := ", ".join(
+        dict.fromkeys(change["name"] for change in changes_of(written) if change.get("alters", True))
+    ):
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"--replay={old_workdir}: that run went on with other settings than it began with ({names}), of which its "
+            "numbers depend, and a replay has one config for all its steps; it cannot be replayed",
+        )
+    decisions = read_decisions(old)
+    pending = decisions.pending
+    checkpoints = Checkpoints(old / "checkpoints", cfg.checkpoint)
+    newest = newest_to_read(checkpoints, say, before=pending.to + 1 if pending else None)
+    recorded = checkpoints.read_run(newest)["data"] if newest is not None else {"skipped": []}
+    ranges = normalise(
+        [*recorded["skipped"], *written["config"]["data"]["skip_batches"], *decisions.skip_batches]
+        + [*cfg.data.skip_batches]
+    )
+    decisions = decisions.up_to(pending.to) if pending else decisions
+    last = pending.to if pending else max(newest or 0, agreed(lambda: last_measured(old)), *decisions.skipped, 0)
+    decisions = decisions.with_recorded(recorded)._replace(last_step=last)
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, skip_batches=ranges)), decisions
+
+
+def check_same_length(total_steps: int, old_workdir: str) -> None:
+    """Raises Stop(CONFIG_MISMATCH) where the run that is to be replayed has another number of steps."""
+    old_steps = paths.read_json(paths.as_path(old_workdir) / "config.json")["budget"]["total_steps"]
+    if old_steps != total_steps:
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"--replay={old_workdir}: that run has {old_steps} steps and this one {total_steps}, so that their "
+            "learning rates differ; set train_tokens as it was there, and leave early by --stop_after",
+        )
+
+
+def same_folder(one: Any, other: Any) -> bool:
+    """True if two paths lead to one folder, links followed where there are any."""
+    whole = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
+    return whole(one).rstrip("/") == whole(other).rstrip("/")
+
+
+def last_measured(folder: Any) -> int:
+    """The last step in metrics.jsonl; 0 if there is none."""
+    last = 0
+    for line in lines_of(folder / "metrics.jsonl"):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # torn
+            last = max(last, int(parse_json(line)["step"]))
+    return last

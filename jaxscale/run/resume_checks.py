@@ -1,0 +1,230 @@
+"""Whether a work folder's run is the one that the config and the data describe, and which differences were allowed."""
+
+import contextlib
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxscale import schema
+from jaxscale.checkpoint.cause import is_trouble
+from jaxscale.config import RunConfig
+from jaxscale.data.config import DataConfig
+from jaxscale.data.mixture import Mixture, same_past
+from jaxscale.data.order import Ranges, batch_index, merge_skips
+from jaxscale.data.pipeline import Corpus, open_data
+from jaxscale.data.remote import Unwritable
+from jaxscale.eval.named import Evaluator
+from jaxscale.hosts.agree import agreed
+from jaxscale.run.changes import Change
+from jaxscale.system import paths
+from jaxscale.system.bucket import Forbidden
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.training.decisions import Decisions
+from jaxscale.unread import unread
+
+# Which rows a step reads follows from these, and the position in the data would mean other rows under another value.
+NEVER = ("seed", "seq_len", "batch_tokens")
+SHOWN = 8  # differences told one by one
+DATA_SECONDS = 24 * 3600.0  # the first process may still be tokenising when another is done
+
+
+def allowed_names(text: str | None) -> tuple[str, ...]:
+    """The settings, or groups of them, that --allow_change names. Raises BadInput for one that may never change."""
+    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
+    known = {part for name, *_ in schema.describe(RunConfig) for part in groups_of(name)}
+    for name in names:
+        if name in NEVER:
+            raise BadInput(
+                f"--allow_change={name}: which rows each step reads follows from {name}, so that a run cannot go on "
+                "with another; begin another --workdir"
+            )
+        if name not in known:
+            leaf = {other.rpartition(".")[2]: other for other in sorted(known, reverse=True)}
+            close = difflib.get_close_matches(name, known, n=1) or [leaf[n] for n in [name] if n in leaf]
+            hint = f"; did you mean {close[0]}?" if close else "; write names as in --config.NAME, with commas between"
+            raise BadInput(f"--allow_change={name} is no setting{hint}")
+    return names
+
+
+def has_begun(workdir: str) -> bool:
+    """True if the folder holds a run, begun or complete."""
+    return (paths.as_path(workdir) / "config.json").exists()
+
+
+def recorded_settings(workdir: str) -> dict[str, Any]:
+    """The settings of the run in the folder, as it was last started; {} where there is none."""
+    return recorded_run(paths.as_path(workdir)).get("config", {})
+
+
+def recorded_run(folder: Any) -> dict[str, Any]:
+    """What config.json of the folder holds; {} where there is none."""
+    return paths.read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+
+
+def groups_of(name: str) -> list[str]:
+    """'optim.peak_lr' -> ['optim', 'optim.peak_lr']."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def check_same_run(
+    cfg: RunConfig, folder: Any, recorded: Mapping[str, Any] | None, allowed: Sequence[str] = ()
+) -> list[Change]:
+    """The differences from the folder's run: what may always change, and what `allowed` covers.
+
+    Arrays of another name, shape or dtype are refused all the same, where the checkpoint is read.
+    Raises: Stop(CONFIG_MISMATCH) with every setting that differs and may not, as it was and as it is.
+    """
+    if recorded is None:
+        recorded = recorded_run(folder)  # begun, and stopped before its first checkpoint
+        if not recorded:
+            return []
+    if recorded.get("converted"):
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"{folder} holds a converted model and no run: train it in another --workdir, with --init_from={folder}",
+        )
+    old, new = recorded["config"], schema.to_dict(cfg)
+    with contextlib.suppress(ValueError):
+        before = schema.from_dict(RunConfig, old)
+        old = schema.to_dict(before)  # settings that are newer than the run get their defaults
+        for idle in unread(before).keys() & unread(cfg).keys():
+            schema.put(old, idle, schema.look_up(new, idle))
+    may = schema.changeable(RunConfig)
+    changed = [
+        Change(name, was, now, allowed=not may.intersection(groups_of(name)))
+        for name, (was, now) in schema.difference(old, new).items()
+    ]
+    refused = [change for change in changed if change.allowed and not set(allowed).intersection(groups_of(change.name))]
+    if refused:
+        lines = "; ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in refused)
+        may_be_allowed = [change.name for change in refused if change.name not in NEVER]
+        leave = f", or allow it by --allow_change={','.join(may_be_allowed)}" * (len(may_be_allowed) == len(refused))
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"{folder} belongs to another config: {lines}; use another --workdir, or set these back{leave}",
+        )
+    return changed
+
+
+def open_same_data(
+    cfg: DataConfig, recorded: Mapping[str, Any] | None, say: Callable[[str], None], **settings: Any
+) -> Corpus:
+    """The corpus, as open_data gives it.
+
+    Raises: BadInput as open_data does. Instead, where a run has begun with these very data: Stop (DATA_MISMATCH), or
+    Stop (STORAGE) where they cannot be reached now.
+    """
+    try:
+        return open_data(cfg, say=say, **settings)
+    except BadInput as error:
+        if recorded is None or isinstance(error, Unwritable | Forbidden):
+            raise
+        if is_trouble(error):
+            raise Stop(Exit.STORAGE, f"the data of this run cannot be reached: {error}; start again") from error
+        raise Stop(Exit.DATA_MISMATCH, f"the data of this run cannot be opened any more: {error}") from error
+
+
+def what_changed(corpus: Corpus, data: Mapping[str, Any]) -> str:
+    """Which parts of the data are not those of the record, in words; '' if the record does not tell."""
+    old, new = data.get("parts"), corpus.parts
+    if not old or old == new:
+        return ""
+    names = [name for name in (*old, *(name for name in new if name not in old)) if old.get(name) != new.get(name)]
+    told = [
+        f"{name} is {'missing' if name not in new else 'new' if name not in old else 'another'}"
+        for name in names[:SHOWN]
+    ]
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(told)}{more}"
+
+
+def check_same_data(
+    cfg: RunConfig, corpus: Corpus, recorded: dict[str, Any] | None, start_step: int, decisions: Decisions
+) -> Ranges:
+    """The skipped ranges of the run: recorded, configured, and those of its rewinds.
+
+    Raises Stop(DATA_MISMATCH) if the tokens are not those the run began with, (CHECKPOINT_CORRUPT) for a position
+    in them that is not this step's.
+    """
+    wanted = [*cfg.data.skip_batches, *decisions.skip_batches]
+    if recorded is None:
+        return merge_skips((), wanted, 0)
+    data = recorded["data"]
+    if data["fingerprint"] != corpus.fingerprint:
+        what = what_changed(corpus, data) or "text, tokenizer, held-out part or the order of a release differ"
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"the data have changed since the run began: fingerprint {corpus.fingerprint[:16]} now, "
+            f"{data['fingerprint'][:16]} then ({what}); bring the old ones back, or begin another --workdir",
+        )
+    past = [tuple(r) for r in data["skipped"]]
+    if data.get("batch_index", batch_index(start_step, past)) != batch_index(start_step, past):
+        raise Stop(
+            Exit.CHECKPOINT_CORRUPT,
+            f"step {start_step} cannot be gone on from: its position in the data is batch {data['batch_index']}, and "
+            f"after {start_step} steps it must be batch {batch_index(start_step, past)}",
+        )
+    return merge_skips(past, wanted, start_step)
+
+
+def check_hosts_agree(corpus: Corpus) -> None:
+    """Raises Stop(DATA_MISMATCH) at a process whose data are not those of the first one."""
+    first = agreed(lambda: corpus.fingerprint, DATA_SECONDS)
+    if first != corpus.fingerprint:
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"the data of process {jax.process_index()} are not those of process 0: fingerprint "
+            f"{corpus.fingerprint[:16]} here, {first[:16]} there; give all hosts the same files, and where a cache of "
+            "tokenised text is older than the text, delete it",
+        )
+
+
+def check_same_evals(evaluators: Sequence[Evaluator]) -> None:
+    """Raises Stop(DATA_MISMATCH) at a process that would measure other text or items than the first one."""
+    if not evaluators:
+        return
+    found = {one.name: one.fingerprint for one in evaluators}
+    first = agreed(lambda: found, DATA_SECONDS)
+    if differ := [name for name in found if found[name] != first.get(name)]:
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"the files of evals.{differ[0]} at process {jax.process_index()} are not those of process 0; give all "
+            "hosts the same files",
+        )
+
+
+def check_same_past(
+    cfg: RunConfig,
+    mixture: Mixture | None,
+    recorded: dict[str, Any] | None,
+    start_step: int,
+    say: Callable[[str], None],
+) -> None:
+    """Raises Stop(DATA_MISMATCH) if the mixture would have given other rows to steps that are done."""
+    if not start_step:
+        return
+    old, new = recorded["data"].get("mixture"), mixture.record() if mixture else None
+    last = batch_index(start_step - 1, [tuple(r) for r in recorded["data"]["skipped"]])
+    if not same_past(old, new, (last + 1) * cfg.rows_per_step):
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"data.mixture and data.max_epochs give other rows to the {start_step} steps that are done; only stages "
+            f"that start after batch {last} may change (write their starts in tokens or steps: '%' follows "
+            "train_tokens); set these back, or begin another --workdir",
+        )
+    if old != new:
+        say("data: the mixture has changed for what lies ahead; the change is recorded with the next checkpoint")
+
+
+def version_changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:
+    """One line for each package whose version is not that with which the checkpoint was written."""
+    old = (recorded or {}).get("versions") or {}
+    return [
+        f"warning: {name} was {old[name]} when this run was last saved and is {version} now: numbers may differ in "
+        "their last bits"
+        for name, version in now.items()
+        if name in old and old[name] != version
+    ]

@@ -1,0 +1,123 @@
+"""What a run says of itself before its first step and after its last: the program, the way back, a sample of text."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from jaxscale import units
+from jaxscale.build import Program
+from jaxscale.config import Budget
+from jaxscale.data.pipeline import Corpus
+from jaxscale.hardware import find_chip
+from jaxscale.models import DECODERS, num_params
+from jaxscale.models.placed import place_model
+from jaxscale.monitor.writers import Writer
+from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.config import SampleConfig
+from jaxscale.sampling.generator import Engine, Generator, NotFinite
+from jaxscale.sharding.mesh import mesh_layout
+from jaxscale.system import paths
+from jaxscale.system.redact import redact
+from jaxscale.training.ema import averaged
+from jaxscale.training.state import TrainState
+
+Sample = Callable[[TrainState], str]
+
+
+def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> None:
+    """Says what is about to run: model, mesh, horizon, and a table of the parameters."""
+    cfg, mesh = program.cfg, program.mesh
+    device = mesh.devices.flat[0]
+    why = f" ({program.why_plain})" if program.why_plain else ""
+    say(
+        f"{cfg.model.name}: {units.count(num_params(cfg.model))} parameters, {cfg.model.compute_dtype}, "
+        f"{program.attention} attention{why}; {mesh.size} x {device.device_kind}"
+        + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
+    )
+    if cfg.lora.on:
+        learned = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads))
+        say(f"lora: {units.count(learned)} parameters in adapters of rank {cfg.lora.rank} learn; all others are frozen")
+    if options := str(program.compiler_options):
+        say(f"compiler options: {options}")
+    chip = find_chip(device.device_kind)
+    peak = (
+        f"{chip.peak_flops / 1e12:g} TFLOP/s a chip ({chip.source})" if chip else "unknown for this device: MFU is n/a"
+    )
+    flops = cfg.flops_per_token
+    say(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
+    widths = [max(len(row[i]) for row in program.parameter_table) for i in range(5)]
+    for row in program.parameter_table:
+        say("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+
+
+def announce_return(
+    program: Program, recorded: dict[str, Any], step: int, budget: Budget, say: Callable[[str], None]
+) -> None:
+    """Says from which step the run goes on, and what a new horizon does to the learning rate."""
+    if recorded["budget"]["total_steps"] != budget.total_steps:
+        last = recorded["budget"]["total_steps"]
+        rates = ", ".join(f"{float(program.schedule(s)):.3g} at step {s}" for s in (step, budget.total_steps - 1))
+        say(f"the learning rate follows the new horizon, {budget.total_steps} steps instead of {last}: {rates}")
+    say(f"going on from step {step}")
+
+
+def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: Any, writer: Writer) -> None:
+    """Says that this start is done and, of the whole run, samples text if the config asks for it."""
+    step = int(state.step)
+    if step < writer.total_steps:
+        return writer.say(
+            f"saved step {step} of {writer.total_steps}; the same command without --stop_after goes on from there"
+        )
+    if sample is not None:
+        text = sample(state)  # computed by all processes together
+        if jax.process_index() == 0:
+            paths.write_text_atomic(folder / "sample.txt", redact(text))
+        if cfg.every_steps:
+            writer.sample(step, cfg.prompt, text)
+        writer.say(f"--- sample, {len(text)} characters ---\n{text}\n---")
+    writer.say(f"done: {step} steps; checkpoints, metrics.jsonl and config.json are in {folder}")
+
+
+def sample_of_run(program: Program, corpus: Corpus, say: Callable[[str], None]) -> Sample | None:
+    """What writes a sample of a state, if the config asks for one; says why there is none where it cannot be had."""
+    if not program.cfg.sample.num_tokens:
+        return None
+    if not isinstance(program.cfg.model, DECODERS):
+        say(f"no sample: {program.cfg.model.name} writes no text from left to right")
+        return None
+    if corpus.tokenizer is None:
+        say(f"no sample: data.name={program.cfg.data.name!r} has no tokenizer")
+        return None
+    return make_sample(program, corpus.tokenizer, say)
+
+
+def make_sample(program: Program, tokenizer: Any, say: Callable[[str], None] = lambda line: None) -> Sample:
+    """state -> the prompt and sample.num_tokens tokens that the model adds to it, compiled at its first call.
+
+    The end of a document is never chosen. The model reads rows of seq_len as in training: where one is full, its newer
+    half is gone on from. The draws are the same each time, so that two samples of a run differ by what was learnt in
+    between. To be called in all processes.
+    """
+    cfg, longest = program.cfg, program.cfg.seq_len
+    prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]
+    prompt = prompt or [tokenizer.eos_id]  # from nothing: from where a document ends
+    placed = place_model(cfg.model, program.mesh, cfg.rules, lora=cfg.lora, away=cfg.optim.offload_params)
+    how = dict(num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id], say=lambda line: say(f"sample: {line}"))
+    engine = Engine(placed, batch=1, longest=longest, **how)
+    sampling = Sampling(temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
+
+    def sample(state: TrainState) -> str:
+        generator = Generator(engine, averaged(state) if cfg.sample.ema else state.params)
+        ids, total, rows = list(prompt), len(prompt) + cfg.sample.num_tokens, 0
+        while len(ids) < total:
+            row = ids if len(ids) < longest else ids[-(longest // 2) :]
+            steps = generator.generate([row], sampling, total - len(ids), seed=cfg.seed, numbers=[rows])
+            try:
+                ids += [int(step_B[0]) for step_B in steps]
+            except NotFinite as error:  # a run that diverges ends by its own rules
+                return f"(no text: {error})"
+            rows += 1
+        return tokenizer.decode([i for i in ids if i != tokenizer.eos_id])
+
+    return sample

@@ -1,0 +1,387 @@
+"""Objects of gs:// buckets over the JSON API: reads from any byte on, uploads that go on or that take the place of one
+known generation only, and patience with faults.
+
+gcsfs finds the credentials; the requests are made here, since a large object has to go on where it stopped, in this
+process or the next. Documented at cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
+"""
+
+import base64
+import contextlib
+import dataclasses
+import datetime
+import email.utils
+import hashlib
+import http.client
+import importlib.util
+import json
+import os
+import random
+import re
+import ssl
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TypeVar
+
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import prepare_remote
+
+T = TypeVar("T")
+GOOGLE = "https://storage.googleapis.com"
+ENDPOINT = "STORAGE_EMULATOR_HOST"  # the name that gcsfs and Google's own clients read
+TRANSIENT = {408, 429, 500, 502, 503, 504}  # cloud.google.com/storage/docs/retry-strategy
+ATTEMPTS = 9  # failures in a row without a byte of progress: about two minutes of waiting
+FIRST_WAIT, LONGEST_WAIT, LONGEST_TOLD = 0.5, 32.0, 300.0  # seconds; the last: of a Retry-After that is obeyed
+SILENCE = 60.0  # seconds without a byte after which a connection counts as dead
+PIECE = 1 << 20  # bytes read at once
+UPLOAD_CHUNK = 32 << 20  # a multiple of 256 KiB, as the API wants
+NEEDED = {  # what is done: what it takes, and the least role that has it (cloud.google.com/storage/docs/access-control)
+    "read": ("storage.objects.get", "Storage Object Viewer"),
+    "written": ("storage.objects.create and storage.objects.delete", "Storage Object User"),
+    "deleted": ("storage.objects.delete", "Storage Object User"),
+}
+PERMISSION = re.compile(r"storage\.(objects|buckets|folders|managedFolders|multipartUploads)\.[a-zA-Z]+")
+LONGEST_REFUSAL = 1 << 16  # bytes of an answer that are looked through for the name of a permission
+
+
+class Clock(NamedTuple):
+    """Time and chance, passed in so that a test needs neither."""
+
+    now: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+    chance: Callable[[], float] = random.random
+
+
+REAL = Clock()
+
+
+class Transient(Exception):
+    """A fault that goes away by itself. wait: seconds that the server asked for."""
+
+    def __init__(self, cause: str, wait: float = 0.0):
+        super().__init__(cause)
+        self.wait = wait
+
+
+class Forbidden(BadInput):
+    """The machine's account may not do this; the line names the permission that it lacks."""
+
+
+class Unreachable(BadInput):
+    """The service has not answered in so many tries; a later one may do better."""
+
+
+class Changed(Exception):
+    """The object is not of the generation that was expected."""
+
+
+class Look(NamedTuple):
+    """An object as it was at one moment. age: seconds since it was written, all by the service's own clocks."""
+
+    content: bytes
+    generation: int
+    age: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A door to all buckets. authorise: adds the headers that say who asks. attempts: before `patiently` gives up."""
+
+    endpoint: str
+    authorise: Callable[[dict[str, str]], None]
+    clock: Clock = REAL
+    silence: float = SILENCE
+    attempts: int = ATTEMPTS
+
+    def metadata(self, url: str) -> dict[str, Any] | None:
+        """What the service says of an object, such as its size and md5Hash; None if there is no such object."""
+
+        def ask() -> dict[str, Any]:
+            with self.request("GET", self.object_url(url), url, "read") as response:
+                return json.load(response)
+
+        try:
+            return self.patiently(ask, url)
+        except FileNotFoundError:
+            return None
+
+    def read(self, url: str) -> bytes:
+        """A small object whole. Raises BadInput telling what is missing: the object, or the right to read it."""
+
+        def ask() -> bytes:
+            with self.request("GET", self.object_url(url, alt="media"), url, "read") as response:
+                return response.read()
+
+        try:
+            return self.patiently(ask, url)
+        except FileNotFoundError as error:
+            raise BadInput(str(error)) from None
+
+    def look(self, url: str) -> Look | None:
+        """A small object with its generation and age, or None if there is none."""
+
+        def ask() -> Look | None:
+            try:
+                with self.request("GET", self.object_url(url), url, "read") as response:
+                    told, now = json.load(response), response.headers.get("Date", "")
+            except FileNotFoundError:
+                return None
+            where = self.object_url(url, alt="media", generation=told["generation"])
+            try:
+                with self.request("GET", where, url, "read") as response:
+                    return Look(response.read(), int(told["generation"]), age(told["updated"], now))
+            except FileNotFoundError:  # that is not to say that it is gone
+                raise Transient("it was replaced while one looked") from None
+
+        return self.patiently(ask, url)
+
+    def put(self, url: str, content: bytes, generation: int | None = None) -> int:
+        """Writes a small object whole, in one try; its new generation. generation: which it may replace; 0: none.
+
+        Raises: Transient, Forbidden, FileNotFoundError if there is no such bucket, Changed for another generation.
+        """
+        bucket, name = split(url)
+        query = {"uploadType": "media", "name": name}
+        query |= {} if generation is None else {"ifGenerationMatch": str(generation)}
+        where = f"{self.endpoint}/upload/storage/v1/b/{urllib.parse.quote(bucket)}/o?{urllib.parse.urlencode(query)}"
+        headers = {"Content-Type": "application/octet-stream"}
+        with self.request("POST", where, url, "written", headers, content) as response:
+            return int(json.load(response)["generation"])
+
+    def delete(self, url: str, generation: int) -> None:
+        """Removes an object, in one try. Raises as put does, FileNotFoundError if it is not there."""
+        where = self.object_url(url, ifGenerationMatch=str(generation))
+        with self.request("DELETE", where, url, "deleted"):
+            pass
+
+    def stream(self, url: str, start: int, size: int) -> Iterator[bytes]:
+        """Yields the bytes [start, size) of an object of this size, from one request.
+
+        Raises: Transient if the connection breaks, FileNotFoundError, BadInput if the object has another size or may
+        not be read.
+        """
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        with self.request("GET", self.object_url(url, alt="media"), url, "read", headers) as response:
+            total = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers["Content-Length"]
+            if not total or int(total) != size:
+                raise BadInput(f"{url} has {total} bytes where {size} are expected: it was replaced since")
+            skipped = start if response.status == 200 else 0  # a server that does not know ranges sends everything
+            left = size - start
+            while left:
+                piece = response.read1(PIECE)
+                if not piece:
+                    raise Transient("the connection was closed before the end")
+                skip = min(skipped, len(piece))
+                skipped, piece = skipped - skip, piece[skip : skip + left]
+                left -= len(piece)
+                if piece:
+                    yield piece
+
+    def upload(self, path: Path, url: str) -> None:
+        """Copies a local file to an object, which appears whole; goes on after a fault where the service stopped.
+
+        Raises: BadInput if it may not be written, or the service has another content at the end.
+        """
+        size, md5 = path.stat().st_size, hashlib.md5(usedforsecurity=False)
+        answer = None
+        with open(path, "rb") as file:
+            try:
+                session = self.patiently(lambda: self.start_upload(url, size), url)
+                while answer is None:
+                    answer = self.patiently(lambda: self.upload_chunk(session, url, file, size), url)
+            except FileNotFoundError as error:
+                raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
+            file.seek(0)
+            while piece := file.read(PIECE):
+                md5.update(piece)
+        if answer.get("md5Hash") != base64.b64encode(md5.digest()).decode():
+            raise BadInput(f"{url} does not hold what {path} does: the copy was damaged on its way; run it again")
+
+    def start_upload(self, url: str, size: int) -> str:
+        """The address to which the chunks go."""
+        bucket, name = split(url)
+        query = urllib.parse.urlencode({"uploadType": "resumable", "name": name})
+        where = f"{self.endpoint}/upload/storage/v1/b/{urllib.parse.quote(bucket)}/o?{query}"
+        headers = {"Content-Type": "application/json", "X-Upload-Content-Length": str(size)}
+        with self.request("POST", where, url, "written", headers, b"{}") as response:
+            return response.headers["Location"]
+
+    def upload_chunk(self, session: str, url: str, file: BinaryIO, size: int) -> dict[str, Any] | None:
+        """What the service says of the object once it has all of it. Sends a part of what it lacks."""
+        done, answer = self.ask_upload(session, url, {"Content-Range": f"bytes */{size}"}, b"")
+        if answer is None:
+            file.seek(done)
+            content = file.read(UPLOAD_CHUNK)
+            part = f"bytes {done}-{done + len(content) - 1}/{size}"
+            _, answer = self.ask_upload(session, url, {"Content-Range": part}, content)
+        return answer
+
+    def ask_upload(
+        self, session: str, url: str, headers: dict[str, str], content: bytes
+    ) -> tuple[int, dict[str, Any] | None]:
+        """(bytes that the service has, or what it says of the object once that is whole)."""
+        headers = {**headers, "Content-Type": "application/octet-stream"}
+        with self.request("PUT", session, url, "written", headers, content) as response:
+            if response.status == 308:
+                stored = response.headers.get("Range", "")  # bytes=0-LAST, or absent
+                return int(stored.rpartition("-")[2]) + 1 if stored else 0, None
+            return 0, json.load(response)
+
+    def object_url(self, url: str, **query: str) -> str:
+        """The address of an object in the API."""
+        bucket, name = (urllib.parse.quote(part, safe="") for part in split(url))
+        return f"{self.endpoint}/storage/v1/b/{bucket}/o/{name}?{urllib.parse.urlencode(query)}".rstrip("?")
+
+    @contextlib.contextmanager
+    def request(
+        self,
+        method: str,
+        where: str,
+        url: str,
+        what: str,
+        headers: dict[str, str] | None = None,
+        body: bytes | None = None,
+    ) -> Iterator[Any]:
+        """The open answer to one request, to be read in the `with` block.
+
+        Raises: Transient, also if the connection breaks in the block; FileNotFoundError; BadInput for what no second
+        try would change.
+        """
+        headers = {"Accept-Encoding": "identity", **(headers or {})}
+        try:
+            self.authorise(headers)
+            request = urllib.request.Request(where, body, headers, method=method)
+            with OPENER.open(request, timeout=self.silence) as response:
+                yield response
+        except urllib.error.HTTPError as error:
+            with error:
+                raise self.refusal(error, url, what) from None
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, ssl.SSLCertVerificationError):
+                raise BadInput(f"{url}: the server's certificate is not good: {error.reason}") from None
+            raise Transient(str(error.reason)) from None
+        except (OSError, http.client.HTTPException) as error:
+            raise Transient(str(error) or type(error).__name__) from None
+
+    def refusal(self, error: urllib.error.HTTPError, url: str, what: str) -> Exception:
+        """What an answer other than 2xx means."""
+        if error.code in TRANSIENT:
+            return Transient(f"{error.code} {error.reason}", self.told_wait(error.headers.get("Retry-After", "")))
+        if error.code == 404:
+            return FileNotFoundError(f"{url} does not exist (404); look for a wrong name, or publish the set again")
+        if error.code in (401, 403):
+            return self.forbidden(error, url, what)
+        if error.code == 412:
+            return Changed(url)
+        if error.code == 416:
+            return BadInput(f"{url} is shorter than expected: it was replaced since")
+        if error.code == 410:
+            return BadInput(f"{url}: the upload was given up by the service (410); run it again")
+        return BadInput(f"{url} cannot be {what}: the service answers {error.code} {error.reason}")
+
+    def forbidden(self, error: urllib.error.HTTPError, url: str, what: str) -> Forbidden:
+        """The error for 401 and 403: what is missing as the service says it, else as its documentation does."""
+        try:
+            text = error.read(LONGEST_REFUSAL).decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException):
+            text = ""
+        needed, role = NEEDED[what]
+        lack = (
+            "it has no valid credentials: gcloud auth application-default login"
+            if error.code == 401
+            else (f"its account needs {missing_permission(text) or needed} there, as the role {role} has")
+        )
+        return Forbidden(f"{url} may not be {what} by this machine ({error.code}); {lack}")
+
+    def told_wait(self, retry_after: str) -> float:
+        """Seconds that a Retry-After header asks for: a number, or a date (RFC 9110, section 10.2.3)."""
+        if retry_after.isdigit():
+            return min(float(retry_after), LONGEST_TOLD)
+        try:
+            date = email.utils.parsedate_to_datetime(retry_after).timestamp()
+        except ValueError:
+            return 0.0
+        return min(max(date - self.clock.now(), 0.0), LONGEST_TOLD)
+
+    def patiently(self, ask: Callable[[], T], url: str) -> T:
+        """What `ask` gives, asked again after faults that pass."""
+        failures = 0
+        while True:
+            try:
+                return ask()
+            except Transient as fault:
+                failures += 1
+                self.wait(fault, failures, url)
+
+    def wait(self, fault: Transient, failures: int, url: str) -> None:
+        """Sleeps before the next try; Unreachable if there were too many. failures: in a row, without any progress."""
+        if failures >= self.attempts:
+            tries = f"{failures} tries in a row failed, the last" if failures > 1 else "the try failed"
+            raise Unreachable(f"{url}: {tries} with: {fault}; try again later")
+        longest = min(FIRST_WAIT * 2 ** (failures - 1), LONGEST_WAIT)
+        self.clock.sleep(max(fault.wait, longest * (0.5 + 0.5 * self.clock.chance())))
+
+
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """308 is how the service says that it wants more of an upload, and nothing else of the API redirects."""
+
+    def http_error_308(self, req: Any, fp: Any, code: int, msg: str, headers: Any) -> Any:
+        """The answer as it is."""
+        return fp
+
+
+OPENER = urllib.request.build_opener(NoRedirects)
+
+
+def split(url: str) -> tuple[str, str]:
+    """(bucket, object's name). Raises BadInput for what is no gs:// address of an object."""
+    bucket, _, name = url.removeprefix("gs://").partition("/")
+    if not url.startswith("gs://") or not bucket or not name:
+        raise BadInput(f"{url} is no gs://BUCKET/NAME")
+    return bucket, name
+
+
+def missing_permission(text: str) -> str | None:
+    """The permission that a refusal of the service names, such as storage.objects.create; None if it names none."""
+    found = PERMISSION.search(text.replace("storage.googleapis.com", ""))
+    return found.group() if found else None
+
+
+def age(updated: str, now: str) -> float:
+    """Seconds from an RFC 3339 time to that of an HTTP Date header, which has whole seconds; 0 where either is odd."""
+    try:
+        then = datetime.datetime.fromisoformat(updated)
+        return max(0.0, (email.utils.parsedate_to_datetime(now) - then).total_seconds())
+    except (TypeError, ValueError):
+        return 0.0
+
+
+def open_bucket(*, writing: bool = False, clock: Clock = REAL, silence: float = SILENCE) -> Bucket:
+    """The door to Google's service with this machine's credentials, or to the emulator that the environment names.
+
+    Raises: BadInput if the package that finds credentials is not installed, or the environment names another machine.
+    """
+    prepare_remote()
+    if endpoint := os.environ.get(ENDPOINT, ""):
+        endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
+        return Bucket(endpoint, lambda headers: None, clock, silence)
+    if importlib.util.find_spec("gcsfs") is None:
+        raise BadInput("gs:// needs gcsfs: pip install 'jaxscale[gcs]'")
+    import gcsfs.credentials
+    import google.auth.exceptions
+
+    access = "read_write" if writing else "read_only"
+    credentials = gcsfs.credentials.GoogleCredentials(project=None, access=access, token=None)
+
+    def authorise(headers: dict[str, str]) -> None:
+        try:
+            credentials.apply(headers)
+        except google.auth.exceptions.TransportError as error:
+            raise Transient(f"no new access token: {error}") from None
+        except (gcsfs.credentials.HttpError, google.auth.exceptions.GoogleAuthError) as error:
+            raise Forbidden(f"this machine's credentials for gs:// are of no use: {error}") from None
+
+    return Bucket(GOOGLE, authorise, clock, silence)

@@ -1,0 +1,267 @@
+"""Files, on a local disk or under gs://, and how they are replaced whole. etils is imported only for gs://."""
+
+import contextlib
+import importlib.util
+import ipaddress
+import json
+import logging
+import os
+import pathlib
+import secrets
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from typing import Any, BinaryIO
+
+from jaxscale.system import fence
+from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import open_regular, parse_json
+
+# Where TensorFlow is installed, epath would take 6 s to import it and go to the bucket its way; and gcsfs would ask a
+# second service, over gRPC, what kind of bucket it is, with rights that a run does not need otherwise.
+OWN_CLIENT = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+# TensorStore, gcsfs and Google's own client send this machine's credentials to the address that these hold.
+OVERRIDES = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST")
+GOOGLE = "https://storage.googleapis.com"
+HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
+PRIVATE = 0o700  # of a folder that is its owner's alone
+
+
+def is_remote(path: Any) -> bool:
+    """True for a path in an object store, such as gs://bucket/run."""
+    return "://" in os.fspath(path)
+
+
+def as_path(path: Any) -> Any:
+    """A pathlib.Path, or an epath.Path (which has the same methods) for gs://.
+
+    Raises BadInput for any other scheme, for gs:// where the package that reads it is not installed, or where the
+    environment would send the machine's credentials to another one.
+    """
+    if is_remote(path):
+        check_scheme(os.fspath(path))
+        prepare_remote()
+        if importlib.util.find_spec("gcsfs") is None:
+            raise BadInput(f"{os.fspath(path)} needs gcsfs: pip install 'jaxscale[gcs]'")
+        from etils import epath  # only runs in a bucket pay for it
+
+        ask_afresh()
+        return epath.Path(path)
+    return pathlib.Path(path).expanduser()
+
+
+def check_scheme(path: str) -> None:
+    """Raises BadInput, with the way out, for an address that is not under gs://."""
+    scheme, _, rest = path.partition("://")
+    if scheme == "gs":
+        return
+    if scheme == "file":
+        way_out = f"give the path itself, {rest.removeprefix('localhost') or '/'}"
+    elif scheme == "hf" or rest.split("/")[0] in HUBS:
+        name = "/".join(rest.split("/")[scheme != "hf" :][:2]) or "OWNER/NAME"
+        way_out = f"for a model of the Hub: jaxscale convert --from={name} --workdir=FOLDER"
+    else:
+        way_out = "copy it to a disk or to gs:// first, or mount it"
+    raise BadInput(f"{path}: {scheme}:// is not read here, only folders of this machine and gs://; {way_out}")
+
+
+def ask_afresh() -> None:
+    """Makes gcsfs ask for a list of names each time: kept ones hide what other processes have written since."""
+    import fsspec
+
+    for protocol in ("gs", "gcs"):
+        fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
+
+
+def prepare_remote() -> None:
+    """To be called before a package that reads object stores is imported: sets what they read from the environment.
+
+    Raises BadInput if the environment would send what is meant for Google, credentials included, to another machine.
+    """
+    for name, value in OWN_CLIENT.items():
+        os.environ.setdefault(name, value)
+    for name in ("gcsfs", "google.auth._default"):  # a traceback for each refusal, which the caller puts into one line
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    for variable in OVERRIDES:
+        value = os.environ.get(variable, "")
+        if not value or value.rstrip("/") == GOOGLE:
+            continue
+        host = urllib.parse.urlsplit(value if "://" in value else f"http://{value}").hostname or ""
+        if not is_loopback(host):
+            raise BadInput(
+                f"{variable}={value} would send this machine's credentials for Google Cloud to {host or 'nowhere'}; "
+                "only an emulator on this machine (http://127.0.0.1:PORT) may be named: unset it"
+            )
+
+
+def is_loopback(host: str) -> bool:
+    """True for an address that no packet leaves this machine for."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def absolute(path: Any) -> Any:
+    """The path as it is from the root: epath's own absolute() puts the working folder before gs://."""
+    return as_path(path) if is_remote(path) else as_path(path).absolute()
+
+
+def write_text_atomic(path: Any, text: str) -> None:
+    """Replaces the file by `text`, as write_bytes_atomic does."""
+    write_bytes_atomic(path, text.encode())
+
+
+def write_bytes_atomic(path: Any, content: Any) -> None:
+    """Replaces the file by `content` (bytes, or a buffer of them), as `replacing` does.
+
+    An object store replaces an object whole by itself, so there it is a plain write.
+    """
+    if is_remote(path):
+        fence.ask(path)
+        as_path(path).write_bytes(bytes(content))
+        return
+    with replacing(path) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Any) -> Iterator[BinaryIO]:
+    """A file to write into that takes the place of a local one when the block ends.
+
+    A reader, or a crash at any moment, sees the old file or the new one, never a part.
+    """
+    target = as_path(path)
+    fence.ask(target)
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(8)}.tmp"
+    # as readable as the umask lets any other file be, which mkstemp would not ask
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o666)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())  # before the rename, or a power cut can leave a renamed empty file
+        fence.ask(target)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+
+
+def remove_temporaries(folder: Any, names: Sequence[str]) -> None:
+    """Removes what processes that were killed while they replaced files of these names have left in a local folder."""
+    if is_remote(folder):
+        return
+    for name in names:
+        for left in as_path(folder).glob(f".{name}.{'[0-9a-f]' * 16}.tmp"):
+            fence.ask(left)
+            left.unlink(missing_ok=True)
+
+
+def sync_folder(folder: pathlib.Path) -> None:
+    """Makes renames inside a local folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def open_to_write(path: Any, flags: int, mode: int = 0o666) -> int:
+    """os.open for a local file that grows. What is no file keeps nobody waiting, as a pipe without a reader would.
+
+    Raises: OSError as os.open, BadInput as check_is_file.
+    """
+    check_is_file(path)
+    return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+
+
+def check_is_file(path: Any) -> None:
+    """Raises BadInput where a folder, a pipe, a device or a link to nowhere has the name of a local file."""
+    leads_nowhere = os.path.islink(path) and not os.path.exists(path)  # a file would be made at its other end
+    if leads_nowhere or os.path.exists(path) and not os.path.isfile(path):
+        kind = "a link to nowhere" if leads_nowhere else "a folder, a pipe or a device"
+        raise BadInput(f"{path} is {kind} where a file belongs; move it away")
+
+
+def read_bytes(path: Any) -> bytes:
+    """The content of a file, local or remote. Raises as open_binary does."""
+    if is_remote(path):
+        return as_path(path).read_bytes()
+    with open_binary(path) as file:
+        return file.read()
+
+
+def open_binary(path: Any) -> BinaryIO:
+    """A file open for reading, local or remote. Raises FileNotFoundError, BadInput for what is no regular file."""
+    return as_path(path).open("rb") if is_remote(path) else open_regular(as_path(path))
+
+
+def read_json(path: Any) -> Any:
+    """The JSON value in the file. Raises FileNotFoundError, or BadInput that names the file if it is no JSON file."""
+    try:
+        text = read_bytes(path)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+    try:
+        return parse_json(text)
+    except BadInput as error:
+        raise BadInput(f"{path} is not valid JSON ({error}); it is damaged or was edited by hand") from None
+
+
+def write_json(path: Any, value: Any) -> None:
+    """Writes the value as indented JSON, whole or not at all. Raises BadInput for NaN, which JSON does not have."""
+    write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def make_run_dir(path: Any, mode: int = PRIVATE) -> Any:
+    """The folder of a run as a path. If missing it is made, on a local disk private to its owner unless `mode` differs.
+
+    A folder that is there keeps its mode, which its owner chose. An object store has no folders, and nothing is asked.
+    Raises BadInput if the path is empty or no checkpoint can be read under its name, a file is in the way, or the
+    folder may not be made or written.
+    """
+    if not os.fspath(path).strip():
+        raise BadInput(f"workdir={path!r} is empty; name a folder, such as --workdir=runs/first")
+    folder = as_path(path)
+    if is_remote(path):
+        return folder
+    if taken := set(str(folder.absolute())) & set("[]*?\\"):
+        raise BadInput(
+            f"workdir={path} lies at {folder.absolute()}, and Orbax would take {' '.join(sorted(taken))} in a path for "
+            "a pattern; choose another workdir"
+        )
+    try:
+        if not folder.is_dir():
+            make_private(folder, mode)  # a run holds data samples and settings; Orbax itself would leave 0755
+    except (FileExistsError, NotADirectoryError):
+        raise BadInput(f"workdir={path} runs through a file where a folder is needed; choose another workdir") from None
+    except OSError as error:
+        cause = error.strerror or error
+        raise BadInput(f"workdir={path} cannot be created ({cause}); choose another workdir") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise BadInput(f"workdir={path} cannot be written by this user; choose another workdir")
+    return folder
+
+
+def make_folder(folder: Any) -> None:
+    """Makes a folder with the usual mode, and those above it, where they are missing."""
+    fence.ask(folder)
+    as_path(folder).mkdir(parents=True, exist_ok=True)
+
+
+def make_private(folder: pathlib.Path, mode: int = PRIVATE) -> None:
+    """Makes a local folder with this mode, and with the usual mode those above it. One that is there stays as it is."""
+    fence.ask(folder)
+    try:
+        folder.mkdir(parents=True, mode=mode)
+    except FileExistsError:  # perhaps another process has just made it
+        if not folder.is_dir():
+            raise
+
+
+def cache_dir() -> pathlib.Path:
+    """The user's folder for what can be made again: $XDG_CACHE_HOME/jaxscale or ~/.cache/jaxscale. Makes nothing."""
+    return pathlib.Path(os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")) / "jaxscale"

@@ -1,0 +1,103 @@
+"""What must be set before jax is imported, and kept out of everything else."""
+
+import contextlib
+import errno
+import os
+import pathlib
+import re
+import sys
+from collections.abc import Iterator
+
+from jaxscale.system.exits import BadInput, tell
+from jaxscale.system.paths import PRIVATE, cache_dir, make_private
+
+HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
+
+
+def environment() -> dict[str, str]:
+    """The variables that prepare() sets where the user has not, and their values."""
+    return {
+        "GLIBC_TUNABLES": HUGE_PAGES,
+        "JAX_COMPILATION_CACHE_DIR": str(cache_dir() / "compiled"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # else small programs are left out
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0",
+    }
+
+
+def prepare() -> None:
+    """Sets jax's environment for a program of ours. What the user has set already is left alone."""
+    use_huge_pages()  # may start the process again: first, so that nothing is said twice
+    keep_compiled_programs()
+
+
+def prepare_ahead() -> None:
+    """Sets jax's environment for a program that compiles for devices which are not here, and touches none that are.
+
+    The CPU is jax's only platform, whatever the user has set for training: a client of a TPU or GPU would take the
+    device. jax's compilation cache is off, for what it keeps of such programs cannot be read back.
+    """
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+
+
+def keep_compiled_programs() -> None:
+    """Turns on jax's compilation cache, in the user's cache folder: the second start of a run compiles nothing.
+
+    Where that folder cannot be made or written, it says so and leaves the cache off.
+    """
+    wanted = {name: value for name, value in environment().items() if name.startswith("JAX_")}
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+        folder = pathlib.Path(wanted["JAX_COMPILATION_CACHE_DIR"])
+        try:
+            make_private(folder.parent)
+            folder.mkdir(exist_ok=True)
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        except OSError as error:
+            cause = error.strerror or error
+            tell(f"compiled programs are not kept: {folder}: {cause}; set XDG_CACHE_HOME")
+            return
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def use_huge_pages() -> None:
+    """Starts the process again with huge pages for malloc, where jax will run on a Linux CPU.
+
+    glibc reads GLIBC_TUNABLES once, when a process starts. JAXSCALE_HUGE_PAGES=0 leaves it out.
+    """
+    if not sys.platform.startswith("linux") or os.environ.get("JAXSCALE_HUGE_PAGES", "1") == "0":
+        return
+    if "GLIBC_TUNABLES" in os.environ or has_accelerator():
+        return
+    os.environ["GLIBC_TUNABLES"] = environment()["GLIBC_TUNABLES"]
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def folder_mode(text: str | None) -> int:
+    """The mode that --run_dir_mode names; 0700 without it. Raises BadInput for one that shuts out the owner."""
+    if text is None:
+        return PRIVATE
+    if not re.fullmatch("0?7[0-7][0-7]", text):
+        raise BadInput(
+            f"--run_dir_mode={text} must be an octal mode that leaves everything to the owner, such as 0700 or 0750"
+        )
+    return int(text, 8)
+
+
+@contextlib.contextmanager
+def files_as(mode: int) -> Iterator[None]:
+    """Every file and folder made inside is as closed to others as a folder of this mode; libraries' files as well."""
+    old = os.umask(0o777 & ~mode)
+    try:
+        yield
+    finally:
+        os.umask(old)
+
+
+def has_accelerator() -> bool:
+    """True if jax is likely to find one: asked of the file system, since asking jax would start it."""
+    chosen = os.environ.get("JAX_PLATFORMS", "")
+    if chosen:
+        return chosen.split(",")[0] != "cpu"
+    return any(os.path.exists(path) for path in ("/dev/nvidia0", "/dev/accel0", "/dev/vfio/0", "/dev/kfd"))

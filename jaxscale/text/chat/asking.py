@@ -1,0 +1,80 @@
+"""What a model is asked with: a conversation up to the beginning of its turn, in the ids that it was trained on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jaxscale.system.exits import BadInput
+from jaxscale.text.chat.config import ChatConfig
+from jaxscale.text.chat.encode import encode_prompt
+from jaxscale.text.chat.guard import CLOSE, GUARDS, Guard
+from jaxscale.text.chat.records import ASSISTANT
+from jaxscale.text.chat.spans import marked_spans, pieces_of, write_prompt
+from jaxscale.text.chat.template import ChatTemplate, compiled
+from jaxscale.text.tokenizer.about import find_template
+from jaxscale.text.tokenizer.kept import KeptTokenizer
+
+Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else the template knows
+WORD = "answer"
+MARK = GUARDS[0]
+
+
+class Asking(NamedTuple):
+    """How conversations are put to a model."""
+
+    ids: Callable[[Sequence[Message]], list[int]]  # BadInput where the template refuses the messages
+    text: Callable[[Sequence[Message], bool], str]  # for text_ids; the flag: with what begins the model's turn
+    text_ids: Callable[[str, str], list[int]]  # (of `text`, a plain text behind it) -> their ids
+    stop_ids: tuple[int, ...]  # each ends the model's turn
+
+
+def open_asking(kept: KeptTokenizer, today: str) -> Asking:
+    """How the model of this tokenizer is asked: as its run wrote conversations, or as the folder's template does.
+
+    today: YYYY-MM-DD, for a template that asks for the date, unless the run has noted another.
+    Raises BadInput where there is no template, or it cannot be read.
+    """
+    tokenizer, about = kept.tokenizer, kept.about
+    found = find_template(about)
+    if found is None:
+        raise BadInput(
+            f"{tokenizer.name} has no chat template (chat_template in tokenizer_config.json, or chat_template.jinja "
+            "beside it): this model was not made for chat; write text with --interactive"
+        )
+    noted = about.note.get("chat", {})
+    cfg = ChatConfig(variables=noted.get("variables", {}), today=noted.get("today", today))
+    template, guard = compiled(tokenizer, cfg, about, *found), Guard(tokenizer.special_ids)
+
+    def ids(messages: Sequence[Message]) -> list[int]:
+        try:
+            return encode_prompt(tokenizer, write_prompt(messages, None, template, guard)).tolist()
+        except (BadInput, UnicodeEncodeError) as error:  # half a surrogate pair
+            raise BadInput(f"this conversation {error}") from None
+
+    def text_ids(written: str, behind: str = "") -> list[int]:
+        whole = written + guard.broken_text(behind, MARK)
+        return encode_prompt(tokenizer, pieces_of(whole, (), MARK, guard)).tolist()
+
+    ends = tuple(tokenizer.special_ids[name] for name in turn_end(template, guard))
+    text = lambda messages, answer: written_text(messages, answer, template, guard)
+    return Asking(ids, text, text_ids, tuple(dict.fromkeys((*kept.stop_ids, *ends))))
+
+
+def written_text(messages: Sequence[Message], answer: bool, template: ChatTemplate, guard: Guard) -> str:
+    """The conversation as the template has it, the names of special tokens in its messages broken by MARK.
+
+    answer: with what begins the model's turn; without, a last message of the model is left open, to be gone on from.
+    """
+    if guard.choose(list(messages)) != MARK:
+        raise BadInput("this conversation holds noncharacters (U+FDD0 to U+FDEF), which no text should")
+    if not answer and messages and messages[-1]["role"] == ASSISTANT:
+        begun = written_text(messages[:-1], True, template, guard)
+        return begun + guard.broken_text(messages[-1]["content"], MARK)
+    return marked_spans(template.render(guard.broken(messages, MARK), None, answer), ())[0]
+
+
+def turn_end(template: ChatTemplate, guard: Guard) -> tuple[str, ...]:
+    """The special token by which the template ends a turn of the model; () if it ends it by text alone."""
+    text = template.render([{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": WORD}], None, False)
+    behind = text.rpartition(WORD)[2].replace(CLOSE, "")
+    found = guard.pattern.match(behind)
+    return (found[0],) if found else ()

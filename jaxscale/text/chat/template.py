@@ -1,0 +1,103 @@
+"""The chat template of a tokenizer: found in its folder, or built in."""
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxscale.system.exits import BadInput
+from jaxscale.text.chat.config import ChatConfig
+from jaxscale.text.chat.confined import compile_template
+from jaxscale.text.sources.settings import missing_package
+from jaxscale.text.tokenizer.about import About, beside, find_template, read_about, read_source
+from jaxscale.text.tokenizer.base import Tokenizer, begin_names
+
+START, END = "<|im_start|>", "<|im_end|>"  # ChatML's
+BUILT_IN = "built-in, in the manner of ChatML"
+CHAT = "pip install 'jaxscale[chat]'"
+TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+Render = Callable[[Sequence[Mapping[str, Any]], Any, bool], str]  # (messages, tools, add_generation_prompt) -> text
+
+
+class ChatTemplate(NamedTuple):
+    """How a conversation is written down."""
+
+    name: str  # for people: its file, or that it is built in
+    render: Render
+    source: str  # in Jinja
+    fingerprint: str  # equal fingerprints, equal texts
+    begin: tuple[str, ...]  # special tokens before a prompt that is no conversation
+    variables: Mapping[str, Any]
+    today: str
+
+    @property
+    def note(self) -> dict[str, Any]:
+        """What keep_tokenizer keeps of it, so that whoever asks the model writes as it was trained."""
+        told = {"template": self.source, "variables": dict(self.variables), "today": self.today}
+        return told | {"fingerprint": self.fingerprint}
+
+
+def load_template(tokenizer: Tokenizer, cfg: ChatConfig) -> ChatTemplate:
+    """The template of the settings, of the tokenizer's folder, or the built-in one.
+
+    Raises BadInput for a file that is not there or no template, and where the package jinja2 is missing.
+    """
+    about = read_about(beside(tokenizer))
+    if cfg.template:
+        told = f"data.chat.template={cfg.template}"
+        return compiled(tokenizer, cfg, about, read_source(Path(cfg.template).expanduser(), told), told)
+    found = find_template(about)
+    return compiled(tokenizer, cfg, about, *found) if found else built_in(tokenizer)
+
+
+def compiled(tokenizer: Tokenizer, cfg: ChatConfig, about: About, source: str, where: str) -> ChatTemplate:
+    """The template of this source, which is in the file `where`. Raises as load_template does."""
+    if turn_end(tokenizer) and source == (own := built_in(tokenizer)).source:
+        return own  # that a run has kept; it needs no package
+    if importlib.util.find_spec("jinja2") is None:  # an extra
+        raise missing_package(f"the chat template {where}", "jinja2", CHAT)
+    names = {key: about.token(key) for key in TOKEN_NAMES if about.token(key)}
+    names.setdefault("eos_token", end_name(tokenizer))
+    variables = dict(cfg.variables)
+    made_from = hashlib.sha256(json.dumps([source, names, variables, cfg.today], sort_keys=True).encode())
+    render = compile_template(source, where, names, variables, cfg.today)
+    return ChatTemplate(where, render, source, made_from.hexdigest(), begin_names(tokenizer), variables, cfg.today)
+
+
+def end_name(tokenizer: Tokenizer) -> str:
+    """The name of the token that ends a document; '' where it is no special one."""
+    return next((name for name, i in tokenizer.special_ids.items() if i == tokenizer.eos_id), "")
+
+
+def turn_end(tokenizer: Tokenizer) -> str:
+    """What ends a turn of the built-in template; '' for a tokenizer without a special token that could."""
+    return f"{END}\n" if END in tokenizer.special_ids else end_name(tokenizer)
+
+
+def built_in(tokenizer: Tokenizer) -> ChatTemplate:
+    """Each turn as '<|im_start|>role', its text on the next lines, and '<|im_end|>'.
+
+    A tokenizer without that last token ends a turn with the token that ends a document, so that no text can end one.
+    """
+    begin = begin_names(tokenizer)
+    first, end = "".join(begin), turn_end(tokenizer)
+    if not end:
+        raise BadInput(
+            f"data.tokenizer={tokenizer.name} has no special token that could end a turn; name a template for it in "
+            "data.chat.template"
+        )
+
+    def render(messages: Sequence[Mapping[str, Any]], tools: Any, add_generation_prompt: bool) -> str:
+        if tools or any(message.get("tool_calls") for message in messages):
+            raise BadInput("has tools, which the built-in template does not write; name one in data.chat.template")
+        turns = [f"{START}{message['role']}\n{message['content']}{end}" for message in messages]
+        return first + "".join(turns) + f"{START}assistant\n" * add_generation_prompt
+
+    turn = f"{{{{ '{START}' + message['role'] + '\\n' + message['content'] + {json.dumps(end)} }}}}"
+    source = f"{first}{{% for message in messages %}}{turn}{{% endfor %}}"
+    source += f"{{% if add_generation_prompt %}}{{{{ '{START}assistant\\n' }}}}{{% endif %}}"
+    made_from = hashlib.sha256(f"built in 1 {first} {end}".encode()).hexdigest()
+    return ChatTemplate(BUILT_IN, render, source, made_from, begin, {}, "")

@@ -1,0 +1,139 @@
+"""ArrayRecord files: each record is text, a JSON object, or a tf.train.Example as TensorFlow Datasets writes them."""
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.jsonl import record_text, second_look
+from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records, missing_package
+
+VARINT_BYTES = 10  # at most, of 64 bits
+OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
+
+
+def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of the records [part.begin, part.end), as cfg.record_format has them.
+
+    Raises: BadInput naming file and record for one that is not as told.
+    """
+    reader = opened(path, cfg)
+    try:
+        if part.begin:
+            reader.seek(part.begin)
+        for number in range(part.begin, min(part.end, reader.num_records())):
+            try:
+                record = reader.read()
+            except (IndexError, RuntimeError, ValueError) as error:
+                raise Damaged(f"{path} is broken at record {number:,}: {error}; fetch it anew") from None
+            if len(record) > cfg.max_line_bytes:
+                skipped["longer than max_line_bytes"] += 1
+            elif cfg.record_format == "text":
+                yield number, number, record, "", "", ""
+            else:
+                parse = second_look if cfg.record_format == "json" else example
+                value, place = parse(record, cfg, skipped), f"{path} record {number}"
+                yield from record_text(value, number, number, record, cfg, skipped, place)
+    finally:
+        close(reader)
+
+
+def is_array_record(path: str) -> bool:
+    """True for an ArrayRecord file, by its name."""
+    return ".array_record" in os.path.basename(path) or path.endswith(".arrayrecord")
+
+
+def load_package() -> Any:
+    """The package's module. Raises BadInput if it is not installed."""
+    try:
+        from array_record.python import array_record_module
+    except ImportError:
+        raise missing_package("reading and writing ArrayRecord files", "array_record") from None
+    return array_record_module
+
+
+def opened(path: str, cfg: ReadConfig) -> Any:
+    """The open file. Raises Damaged naming it if it is none."""
+    package = load_package()
+    os.stat(path)  # an OSError of the usual kind if it is not there
+    try:
+        reader = package.ArrayRecordReader(path, OPTIONS)
+        if not reader.ok():
+            reader.close()  # tells why
+    except (ValueError, RuntimeError, IndexError) as error:
+        reason = str(error).partition("\n")[0][:200]
+        raise Damaged(
+            f"{path} cannot be read as ArrayRecord: {reason}; fetch it anew, or set {cfg.where}damaged='skip'"
+        ) from None
+    return reader
+
+
+def close(reader: Any) -> None:
+    """Closes the file."""
+    with contextlib.suppress(RuntimeError):  # says once more what was wrong with the file
+        reader.close()
+
+
+def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
+    """The records in parts of about so many bytes of the file."""
+    reader = opened(path, cfg)
+    try:
+        total = reader.num_records()
+    finally:
+        close(reader)
+    step = max(1, total * part_bytes // max(os.path.getsize(path), 1))
+    return [Part(begin, min(begin + step, total)) for begin in range(0, total, step)] or [WHOLE]
+
+
+def example(record: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
+    """{name: first value} of the byte features of a tf.train.Example, or the error.
+
+    Format: https://protobuf.dev/programming-guides/encoding and tensorflow/core/example/example.proto.
+    """
+    found = {}
+    try:
+        for _, features in inner(record, 1):
+            for _, entry in inner(features, 1):
+                parts = dict(inner(entry))
+                for _, values in inner(parts.get(2, b""), 1):
+                    name, value = (
+                        parts.get(1, b"").decode("utf-8", "replace"),
+                        next((v for _, v in inner(values, 1)), b""),
+                    )
+                    found[name] = value if name == cfg.text_field else value.decode("utf-8", "replace")
+    except BadInput:
+        return BadInput("a tf.train.Example")
+    return found
+
+
+def inner(message: bytes, wanted: int = 0) -> Iterator[tuple[int, bytes]]:
+    """Yields (number, content) of the fields of a message that have a length, all or those of one number."""
+    place = 0
+    while place < len(message):
+        key, place = varint(message, place)
+        kind, number = key & 7, key >> 3
+        if kind == 0:
+            _, place = varint(message, place)
+        elif kind in (1, 5):
+            place += 8 if kind == 1 else 4
+        elif kind == 2:
+            size, place = varint(message, place)
+            if place + size > len(message):
+                raise BadInput("a field is longer than its message")
+            if wanted in (0, number):
+                yield number, message[place : place + size]
+            place += size
+        else:
+            raise BadInput(f"there is no wire type {kind}")
+
+
+def varint(message: bytes, place: int) -> tuple[int, int]:
+    """(the number that begins there, the place after it)."""
+    value = 0
+    for i, byte in enumerate(message[place : place + VARINT_BYTES]):
+        value |= (byte & 0x7F) << 7 * i
+        if byte < 0x80:
+            return value, place + i + 1
+    raise BadInput("a number is too long, or cut short")

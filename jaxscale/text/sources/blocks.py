@@ -1,0 +1,143 @@
+"""The bytes of a file in blocks, unpacked if it is packed, and the lines in them: bounded in memory whatever comes."""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxscale.text.sources.files import PACKED
+from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig
+
+BLOCK_BYTES = 1 << 18  # fits the cache of a core; of a packed file, what is lost before the place where it is broken
+RATIO_FLOOR = 64 << 20  # a file that has unpacked to less than this harms nobody
+
+
+class Lines(NamedTuple):
+    """Whole lines that follow each other, without their line ends."""
+
+    offset: int  # of the first, in bytes of the unpacked file
+    number: int  # of the first, from 1
+    lines: list[bytes]
+
+
+def is_packed(path: str) -> bool:
+    """True if the name says that the file is packed."""
+    return path.lower().endswith(PACKED)
+
+
+def read_blocks(path: str, cfg: ReadConfig, part: Part = WHOLE) -> Iterator[bytes]:
+    """Yields the bytes of the file, or of a part of one that is not packed, at most BLOCK_BYTES at a time.
+
+    Raises: Damaged naming the file and the place if it is cut short, broken, or unpacks to more than cfg allows.
+    """
+    if is_packed(path):
+        yield from unpack(path, cfg)
+        return
+    with open(path, "rb") as file:
+        file.seek(part.begin)
+        left = part.end - part.begin
+        while left > 0 and (block := file.read(min(BLOCK_BYTES, left))):
+            left -= len(block)
+            yield block
+
+
+def unpack(path: str, cfg: ReadConfig) -> Iterator[bytes]:
+    """read_blocks of a .gz or .zst, of one member or of many."""
+    import pyarrow
+
+    codec = "gzip" if path.lower().endswith(".gz") else "zstd"
+    unpacked = 0
+    with pyarrow.OSFile(path) as packed:
+        if not packed.size():
+            return
+        with pyarrow.CompressedInputStream(packed, codec) as stream:
+            while True:
+                try:
+                    block = stream.read(BLOCK_BYTES)
+                except OSError as error:
+                    reason = "is cut short" if "Truncated" in str(error) else f"is broken ({error})"
+                    raise Damaged(
+                        f"{path} {reason} after {unpacked:,} unpacked bytes, {packed.tell():,} of {packed.size():,} "
+                        f"packed; fetch it anew, or set {cfg.where}damaged='skip' to go on without the rest of it"
+                    ) from None
+                if not block:
+                    return
+                unpacked += len(block)
+                if unpacked > cfg.max_unpacked_bytes:
+                    raise Damaged(refusal(path, unpacked, packed.tell(), f"{cfg.where}max_unpacked_bytes"))
+                if unpacked > max(RATIO_FLOOR, cfg.max_unpacked_ratio * packed.tell()):
+                    raise Damaged(refusal(path, unpacked, packed.tell(), f"{cfg.where}max_unpacked_ratio"))
+                yield block
+
+
+def refusal(path: str, unpacked: int, packed: int, setting: str) -> str:
+    """What is said of a file that unpacks to too much."""
+    return (
+        f"{path} is refused: its first {packed:,} bytes unpack to {unpacked:,}, more than {setting} allows; "
+        "take it out, or raise that if it is yours"
+    )
+
+
+def read_lines(blocks: Iterator[bytes], limit: int, skipped: Counter, offset: int = 0) -> Iterator[Lines]:
+    """Yields the lines in the blocks, many at a time.
+
+    A line longer than `limit` bytes is never held: it is counted in `skipped`, and the lines around it are there. No
+    line is yielded twice, and the last one needs no line end.
+    """
+    kept: list[bytes] = []  # of a line that has not ended yet
+    length, number = 0, 1  # its bytes so far, also if they were too many to be kept
+    for block in blocks:
+        if length > limit:
+            head = block.find(b"\n") + 1
+            if not head:
+                length += len(block)
+                continue
+            skip_long(skipped, length + head - 1)
+            offset, number, length, block = offset + length + head, number + 1, 0, block[head:]
+        last = block.rfind(b"\n") + 1
+        if last:
+            body = b"".join([*kept, block[: last - 1]])
+            yield from short_lines(Lines(offset, number, body.split(b"\n")), limit, skipped, len(body))
+            offset, number, length, kept = offset + len(body) + 1, number + body.count(b"\n") + 1, 0, []
+            block = block[last:]
+        length += len(block)
+        kept = [*kept, block] if length <= limit else []
+    if length > limit:
+        skip_long(skipped, length)
+    elif length:
+        yield Lines(offset, number, [b"".join(kept)])
+
+
+def short_lines(found: Lines, limit: int, skipped: Counter, size: int) -> Iterator[Lines]:
+    """The lines without those that are too long."""
+    if size <= limit or max(map(len, found.lines)) <= limit:
+        yield found
+        return
+    offset, number, lines = found
+    first = 0
+    for i, line in enumerate(lines):
+        if len(line) > limit:
+            skip_long(skipped, len(line))
+            yield Lines(offset, number + first, lines[first:i])
+            offset += sum(map(len, lines[first : i + 1])) + i + 1 - first
+            first = i + 1
+    yield Lines(offset, number + first, lines[first:])
+
+
+def skip_long(skipped: Counter, size: int) -> None:
+    """Counts a line that was too long."""
+    skipped["longer than max_line_bytes"] += 1
+    skipped["bytes of long lines"] += size
+
+
+def next_line(path: str, place: int, size: int, begin: int = 0) -> int:
+    """Where the first line begins that begins at `place` or after it; `size`, the file's, if none does."""
+    if place <= 0:
+        return 0
+    with open(path, "rb") as file:
+        file.seek(place - 1)
+        place -= 1
+        while block := file.read(1 << 16):
+            if (found := block.find(b"\n")) >= 0:
+                return min(place + found + 1, size)
+            place += len(block)
+    return size

@@ -1,0 +1,223 @@
+"""Tables with a column of text: Parquet and Arrow files, a bounded number of rows in memory at a time."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.blocks import RATIO_FLOOR
+from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records
+
+BATCH_BYTES = 8 << 20
+BATCH_ROWS = 1024
+NUMBER_BYTES = 5  # that a row takes at most where it is only a number
+
+
+def read_parquet(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of each row as bytes, of the row groups of the part.
+
+    Raises: BadInput naming the file if it is no Parquet, is cut short, or has no such column or no text in it.
+    """
+    with opened(path, cfg) as table:
+        names = wanted(table.schema_arrow, path, cfg)
+        meta = table.metadata
+        groups = range(part.begin, min(part.end, meta.num_row_groups))
+        row = sum(meta.row_group(group).num_rows for group in range(part.begin))
+        for group in groups:
+            size = text_bytes(table, group, path, cfg)
+            rows = max(1, meta.row_group(group).num_rows)
+            batches = table.iter_batches(
+                batch_size=min(BATCH_ROWS, max(1, BATCH_BYTES * rows // max(size, 1))),
+                row_groups=[group],
+                columns=[name for name in names if name],
+                use_threads=False,
+            )
+            for batch in sound(batches, path, cfg):
+                yield from batch_rows(batch, names, row, path)
+                row += batch.num_rows
+
+
+def opened(path: str, cfg: ReadConfig) -> Any:
+    """The open Parquet file; where texts repeat, each is held once, so that few bytes cannot swell to many."""
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
+        if (column := leaf(table, cfg.text_field)) is not None and repeats(table.metadata, column):
+            table.close()
+            table = pyarrow.parquet.ParquetFile(
+                path, pre_buffer=False, buffer_size=1 << 20, read_dictionary=[cfg.text_field]
+            )
+        return table
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        raise Damaged(
+            f"{path} cannot be read as Parquet: {first_line(error)}; fetch it anew, or set {cfg.where}damaged='skip'"
+        ) from None
+
+
+def repeats(meta: Any, column: int) -> bool:
+    """True if some row group holds nothing but numbers of texts, and the texts once, in a dictionary."""
+    for group in range(meta.num_row_groups):
+        chunk = meta.row_group(group).column(column)
+        if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
+            numbers = chunk.total_compressed_size - (chunk.data_page_offset - chunk.dictionary_page_offset)
+            if numbers <= NUMBER_BYTES * chunk.num_values + 1024:
+                return True
+    return False
+
+
+def leaf(table: Any, field: str) -> int | None:
+    """The number of a column's place in the row groups, None if it is not there."""
+    schema = table.metadata.schema
+    return next((i for i in range(len(schema)) if schema.column(i).path == field), None)
+
+
+def text_bytes(table: Any, group: int, path: str, cfg: ReadConfig) -> int:
+    """Bytes of the text of a row group, unpacked. Raises Damaged if they are more than cfg allows."""
+    column = leaf(table, cfg.text_field)
+    if column is None:
+        return table.metadata.row_group(group).total_byte_size
+    chunk = table.metadata.row_group(group).column(column)
+    size, packed = chunk.total_uncompressed_size, max(chunk.total_compressed_size, 1)
+    if size > max(RATIO_FLOOR, cfg.max_unpacked_ratio * packed) or size > cfg.max_unpacked_bytes:
+        raise Damaged(
+            f"{path} is refused: {packed:,} bytes of its row group {group} unpack to {size:,}, more than "
+            f"{cfg.where}max_unpacked_ratio or {cfg.where}max_unpacked_bytes allow; take it out, or raise them"
+        )
+    return size
+
+
+def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of each row of an Arrow file or stream, as read_parquet does."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(path) as mapped:
+            is_file = mapped.read(6) == b"ARROW1"
+            mapped.seek(0)
+            table = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
+            names = wanted(table.schema, path, cfg)
+            batches = (table.get_batch(i) for i in range(table.num_record_batches)) if is_file else iter(table)
+            row = 0
+            for batch in sound(batches, path, cfg):
+                for first in range(0, batch.num_rows, BATCH_ROWS):
+                    yield from batch_rows(batch.slice(first, BATCH_ROWS), names, row + first, path)
+                row += batch.num_rows
+    except (pyarrow.ArrowException, OSError) as error:
+        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
+            raise
+        raise Damaged(
+            f"{path} cannot be read as Arrow: {first_line(error)}; fetch it anew, or set {cfg.where}damaged='skip'"
+        ) from None
+
+
+def sound(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:
+    """The batches. Raises Damaged naming the file where they break off."""
+    import pyarrow
+
+    rows = 0
+    while True:
+        try:
+            batch = next(batches, None)
+            if batch is not None:
+                batch.validate()
+        except (pyarrow.ArrowException, OSError) as error:
+            raise Damaged(
+                f"{path} is broken after row {rows:,} or a little more ({first_line(error)}); fetch it anew, or set "
+                f"{cfg.where}damaged='skip' to go on without the rest of it"
+            ) from None
+        if batch is None:
+            return
+        yield batch
+        rows += batch.num_rows
+
+
+def first_line(error: Exception) -> str:
+    """The beginning of a message."""
+    return str(error).partition("\n")[0][:200]
+
+
+def wanted(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, str, str, str]:
+    """The columns for text, id, url and licence, '' for one that is not there. Raises BadInput without text."""
+    names = [name if in_schema(schema, name) else "" for name in fields(cfg)]
+    if not names[0]:
+        raise BadInput(
+            f"{path} has no column {cfg.text_field!r} but {', '.join(schema.names)}; set {cfg.where}text_field"
+        )
+    return tuple(names)
+
+
+def fields(cfg: ReadConfig) -> tuple[str, str, str, str]:
+    """The names of the fields for text, id, url and licence."""
+    return cfg.text_field, cfg.id_field, cfg.url_field, cfg.licence_field
+
+
+def in_schema(schema: Any, name: str) -> bool:
+    """True if the schema has such a column; a.b is the field b of the column a."""
+    with contextlib.suppress(KeyError, ValueError, IndexError):
+        head, *rest = [name] if name in schema.names else name.split(".")
+        kind = schema.field(head).type
+        for inner in rest:
+            kind = kind.field(inner).type
+        return True
+    return False
+
+
+def batch_rows(batch: Any, names: tuple[str, str, str, str], row: int, path: str) -> Records:
+    """Yields the rows of a batch, the text as bytes, so that bad UTF-8 is ours to judge."""
+    texts = as_bytes(column_of(batch, names[0]), path, names[0])
+    nothing = [""] * batch.num_rows
+    ids, urls, licences = (as_words(column_of(batch, name)) if name else nothing for name in names[1:])
+    for number, text, id, url, licence in zip(range(row, row + batch.num_rows), texts, ids, urls, licences):
+        yield number, number, text or b"", id, url, licence
+
+
+def column_of(batch: Any, name: str) -> Any:
+    """A column, or a field of one."""
+    import pyarrow.compute
+
+    if name in batch.schema.names:
+        return batch.column(name)
+    head, *rest = name.split(".")
+    return pyarrow.compute.struct_field(batch.column(head), rest)
+
+
+def as_bytes(column: Any, path: str, name: str) -> Iterator[bytes | None]:
+    """Yields the values of a column of text. Raises BadInput if it is none."""
+    import pyarrow
+
+    if isinstance(column, pyarrow.DictionaryArray):
+        known = list(as_bytes(column.dictionary, path, name))
+        return (None if i is None else known[i] for i in column.indices.to_pylist())
+    try:
+        values = column.cast(pyarrow.large_binary())
+    except (pyarrow.ArrowNotImplementedError, pyarrow.ArrowInvalid):
+        raise BadInput(f"{path}: column {name!r} is {column.type}, not text") from None
+    values.validate(full=True)  # the offsets came out of a file
+    return iter(values.to_pylist())
+
+
+def as_words(column: Any) -> list[str]:
+    """The values of a column as text, '' for null; what is not UTF-8 in it is replaced."""
+    import pyarrow
+
+    if pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type):
+        values = column.cast(pyarrow.large_binary())
+        values.validate(full=True)
+        return [(value or b"").decode("utf-8", "replace") for value in values.to_pylist()]
+    return ["" if value is None else str(value) for value in column.to_pylist()]
+
+
+def parquet_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
+    """The row groups in parts of about so many bytes of text."""
+    with opened(path, cfg) as table:
+        parts, begin, held = [], 0, 0
+        for group in range(table.metadata.num_row_groups):
+            held += text_bytes(table, group, path, cfg)
+            if held >= part_bytes:
+                parts, begin, held = [*parts, Part(begin, group + 1)], group + 1, 0
+        return [*parts, Part(begin, table.metadata.num_row_groups)] if held or not parts else parts

@@ -1,0 +1,189 @@
+"""JSON lines: one object in each line, as .jsonl and .ndjson have it, and .json.gz where Dolma's files are meant."""
+
+import contextlib
+import json
+import os
+from collections import Counter
+from typing import Any
+
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.blocks import is_packed, next_line, read_blocks, read_lines
+from jaxscale.text.sources.decode import HALF_PAIRS, REPAIRED, repaired
+from jaxscale.text.sources.settings import WHOLE, Part, ReadConfig, Records
+
+try:
+    import orjson
+except ImportError:  # slower, and the same documents
+    orjson = None
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+NO_JSON = (BadInput, json.JSONDecodeError, UnicodeDecodeError)  # what `loads` raises; orjson's error is of the second
+
+
+def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
+    """Yields the text of each line that is not blank. A line that is not UTF-8 comes as bytes.
+
+    Raises: BadInput naming file and line for one that is no object, or has no such field or no text in it.
+    """
+    text_field, id_field, url_field, licence_field = cfg.text_field, cfg.id_field, cfg.url_field, cfg.licence_field
+    for offset, first, lines in read_lines(read_blocks(path, cfg, part), cfg.max_line_bytes, skipped, part.begin):
+        number = first - 1
+        for line in lines:
+            number += 1
+            here, offset = offset, offset + len(line) + 1
+            try:
+                record = loads(line)
+                text = record[text_field]
+            except (*NO_JSON, TypeError, LookupError):
+                text = None
+            if type(text) is str:  # nearly every line
+                yield (
+                    here, number, text, word_of(record, id_field, line), word_of(record, url_field, line),
+                    word_of(record, licence_field, line),
+                )  # fmt: skip
+                continue
+            record = second_look(line.removeprefix(BYTE_ORDER_MARK) if here == 0 else line, cfg, skipped)
+            yield from record_text(record, here, number, line, cfg, skipped, f"{path} {at(number, part)}")
+
+
+def record_text(
+    record: Any, offset: int, number: int, line: bytes, cfg: ReadConfig, skipped: Counter, place: str
+) -> Records:
+    """Yields the one text of a record: an object, None for a blank line, bytes that are no UTF-8, or an error.
+
+    Raises: BadInput beginning with `place` if it is not as told and cfg says to stop.
+    """
+    if record is None:
+        return
+    if isinstance(record, bytes):
+        yield offset, number, record, "", "", ""
+        return
+    if isinstance(record, Exception):
+        refuse(f"{place} is not {record}", cfg, skipped, "not JSON")
+        return
+    text = field_of(record, cfg.text_field)
+    if (
+        text is not None
+        and not isinstance(text, (str, bytes))
+        or text is None
+        and not has_field(record, cfg.text_field)
+    ):
+        refuse(f"{place}{no_text(record, text, cfg)}", cfg, skipped, "without text field")
+        return
+    if isinstance(text, str) and HALF_PAIRS.search(text):  # which JSON can spell, and UTF-8 cannot
+        if cfg.invalid_utf8 == "repair":
+            text = HALF_PAIRS.sub("\ufffd", text)
+            skipped[f"{REPAIRED}half a surrogate pair"] += 1
+        else:
+            text = text.encode("utf-8", "surrogatepass")
+    words = (word_of(record, field, line) for field in (cfg.id_field, cfg.url_field, cfg.licence_field))
+    yield (offset, number, text or "", *words)
+
+
+def loads(line: bytes) -> Any:
+    """The value of a line. Raises NO_JSON, also for what only the other parser understands."""
+    if orjson is not None:
+        return orjson.loads(line)
+    if b"\\ud" in line or b"\\uD" in line:
+        raise BadInput("it may hold half a surrogate pair, which the other parser refuses")
+    return strict_loads(line)
+
+
+def strict_loads(line: bytes) -> Any:
+    """The same by Python's own parser. Raises NO_JSON: what is nested too deeply is a BadInput."""
+    try:
+        return json.loads(line.decode("utf-8"), parse_int=whole)
+    except RecursionError:
+        raise BadInput("JSON that can be read: it is nested too deeply") from None
+
+
+def whole(digits: str) -> int | float:
+    """A number without a point; one of more digits than Python would take is as good as endless."""
+    return int(digits) if len(digits) < 4000 else float(digits)
+
+
+def second_look(line: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
+    """What a line is that the first parser did not take: a record, None if it is blank, its bytes if they are not
+    UTF-8 and not to be repaired, or the error."""
+    if not line.strip():
+        return None
+    try:
+        return strict_loads(line)
+    except UnicodeDecodeError:
+        if cfg.invalid_utf8 != "repair":
+            return line
+    except json.JSONDecodeError as error:
+        return BadInput(f"JSON: {error.msg} at column {error.colno}")
+    except BadInput as error:
+        return error
+    text, how = repaired(line, cfg)
+    try:
+        record = strict_loads(text.encode())
+    except (json.JSONDecodeError, BadInput) as error:
+        return error
+    skipped[f"{REPAIRED}{how}"] += 1
+    return record
+
+
+def field_of(record: Any, field: str) -> Any:
+    """The value of a field of a record, None if there is none; a.b is the field b of the object a."""
+    if not isinstance(record, dict):
+        return None
+    value = record.get(field)
+    if value is None and "." in field and field not in record:
+        head, _, rest = field.partition(".")
+        return field_of(record.get(head), rest)
+    return value
+
+
+def has_field(record: Any, field: str) -> bool:
+    """True if the record has the field, even if it holds null."""
+    if not isinstance(record, dict):
+        return False
+    head, _, rest = field.partition(".")
+    return field in record or bool(rest) and has_field(record.get(head), rest)
+
+
+def word_of(record: dict[str, Any], field: str, line: bytes = b"") -> str:
+    """A field as text: '' if it is absent, null or no plain value."""
+    value = record.get(field)
+    if value is None and "." in field:
+        value = field_of(record, field)
+    if type(value) is float and line and orjson is not None:  # perhaps a whole number of more than 64 bits
+        with contextlib.suppress(*NO_JSON):
+            value = field_of(strict_loads(line), field)
+    if not isinstance(value, (str, int, float)):
+        return ""
+    word = str(value)
+    return word if word.isascii() else HALF_PAIRS.sub("\ufffd", word)
+
+
+def no_text(record: Any, text: Any, cfg: ReadConfig) -> str:
+    """What is wrong with a record in which no text was found."""
+    if text is not None:
+        return f": field {cfg.text_field!r} is {type(text).__name__}, not text"
+    has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
+    return f" has no field {cfg.text_field!r} but {has[:300]}; set {cfg.where}text_field"
+
+
+def refuse(message: str, cfg: ReadConfig, skipped: Counter, reason: str) -> None:
+    """Raises BadInput, or counts the record where cfg says to go on."""
+    if cfg.damaged == "stop":
+        raise BadInput(message)
+    skipped[reason] += 1
+
+
+def at(number: int, part: Part) -> str:
+    """'line 3', and in a part where the counting began."""
+    return f"line {number}" + (f" after byte {part.begin}" if part.begin else "")
+
+
+def json_parts(path: str, part_bytes: int) -> list[Part]:
+    """The file in parts of about so many bytes, cut at line ends."""
+    size = os.path.getsize(path)
+    if is_packed(path) or size <= part_bytes:
+        return [WHOLE]
+    places = [0]
+    while (place := next_line(path, places[-1] + part_bytes, size)) < size:
+        places.append(place)
+    return [Part(begin, end) for begin, end in zip(places, [*places[1:], size])]

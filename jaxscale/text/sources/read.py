@@ -1,0 +1,105 @@
+"""One door to raw text: a file of any kind gives documents, each with where it came from."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from jaxscale.system.exits import BadInput
+from jaxscale.text.document import Document
+from jaxscale.text.sources.array_record import array_record_parts, is_array_record, read_array_record
+from jaxscale.text.sources.columns import parquet_parts, read_arrow, read_parquet
+from jaxscale.text.sources.decode import decoded
+from jaxscale.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
+from jaxscale.text.sources.hf_stream import read_dataset
+from jaxscale.text.sources.jsonl import at, json_parts, read_json_lines
+from jaxscale.text.sources.seqio_task import read_seqio
+from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records, unreadable
+from jaxscale.text.sources.text import read_text, text_parts
+from jaxscale.text.sources.warc import read_page, read_warc
+
+Read = Callable[[str, ReadConfig, Counter, Part], Records]
+JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines")
+KINDS: tuple[tuple[tuple[str, ...], str, Read], ...] = (  # endings, what its records are called, who reads it
+    (JSON_LINES, "line", read_json_lines),
+    ((".parquet",), "row", read_parquet),
+    ((".arrow", ".feather"), "row", read_arrow),
+    ((".warc", ".wet"), "record at byte", read_warc),
+    ((".html", ".htm", ".xhtml"), "page", read_page),
+)
+
+
+def reader(path: str) -> tuple[str, Read]:
+    """(what its records are called, who reads them), by the name of a file; '' for plain text, which has only bytes."""
+    name = unpacked_name(path)
+    if path.startswith("hf://") or is_saved_dataset(path):
+        return "row", read_dataset
+    if path.startswith("seqio://"):
+        return "example", read_seqio
+    if is_array_record(name):
+        return "record", read_array_record
+    return next(((unit, read) for endings, unit, read in KINDS if name.endswith(endings)), ("", read_text))
+
+
+def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[Document]:
+    """Yields the documents of a file, or of one of its `parts`, in their order; what is left out is counted.
+
+    skipped: gets {reason: how many}; repairs are counted there too, see decode.is_repair.
+    Raises: BadInput naming file and place for what cfg tells to stop at; or where the file cannot be read.
+    """
+    path, name, source = file
+    unit, read = reader(path)
+    longest, licence = cfg.max_document_bytes, cfg.licence
+    try:
+        for offset, number, content, id, url, own in read(path, cfg, skipped, part):
+            if not content:
+                skipped["empty"] += 1
+                continue
+            if type(content) is bytes or "\0" in content:
+                place = lambda start, offset=offset, number=number: place_of(unit, part, offset, number, start)
+                content = decoded(content, cfg, skipped, path, place)
+                if content is None:
+                    continue
+            if 4 * len(content) > longest and len(content.encode()) > longest:
+                skipped["longer than max_document_bytes"] += 1
+                continue
+            yield Document(content, source, name, offset, id, url, own or licence)
+    except Damaged as error:
+        if cfg.damaged == "stop":
+            raise BadInput(str(error)) from None
+        skipped["files cut short or broken"] += 1
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
+def place_of(unit: str, part: Part, offset: int, number: int, start: int) -> str:
+    """Where a byte of a document is: 'line 3', 'row 7', or its number in a file that has only bytes."""
+    if not unit:
+        return str(offset + start)
+    if unit == "line":
+        return at(number, part)
+    return f"{unit} {number}"
+
+
+def parts(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
+    """The file in parts of about so many bytes: read_file of one after the other gives the documents of the whole.
+
+    Plain text and JSON lines are cut where a document begins, Parquet between row groups, ArrayRecord between records;
+    whatever else, and what is packed, is one part.
+    """
+    if part_bytes < 1:
+        raise BadInput(f"part_bytes={part_bytes} must be 1 or more")
+    read = reader(file.path)[1]
+    try:
+        if read is read_text:
+            return text_parts(file.path, cfg, part_bytes)
+        if read is read_json_lines:
+            return json_parts(file.path, part_bytes)
+        if read is read_parquet:
+            return parquet_parts(file.path, cfg, part_bytes)
+        if read is read_array_record:
+            return array_record_parts(file.path, cfg, part_bytes)
+    except Damaged as error:
+        if cfg.damaged == "stop":
+            raise BadInput(str(error)) from None
+    except OSError as error:
+        raise unreadable(file.path, error) from None
+    return [WHOLE]

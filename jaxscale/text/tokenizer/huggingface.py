@@ -1,0 +1,168 @@
+"""Tokenizers in the tokenizer.json format, and WordPiece's vocab.txt, through the `tokenizers` package."""
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+
+from jaxscale.system import foreign
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.base import (
+    LARGEST,
+    Block,
+    Encode,
+    block_of,
+    choose_begin,
+    choose_eos,
+    faults_of,
+    find_marks,
+    fingerprint,
+)
+from jaxscale.text.tokenizer.fast import EncodeConfig, make_encode
+from jaxscale.text.tokenizer.split import byte_alphabet
+from jaxscale.text.tokenizer.wordpiece import read_vocab_txt
+
+JSON = "tokenizer.json"
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json or a vocab.txt. The name of a special token inside a text is plain text and ends no document.
+
+    Many texts at once go through the fastest encoder that gives the same ids (see fast.py); `encoder` names it.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        eos_token: str = "",
+        begin_tokens: Sequence[str] | None = None,
+        encoding: EncodeConfig = EncodeConfig(),  # noqa: B008 - frozen
+    ):
+        is_list = path.endswith(".txt")
+        content = foreign.read_named(path, LARGEST)
+        with faults_of(f"data.tokenizer={path} cannot be read as a {'WordPiece vocab.txt' if is_list else JSON}"):
+            self._tokenizer = read_vocab_txt(content) if is_list else tokenizers.Tokenizer.from_str(content.decode())
+        self._tokenizer.encode_special_tokens = True
+        self._tokenizer.no_truncation()  # both are saved in some files, made for a model of fixed length
+        self._tokenizer.no_padding()
+        self._encoding = encoding
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.name = path
+        self.vocab_size = max(ids.values()) + 1
+        self.eos_id = choose_eos(path, eos_token, ids)
+        self.eos_token = self._tokenizer.id_to_token(self.eos_id)
+        with self._works():
+            whole = self._tokenizer.encode("a", add_special_tokens=True)
+        first = next((place for place, word in enumerate(whole.word_ids) if word is not None), 0)
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = {name: i for name, i in ids.items() if i in added and added[i].special}
+        self.marks = find_marks(self.special_ids)
+        self.special_ids |= {name: i for name, i in ids.items() if i == self.eos_id}
+        self.begin_ids = choose_begin(begin_tokens, whole.ids[:first], self.special_ids)
+        kind = "vocab.txt" if is_list else "tokenizers"
+        self.fingerprint = fingerprint(kind, Path(path), self.eos_id, self.begin_ids)
+        self.prefix_after_special = self._begins_anew()
+        self.token_bytes, self.fallback = self._count_bytes(json.loads(self._tokenizer.to_str()))
+
+    def _begins_anew(self) -> bool:
+        """Whether a text behind a special token is encoded as at the beginning of a document."""
+        name = next((name for name, i in self.special_ids.items() if i == self.eos_id), "")
+        self._tokenizer.encode_special_tokens = False
+        with self._works():
+            ids = self._tokenizer.encode(f"{name}a", add_special_tokens=False).ids
+        self._tokenizer.encode_special_tokens = True
+        return ids[:1] == [self.eos_id] and ids[1:] == self.encode("a").tolist()
+
+    @property
+    def encoder(self) -> str:
+        """The package that encodes many texts: 'gigatoken', 'tiktoken' or 'tokenizers'."""
+        return self._fast[0]
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32[tokens], no special token among them."""
+        with self._works():
+            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """encode for each text, on all cores."""
+        return [ids.astype(np.int32) for ids in self.encode_block(texts).split()]
+
+    def encode_block(self, texts: Sequence[str]) -> Block:
+        """encode for each text, as one array.
+
+        Raises: BadInput if a fast encoder is found to differ, or if a text is no Unicode.
+        """
+        try:
+            return self._fast[1](texts)
+        except (TypeError, UnicodeEncodeError):  # all that the packages say of a text that cannot be UTF-8
+            for text in texts:
+                check_text(text)
+            raise
+
+    @functools.cached_property
+    def _fast(self) -> tuple[str, Encode]:
+        """(name, encoder), made and tried when many texts are first asked for."""
+        return make_encode(self.name, json.loads(self._tokenizer.to_str()), self._encode_exactly, self._encoding)
+
+    def _encode_exactly(self, texts: Sequence[str]) -> Block:
+        """encode_block by the tokenizers package."""
+        with self._works():
+            return block_of(one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, special tokens left out."""
+        with self._works():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def _works(self) -> contextlib.AbstractContextManager[None]:
+        """Around what the package does with a text: some files are read, and encode none."""
+        return faults_of(f"data.tokenizer={self.name} does not work")
+
+    def _count_bytes(self, spec: dict) -> tuple[np.ndarray, np.ndarray]:
+        """(token_bytes, fallback).
+
+        Bytes are exact for byte-level models and those with SentencePiece's alphabet; else those of the token's name. A
+        normalizer that changes the text (lower case, NFC) changes its bytes before they are counted.
+        """
+        byte_level = '"ByteLevel"' in json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")])
+        unknown = (spec.get("model") or {}).get("unk_token")
+        added = self._tokenizer.get_added_tokens_decoder()
+        byte_of = byte_alphabet()
+        counts, fallback = np.zeros(self.vocab_size, np.int32), np.zeros(self.vocab_size, bool)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in added:
+                counts[i] = 0 if added[i].special else len(token.encode())
+                fallback[i] = token == unknown
+            elif byte_level:
+                counts[i] = len(token)  # one character stands for one byte
+                fallback[i] = byte_of.get(token, 0) >= 0x80
+            else:
+                counts[i] = piece_bytes(token)
+                fallback[i] = token == unknown or is_byte_piece(token)
+        return counts, fallback
+
+
+def check_text(text: str) -> None:
+    """Nothing, if the text can be written as UTF-8. Raises BadInput that shows where it cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        shown = text[max(0, error.start - 20) : error.start + 20]
+        raise BadInput(f"half a surrogate pair at character {error.start} of a text, near {shown!r}") from None
+
+
+def is_byte_piece(piece: str) -> bool:
+    """True for SentencePiece's name of a byte, '<0x0A>'."""
+    return re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", piece) is not None
+
+
+def piece_bytes(piece: str) -> int:
+    """Bytes of text behind a piece in SentencePiece's alphabet: '▁' is a space, '<0x0A>' one byte, '##' only a mark."""
+    if is_byte_piece(piece):
+        return 1
+    return len(piece.replace("▁", " ").removeprefix("##").encode()) or len(piece)

@@ -1,0 +1,115 @@
+"""SentencePiece models (arXiv:1808.06226): read, and Unigram ones (arXiv:1804.10959) trained."""
+
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import sentencepiece
+
+from jaxscale.system import foreign
+from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.base import LARGEST, Block, block_of, choose_begin, choose_eos, find_marks, fingerprint
+
+SENTENCE_BYTES = 4000  # what is longer than 4,192 would be left out in training
+THREADS = 8  # of training, on any machine: its sums, and so its pieces, depend on it
+
+
+class SentencePieceTokenizer:
+    """A .model file. What its normalizer does to a text (most turn line ends into spaces) is part of the tokenizer."""
+
+    def __init__(self, path: str, eos_token: str = "", begin_tokens: Sequence[str] | None = None):
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_proto=foreign.read_named(path, LARGEST))
+        except (RuntimeError, OSError) as error:
+            reason = " ".join(str(error).split())
+            raise BadInput(f"data.tokenizer={path} cannot be read as a SentencePiece model: {reason}") from None
+        processor = self._processor
+        self.name = path
+        self.vocab_size = processor.get_piece_size()
+        pieces = [processor.id_to_piece(i) for i in range(self.vocab_size)]
+        if processor.eos_id() >= 0 and not eos_token:
+            self.eos_id = processor.eos_id()
+        else:
+            self.eos_id = choose_eos(path, eos_token, {piece: i for i, piece in enumerate(pieces)})
+        self.eos_token = pieces[self.eos_id]
+        self.token_bytes = np.array([self._count_bytes(i, piece) for i, piece in enumerate(pieces)], np.int32)
+        self.fallback = np.array(
+            [processor.is_byte(i) or processor.is_unknown(i) for i in range(self.vocab_size)], bool
+        )
+        self.special_ids = {piece: i for i, piece in enumerate(pieces) if processor.is_control(i) or i == self.eos_id}
+        own = [i for i in (processor.bos_id(),) if i >= 0]  # Llama's and Gemma's habit
+        self.begin_ids = choose_begin(begin_tokens, own, self.special_ids)
+        self.fingerprint = fingerprint("sentencepiece", Path(path), self.eos_id, self.begin_ids)
+        self.prefix_after_special = False
+        self.marks = find_marks({piece: i for i, piece in enumerate(pieces) if processor.is_control(i)})
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32[tokens]."""
+        return np.array(self._processor.encode(text), np.int32)
+
+    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """encode for each text, on all cores."""
+        return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts))]
+
+    def encode_block(self, texts: Sequence[str]) -> Block:
+        """encode for each text, as one array."""
+        return block_of(self._processor.encode(list(texts)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text, control tokens left out."""
+        return self._processor.decode([int(i) for i in ids])
+
+    def _count_bytes(self, i: int, piece: str) -> int:
+        """Exact but for the space that most models put before a text, which counts as one byte more per document.
+
+        An unknown character counts as one byte: the model does not say which it was.
+        """
+        if self._processor.is_control(i):
+            return 0
+        if self._processor.is_byte(i) or self._processor.is_unknown(i):
+            return 1
+        return len(piece.replace("▁", " ").encode())
+
+
+def train_unigram(
+    texts: Iterable[str], vocab_size: int, special: Sequence[str], byte_fallback: bool, character_coverage: float
+) -> tuple[bytes, int]:
+    """(a Unigram .model, its number of ids: at most vocab_size). It changes nothing in a text, not even spaces.
+
+    special: control tokens, the first of them ends documents. Line ends are bytes, as in Llama's. Raises: BadInput if
+    the texts hold too little for the vocabulary.
+    """
+    file = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=sentences(texts), model_writer=file, model_type="unigram", vocab_size=vocab_size,
+            hard_vocab_limit=False, byte_fallback=byte_fallback, character_coverage=character_coverage,
+            unk_id=0, bos_id=-1, pad_id=-1, eos_id=1, eos_piece=special[0], control_symbols=list(special[1:]),
+            normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
+            allow_whitespace_only_pieces=True, max_sentence_length=SENTENCE_BYTES, num_threads=THREADS, minloglevel=2,
+        )  # fmt: skip
+    except (RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise BadInput(f"a Unigram tokenizer with vocab_size={vocab_size} cannot be trained: {reason}") from None
+    content = file.getvalue()
+    return content, sentencepiece.SentencePieceProcessor(model_proto=content).get_piece_size()
+
+
+def sentences(texts: Iterable[str]) -> Iterator[str]:
+    """Lines of the texts, cut at spaces into what SentencePiece takes at once; NUL, which it does not, left out."""
+    for text in texts:
+        for line in text.replace("\x00", "").split("\n"):
+            yield from cut_line(line)
+
+
+def cut_line(line: str) -> Iterator[str]:
+    """`line` in parts of at most SENTENCE_BYTES, cut before a space where there is one in the second half."""
+    limit = SENTENCE_BYTES // 4  # characters of at most four bytes
+    while len(line.encode()) > SENTENCE_BYTES:
+        cut = line.rfind(" ", limit // 2, limit)
+        cut = cut if cut > 0 else limit
+        yield line[:cut]
+        line = line[cut:]
+    if line:
+        yield line

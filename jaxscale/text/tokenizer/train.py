@@ -1,0 +1,169 @@
+"""Training a tokenizer on a sample of the corpus, with one file out: tokenizer.json, or a SentencePiece .model."""
+
+import dataclasses
+import hashlib
+import heapq
+import importlib.metadata
+import importlib.util
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import write_bytes_atomic
+from jaxscale.text.tokenizer.base import BERT_NAMES, SENTINEL_NAMES
+from jaxscale.text.tokenizer.split import Split
+
+PIECE_CHARACTERS = 1 << 20  # of a document, sampled as one
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainTokenizerConfig:
+    """What kind of tokenizer is trained, and on how much text."""
+
+    kind: Literal["bpe", "unigram", "wordpiece"] = setting(
+        "bpe",
+        "bpe: byte-level, as GPT-2 and Llama 3 (tokenizer.json); unigram: SentencePiece, as T5 (.model); wordpiece: "
+        "as BERT, for masked language models (tokenizer.json)",
+    )
+    vocab_size: int = setting(32_768, "ids in all, special tokens among them; 32K to 100K is usual. At most 65,536 "
+                              "keeps shards at two bytes an id")  # fmt: skip
+    trainer: Literal["rustbpe", "tokenizers"] = setting(
+        "rustbpe", "bpe: the package that trains; rustbpe is twice as fast, and neither stands in for the other"
+    )
+    split: Split = setting(
+        "gpt2", "bpe: the pattern that cuts words: that of GPT-2, or tiktoken's cl100k (also Llama 3) or o200k"
+    )
+    byte_fallback: bool = setting(
+        True, "unigram: characters without a piece become bytes, so that every text comes back; bpe always does so"
+    )
+    character_coverage: float = setting(0.9995, "unigram: share of all characters that get a piece")
+    lowercase: bool = setting(True, "wordpiece: lower case, as the uncased BERT")
+    strip_accents: bool = setting(True, "wordpiece: accents taken off, as the uncased BERT")
+    max_alphabet: int = setting(1000, "wordpiece: characters with a piece of their own; words with others are [UNK]")
+    eos_token: str = setting("<|endoftext|>", "bpe, unigram: the token that ends a document; wordpiece uses [SEP]")
+    special_tokens: tuple[str, ...] = setting((), "more special tokens, after the end token; none comes out of a text")
+    reserved: int = setting(0, "sentinels <extra_id_0>, <extra_id_1>, ... for span corruption, or for use later")
+    sample_bytes: int = setting(1 << 30, "of text to train on; chosen by a hash of each document, and held in memory")
+    seed: int = setting(0, "of that choice")
+
+    def __post_init__(self):
+        names = special_names(self)
+        smallest = len(names) + (256 if self.kind == "bpe" or self.kind == "unigram" and self.byte_fallback else 1)
+        if self.vocab_size <= smallest:
+            raise BadInput(
+                f"vocab_size={self.vocab_size} must be above {smallest}, for the bytes and {len(names)} special tokens"
+            )
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise BadInput(f"special_tokens, eos_token and the reserved ones name {twice} twice")
+        if "" in names:
+            raise BadInput("eos_token and special_tokens must not be empty")
+        if self.sample_bytes < 1 or self.reserved < 0 or self.max_alphabet < 1:
+            raise BadInput(
+                f"sample_bytes={self.sample_bytes} and max_alphabet={self.max_alphabet} must be above 0, "
+                f"reserved={self.reserved} 0 or more"
+            )
+        if not 0 < self.character_coverage <= 1:
+            raise BadInput(f"character_coverage={self.character_coverage} must be above 0 and at most 1")
+
+
+class Trained(NamedTuple):
+    """What was made."""
+
+    path: str
+    trainer: str  # the package and its version
+    vocab_size: int  # fewer than asked for if the text gave no more
+    documents: int  # in the sample; a very long one counts once per piece
+    text_bytes: int
+    sha256: str  # of the file
+
+
+def special_names(cfg: TrainTokenizerConfig) -> list[str]:
+    """All special tokens in the order of their ids."""
+    first = BERT_NAMES if cfg.kind == "wordpiece" else (cfg.eos_token,)
+    return [*first, *cfg.special_tokens, *(SENTINEL_NAMES[0].format(n) for n in range(cfg.reserved))]
+
+
+def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str | Path) -> Trained:
+    """Trains on a sample of `texts` and writes `path`; equal texts in any order give equal bytes.
+
+    path: ends in .json, for unigram in .model. Raises: BadInput if it does not, if a package is missing, or if the
+    texts hold too little for the vocabulary.
+    """
+    path, ending = Path(path), ".model" if cfg.kind == "unigram" else ".json"
+    if path.suffix != ending:
+        raise BadInput(f"{path}: a tokenizer of kind={cfg.kind} is written as {ending}; rename it")
+    package = cfg.trainer if cfg.kind == "bpe" else "sentencepiece" if cfg.kind == "unigram" else "tokenizers"
+    if not importlib.util.find_spec(package):
+        raise BadInput(f"trainer={package} is not installed: pip install 'jaxscale[prepare]'")
+    chosen = sample(texts, cfg.sample_bytes, cfg.seed)
+    if not chosen:
+        raise BadInput(f"no text to train {path} on, or none that fits in sample_bytes={cfg.sample_bytes}")
+    if cfg.kind == "unigram":
+        content, vocab_size = unigram_file(chosen, cfg)
+    else:
+        content, vocab_size = json_file(chosen, cfg)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomic(path, content)  # who finds the file takes it for whole
+    return Trained(
+        path=str(path),
+        trainer=f"{package} {importlib.metadata.version(package)}",
+        vocab_size=vocab_size,
+        documents=len(chosen),
+        text_bytes=sum(len(text.encode()) for text in chosen),
+        sha256=hashlib.sha256(content).hexdigest(),
+    )
+
+
+def json_file(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
+    """(a tokenizer.json, its number of ids)."""
+    from jaxscale.text.tokenizer import bpe, wordpiece  # around a heavy package
+
+    names = special_names(cfg)
+    if cfg.kind == "wordpiece":
+        normaliser = wordpiece.WordPieceConfig(
+            lowercase=cfg.lowercase, strip_accents=cfg.strip_accents, max_alphabet=cfg.max_alphabet
+        )
+        tokenizer = wordpiece.train_wordpiece(texts, cfg.vocab_size, names, normaliser)
+    else:
+        tokenizer = bpe.train_bpe(texts, cfg.vocab_size, names, cfg.split, cfg.trainer)
+    return tokenizer.to_str(pretty=True).encode(), tokenizer.get_vocab_size(with_added_tokens=True)
+
+
+def unigram_file(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
+    """(a SentencePiece .model, its number of ids)."""
+    from jaxscale.text.tokenizer import sentencepiece  # around a heavy package
+
+    return sentencepiece.train_unigram(
+        texts, cfg.vocab_size, special_names(cfg), cfg.byte_fallback, cfg.character_coverage
+    )
+
+
+def sample(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:
+    """Of `texts`, those with the smallest hashes, up to `sample_bytes` of UTF-8, in the order of the hashes.
+
+    So the order of `texts` does not matter, nor how they were divided among workers, and another seed chooses others.
+    Memory: at most sample_bytes and one piece of a document; documents are cut after PIECE_CHARACTERS characters.
+    """
+    key = seed.to_bytes(16, "little", signed=True)
+    kept: list[tuple[int, bytes]] = []  # a heap, largest hash first
+    size, limit = 0, 1 << 128  # what has this hash or a larger one is out: with the smaller ones it is too much
+    for text in pieces(texts):
+        raw = text.encode()
+        order = int.from_bytes(hashlib.blake2b(raw, digest_size=16, key=key).digest(), "big")
+        if order >= limit:
+            continue
+        heapq.heappush(kept, (-order, raw))
+        size += len(raw)
+        while size > sample_bytes:
+            out, raw = heapq.heappop(kept)
+            size, limit = size - len(raw), -out
+    return [raw.decode() for _, raw in sorted(kept, reverse=True)]
+
+
+def pieces(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, long ones in pieces; empty ones are left out."""
+    for text in texts:
+        for start in range(0, len(text), PIECE_CHARACTERS):
+            yield text[start : start + PIECE_CHARACTERS]

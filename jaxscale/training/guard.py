@@ -1,0 +1,190 @@
+"""Which gradients may be applied, judged in the compiled step by the losses and norms of the good steps before.
+
+A NaN compares False with everything, so a check by `norm > limit` lets it pass: here a step counts only if its loss and
+norm are finite and below every limit. What was refused never enters the window, so it cannot raise the next limits. But
+a loss that stays where the window says it cannot be, as after a change of the data, is believed after a few steps.
+
+W steps of the window
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+
+ENOUGH = 10  # steps in the window before its median is believed
+SIGMA_OF_MAD = 1.4826  # of a normal distribution: its standard deviation by its median absolute deviation
+LEAST_SPIKE = 0.5  # nats per token above the median: a loss near 0 doubles by chance
+LEAST_SIGMA = 1e-3  # of the median: the losses of a window may be so equal that the next rounding error were a spike
+
+JUDGE, SKIP, APPLY = range(3)  # orders; APPLY still refuses what is not finite
+
+# By the number that the step gives as its verdict.
+VERDICTS = (
+    "good", "not finite", "absurd norm", "loss by median", "loss by sigmas", "norm by sigmas", "norm by clip",
+    "ordered", "new level", "loss scale"
+)  # fmt: skip
+(
+    GOOD, NOT_FINITE, ABSURD_NORM, LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS, NORM_RATIO, ORDERED, NEW_LEVEL, LOSS_SCALE
+) = range(len(VERDICTS))  # fmt: skip
+BY_WINDOW = (LOSS_RATIO, LOSS_SIGMAS, NORM_SIGMAS)  # may be wrong about a step; the others are not
+
+# The setting that a verdict follows from.
+SETTINGS = {
+    ABSURD_NORM: "max_grad_norm",
+    LOSS_RATIO: "spike_ratio",
+    LOSS_SIGMAS: "spike_sigma",
+    NORM_SIGMAS: "spike_sigma",
+    NORM_RATIO: "grad_ratio",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """A step with a non-finite or absurd gradient, or a spike of the loss, changes nothing but the counts."""
+
+    max_grad_norm: float = setting(1e4, "a larger norm before clipping is absurd: 0.1 to 10 is usual, 100 an alarm")
+    max_skipped_in_row: int = setting(
+        20,
+        "more skipped steps than this in a row are answered by train.ladder, or end the run (exit 17)",
+        may_change=True,
+    )
+    max_spikes_in_row: int = setting(
+        10,
+        "steps that only the window speaks against (spike_ratio, spike_sigma) are skipped at most so often in a row; "
+        "then theirs is the new level: the step is applied, and the window begins anew",
+        may_change=True,
+        read_if="train.guard.spike_ratio or train.guard.spike_sigma",
+    )
+    window_steps: int = setting(100, "good steps whose losses and norms the next ones are judged by")
+    spike_ratio: float = setting(
+        2.0,
+        "a loss so many times the window's median, and half a nat above it, is skipped; 1.5 skips more; 0: none. "
+        "Raise it before a stage of data.mixture whose loss is that much higher",
+        may_change=True,
+    )
+    spike_sigma: float = setting(
+        0.0,
+        "a loss or norm so many robust standard deviations above its median is skipped; OLMo 2 uses 6 "
+        "(arXiv:2501.00656); 0: none",
+        may_change=True,
+    )
+    grad_ratio: float = setting(
+        0.0,
+        f"a norm above so many times optim.clip_norm is skipped after the first {ENOUGH} steps, such as 3; 0: none",
+        may_change=True,
+        read_if="optim.clip_norm",
+    )
+
+    def __post_init__(self):
+        if self.max_grad_norm <= 0 or self.max_skipped_in_row < 0:
+            raise BadInput("max_grad_norm must be above 0 and max_skipped_in_row at least 0")
+        if self.window_steps < ENOUGH:
+            raise BadInput(f"window_steps={self.window_steps} must be at least {ENOUGH}: fewer have no steady median")
+        for name in ("spike_sigma", "grad_ratio", "max_spikes_in_row"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0 (0: off)")
+        if self.spike_ratio and self.spike_ratio <= 1:
+            raise BadInput(
+                f"spike_ratio={self.spike_ratio} must be above 1, or 0 for none: half of all losses lie above 1"
+            )
+
+
+class Guard(NamedTuple):
+    """Counts, the window, and what the host has ordered."""
+
+    skipped: jax.Array  # int32[]
+    skipped_in_row: jax.Array  # int32[]
+    spikes_in_row: jax.Array  # int32[]: of them the last ones, if only the window spoke against them
+    losses: jax.Array  # float32[W], a ring
+    norms: jax.Array  # float32[W], a ring
+    seen: jax.Array  # int32[]: good steps so far, or since the window began anew
+    lr_factor: jax.Array  # float32[]: of the learning rate while step < cut_until
+    cut_until: jax.Array  # int32[]
+    order: jax.Array  # int32[]: JUDGE, SKIP or APPLY the next step
+
+
+def init_guard(window_steps: int = 100) -> Guard:
+    """No step skipped yet, an empty window, no orders."""
+    whole, zeros_W = jnp.zeros((), jnp.int32), jnp.zeros(window_steps, jnp.float32)
+    return Guard(whole, whole, whole, zeros_W, zeros_W, whole, jnp.ones((), jnp.float32), whole, whole)
+
+
+def inspect(
+    cfg: GuardConfig,
+    state: Guard,
+    loss: jax.Array,
+    grad_norm: jax.Array,
+    excused: jax.Array | bool = False,
+    clip_norm: float = 0.0,
+) -> tuple[jax.Array, jax.Array, Guard]:
+    """(ok, verdict, state): ok is bool[], True if the step may be applied; verdict int32[] is a place in VERDICTS.
+
+    excused: it is known why the gradient is not finite, as when a loss scale that can still fall overflows, so that the
+    step does not count as one in a row.
+    """
+    seen_enough, median = state.seen >= ENOUGH, loss_median(state)
+    finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+    wrongs = {NOT_FINITE: ~finite, ABSURD_NORM: grad_norm > cfg.max_grad_norm}
+    if cfg.spike_ratio:
+        wrongs[LOSS_RATIO] = seen_enough & (loss > jnp.maximum(cfg.spike_ratio * median, median + LEAST_SPIKE))
+    if cfg.spike_sigma:
+        wrongs[LOSS_SIGMAS] = seen_enough & (loss > sigmas_above(cfg.spike_sigma, state.losses, state.seen))
+        wrongs[NORM_SIGMAS] = seen_enough & (grad_norm > sigmas_above(cfg.spike_sigma, state.norms, state.seen))
+    if cfg.grad_ratio and clip_norm:
+        wrongs[NORM_RATIO] = seen_enough & (grad_norm > cfg.grad_ratio * clip_norm)
+    judged = jnp.select(list(wrongs.values()), [jnp.int32(number) for number in wrongs], jnp.int32(GOOD))
+
+    # Counted and believed under any order, so that the window of a replay begins anew where that of the old run did.
+    certain = jnp.any(jnp.stack([wrong for number, wrong in wrongs.items() if number not in BY_WINDOW]))
+    spike = (judged != GOOD) & ~certain
+    believed = spike & (state.spikes_in_row >= cfg.max_spikes_in_row) & (state.order != SKIP)
+    judged = jnp.where(finite, jnp.where(state.order == APPLY, GOOD, judged), NOT_FINITE)
+    judged = jnp.where(excused & ~finite, LOSS_SCALE, jnp.where(believed, NEW_LEVEL, judged))
+    verdict = jnp.where(state.order == SKIP, ORDERED, judged).astype(jnp.int32)
+    ok = (verdict == GOOD) | believed
+    counted = verdict != LOSS_SCALE
+    at = jnp.where(believed, 0, state.seen % state.losses.size)
+    enter = lambda ring_W, value: ring_W.at[at].set(jnp.where(ok, value, ring_W[at]))
+    return (
+        ok,
+        verdict,
+        state._replace(
+            skipped=state.skipped + ~ok,
+            skipped_in_row=jnp.where(ok, 0, state.skipped_in_row + counted),
+            spikes_in_row=jnp.where(ok | (counted & ~spike), 0, state.spikes_in_row + spike),
+            losses=enter(state.losses, loss),
+            norms=enter(state.norms, grad_norm),
+            seen=jnp.where(believed, 1, state.seen + ok),
+            order=jnp.full_like(state.order, JUDGE),  # it was for this step, and is saved with no state
+        ),
+    )
+
+
+def loss_median(state: Guard) -> jax.Array:
+    """float32[]: of the window; meaningless before the first good step."""
+    return middle(state.losses, state.seen)
+
+
+def sigmas_above(sigmas: float, ring_W: jax.Array, seen: jax.Array) -> jax.Array:
+    """float32[]: so many robust standard deviations above the median."""
+    median = middle(ring_W, seen)
+    sigma = SIGMA_OF_MAD * middle(jnp.abs(ring_W - median), seen)
+    return median + sigmas * jnp.maximum(sigma, LEAST_SIGMA * jnp.abs(median))
+
+
+def middle(values_W: jax.Array, seen: jax.Array) -> jax.Array:
+    """float32[]: the median of the part of a ring that is filled."""
+    W = values_W.size
+    count = jnp.clip(seen, 1, W)
+    sorted_W = jnp.sort(jnp.where(jnp.arange(W) < count, values_W, jnp.inf))
+    return (sorted_W[(count - 1) // 2] + sorted_W[count // 2]) / 2
+
+
+def lr_factor(state: Guard, step: jax.Array) -> jax.Array:
+    """float32[]: what the learning rate of a step is multiplied by."""
+    return jnp.where(step < state.cut_until, state.lr_factor, 1.0)

@@ -1,0 +1,109 @@
+"""The training step: pure, compiled once, short enough to read at one sight."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxscale.data.batch import Batch
+from jaxscale.optim.schedules import Schedule
+from jaxscale.sharding.offload import is_on_host
+from jaxscale.training import guard, loss_scale
+from jaxscale.training.ema import EmaConfig, update_ema
+from jaxscale.training.state import TrainState
+from jaxscale.training.tokens_seen import tokens_seen
+
+# (params, batch, key, scale) -> (mean of each named loss, gradient of the mean loss)
+Gradients = Callable[[Any, Batch, jax.Array, jax.Array], tuple[dict[str, jax.Array], Any]]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def make_train_step(
+    gradients: Gradients,
+    optimizer: optax.GradientTransformationExtraArgs,
+    schedule: Schedule,
+    *,
+    guard_cfg: guard.GuardConfig,
+    scale_cfg: loss_scale.LossScaleConfig,
+    dynamic_scale: bool,
+    clip_norm: float = 0.0,
+    ema_cfg: EmaConfig | None = None,
+    count_gated: bool = False,
+    spoil: Callable[[Any, jax.Array], Any] = lambda grads, step: grads,
+) -> TrainStep:
+    """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
+
+    clip_norm: of the optimizer, for the guard. ema_cfg: of the average, where the state has one. count_gated: also
+    count the rows that the data's gate has left without weight, as gated_rows does. spoil: a fault on purpose, in the
+    gradients of a step.
+    """
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
+        means, grads = gradients_at(gradients, state, batch, spoil)
+        grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
+        finite = jnp.isfinite(grad_norm)
+        excused = ~finite & (state.loss_scale.value > scale_cfg.min) if dynamic_scale else False
+        ok, verdict, guard_state = guard.inspect(
+            guard_cfg, state.guard, means["objective"], grad_norm, excused, clip_norm
+        )
+
+        lr_factor = guard.lr_factor(state.guard, state.step)  # below 1 for a while after the ladder has cut it
+        updates, opt_state = optimizer.update(
+            grads, state.opt_state, state.params, step=state.step, ok=ok, lr_factor=lr_factor
+        )
+        params = jax.tree.map(add_update, state.params, updates)
+        # A bad step changes nothing. What is on the host was kept, or not, where it was renewed.
+        keep_one = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
+        keep = lambda new, old: jax.tree.map(keep_one, new, old)
+        new_state = state._replace(
+            step=state.step + 1,
+            params=keep(params, state.params),
+            opt_state=keep(opt_state, state.opt_state),
+            loss_scale=loss_scale.adjust(scale_cfg, state.loss_scale, finite) if dynamic_scale else state.loss_scale,
+            guard=guard_state,
+            ema=keep(update_ema(ema_cfg, state.ema, params, state.step), state.ema),
+        )
+        metrics = means | {
+            "grad_norm": grad_norm,
+            "lr": schedule(state.step) * lr_factor,
+            "loss_scale": state.loss_scale.value,
+            "loss_median": guard.loss_median(state.guard),
+            "verdict": verdict,
+            "skipped": ~ok,
+            "skipped_total": guard_state.skipped,
+            "skipped_in_row": guard_state.skipped_in_row,
+            "tokens_seen": tokens_seen(batch),
+        }
+        if count_gated:
+            metrics["gated_rows"] = gated_rows(batch)
+        return new_state, metrics
+
+    return train_step
+
+
+def gradients_at(
+    gradients: Gradients, state: TrainState, batch: Batch, spoil: Callable[[Any, jax.Array], Any]
+) -> tuple[dict[str, jax.Array], Any]:
+    """(mean of each named loss, gradients) of a batch, at the step that the state has come to."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    means, grads = gradients(state.params, batch, key, state.loss_scale.value)
+    return means, spoil(grads, state.step)
+
+
+def gated_rows(batch: Batch) -> jax.Array:
+    """int32[]: rows of the whole batch that hold text and weigh nothing, on any mesh.
+
+    These are the gate's, and the few that have no target without it: only documents of one token, or none to mask.
+    """
+    return jnp.sum(jnp.any(batch.segment_ids > 0, axis=1) & ~jnp.any(batch.weights > 0, axis=1), dtype=jnp.int32)
+
+
+def add_update(param: jax.Array, update: jax.Array) -> jax.Array:
+    """param + update; itself where it is frozen and has none. For one on the host the update is the new parameter."""
+    if isinstance(update, optax.MaskedNode):
+        return param
+    if is_on_host(param):
+        return update if is_on_host(update) else param
+    return optax.apply_updates(param, update)
