@@ -19,13 +19,9 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = ["evaluate", "load_config", "open_model", "report", "sample", "train"]
 
-ROOMS = ("sample", "train")  # packages that can be called, see callable_room.py
-
 
 def __getattr__(name: str) -> Any:
     """A call of the Python interface, imported when it is asked for."""
-    if name in ROOMS:
-        return importlib.import_module(f"jaxscale.{name}")
     if name in __all__:
         return getattr(importlib.import_module("jaxscale.api"), name)
     raise AttributeError(f"module 'jaxscale' has no attribute {name!r}; it has {', '.join(__all__)}")

@@ -1,7 +1,8 @@
 """The Python interface, for notebooks and programs of one's own: the functions that the command line is made of.
 
 `import jaxscale` gives them all: load_config, train, sample, evaluate, report, open_model. docs/python_api.md has more.
-What a person got wrong is a BadInput of one line; what else ends a training is jaxscale.system.exits.Stop, with its code.
+What a person got wrong is a BadInput of one line; what else ends a training is a Stop with its exit code (both of
+jaxscale.system.exits).
 """
 
 import sys

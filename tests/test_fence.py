@@ -34,9 +34,9 @@ OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "tran
 
 def raw_writes():
     """Yields 'file:function' of each function that writes files by itself and does not ask before it does."""
-    rooms = [PACKAGE / room for room in ("checkpoint", "monitor", "hosts", "train")]
-    files = [file for room in rooms for file in room.rglob("*.py")] + [PACKAGE / "convert" / "periodic.py"]
-    files += [PACKAGE / f"{name}.py" for name in ("paths", "attend", "run", "start", "same_run", "telling")]
+    rooms = [PACKAGE / room for room in ("checkpoint", "monitor", "hosts", "training", "run")]
+    files = [file for room in rooms for file in room.rglob("*.py")] + [PACKAGE / "interop" / "periodic.py"]
+    files.append(PACKAGE / "system" / "paths.py")
     for file in files:
         name = file.relative_to(PACKAGE).as_posix()
         for function in ast.walk(ast.parse(file.read_text())):

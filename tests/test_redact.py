@@ -197,7 +197,8 @@ LEAKS = {
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_crash_report_holds_the_traceback_and_no_secret(leak, tmp_path):
     code = (
-        "import os, threading\nfrom jaxscale import schema\nfrom jaxscale.system.exits import Exit, Stop, run_and_exit\n"
+        "import os, threading\nfrom jaxscale import schema\n"
+        "from jaxscale.system.exits import Exit, Stop, run_and_exit\n"
         f"def main(argv):\n    {LEAKS[leak]}\nrun_and_exit(main)\n"
     )
     (tmp_path / "leak.py").write_text(code)

@@ -2,16 +2,12 @@
 
 import copy
 import json
-import pathlib
 import shutil
-import sys
 
+import hf_folders
 import numpy as np
 import pytest
 import tokenizers
-
-sys.path.append(str(pathlib.Path(__file__).parent / "convert"))
-import hf_folders
 
 import jaxscale
 from jaxscale.cli import convert

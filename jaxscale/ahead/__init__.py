@@ -1,1 +1,1 @@
-"""The answer before the spend: does this config fit this machine."""
+"""Programs compiled for chips that are not here: what the compiler says of memory, time and traffic."""

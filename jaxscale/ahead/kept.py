@@ -1,22 +1,12 @@
 """What `jaxscale preflight` found out about the very step that is planned, if it is kept in the user's cache folder."""
 
-import dataclasses
-
 from jaxscale.ahead.compiled import read_result, result_key
 from jaxscale.ahead.preflight import ahead_program, make_report
 from jaxscale.config import RunConfig
+from jaxscale.planning.measured import Kept
 from jaxscale.planning.topology import open_topology
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """The compiler's answer."""
-
-    peak_bytes: int
-    mfu_ceiling: float
-    date: str
 
 
 def find_kept(cfg: RunConfig, topology: str) -> Kept | None:

@@ -1,24 +1,19 @@
 """The training step of a config, compiled for a topology and judged: does it fit, and what can it reach at best."""
 
-import os
 import pathlib
 from collections.abc import Callable
 from typing import Any
 
 from jaxscale.ahead.compiled import Compiled, compile_ahead
-from jaxscale.ahead.report import MemoryRow, Report, sum_traffic
+from jaxscale.ahead.report import Report, sum_traffic
 from jaxscale.ahead.roofline import Roofline, roofline
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.planning.check import UNCOUNTED
-from jaxscale.planning.memory import host_bytes, shard_bytes
+from jaxscale.planning.memory import host_bytes, shard_bytes, usable_memory
+from jaxscale.planning.tables import MemoryRow
 from jaxscale.planning.topology import Topology, link_shares
 from jaxscale.sharding.mesh import mesh_layout
-from jaxscale.system.exits import BadInput
-
-# docs.jax.dev, "GPU memory allocation": the part of a GPU's memory that jax takes at its start, and no program exceeds.
-GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
-GPU_FRACTION = 0.75
 
 
 def preflight(
@@ -128,22 +123,6 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
         MemoryRow("activations, temporaries", inside - gradients, "what is left of the peak"),
     ]
     return tuple(rows)
-
-
-def usable_memory(topology: Topology) -> tuple[int, str]:
-    """(bytes that a program may use on one device, why so many)."""
-    there = topology.chip.hbm_bytes
-    if topology.platform != "gpu":
-        return there, "all of it is the program's"
-    for name in GPU_FRACTION_VARIABLES:
-        if text := os.environ.get(name):
-            try:
-                fraction = float(text)
-            except ValueError:
-                raise BadInput(f"{name}={text!r} must be a number, such as 0.9") from None
-            return int(there * fraction), f"{name}={text} of it is for jax"
-    way_out = f"set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training for more"
-    return int(there * GPU_FRACTION), f"jax takes {GPU_FRACTION:.0%} of a GPU's memory; {way_out}"
 
 
 def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:

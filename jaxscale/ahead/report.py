@@ -8,18 +8,9 @@ from jaxscale import units
 from jaxscale.ahead.compiled import Shortage
 from jaxscale.ahead.hlo import Collective
 from jaxscale.ahead.roofline import Roofline
+from jaxscale.planning.tables import INDENT, MemoryRow, table
 
 LINKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "network")}  # the fast links, and those between islands of them
-INDENT = "  "
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryRow:
-    """Bytes of one kind on one device."""
-
-    kind: str
-    num_bytes: int
-    source: str  # how it is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,13 +201,3 @@ def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[str]:
 def milliseconds(seconds: float) -> str:
     """'12.3 ms'."""
     return f"{seconds * 1e3:,.4g} ms"
-
-
-def table(rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
-    """Rows as indented lines of aligned columns; the columns in `right` are aligned at their end."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
-        lines.append((INDENT + "  ".join(cells)).rstrip())
-    return lines

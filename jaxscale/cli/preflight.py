@@ -28,11 +28,12 @@ from collections.abc import Callable  # noqa: E402
 from jaxscale import config  # noqa: E402
 from jaxscale.ahead import search  # noqa: E402
 from jaxscale.ahead.preflight import preflight  # noqa: E402
-from jaxscale.ahead.report import INDENT, Report, report_lines, summary_rows  # noqa: E402
+from jaxscale.ahead.report import Report, report_lines, summary_rows  # noqa: E402
 from jaxscale.ahead.search import Candidate, Tried, winner  # noqa: E402
 from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches, whole_number  # noqa: E402
 from jaxscale.config import RunConfig  # noqa: E402
 from jaxscale.help_text import show_help  # noqa: E402
+from jaxscale.planning.tables import INDENT
 from jaxscale.planning.topology import Topology, open_topology  # noqa: E402
 from jaxscale.system.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
 from jaxscale.system.paths import write_json, write_text_atomic  # noqa: E402

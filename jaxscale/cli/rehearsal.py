@@ -1,7 +1,7 @@
 """The phases of a rehearsal, in processes that hold the devices one after the other; this one asks for none.
 
 The kill is exact, not a race: `checkpoint.save_every_steps=3` starts a second save at step 6, which waits until the
-first one is committed, and the process dies by SIGKILL after step 7 (system/faults.py), while the second is being written.
+first one is committed, and the process dies by SIGKILL after step 7 (system/faults.py) while the second is written.
 """
 
 import dataclasses

@@ -13,12 +13,23 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import ArrayLike
 
-from jaxscale.corpus.curate.hashes import mix
 from jaxscale.system.exits import BadInput
 
 ROUNDS = 8  # four are known to be few for small sizes; each costs about 12 ns an index
 LARGEST = 1 << 62  # a b stays below 2**63
 Halves = tuple[np.ndarray, np.ndarray]
+SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
+FACTORS = tuple(map(np.uint64, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """uint64 values spread over all 64 bits, one to one: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014)."""
+    values = values ^ (values >> SHIFTS[0])
+    values *= FACTORS[0]
+    values ^= values >> SHIFTS[1]
+    values *= FACTORS[1]
+    values ^= values >> SHIFTS[2]
+    return values
 
 
 def permuted(indices: ArrayLike, size: int, key: str) -> np.ndarray:

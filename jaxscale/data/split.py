@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxscale.corpus.curate.hashes import mix
 from jaxscale.data.packing import DocumentTable
+from jaxscale.data.permutation import mix
 
 FEWEST_DOCUMENTS = 5  # expected from a source; with fewer, chance would decide whether it has any validation
 

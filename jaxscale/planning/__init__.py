@@ -1,1 +1,1 @@
-"""What a run costs, takes and needs, from its config and a machine's name alone: seconds, no compiler, no device."""
+"""What a run costs, takes and needs, by arithmetic: from its config and a machine's name, without a compiler."""

@@ -3,10 +3,10 @@
 import dataclasses
 
 from jaxscale import units
-from jaxscale.ahead.report import MemoryRow
 from jaxscale.build import Program
 from jaxscale.models import lora_params, num_params
 from jaxscale.planning.memory import MemoryNeed, memory_need, shard_bytes
+from jaxscale.planning.tables import MemoryRow
 
 OPTIMIZER_MOMENTS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum"}
 

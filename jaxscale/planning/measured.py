@@ -13,6 +13,15 @@ FORMAT = 2
 
 
 @dataclasses.dataclass(frozen=True)
+class Kept:
+    """What the compiler said of a step, as preflight keeps it."""
+
+    peak_bytes: int
+    mfu_ceiling: float
+    date: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Measured:
     """A step that was timed here."""
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import os
 from typing import Any
 
 import jax
@@ -13,12 +14,17 @@ from jaxscale.models.layers import ModelConfig
 from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE
 from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.planning.residuals import kept_by_stack, number_bytes, tiled_bytes
+from jaxscale.planning.topology import Topology
 from jaxscale.sharding.offload import HOST
 from jaxscale.sharding.tiles import on_tpu
+from jaxscale.system.exits import BadInput
 
+# docs.jax.dev, "GPU memory allocation": the part of a GPU's memory that jax takes at its start, and no program exceeds.
+GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+GPU_FRACTION = 0.75
 NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
 # Over what a block's own arrays sum to: XLA:TPU does not reuse all at once. Fitted to the ten TPU results in the
-# headers of configs/ (libtpu 0.0.51, 2026-11-21), which tests/planner/test_plan_memory.py compares with.
+# headers of configs/ (libtpu 0.0.51, 2026-11-21), which tests/planning/test_plan_memory.py compares with.
 BLOCK_SLACK = 1.25
 # XLA:GPU needs about twice as much for the same arrays: three compilations in the same headers (jax 0.10.2), all with
 # remat="full". Why was not looked into, so it is used with remat alone.
@@ -170,3 +176,19 @@ def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
     sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: query, ATTENTION_OUT: query}
     sizes |= {KEY: key, VALUE: key, MLP_GATE: mlp, MLP_UP: mlp}
     return {name: sizes[name] // tensor for name in model.activation_names}
+
+
+def usable_memory(topology: Topology) -> tuple[int, str]:
+    """(bytes that a program may use on one device, why so many)."""
+    there = topology.chip.hbm_bytes
+    if topology.platform != "gpu":
+        return there, "all of it is the program's"
+    for name in GPU_FRACTION_VARIABLES:
+        if text := os.environ.get(name):
+            try:
+                fraction = float(text)
+            except ValueError:
+                raise BadInput(f"{name}={text!r} must be a number, such as 0.9") from None
+            return int(there * fraction), f"{name}={text} of it is for jax"
+    way_out = f"set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training for more"
+    return int(there * GPU_FRACTION), f"jax takes {GPU_FRACTION:.0%} of a GPU's memory; {way_out}"

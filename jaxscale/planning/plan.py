@@ -5,9 +5,6 @@ from typing import Any
 
 import jax
 
-from jaxscale.ahead.kept import Kept
-from jaxscale.ahead.preflight import usable_memory
-from jaxscale.ahead.report import MemoryRow
 from jaxscale.build import make_program
 from jaxscale.checkpoint.space import state_bytes
 from jaxscale.config import RunConfig, resolve_budget
@@ -18,9 +15,10 @@ from jaxscale.planning.cautions import Caution
 from jaxscale.planning.cost import Range
 from jaxscale.planning.dataset import count_tokens
 from jaxscale.planning.layout import fitting_parts, memory_rows
-from jaxscale.planning.measured import Measured
-from jaxscale.planning.memory import host_bytes, memory_need
+from jaxscale.planning.measured import Kept, Measured
+from jaxscale.planning.memory import host_bytes, memory_need, usable_memory
 from jaxscale.planning.speed import Speed, speed
+from jaxscale.planning.tables import MemoryRow
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.mesh import mesh_layout
 

@@ -4,11 +4,11 @@ import textwrap
 from collections.abc import Callable
 
 from jaxscale import units
-from jaxscale.ahead.report import INDENT, table
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.cost import Range
 from jaxscale.planning.machine import HERE, PLANNED_ONLY
 from jaxscale.planning.plan import Plan
+from jaxscale.planning.tables import INDENT, table
 
 WIDTH = 120
 NOT_KNOWN = "n/a"

@@ -1,8 +1,8 @@
 """A proposal for people."""
 
 from jaxscale import units
-from jaxscale.ahead.report import table
 from jaxscale.planning.propose import Proposal, warmup
+from jaxscale.planning.tables import table
 from jaxscale.planning.text import INDENT, scientific, wrapped
 
 

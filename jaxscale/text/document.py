@@ -3,12 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import numpy as np
-
-from jaxscale.corpus.curate.hashes import word_hashes, word_hashes_of
-from jaxscale.corpus.curate.words import TextStats, text_stats
+from typing import Any, NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,22 +26,9 @@ class Document:
         return len(self.text) if self.text.isascii() else len(self.text.encode(errors="surrogatepass"))
 
     @functools.cached_property
-    def words(self) -> np.ndarray:
-        """uint64[n]: hashes of its words in order; see word_hashes."""
-        return word_hashes(self.text)
-
-    @functools.cached_property
-    def stats(self) -> TextStats:
-        """Its words, lines and characters as the quality rules count them."""
-        return text_stats(self.text)
-
-
-def hash_words(documents: Sequence[Document]) -> list[np.ndarray]:
-    """The words of each document. Those that are not known yet are found together, which is faster."""
-    unknown = [document for document in documents if "words" not in document.__dict__]
-    for document, words in zip(unknown, word_hashes_of([document.text for document in unknown])):
-        document.__dict__["words"] = words  # where cached_property keeps it
-    return [document.words for document in documents]
+    def computed(self) -> dict[str, Any]:
+        """What stages have computed from the text, by name, for those that come after them."""
+        return {}
 
 
 class Outcome(NamedTuple):

@@ -4,20 +4,17 @@ import gzip
 import json
 import shutil
 import subprocess
-import sys
 
 import kept_run
 import pytest
 from doc_flags import problem_of
 from doc_kinds import CHEAP, DRY, KINDS, NOT_SHELL, SOAK, kind_of
+from made_run import make_run  # noqa: E402
 from page_commands import blocks, changed, commands, is_said_to_be_none, is_shell, of_kind
 from shell_blocks import ROOT, Block, blocks_of, commands_of, inline_of, pages
 
 from jaxscale import cli
 from jaxscale.system.exits import Exit, Stop
-
-sys.path[:0] = [str(ROOT / "tests" / "monitor")]  # made_run: the records of a run that nobody trained
-from made_run import make_run  # noqa: E402
 
 
 def test_every_block_is_shell_or_said_to_be_none():

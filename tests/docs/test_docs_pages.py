@@ -221,5 +221,7 @@ def test_the_list_of_files_in_the_readme_has_all_modules_at_the_top():
 def test_settings_and_files_that_sentences_name_are_there():
     found = {path.name: strange_names(path.read_text(encoding="utf-8"), path.parent) for path in SENTENCES}
     assert not {page: names for page, names in found.items() if names}
-    said = "`optim.peak_rl=1`, `train.guard`, `--config.optim.peak_lr`, `evals.mine.file`, training/step.py, `train/stepp.py`"
+    said = (
+        "`optim.peak_rl=1`, `train.guard`, `--config.optim.peak_lr`, `evals.mine.file`, data/batch.py, `train/stepp.py`"
+    )
     assert strange_names(said, ROOT) == ["optim.peak_rl", "train/stepp.py"]

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from jaxscale.corpus.curate.evaluation import Evaluation, may_hold
-from jaxscale.corpus.curate.hashes import ngram_groups, ngram_hashes, word_spans
+from jaxscale.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes, word_spans
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage, hash_words
+from jaxscale.text.document import Document, Outcome, Stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

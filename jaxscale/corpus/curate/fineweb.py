@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from jaxscale.corpus.curate.gopher import check_fraction
 from jaxscale.corpus.curate.repetition import said_again
+from jaxscale.corpus.curate.words import stats_of
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
@@ -62,6 +63,6 @@ def fineweb_fault(document: Document, cfg: FineWebConfig) -> str:
             return "fineweb: lines said again"
     if cfg.max_newlines_per_word is not None:
         least = newlines / cfg.max_newlines_per_word if cfg.max_newlines_per_word else newlines and float("inf")
-        if len(text.split(None, int(min(least, len(text))))) <= least and document.stats.total < least:
+        if len(text.split(None, int(min(least, len(text))))) <= least and stats_of([document])[0].total < least:
             return "fineweb: too many line ends"  # there are at least as many words as pieces between spaces
     return ""

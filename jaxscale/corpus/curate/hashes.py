@@ -15,6 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.data.permutation import mix
+from jaxscale.text.document import Document
+
 MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so it has an inverse mod 2^64; the golden ratio's bits, as in SplitMix64
 INVERSE = pow(MULTIPLIER, -1, 1 << 64)
 PIECE = 1 << 20  # a longer text is hashed in pieces of about this many characters, so that memory stays bounded
@@ -24,8 +27,6 @@ SPACE = re.compile(r"[ \n]")
 HASHED_TOGETHER = 1 << 16  # characters of several texts whose words are hashed at once
 TOGETHER = 1 << 14  # words that are hashed into n-grams at once: the arrays stay in the cache
 LOWER = bytes(range(256)).lower()
-SHIFTS = tuple(map(np.uint64, (30, 27, 31)))
-FACTORS = tuple(map(np.uint64, (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)))
 
 
 class Sketch(NamedTuple):
@@ -35,16 +36,6 @@ class Sketch(NamedTuple):
     owners: np.ndarray  # uint32[m]: the document's place in the block
     places: np.ndarray  # uint32[m]: the line's number in its document; 0 for whole documents
     signatures: np.ndarray | None = None  # uint32[documents, permutations], where candidates are to be verified
-
-
-def mix(values: np.ndarray) -> np.ndarray:
-    """uint64 values spread over all 64 bits, one to one: the finaliser of SplitMix64 (Steele, Lea, Flood, 2014)."""
-    values = values ^ (values >> SHIFTS[0])
-    values *= FACTORS[0]
-    values ^= values >> SHIFTS[1]
-    values *= FACTORS[1]
-    values ^= values >> SHIFTS[2]
-    return values
 
 
 def word_hashes(text: str) -> np.ndarray:
@@ -75,6 +66,14 @@ def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
             rows += np.split(hashes, ends[:-1])
         begin, size = end, 0
     return rows
+
+
+def hash_words(documents: Sequence[Document]) -> list[np.ndarray]:
+    """word_hashes of each document. Those that are not known yet are found together, which is faster."""
+    unknown = [document for document in documents if "words" not in document.computed]
+    for document, words in zip(unknown, word_hashes_of([document.text for document in unknown])):
+        document.computed["words"] = words
+    return [document.computed["words"] for document in documents]
 
 
 def runs_of_letters(text: str) -> np.ndarray:

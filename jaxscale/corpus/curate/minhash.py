@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from jaxscale.corpus.curate.hashes import MULTIPLIER, Sketch, mix, ngram_hashes, ngram_table
+from jaxscale.corpus.curate.hashes import MULTIPLIER, Sketch, hash_words, mix, ngram_hashes, ngram_table
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, hash_words
+from jaxscale.text.document import Document
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,11 +10,11 @@ import itertools
 import re
 import threading
 from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 import numpy as np
 
 from jaxscale.corpus.curate.english import LOWER, MARKS, QUOTES, SIGNS, SPECIAL, cut
+from jaxscale.text.document import Document
 
 BATCH_CHARS = 1 << 15  # characters handled at a time: as many as stay in a core's cache
 MAX_REMEMBERED = 1 << 17  # odd pieces; about 30 MB with their tables
@@ -113,24 +113,18 @@ class TextStats:
         return len(self.hashes)
 
 
-class HasText(Protocol):
-    """A Document; document.py imports this file, not the other way round."""
-
-    text: str
-
-
 def text_stats(text: str) -> TextStats:
     """The words of a text as arrays."""
     (stats,) = block_stats([text])
     return stats
 
 
-def stats_of(documents: Sequence[HasText]) -> list[TextStats]:
-    """`document.stats` of each document, made for all together where it is not there yet: several times faster."""
-    new = [document for document in documents if "stats" not in vars(document)]
+def stats_of(documents: Sequence[Document]) -> list[TextStats]:
+    """The statistics of each document, made for all together where they are not there yet: several times faster."""
+    new = [document for document in documents if "stats" not in document.computed]
     for document, stats in zip(new, block_stats([document.text for document in new])):
-        vars(document)["stats"] = stats  # where functools.cached_property looks first
-    return [vars(document)["stats"] for document in documents]
+        document.computed["stats"] = stats
+    return [document.computed["stats"] for document in documents]
 
 
 def block_stats(texts: Sequence[str]) -> list[TextStats]:

@@ -1,6 +1,6 @@
 """Each way in which a config.json can say how RoPE is scaled, and what transformers reads of it.
 
-TORCH_PYTHON tests/convert/rope_cases.py > tests/convert/rope_read.json
+TORCH_PYTHON tests/interop/rope_cases.py > tests/convert/rope_read.json
 """
 
 import json

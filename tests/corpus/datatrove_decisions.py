@@ -1,6 +1,6 @@
 """Runs datatrove's filters, in datatrove's own environment: lines of JSON text in, lines of reasons out ("" for kept).
 
-python tests/data/datatrove_decisions.py documents.jsonl decisions.jsonl
+python tests/corpus/datatrove_decisions.py documents.jsonl decisions.jsonl
 """
 
 import json

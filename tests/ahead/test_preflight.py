@@ -47,7 +47,7 @@ def test_the_kinds_of_memory_add_up_to_the_compilers_peak(report, compiled):
 
 
 def test_parameters_and_moments_are_those_that_training_checks_for(report, program):
-    need = memory_need(program)  # which tests/planner/test_check.py holds against the arrays themselves
+    need = memory_need(program)  # which tests/planning/test_check.py holds against the arrays themselves
     rows = {row.kind: row.num_bytes for row in report.memory}
     assert (rows["parameters"], rows["moments"], report.host_bytes) == (need.params, need.moments, 0)
 

@@ -1,6 +1,6 @@
 """Ids and what is learned, as Transformers has them.
 
-JAXSCALE_TORCH_PYTHON=E/bin/python pytest -m peer tests/data/test_chat_peer.py, E with transformers and jinja2
+JAXSCALE_TORCH_PYTHON=E/bin/python pytest -m peer tests/text/test_chat_peer.py, E with transformers and jinja2
 """
 
 import json

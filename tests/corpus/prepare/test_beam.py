@@ -1,7 +1,7 @@
 """On Apache Beam the same recipe gives the same bytes. Beam wants an older pyarrow, so it lives in its own environment:
 
 python -m venv E && E/bin/pip install ".[beam]"
-JAXSCALE_BEAM_PYTHON=E/bin/python pytest -m peer tests/data/prepare
+JAXSCALE_BEAM_PYTHON=E/bin/python pytest -m peer tests/corpus/prepare
 """
 
 import hashlib

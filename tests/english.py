@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-CORPORA = pathlib.Path(__file__).parents[3] / "shared" / "corpora"
+CORPORA = pathlib.Path(__file__).parents[2] / "shared" / "corpora"
 
 
 def english_documents(most: int = 6000) -> list[str]:

@@ -1,0 +1,1 @@
+"""What every room stands on: exit codes, files and buckets, processes, redaction, faults made on purpose."""

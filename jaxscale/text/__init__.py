@@ -1,0 +1,1 @@
+"""Text in: files of many formats as documents, tokenizers, conversations."""
