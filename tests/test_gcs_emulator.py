@@ -82,7 +82,7 @@ store.delete_range(tensorstore.KvStore.KeyRange("b/", "b0")).result()
 assert store.list().result() == [b"a"]
 """
 EPATH = """
-from jaxscale.paths import as_path
+from jaxscale.system.paths import as_path
 
 folder = as_path("gs://bucket/run")
 assert not folder.exists()

@@ -23,8 +23,7 @@ from jaxscale.checkpoint.folders import COMMITTED, mark_committed
 from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.output import Output, layout_of
-from jaxscale.checkpoint.reading import read_record
-from jaxscale.checkpoint.record import seal
+from jaxscale.checkpoint.record import RECORD, read_optional, require_record, seal
 from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
 from jaxscale.checkpoint.verifying import require_reachable, verify_folder
 from jaxscale.system import paths
@@ -95,7 +94,7 @@ def finish(growing: Any, final: Any, destination: Any, write_config: Callable[[]
 def source_record(source: Checkpoints, step: int) -> dict[str, Any]:
     """The record of a step. Raises Stop (CHECKPOINT_CORRUPT) if it changed."""
     try:
-        return read_record(source.directory / str(step))
+        return require_record(source.directory / str(step))
     except BadInput as error:
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} cannot be read: {error}; leave it out") from None
 
@@ -152,7 +151,7 @@ def what_is_in(folder: Any, made: str, own: Sequence[str]) -> str | None:
         return None
     if others := sorted({path.name for path in folder.iterdir()} - {checkpoints.name, config.name, *own}):
         return others[0]
-    if config.exists() and made not in reading.read_optional(config):
+    if config.exists() and made not in read_optional(config):
         return config.name
     for path in checkpoints.iterdir() if checkpoints.exists() else ():
         unfinished = path.name.isdecimal() if paths.is_remote(path) else path.name.startswith(GROWING)
@@ -287,8 +286,8 @@ def write_texts(newest: Any, folder: Any, record: Mapping[str, Any], leaves: Map
                 "key_metadata": [part | {"key": key} for part, key in zip(parts, renamed, strict=True)]
             }
     write_json(folder / stored.TREE, tree | {"tree_metadata": entries})
-    write_json(folder / reading.RECORD, record)
-    times, now = reading.read_optional(newest / reading.TIMES), time.time_ns()
+    write_json(folder / RECORD, record)
+    times, now = read_optional(newest / reading.TIMES), time.time_ns()
     if times:
         times |= {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now, "metrics": {}}
         write_json(folder / reading.TIMES, times)

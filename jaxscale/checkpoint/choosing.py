@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxscale.checkpoint import folders, restore, verified
+from jaxscale.checkpoint import folders, record, restore
 from jaxscale.hosts.agree import agreed
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
@@ -44,7 +44,7 @@ def tell_lost(checkpoints: Any, say: Callable[[str], None]) -> None:
     Raises Stop (CHECKPOINT_CORRUPT) where there is no other step: what is lost is not begun anew in silence.
     """
     directory = checkpoints.directory
-    good = agreed(lambda: verified.look_up_last_good(directory))
+    good = agreed(lambda: record.look_up_last_good(directory))
     if not good:
         return
     if isinstance(good, str):
@@ -56,13 +56,13 @@ def tell_lost(checkpoints: Any, say: Callable[[str], None]) -> None:
         if why_not(checkpoints, step) or checkpoints.read_record(step)["sha256"] == good["sha256"]:
             return  # what cannot be believed is told when it is opened
         cause = (
-            f"step {step} is not the one that was last saved here ({directory / verified.LAST_GOOD}): was it copied in"
+            f"step {step} is not the one that was last saved here ({directory / record.LAST_GOOD}): was it copied in"
         )
         checkpoints.note("alarm", step, cause=f"{cause}?")
         return say(f"WARNING: {cause} from another run?")
     if newest is not None and agreed(lambda: was_set_aside(directory, good)):
         return
-    cause = f"step {step}, the last that was saved whole ({directory / verified.LAST_GOOD}), is not there any more"
+    cause = f"step {step}, the last that was saved whole ({directory / record.LAST_GOOD}), is not there any more"
     if paths.is_remote(directory) and agreed(lambda: (directory / str(step)).exists()):
         place = checkpoints.set_aside(step, "damaged")
         cause = f"step {step} was saved whole and has no {folders.COMMITTED} any more; it is now {place}"

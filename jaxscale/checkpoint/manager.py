@@ -19,13 +19,13 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxscale.checkpoint import folders, restore, space, verified
+from jaxscale.checkpoint import folders, restore, space
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.choosing import tell_lost
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.failures import Failures, Reports
 from jaxscale.checkpoint.quiet_orbax import import_orbax
-from jaxscale.checkpoint.record import named_leaves
+from jaxscale.checkpoint.record import forget_last_good, named_leaves, read_last_good
 from jaxscale.checkpoint.retention import read_facts
 from jaxscale.checkpoint.saver import Job, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
@@ -122,7 +122,7 @@ class Checkpoints:
 
     def last_good(self) -> dict[str, Any] | None:
         """{step, verified, health, sha256} of the last step that was written whole, if it is still there."""
-        found = verified.read_last_good(self.directory)
+        found = read_last_good(self.directory)
         return found if found and folders.is_committed(self.directory / str(found["step"])) else None
 
     def read_run(self, step: int) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class Checkpoints:
     def move_away(self, step: int, why: str) -> str:
         """The new place of a step, if the folder is this run's. Raises as may_commit does."""
         self.saver.may_commit()
-        verified.forget_last_good(self.directory, step)
+        forget_last_good(self.directory, step)
         return str(folders.set_aside(self.directory, step, why))
 
     def set_aside_after(self, step: int, why: str) -> list[int]:

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint import reading
 from jaxscale.checkpoint.average import (
     GROWING,
     WEIGHTS,
@@ -31,7 +30,7 @@ from jaxscale.checkpoint.average import (
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.output import Output, layout_of
-from jaxscale.checkpoint.record import seal
+from jaxscale.checkpoint.record import read_optional, seal
 from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
 from jaxscale.models.lora import NO_LORA, A, B, LoraConfig, is_adapter
 from jaxscale.schema import from_dict, to_dict
@@ -73,7 +72,7 @@ def merge_lora(
         marks = write_merged(source, step, record, leaves, what, lora.scale, growing, on_bytes)
         write_texts(source.directory / str(step), growing, merged_record(record, leaves, marks, made), leaves, WEIGHTS)
         copy_tokenizer(source.directory.parent, destination.parent)
-        config = without_lora(reading.read_optional(source.directory.parent / "config.json")) | {MADE: made}
+        config = without_lora(read_optional(source.directory.parent / "config.json")) | {MADE: made}
         finish(growing, final, destination, lambda: paths.write_json(destination.parent / "config.json", config))
     except OSError as error:
         raise Stop(Exit.STORAGE, f"{growing} cannot be written: {error.strerror or error}; run it again") from None

@@ -9,8 +9,8 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import REMOVED, remove_step, remove_tree
 from jaxscale.checkpoint.manager import CLEAN, Checkpoints
 from jaxscale.checkpoint.reading import StepFacts
+from jaxscale.checkpoint.record import LAST_GOOD
 from jaxscale.checkpoint.retention import PINNED, Facts, best_steps, is_lost, kept_steps
-from jaxscale.checkpoint.verified import LAST_GOOD
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 

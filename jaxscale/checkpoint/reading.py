@@ -1,24 +1,20 @@
 """What lies in a folder of checkpoints, told without reading any array; those are read in stored.py."""
 
-import contextlib
 import dataclasses
 import datetime
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxscale.checkpoint.cause import is_trouble, reached
 from jaxscale.checkpoint.files import files_under
 from jaxscale.checkpoint.folders import COMMITTED
 from jaxscale.checkpoint.inventory import FOLDER, REST
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import what_is_wrong
+from jaxscale.checkpoint.record import RECORD, read_last_good, read_optional, require_record
 from jaxscale.checkpoint.retention import PINNED
-from jaxscale.checkpoint.verified import LAST_GOOD
-from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
 ALWAYS = (f"{FOLDER}/{REST}", COMMITTED)
-RECORD, TIMES, COPIED = "run/metadata", "_CHECKPOINT_METADATA", "copied"
+TIMES, COPIED = "_CHECKPOINT_METADATA", "copied"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +42,7 @@ def list_steps(checkpoints: Checkpoints) -> list[StepFacts]:
         top = name.partition("/")[0]
         if top.isdecimal() and int(top) in sizes:
             sizes[int(top)] += size
-    good = read_last_good(folder)
+    good = read_last_good(folder) or {}
     return [step_facts(folder, step, sizes[step], names, good) for step in steps]
 
 
@@ -56,7 +52,7 @@ def step_facts(
     """The facts of one step. names: of all files below the folder of checkpoints."""
     pinned, copied = f"{PINNED}/{step}" in names, f"{COPIED}/{step}.json" in names
     try:
-        record = read_record(folder / str(step))
+        record = require_record(folder / str(step))
     except BadInput as error:
         problem = str(error)
         return StepFacts(step, saved_at(folder / str(step)), num_bytes, None, None, False, pinned, problem)
@@ -69,33 +65,6 @@ def step_facts(
     return StepFacts(
         step, saved_at(folder / str(step)), num_bytes, record.get("health"), loss, verified, pinned, missing=missing
     )
-
-
-def read_record(folder: Any) -> dict[str, Any]:
-    """The sealed record of a step's folder. Raises BadInput if it cannot be read, is damaged, or of another step."""
-    try:
-        record = paths.read_json(folder / RECORD)
-    except Exception as error:
-        if isinstance(error, ValueError) or not (isinstance(error, OSError) or is_trouble(error)):
-            raise
-        cause = getattr(error, "strerror", None) or type(error).__name__
-        raise BadInput(f"{folder / RECORD} cannot be read: {cause}") from None
-    if wrong := what_is_wrong(record, folder.name):
-        raise BadInput(f"{folder / RECORD}: {wrong}")
-    return record
-
-
-def read_optional(path: Any) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none. Raises Stop (STORAGE) where its bucket cannot be reached."""
-    with contextlib.suppress(OSError, ValueError):
-        value = reached(lambda: paths.read_json(path), path)
-        return value if isinstance(value, dict) else {}
-    return {}
-
-
-def read_last_good(folder: Any) -> dict[str, Any]:
-    """What training wrote of the last step that it read back; empty if there is none."""
-    return read_optional(folder / LAST_GOOD)
 
 
 def saved_at(folder: Any) -> str | None:

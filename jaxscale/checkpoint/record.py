@@ -1,5 +1,6 @@
 """What a checkpoint says of itself: names and fingerprints of its arrays, and what the run needs, under a sha256."""
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Mapping
@@ -7,11 +8,15 @@ from typing import Any
 
 import jax
 
+from jaxscale.checkpoint.cause import is_trouble, reached
 from jaxscale.checkpoint.folders import is_step_name
-from jaxscale.system import paths
+from jaxscale.system import fence, paths
 from jaxscale.system.exits import BadInput
+from jaxscale.system.faults import crash_point
 
-RECORD = ("run", "metadata")  # where it lies in the folder of a step: Orbax's JSON item of the name `run`
+RECORD = "run/metadata"  # below the folder of a step: Orbax's JSON item of the name `run`
+LAST_GOOD = "last_good.json"  # beside the steps
+LAST_GOOD_KINDS = {"step": int, "verified": bool, "health": str, "sha256": str}
 
 
 def read_record(folder: Any) -> dict[str, Any]:
@@ -20,10 +25,24 @@ def read_record(folder: Any) -> dict[str, Any]:
     Checkpoints of earlier versions have no step, no health and no metrics. Needs no Orbax.
     Raises: OSError if it is not there, BadInput if one bit of it has changed, or if the folder bears another number.
     """
-    record = paths.read_json(folder.joinpath(*RECORD))
+    record = paths.read_json(folder / RECORD)
     if wrong := what_is_wrong(record, folder.name):
         raise BadInput(wrong)
     return record
+
+
+def require_record(folder: Any) -> dict[str, Any]:
+    """As read_record, with one kind of error: BadInput naming the file, for whatever keeps it from being read."""
+    try:
+        return read_record(folder)
+    except BadInput as error:
+        named = str(folder / RECORD)
+        raise BadInput(str(error) if named in str(error) else f"{named}: {error}") from None
+    except Exception as error:
+        if not (isinstance(error, OSError) or is_trouble(error)):
+            raise
+        cause = getattr(error, "strerror", None) or type(error).__name__
+        raise BadInput(f"{folder / RECORD} cannot be read: {cause}") from None
 
 
 def what_is_wrong(record: Any, name: str) -> str:
@@ -89,3 +108,49 @@ def is_sealed(record: Any) -> bool:
 def digest(content: Any) -> str:
     """sha256 of the JSON text with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_optional(path: Any) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none. Raises Stop (STORAGE) where its bucket cannot be reached."""
+    with contextlib.suppress(OSError, ValueError):
+        value = reached(lambda: paths.read_json(path), path)
+        return value if isinstance(value, dict) else {}
+    return {}
+
+
+def write_last_good(directory: Any, step: int, *, verified: bool, health: str, sha256: str) -> None:
+    """Records the step in last_good.json. sha256: of its record."""
+    content = {"step": step, "verified": verified, "health": health, "sha256": sha256}
+    crash_point("last_good/before")
+    paths.write_text_atomic(directory / LAST_GOOD, json.dumps(content) + "\n")
+    crash_point("last_good/after")
+
+
+def forget_last_good(directory: Any, step: int) -> None:
+    """Removes last_good.json if it names this step, which will not count any more: a later look would miss it."""
+    found = read_last_good(directory)
+    if found and found["step"] == step:
+        fence.ask(directory)
+        (directory / LAST_GOOD).unlink(missing_ok=True)
+
+
+def read_last_good(directory: Any) -> dict[str, Any] | None:
+    """What last_good.json says; None if it is missing or odd, for it can be made again. Raises Stop as look_up does."""
+    found = look_up_last_good(directory)
+    return found if isinstance(found, dict) else None
+
+
+def look_up_last_good(directory: Any) -> dict[str, Any] | str | None:
+    """What last_good.json says, or in words what is odd about it; None if it is missing.
+
+    Raises Stop (STORAGE) where its bucket cannot be reached: that says nothing about it.
+    """
+    path = directory / LAST_GOOD
+    try:
+        found = reached(lambda: paths.read_json(path), path)
+    except FileNotFoundError:
+        return None
+    except (OSError, BadInput) as error:
+        return str(error)
+    whole = isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in LAST_GOOD_KINDS.items())
+    return found if whole else f"{path} does not name a step as a save writes it"

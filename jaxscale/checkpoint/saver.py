@@ -17,7 +17,7 @@ from jaxscale.checkpoint import folders, retention, space, verified, write
 from jaxscale.checkpoint.cause import NO_INODES, clip, inodes_told, short_cause, what_to_grant
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.failures import Reports
-from jaxscale.checkpoint.record import describe_leaf, seal
+from jaxscale.checkpoint.record import describe_leaf, seal, write_last_good
 from jaxscale.checkpoint.snapshot import Snapshot
 from jaxscale.hosts.agree import gathered
 from jaxscale.monitor.events import Note
@@ -201,7 +201,7 @@ class Saver:
         try:
             self.may_commit()
             about = dict(verified=good, health=job.health, sha256=record["sha256"])
-            verified.write_last_good(self.directory, job.step, **about)
+            write_last_good(self.directory, job.step, **about)
             self.remove_old(job.step)
         except Stop:
             raise

@@ -9,7 +9,7 @@ from typing import Any
 
 from jaxscale.checkpoint import folders
 from jaxscale.checkpoint.cause import inodes_told
-from jaxscale.checkpoint.verified import LAST_GOOD
+from jaxscale.checkpoint.record import LAST_GOOD
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 

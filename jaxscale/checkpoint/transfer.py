@@ -16,8 +16,8 @@ from jaxscale.checkpoint.files import copy_file, files_under, mark_of
 from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED
 from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.reading import COPIED, read_optional, read_record
-from jaxscale.checkpoint.record import digest
+from jaxscale.checkpoint.reading import COPIED
+from jaxscale.checkpoint.record import RECORD, digest, read_optional, require_record
 from jaxscale.checkpoint.verifying import Damage, verify_folder
 from jaxscale.monitor.events import NAME as EVENTS
 from jaxscale.system import paths
@@ -85,7 +85,7 @@ def copy_step(
 def read_step(folder: Any) -> dict[str, Any]:
     """The record of a step that is to be read. Raises Stop (CHECKPOINT_CORRUPT)."""
     try:
-        return read_record(folder)
+        return require_record(folder)
     except BadInput as error:
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {folder.name} cannot be read: {error}; take another step") from None
 
@@ -128,12 +128,12 @@ def check_destination(run: Any, record: Mapping[str, Any], step: int, workdir: A
     steps, shared = other.all_steps(), False
     for theirs in steps:
         try:
-            found = read_record(destination / str(theirs))
+            found = require_record(destination / str(theirs))
         except BadInput:
             continue  # damaged: it says nothing of whose it is
         if run_identity(found) != own:
             raise BadInput(f"--to={workdir} holds step {theirs} of another run; name an empty folder")
-        mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / "run" / "metadata")
+        mine = record if theirs == step else read_optional(run / "checkpoints" / str(theirs) / RECORD)
         if mine and mine["sha256"] != found["sha256"]:
             raise BadInput(f"--to={workdir} has another step {theirs} than {run}: it is another run; name an empty one")
         shared |= bool(mine)

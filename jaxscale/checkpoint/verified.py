@@ -1,18 +1,13 @@
-"""A checkpoint read back after it was written: is every bit of it in the files, and which step is the last good one?"""
+"""A checkpoint read back after it was written: is every bit of it in the files?"""
 
-import json
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jaxscale.checkpoint.cause import is_trouble, reached, short_cause
+from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.stored import Arrays, compare_leaf
-from jaxscale.system import fence, paths
+from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
-from jaxscale.system.faults import crash_point
-
-LAST_GOOD = "last_good.json"
-KINDS = {"step": int, "verified": bool, "health": str, "sha256": str}  # what it holds
 
 
 class Damaged(Exception):
@@ -59,41 +54,3 @@ def forget_cached(folder: Any) -> None:
                 os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(handle)
-
-
-def write_last_good(directory: Any, step: int, *, verified: bool, health: str, sha256: str) -> None:
-    """Records the step in last_good.json. sha256: of its record."""
-    content = {"step": step, "verified": verified, "health": health, "sha256": sha256}
-    crash_point("last_good/before")
-    paths.write_text_atomic(directory / LAST_GOOD, json.dumps(content) + "\n")
-    crash_point("last_good/after")
-
-
-def forget_last_good(directory: Any, step: int) -> None:
-    """Removes last_good.json if it names this step, which will not count any more: a later look would miss it."""
-    found = read_last_good(directory)
-    if found and found["step"] == step:
-        fence.ask(directory)
-        (directory / LAST_GOOD).unlink(missing_ok=True)
-
-
-def read_last_good(directory: Any) -> dict[str, Any] | None:
-    """What last_good.json says; None if it is missing or odd, for it can be made again. Raises Stop as look_up does."""
-    found = look_up_last_good(directory)
-    return found if isinstance(found, dict) else None
-
-
-def look_up_last_good(directory: Any) -> dict[str, Any] | str | None:
-    """What last_good.json says, or in words what is odd about it; None if it is missing.
-
-    Raises Stop (STORAGE) where its bucket cannot be reached: that says nothing about it.
-    """
-    path = directory / LAST_GOOD
-    try:
-        found = reached(lambda: paths.read_json(path), path)
-    except FileNotFoundError:
-        return None
-    except (OSError, BadInput) as error:
-        return str(error)
-    whole = isinstance(found, dict) and all(type(found.get(name)) is kind for name, kind in KINDS.items())
-    return found if whole else f"{path} does not name a step as a save writes it"

@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jaxscale.checkpoint import reading
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.index import Locations, index_damages, named_files
 from jaxscale.checkpoint.inventory import changed_files
-from jaxscale.checkpoint.reading import read_record
+from jaxscale.checkpoint.record import RECORD, require_record
 from jaxscale.checkpoint.stored import TREE, Arrays, compare_leaf
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -58,10 +57,10 @@ def verify_folder(
 def look_through(folder: Any, on_bytes: Callable[[int], None], finished: bool) -> Verdict:
     """As verify_folder; what is wrong with the storage itself is raised as it came."""
     try:
-        record = read_record(folder)
+        record = require_record(folder)
     except BadInput as error:
         require_reachable(error, folder)
-        return Verdict(0, 0, (Damage(reading.RECORD, str(error)),))
+        return Verdict(0, 0, (Damage(RECORD, str(error)),))
     damages, done = [], 0
     damages += tree_damages(folder, record["leaves"])
     arrays, located = Arrays(folder), Locations(folder)

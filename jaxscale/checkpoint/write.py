@@ -148,7 +148,7 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
 
 def describe(place: Any, record: Mapping[str, Any], committed: str, began: float) -> None:
     """Writes the record, and what stock Orbax looks for beside it."""
-    place.joinpath(*RECORD).write_text(json.dumps(record))
+    (place / RECORD).write_text(json.dumps(record))
     crash_point("save/record")
     for item in ("run", "state"):
         (place / item / folders.COMMITTED).write_text(committed)

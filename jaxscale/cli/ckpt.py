@@ -44,7 +44,8 @@ from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
 from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
 from jaxscale.checkpoint.merge import merge_lora  # noqa: E402
 from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, sweep, unpin, why_kept  # noqa: E402
-from jaxscale.checkpoint.reading import StepFacts, list_steps, read_optional  # noqa: E402
+from jaxscale.checkpoint.reading import StepFacts, list_steps  # noqa: E402
+from jaxscale.checkpoint.record import read_optional  # noqa: E402
 from jaxscale.checkpoint.transfer import copy_step  # noqa: E402
 from jaxscale.checkpoint.verifying import verify_folder  # noqa: E402
 from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402

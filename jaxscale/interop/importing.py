@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint import reading, space, stored
+from jaxscale.checkpoint import space, stored
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.durable import sync_tree
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, mark_committed, remove_tree
 from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.output import Output, new_layout, tree_of
-from jaxscale.checkpoint.record import seal
+from jaxscale.checkpoint.record import RECORD, seal
 from jaxscale.checkpoint.verified import Damaged, verify_leaves
 from jaxscale.checkpoint.write import HANDLERS
 from jaxscale.interop.families import TensorPair
@@ -242,7 +242,7 @@ def complete(growing: Any, final: Any, leaves: Mapping[str, list], run: Mapping[
     began = time.time_ns()
     write_json(growing / stored.TREE, tree_of({name: told[0] for name, told in leaves.items()}))
     record = seal({"step": STEP, "run": dict(run), "leaves": dict(leaves), "health": "clean", "metrics": {}})
-    write_json(growing / reading.RECORD, record)
+    write_json(growing / RECORD, record)
     for item in ("run", "state"):
         (growing / item / COMMITTED).write_text(f"Checkpoint commit was successful to {final}")
     about = {"item_handlers": HANDLERS, "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.checkpoint.reading import read_optional
+from jaxscale.checkpoint.record import read_optional
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 

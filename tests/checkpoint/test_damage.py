@@ -164,7 +164,7 @@ import pathlib, resource, sys, time
 import jax, jax.numpy as jnp, numpy as np
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.exits import Stop
+from jaxscale.system.exits import Stop
 checkpoints = Checkpoints(sys.argv[1], CheckpointConfig())
 state = {name: jnp.asarray(np.random.default_rng(0).normal(size=300_000), jnp.float32) for name in "abcdefgh"}
 checkpoints.save(1, state, {})

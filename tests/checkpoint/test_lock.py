@@ -23,7 +23,7 @@ from jaxscale.system.exits import Exit, Stop
 HOLD = """
 import sys, time
 from jaxscale.checkpoint.lock import LockConfig, RunLock
-from jaxscale.exits import run_and_exit
+from jaxscale.system.exits import run_and_exit
 
 def main(argv):
     with RunLock(argv[0], LockConfig(lease_seconds=float(argv[1]))) as lock:

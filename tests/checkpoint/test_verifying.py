@@ -171,7 +171,7 @@ def test_the_file_of_a_leaf_is_found_in_an_index_of_several_levels(tmp_path):
 def test_the_list_of_steps_tells_what_training_recorded(run):
     kept_run.reseal(run, 10, health="suspect", metrics={"validation/loss": 3.25})
     kept_run.reseal(run, 20, health="clean", metrics={"validation/loss": 3.0})
-    good = {"step": 20, "verified": True, "sha256": run.read_record(20)["sha256"]}
+    good = {"step": 20, "verified": True, "health": "clean", "sha256": run.read_record(20)["sha256"]}
     (run.directory / "last_good.json").write_text(json.dumps(good))
     (run.directory / "pinned").mkdir()
     (run.directory / "pinned" / "10").write_text("")

@@ -156,7 +156,7 @@ def test_progress_is_seldom_and_tells_the_rate(capsys):
 # What a verb takes beyond `list`, in MB: the pieces that are asked for ahead and those that are being worked on.
 MEASURED = """
 import pathlib, re, sys
-from jaxscale.process import prepare_ahead
+from jaxscale.system.process import prepare_ahead
 prepare_ahead()
 from jax._src import xla_bridge
 from jaxscale.checkpoint import average, stored
@@ -194,10 +194,10 @@ def test_memory_does_not_grow_with_the_checkpoint_and_no_device_is_touched(tmp_p
 
 IN_A_BUCKET = """
 import sys
-from jaxscale.process import prepare_ahead
+from jaxscale.system.process import prepare_ahead
 prepare_ahead()
 from jaxscale.cli import ckpt
-from jaxscale.exits import verdict
+from jaxscale.system.exits import verdict
 for line in sys.stdin.read().splitlines():
     print("DO", line, flush=True)
     try:

@@ -132,7 +132,7 @@ def test_what_this_user_may_not_read_or_write_is_one_line(tmp_path):
     command = [*bounded, sys.executable, "-c", """
 import sys
 from jaxscale.cli.prepare import main
-from jaxscale.exits import verdict
+from jaxscale.system.exits import verdict
 for name, output in (("shut", "out"), ("open", "locked"), ("open", "locked/out")):
     try:
         main([f"--input={name}.jsonl", f"--output={output}", "--workers=1", "--config.stages=()",
