@@ -14,6 +14,7 @@ Importing the package imports nothing else; jax comes with the first call.
 """
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -23,6 +24,8 @@ __all__ = ["evaluate", "load_config", "open_model", "report", "sample", "train"]
 def __getattr__(name: str) -> Any:
     """A call of the Python interface, imported when it is asked for."""
     if name in __all__:
+        if "jax" not in sys.modules:  # else it is set up as its user wants it
+            importlib.import_module("jaxscale.system.process").keep_compiled_programs()
         return getattr(importlib.import_module("jaxscale.api"), name)
     raise AttributeError(f"module 'jaxscale' has no attribute {name!r}; it has {', '.join(__all__)}")
 

@@ -5,36 +5,28 @@ What a person got wrong is a BadInput of one line; what else ends a training is 
 jaxscale.system.exits).
 """
 
-import sys
+import dataclasses
+import html
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import overload
 
-from jaxscale.system import process
-from jaxscale.system.exits import BadInput
+import jax
+import numpy as np
 
-if "jax" not in sys.modules:
-    process.keep_compiled_programs()  # read by jax when it is imported, which comes next
-
-import dataclasses  # noqa: E402
-import html  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Mapping, Sequence  # noqa: E402
-from typing import overload  # noqa: E402
-
-import jax  # noqa: E402
-import numpy as np  # noqa: E402
-
-from jaxscale import units  # noqa: E402
-from jaxscale.checkpoint.branch import open_source  # noqa: E402
-from jaxscale.checkpoint.cause import written  # noqa: E402
-from jaxscale.cli.evaluate import BATCH_TOKENS, Request, check_context, check_request, make_measure  # noqa: E402
-from jaxscale.cli.evaluate_steps import by_name, record_of, save_record  # noqa: E402
-from jaxscale.cli.report import price_of, read_all  # noqa: E402
-from jaxscale.cli.sample import write_all  # noqa: E402
-from jaxscale.cli.sample_chat import Talk  # noqa: E402
-from jaxscale.config import RunConfig, load_config  # noqa: E402
-from jaxscale.eval.config import NAME, ChoiceEval, ClozeEval, TextEval  # noqa: E402
-from jaxscale.eval.named import GROUP  # noqa: E402
-from jaxscale.eval.tokens import Tokens, open_documents, token_metrics  # noqa: E402
-from jaxscale.inference import (  # noqa: E402
+from jaxscale import units
+from jaxscale.checkpoint.branch import open_source
+from jaxscale.checkpoint.cause import written
+from jaxscale.cli.evaluate import BATCH_TOKENS, Request, check_context, check_request, make_measure
+from jaxscale.cli.evaluate_steps import by_name, record_of, save_record
+from jaxscale.cli.report import price_of, read_all
+from jaxscale.cli.sample import write_all
+from jaxscale.cli.sample_chat import Talk
+from jaxscale.config import RunConfig, load_config
+from jaxscale.eval.config import NAME, ChoiceEval, ClozeEval, TextEval
+from jaxscale.eval.named import GROUP
+from jaxscale.eval.tokens import Tokens, open_documents, token_metrics
+from jaxscale.inference import (
     LoadedModel,
     check_tokenizer,
     make_generator,
@@ -42,14 +34,15 @@ from jaxscale.inference import (  # noqa: E402
     open_model,
     stop_ids_of,
 )
-from jaxscale.main import train_in  # noqa: E402
-from jaxscale.reporting import make_page  # noqa: E402
-from jaxscale.reporting.history import read_history  # noqa: E402
-from jaxscale.run import options as start  # noqa: E402
-from jaxscale.sampling.choose import Sampling  # noqa: E402
-from jaxscale.sampling.generator import own_numbers  # noqa: E402
-from jaxscale.sampling.text import write_ids  # noqa: E402
-from jaxscale.system import paths  # noqa: E402
+from jaxscale.main import train_in
+from jaxscale.reporting import make_page
+from jaxscale.reporting.history import read_history
+from jaxscale.run import options as start
+from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.generator import own_numbers
+from jaxscale.sampling.text import write_ids
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
 
 __all__ = ["Report", "Trained", "evaluate", "load_config", "open_model", "report", "sample", "train"]
 

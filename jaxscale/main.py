@@ -9,25 +9,21 @@
 --workdir=FOLDER        where checkpoints and metrics go, and from where a run goes on; default runs/<config>
 """
 
-from jaxscale.system.process import files_as, prepare
+from collections.abc import Mapping
 
-if __name__ == "__main__":
-    prepare()  # before jax is imported
-
-from collections.abc import Mapping  # noqa: E402
-
-from jaxscale import config, hosts, schema  # noqa: E402
-from jaxscale.checkpoint.cause import reached  # noqa: E402
-from jaxscale.command_line import config_name, parse_arguments, take_switches  # noqa: E402
-from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.planning.check import check_machine  # noqa: E402
-from jaxscale.run import options as start  # noqa: E402
-from jaxscale.run.opening import train_through  # noqa: E402
-from jaxscale.run.resume_checks import has_begun, recorded_settings  # noqa: E402
-from jaxscale.run.services import attended  # noqa: E402
-from jaxscale.system.exits import run_and_exit  # noqa: E402
-from jaxscale.training.stopping import terminated_well  # noqa: E402
+from jaxscale import config, hosts, schema
+from jaxscale.checkpoint.cause import reached
+from jaxscale.cli import run_verb
+from jaxscale.command_line import config_name, parse_arguments, take_switches
+from jaxscale.config import RunConfig
+from jaxscale.help_text import show_help
+from jaxscale.planning.check import check_machine
+from jaxscale.run import options as start
+from jaxscale.run.opening import train_through
+from jaxscale.run.resume_checks import has_begun, recorded_settings
+from jaxscale.run.services import attended
+from jaxscale.system.process import files_as
+from jaxscale.training.stopping import terminated_well
 
 HELP = f"{__doc__}{start.HELP}{hosts.HELP}\n"
 
@@ -58,4 +54,4 @@ def train_in(workdir: str, cfg: RunConfig, wishes: start.Wishes, flags: Mapping[
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("train")

@@ -4,7 +4,6 @@ import html
 import inspect
 import json
 import pathlib
-import pydoc
 import subprocess
 import sys
 
@@ -31,7 +30,7 @@ def run_python(code):
 def test_importing_the_package_imports_nothing_else_of_weight():
     code = (
         "import sys; before = set(sys.modules); import time; began = time.perf_counter(); import jaxscale;"
-        "jaxscale.train; jaxscale.sample; dir(jaxscale)\n"
+        "dir(jaxscale)\n"
         "took = time.perf_counter() - began; new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
         "print(sorted(new & {'jax', 'jaxlib', 'numpy', 'flax', 'optax', 'orbax', 'grain', 'IPython'}), took < 1)"
     )
@@ -54,22 +53,10 @@ def test_the_calls_are_those_of_the_command_line():
     assert set(jaxscale.__all__) <= set(dir(jaxscale))
 
 
-def test_a_room_of_the_same_name_can_be_called_and_still_holds_its_modules(monkeypatch):
-    called = []
-    monkeypatch.setattr(api, "train", lambda *given, **named: called.append((given, named)))
-    import jaxscale.training.loop
-
-    jaxscale.train("cfg", "folder", stop_after=3)
-    assert called == [(("cfg", "folder"), {"stop_after": 3})]
-    assert jaxscale.training.loop.__name__ == "jaxscale.training.loop"
-    assert list(inspect.signature(jaxscale.sample).parameters)[:2] == ["model", "prompt"]
-
-
-def test_help_of_a_room_that_can_be_called_shows_the_call():
-    shown = pydoc.plain(pydoc.render_doc(jaxscale.sample))
-    assert "sample(model: " in shown and "top_p: float = 1.0" in shown and "DESCRIPTION" in shown
-    assert inspect.getdoc(api.sample).splitlines()[0] in shown and "Text from a model." in shown
-    assert "PACKAGE CONTENTS" in shown and "train(cfg: " in jaxscale.train.__doc__
+def test_no_room_hides_a_call():
+    root = pathlib.Path(jaxscale.__file__).parent
+    rooms = {path.stem for path in root.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert not rooms & set(jaxscale.__all__)
 
 
 def test_a_name_that_is_not_there_is_told_with_those_that_are():

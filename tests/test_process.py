@@ -11,9 +11,8 @@ def test_a_cache_that_cannot_be_made_is_one_line_and_the_run_goes_on(tmp_path):
     (tmp_path / "file").write_text("")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX", "GLIBC_TUNABLES"))}
     environment |= {"XDG_CACHE_HOME": str(tmp_path / "file"), "JAX_PLATFORMS": "cpu"}
-    code = (
-        "import os; from jaxscale import process; process.prepare(); print('JAX_COMPILATION_CACHE_DIR' in os.environ)"
-    )
+    code = "import os; from jaxscale.system import process; process.prepare()\n"
+    code += "print('JAX_COMPILATION_CACHE_DIR' in os.environ)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "False\n")
     (line,) = done.stderr.splitlines()  # once, though the process starts itself again for huge pages
@@ -28,11 +27,22 @@ def test_what_the_user_set_is_left_alone(monkeypatch, tmp_path):
     assert dict(os.environ) == before and not list(tmp_path.iterdir())
 
 
-def test_what_is_set_is_what_is_exported(monkeypatch):
-    for name in process.environment():
-        monkeypatch.delenv(name, raising=False)
-    process.keep_compiled_programs()
-    ours = {name: value for name, value in process.environment().items() if name != "GLIBC_TUNABLES"}
-    assert {name: os.environ.get(name) for name in ours} == ours and len(ours) == 3
-    for name in ours:
-        monkeypatch.delenv(name)
+def test_a_verb_that_uses_no_device_here_tells_jax_so_though_it_is_imported_already():
+    """Else a plan made by `python -m jaxscale.cli.plan` takes the accelerator of the machine that it is made on."""
+    code = "import jax; from jaxscale.system import process; process.prepare_ahead()\n"
+    code += "print(jax.config.jax_platforms, jax.config.jax_enable_compilation_cache)"
+    environment = os.environ | {"JAX_PLATFORMS": "tpu"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("cpu False\n", "")
+
+
+def test_what_is_set_is_what_is_exported(tmp_path):
+    names = [*process.environment()]
+    code = "import os, jax; from jaxscale.system import process; process.keep_compiled_programs()\n"
+    code += "ours = {name: os.environ.get(name) for name in process.environment()}; del ours['GLIBC_TUNABLES']\n"
+    code += "del (wanted := process.environment())['GLIBC_TUNABLES']; assert ours == wanted, ours\n"
+    code += "print(jax.config.jax_compilation_cache_dir, jax.config.jax_persistent_cache_min_compile_time_secs)"
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.stdout == f"{tmp_path / 'jaxscale' / 'compiled'} 0\n", done.stderr

@@ -60,19 +60,23 @@ WITHOUT_DEVICE = ("completion", "prepare", "rehearse", "report", "supervise", "w
 
 
 def main() -> None:
-    """The console script. Leaves with the verb's exit code."""
-    verb = sys.argv[1] if sys.argv[1:] else ""
-    if verb in VERBS:
-        set_up(verb)
-    run_and_exit(dispatch, is_verb=verb in VERBS)
+    """The console script: runs the verb that the command line names, and leaves with its exit code."""
+    run(sys.argv[1:])
 
 
-def set_up(verb: str) -> None:
-    """Sets the process up for a verb, before it imports jax."""
+def run_verb(verb: str) -> None:
+    """What `python -m` with a verb's module does: the same as `jaxscale VERB`."""
+    run([verb, *sys.argv[1:]])
+
+
+def run(argv: list[str]) -> None:
+    """Sets the process up for the verb, runs it, and leaves with its exit code."""
+    verb = argv[0] if argv else ""
     if verb in AHEAD:
         process.prepare_ahead()
-    elif verb not in WITHOUT_DEVICE:
+    elif verb in VERBS and verb not in WITHOUT_DEVICE:
         process.prepare()
+    run_and_exit(lambda _: dispatch(argv), is_verb=verb in VERBS)
 
 
 def dispatch(argv: list[str]) -> int:

@@ -40,18 +40,13 @@ collectives runs on many hosts as training does, and takes its mesh from --confi
 The exit code does not depend on speed.
 """
 
-from jaxscale.system.process import prepare
+import dataclasses
+import json
 
-if __name__ == "__main__":
-    prepare()  # before jax is imported
+import jax
 
-import dataclasses  # noqa: E402
-import json  # noqa: E402
-
-import jax  # noqa: E402
-
-from jaxscale import hosts, schema  # noqa: E402
-from jaxscale.cli import (  # noqa: E402
+from jaxscale import hosts, schema
+from jaxscale.cli import (
     bench_against,
     bench_collectives,
     bench_data,
@@ -60,13 +55,14 @@ from jaxscale.cli import (  # noqa: E402
     bench_statistics,
     bench_step,
     bench_survive,
+    run_verb,
 )
-from jaxscale.command_line import Arguments, config_values, parse_arguments, whole_number  # noqa: E402
-from jaxscale.corpus.prepare.config import PrepareConfig  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.planning.check import device_bytes  # noqa: E402
-from jaxscale.planning.measured import from_record, keep_measured  # noqa: E402
-from jaxscale.system.exits import BadInput, put, run_and_exit  # noqa: E402
+from jaxscale.command_line import Arguments, config_values, parse_arguments, whole_number
+from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.help_text import show_help
+from jaxscale.planning.check import device_bytes
+from jaxscale.planning.measured import from_record, keep_measured
+from jaxscale.system.exits import BadInput, put
 
 HELP = f"{__doc__}{hosts.HELP}"
 
@@ -229,4 +225,4 @@ def number(arguments: Arguments, name: str, default: int, least: int) -> int:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("bench")

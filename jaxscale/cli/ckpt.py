@@ -24,34 +24,30 @@ float64, checks its sources as it reads them, and writes the weights alone: begi
 the adapters of a fine-tuned run to its weights: what it writes is read by convert, sample and evaluate as any model.
 """
 
-from jaxscale.system.process import prepare_ahead
+import dataclasses
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-if __name__ == "__main__":
-    prepare_ahead()  # before jax is imported: no device is touched
-
-import dataclasses  # noqa: E402
-import json  # noqa: E402
-import logging  # noqa: E402
-import os  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Mapping, Sequence  # noqa: E402
-from typing import Any  # noqa: E402
-
-from jaxscale import units  # noqa: E402
-from jaxscale.checkpoint.average import average_steps  # noqa: E402
-from jaxscale.checkpoint.cause import short_cause  # noqa: E402
-from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
-from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
-from jaxscale.checkpoint.merge import merge_lora  # noqa: E402
-from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, sweep, unpin, why_kept  # noqa: E402
-from jaxscale.checkpoint.reading import StepFacts, list_steps  # noqa: E402
-from jaxscale.checkpoint.record import read_optional  # noqa: E402
-from jaxscale.checkpoint.transfer import copy_step  # noqa: E402
-from jaxscale.checkpoint.verifying import verify_folder  # noqa: E402
-from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.system import paths  # noqa: E402
-from jaxscale.system.exits import BadInput, Exit, put, run_and_exit, tell  # noqa: E402
+from jaxscale import units
+from jaxscale.checkpoint.average import average_steps
+from jaxscale.checkpoint.cause import short_cause
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.merge import merge_lora
+from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, sweep, unpin, why_kept
+from jaxscale.checkpoint.reading import StepFacts, list_steps
+from jaxscale.checkpoint.record import read_optional
+from jaxscale.checkpoint.transfer import copy_step
+from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.cli import run_verb
+from jaxscale.command_line import parse_arguments, take_switches, whole_number
+from jaxscale.help_text import show_help
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, put, tell
 
 NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")
@@ -329,4 +325,4 @@ VERBS = {  # verb: (function, its flags, those it cannot do without)
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("ckpt")

@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxscale import __version__, cli, schema
+from jaxscale.cli import run_verb
 from jaxscale.command_line import parse_arguments
 from jaxscale.config import RunConfig
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.help_text import show_help
-from jaxscale.system.exits import BadInput, put, run_and_exit
+from jaxscale.system.exits import BadInput, put
 
 FLAG_HEAD = re.compile(r" *(--\w.*?)(?:  |$)")  # of a line of help, up to the gap before what it says
 FLAG = re.compile(r"--([\w.-]+)(\[?=)?")
@@ -186,4 +187,4 @@ _jaxscale() {
 SHELLS = {"bash": bash, "zsh": zsh}
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("completion")

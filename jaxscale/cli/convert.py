@@ -34,35 +34,31 @@ memory at a time, in its own type, and about 0.6 GB more: a 70B model converts o
 A killed conversion goes on where it was when the same command is run again. Pickled files (.bin, .pt) are never read.
 """
 
-from jaxscale.system.process import prepare_ahead
+import dataclasses
+import json
+import os
+from collections.abc import Collection, Mapping
+from typing import Any
 
-if __name__ == "__main__":
-    prepare_ahead()  # before jax is imported: no device is touched
-
-import dataclasses  # noqa: E402
-import json  # noqa: E402
-import os  # noqa: E402
-from collections.abc import Collection, Mapping  # noqa: E402
-from typing import Any  # noqa: E402
-
-from jaxscale import schema, units  # noqa: E402
-from jaxscale.checkpoint.cause import written  # noqa: E402
-from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
-from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
-from jaxscale.cli.ckpt import Progress  # noqa: E402
-from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.data.config import DataConfig  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.interop import hub, tokenizer_files  # noqa: E402
-from jaxscale.interop.exporting import FORMATS, config_of, export_step, open_step  # noqa: E402
-from jaxscale.interop.importing import import_tensors, prepare_workdir  # noqa: E402
-from jaxscale.interop.incoming import Incoming, open_incoming  # noqa: E402
-from jaxscale.models import max_seq_len, num_params  # noqa: E402
-from jaxscale.monitor.runinfo import run_info  # noqa: E402
-from jaxscale.system import paths  # noqa: E402
-from jaxscale.system.exits import BadInput, put, run_and_exit, tell  # noqa: E402
-from jaxscale.system.redact import redacted  # noqa: E402
+from jaxscale import schema, units
+from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.cli import run_verb
+from jaxscale.cli.ckpt import Progress
+from jaxscale.command_line import parse_arguments, take_switches, whole_number
+from jaxscale.config import RunConfig
+from jaxscale.data.config import DataConfig
+from jaxscale.help_text import show_help
+from jaxscale.interop import hub, tokenizer_files
+from jaxscale.interop.exporting import FORMATS, config_of, export_step, open_step
+from jaxscale.interop.importing import import_tensors, prepare_workdir
+from jaxscale.interop.incoming import Incoming, open_incoming
+from jaxscale.models import max_seq_len, num_params
+from jaxscale.monitor.runinfo import run_info
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, put, tell
+from jaxscale.system.redact import redacted
 
 OPTIONS = ("from", "base", "revision", "workdir", "to", "step", "dtype", "shard_bytes", "push")
 SWITCHES = ("adapter", "ema", "json")
@@ -215,4 +211,4 @@ def shard_bytes(text: str | None) -> int:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("convert")

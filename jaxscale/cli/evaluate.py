@@ -28,31 +28,27 @@
 Numbers stand with their standard error. On several hosts the flags of training apply; the first one writes.
 """
 
-from jaxscale.system.process import prepare
+import dataclasses
+import math
+import re
+import time
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
-if __name__ == "__main__":
-    prepare()  # before jax is imported
+import jax
 
-import dataclasses  # noqa: E402
-import math  # noqa: E402
-import re  # noqa: E402
-import time  # noqa: E402
-import typing  # noqa: E402
-from collections.abc import Callable, Mapping, Sequence  # noqa: E402
-from pathlib import Path  # noqa: E402
-
-import jax  # noqa: E402
-
-from jaxscale import hosts, schema  # noqa: E402
-from jaxscale.checkpoint.branch import open_source  # noqa: E402
-from jaxscale.checkpoint.cause import written  # noqa: E402
-from jaxscale.checkpoint.choosing import why_not  # noqa: E402
-from jaxscale.checkpoint.config import CheckpointConfig  # noqa: E402
-from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
-from jaxscale.cli.evaluate_steps import as_line, record_of, save_record, show_lines, show_table  # noqa: E402
-from jaxscale.cli.sample import read_dtype, read_mesh  # noqa: E402
-from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.eval.config import (  # noqa: E402
+from jaxscale import hosts, schema
+from jaxscale.checkpoint.branch import open_source
+from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.choosing import why_not
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.cli import run_verb
+from jaxscale.cli.evaluate_steps import as_line, record_of, save_record, show_lines, show_table
+from jaxscale.cli.sample import read_dtype, read_mesh
+from jaxscale.command_line import parse_arguments, take_switches, whole_number
+from jaxscale.eval.config import (
     ChoiceEval,
     ClozeEval,
     Evals,
@@ -62,17 +58,17 @@ from jaxscale.eval.config import (  # noqa: E402
     check_names,
     setting_name,
 )
-from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks  # noqa: E402
-from jaxscale.eval.named import GROUP, Evaluator, open_evaluators  # noqa: E402
-from jaxscale.eval.text import Reading  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.hosts.agree import agreed  # noqa: E402
-from jaxscale.inference import LoadedModel, at_step, check_tokenizer, make_generator, make_scorer, open_model  # noqa: E402
-from jaxscale.models import DECODERS, max_seq_len  # noqa: E402
-from jaxscale.run.resume_checks import check_same_evals  # noqa: E402
-from jaxscale.sharding.rules import MESH_AXES  # noqa: E402
-from jaxscale.system import paths  # noqa: E402
-from jaxscale.system.exits import BadInput, put, run_and_exit, tell  # noqa: E402
+from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks
+from jaxscale.eval.named import GROUP, Evaluator, open_evaluators
+from jaxscale.eval.text import Reading
+from jaxscale.help_text import show_help
+from jaxscale.hosts.agree import agreed
+from jaxscale.inference import LoadedModel, at_step, check_tokenizer, make_generator, make_scorer, open_model
+from jaxscale.models import DECODERS, max_seq_len
+from jaxscale.run.resume_checks import check_same_evals
+from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, put, tell
 
 DATA = {"text": TextEval, "choice": ChoiceEval, "cloze": ClozeEval}
 READING = ("text_field", "text_documents")
@@ -320,4 +316,4 @@ def lm_eval_measure(request: Request, model: LoadedModel, reading: Reading, scor
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("evaluate")

@@ -20,35 +20,31 @@ Nothing is compiled and no device is touched. Times, money and energy are ranges
 end with its source. Exit code 0: it fits by the estimate, or a proposal was made; 3: it does not fit.
 """
 
-from jaxscale.system.process import prepare_ahead
+import dataclasses
+import math
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
 
-if __name__ == "__main__":
-    prepare_ahead()  # before jax is imported
-
-import dataclasses  # noqa: E402
-import math  # noqa: E402
-import pathlib  # noqa: E402
-import re  # noqa: E402
-from collections.abc import Mapping  # noqa: E402
-from typing import Any  # noqa: E402
-
-from jaxscale import config, schema  # noqa: E402
-from jaxscale.ahead.kept import find_kept  # noqa: E402
-from jaxscale.cli.plan_loss import main_loss  # noqa: E402
-from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches  # noqa: E402
-from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.planning import cost  # noqa: E402
-from jaxscale.planning.machine import HERE, measured_machine, open_machine  # noqa: E402
-from jaxscale.planning.measured import Measured, measured_file, newest_machine, read_measured  # noqa: E402
-from jaxscale.planning.plan import Plan, Wishes, make_plan  # noqa: E402
-from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened  # noqa: E402
-from jaxscale.planning.speed import PUBLISHED  # noqa: E402
-from jaxscale.planning.text import plan_lines  # noqa: E402
-from jaxscale.planning.text_proposal import proposal_lines  # noqa: E402
-from jaxscale.planning.topology import Topology  # noqa: E402
-from jaxscale.system.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
-from jaxscale.system.paths import write_json, write_text_atomic  # noqa: E402
+from jaxscale import config, schema
+from jaxscale.ahead.kept import find_kept
+from jaxscale.cli import run_verb
+from jaxscale.cli.plan_loss import main_loss
+from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches
+from jaxscale.config import RunConfig
+from jaxscale.help_text import show_help
+from jaxscale.planning import cost
+from jaxscale.planning.machine import HERE, measured_machine, open_machine
+from jaxscale.planning.measured import Measured, measured_file, newest_machine, read_measured
+from jaxscale.planning.plan import Plan, Wishes, make_plan
+from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
+from jaxscale.planning.speed import PUBLISHED
+from jaxscale.planning.text import plan_lines
+from jaxscale.planning.text_proposal import proposal_lines
+from jaxscale.planning.topology import Topology
+from jaxscale.system.exits import BadInput, Exit, put
+from jaxscale.system.paths import write_json, write_text_atomic
 
 NUMBERS = ("price", "budget", "flops", "mfu", "pue", "save_bandwidth")
 OPTIONS = ("topology", *NUMBERS, "deadline", "model_size", "write", "json")
@@ -234,4 +230,4 @@ def size_of(text: str) -> float:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("plan")

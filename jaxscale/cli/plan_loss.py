@@ -14,26 +14,21 @@ Runs are compared by their held-out loss after the last step. Those that are not
 tokenizer, row length or schedule are left out, each with its reason. Nothing is compiled; a forecast takes seconds.
 """
 
-from jaxscale.system.process import prepare_ahead
+import datetime
+import math
+from typing import Any, NamedTuple
 
-if __name__ == "__main__":
-    prepare_ahead()  # before jax is imported: no device is needed
-
-import datetime  # noqa: E402
-import math  # noqa: E402
-from typing import Any, NamedTuple  # noqa: E402
-
-from jaxscale import config, units  # noqa: E402
-from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
-from jaxscale.config import Budget, RunConfig  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.models import num_params  # noqa: E402
-from jaxscale.planning import loss_curve  # noqa: E402
-from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget  # noqa: E402
-from jaxscale.planning.loss_curve import Band, coverage, inside, make_band, shape_of  # noqa: E402
-from jaxscale.planning.loss_law import INTERVAL, LossLaw, Prediction, fit, write_forecast  # noqa: E402
-from jaxscale.system import paths  # noqa: E402
-from jaxscale.system.exits import BadInput, put, run_and_exit  # noqa: E402
+from jaxscale import config, units
+from jaxscale.command_line import parse_arguments, whole_number
+from jaxscale.config import Budget, RunConfig
+from jaxscale.help_text import show_help
+from jaxscale.models import num_params
+from jaxscale.planning import loss_curve
+from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget
+from jaxscale.planning.loss_curve import Band, coverage, inside, make_band, shape_of
+from jaxscale.planning.loss_law import INTERVAL, LossLaw, Prediction, fit, write_forecast
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, put
 
 OPTIONS = ("runs", "tokens", "to", "draws", "seed", "json")
 LEAST_DRAWS = 200
@@ -255,7 +250,3 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "coverage": forecast.covered,
         "largest_inside": dict([forecast.largest]) if forecast.largest else None,
     }
-
-
-if __name__ == "__main__":
-    run_and_exit(main_loss)

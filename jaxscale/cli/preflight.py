@@ -15,28 +15,24 @@ No device is touched, and none need be there; TPUs need the package libtpu, GPUs
 that the chip's datasheet allows. Exit code 0: it fits; 3: it does not, and two changes that do are shown if they exist.
 """
 
-from jaxscale.system.process import prepare_ahead
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable
 
-if __name__ == "__main__":
-    prepare_ahead()  # before jax is imported
-
-import dataclasses  # noqa: E402
-import pathlib  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-
-from jaxscale import config  # noqa: E402
-from jaxscale.ahead import search  # noqa: E402
-from jaxscale.ahead.preflight import preflight  # noqa: E402
-from jaxscale.ahead.report import Report, report_lines, summary_rows  # noqa: E402
-from jaxscale.ahead.search import Candidate, Tried, winner  # noqa: E402
-from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
+from jaxscale import config
+from jaxscale.ahead import search
+from jaxscale.ahead.preflight import preflight
+from jaxscale.ahead.report import Report, report_lines, summary_rows
+from jaxscale.ahead.search import Candidate, Tried, winner
+from jaxscale.cli import run_verb
+from jaxscale.command_line import Arguments, config_name, parse_arguments, take_switches, whole_number
+from jaxscale.config import RunConfig
+from jaxscale.help_text import show_help
 from jaxscale.planning.tables import INDENT
-from jaxscale.planning.topology import Topology, open_topology  # noqa: E402
-from jaxscale.system.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
-from jaxscale.system.paths import write_json, write_text_atomic  # noqa: E402
+from jaxscale.planning.topology import Topology, open_topology
+from jaxscale.system.exits import BadInput, Exit, put
+from jaxscale.system.paths import write_json, write_text_atomic
 
 SWITCHES = ("search", "fresh")
 OPTIONS = ("topology", "search_seconds", "overrides", "save_executable", "json")
@@ -162,4 +158,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("preflight")

@@ -23,6 +23,7 @@ import os
 import pathlib
 
 from jaxscale import schema
+from jaxscale.cli import run_verb
 from jaxscale.command_line import (
     Arguments,
     config_values,
@@ -42,7 +43,7 @@ from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import open_set, read_manifest
 from jaxscale.data.megatron import export_megatron
 from jaxscale.help_text import show_help
-from jaxscale.system.exits import BadInput, Exit, Stop, run_and_exit
+from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.paths import is_remote
 from jaxscale.text.sources.files import size_of
 
@@ -156,4 +157,4 @@ def describe(plan: Plan) -> str:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("prepare")

@@ -22,6 +22,7 @@ import time
 from typing import Any
 
 from jaxscale import config, hosts
+from jaxscale.cli import run_verb
 from jaxscale.cli.rehearsal import (
     LEAST_STEPS,
     OK,
@@ -41,7 +42,7 @@ from jaxscale.help_text import show_help
 from jaxscale.hosts import find_own_place
 from jaxscale.run import options as start
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, put, run_and_exit
+from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.process import files_as
 
 HELP = f"{__doc__}\n{hosts.HELP}"
@@ -96,7 +97,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
         raise BadInput(f"{folder} holds an earlier rehearsal that ended with NO-GO; look at it, then delete it")
     remote = paths.is_remote(workdir)
     logs = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-rehearsal-")) if remote else pathlib.Path(folder).absolute()
-    command = [sys.executable, "-m", "jaxscale.main", f"--config={arguments.config}"]
+    command = [sys.executable, "-m", "jaxscale.cli", "train", f"--config={arguments.config}"]
     command += [f"--config.{name}={value}" for name, value in (arguments.overrides | SETTINGS).items()]
     command += [f"--{name}={options[name]}" for name in PASSED_ON if name in options]
     return Rehearsal(
@@ -161,4 +162,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("rehearse")

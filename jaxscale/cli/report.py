@@ -21,13 +21,14 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.checkpoint.cause import reached, short_cause, written
+from jaxscale.cli import run_verb
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.help_text import show_help
 from jaxscale.reporting import make_card, make_page
 from jaxscale.reporting.history import History, read_history
 from jaxscale.reporting.serve import Pages, open_server
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, put, run_and_exit
+from jaxscale.system.exits import BadInput, put
 
 OPTIONS = ("output", "price", "serve")
 PORT = 8642
@@ -129,4 +130,4 @@ def serve(workdirs: Sequence[str], price: float | None, port: int) -> int:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("report")

@@ -31,36 +31,31 @@
 Text goes to stdout as it comes, all else to stderr. On several hosts the flags of training apply; the first one writes.
 """
 
-from jaxscale.system.process import prepare
+import contextlib
+import dataclasses
+import json
+import sys
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-if __name__ == "__main__":
-    prepare()  # before jax is imported
+import jax
 
-import contextlib  # noqa: E402
-import dataclasses  # noqa: E402
-import json  # noqa: E402
-import sys  # noqa: E402
-import typing  # noqa: E402
-from collections.abc import Iterator, Mapping, Sequence  # noqa: E402
-from typing import Any  # noqa: E402
-
-import jax  # noqa: E402
-
-from jaxscale import hosts, schema  # noqa: E402
-from jaxscale.cli import sample_chat  # noqa: E402
-from jaxscale.command_line import parse_arguments, take_switches, whole_number  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.inference import LoadedModel, check_tokenizer, make_generator, open_model  # noqa: E402
-from jaxscale.models.layers import Dtype  # noqa: E402
-from jaxscale.sampling.choose import Sampling  # noqa: E402
-from jaxscale.sampling.generator import own_numbers  # noqa: E402
-from jaxscale.sampling.text import Written, write_texts  # noqa: E402
-from jaxscale.sharding.mesh import MeshConfig  # noqa: E402
-from jaxscale.sharding.rules import MESH_AXES  # noqa: E402
-from jaxscale.system import paths  # noqa: E402
-from jaxscale.system.exits import BadInput, put, run_and_exit, tell  # noqa: E402
-from jaxscale.system.foreign import parse_json  # noqa: E402
-from jaxscale.system.redact import printable  # noqa: E402
+from jaxscale import hosts, schema
+from jaxscale.cli import run_verb, sample_chat
+from jaxscale.command_line import parse_arguments, take_switches, whole_number
+from jaxscale.help_text import show_help
+from jaxscale.inference import LoadedModel, check_tokenizer, make_generator, open_model
+from jaxscale.models.layers import Dtype
+from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.generator import own_numbers
+from jaxscale.sampling.text import Written, write_texts
+from jaxscale.sharding.mesh import MeshConfig
+from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, put, tell
+from jaxscale.system.foreign import parse_json
+from jaxscale.system.redact import printable
 
 DRAWING = tuple(field.name for field in dataclasses.fields(Sampling))
 OPTIONS = ("workdir", "step", "prompts", "num_samples", "num_tokens", "seed", "batch", "system", "serve", "context")
@@ -289,4 +284,4 @@ def json_prompt(file: str, number: int, line: str) -> str:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("sample")

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale import units
+from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import Ledger, Totals
 from jaxscale.cli.progress import Progress, look
@@ -34,7 +35,7 @@ from jaxscale.command_line import config_name, parse_arguments, whole_number
 from jaxscale.help_text import show_help
 from jaxscale.hosts import FLAGS, find_own_place
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, run_and_exit, tell
+from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, tell
 
 HELP = f"{__doc__}\nExit codes:\n{codes_help()}"
 
@@ -261,7 +262,7 @@ def main(argv: list[str]) -> int:
     given = [name for name in numbers if name in options]
     values = {name: whole_number(name, options[name], least=int(name == "max_fruitless")) for name in given}
     if command[0].startswith("--"):
-        command = [sys.executable, "-m", "jaxscale.main", *command]
+        command = [sys.executable, "-m", "jaxscale.cli", "train", *command]
     workdir = options.get("workdir") or workdir_of(command)
     ledger = Ledger(options.get("ledger") or default_ledger(workdir, command), say=tell)
     return Supervisor(command, workdir, Policy(**values), ledger, say=tell).supervise()
@@ -299,4 +300,4 @@ def default_ledger(workdir: str, command: Sequence[str]) -> str:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("supervise")

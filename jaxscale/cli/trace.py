@@ -19,34 +19,30 @@ checkpoint, and the data, which must be those of the run. Where metrics.jsonl te
 as it was after the objective, the two are compared; if they differ, that is said on stderr and the exit code is 12.
 """
 
-from jaxscale.system.process import prepare_ahead
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator
+from typing import Any
 
-if __name__ == "__main__":
-    prepare_ahead()  # before jax is imported: no device is touched
-
-import contextlib  # noqa: E402
-import dataclasses  # noqa: E402
-import json  # noqa: E402
-from collections.abc import Iterator  # noqa: E402
-from typing import Any  # noqa: E402
-
-from jaxscale import schema  # noqa: E402
-from jaxscale.checkpoint.choosing import newest_to_read  # noqa: E402
-from jaxscale.checkpoint.manager import Checkpoints  # noqa: E402
-from jaxscale.command_line import parse_arguments, whole_number  # noqa: E402
-from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.data.batch import tokens_hash  # noqa: E402
-from jaxscale.data.ledger import Entry, Ledger  # noqa: E402
-from jaxscale.data.mixture import Mixture, same_past  # noqa: E402
-from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of  # noqa: E402
-from jaxscale.data.pipeline import Corpus, open_data  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.monitor.events import read_events  # noqa: E402
-from jaxscale.system import paths  # noqa: E402
-from jaxscale.system.exits import BadInput, Exit, Stop, put, run_and_exit, tell  # noqa: E402
-from jaxscale.system.foreign import parse_json  # noqa: E402
-from jaxscale.system.redact import on_one_line  # noqa: E402
-from jaxscale.training.decisions import Decisions, decisions_of  # noqa: E402
+from jaxscale import schema
+from jaxscale.checkpoint.choosing import newest_to_read
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.cli import run_verb
+from jaxscale.command_line import parse_arguments, whole_number
+from jaxscale.config import RunConfig
+from jaxscale.data.batch import tokens_hash
+from jaxscale.data.ledger import Entry, Ledger
+from jaxscale.data.mixture import Mixture, same_past
+from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
+from jaxscale.data.pipeline import Corpus, open_data
+from jaxscale.help_text import show_help
+from jaxscale.monitor.events import read_events
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop, put, tell
+from jaxscale.system.foreign import parse_json
+from jaxscale.system.redact import on_one_line
+from jaxscale.training.decisions import Decisions, decisions_of
 
 OPTIONS = ("workdir", "step", "batch", "row", "doc", "text", "json")
 WHAT_WAS_TRAINED_ON = ("data.mixture", "data.max_epochs", "data.skip_batches", "data.objective")  # stays as it was
@@ -239,4 +235,4 @@ def line_of(entry: Entry, text: str | None) -> str:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("trace")

@@ -13,20 +13,15 @@
 The exit code is 0 if the proof holds and 1 if not; what was changed in the config is printed.
 """
 
-from jaxscale.system.process import prepare
+import sys
 
-if __name__ == "__main__":
-    prepare()  # before jax is imported
-
-import sys  # noqa: E402
-
-from jaxscale import config  # noqa: E402
-from jaxscale.cli import verify_parity, verify_resume  # noqa: E402
-from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data  # noqa: E402
-from jaxscale.command_line import Arguments, parse_arguments, whole_number  # noqa: E402
-from jaxscale.config import RunConfig  # noqa: E402
-from jaxscale.help_text import show_help  # noqa: E402
-from jaxscale.system.exits import BadInput, Exit, put, run_and_exit  # noqa: E402
+from jaxscale import config
+from jaxscale.cli import run_verb, verify_parity, verify_resume
+from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data
+from jaxscale.command_line import Arguments, parse_arguments, whole_number
+from jaxscale.config import RunConfig
+from jaxscale.help_text import show_help
+from jaxscale.system.exits import BadInput, Exit, put
 
 SHARED_OPTIONS = ("layers", "small")
 OPTIONS = {"resume": (*SHARED_OPTIONS, "steps", "devices", "workdir"), "parity": SHARED_OPTIONS}
@@ -87,4 +82,4 @@ def prepared(arguments: Arguments, copies: int) -> tuple[RunConfig, RunConfig]:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("verify")

@@ -66,7 +66,7 @@ def verify(
     Raises: Stop if a run ends by itself before its time.
     """
     folder = new_folder(workdir)
-    command = [sys.executable, "-m", "jaxscale.main", f"--config={arguments.config}"]
+    command = [sys.executable, "-m", "jaxscale.cli", "train", f"--config={arguments.config}"]
     command += [f"--config.{name}={value}" for name, value in arguments.overrides.items()]
     command += as_flags(changes(cfg, wanted))  # later flags win
     try:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
+from jaxscale.cli import run_verb
 from jaxscale.cli.following import Following
 from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
@@ -25,7 +26,7 @@ from jaxscale.help_text import show_help
 from jaxscale.reporting.history import is_finite
 from jaxscale.reporting.json_lines import Row, clean_event
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, run_and_exit
+from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import printable
 
 EVERY_SECONDS, EVERY_SECONDS_REMOTE = 2, 15
@@ -172,4 +173,4 @@ def screen(stream: TextIO) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    run_and_exit(main)
+    run_verb("watch")

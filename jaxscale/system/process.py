@@ -1,4 +1,8 @@
-"""What must be set before jax is imported, and kept out of everything else."""
+"""Environment of a process: huge pages, JAX's platforms and compilation cache, the mode of new files.
+
+JAX reads its variables when it is imported; `set_variables` updates one that is imported already. Either way before JAX
+is asked for its devices.
+"""
 
 import contextlib
 import errno
@@ -6,7 +10,7 @@ import os
 import pathlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxscale.system.exits import BadInput, tell
 from jaxscale.system.paths import PRIVATE, cache_dir, make_private
@@ -36,8 +40,16 @@ def prepare_ahead() -> None:
     The CPU is jax's only platform, whatever the user has set for training: a client of a TPU or GPU would take the
     device. jax's compilation cache is off, for what it keeps of such programs cannot be read back.
     """
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"
+    set_variables({"JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"})
+
+
+def set_variables(wanted: Mapping[str, str]) -> None:
+    """Sets environment variables of JAX, and where JAX is imported already the options that it read from them."""
+    os.environ.update(wanted)
+    if "jax" in sys.modules:
+        for name, text in wanted.items():
+            value = {"false": False, "0": 0}.get(text, text)
+            sys.modules["jax"].config.update(name.lower(), value)
 
 
 def keep_compiled_programs() -> None:
@@ -57,8 +69,7 @@ def keep_compiled_programs() -> None:
             cause = error.strerror or error
             tell(f"compiled programs are not kept: {folder}: {cause}; set XDG_CACHE_HOME")
             return
-    for name, value in wanted.items():
-        os.environ.setdefault(name, value)
+    set_variables({name: value for name, value in wanted.items() if name not in os.environ})
 
 
 def use_huge_pages() -> None:

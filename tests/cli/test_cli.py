@@ -1,6 +1,7 @@
 """One command, a table of verbs, and one clear line for what is not in it."""
 
 import importlib.util
+import pathlib
 import re
 import subprocess
 import sys
@@ -55,6 +56,12 @@ def test_both_doors_lead_to_the_same_verb():
     assert one.returncode == other.returncode == 0
     assert "jaxscale verify resume --config=FILE" in one.stdout and one.stdout == other.stdout
     assert one.stdout.endswith(f"\n{CODES_LINE}\n")
+
+
+def test_a_module_of_a_verb_runs_that_verb():
+    for verb, (module, _) in cli.VERBS.items():
+        source = pathlib.Path(importlib.util.find_spec(module).origin).read_text()
+        assert source.endswith(f'\n\nif __name__ == "__main__":\n    run_verb("{verb}")\n'), verb
 
 
 @pytest.mark.parametrize(

@@ -124,14 +124,6 @@ def test_a_measured_step_is_kept_for_plans(monkeypatch, tmp_path, capsys):
     assert "measured here by jaxscale bench step --save: T" in " ".join(capsys.readouterr().out.split())
 
 
-def test_both_doors_set_the_process_up_before_jax_is_imported():
-    """Else a plan takes the accelerator of the machine that it is made on."""
-    for verb in cli.AHEAD:
-        lines = pathlib.Path(sys.modules[cli.__name__].__file__).with_name(f"{verb}.py").read_text().splitlines()
-        begins = [line for line in lines if line.startswith(("import ", "from ", "if __name__"))]
-        assert begins[:2] == ["from jaxscale.system.process import prepare_ahead", 'if __name__ == "__main__":'], verb
-
-
 def test_it_answers_within_seconds_where_no_compiler_is_installed(tmp_path):
     """As a process: what it imports counts too."""
     code = (
