@@ -14,7 +14,7 @@ from jaxscale.monitor.writers import JsonLines
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import Exit, Stop
 
-PACKAGE = pathlib.Path(fence.__file__).parent
+PACKAGE = pathlib.Path(paths.__file__).parent.parent
 WRITES = {"write_text", "write_bytes", "mkdir", "unlink", "rmdir", "rename", "rmtree"}
 OWN = {  # functions that write and do not ask, and why they need not
     "checkpoint/lock_stores.py": "the lock itself, which is only replaced as a whole",
@@ -35,8 +35,8 @@ OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "tran
 def raw_writes():
     """Yields 'file:function' of each function that writes files by itself and does not ask before it does."""
     rooms = [PACKAGE / room for room in ("checkpoint", "monitor", "hosts", "training", "run")]
-    files = [file for room in rooms for file in room.rglob("*.py")] + [PACKAGE / "interop" / "periodic.py"]
-    files.append(PACKAGE / "system" / "paths.py")
+    files = [file for room in rooms for file in room.rglob("*.py")]
+    files += [PACKAGE / "interop" / "periodic.py", PACKAGE / "system" / "paths.py"]
     for file in files:
         name = file.relative_to(PACKAGE).as_posix()
         for function in ast.walk(ast.parse(file.read_text())):

@@ -85,7 +85,8 @@ def test_the_cache_follows_xdg(tmp_path, monkeypatch):
 
 def test_importing_paths_is_light():
     code = (
-        "import sys; from jaxscale import paths; paths.cache_dir(); sys.exit(bool({'etils', 'jax'} & set(sys.modules)))"
+        "import sys; from jaxscale.system import paths; paths.cache_dir(); "
+        "sys.exit(bool({'etils', 'jax'} & set(sys.modules)))"
     )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     assert subprocess.run([sys.executable, "-c", code], env=env).returncode == 0

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxscale.corpus.curate.hashes import word_hashes
 from jaxscale.corpus.curate.minhash import (
     NearConfig,
     bands_and_rows,
@@ -80,7 +81,7 @@ def test_pairs_pass_the_verification_as_often_as_its_curve_says(similarity):
     cfg = NearConfig(threshold=0.75)
     pairs = [pair(rng, similarity) for _ in range(count)]
     exact = np.array([jaccard(*texts) for texts in pairs])
-    one, other = (signatures([Document(texts[i]).words for texts in pairs], cfg) for i in (0, 1))
+    one, other = (signatures([word_hashes(texts[i]) for texts in pairs], cfg) for i in (0, 1))
     shares = (one == other).mean(1)
     assert abs(shares.mean() - exact.mean()) < 0.01  # the estimate has no bias
     expected = verification_curve(exact, cfg.threshold, cfg.permutations).mean()
@@ -111,15 +112,13 @@ def test_a_document_shorter_than_an_ngram_is_one_by_itself():
 
 
 def test_signatures_are_these_numbers_on_every_machine():
-    found = signatures(
-        [Document("one two three four five six seven").words], NearConfig(permutations=4, bands=2, rows=2)
-    )
+    found = signatures([word_hashes("one two three four five six seven")], NearConfig(permutations=4, bands=2, rows=2))
     assert found.tolist() == SIGNATURE
 
 
 def test_a_signature_is_the_same_in_any_company():
     rng = random.Random(5)
-    words = [Document(text).words for text in [*pair(rng, 0.5), "few words", "", *pair(rng, 0.1)]]
+    words = [word_hashes(text) for text in [*pair(rng, 0.5), "few words", "", *pair(rng, 0.1)]]
     whole = signatures(words, NearConfig())
     assert all(np.array_equal(whole[i], signatures([row], NearConfig())[0]) for i, row in enumerate(words))
 

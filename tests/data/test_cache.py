@@ -22,8 +22,8 @@ SLOW_WRITER = """
 import pathlib, sys, time
 from jaxscale.data.cache import tokenised
 from jaxscale.data.config import DataConfig
-from jaxscale.data.sources import list_files
-from jaxscale.data.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.sources import list_files
+from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 class Slow(ByteTokenizer):
     chunks = 0

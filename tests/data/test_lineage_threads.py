@@ -7,7 +7,7 @@ import sys
 SCRIPT = """
 import os
 import pyarrow.parquet
-from jaxscale.data.document import Document
+from jaxscale.text.document import Document
 from jaxscale.data.lineage import lineage_bytes, lineage_table, parse_lineage
 content = lineage_bytes(lineage_table([Document("a", file="f", offset=n) for n in range(9)]), 9)
 before = set(os.listdir("/proc/self/task"))

@@ -210,14 +210,6 @@ def test_the_way_to_add_a_model_names_all_that_is_asked_of_one():
     assert len(asked) > 8 and not [name for name in asked if f"`{name}" not in page]
 
 
-def test_the_list_of_files_in_the_readme_has_all_modules_at_the_top():
-    listed = (ROOT / "README.md").read_text(encoding="utf-8").partition("## The files")[2]
-    places = [path for path in (ROOT / "jaxscale").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
-    names = [path.name if path.suffix else f"{path.name}/" for path in places if not path.name.startswith("__")]
-    missing = [name for name in names if not re.search(rf"(?<!\w){re.escape(name)}", listed)]
-    assert len(names) > 30 and not missing
-
-
 def test_settings_and_files_that_sentences_name_are_there():
     found = {path.name: strange_names(path.read_text(encoding="utf-8"), path.parent) for path in SENTENCES}
     assert not {page: names for page, names in found.items() if names}

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.fault("H17")
 LIMITED = """
 import pathlib, resource, sys
 from jaxscale.eval.items import read_items
-from jaxscale.data.curate import evaluation
+from jaxscale.corpus.curate import evaluation
 import pyarrow.parquet
 resource.setrlimit(resource.RLIMIT_AS, (5 << 29, 5 << 29))
 for path in map(pathlib.Path, sys.argv[1:]):

@@ -23,7 +23,7 @@ VALUES = {
 CHILD = """
 import json, sys
 import tiny
-from jaxscale.run import train_through
+from jaxscale.run.opening import train_through
 train_through(tiny.config(json.loads(sys.argv[2])), sys.argv[1], lambda line: None)
 """
 ANYWHERE = ("step:5", "save/folder:2", "save/arrays:2", "save/finalized:1", "save/renamed:2", "verify/before:1",

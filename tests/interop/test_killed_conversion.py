@@ -27,7 +27,7 @@ SCRIPT = """
 import os, sys
 from jaxscale.checkpoint import output
 from jaxscale.cli import convert
-from jaxscale.convert import pieces
+from jaxscale.interop import pieces
 pieces.PIECE_BYTES = 32 << 10  # as if the model were larger
 output.COMMIT_BYTES = 64 << 10
 

@@ -108,7 +108,7 @@ seqio.TaskRegistry.add(
 """
 READ_TASKS = """
 from collections import Counter
-from jaxscale.data.sources import ReadConfig, SourceFile, read_file
+from jaxscale.text.sources import ReadConfig, SourceFile, read_file
 wanted = [f"text {i} \\u00e9" for i in range(5)]
 for name in ("seqio://raw?module=a_task", "seqio://ids?module=a_task", "seqio://ids?module=a_task&field=targets"):
     found = list(read_file(SourceFile(name, name, "s"), ReadConfig(), Counter()))

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from jaxscale import schema
+from jaxscale.corpus.prepare import fertility
 from jaxscale.corpus.prepare.config import PrepareConfig, TokenizerConfig
 from jaxscale.corpus.prepare.executors import Executor
 from jaxscale.corpus.prepare.gather import ShardCall, move_out, num_shards, write_shard
@@ -33,7 +34,6 @@ from jaxscale.system.paths import make_private, read_bytes, write_text_atomic
 from jaxscale.text.document import Document
 from jaxscale.text.sources import Part, SourceFile, list_files, parts
 from jaxscale.text.sources.decode import is_repair
-from jaxscale.text.tokenizer import fertility
 from jaxscale.text.tokenizer.about import NO_BOS
 from jaxscale.text.tokenizer.base import Tokenizer
 from jaxscale.text.tokenizer.load import tokenizer_problem

@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxscale import schema, units
 from jaxscale.corpus.curate.minhash import NearConfig, detection_table
+from jaxscale.corpus.prepare.fertility import Row
 from jaxscale.corpus.prepare.tally import Sample, Tally
 from jaxscale.corpus.prepare.warnings import find_warnings
 from jaxscale.system.redact import in_html
-from jaxscale.text.tokenizer.fertility import Row
 
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:68rem;margin:2rem auto;padding:0 1rem;color:#1b1f24;background:#fff}

@@ -12,11 +12,11 @@ import pyarrow as pa
 
 from jaxscale.corpus.prepare.blocks import to_table, write_table
 from jaxscale.corpus.prepare.config import PrepareConfig, TokenizerConfig
+from jaxscale.corpus.prepare.fertility import Key, Sums, measure
 from jaxscale.data.shards import dtype_for
 from jaxscale.system.paths import write_bytes_atomic
 from jaxscale.text.document import Document
 from jaxscale.text.tokenizer.base import Tokenizer, frame_documents
-from jaxscale.text.tokenizer.fertility import Key, Sums, measure
 from jaxscale.text.tokenizer.load import load_tokenizer
 
 MEASURED = 20  # documents of each block, chosen by the shuffle, on which the tokenizer is measured

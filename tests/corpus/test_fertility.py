@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
+from jaxscale.corpus.prepare.fertility import add, measure, rows
 from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.fertility import add, measure, rows
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.text.tokenizer.train import TrainTokenizerConfig, train_tokenizer
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.corpus.curate.hashes import hash_words
 from jaxscale.text.document import Document
 from jaxscale.text.tokenizer.base import Tokenizer
 
@@ -46,13 +47,13 @@ def measure(tokenizer: Tokenizer, documents: Sequence[Document]) -> dict[Key, Su
     """Sums for each (source, language) of `documents`. Every text is decoded again, so give a sample."""
     block = tokenizer.encode_block([document.text for document in documents])
     sums: dict[Key, Sums] = {}
-    for document, ids in zip(documents, block.split(), strict=True):
+    for document, words, ids in zip(documents, hash_words(documents), block.split(), strict=True):
         used = np.zeros(tokenizer.vocab_size, bool)
         used[ids] = True
         one = Sums(
             documents=1,
             text_bytes=len(document.text.encode()),
-            words=len(document.words),
+            words=len(words),
             tokens=len(ids),
             fallback=int(tokenizer.fallback[ids].sum()),
             returned=int(tokenizer.decode(ids) == document.text),
