@@ -1,6 +1,6 @@
-"""RunConfig -> mesh, model, optimizer and the step that is compiled.
+"""RunConfig -> mesh, sharded model, optimizer and the step that is compiled.
 
-It needs no data and no work folder, so that other tools can compile the very same; run.py adds those.
+It needs no data and no work folder, so that other tools can compile the very same; run/opening.py adds those.
 """
 
 import dataclasses
@@ -12,46 +12,37 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.mixture import mixture_names
-from jaxscale.models import attention_needs, layer_stacks, make_model
-from jaxscale.models.layers import merge_model, split_model
+from jaxscale.models import layer_stacks
+from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
-from jaxscale.models.loss import summed_loss, target_scores, token_losses
-from jaxscale.ops.kernels import Kernels, choose_kernels, make_taps, with_taps
-from jaxscale.ops.precision import matmul_precision
-from jaxscale.ops.quantized import with_matmul_dtype
-from jaxscale.ops.taps import BLIND, Blind
+from jaxscale.models.loss import summed_loss
+from jaxscale.models.sharded import ShardedModel, check_fits, shard_model
+from jaxscale.ops.kernels import make_taps
+from jaxscale.ops.precision import with_precision
+from jaxscale.ops.taps import BLIND
 from jaxscale.optim.groups import assign_groups, group_table
-from jaxscale.optim.optimizers import learning, make_optimizer, moment_axes, optim_schedule, with_frozen
+from jaxscale.optim.optimizers import combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
-from jaxscale.sharding.batch_axes import make_batch_axes
 from jaxscale.sharding.compiler_options import CompilerOptions, check_options, compiler_options
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.offload import call_in, check_host_memory, fetching, on_host, stand_ins
-from jaxscale.sharding.place import (
-    batch_sharding,
-    check_divides,
-    is_axes,
-    replicated,
-    tree_shardings,
-    whole_already,
-)
-from jaxscale.sharding.rules import RULES, axis_size
-from jaxscale.sharding.tensor_axis import make_tensor_axis
-from jaxscale.system import faults
+from jaxscale.sharding.offload import check_host_memory, on_host
+from jaxscale.sharding.place import is_axes, replicated, tree_shardings
+from jaxscale.sharding.rules import axis_size
 from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.ema import init_ema
+from jaxscale.training.injected import corrupt_gradients
 from jaxscale.training.loss_scale import init_loss_scale, is_dynamic
 from jaxscale.training.state import TrainState, init_state, state_axes
 from jaxscale.training.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
-from jaxscale.training.step import gradients_at, make_train_step
+from jaxscale.training.step import Gradients, at_state, leaf_name, make_train_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,22 +50,33 @@ class Program:
     """What a config compiles to on a mesh."""
 
     cfg: RunConfig
-    mesh: Mesh
-    attention: str  # the kernel that was chosen
-    why_plain: str  # what kept it from the platform's own attention, or ""
+    model: ShardedModel
     init: Callable[[], TrainState]  # jitted: the whole state is born sharded
     abstract_state: TrainState  # shapes, dtypes and shardings
     abstract_grads: Any  # the same, of gradients summed over all devices
     train_step: Callable  # jitted: (state, batch) -> (state, metrics); the state is donated
     gradient_norms: Callable  # jitted: (state, batch) -> {name: norm} of each gradient; compiled if it is ever called
     statistics: StatisticsStep  # jitted, the state is not donated; compiled if it is ever called
-    token_losses: Callable  # pure: (params, batch) -> nats_BT
-    target_scores: Callable  # pure: (params, batch) -> (nats_BT, whether no token is likelier)
     schedule: Schedule
-    batch_sharding: jax.sharding.NamedSharding
+    batch_sharding: NamedSharding
     batch_shards: int
     parameter_table: list[tuple[str, str, str, str, str]]
     compiler_options: CompilerOptions  # that train_step is compiled with
+
+    @property
+    def mesh(self) -> Mesh:
+        """The devices."""
+        return self.model.mesh
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention kernel that was chosen."""
+        return self.model.kernels.attention
+
+    @property
+    def why_plain(self) -> str:
+        """What kept it from the platform's own attention, or ''."""
+        return self.model.kernels.why_plain
 
     @property
     def abstract_batch(self) -> Batch:
@@ -90,218 +92,190 @@ class Program:
         return Batch(ids, ids, ids, ids, weights, sources=sources, prefix=prefix, encoder=encoder)
 
 
+@dataclasses.dataclass(frozen=True)
+class Updates:
+    """How gradients become updates of the parameters."""
+
+    optimizer: optax.GradientTransformationExtraArgs
+    schedule: Schedule
+    groups: Any  # a Group for each parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Shardings:
+    """Of what goes into a step and comes out of it."""
+
+    state: TrainState  # between two steps: what is offloaded is in the host's memory
+    grads: Any  # after the reduction, gradients have the moments' sharding; of trainable parameters only
+    rows: NamedSharding  # of a [rows, T] array of a batch
+    whole: NamedSharding  # replicated: metrics
+
+
 def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None = None) -> Program:
     """The model, optimizer and step of a config over `devices` (all unless given). Compiles nothing yet."""
     mesh = make_mesh(cfg.mesh, devices)
     device = mesh.devices.flat[0]
-    platform = device.platform
-    options = compiler_options(platform, device.device_kind, cfg.compiler, os.environ)
+    options = compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ)
     check_options(cfg.compiler, device)
-    rules = RULES[cfg.rules]
-    needs = attention_needs(cfg.model, prefix=cfg.row_lengths.prefix)
-    kernels = choose_kernels(platform, cfg.model.attention, needs, device)
-    kernels = with_matmul_dtype(kernels, cfg.model.matmul_dtype)
-    batch_axes = make_batch_axes(mesh, rules, cfg.train.reduce_dtype)
-    gather = batch_axes.gather if batch_axes.axes else whole_already
-    away = cfg.optim.offload_params
-    gather = fetching(gather) if away else gather
-    tensor = make_tensor_axis(mesh)
-    precision = functools.partial(matmul_precision, cfg.model.matmul_precision)
-
-    def make(key: jax.Array, kernels: Kernels = kernels):
-        return make_model(cfg.model, key=key, kernels=kernels, gather=gather, tensor=tensor, lora=cfg.lora)
-
-    graphdef, shapes, axes = split_model(jax.eval_shape(make, jax.random.key(0)))
-    check_layout(cfg, mesh, shapes, axes)
-    learns = is_adapter if cfg.lora.on else lambda name: True
-    groups = assign_groups(axes, cfg.optim.groups, cfg.optim.weight_decay, cfg.optim.weight_decay_all, learns)
-    schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
-    is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), axes, is_leaf=is_axes)
-    optimizer = make_optimizer(cfg.optim, schedule, groups, is_stacked)
-
-    params_sharding = tree_shardings(mesh, axes, rules.params)
-    # summed over devices, they are cut as the moments are
-    grads_sharding = learning(tree_shardings(mesh, axes, rules.moments), groups)
-    moments_sharding = tree_shardings(mesh, moment_axes(optimizer, shapes, axes), rules.moments)
-    state_sharding = tree_shardings(mesh, state_axes((), ()), rules.params)
-    ema_sharding = init_ema(cfg.train.ema, grads_sharding)  # nothing but the step reads it
-    state_sharding = state_sharding._replace(params=params_sharding, opt_state=moments_sharding, ema=ema_sharding)
-    resting_sharding = at_rest(cfg, state_sharding, mesh)  # between two steps
-    rows_sharding = batch_sharding(mesh, rules.params)
-
-    def init() -> TrainState:
-        params_key, run_key = jax.random.split(jax.random.key(cfg.seed))
-        _, params, _ = split_model(make(params_key))
-        scale = init_loss_scale(cfg.train.loss_scale, cfg.model.compute_dtype)
-        return init_state(
-            params,
-            optimizer,
-            scale,
-            run_key,
-            init_ema(cfg.train.ema, learning(params, groups)),
-            cfg.train.guard.window_steps,
-        )
-
-    reduction = Reduction(
-        batch_axes.num_shards,
-        batch_axes.first_row,
-        lambda grads: batch_axes.reduce_each(grads, axes),
-        lambda grads: batch_axes.reduce_last(grads, axes),
-        batch_axes.sum,
+    model = shard_model(
+        cfg.model,
+        mesh,
+        cfg.rules,
+        lora=cfg.lora,
+        offloaded=cfg.optim.offload_params,
+        prefix=cfg.row_lengths.prefix,
+        reduce_dtype=cfg.train.reduce_dtype,
     )
-    num_microbatches, num_sources = cfg.train.num_microbatches, len(mixture_names(cfg.data.mixture))
+    check_layout(cfg, model)
+    updates = make_updates(cfg, budget, model)
+    shardings = plan_shardings(cfg, model, updates)
+    init = functools.partial(init_train_state, cfg, model, updates)
+    like = lambda tree, places: jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, places
+    )
+    return Program(
+        cfg=cfg,
+        model=model,
+        init=jax.jit(init, out_shardings=shardings.state),
+        abstract_state=like(jax.eval_shape(init), shardings.state),
+        abstract_grads=like(trainable(model.shapes, updates.groups), shardings.grads),
+        schedule=updates.schedule,
+        batch_sharding=shardings.rows,
+        batch_shards=axis_size("act_batch", model.rules.params, mesh.shape),
+        parameter_table=group_table(model.shapes, model.shardings, updates.groups),
+        compiler_options=options,
+        **jit_steps(cfg, model, updates, shardings, options.values or None),
+    )
 
-    def learnable(params: Any):
-        """What gradients are taken by: the parameters, or what stands in for them."""
-        return stand_ins(params) if away else params
 
-    def model_of(params: Any, learned: Any, taps: Blind = BLIND):
-        """The model with these parameters, and learnable(params)."""
-        tapped = lambda key: make(key, with_taps(kernels, taps))
-        definition = graphdef if taps is BLIND else split_model(jax.eval_shape(tapped, jax.random.key(0)))[0]
-        return merge_model(definition, call_in(params, learned) if away else learned)
-
-    def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array, *, watched: bool = False):
-        every = learnable(params)
-
-        def loss_fn(learned: Any, batch: Batch, keys_B: jax.Array):
-            taps = make_taps(kernels, needs, tensor) if watched else BLIND
-            model = model_of(params, with_frozen(learned, every), taps)
-            total, parts = summed_loss(model, batch, keys_B, cfg.train.aux_losses, num_sources)
-            return total, parts | taps.parts()
-
-        learned = learning(every, groups)  # the clip norm is that of what learns
-        means, grads = accumulate(
-            loss_fn, learned, batch, key, num_microbatches=num_microbatches, scale=scale, reduction=reduction
-        )
-        return joined(means, batch_axes, tensor), grads
-
-    def losses(params: Any, batch: Batch) -> jax.Array:
-        with precision():
-            return token_losses(model_of(params, learnable(params)), batch)
-
-    def scores(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        with precision():
-            return target_scores(model_of(params, learnable(params)), batch)
-
-    specs = lambda shardings: jax.tree.map(lambda sharding: sharding.spec, shardings)
-    params_specs, rows_spec = specs(params_sharding), rows_sharding.spec
-    in_specs, out_specs = (params_specs, rows_spec, P(), P()), (P(), specs(grads_sharding))
-    spread_gradients = batch_axes.spread(gradients, in_specs, out_specs)
-    spoil = gradient_spoiler()
+def jit_steps(
+    cfg: RunConfig, model: ShardedModel, updates: Updates, shardings: Shardings, options: dict[str, Any] | None
+) -> dict[str, Callable]:
+    """{train_step, gradient_norms, statistics}: jitted functions of (state, batch). options: the compiler's."""
+    precisely = functools.partial(with_precision, cfg.model.matmul_precision)
+    jit = functools.partial(jax.jit, in_shardings=(shardings.state, shardings.rows))
+    gradients = make_gradients(cfg, model, updates.groups, shardings)
     train_step = make_train_step(
-        spread_gradients,
-        optimizer,
-        schedule,
-        guard_cfg=cfg.train.guard,
-        scale_cfg=cfg.train.loss_scale,
+        gradients,
+        updates.optimizer,
+        updates.schedule,
+        cfg.train,
         dynamic_scale=is_dynamic(cfg.train.loss_scale, cfg.model.compute_dtype),
         clip_norm=cfg.optim.clip_norm,
-        ema_cfg=cfg.train.ema,
         count_gated=cfg.data.gate.on,
-        spoil=spoil,
     )
 
     def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
-        with precision():
-            _, grads = gradients_at(spread_gradients, state, batch, spoil)
+        _, grads = gradients(state, batch)
         return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
 
-    statistics_step = make_statistics_step(
-        batch_axes.spread(functools.partial(gradients, watched=True), in_specs, out_specs),
-        optimizer,
-        parameter_groups(axes, layer_stacks(cfg.model)),
-        spoil=spoil,
+    statistics = make_statistics_step(
+        make_gradients(cfg, model, updates.groups, shardings, watched=True),
+        updates.optimizer,
+        parameter_groups(model.axes, layer_stacks(cfg.model)),
     )
-
-    def statistics(state: TrainState, batch: Batch):
-        with precision():
-            return statistics_step(state, batch)
-
-    def precise_step(state: TrainState, batch: Batch):
-        with precision():  # around the backward pass too
-            return train_step(state, batch)
-
-    placed = lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-    return Program(
-        cfg=cfg,
-        mesh=mesh,
-        attention=kernels.attention,
-        why_plain=kernels.why_plain,
-        init=jax.jit(init, out_shardings=resting_sharding),
-        abstract_state=jax.tree.map(placed, jax.eval_shape(init), resting_sharding),
-        abstract_grads=jax.tree.map(placed, learning(shapes, groups), grads_sharding),
-        train_step=jax.jit(
-            precise_step,
-            in_shardings=(resting_sharding, rows_sharding),
-            out_shardings=(resting_sharding, replicated(mesh)),
+    return dict(
+        train_step=jit(
+            precisely(train_step),
+            out_shardings=(shardings.state, shardings.whole),
             donate_argnums=0,
-            compiler_options=options.values or None,
+            compiler_options=options,
         ),
-        gradient_norms=jax.jit(
-            gradient_norms, in_shardings=(resting_sharding, rows_sharding), out_shardings=replicated(mesh)
-        ),
-        statistics=jax.jit(
-            statistics,
-            in_shardings=(resting_sharding, rows_sharding),
-            out_shardings=replicated(mesh),
-            compiler_options=options.values or None,
-        ),
-        token_losses=batch_axes.spread(losses, (params_specs, rows_spec), rows_spec),
-        target_scores=batch_axes.spread(scores, (params_specs, rows_spec), (rows_spec, rows_spec)),
-        schedule=schedule,
-        batch_sharding=rows_sharding,
-        batch_shards=axis_size("act_batch", rules.params, mesh.shape),
-        parameter_table=group_table(shapes, params_sharding, groups),
-        compiler_options=options,
+        gradient_norms=jit(precisely(gradient_norms), out_shardings=shardings.whole),
+        statistics=jit(precisely(statistics), out_shardings=shardings.whole, compiler_options=options),
     )
 
 
-def leaf_name(path: Any) -> str:
-    """'blocks/mlp/up', as checkpoints name it behind 'params/'."""
-    return jax.tree_util.keystr(path, simple=True, separator="/")
+def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
+    """The optimizer of a run of this length."""
+    learns = is_adapter if cfg.lora.on else lambda name: True
+    groups = assign_groups(model.axes, cfg.optim.groups, cfg.optim.weight_decay, cfg.optim.weight_decay_all, learns)
+    schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
+    is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
+    return Updates(make_optimizer(cfg.optim, schedule, groups, is_stacked), schedule, groups)
 
 
-def gradient_spoiler() -> Callable[[Any, jax.Array], Any]:
-    """(gradients, steps done) -> the gradients, one of them NaN where a test asks for that."""
-    fault = faults.spoilt_gradient()
-    if fault is None:
-        return lambda grads, step: grads
+def init_train_state(cfg: RunConfig, model: ShardedModel, updates: Updates) -> TrainState:
+    """The state before the first step."""
+    params_key, run_key = jax.random.split(jax.random.key(cfg.seed))
+    _, params, _ = split_model(model.init(params_key))
+    return init_state(
+        params,
+        updates.optimizer,
+        init_loss_scale(cfg.train.loss_scale, cfg.model.compute_dtype),
+        run_key,
+        init_ema(cfg.train.ema, trainable(params, updates.groups)),
+        cfg.train.guard.window_steps,
+    )
 
-    def spoil(grads: Any, step: jax.Array) -> Any:
-        at = lambda path, grad: (
-            jnp.where(step + 1 == fault.step, jnp.nan, grad) if leaf_name(path) == fault.leaf else grad
-        )
-        return jax.tree_util.tree_map_with_path(at, grads)
 
-    return spoil
+def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Shardings:
+    """Shardings of state, gradients and batch by the rule tables; what is offloaded goes to the host's memory.
 
-
-def at_rest(cfg: RunConfig, state: TrainState, mesh: Mesh) -> TrainState:
-    """Where the state's arrays live between two steps: as `state` says, or in the host's memory.
-
-    Raises BadInput where the config wants host memory and the devices have none.
+    Raises BadInput where the config offloads and the devices do not reach the host's memory.
     """
+    mesh, rules = model.mesh, model.rules
+    grads = trainable(tree_shardings(mesh, model.axes, rules.moments), updates.groups)
+    state = tree_shardings(mesh, state_axes((), ()), rules.params)._replace(
+        params=model.shardings,
+        opt_state=tree_shardings(mesh, moment_axes(updates.optimizer, model.shapes, model.axes), rules.moments),
+        ema=init_ema(cfg.train.ema, grads),  # nothing but the step reads it
+    )
     for setting, field in (("offload_moments", "opt_state"), ("offload_params", "params")):
         if getattr(cfg.optim, setting):
             check_host_memory(f"optim.{setting}=true", mesh)
             state = state._replace(**{field: on_host(getattr(state, field))})
-    return state
+    return Shardings(state, grads, model.rows_sharding, replicated(mesh))
 
 
-def check_layout(cfg: RunConfig, mesh: Mesh, shapes: Any, axes: Any) -> None:
+def make_gradients(
+    cfg: RunConfig, model: ShardedModel, groups: Any, shardings: Shardings, *, watched: bool = False
+) -> Gradients:
+    """(state, batch) -> (mean of each named loss, gradients), each device of the mesh on its own rows.
+
+    watched: the means also hold statistics of the activations.
+    """
+    axes, num_sources = model.batch_axes, len(mixture_names(cfg.data.mixture))
+    reduction = Reduction(
+        axes.num_shards,
+        axes.first_row,
+        lambda grads: axes.reduce_each(grads, model.axes),
+        lambda grads: axes.reduce_last(grads, model.axes),
+        axes.sum,
+    )
+
+    def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
+        variables = model.differentiable(params)
+
+        def loss_fn(trained: Any, batch: Batch, keys_B: jax.Array):
+            taps = make_taps(model.kernels, model.needs, model.tensor) if watched else BLIND
+            whole = model.merge(params, combine(trained, variables), taps=taps)
+            total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
+            return total, parts | taps.parts()
+
+        means, grads = accumulate(
+            loss_fn,
+            trainable(variables, groups),  # the clip norm is that of what learns
+            batch,
+            key,
+            num_microbatches=cfg.train.num_microbatches,
+            scale=scale,
+            reduction=reduction,
+        )
+        return joined(means, axes, model.tensor), grads
+
+    grads_specs = jax.tree.map(lambda sharding: sharding.spec, shardings.grads)
+    in_specs, out_specs = (model.specs, shardings.rows.spec, P(), P()), (P(), grads_specs)
+    return corrupt_gradients(at_state(axes.spread(gradients, in_specs, out_specs)))
+
+
+def check_layout(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput unless the mesh divides every array, and each microbatch's rows.
 
     XLA would compile uneven rows, and copy whole activations between devices at every layer.
     """
-    rules = RULES[cfg.rules]
-    uneven = check_divides(shapes, axes, rules.params, mesh.shape) + check_divides(
-        shapes, axes, rules.moments, mesh.shape
-    )
-    if uneven:
-        raise BadInput(
-            f"model and mesh do not fit: {'; '.join(dict.fromkeys(uneven))}; choose a mesh axis that divides"
-        )
+    mesh, rules = model.mesh, model.rules
+    check_fits(model, rules.moments)  # of the parameters shard_model has checked it
     tensor, lengths = mesh.shape["tensor"], cfg.row_lengths
     made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
     if made_rows and any((length or 0) % tensor for length in lengths[:2]):

@@ -16,17 +16,14 @@ from jax.sharding import Mesh
 from jaxscale import schema, units
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.data.batch import Batch
 from jaxscale.eval.scorer import Scorer
 from jaxscale.interop.families import family_for
 from jaxscale.models import AnyModelConfig, num_params
 from jaxscale.models.lora import LoraConfig, is_adapter
-from jaxscale.models.loss import target_scores, token_losses
-from jaxscale.models.placed import PlacedModel, place_model
-from jaxscale.ops.precision import matmul_precision
+from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.mesh import MeshConfig, make_mesh, mesh_layout
-from jaxscale.sharding.place import batch_sharding, replicated
+from jaxscale.sharding.place import replicated
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Tokenizer
@@ -48,7 +45,7 @@ class LoadedModel:
     step: int
     path: str  # of the checkpoint
     run: Mapping[str, Any]  # what the checkpoint records of its run: config, data, versions
-    placed: PlacedModel
+    sharded: ShardedModel
     kept: KeptTokenizer | None  # the tokenizer with what its folder says of texts
     what: str = "params"  # or "ema"
 
@@ -78,7 +75,7 @@ def open_model(
     run = source.record["run"]
     cfg, config = read_model_config(source, compute_dtype), run["config"]
     lora = schema.convert(config.get("lora") or {}, LoraConfig, "lora")  # none in a record of an older program
-    placed = place_model(cfg, make_mesh(mesh), config.get("rules", "zero3"), lora=lora)
+    sharded = shard_model(cfg, make_mesh(mesh), config.get("rules", "zero3"), lora=lora)
     workdir = source.checkpoints.directory.parent
     kept = open_kept(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
     if kept is not None and not fits(kept.tokenizer, cfg.vocab_size):
@@ -93,19 +90,19 @@ def open_model(
     adapters = f", with its adapters of rank {lora.rank}" if lora.on else ""
     say(  # before the arrays are read, which takes minutes where they are large
         f"{source}: {kind_of(cfg, run)}, {units.count(num_params(cfg))} parameters, {cfg.compute_dtype}{average}"
-        f"{adapters}; {mesh_layout(placed.mesh)}"
+        f"{adapters}; {mesh_layout(sharded.mesh)}"
     )
-    params = restore_params(source.checkpoints, source.step, source.record["leaves"], placed, what, named)
+    params = restore_params(source.checkpoints, source.step, source.record["leaves"], sharded, what, named)
     return LoadedModel(
         cfg=cfg,
         seq_len=int(config.get("seq_len", 1024)),
         params=params,
-        mesh=placed.mesh,
+        mesh=sharded.mesh,
         tokenizer=kept and kept.tokenizer,
         step=source.step,
         path=str(source),
         run=run,
-        placed=placed,
+        sharded=sharded,
         kept=kept,
         what=what,
     )
@@ -158,7 +155,7 @@ def read_model_config(source: Any, compute_dtype: str | None) -> AnyModelConfig:
 
 
 def restore_params(
-    checkpoints: Checkpoints, step: int, leaves: Mapping[str, list], placed: PlacedModel, what: str, named: str
+    checkpoints: Checkpoints, step: int, leaves: Mapping[str, list], sharded: ShardedModel, what: str, named: str
 ) -> Any:
     """The parameters of a step, in the dtypes in which they were saved. Raises as open_model does."""
     if not any(name.startswith(f"{what}/") for name in leaves):
@@ -167,15 +164,15 @@ def restore_params(
 
     def wanted(part: str, path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct | None:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if part != (what if is_adapter(name) or not placed.lora.on else "params"):  # what is frozen has no average
+        if part != (what if is_adapter(name) or not sharded.lora.on else "params"):  # what is frozen has no average
             return None
         saved = leaves.get(f"{part}/{name}")
         dtype = jnp.dtype(saved[1]) if saved else leaf.dtype  # one that is missing is told with all others
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
-    parts = [what] if what == "params" or not placed.lora.on else ["params", what]
+    parts = [what] if what == "params" or not sharded.lora.on else ["params", what]
     abstract = {
-        part: jax.tree_util.tree_map_with_path(functools.partial(wanted, part), placed.shapes, placed.shardings)
+        part: jax.tree_util.tree_map_with_path(functools.partial(wanted, part), sharded.shapes, sharded.shardings)
         for part in parts
     }
     found = checkpoints.restore(step, abstract, partial=True)
@@ -186,49 +183,13 @@ def restore_params(
     return whole
 
 
-def make_token_losses(model: LoadedModel) -> Callable[[Batch], jax.Array]:
-    """token_losses(batch) -> cross-entropy of each target, float32[B, T] [nats]; 0 where the weight is 0.
-
-    Any number of rows of any length: they are padded to what the mesh divides. Compiled once for each shape.
-    """
-    placed, tensor_size = model.placed, model.mesh.shape["tensor"]
-    build, shards = placed.build(), placed.batch_axes.num_shards
-    rows = batch_sharding(model.mesh, placed.rules.params)
-
-    def losses(params: Any, batch: Batch) -> jax.Array:
-        with matmul_precision(model.cfg.matmul_precision):
-            return jnp.where(batch.weights > 0, token_losses(build(params), batch), 0.0)
-
-    spread = placed.batch_axes.spread(losses, (placed.specs, rows.spec), rows.spec)
-
-    @jax.jit
-    def padded_losses(params: Any, batch: Batch) -> jax.Array:
-        B, T = batch.tokens.shape
-
-        def pad(x: jax.Array, multiple: int) -> jax.Array:
-            x = jnp.pad(x, ((0, -B % shards), (0, -x.shape[1] % multiple)))
-            return jax.lax.with_sharding_constraint(x, rows)
-
-        return spread(params, jax.tree.map(lambda x: pad(x, tensor_size), batch))[:B, :T]
-
-    return lambda batch: padded_losses(model.params, batch)
-
-
 def make_scorer(model: LoadedModel, *, batch_tokens: int) -> Scorer:
     """What tells the likelihood of token ids, reading about batch_tokens at a time. It holds no parameters."""
-    placed = model.placed
-    build = placed.build()
-
-    def scores(params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        with matmul_precision(model.cfg.matmul_precision):
-            return target_scores(build(params), batch)
-
-    rows = batch_sharding(model.mesh, placed.rules.params)
-    spread = placed.batch_axes.spread(scores, (placed.specs, rows.spec), (rows.spec, rows.spec))
+    sharded = model.sharded
     return Scorer(
-        step=jax.jit(spread, out_shardings=replicated(model.mesh)),
-        sharding=rows,
-        shards=placed.batch_axes.num_shards,
+        step=jax.jit(sharded.target_scores, out_shardings=replicated(model.mesh)),
+        sharding=sharded.rows_sharding,
+        shards=sharded.batch_axes.num_shards,
         multiple=model.mesh.shape["tensor"],
         batch_tokens=batch_tokens,
     )
@@ -240,7 +201,7 @@ def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedMo
     Raises BadInput for a step that is no checkpoint, and as open_model does.
     """
     source = open_source(str(paths.as_path(model.path).parent), wanted=step, named=named)
-    params = restore_params(source.checkpoints, source.step, source.record["leaves"], model.placed, model.what, named)
+    params = restore_params(source.checkpoints, source.step, source.record["leaves"], model.sharded, model.what, named)
     return dataclasses.replace(model, params=params, step=source.step, path=str(source), run=source.record["run"])
 
 
@@ -253,4 +214,4 @@ def make_generator(
     Raises BadInput for a model that writes no text, and for a text longer than it can read.
     """
     num_ids = model.tokenizer.vocab_size if model.tokenizer is not None else None
-    return Generator(Engine(model.placed, batch=batch, longest=longest, num_ids=num_ids, say=say), model.params)
+    return Generator(Engine(model.sharded, batch=batch, longest=longest, num_ids=num_ids, say=say), model.params)

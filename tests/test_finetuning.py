@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from token_losses import make_token_losses
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
@@ -14,7 +15,7 @@ from jaxscale.checkpoint.merge import merge_lora
 from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.verifying import verify_folder
 from jaxscale.cli import ckpt, convert
-from jaxscale.inference import make_token_losses, open_model
+from jaxscale.inference import open_model
 from jaxscale.models.lora import B, is_adapter
 from jaxscale.run.opening import open_run, train_through
 from jaxscale.run.startup_log import make_sample
@@ -119,10 +120,10 @@ def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, tmp_p
     wanted = {"params": plain.abstract_state.params}
     merged = Checkpoints(tmp_path / "merged/checkpoints", CheckpointConfig()).restore(4, wanted, partial=True)
     tokens_BT = tiny.packed_batch(5, rows=4, seq_len=32, vocab=256)
-    ours = jax.jit(plain.token_losses)(merged["params"], tokens_BT)
-    theirs = jax.jit(adapted.token_losses)(restored(run, 4, LORA).params, tokens_BT)
+    ours = jax.jit(plain.model.token_losses)(merged["params"], tokens_BT)
+    theirs = jax.jit(adapted.model.token_losses)(restored(run, 4, LORA).params, tokens_BT)
     before = restored(Checkpoints(base / "checkpoints", CheckpointConfig()), 2, {}).params
-    untuned = jax.jit(plain.token_losses)(before, tokens_BT)
+    untuned = jax.jit(plain.model.token_losses)(before, tokens_BT)
     real = tokens_BT.weights > 0
     np.testing.assert_allclose(ours[real], theirs[real], atol=1e-5)  # float32, summed in another order
     assert np.abs(np.asarray(ours - untuned))[real].max() > 1e-3

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import tiny
 from gcs_emulator import Emulator
+from token_losses import make_token_losses
 
 from jaxscale import schema
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli.sample import read_prompts
-from jaxscale.inference import at_step, kind_of, make_token_losses, open_model
+from jaxscale.inference import at_step, kind_of, open_model
 from jaxscale.models import AnyModelConfig
 from jaxscale.sharding.mesh import MeshConfig
 from jaxscale.system.exits import Exit, Stop
@@ -92,7 +93,7 @@ def test_losses_are_those_of_training_on_any_mesh_and_for_rows_that_it_does_not_
     folder, program = workdir
     model = open_model(str(folder), mesh=MeshConfig(**mesh), **QUIET)
     batch = tiny.packed_batch(0, vocab=258)
-    wanted_BT = np.where(batch.weights > 0, program.token_losses(jax.device_get(model.params), batch), 0)
+    wanted_BT = np.where(batch.weights > 0, program.model.token_losses(jax.device_get(model.params), batch), 0)
     odd = jax.tree.map(lambda x_BT: x_BT[:5, :13], batch)
     found_BT = make_token_losses(model)(odd)
     np.testing.assert_allclose(found_BT, wanted_BT[:5, :13], rtol=1e-5, atol=1e-6)  # sums in another order

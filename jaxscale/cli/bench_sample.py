@@ -8,10 +8,10 @@ import jax
 import numpy as np
 
 from jaxscale.config import RunConfig
-from jaxscale.models import make_model, max_seq_len
+from jaxscale.models import max_seq_len
 from jaxscale.models.layers import split_model
-from jaxscale.models.placed import place_model
-from jaxscale.ops.precision import matmul_precision
+from jaxscale.models.sharded import shard_model
+from jaxscale.ops.precision import with_precision
 from jaxscale.planning.check import check_machine
 from jaxscale.sampling.choose import GREEDY
 from jaxscale.sampling.generator import Engine, Generator
@@ -31,10 +31,10 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
     longest, limit = prompt_tokens + num_tokens, max_seq_len(cfg.model)
     if limit is not None and longest > limit:
         raise BadInput(f"--prompt_tokens={prompt_tokens} and --num_tokens={num_tokens} are more than {limit}")
-    placed = place_model(cfg.model, make_mesh(cfg.mesh), cfg.rules, lora=cfg.lora)
-    init = lambda key: split_model(make_model(cfg.model, key=key, kernels=placed.kernels, lora=cfg.lora))[1]
-    params = jax.jit(init, out_shardings=placed.shardings)(jax.random.key(cfg.seed))
-    engine = Engine(placed, batch=batch, longest=longest, say=tell)
+    sharded = shard_model(cfg.model, make_mesh(cfg.mesh), cfg.rules, lora=cfg.lora)
+    init = lambda key: split_model(sharded.init(key))[1]
+    params = jax.jit(init, out_shardings=sharded.shardings)(jax.random.key(cfg.seed))
+    engine = Engine(sharded, batch=batch, longest=longest, say=tell)
     generator = Generator(engine, params)
     rng = np.random.default_rng(cfg.seed)
     prompts = rng.integers(0, cfg.model.vocab_size, (engine.batch, prompt_tokens)).tolist()
@@ -49,8 +49,8 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
         "sys": "jaxscale",
         "spec": name,
         "dtype": cfg.model.compute_dtype,
-        "devices": f"{placed.mesh.size} x {jax.devices()[0].device_kind}",
-        "mesh": mesh_layout(placed.mesh),
+        "devices": f"{sharded.mesh.size} x {jax.devices()[0].device_kind}",
+        "mesh": mesh_layout(sharded.mesh),
         "rows": engine.batch,
         "prompt_tokens": prompt_tokens,
         "num_tokens": num_tokens,
@@ -64,14 +64,14 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
 
 def time_full_pass(engine: Engine, params: Any, tokens_BT: np.ndarray) -> float:
     """Seconds of one compiled pass over whole rows to the logits behind their last token: the fastest of several."""
-    specs, rows = engine.placed.specs, engine.rows_spec
+    specs, rows = engine.sharded.specs, engine.rows_spec
 
     def logits(params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> jax.Array:
-        with matmul_precision(engine.placed.cfg.matmul_precision):  # as what it is compared with
-            return engine.read_prompts(params, tokens_BT, lengths_B)[1]
+        return engine.read_prompts(params, tokens_BT, lengths_B)[1]
 
-    call = jax.jit(engine.placed.batch_axes.spread(logits, (specs, rows, rows), rows))
-    place = jax.sharding.NamedSharding(engine.placed.mesh, rows)
+    precise = with_precision(engine.sharded.cfg.matmul_precision, logits)  # as what it is compared with
+    call = jax.jit(engine.sharded.batch_axes.spread(precise, (specs, rows, rows), rows))
+    place = jax.sharding.NamedSharding(engine.sharded.mesh, rows)
     tokens_BT = jax.device_put(tokens_BT.astype(np.int32), place)
     lengths_B = jax.device_put(np.full(len(tokens_BT), tokens_BT.shape[1], np.int32), place)
     jax.block_until_ready(call(params, tokens_BT, lengths_B))

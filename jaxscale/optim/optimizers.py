@@ -135,16 +135,16 @@ def map_with_groups(f: Callable, groups: Any, *trees: Any) -> Any:
     return jax.tree.unflatten(treedef, [one(*leaves) for leaves in zip(flat_groups, *flat, strict=True)])
 
 
-def learning(tree: Any, groups: Any) -> Any:
-    """A tree like the parameters without the frozen ones: neither gradients nor sums over devices are made of them."""
+def trainable(tree: Any, groups: Any) -> Any:
+    """The trainable part of a tree like the parameters: frozen ones, which get no gradients, become MaskedNodes."""
     is_group = lambda leaf: isinstance(leaf, Group)
     keep = lambda group, leaf: optax.MaskedNode() if group.frozen else leaf
     return jax.tree.map(keep, groups, tree, is_leaf=is_group)
 
 
-def with_frozen(learned: Any, params: Any) -> Any:
-    """What learning() has kept, with the frozen ones out of `params`."""
-    return jax.tree.map(lambda p, own: p if is_masked(own) else own, params, learned)
+def combine(trained: Any, params: Any) -> Any:
+    """The trainable part, with the frozen parameters of `params`."""
+    return jax.tree.map(lambda p, own: p if is_masked(own) else own, params, trained)
 
 
 def moment_axes(optimizer: optax.GradientTransformation, params: Any, axes_tree: Any) -> Any:

@@ -56,6 +56,7 @@ from jaxscale.training import loop
 from jaxscale.training.autopilot import Pilot, Rewound
 from jaxscale.training.decisions import Decisions
 from jaxscale.training.feed import Feed
+from jaxscale.training.injected import corrupt_batches, flip_bits
 from jaxscale.training.loop import NamedEvaluate, Run
 from jaxscale.training.replica_watch import ReplicaWatch
 from jaxscale.training.replicas import coverage, make_replica_check
@@ -217,11 +218,11 @@ def open_at(
         start_step=begun,
         total_steps=budget.total_steps,
         tokens_per_step=budget.batch_tokens,
-        train_step=program.train_step,
+        train_step=flip_bits(program.train_step, begun),
         statistics=program.statistics,
         statistics_every_steps=cfg.monitor.statistics_every_steps,
         open_feed=lambda start, stop: Feed(
-            batches.rows,
+            corrupt_batches(batches.rows),
             lambda step: batch_index(step, skipped),
             program.batch_sharding,
             num_rows=cfg.rows_per_step,
@@ -329,7 +330,7 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
     rows = max(program.batch_shards, cfg.rows_per_step // cfg.train.num_microbatches)
     on_mesh = functools.partial(put_rows, rows=list(range(rows)), num_rows=rows, sharding=program.batch_sharding)
     step = jax.jit(
-        make_eval_step(program.token_losses, len(corpus.source_names)), out_shardings=replicated(program.mesh)
+        make_eval_step(program.model.token_losses, len(corpus.source_names)), out_shardings=replicated(program.mesh)
     )
 
     @functools.cache
@@ -355,7 +356,7 @@ def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple
     cfg = program.cfg
     rows = max(program.batch_shards, cfg.rows_per_step // cfg.train.num_microbatches)
     scorer = Scorer(
-        step=jax.jit(program.target_scores, out_shardings=replicated(program.mesh)),
+        step=jax.jit(program.model.target_scores, out_shardings=replicated(program.mesh)),
         sharding=program.batch_sharding,
         shards=program.batch_shards,
         multiple=program.mesh.shape["tensor"],

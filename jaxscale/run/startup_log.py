@@ -11,7 +11,6 @@ from jaxscale.config import Budget
 from jaxscale.data.pipeline import Corpus
 from jaxscale.hardware import find_chip
 from jaxscale.models import DECODERS, num_params
-from jaxscale.models.placed import place_model
 from jaxscale.monitor.writers import Writer
 from jaxscale.sampling.choose import Sampling
 from jaxscale.sampling.config import SampleConfig
@@ -102,9 +101,8 @@ def make_sample(program: Program, tokenizer: Any, say: Callable[[str], None] = l
     cfg, longest = program.cfg, program.cfg.seq_len
     prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]  # from nothing: from where a document ends
-    placed = place_model(cfg.model, program.mesh, cfg.rules, lora=cfg.lora, away=cfg.optim.offload_params)
     how = dict(num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id], say=lambda line: say(f"sample: {line}"))
-    engine = Engine(placed, batch=1, longest=longest, **how)
+    engine = Engine(program.model, batch=1, longest=longest, **how)
     sampling = Sampling(temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
 
     def sample(state: TrainState) -> str:

@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.models import DECODERS, max_seq_len, unembed
-from jaxscale.models.placed import PlacedModel
-from jaxscale.ops.precision import matmul_precision
+from jaxscale.models.sharded import ShardedModel
+from jaxscale.ops.precision import with_precision
 from jaxscale.sampling.cache import AXES, Cache, Continuing, Recording, filled, num_slots
 from jaxscale.sampling.choose import Sampling, choose
 from jaxscale.sharding.place import replicated
@@ -82,7 +82,7 @@ class Engine:
 
     def __init__(
         self,
-        placed: PlacedModel,
+        sharded: ShardedModel,
         *,
         batch: int,
         longest: int,
@@ -90,25 +90,25 @@ class Engine:
         never: Sequence[int] = (),
         say: Callable[[str], None] = lambda line: None,
     ):
-        cfg, limit = placed.cfg, max_seq_len(placed.cfg)
+        cfg, limit = sharded.cfg, max_seq_len(sharded.cfg)
         if not isinstance(cfg, DECODERS):
             raise BadInput(f"model.name={cfg.name!r} writes no text from left to right; llama and gpt2 do")
         if limit is not None and longest > limit:
             raise BadInput(f"a text of {longest} tokens is longer than the model can read, max_seq_len={limit}")
-        self.placed, self.longest, self.say = placed, longest, say
-        self.batch = batch + -batch % placed.batch_axes.num_shards
+        self.sharded, self.longest, self.say = sharded, longest, say
+        self.batch = batch + -batch % sharded.batch_axes.num_shards
         self.drawable_V = np.arange(cfg.vocab_size) < (num_ids or cfg.vocab_size)
         self.drawable_V[list(never)] = False
-        self.slots = num_slots(placed.needs, longest)
-        self.tensor = WholeRows(placed.mesh.shape["tensor"], make_tensor_axis(placed.mesh).stages)
-        self.cache_spec = partition_spec(AXES, placed.rules.params)
-        self.rows_spec = P(*partition_spec(("act_batch",), placed.rules.params))
+        self.slots = num_slots(sharded.needs, longest)
+        self.tensor = WholeRows(sharded.mesh.shape["tensor"], make_tensor_axis(sharded.mesh).stages)
+        self.cache_spec = partition_spec(AXES, sharded.rules.params)
+        self.rows_spec = P(*partition_spec(("act_batch",), sharded.rules.params))
         self.programs: dict[Any, Any] = {}
 
     def read_prompts(self, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
         """(the cache, float32[B, V] logits after the last token of each row), of the device's own rows and heads."""
         taps = Recording()
-        model = self.placed.build(self.tensor, taps)(params)
+        model = self.sharded.merge(params, tensor=self.tensor, taps=taps)
         T = tokens_BT.shape[1]
         positions_BT = jnp.minimum(jnp.arange(T)[None], lengths_B[:, None] - 1)
         text_BT = (jnp.arange(T)[None] < lengths_B[:, None]).astype(jnp.int32)
@@ -118,8 +118,8 @@ class Engine:
 
     def read_one(self, params: Any, cache: Cache, tokens_B: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
         """(the cache with one more token of each row, float32[B, V] logits after it)."""
-        taps = Continuing(cache, lengths_B, self.placed.needs)
-        model = self.placed.build(self.tensor, taps)(params)
+        taps = Continuing(cache, lengths_B, self.sharded.needs)
+        model = self.sharded.merge(params, tensor=self.tensor, taps=taps)
         ones_B1 = jnp.ones_like(tokens_B)[:, None]
         h_B1D = model.hidden(tokens_B[:, None], lengths_B[:, None], ones_B1)
         return taps.extended(), unembed(model, h_B1D[:, 0])
@@ -151,8 +151,8 @@ class Engine:
     @functools.cache  # noqa: B019 - as long as the engine lives
     def functions(self, sampling: Sampling, stop_ids: tuple[int, ...]) -> tuple[Callable, Callable]:
         """(begin(params, tokens_BT, lengths_B, number_B, seed), go_on(params, state)) -> (state, tokens_B), jitted."""
-        placed, rows, state_spec = self.placed, self.rows_spec, self.state_spec(sampling)
-        precision = functools.partial(matmul_precision, placed.cfg.matmul_precision)
+        sharded, rows, state_spec = self.sharded, self.rows_spec, self.state_spec(sampling)
+        precisely = functools.partial(with_precision, sharded.cfg.matmul_precision)
 
         def begin(params: Any, tokens_BT, lengths_B, number_B, seed):
             B, T = tokens_BT.shape
@@ -160,26 +160,24 @@ class Engine:
             seen_BV = None
             if sampling.looks_back:
                 text_BT = jnp.arange(T)[None] < lengths_B[:, None]
-                seen_BV = jnp.zeros((B, placed.cfg.vocab_size), bool)
+                seen_BV = jnp.zeros((B, sharded.cfg.vocab_size), bool)
                 seen_BV = seen_BV.at[jnp.arange(B)[:, None], tokens_BT].max(text_BT)
-            with precision():
-                cache, logits_BV = self.read_prompts(params, tokens_BT, lengths_B)
+            cache, logits_BV = self.read_prompts(params, tokens_BT, lengths_B)
             zeros_B = jnp.zeros_like(lengths_B)
             state = State(cache, lengths_B, zeros_B, ended_B, zeros_B, number_B, seen_BV, seed)
             return self.drawn(state, logits_BV, sampling, stop_ids)
 
         def go_on(params: Any, state: State):
-            with precision():
-                cache, logits_BV = self.read_one(params, state.cache, state.last_B, state.lengths_B)
+            cache, logits_BV = self.read_one(params, state.cache, state.last_B, state.lengths_B)
             state = state._replace(cache=cache, lengths_B=state.lengths_B + ~state.ended_B)
             return self.drawn(state, logits_BV, sampling, stop_ids)
 
-        spread, specs, out_specs = placed.batch_axes.spread, placed.specs, (state_spec, rows)
-        begin = spread(begin, (specs, rows, rows, rows, P()), out_specs)
-        go_on = spread(go_on, (specs, state_spec), out_specs)
-        place = functools.partial(jax.sharding.NamedSharding, placed.mesh)
+        spread, specs, out_specs = sharded.batch_axes.spread, sharded.specs, (state_spec, rows)
+        begin = spread(precisely(begin), (specs, rows, rows, rows, P()), out_specs)
+        go_on = spread(precisely(go_on), (specs, state_spec), out_specs)
+        place = functools.partial(jax.sharding.NamedSharding, sharded.mesh)
         shardings = jax.tree.map(place, state_spec, is_leaf=lambda leaf: isinstance(leaf, P))
-        out = (shardings, replicated(placed.mesh))
+        out = (shardings, replicated(sharded.mesh))
         return jax.jit(begin, out_shardings=out), jax.jit(go_on, donate_argnums=1, out_shardings=out)
 
     def compiled(self, params: Any, arguments: tuple, sampling: Sampling, stop_ids: tuple[int, ...]):
@@ -253,7 +251,7 @@ class Generator:
             if (broken := np.flatnonzero(found_B == NO_NUMBER)).size:
                 raise NotFinite(
                     f"the model gives no finite numbers for token {steps} behind prompt {broken[0] + 1}: its weights "
-                    f"have diverged, or overflow {engine.placed.cfg.compute_dtype}; take an older step, or float32"
+                    f"have diverged, or overflow {engine.sharded.cfg.compute_dtype}; take an older step, or float32"
                 )
             if (found_B == ENDED).all():
                 return
@@ -270,9 +268,9 @@ class Generator:
         for row, prompt in enumerate(prompts):
             tokens_BT[row, : len(prompt)] = prompt
             lengths_B[row], number_B[row] = len(prompt), numbers[row]
-        rows = jax.sharding.NamedSharding(engine.placed.mesh, engine.rows_spec)
+        rows = jax.sharding.NamedSharding(engine.sharded.mesh, engine.rows_spec)
         arrays = jax.device_put((tokens_BT, lengths_B, number_B), rows)
-        return *arrays, jax.device_put(np.uint32(seed % 2**32), replicated(engine.placed.mesh))
+        return *arrays, jax.device_put(np.uint32(seed % 2**32), replicated(engine.sharded.mesh))
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
@@ -284,10 +282,10 @@ def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
             raise BadInput(f"prompt {number} has no token; the first one needs another before it")
         if len(prompt) > engine.longest:
             raise BadInput(f"prompt {number} has {len(prompt)} tokens, and a text here has at most {engine.longest}")
-        if not 0 <= min(prompt) <= max(prompt) < engine.placed.cfg.vocab_size:
+        if not 0 <= min(prompt) <= max(prompt) < engine.sharded.cfg.vocab_size:
             raise BadInput(
                 f"prompt {number} has the token id {max(prompt)}, and the model's vocabulary is "
-                f"{engine.placed.cfg.vocab_size}"
+                f"{engine.sharded.cfg.vocab_size}"
             )
 
 

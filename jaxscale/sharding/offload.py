@@ -39,39 +39,41 @@ def is_on_host(x: Any) -> bool:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Away:
-    """A weight in the host's memory, and what takes its gradient: zeros on the device that nothing reads.
+class Offloaded:
+    """A weight in the host's memory, and the device-side zeros that take its gradient.
 
-    jax wants the gradient of an array to be in the array's own memory.
+    JAX wants the gradient of an array to be in the array's own memory.
     """
 
     weight: jax.Array
-    stand_in: jax.Array
+    zeros: jax.Array
 
 
-def stand_ins(params: Any) -> Any:
-    """Zeros on the device like the parameters; the compiler leaves them out."""
+def device_zeros(params: Any) -> Any:
+    """Device-side zeros that stand in for offloaded parameters so that jax.grad has something to differentiate; XLA
+    removes them."""
     return jax.tree.map(lambda w: jnp.zeros(w.shape, w.dtype), params)
 
 
-def call_in(params: dict, stand_ins: dict) -> dict:
-    """Parameters for a model whose gather is fetching(...): those of the blocks stay away, the others are here."""
-    away = jax.tree.map(Away, params, stand_ins)
-    is_away = lambda leaf: isinstance(leaf, Away)
-    here = lambda tree: jax.tree.map(lambda leaf: fetch(leaf.weight, leaf.stand_in), tree, is_leaf=is_away)
-    return {name: tree if name == "blocks" else here(tree) for name, tree in away.items()}
+def fetch_outside_blocks(params: dict, zeros: dict) -> dict:
+    """Parameters for a model whose gather is fetch_then(...): those of the blocks stay offloaded, the others are
+    fetched."""
+    offloaded = jax.tree.map(Offloaded, params, zeros)
+    is_offloaded = lambda leaf: isinstance(leaf, Offloaded)
+    fetched = lambda tree: jax.tree.map(lambda leaf: fetch(leaf.weight, leaf.zeros), tree, is_leaf=is_offloaded)
+    return {name: tree if name == "blocks" else fetched(tree) for name, tree in offloaded.items()}
 
 
-def fetching(gather: Gather) -> Gather:
-    """`gather` for weights that may be away: each is fetched just before."""
-    here = lambda w: fetch(w.weight, w.stand_in) if isinstance(w, Away) else w
-    return lambda w, axes, dtype: gather(here(w), axes, dtype)
+def fetch_then(gather: Gather) -> Gather:
+    """`gather` for weights that may be offloaded: each is fetched just before."""
+    fetched = lambda w: fetch(w.weight, w.zeros) if isinstance(w, Offloaded) else w
+    return lambda w, axes, dtype: gather(fetched(w), axes, dtype)
 
 
 @jax.custom_vjp
-def fetch(weight: jax.Array, stand_in: jax.Array) -> jax.Array:
-    """The weight on the device. Its gradient is that of the stand-in."""
+def fetch(weight: jax.Array, zeros: jax.Array) -> jax.Array:
+    """The weight on the device. Its gradient goes to the zeros."""
     return jax.device_put(weight, jax.memory.Space.Device)
 
 
-fetch.defvjp(lambda weight, stand_in: (fetch(weight, stand_in), None), lambda _, grad: (None, grad))
+fetch.defvjp(lambda weight, zeros: (fetch(weight, zeros), None), lambda _, grad: (None, grad))

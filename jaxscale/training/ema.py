@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxscale.optim.optimizers import with_frozen
+from jaxscale.optim.optimizers import combine
 from jaxscale.optim.streamed import is_masked
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -61,7 +61,7 @@ def update_ema(cfg: EmaConfig | None, ema: Any, params: Any, step: jax.Array) ->
 
 def averaged(state: TrainState) -> Any:
     """All parameters, averages in the place of those that have one."""
-    return with_frozen(state.ema, state.params)
+    return combine(state.ema, state.params)
 
 
 def evaluated(evaluate: Evaluate, state: TrainState, group: str = "validation") -> dict[str, float]:

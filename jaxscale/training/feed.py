@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
-import numpy as np
 
 from jaxscale.data.batch import Batch
 from jaxscale.sharding.place import local_rows, put_rows
-from jaxscale.system import faults
 
 CLOSE_SECONDS = 10.0
 
@@ -47,7 +45,7 @@ class Feed:
             try:
                 for step in range(start, stop):
                     n = batch_index(step)
-                    batch = spoilt(read(n, rows), n, rows)
+                    batch = read(n, rows)
                     self.put(Fed(put_rows(batch, rows, num_rows, sharding), n))
                     if self.closed.is_set():
                         return
@@ -81,16 +79,3 @@ class Feed:
         """Ends the thread."""
         self.closed.set()
         self.thread.join(CLOSE_SECONDS)  # it may be stuck in a read, and ends with the process
-
-
-def spoilt(batch: Batch, n: int, rows: list[int]) -> Batch:
-    """These rows of batch n, or what a test wants in their place."""
-    fault = faults.spoilt_batches()
-    if fault is None or not fault.start <= n < fault.stop:
-        return batch
-    if fault.kind == "nan":
-        return batch._replace(weights=batch.weights * np.float32(np.nan))
-    most, width = int(batch.tokens.max()) + 1, batch.tokens.shape[1]
-    noise = [np.random.default_rng((n, row)).integers(0, most, (2, width), np.int32) for row in rows]
-    tokens_BT, targets_BT = np.stack(noise, axis=1)
-    return batch._replace(tokens=tokens_BT, targets=targets_BT)

@@ -18,7 +18,6 @@ from jaxscale.system.faults import crash_point
 from jaxscale.training.autopilot import Autopilot, Pilot, Rewound
 from jaxscale.training.ema import evaluated
 from jaxscale.training.feed import Feed
-from jaxscale.training.replica_watch import spoilt
 from jaxscale.training.report import Reporter, Unread, seconds_since
 from jaxscale.training.services import UNATTENDED, Services
 from jaxscale.training.state import TrainState
@@ -121,7 +120,7 @@ def run_steps(run: Run) -> TrainState | Rewound:
                 state = pilot.steer(step, state)
                 seen = watch.begin(step + 1, state, fed.batch)
                 with phase("compile" if step == run.start_step else "step", step + 1):
-                    state, metrics = run.train_step(spoilt(state, step), fed.batch)
+                    state, metrics = run.train_step(state, fed.batch)
                 if step == run.start_step:
                     checkpoints.prepare(state)  # makes ready what saving needs, while the first step runs
                 if unread:

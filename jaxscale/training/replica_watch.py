@@ -7,9 +7,8 @@ from typing import Any
 
 from jaxscale.monitor.events import Note, ignore
 from jaxscale.schema import setting
-from jaxscale.system import faults
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.training.replicas import ReplicaReport, flip_bit
+from jaxscale.training.replicas import ReplicaReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -87,9 +86,3 @@ class ReplicaWatch:
         facts = {"devices": list(report.devices), "leaves": list(report.leaves)} if report else {}
         self.note("replicas_differ", step, verdict=verdict, **facts)
         self.say(f"replicas, step {step}: {text}")
-
-
-def spoilt(state: Any, step: int) -> Any:
-    """The state before this step: as it is, but where a test or a rehearsal asks for a wrong bit."""
-    device = faults.device_to_spoil(step)
-    return state if device is None else flip_bit(state, device)

@@ -27,7 +27,7 @@ from jaxscale.sharding.place import is_axes
 from jaxscale.sharding.tensor_axis import TensorAxis
 from jaxscale.training import guard
 from jaxscale.training.state import TrainState
-from jaxscale.training.step import Gradients, gradients_at
+from jaxscale.training.step import Gradients
 
 DEVICE = jax.memory.Space.Device
 EMBEDDING, HEAD, NORMS = "embedding", "head", "norms"  # groups of the parameters outside of blocks
@@ -77,20 +77,16 @@ def outer_group(path: str, axes: tuple[str, ...]) -> str:
 
 
 def make_statistics_step(
-    gradients: Gradients,
-    optimizer: optax.GradientTransformationExtraArgs,
-    groups: Groups,
-    *,
-    spoil: Callable[[Any, jax.Array], Any] = lambda grads, step: grads,
+    gradients: Gradients, optimizer: optax.GradientTransformationExtraArgs, groups: Groups
 ) -> StatisticsStep:
     """Builds the pure (state, batch) -> Statistics of the step that this state would take on this batch.
 
     gradients: whose means have a WATCHED part, as joined() makes it. The update is that of a step which is not refused.
-    Norms are L2. spoil: as for the step.
+    Norms are L2.
     """
 
     def statistics_step(state: TrainState, batch: Batch) -> Statistics:
-        means, grads = gradients_at(gradients, state, batch, spoil)
+        means, grads = gradients(state, batch)
         lr_factor = guard.lr_factor(state.guard, state.step)
         updates, _ = optimizer.update(
             grads, state.opt_state, state.params, step=state.step, ok=jnp.bool(True), lr_factor=lr_factor

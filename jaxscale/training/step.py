@@ -11,12 +11,13 @@ from jaxscale.data.batch import Batch
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.offload import is_on_host
 from jaxscale.training import guard, loss_scale
-from jaxscale.training.ema import EmaConfig, update_ema
+from jaxscale.training.config import TrainConfig
+from jaxscale.training.ema import update_ema
 from jaxscale.training.state import TrainState
 from jaxscale.training.tokens_seen import tokens_seen
 
-# (params, batch, key, scale) -> (mean of each named loss, gradient of the mean loss)
-Gradients = Callable[[Any, Batch, jax.Array, jax.Array], tuple[dict[str, jax.Array], Any]]
+Means = dict[str, jax.Array]  # of each named loss
+Gradients = Callable[[TrainState, Batch], tuple[Means, Any]]  # those of the mean loss
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -24,29 +25,25 @@ def make_train_step(
     gradients: Gradients,
     optimizer: optax.GradientTransformationExtraArgs,
     schedule: Schedule,
+    cfg: TrainConfig,
     *,
-    guard_cfg: guard.GuardConfig,
-    scale_cfg: loss_scale.LossScaleConfig,
-    dynamic_scale: bool,
+    dynamic_scale: bool = False,
     clip_norm: float = 0.0,
-    ema_cfg: EmaConfig | None = None,
     count_gated: bool = False,
-    spoil: Callable[[Any, jax.Array], Any] = lambda grads, step: grads,
 ) -> TrainStep:
     """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
 
-    clip_norm: of the optimizer, for the guard. ema_cfg: of the average, where the state has one. count_gated: also
-    count the rows that the data's gate has left without weight, as gated_rows does. spoil: a fault on purpose, in the
-    gradients of a step.
+    clip_norm: of the optimizer, for the guard. count_gated: also count the rows that the data's gate has left without
+    weight, as gated_rows does.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
-        means, grads = gradients_at(gradients, state, batch, spoil)
+        means, grads = gradients(state, batch)
         grad_norm = optax.tree.norm(grads)  # before clipping, which would hide a spike
         finite = jnp.isfinite(grad_norm)
-        excused = ~finite & (state.loss_scale.value > scale_cfg.min) if dynamic_scale else False
+        excused = ~finite & (state.loss_scale.value > cfg.loss_scale.min) if dynamic_scale else False
         ok, verdict, guard_state = guard.inspect(
-            guard_cfg, state.guard, means["objective"], grad_norm, excused, clip_norm
+            cfg.guard, state.guard, means["objective"], grad_norm, excused, clip_norm
         )
 
         lr_factor = guard.lr_factor(state.guard, state.step)  # below 1 for a while after the ladder has cut it
@@ -61,9 +58,11 @@ def make_train_step(
             step=state.step + 1,
             params=keep(params, state.params),
             opt_state=keep(opt_state, state.opt_state),
-            loss_scale=loss_scale.adjust(scale_cfg, state.loss_scale, finite) if dynamic_scale else state.loss_scale,
+            loss_scale=loss_scale.adjust(cfg.loss_scale, state.loss_scale, finite)
+            if dynamic_scale
+            else state.loss_scale,
             guard=guard_state,
-            ema=keep(update_ema(ema_cfg, state.ema, params, state.step), state.ema),
+            ema=keep(update_ema(cfg.ema, state.ema, params, state.step), state.ema),
         )
         metrics = means | {
             "grad_norm": grad_norm,
@@ -83,13 +82,14 @@ def make_train_step(
     return train_step
 
 
-def gradients_at(
-    gradients: Gradients, state: TrainState, batch: Batch, spoil: Callable[[Any, jax.Array], Any]
-) -> tuple[dict[str, jax.Array], Any]:
-    """(mean of each named loss, gradients) of a batch, at the step that the state has come to."""
-    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    means, grads = gradients(state.params, batch, key, state.loss_scale.value)
-    return means, spoil(grads, state.step)
+def at_state(gradients: Callable[[Any, Batch, jax.Array, jax.Array], tuple[Means, Any]]) -> Gradients:
+    """gradients(params, batch, key, scale) with the parameters, random key and loss scale of a state."""
+
+    def gradients_at(state: TrainState, batch: Batch) -> tuple[Means, Any]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        return gradients(state.params, batch, key, state.loss_scale.value)
+
+    return gradients_at
 
 
 def gated_rows(batch: Batch) -> jax.Array:
@@ -107,3 +107,8 @@ def add_update(param: jax.Array, update: jax.Array) -> jax.Array:
     if is_on_host(param):
         return update if is_on_host(update) else param
     return optax.apply_updates(param, update)
+
+
+def leaf_name(path: Any) -> str:
+    """'blocks/mlp/up', as checkpoints name it behind 'params/'."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")

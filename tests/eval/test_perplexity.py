@@ -65,7 +65,7 @@ def test_uniform_guessing_over_bytes_is_eight_bits_a_byte():
 def test_losses_of_a_model_are_those_that_training_sees():
     program = tiny.program()
     state, batch = program.init(), tiny.packed_batch(0)
-    step = make_eval_step(program.token_losses, 1)
+    step = make_eval_step(program.model.token_losses, 1)
     zeros_BT = np.zeros((tiny.ROWS, tiny.SEQ_LEN), np.int32)
     found = evaluate(step, state.params, [(tiny.on_mesh(program, batch), zeros_BT, zeros_BT + 1)], ("text",))
     _, metrics = program.train_step(state, tiny.on_mesh(program, batch))

@@ -3,10 +3,11 @@
 import made_model
 import numpy as np
 import pytest
+from token_losses import make_token_losses
 
 from jaxscale.data.batch import Batch
 from jaxscale.eval.scorer import Span, lay, row_length
-from jaxscale.inference import make_generator, make_scorer, make_token_losses, open_model
+from jaxscale.inference import make_generator, make_scorer, open_model
 from jaxscale.sampling.choose import GREEDY
 from jaxscale.sharding.mesh import MeshConfig
 

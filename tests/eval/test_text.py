@@ -6,13 +6,14 @@ import math
 import made_model
 import numpy as np
 import pytest
+from token_losses import make_token_losses
 
 from jaxscale.data.batch import Batch
 from jaxscale.eval.config import TextEval
 from jaxscale.eval.named import open_evaluators
 from jaxscale.eval.text import Measured, Reading, document_spans, summarise_text, text_windows
 from jaxscale.eval.uncertainty import exp_error, mean_error, ratio_error
-from jaxscale.inference import make_scorer, make_token_losses, open_model
+from jaxscale.inference import make_scorer, open_model
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.load import load_tokenizer
 

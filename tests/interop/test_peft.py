@@ -10,16 +10,17 @@ import pytest
 import tiny
 import tokenizers
 from hf_folders import FLOAT32, GPT2, LLAMA, assert_same, make_folder, read_file, read_folder, write_file
+from token_losses import make_token_losses
 
 from jaxscale import schema
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.cli import convert
 from jaxscale.data.batch import Batch
-from jaxscale.inference import LoadedModel, make_token_losses, read_model_config, restore_params
+from jaxscale.inference import LoadedModel, read_model_config, restore_params
 from jaxscale.interop import adapter_config, tokenizer_files
 from jaxscale.interop.adapters import OF_A, OF_B, OUTER
 from jaxscale.models.lora import LoraConfig
-from jaxscale.models.placed import place_model
+from jaxscale.models.sharded import shard_model
 from jaxscale.run.opening import train_through
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
 from jaxscale.system.exits import BadInput
@@ -64,9 +65,9 @@ def losses(path, rows):
     source = open_source(str(path))
     cfg, config = read_model_config(source, "float32"), source.record["run"]["config"]
     mesh = make_mesh(MeshConfig())
-    placed = place_model(cfg, mesh, config["rules"], lora=schema.convert(config["lora"], LoraConfig, "lora"))
-    params = restore_params(source.checkpoints, source.step, source.record["leaves"], placed, "params", "")
-    model = LoadedModel(cfg, 16, params, mesh, None, 0, "", {}, placed, None)
+    sharded = shard_model(cfg, mesh, config["rules"], lora=schema.convert(config["lora"], LoraConfig, "lora"))
+    params = restore_params(source.checkpoints, source.step, source.record["leaves"], sharded, "params", "")
+    model = LoadedModel(cfg, 16, params, mesh, None, 0, "", {}, sharded, None)
     tokens = np.asarray(rows, np.int32)
     places = np.broadcast_to(np.arange(tokens.shape[1] - 1, dtype=np.int32), tokens[:, 1:].shape)
     ones = np.ones_like(places)

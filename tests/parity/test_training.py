@@ -13,10 +13,10 @@ from jaxscale.optim.groups import assign_groups
 from jaxscale.optim.optimizers import OptimConfig, make_optimizer
 from jaxscale.optim.schedules import make_schedule
 from jaxscale.training.accumulate import accumulate
-from jaxscale.training.guard import GuardConfig
+from jaxscale.training.config import TrainConfig
 from jaxscale.training.loss_scale import LossScaleConfig, init_loss_scale
 from jaxscale.training.state import init_state
-from jaxscale.training.step import make_train_step
+from jaxscale.training.step import at_state, make_train_step
 
 
 def full_rows(tokens_BU):
@@ -51,15 +51,15 @@ def test_fifty_adamw_steps_follow_torch(num_microbatches, parity):
     loss_fn = lambda params, batch, keys_B: summed_loss(merge_model(graphdef, params), batch, keys_B, {})
     step = jax.jit(
         make_train_step(
-            lambda params, batch, key, scale: accumulate(
-                loss_fn, params, batch, key, num_microbatches=num_microbatches, scale=scale
+            at_state(
+                lambda params, batch, key, scale: accumulate(
+                    loss_fn, params, batch, key, num_microbatches=num_microbatches, scale=scale
+                )
             ),
             optimizer,
             schedule,
-            guard_cfg=GuardConfig(),
-            scale_cfg=LossScaleConfig(),
-            dynamic_scale=False,
-        ),
+            TrainConfig(),
+        )
     )
     state = init_state(params, optimizer, init_loss_scale(LossScaleConfig(), "float32"), jax.random.key(0))
     rows = []

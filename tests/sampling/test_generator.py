@@ -14,7 +14,7 @@ import tiny
 from jaxscale import schema
 from jaxscale.models import AnyModelConfig, attention_needs, logits, make_model
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.placed import place_model
+from jaxscale.models.sharded import shard_model
 from jaxscale.ops.kernels import PLAIN, choose_kernels
 from jaxscale.sampling.cache import Cache
 from jaxscale.sampling.choose import GREEDY, Sampling
@@ -53,13 +53,13 @@ def params_of(name):
 def engine(name, mesh, batch=4, longest=LONGEST, num_ids=None):
     shape = MESHES[mesh] or {"fsdp": 1}
     devices = jax.devices()[: math.prod(shape.values())]
-    placed = place_model(config(name), make_mesh(MeshConfig(**shape), devices), "zero3")
-    return Engine(placed, batch=batch, longest=longest, num_ids=num_ids)
+    sharded = shard_model(config(name), make_mesh(MeshConfig(**shape), devices), "zero3")
+    return Engine(sharded, batch=batch, longest=longest, num_ids=num_ids)
 
 
 def generator(name, mesh, **more):
     made = engine(name, mesh, **more)
-    return Generator(made, jax.device_put(params_of(name), made.placed.shardings))
+    return Generator(made, jax.device_put(params_of(name), made.sharded.shardings))
 
 
 @functools.cache
@@ -115,9 +115,9 @@ def test_a_penalty_is_for_the_tokens_of_the_prompt_and_for_those_drawn_since():
 @pytest.mark.parametrize("name, mesh", [("llama", "tensor=2"), ("gpt2", "fsdp=4")])
 def test_logits_are_those_of_full_passes(name, mesh):
     made = engine(name, mesh)
-    params = jax.device_put(params_of(name), made.placed.shardings)
-    specs, rows, cache = made.placed.specs, made.rows_spec, Cache(made.cache_spec, made.cache_spec)
-    spread = made.placed.batch_axes.spread
+    params = jax.device_put(params_of(name), made.sharded.shardings)
+    specs, rows, cache = made.sharded.specs, made.rows_spec, Cache(made.cache_spec, made.cache_spec)
+    spread = made.sharded.batch_axes.spread
     read = jax.jit(spread(made.read_prompts, (specs, rows, rows), (cache, rows)))
     go_on = jax.jit(spread(made.read_one, (specs, cache, rows, rows), (cache, rows)))
     tokens_BT, lengths_B, *_ = Generator(made, params).place(PROMPTS, [0] * 4, 0)
@@ -220,10 +220,10 @@ def test_prompts_that_cannot_be_gone_on_from_are_refused(prompts, told):
 def test_models_that_cannot_write_or_read_so_far_are_refused():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     with pytest.raises(ValueError, match="a text of 33 tokens is longer than the model can read, max_seq_len=32"):
-        Engine(place_model(config("gpt2"), mesh, "zero3"), batch=1, longest=33)
+        Engine(shard_model(config("gpt2"), mesh, "zero3"), batch=1, longest=33)
     encoder = schema.convert(tiny.ENCODER, AnyModelConfig, "model")
     with pytest.raises(ValueError, match="'encoder' writes no text"):
-        Engine(place_model(encoder, mesh, "zero3"), batch=1, longest=8)
+        Engine(shard_model(encoder, mesh, "zero3"), batch=1, longest=8)
 
 
 def test_prompts_are_filled_up_to_one_of_few_lengths():

@@ -13,7 +13,6 @@ from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import resolve_budget
-from jaxscale.models.placed import place_model
 from jaxscale.optim.streamed import DEVICE, HOST, streamed
 from jaxscale.sampling.choose import Sampling
 from jaxscale.sampling.generator import Engine, Generator
@@ -103,10 +102,8 @@ def test_parameters_on_the_host_are_evaluated_and_sampled_from_as_others_are():
     found = []
     for program in programs:
         params, batch = program.init().params, tiny.on_mesh(program, tiny.packed_batch(0))
-        nats = jax.jit(program.token_losses)(params, batch)
-        cfg = program.cfg
-        placed = place_model(cfg.model, program.mesh, cfg.rules, away=cfg.optim.offload_params)
-        generator = Generator(Engine(placed, batch=2, longest=12), params)
+        nats = jax.jit(program.model.token_losses)(params, batch)
+        generator = Generator(Engine(program.model, batch=2, longest=12), params)
         found.append((nats, np.stack(list(generator.generate([[5, 9], [7]], Sampling(temperature=1.0), 9)))))
     for left, right in zip(*found):
         np.testing.assert_allclose(left, right, rtol=1e-6)

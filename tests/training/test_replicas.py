@@ -18,8 +18,9 @@ from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training.autopilot import Autopilot, Pilot
 from jaxscale.training.guard import GuardConfig
+from jaxscale.training.injected import flip_bits
 from jaxscale.training.ladder import LadderConfig
-from jaxscale.training.replica_watch import ReplicaConfig, ReplicaWatch, spoilt
+from jaxscale.training.replica_watch import ReplicaConfig, ReplicaWatch
 from jaxscale.training.replicas import coverage, flip_bit, holders, make_replica_check, outvoted
 
 pytestmark = pytest.mark.fault("F25")
@@ -215,10 +216,11 @@ def test_a_device_with_one_passing_fault_too_many_ends_the_run():
 @pytest.mark.parametrize(("text", "flips"), [("7:3", [3, None, None]), ("7:3:2", [3, 3, None]), ("", [None] * 3)])
 def test_the_bit_is_flipped_at_the_step_and_device_and_as_often_as_a_test_asks(text, flips, monkeypatch):
     monkeypatch.setenv("JAXSCALE_FLIP_BIT", text)
-    monkeypatch.setattr(faults, "passed", faults.collections.Counter())
+    faults.passed.clear()
     _, state, check = made(DATA)
-    assert spoilt(state, 6) is state
-    found = [check(spoilt(state, 7)).devices for _ in range(3)]
+    begin = lambda step: flip_bits(lambda state, batch: (state, {}), step)(state, None)[0]
+    assert begin(6) is state
+    found = [check(begin(7)).devices for _ in range(3)]
     assert found == [() if device is None else (device,) for device in flips]
 
 
@@ -232,7 +234,7 @@ class TestRun:
         monkeypatch.setattr(
             "jaxscale.run.opening.make_program", lambda cfg, _: dataclasses.replace(self.shared(), cfg=cfg)
         )
-        monkeypatch.setattr(faults, "passed", faults.collections.Counter())
+        faults.passed.clear()
 
     def shared(self):
         return tiny.program(RUN, 4)

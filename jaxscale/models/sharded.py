@@ -1,0 +1,154 @@
+"""A model sharded over a mesh, for training, evaluation and sampling alike: where its parameters live, how it is built
+from them, and its losses. B batch  T position
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from jaxscale.data.batch import Batch
+from jaxscale.models import AnyModelConfig, attention_needs, make_model
+from jaxscale.models.layers import merge_model, split_model
+from jaxscale.models.lora import NO_LORA, LoraConfig
+from jaxscale.models.loss import target_scores, token_losses
+from jaxscale.ops.attention import AttentionNeeds
+from jaxscale.ops.kernels import Kernels, choose_kernels, with_taps
+from jaxscale.ops.precision import with_precision
+from jaxscale.ops.quantized import with_matmul_dtype
+from jaxscale.ops.taps import BLIND, Blind
+from jaxscale.sharding.batch_axes import BatchAxes, make_batch_axes
+from jaxscale.sharding.offload import device_zeros, fetch_outside_blocks, fetch_then
+from jaxscale.sharding.place import batch_sharding, check_divides, tree_shardings, whole_already
+from jaxscale.sharding.rules import RULES, Rules
+from jaxscale.sharding.tensor_axis import TensorAxis, make_tensor_axis
+from jaxscale.system.exits import BadInput
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedModel:
+    """A model without its parameters: their shapes, axes and shardings, and the kernels that suit the mesh."""
+
+    cfg: AnyModelConfig
+    mesh: Mesh
+    rules: Rules
+    lora: LoraConfig  # of the adapters among the parameters
+    offloaded: bool  # parameters come in the host's memory; those of the blocks are fetched one by one
+    needs: AttentionNeeds
+    kernels: Kernels
+    batch_axes: BatchAxes
+    tensor: TensorAxis
+
+    def init(self, key: jax.Array, *, tensor: TensorAxis | None = None, taps: Blind = BLIND) -> nnx.Module:
+        """A new model. tensor: how the devices of that axis share a row, None: as in training. taps: what looks on."""
+        gather = self.batch_axes.gather if self.batch_axes.axes else whole_already
+        return make_model(
+            self.cfg,
+            key=key,
+            kernels=self.kernels if taps is BLIND else with_taps(self.kernels, taps),
+            gather=fetch_then(gather) if self.offloaded else gather,
+            tensor=tensor or self.tensor,
+            lora=self.lora,
+        )
+
+    @functools.cached_property
+    def abstract(self) -> tuple[Any, Any, Any]:
+        """(graph definition, shapes of the parameters, their logical axes)."""
+        return split_model(jax.eval_shape(self.init, jax.random.key(0)))
+
+    @property
+    def shapes(self) -> Any:
+        """The jax.ShapeDtypeStruct of each parameter."""
+        return self.abstract[1]
+
+    @property
+    def axes(self) -> Any:
+        """The logical axes of each parameter."""
+        return self.abstract[2]
+
+    @functools.cached_property
+    def shardings(self) -> Any:
+        """The sharding of each parameter."""
+        return tree_shardings(self.mesh, self.axes, self.rules.params)
+
+    @property
+    def specs(self) -> Any:
+        """The PartitionSpec of each parameter."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
+
+    @property
+    def rows_sharding(self) -> NamedSharding:
+        """The sharding of a [rows, T] array of a batch."""
+        return batch_sharding(self.mesh, self.rules.params)
+
+    def differentiable(self, params: Any) -> Any:
+        """What to differentiate with respect to: the parameters, or device-side zeros for offloaded ones."""
+        return device_zeros(params) if self.offloaded else params
+
+    def merge(
+        self, params: Any, variables: Any = None, *, tensor: TensorAxis | None = None, taps: Blind = BLIND
+    ) -> nnx.Module:
+        """The model with these parameters, in a function that each device of the mesh computes on its own shards.
+
+        variables: differentiable(params), where a gradient is taken. tensor, taps: as for init.
+        """
+        graphdef = self.abstract[0]
+        if tensor is not None or taps is not BLIND:
+            init = functools.partial(self.init, tensor=tensor, taps=taps)
+            graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
+        variables = self.differentiable(params) if variables is None else variables
+        return merge_model(graphdef, fetch_outside_blocks(params, variables) if self.offloaded else variables)
+
+    @property
+    def token_losses(self) -> Callable[[Any, Batch], jax.Array]:
+        """(params, batch) -> nats_BT of a global batch."""
+        rows = self.rows_sharding.spec
+        return self.batch_axes.spread(self.with_model(token_losses), (self.specs, rows), rows)
+
+    @property
+    def target_scores(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
+        """(params, batch) -> (nats_BT, whether no token is likelier) of a global batch."""
+        rows = self.rows_sharding.spec
+        return self.batch_axes.spread(self.with_model(target_scores), (self.specs, rows), (rows, rows))
+
+    def with_model(self, f: Callable) -> Callable:
+        """f(model, batch) as a function of (params, batch)."""
+        return with_precision(self.cfg.matmul_precision, lambda params, batch: f(self.merge(params), batch))
+
+
+def shard_model(
+    cfg: AnyModelConfig,
+    mesh: Mesh,
+    rules: str | Rules,
+    *,
+    lora: LoraConfig = NO_LORA,
+    offloaded: bool = False,
+    prefix: bool = False,
+    reduce_dtype: Any = jnp.float32,
+) -> ShardedModel:
+    """The model on a mesh. Raises BadInput where the mesh does not divide its parameters.
+
+    lora: of the adapters that the model is trained with: they are among its parameters until they are merged.
+    prefix: rows have a prefix that is attended to in both directions. reduce_dtype: in which gradients are summed.
+    """
+    rules = RULES[rules] if isinstance(rules, str) else rules
+    device, needs = mesh.devices.flat[0], attention_needs(cfg, prefix=prefix)
+    kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
+    batch_axes = make_batch_axes(mesh, rules, reduce_dtype)
+    model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, kernels, batch_axes, make_tensor_axis(mesh))
+    check_fits(model, rules.params)
+    return model
+
+
+def check_fits(model: ShardedModel, *tables: Any) -> None:
+    """Raises BadInput unless the mesh divides every parameter as each of these rule tables places it."""
+    uneven = [line for table in tables for line in check_divides(model.shapes, model.axes, table, model.mesh.shape)]
+    if uneven:
+        raise BadInput(
+            f"model and mesh do not fit: {'; '.join(dict.fromkeys(uneven))}; choose a mesh axis that divides"
+        )

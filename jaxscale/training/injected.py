@@ -1,0 +1,64 @@
+"""The faults of system/faults.py that change numbers, each wrapped once around what it corrupts, if it is asked for."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxscale.data.batch import Batch
+from jaxscale.system import faults
+from jaxscale.training.replicas import flip_bit
+from jaxscale.training.state import TrainState
+from jaxscale.training.step import Gradients, TrainStep, leaf_name
+
+ReadRows = Callable[[int, list[int]], Batch]  # (n, rows) -> those rows of batch n
+
+
+def corrupt_gradients(gradients: Gradients) -> Gradients:
+    """The gradients, one of them NaN at the step that JAXSCALE_SPOIL_GRADIENT names."""
+    if (fault := faults.spoilt_gradient()) is None:
+        return gradients
+
+    def corrupted(state: TrainState, batch: Batch) -> tuple[dict[str, jax.Array], Any]:
+        means, grads = gradients(state, batch)
+        at = lambda path, grad: (
+            jnp.where(state.step + 1 == fault.step, jnp.nan, grad) if leaf_name(path) == fault.leaf else grad
+        )
+        return means, jax.tree_util.tree_map_with_path(at, grads)
+
+    return corrupted
+
+
+def corrupt_batches(read: ReadRows) -> ReadRows:
+    """The rows, those of the batches that JAXSCALE_SPOIL_BATCHES names weighing NaN or holding random tokens."""
+    if (fault := faults.spoilt_batches()) is None:
+        return read
+
+    def corrupted(n: int, rows: list[int]) -> Batch:
+        batch = read(n, rows)
+        if not fault.start <= n < fault.stop:
+            return batch
+        if fault.kind == "nan":
+            return batch._replace(weights=batch.weights * np.float32(np.nan))
+        most, width = int(batch.tokens.max()) + 1, batch.tokens.shape[1]
+        noise = [np.random.default_rng((n, row)).integers(0, most, (2, width), np.int32) for row in rows]
+        tokens_BT, targets_BT = np.stack(noise, axis=1)
+        return batch._replace(tokens=tokens_BT, targets=targets_BT)
+
+    return corrupted
+
+
+def flip_bits(train_step: TrainStep, start_step: int) -> TrainStep:
+    """The step, called first at start_step: a device computes with a wrong bit where JAXSCALE_FLIP_BIT says so."""
+    if faults.flipped_bit() is None:
+        return train_step
+    steps = itertools.count(start_step)
+
+    def corrupted(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        device = faults.device_to_spoil(next(steps))
+        return train_step(state if device is None else flip_bit(state, device), batch)
+
+    return corrupted
