@@ -19,7 +19,6 @@ from jaxscale import units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.mixture import mixture_names
-from jaxscale.models import layer_stacks
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.loss import summed_loss
@@ -172,7 +171,7 @@ def jit_steps(
     statistics = make_statistics_step(
         make_gradients(cfg, model, updates.groups, shardings, watched=True),
         updates.optimizer,
-        parameter_groups(model.axes, layer_stacks(cfg.model)),
+        parameter_groups(model.axes, cfg.model.layer_stacks),
     )
     return dict(
         train_step=jit(

@@ -17,10 +17,8 @@ from jaxscale.eval.config import Evals, check_names
 from jaxscale.eval.perplexity import EvalConfig
 from jaxscale.hosts.watchdog import HangConfig
 from jaxscale.interop.settings import ExportConfig
-from jaxscale.models import DECODERS, AnyModelConfig, flops_per_token, lora_flops, max_seq_len
-from jaxscale.models.encoder import EncoderConfig
-from jaxscale.models.lora import LoraConfig
-from jaxscale.models.t5 import T5Config
+from jaxscale.models import AnyModelConfig, names_of
+from jaxscale.models.config import LoraConfig, lora_flops
 from jaxscale.monitor.writers import MonitorConfig
 from jaxscale.optim.optimizers import OptimConfig
 from jaxscale.sampling.config import SampleConfig
@@ -74,7 +72,7 @@ class RunConfig:
             raise BadInput(f"seq_len={self.seq_len} must be at least 2")
         check_objective(self)
         check_clean_source(self)
-        longest = max_seq_len(self.model)
+        longest = self.model.max_seq_len
         if longest and self.row_lengths.row > longest:
             made = "" if self.row_lengths.row == self.seq_len else f", which makes rows of {self.row_lengths.row},"
             raise BadInput(f"seq_len={self.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
@@ -115,24 +113,25 @@ class RunConfig:
     def flops_per_token(self) -> float:
         """Floating-point operations of one training step per token of text, recomputation left out."""
         rows = self.row_lengths
-        flops = flops_per_token(self.model, rows.row, rows.encoder) * rows.row / self.seq_len
+        flops = self.model.flops_per_token(rows.row, rows.encoder) * rows.row / self.seq_len
         return flops + lora_flops(self.model, self.lora) if self.lora.on else flops
 
 
 def check_objective(cfg: RunConfig) -> None:
     """Raises BadInput for a model that cannot learn what data.objective asks for."""
     objective, model = cfg.data.objective, cfg.model
-    needed, way_out = DECODERS, "a decoder: llama or gpt2"
+    needed, way_out = "decoder", f"a decoder: {or_list(names_of('decoder'))}"
     if isinstance(objective, MaskedLmConfig):
-        needed, way_out = EncoderConfig, "model.name='encoder'"
+        needed, way_out = "encoder", f"model.name={or_list([repr(name) for name in names_of('encoder')])}"
     if isinstance(objective, (SpanCorruptionConfig, Ul2Config)):
+        both = or_list([repr(name) for name in names_of("encoder_decoder")])
         if objective.layout == "encoder_decoder":
-            needed, way_out = T5Config, "model.name='t5', or data.objective.layout='one_row' with a decoder"
+            needed, way_out = "encoder_decoder", f"model.name={both}, or data.objective.layout='one_row' with a decoder"
         else:
-            way_out += ", or data.objective.layout='encoder_decoder' with model.name='t5'"
-    if not isinstance(model, needed):
+            way_out += f", or data.objective.layout='encoder_decoder' with model.name={both}"
+    if model.kind != needed:
         raise BadInput(f"data.objective.name={objective.name!r} cannot train model.name={model.name!r}; use {way_out}")
-    if cfg.row_lengths.prefix and getattr(model, "attention_window", None) is not None:
+    if cfg.row_lengths.prefix and model.attention_window is not None:
         raise BadInput(
             f"data.objective.name={objective.name!r} lets all of a document see its prefix, and model.attention_window="
             f"{model.attention_window} would not; set that to none"
@@ -141,8 +140,9 @@ def check_objective(cfg: RunConfig) -> None:
 
 def check_lora(cfg: RunConfig) -> None:
     """Raises BadInput for adapters on a model that takes none, and where parameters are kept off the devices."""
-    if cfg.lora.on and not isinstance(cfg.model, DECODERS):
-        raise BadInput(f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} takes no adapters; llama and gpt2 do")
+    if cfg.lora.on and cfg.model.kind != "decoder":
+        decoders = " and ".join(names_of("decoder"))
+        raise BadInput(f"lora.rank={cfg.lora.rank}: model.name={cfg.model.name!r} takes no adapters; {decoders} do")
     if cfg.lora.on and cfg.optim.offload_params:
         raise BadInput("lora.rank and optim.offload_params do not go together yet; leave one of them out")
 
@@ -185,8 +185,9 @@ def check_ema(cfg: RunConfig) -> None:
 def check_evals(cfg: RunConfig) -> None:
     """Raises BadInput for an evaluator of a model that does not read from left to right, or with a name of no use."""
     check_names(cfg.evals)
-    if cfg.evals and not isinstance(cfg.model, DECODERS):
-        raise BadInput(f"evals are of decoders, and model.name={cfg.model.name!r} is none; use llama or gpt2")
+    if cfg.evals and cfg.model.kind != "decoder":
+        decoders = or_list(names_of("decoder"))
+        raise BadInput(f"evals are of decoders, and model.name={cfg.model.name!r} is none; use {decoders}")
 
 
 @dataclasses.dataclass(frozen=True)

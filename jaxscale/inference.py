@@ -18,8 +18,9 @@ from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.eval.scorer import Scorer
 from jaxscale.interop.families import family_for
-from jaxscale.models import AnyModelConfig, num_params
-from jaxscale.models.lora import LoraConfig, is_adapter
+from jaxscale.models import AnyModelConfig
+from jaxscale.models.config import LoraConfig
+from jaxscale.models.lora import is_adapter
 from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.mesh import MeshConfig, make_mesh, mesh_layout
@@ -89,7 +90,7 @@ def open_model(
     average = ", the running average" if what == "ema" else ""
     adapters = f", with its adapters of rank {lora.rank}" if lora.on else ""
     say(  # before the arrays are read, which takes minutes where they are large
-        f"{source}: {kind_of(cfg, run)}, {units.count(num_params(cfg))} parameters, {cfg.compute_dtype}{average}"
+        f"{source}: {kind_of(cfg, run)}, {units.count(cfg.num_params)} parameters, {cfg.compute_dtype}{average}"
         f"{adapters}; {mesh_layout(sharded.mesh)}"
     )
     params = restore_params(source.checkpoints, source.step, source.record["leaves"], sharded, what, named)

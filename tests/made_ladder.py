@@ -8,7 +8,6 @@ import tiny
 
 from jaxscale import schema
 from jaxscale.config import RunConfig, resolve_budget
-from jaxscale.models import num_params
 from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.planning.loss_law import Terms
 
@@ -31,7 +30,7 @@ def config(width: int = 16, steps: int = 200, **overrides: Any) -> RunConfig:
 
 def end_of(cfg: RunConfig) -> float:
     """Nats per token that the law has for the end of this run."""
-    return LAW.loss(num_params(cfg.model), resolve_budget(cfg, None).total_steps * cfg.tokens_per_step)
+    return LAW.loss(cfg.model.num_params, resolve_budget(cfg, None).total_steps * cfg.tokens_per_step)
 
 
 def write(folder: Any, cfg: RunConfig, *, noise: float = 0.0, seed: int = 0, until: int | None = None) -> Any:

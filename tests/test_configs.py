@@ -12,7 +12,6 @@ from jaxscale import config, schema, units
 from jaxscale.build import make_program
 from jaxscale.cli.verify_parity import captured_stderr
 from jaxscale.config import load_config, resolve_budget
-from jaxscale.models import num_params
 from jaxscale.planning.memory import least_memory
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -50,7 +49,7 @@ def test_its_amounts_resolve_and_its_warmup_is_a_small_part(name):
 def test_its_memory_can_be_told_without_a_device(name):
     cfg = load_config(PATHS[name])
     a_parameter = 4 if cfg.lora.on else 16  # float32: parameter, two moments, gradient; frozen: itself alone
-    assert least_memory(cfg, 1).state >= a_parameter * num_params(cfg.model)
+    assert least_memory(cfg, 1).state >= a_parameter * cfg.model.num_params
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.py")), ids=lambda file: file.stem)
@@ -68,13 +67,13 @@ def test_a_file_is_short_says_how_it_is_run_and_what_it_costs_and_imports_nothin
     ("name", "billions"), [("gpt2_124m", 0.1244), ("1b", 1.0), ("7b", 6.74), ("13b", 13.0), ("70b", 70.0)]
 )
 def test_a_model_is_of_the_size_in_its_name(name, billions):
-    assert num_params(load_config(PATHS[name]).model) / 1e9 == pytest.approx(billions, rel=0.25)
+    assert load_config(PATHS[name]).model.num_params / 1e9 == pytest.approx(billions, rel=0.25)
 
 
 def test_the_dial_turns_everything_in_the_same_direction():
     small, middle, large = (load_config(str(golden.CONFIGS / f"auto.py:depth={depth}")) for depth in (2, 8, 32))
     for part in (
-        lambda cfg: num_params(cfg.model),
+        lambda cfg: cfg.model.num_params,
         lambda cfg: cfg.tokens_per_step,
         lambda cfg: units.resolve("train_tokens", cfg.train_tokens, seq_len=cfg.seq_len, epoch_tokens=10**9),
         lambda cfg: -cfg.optim.peak_lr,

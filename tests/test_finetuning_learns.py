@@ -19,8 +19,8 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import ckpt, sample
 from jaxscale.config import RunConfig, resolve_budget
-from jaxscale.models import logits, make_model
 from jaxscale.models.layers import merge_model, split_model
+from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.run.opening import train_through
 from jaxscale.text.chat.config import ChatConfig

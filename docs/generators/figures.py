@@ -20,8 +20,9 @@ from jaxscale import config, units
 from jaxscale.config import RunConfig
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.hardware import CHIPS, Chip
-from jaxscale.models.llama import LlamaConfig, flops_per_token
-from jaxscale.ops.attention import AttentionNeeds, choose_attention
+from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.ops.attention import choose_attention
+from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.estimate import recomputed_flops
 from jaxscale.planning.machine import open_machine
@@ -227,7 +228,7 @@ def settings_help_of(cls: type) -> tuple[str, ...]:
 zero = lambda stage: by_hand.bytes_of_device(70e9, tensor=8, pipeline=4, zero_stage=stage, zero_devices=8)
 seven = lambda network=1.0: plan_of("7b", "h100:64x8", network)
 no_master = lambda: by_hand.state_bytes(GPT3, NO_MASTER) - NO_MASTER.grads * GPT3  # the question leaves gradients out
-remade = lambda: recomputed_flops(LLAMA_7B, 4096) / flops_per_token(LLAMA_7B, 4096)
+remade = lambda: recomputed_flops(LLAMA_7B, 4096) / LLAMA_7B.flops_per_token(4096)
 best_of = scaling.optimal_alternative
 scores = lambda length, layers, heads: 2 * length**2 * layers * heads  # bytes: one bfloat16 for each pair
 

@@ -10,7 +10,7 @@ from jaxscale.ahead.preflight import ahead_program
 from jaxscale.ahead.report import Report
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
-from jaxscale.models.remat import RematName
+from jaxscale.models.config import RematName
 from jaxscale.planning.estimate import Estimate, estimate
 from jaxscale.planning.topology import Topology
 from jaxscale.sharding.mesh import mesh_shape

@@ -18,7 +18,8 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import leaf_text, named_leaves
 from jaxscale.hosts.agree import agreed
-from jaxscale.models.lora import LoraConfig, is_adapter
+from jaxscale.models.config import LoraConfig
+from jaxscale.models.lora import is_adapter
 from jaxscale.schema import from_dict, setting
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, tell

@@ -32,7 +32,8 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.output import Output, layout_of
 from jaxscale.checkpoint.record import read_optional, seal
 from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
-from jaxscale.models.lora import NO_LORA, A, B, LoraConfig, is_adapter
+from jaxscale.models.config import NO_LORA, LoraConfig
+from jaxscale.models.lora import A, B, is_adapter
 from jaxscale.schema import from_dict, to_dict
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop

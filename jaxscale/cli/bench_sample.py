@@ -8,7 +8,6 @@ import jax
 import numpy as np
 
 from jaxscale.config import RunConfig
-from jaxscale.models import max_seq_len
 from jaxscale.models.layers import split_model
 from jaxscale.models.sharded import shard_model
 from jaxscale.ops.precision import with_precision
@@ -28,7 +27,7 @@ def measure_sample(name: str, cfg: RunConfig, *, prompt_tokens: int, num_tokens:
     Weights are random. Raises BadInput for a text longer than the model can read.
     """
     check_machine(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")))  # none are read
-    longest, limit = prompt_tokens + num_tokens, max_seq_len(cfg.model)
+    longest, limit = prompt_tokens + num_tokens, cfg.model.max_seq_len
     if limit is not None and longest > limit:
         raise BadInput(f"--prompt_tokens={prompt_tokens} and --num_tokens={num_tokens} are more than {limit}")
     sharded = shard_model(cfg.model, make_mesh(cfg.mesh), cfg.rules, lora=cfg.lora)

@@ -17,7 +17,6 @@ from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch, stack_rows
 from jaxscale.data.synthetic import SyntheticRows
 from jaxscale.hardware import find_chip
-from jaxscale.models import flops_per_token, num_params
 from jaxscale.monitor.memory import memory_metrics
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.planning.check import check_machine
@@ -100,7 +99,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "spec": name,
         "dtype": cfg.model.compute_dtype,
         "tok_s": round(rate, 1),
-        "gflops": round(rate * flops_per_token(cfg.model, cfg.seq_len) / 1e9, 2),
+        "gflops": round(rate * cfg.model.flops_per_token(cfg.seq_len) / 1e9, 2),
         "mfu": utilisation(rate, cfg),
         "step_s": round(median, 5),
         "step_s_range": [round(pick(seconds[1 + warmup :]), 5) for pick in (min, max)],
@@ -116,7 +115,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "loss0": round(losses[0], 4),
         "lossN": round(losses[-1], 4),
         "log_vocab": round(math.log(cfg.model.vocab_size), 4),
-        "params": num_params(cfg.model),
+        "params": cfg.model.num_params,
         "rows": cfg.rows_per_step,
         "seq_len": cfg.seq_len,
         "attention": program.attention,
@@ -149,7 +148,7 @@ def utilisation(tokens_per_second: float, cfg: RunConfig) -> float | None:
     chip = find_chip(jax.devices()[0].device_kind)
     if chip is None:
         return None
-    flops_per_second = tokens_per_second * flops_per_token(cfg.model, cfg.seq_len)
+    flops_per_second = tokens_per_second * cfg.model.flops_per_token(cfg.seq_len)
     return round(flops_per_second / (chip.peak_flops * jax.device_count()), 4)
 
 

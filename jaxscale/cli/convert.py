@@ -54,7 +54,6 @@ from jaxscale.interop import hub, tokenizer_files
 from jaxscale.interop.exporting import FORMATS, config_of, export_step, open_step
 from jaxscale.interop.importing import import_tensors, prepare_workdir
 from jaxscale.interop.incoming import Incoming, open_incoming
-from jaxscale.models import max_seq_len, num_params
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, tell
@@ -118,19 +117,19 @@ def bring_in(options: Mapping[str, str], keep_adapter: bool, as_json: bool) -> i
     for note in found.notes:
         tell(f"{found.name}: {note}")
     tell_odd(found, done.not_finite, as_json)
-    count, size = units.count(num_params(cfg)), units.size(done.num_bytes)
+    count, size = units.count(cfg.num_params), units.size(done.num_bytes)
     line = f"{workdir}: step 0, {found.family.model_type}, {count} parameters in float32"
     line += f" ({size}, {done.num_leaves} arrays)"
     line += f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
     line += f"; adapter {found.adapter}" if found.adapter else ""
-    record = {"workdir": workdir, "model_type": found.family.model_type, "num_params": num_params(cfg), "config": made}
+    record = {"workdir": workdir, "model_type": found.family.model_type, "num_params": cfg.num_params, "config": made}
     put(json.dumps(record | dataclasses.asdict(done)) if as_json else f"{line}; train on with --init_from={workdir}")
     return 0
 
 
 def run_config(found: Incoming, folder: Any) -> RunConfig:
     """The config of the work folder: the model, and what its tokenizer is. What is trained with it is another run's."""
-    longest = max_seq_len(found.cfg) or found.kept.get("max_position_embeddings") or LONGEST_ROW
+    longest = found.cfg.max_seq_len or found.kept.get("max_position_embeddings") or LONGEST_ROW
     seq_len = max(2, min(int(longest), LONGEST_ROW))
     main = tokenizer_files.main_file(found.files)
     kept_at = folder / tokenizer_files.FOLDER

@@ -64,7 +64,6 @@ from jaxscale.eval.text import Reading
 from jaxscale.help_text import show_help
 from jaxscale.hosts.agree import agreed
 from jaxscale.inference import LoadedModel, at_step, check_tokenizer, make_generator, make_scorer, open_model
-from jaxscale.models import DECODERS, max_seq_len
 from jaxscale.run.resume_checks import check_same_evals
 from jaxscale.sharding.rules import MESH_AXES
 from jaxscale.system import paths
@@ -271,9 +270,9 @@ def reading_of(model: LoadedModel, context: int) -> Reading:
 
 def check_context(model: LoadedModel, context: int) -> None:
     """Raises BadInput for a model that does not read from left to right, and for more tokens than it can read."""
-    if not isinstance(model.cfg, DECODERS):
+    if model.cfg.kind != "decoder":
         raise BadInput(f"model.name={model.cfg.name!r} does not read from left to right; llama and gpt2 do")
-    limit = max_seq_len(model.cfg)
+    limit = model.cfg.max_seq_len
     if limit is not None and context > limit:
         raise BadInput(f"--context={context} is longer than the model can read, max_seq_len={limit}")
 

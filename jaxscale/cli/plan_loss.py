@@ -22,7 +22,6 @@ from jaxscale import config, units
 from jaxscale.command_line import parse_arguments, whole_number
 from jaxscale.config import Budget, RunConfig
 from jaxscale.help_text import show_help
-from jaxscale.models import num_params
 from jaxscale.planning import loss_curve
 from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget
 from jaxscale.planning.loss_curve import Band, coverage, inside, make_band, shape_of
@@ -80,7 +79,7 @@ def main_loss(argv: list[str]) -> int:
 def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, draws: int, seed: int) -> Forecast:
     """The forecast of a run's end, and of its curve where the ladder allows one. Raises BadInput as fit() does."""
     law = fit(ladder.points, draws=draws, seed=seed)
-    params, tokens = num_params(cfg.model), budget.total_steps * budget.batch_tokens
+    params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
     end = law.predict(params, tokens, seed)
     band, why = None, ""
     try:

@@ -46,7 +46,7 @@ from jaxscale.cli import run_verb, sample_chat
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.help_text import show_help
 from jaxscale.inference import LoadedModel, check_tokenizer, make_generator, open_model
-from jaxscale.models.layers import Dtype
+from jaxscale.models.config import Dtype
 from jaxscale.sampling.choose import Sampling
 from jaxscale.sampling.generator import own_numbers
 from jaxscale.sampling.text import Written, write_texts

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxscale.command_line import whole_number
 from jaxscale.inference import LoadedModel, make_generator
-from jaxscale.models import max_seq_len
 from jaxscale.sampling.choose import Sampling
 from jaxscale.sampling.generator import Generator, Timing
 from jaxscale.sampling.serve import open_chat
@@ -41,7 +40,7 @@ class Talk:
 
     def longest_for(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> int:
         """Tokens of the longest text that these prompts become. Raises BadInput for one that cannot be read."""
-        limit = max_seq_len(self.model.cfg)
+        limit = self.model.cfg.max_seq_len
         for text, prompt in zip(texts, prompts):
             if limit is not None and len(prompt) >= limit:
                 raise BadInput(
@@ -83,7 +82,7 @@ def short(text: str) -> str:
 
 def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | None) -> int:
     """Talks until the other side ends it, and returns the exit code."""
-    context = talk.context or max_seq_len(talk.model.cfg) or talk.model.seq_len
+    context = talk.context or talk.model.cfg.max_seq_len or talk.model.seq_len
     if context > talk.model.seq_len:
         talk.say(f"texts of up to {context} tokens; the model was trained on rows of {talk.model.seq_len}")
     generator = make_generator(talk.model, batch=1, longest=context, say=talk.say)

@@ -12,8 +12,8 @@ from jaxscale import schema
 from jaxscale.config import RunConfig
 from jaxscale.data.pipeline import check_data
 from jaxscale.hardware import host_memory_bytes
-from jaxscale.models import AnyModelConfig, num_params
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models import AnyModelConfig
+from jaxscale.models.llama_config import LlamaConfig
 
 LARGE_PARAMS = 50_000_000
 LARGE_BATCH_TOKENS = 65_536
@@ -24,7 +24,7 @@ SMALL_HEADS = 8  # key-value heads: 8 devices of the tensor axis can still share
 
 def is_large(cfg: RunConfig, copies: int) -> bool:
     """True if this config is no laptop's: `copies` of its state fill half of the memory, or a step takes a minute."""
-    params = num_params(cfg.model)
+    params = cfg.model.num_params
     state = STATE_BYTES * params * copies
     return params > LARGE_PARAMS or cfg.tokens_per_step > LARGE_BATCH_TOKENS or 2 * state > host_memory_bytes()
 

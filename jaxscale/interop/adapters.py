@@ -24,7 +24,8 @@ from jaxscale.interop.safetensors import Tensor, read_header
 from jaxscale.interop.settings import HUB_NAME
 from jaxscale.interop.twins import same_bytes
 from jaxscale.models import AnyModelConfig
-from jaxscale.models.lora import A, B, LoraConfig
+from jaxscale.models.config import LoraConfig
+from jaxscale.models.lora import A, B
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 

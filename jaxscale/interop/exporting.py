@@ -28,7 +28,7 @@ from jaxscale.interop.pieces import array_shapes
 from jaxscale.interop.safetensors import DTYPES
 from jaxscale.interop.shards import INDEX, SINGLE, Shard, growing_file, index_of, plan_shards
 from jaxscale.models import AnyModelConfig
-from jaxscale.models.lora import LoraConfig
+from jaxscale.models.config import LoraConfig
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, tell
 from jaxscale.system.faults import crash_point

@@ -13,7 +13,7 @@ from jaxscale.interop.reading import Checkpoint, open_checkpoint
 from jaxscale.interop.safetensors import Tensor
 from jaxscale.interop.twins import check_twins
 from jaxscale.models import AnyModelConfig
-from jaxscale.models.lora import NO_LORA, LoraConfig
+from jaxscale.models.config import NO_LORA, LoraConfig
 from jaxscale.system.exits import BadInput
 
 

@@ -3,17 +3,14 @@
 B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  P positions
 """
 
-import dataclasses
-from typing import ClassVar, Literal
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
+from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.layers import (
-    ModelConfig,
-    check_positive,
     constant,
     dropout,
     make_stack,
@@ -23,63 +20,15 @@ from jaxscale.models.layers import (
     split_keys,
     with_bias,
 )
-from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
 from jaxscale.ops.activation import gelu
-from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
 from jaxscale.ops.taps import ATTENTION, MLP
-from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
-from jaxscale.system.exits import BadInput
 
 STD = 0.02  # of every matrix and table, as in BERT
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig(ModelConfig):
-    """BERT; the base model is 12 layers of width 768 with 12 heads over 512 positions and 30522 tokens."""
-
-    name: Literal["encoder"] = setting("encoder", "which model this is")
-    mlp_dim: int = setting(help="width of the MLP; BERT has 4 * embed_dim")
-    max_seq_len: int = setting(512, "learned positions: the longest row")
-    num_token_types: int = setting(0, "rows of BERT's table of token types, of which every token here has type 0")
-    dropout: float = setting(0.0, "of embeddings and of what each block adds; BERT had 0.1")
-    norm_eps: float = setting(1e-12, "added to the variance in norms")
-
-    activation_names: ClassVar[tuple[str, ...]] = (
-        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_UP
-    )  # fmt: skip
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_positive(self, "max_seq_len", "mlp_dim")
-        if self.embed_dim % self.num_heads:
-            raise BadInput(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
-        if not 0 <= self.dropout < 1:
-            raise BadInput(f"dropout={self.dropout} must be at least 0 and below 1")
-        if self.num_token_types < 0:
-            raise BadInput(f"num_token_types={self.num_token_types} must not be negative")
-
-
-def num_params(cfg: EncoderConfig) -> int:
-    """Parameters in all, embeddings and the head's bias included."""
-    D, F = cfg.embed_dim, cfg.mlp_dim
-    biases_and_norms = cfg.num_layers * (4 * D + F + D + 4 * D) + 2 * D + 3 * D + cfg.vocab_size
-    return matmul_params(cfg) + (cfg.max_seq_len + cfg.num_token_types) * D + biases_and_norms
-
-
-def matmul_params(cfg: EncoderConfig) -> int:
-    """Parameters that each token is multiplied with; the tied table counts once, as the output projection."""
-    D = cfg.embed_dim
-    return cfg.num_layers * (4 * D * D + 2 * D * cfg.mlp_dim) + D * D + cfg.vocab_size * D
-
-
-def flops_per_token(cfg: EncoderConfig, seq_len: int) -> float:
-    """Floating-point operations of one training step per token; a query sees all keys of a row."""
-    return 6 * matmul_params(cfg) + 12 * cfg.num_layers * cfg.embed_dim * seq_len
 
 
 class Attention(nnx.Module):

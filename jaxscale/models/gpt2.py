@@ -3,17 +3,14 @@
 B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  P positions
 """
 
-import dataclasses
-from typing import ClassVar, Literal
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
+from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import (
-    ModelConfig,
-    check_positive,
     constant,
     dropout,
     make_stack,
@@ -23,55 +20,13 @@ from jaxscale.models.layers import (
     split_keys,
     with_bias,
 )
-from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
 from jaxscale.ops.activation import gelu_tanh
-from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
 from jaxscale.ops.taps import ATTENTION, MLP
-from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
-from jaxscale.system.exits import BadInput
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Gpt2Config(ModelConfig):
-    """GPT-2; the 124M model is 12 layers of width 768 with 12 heads over 1024 positions and 50257 tokens."""
-
-    name: Literal["gpt2"] = setting("gpt2", "which model this is")
-    max_seq_len: int = setting(1024, "learned positions: the longest row")
-    dropout: float = setting(0.0, "of embeddings and of what each block adds; GPT-2 had 0.1, pretraining today has 0")
-
-    activation_names: ClassVar[tuple[str, ...]] = (
-        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_UP
-    )  # fmt: skip
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_positive(self, "max_seq_len")
-        if self.embed_dim % self.num_heads:
-            raise BadInput(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
-        if not 0 <= self.dropout < 1:
-            raise BadInput(f"dropout={self.dropout} must be at least 0 and below 1")
-
-
-def num_params(cfg: Gpt2Config) -> int:
-    """Parameters in all, embeddings included."""
-    D, L = cfg.embed_dim, cfg.num_layers
-    biases_and_norms = L * ((3 * D + D) + (4 * D + D) + 4 * D) + 2 * D
-    return matmul_params(cfg) + cfg.max_seq_len * D + biases_and_norms
-
-
-def matmul_params(cfg: Gpt2Config) -> int:
-    """Parameters that each token is multiplied with; the tied table counts once, as the output projection."""
-    return cfg.num_layers * 12 * cfg.embed_dim**2 + cfg.vocab_size * cfg.embed_dim
-
-
-def flops_per_token(cfg: Gpt2Config, seq_len: int) -> float:
-    """Floating-point operations of one training step per token, counted as for Llama: attention only over keys seen."""
-    return 6 * matmul_params(cfg) + 6 * cfg.num_layers * cfg.embed_dim * seq_len
 
 
 class Attention(nnx.Module):

@@ -1,95 +1,20 @@
-"""What all models share: settings, parameters with logical axes, and a stack of layers that is scanned or unrolled."""
+"""What all models share: parameters with logical axes, and a stack of layers that is scanned or unrolled."""
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.models.config import ModelConfig
 from jaxscale.models.lora import join_adapters
-from jaxscale.models.remat import RematName, check_remat, remat_policy
-from jaxscale.ops.attention import AttentionName
-from jaxscale.ops.quantized import MatmulDtype
+from jaxscale.models.remat import remat_policy
 from jaxscale.ops.taps import BLIND, Blind
-from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
-from jaxscale.system.exits import BadInput
-
-Dtype = Literal["float32", "bfloat16", "float16"]
-MOST_LAYERS = 10_000  # ten times the deepest that was published (arXiv:2203.00555): beyond is a slip of the keyboard
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """Settings that every model has."""
-
-    vocab_size: int = setting(help="rows of the embedding table: at least the tokenizer's largest id + 1")
-    num_layers: int = setting(help="transformer blocks")
-    embed_dim: int = setting(help="width of the residual stream")
-    num_heads: int = setting(help="query heads")
-    norm_eps: float = setting(1e-5, "added to the variance in norms")
-    logit_softcap: float | None = setting(
-        None, "c: logits become c * tanh(logits / c) (arXiv:2408.00118); none: as they are"
-    )
-    compute_dtype: Dtype = setting(
-        "bfloat16", "matrix products and activations; parameters, norms and sums are float32"
-    )
-    embed_compute_dtype: Dtype | None = setting(
-        None, "embedding and logits; float32 is a fallback for instability; none: as compute_dtype"
-    )
-    matmul_precision: Literal["default", "tf32", "highest"] = setting(
-        "default", "of float32 products; tf32 only on GPUs"
-    )
-    matmul_dtype: MatmulDtype = setting(
-        "none", "to which the operands of the blocks' projections are rounded, forward and backward; none: as they are"
-    )
-    attention: AttentionName = setting("auto", "kernel; auto prints what it chose")
-    scan_layers: bool = setting(True, "one compiled layer run num_layers times; false: unrolled, slower to compile")
-    remat: RematName = setting(
-        "none",
-        "what the backward pass computes again: nothing (none); all (full); all but attention's result (attention), "
-        "its inputs too (qkv), all products (minimal), products without attention (dots), or but remat_save (save)",
-        may_change=True,
-    )
-    remat_save: tuple[str, ...] = setting(
-        (), "names of the activations that are kept, for remat='save'", may_change=True, read_if="model.remat=save"
-    )
-    remat_offload: tuple[str, ...] = setting(
-        (),
-        "names of the activations that are kept in the host's memory",
-        may_change=True,
-        read_if="model.remat!=none|dots",
-    )
-    loss_chunk_tokens: int = setting(4096, "tokens whose logits exist at one time, in the loss")
-
-    activation_names: ClassVar[tuple[str, ...]] = ()  # that the model marks with checkpoint_name, for remat
-
-    @property
-    def embed_dtype(self) -> Dtype:
-        """In which the embedding is looked up and logits are multiplied."""
-        return self.embed_compute_dtype or self.compute_dtype
-
-    def __post_init__(self):
-        check_remat(self.remat, self.remat_save, self.remat_offload, self.activation_names)
-        check_positive(self, "vocab_size", "num_layers", "embed_dim", "num_heads", "loss_chunk_tokens")
-        if self.num_layers > MOST_LAYERS:
-            raise BadInput(f"num_layers={self.num_layers} must be at most {MOST_LAYERS}")
-        if self.norm_eps < 0:
-            raise BadInput(f"norm_eps={self.norm_eps} must not be negative")
-        if self.logit_softcap is not None and self.logit_softcap <= 0:
-            raise BadInput(f"logit_softcap={self.logit_softcap} must be above 0, or none")
-
-
-def check_positive(cfg: ModelConfig, *names: str) -> None:
-    """Raises BadInput for the first of these settings that is below 1."""
-    for name in names:
-        if getattr(cfg, name) < 1:
-            raise BadInput(f"{name}={getattr(cfg, name)} must be at least 1")
 
 
 def param(

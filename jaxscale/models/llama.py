@@ -6,149 +6,23 @@ Settings make it its relatives: Mistral (arXiv:2310.06825), Qwen2 and 3 (arXiv:2
 B batch  T query position  S key position  D embed  N query heads  K kv heads  H head dim  F mlp  V vocab  L layers
 """
 
-import dataclasses
-from typing import ClassVar, Literal
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.models.layers import (
-    ModelConfig,
-    check_positive,
-    constant,
-    make_stack,
-    param,
-    run_stack,
-    settle_together,
-    with_bias,
-)
-from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
-from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
+from jaxscale.models.layers import constant, make_stack, param, run_stack, settle_together, with_bias
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import rms_norm_heads
-from jaxscale.ops.rope import RopeScaling, Rotation, make_rotation, rotate, stretched
+from jaxscale.ops.rope import Rotation, make_rotation, rotate, stretched
 from jaxscale.ops.taps import ATTENTION, MLP
-from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
-from jaxscale.system.exits import BadInput
 
 HEAD_STD = 0.02  # GPT-2's: the first loss is near log(vocabulary)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LlamaConfig(ModelConfig):
-    """A Llama 2 or 3 and its relatives."""
-
-    name: Literal["llama"] = setting("llama", "which model this is")
-    num_kv_heads: int = setting(help="key and value heads; num_heads is a multiple")
-    head_dim: int = setting(help="size of one head, even")
-    mlp_dim: int = setting(help="width of the gated MLP")
-    rope_base: float = setting(10_000.0, "RoPE's theta (arXiv:2104.09864)")
-    rope_scaling: RopeScaling | None = setting(None, "stretching of RoPE for long contexts")
-    qkv_bias: bool = setting(False, "biases on queries, keys and values, as in Qwen2")
-    qk_norm: bool = setting(False, "RMSNorm on queries and keys before RoPE (arXiv:2302.05442)")
-    qk_norm_over: Literal["head", "all_heads"] = setting(
-        "head", "each head alone, or all together as in OLMo-2", read_if="model.qk_norm"
-    )
-    query_scalar: float | None = setting(None, "scores are divided by its square root; none: by that of head_dim")
-    attention_window: int | None = setting(
-        None, "keys that a query sees, the newest ones and its own (arXiv:2310.06825); none: all before it"
-    )
-    global_every: int | None = setting(
-        None,
-        "each n-th layer sees all keys and only the others have attention_window (Gemma 3: 6); none: all have it",
-        read_if="model.attention_window",
-    )
-    local_rope_base: float | None = setting(
-        None,
-        "RoPE's theta, without rope_scaling, of the layers with a window; none: one RoPE for all",
-        read_if="model.global_every",
-    )
-    attention_softcap: float | None = setting(
-        None, "c: attention scores become c * tanh(scores / c) (arXiv:2408.00118); none: as they are"
-    )
-    norm_placement: Literal["before", "after", "both"] = setting(
-        "before", "of what a block adds: its input (before), its result as in OLMo-2 (after), or both as in Gemma 2"
-    )
-    zero_centred_norms: bool = setting(False, "norms multiply by 1 + scale, as in Gemma")
-    activation: Literal["silu", "gelu_tanh"] = setting("silu", "of the MLP's gate; gelu_tanh as in Gemma")
-    scaled_embeddings: bool = setting(False, "embeddings are multiplied by sqrt(embed_dim), as in Gemma")
-    tied_embeddings: bool = setting(False, "true: the embedding table is also the output projection")
-
-    activation_names: ClassVar[tuple[str, ...]] = (
-        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP
-    )  # fmt: skip
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_positive(self, "num_kv_heads", "head_dim", "mlp_dim", "rope_base")
-        if self.num_heads % self.num_kv_heads:
-            raise BadInput(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
-        if self.attention_window is not None and self.attention_window < 1:
-            raise BadInput(f"attention_window={self.attention_window} must be at least 1, or none")
-        if self.attention_softcap is not None and self.attention_softcap <= 0:
-            raise BadInput(f"attention_softcap={self.attention_softcap} must be above 0, or none")
-        if self.query_scalar is not None and self.query_scalar <= 0:
-            raise BadInput(f"query_scalar={self.query_scalar} must be above 0, or none")
-        if self.qk_norm_over == "all_heads" and not self.qk_norm:
-            raise BadInput("qk_norm_over='all_heads' needs qk_norm=true")
-        if self.global_every is not None and (self.global_every < 2 or self.attention_window is None):
-            raise BadInput(
-                f"global_every={self.global_every} needs an attention_window, and must be at least 2, or none"
-            )
-        if self.local_rope_base is not None and (self.local_rope_base < 1 or self.global_every is None):
-            raise BadInput(
-                f"local_rope_base={self.local_rope_base} needs global_every, and must be at least 1, or none"
-            )
-        if self.head_dim % 2:
-            raise BadInput(f"head_dim={self.head_dim} must be even, for RoPE turns pairs")
-
-
-def num_params(cfg: LlamaConfig) -> int:
-    """Parameters in all, embeddings included."""
-    biases = cfg.num_layers * cfg.qkv_bias * (cfg.num_heads + 2 * cfg.num_kv_heads) * cfg.head_dim
-    head = cfg.vocab_size * cfg.embed_dim * (not cfg.tied_embeddings)
-    return matmul_params(cfg) + head + biases + norm_params(cfg)
-
-
-def matmul_params(cfg: LlamaConfig) -> int:
-    """Parameters that each token is multiplied with: all matrices and the output projection, not the lookup."""
-    D, N, K, H, F = cfg.embed_dim, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.mlp_dim
-    return cfg.num_layers * (2 * D * N * H + 2 * D * K * H + 3 * D * F) + cfg.vocab_size * D
-
-
-def norm_params(cfg: LlamaConfig) -> int:
-    """Scales of all norms."""
-    of_queries, of_keys = (cfg.num_heads, cfg.num_kv_heads) if cfg.qk_norm_over == "all_heads" else (1, 1)
-    of_attention = cfg.qk_norm * (of_queries + of_keys) * cfg.head_dim
-    per_part = 2 if cfg.norm_placement == "both" else 1
-    return cfg.num_layers * (2 * per_part * cfg.embed_dim + of_attention) + cfg.embed_dim
-
-
-def flops_per_token(cfg: LlamaConfig, seq_len: int) -> float:
-    """Floating-point operations of one training step per token: 6 per matrix parameter (2 forward, 4 backward), and
-    attention's two products over the keys that a query sees on average: T / 2 of a causal row, W - W^2 / (2 T) with a
-    window of W. Recomputation is not counted.
-
-    PaLM's formula (arXiv:2204.02311, appendix B) counts the masked half too, so its MFU is a little higher than ours.
-    """
-    window = min(cfg.attention_window or seq_len, seq_len)
-    near, far = window - window * window / (2 * seq_len), seq_len / 2
-    num_local = int(np.sum(local_layers(cfg)))
-    keys = num_local * near + (cfg.num_layers - num_local) * far  # over all layers
-    return 6 * matmul_params(cfg) + 12 * cfg.num_heads * cfg.head_dim * keys
-
-
-def local_layers(cfg: LlamaConfig) -> np.ndarray:
-    """bool[L]: whether a layer has the window."""
-    if cfg.global_every is None:
-        return np.full(cfg.num_layers, cfg.attention_window is not None)
-    return np.arange(1, cfg.num_layers + 1) % cfg.global_every != 0
 
 
 def norm_scale(cfg: LlamaConfig, *shape: int, axes: tuple[str, ...] = ("norm",)) -> nnx.Param:
@@ -296,7 +170,7 @@ class Llama(nnx.Module):
                 turned = jax.tree.map(lambda near, far: jnp.where(local, near, far), local_rotation, rotation)
             return block(x_BTD, turned, segment_ids_BT, local)
 
-        per_layer = None if cfg.global_every is None else local_layers(cfg)
+        per_layer = None if cfg.global_every is None else cfg.local_layers
         x_BTD = run_stack(self.blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels.taps)
         return self.kernels.rms_norm(x_BTD, factor(cfg, self.final_norm), cfg.norm_eps)
 

@@ -3,7 +3,6 @@
 L layers  R rank
 """
 
-import dataclasses
 import math
 import re
 import zlib
@@ -14,52 +13,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.models.config import LoraConfig, adapted
 from jaxscale.ops.adapted import RANK, Adapted
-from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
-from jaxscale.system.exits import BadInput
 
 A, B = "_lora_a", "_lora_b"  # behind the name of the matrix
 IS_ADAPTER = re.compile(rf"({A}|{B})$")
 KEY = zlib.crc32(b"lora")  # folded into the model's key, so that the rest is drawn as without adapters
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LoraConfig:
-    """Learn a correction A B of each chosen matrix and nothing else. B begins as 0, so the first loss is the base's."""
-
-    rank: int = setting(0, "columns of A and rows of B; 0: no adapters, all parameters are learned")
-    alpha: float = setting(16.0, "the correction is multiplied by alpha / rank")
-    targets: tuple[str, ...] = setting(
-        (r"attention\.w[qkvo]$", r"mlp\.(gate|up|down)$"),
-        "regexes searched in the names of the blocks' matrices, such as blocks.attention.wq; those found get adapters",
-    )
-
-    def __post_init__(self):
-        if self.rank < 0:
-            raise BadInput(f"rank={self.rank} must be 1 or more, or 0 for no adapters")
-        if self.alpha <= 0:
-            raise BadInput(f"alpha={self.alpha} must be above 0")
-        if self.rank and not self.targets:
-            raise BadInput("targets is empty, and with rank above 0 something must be learned; name matrices")
-        for pattern in self.targets:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise BadInput(f"targets has {pattern!r}, which is no regular expression: {error}") from None
-
-    @property
-    def on(self) -> bool:
-        """Whether there are adapters."""
-        return self.rank > 0
-
-    @property
-    def scale(self) -> float:
-        """What the correction is multiplied by."""
-        return self.alpha / self.rank if self.rank else 0.0
-
-
-NO_LORA = LoraConfig()
 
 
 def is_adapter(name: str) -> bool:
@@ -84,13 +44,10 @@ def add_adapters(model: nnx.Module, cfg: LoraConfig, key: jax.Array) -> nnx.Modu
     Raises BadInput for a target that finds none, with the names there are.
     """
     matrices = list(block_matrices(model.blocks))
-    names = sorted({name for name, *_ in matrices})
-    for pattern in cfg.targets:
-        if not any(re.search(pattern, name) for name in names):
-            raise BadInput(f"lora.targets has {pattern!r}, which finds no matrix; there are {', '.join(names)}")
+    chosen = adapted(cfg, {name for name, *_ in matrices})
     key = jax.random.fold_in(key, KEY)
     for name, layer, owner, leaf in matrices:
-        if any(re.search(pattern, name) for pattern in cfg.targets):
+        if name in chosen:
             own = jax.random.fold_in(key, zlib.crc32(name.encode()))
             attach(owner, name.rpartition(".")[2], leaf, layer, cfg, own)
     return model
@@ -138,11 +95,3 @@ def join_adapters(params: nnx.State) -> nnx.State:
         joined = Adapted(weight.get_value(), a.get_value(), b.get_value(), a.lora_scale)
         flat[*path[:-1], inner] = nnx.Param(joined, axes=weight.axes)
     return nnx.from_flat_state(sorted(flat.items(), key=lambda item: tuple(map(str, item[0]))))
-
-
-def adapter_params(axes: Any, shapes: Any) -> int:
-    """Numbers in the adapters of a model, from the trees of its logical axes and shapes."""
-    leaves = zip(
-        jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple)), jax.tree.leaves(shapes), strict=True
-    )
-    return sum(leaf.size for names, leaf in leaves if RANK in names)

@@ -10,8 +10,6 @@ from jaxscale.data.batch import Batch
 from jaxscale.ops.attention.scope import narrowed
 from jaxscale.ops.cross_entropy import summed_cross_entropy, token_nats, token_scores
 
-AUX_LOSSES = ("z_loss",)  # z_loss: the squared log-partition keeps logits near 0 (arXiv:2204.02311, section 5)
-
 
 def summed_loss(
     model: nnx.Module,

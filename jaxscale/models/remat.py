@@ -4,57 +4,18 @@ Models mark their activations with jax.ad_checkpoint.checkpoint_name under the n
 on the device, moves some to the host's memory, and lets the rest be computed again.
 """
 
-import difflib
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, get_args
+from typing import Any
 
 import jax
 from jax import lax
 
-from jaxscale.ops.attention.names import ATTENTION_OUT, kept_by_kernel
+from jaxscale.models.config import SAVED, RematName
+from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.ops.project import PRODUCT
 from jaxscale.sharding.batch_axes import GATHERED
 from jaxscale.sharding.offload import HOST
 from jaxscale.sharding.tensor_axis import AXIS
-from jaxscale.system.exits import BadInput
-
-BLOCK_INPUT = "block_input"  # the residual stream as a block finds it: the least that must be kept of each layer
-QUERY, KEY, VALUE = "query", "key", "value"  # as attention reads them: rotated and normalised where the model does that
-ATTENTION_ADDED = "attention_added"  # what attention adds to the residual stream
-MLP_GATE, MLP_UP = "mlp_gate", "mlp_up"  # before the non-linearity. What comes out of the MLP no gradient needs.
-
-RematName = Literal["none", "full", "attention", "qkv", "minimal", "dots", "save"]
-# Policies that are lists of names. "save" reads model.remat_save; "none" and "dots" are no lists.
-SAVED: dict[str, tuple[str, ...]] = {
-    "full": (),
-    "attention": (ATTENTION_OUT,),
-    "qkv": (QUERY, KEY, VALUE, ATTENTION_OUT),
-    "minimal": (QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP),
-}
-
-
-def check_remat(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...], names: tuple[str, ...]) -> None:
-    """Raises BadInput for a list that the policy does not read, or a name that the model does not give.
-
-    names: of the model's activations.
-    """
-    for field, listed in (("remat_save", save), ("remat_offload", offload)):
-        for name in listed:
-            if name not in names:
-                close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-                hint = f"did you mean {close[0]!r}?" if close else f"there is {', '.join(names)}"
-                raise BadInput(f"{field} has {name!r}, which this model gives to no activation; {hint}")
-        if twice := sorted({name for name in listed if listed.count(name) > 1}):
-            raise BadInput(f"{field} has {twice[0]!r} twice; name it once")
-    if save and remat != "save":
-        raise BadInput(f"remat_save is read with remat='save' only, and remat={remat!r}; set that, or remat_save=()")
-    if remat == "save" and not save and not offload:
-        raise BadInput(f"remat='save' needs remat_save or remat_offload: names among {', '.join(names)}")
-    if offload and remat not in (*SAVED, "save"):
-        able = ", ".join(name for name in get_args(RematName) if name in SAVED or name == "save")
-        raise BadInput(f"remat_offload cannot go with remat={remat!r}, which keeps by other rules; use {able}")
-    if both := [name for name in save if name in offload]:
-        raise BadInput(f"{both[0]!r} is in remat_save and in remat_offload; it can be kept in one place")
 
 
 def all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
@@ -95,3 +56,8 @@ def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ..
     if ATTENTION_OUT not in kept:
         return policy
     return lambda primitive, *args, **params: kept_by_kernel(primitive) or policy(primitive, *args, **params)
+
+
+def kept_by_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of jax.checkpoint: whether this is cuDNN's forward pass, whose two results are not ours to name."""
+    return primitive.name == "dot_product_attention_fwd_wrapper"

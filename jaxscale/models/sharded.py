@@ -13,11 +13,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.data.batch import Batch
-from jaxscale.models import AnyModelConfig, attention_needs, make_model
+from jaxscale.models import AnyModelConfig
+from jaxscale.models.config import NO_LORA, LoraConfig
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.lora import NO_LORA, LoraConfig
 from jaxscale.models.loss import target_scores, token_losses
-from jaxscale.ops.attention import AttentionNeeds
+from jaxscale.models.model import make_model
+from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import Kernels, choose_kernels, with_taps
 from jaxscale.ops.precision import with_precision
 from jaxscale.ops.quantized import with_matmul_dtype
@@ -137,7 +138,7 @@ def shard_model(
     prefix: rows have a prefix that is attended to in both directions. reduce_dtype: in which gradients are summed.
     """
     rules = RULES[rules] if isinstance(rules, str) else rules
-    device, needs = mesh.devices.flat[0], attention_needs(cfg, prefix=prefix)
+    device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=prefix)
     kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
     batch_axes = make_batch_axes(mesh, rules, reduce_dtype)
     model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, kernels, batch_axes, make_tensor_axis(mesh))

@@ -5,9 +5,7 @@ Version 1.0 has a ReLU and one table for all; 1.1 a gated GELU (arXiv:2002.05202
 B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  V vocab  L layers  R buckets
 """
 
-import dataclasses
 import math
-from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,112 +14,16 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.data.batch import EncoderInput
-from jaxscale.models.layers import (
-    ModelConfig,
-    check_positive,
-    constant,
-    dropout,
-    make_stack,
-    param,
-    run_stack,
-    settle_together,
-    split_keys,
-)
-from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
+from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
+from jaxscale.models.layers import constant, dropout, make_stack, param, run_stack, settle_together, split_keys
+from jaxscale.models.t5_config import T5Config
 from jaxscale.ops.activation import gelu_tanh
-from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.attention.scope import Scope
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.taps import ACROSS, ATTENTION, MLP
-from jaxscale.schema import setting
 from jaxscale.sharding.place import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
-from jaxscale.system.exits import BadInput
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class T5Config(ModelConfig):
-    """T5; the small model is 6 and 6 layers of width 512 with 8 heads of 64 over 32128 tokens."""
-
-    name: Literal["t5"] = setting("t5", "which model this is")
-    num_decoder_layers: int | None = setting(None, "blocks of the decoder; none: as many as the encoder's num_layers")
-    head_dim: int = setting(help="size of one head")
-    mlp_dim: int = setting(help="width of the MLP")
-    mlp: Literal["relu", "gated_gelu"] = setting("gated_gelu", "relu: T5 1.0; gated_gelu: T5 1.1")
-    tied_embeddings: bool = setting(
-        False, "true: the embedding table is also the output projection, and states shrink by embed_dim**-0.5 (1.0)"
-    )
-    num_buckets: int = setting(32, "of relative positions")
-    max_distance: int = setting(128, "positions that are this far apart, or farther, share a bucket")
-    dropout: float = setting(0.0, "of embeddings, of what each block adds and of the last states; T5 1.0 had 0.1")
-    norm_eps: float = setting(1e-6, "added to the mean square in norms")
-
-    activation_names: ClassVar[tuple[str, ...]] = (
-        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP
-    )  # fmt: skip
-
-    @property
-    def decoder_layers(self) -> int:
-        """Blocks of the decoder."""
-        return self.num_layers if self.num_decoder_layers is None else self.num_decoder_layers
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_positive(self, "head_dim", "mlp_dim")
-        if self.decoder_layers < 1:
-            raise BadInput(f"num_decoder_layers={self.num_decoder_layers} must be at least 1, or none")
-        if self.num_buckets < 4 or self.num_buckets % 2:
-            raise BadInput(f"num_buckets={self.num_buckets} must be even and at least 4")
-        if self.max_distance <= self.num_buckets // 2:
-            raise BadInput(
-                f"max_distance={self.max_distance} must be above half of num_buckets={self.num_buckets}: "
-                "nearer positions have a bucket each"
-            )
-        if not 0 <= self.dropout < 1:
-            raise BadInput(f"dropout={self.dropout} must be at least 0 and below 1")
-
-
-def num_params(cfg: T5Config) -> int:
-    """Parameters in all, embeddings included."""
-    D, encoder, decoder = cfg.embed_dim, cfg.num_layers, cfg.decoder_layers
-    matrices = encoder * encoder_block_params(cfg) + decoder * decoder_block_params(cfg)
-    norms, tables = (2 * encoder + 3 * decoder + 2) * D, 2 * cfg.num_buckets * cfg.num_heads
-    return matrices + norms + tables + cfg.vocab_size * D * (1 if cfg.tied_embeddings else 2)
-
-
-def attention_params(cfg: T5Config) -> int:
-    """The four matrices of one attention."""
-    return 4 * cfg.embed_dim * cfg.num_heads * cfg.head_dim
-
-
-def mlp_params(cfg: T5Config) -> int:
-    """The matrices of one MLP."""
-    return (3 if cfg.mlp == "gated_gelu" else 2) * cfg.embed_dim * cfg.mlp_dim
-
-
-def encoder_block_params(cfg: T5Config) -> int:
-    """The matrices of a block of the encoder."""
-    return attention_params(cfg) + mlp_params(cfg)
-
-
-def decoder_block_params(cfg: T5Config) -> int:
-    """The matrices of a block of the decoder, which also reads what was encoded."""
-    return 2 * attention_params(cfg) + mlp_params(cfg)
-
-
-def flops_per_token(cfg: T5Config, seq_len: int, encoder_len: int) -> float:
-    """Floating-point operations of one training step per token of the decoder's row of seq_len tokens.
-
-    The encoder's row, of encoder_len tokens, is counted with them: 6 per matrix parameter and token that meets it
-    (the keys and values of what was encoded are its tokens' own), and attention's products over the keys that are seen.
-    """
-    D, width = cfg.embed_dim, cfg.num_heads * cfg.head_dim
-    across = 2 * D * width  # keys and values for the decoder
-    encoded = encoder_len * (cfg.num_layers * encoder_block_params(cfg) + cfg.decoder_layers * across)
-    decoded = seq_len * (cfg.decoder_layers * (decoder_block_params(cfg) - across) + cfg.vocab_size * D)
-    seen = cfg.num_layers * encoder_len**2 + cfg.decoder_layers * seq_len * (seq_len / 2 + encoder_len)
-    return (6 * (encoded + decoded) + 12 * width * seen) / seq_len
 
 
 class Attention(nnx.Module):

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import jax
 
 from jaxscale.ops.activation import geglu_tanh, swiglu
-from jaxscale.ops.attention import Attend, AttentionName, AttentionNeeds, choose_attention, xla
+from jaxscale.ops.attention import Attend, choose_attention, xla
 from jaxscale.ops.attention.largest import EXACT, largest_score, score_bound
 from jaxscale.ops.attention.mixed import either
+from jaxscale.ops.config import AttentionName, AttentionNeeds
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
 from jaxscale.ops.taps import BLIND, Blind, Taps

@@ -8,17 +8,16 @@ calibrated beforehand. Weights stay float32 in the train state.
 import dataclasses
 import functools
 import importlib.util
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale.ops.config import MatmulDtype
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.project import PRODUCT, contracted_axes
 from jaxscale.system.exits import BadInput
-
-MatmulDtype = Literal["none", "int8", "fp8"]
 
 
 @dataclasses.dataclass(frozen=True)

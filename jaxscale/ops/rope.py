@@ -3,45 +3,14 @@
 B batch  T position  N heads  H head dim  h half of H
 """
 
-import dataclasses
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """How a context longer than the one the rotations were trained for is squeezed into them."""
-
-    name: Literal["linear", "llama3"] = setting("llama3", "linear: positions / factor; llama3: only slow rotations")
-    factor: float = setting(8.0, "how many times longer the context becomes")
-    low_freq_factor: float = setting(
-        1.0, "llama3: waves longer than original_max_len / this are slowed by `factor`", read_if=".name=llama3"
-    )
-    high_freq_factor: float = setting(
-        4.0, "llama3: waves shorter than original_max_len / this are left alone", read_if=".name=llama3"
-    )
-    original_max_len: int = setting(
-        8192, "llama3: context length before the extension [tokens]", read_if=".name=llama3"
-    )
-
-    def __post_init__(self):
-        if self.factor < 1:
-            raise BadInput(f"factor={self.factor} must be at least 1; leave out rope scaling to have none")
-        if self.low_freq_factor <= 0:
-            raise BadInput(f"low_freq_factor={self.low_freq_factor} must be above 0")
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise BadInput(
-                f"high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
-            )
-        if self.original_max_len < 1:
-            raise BadInput(f"original_max_len={self.original_max_len} must be at least 1 token")
+from jaxscale.ops.config import RopeScaling
 
 
 class Rotation(NamedTuple):

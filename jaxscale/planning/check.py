@@ -10,7 +10,7 @@ from jaxscale.build import make_program
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.pipeline import check_data
 from jaxscale.hardware import find_chip, host_memory_bytes
-from jaxscale.models import AnyModelConfig, attention_needs
+from jaxscale.models import AnyModelConfig
 from jaxscale.monitor.sinks import missing_packages
 from jaxscale.ops.kernels import choose_kernels
 from jaxscale.planning.memory import MemoryNeed, least_memory, memory_need
@@ -79,7 +79,7 @@ def check_kernels(model: AnyModelConfig, platform: str, *, prefix: bool = False)
             f"kernel: model.matmul_precision='tf32' exists on NVIDIA GPUs, and this is {platform}; use 'default'"
         )
     try:
-        choose_kernels(platform, model.attention, attention_needs(model, prefix=prefix))
+        choose_kernels(platform, model.attention, model.attention_needs(prefix=prefix))
     except BadInput as error:
         findings.append(f"kernel: {error}")
     return findings

@@ -7,10 +7,8 @@ bytes of the collectives that the layout needs at the least.
 import dataclasses
 
 from jaxscale.build import Program
-from jaxscale.models import lora_params, num_params
-from jaxscale.models.layers import ModelConfig
-from jaxscale.models.remat import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
-from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.models.config import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig, lora_params
+from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.memory import activation_bytes, activation_sizes, host_bytes, kept_names, shard_bytes
 from jaxscale.planning.topology import Topology, link_domains, link_shares
 from jaxscale.sharding.mesh import spanning_shape
@@ -42,7 +40,7 @@ def estimate(program: Program, topology: Topology) -> Estimate:
     cfg = program.cfg
     state = (program.abstract_state.params, program.abstract_state.opt_state, program.abstract_state.ema)
     params = shard_bytes(state[0]) + host_bytes(state[0])
-    gradients = params if cfg.rules == "zero1" else 4 * num_params(cfg.model) // sharing(program)
+    gradients = params if cfg.rules == "zero1" else 4 * cfg.model.num_params // sharing(program)
     gradients = shard_bytes(program.abstract_grads) if cfg.lora.on else gradients
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
     passes = 2 * cfg.train.num_microbatches  # of weights to the device, forward and backward
@@ -77,7 +75,7 @@ def link_seconds(program: Program, topology: Topology) -> float:
     """Seconds that one device sends, by the layout: gathers and sums along fsdp, sums along data and tensor."""
     cfg, shape, chip = program.cfg, program.mesh.shape, topology.chip
     data, fsdp, tensor = shape["data"], shape["fsdp"], shape["tensor"]
-    params, parts = num_params(cfg.model) / tensor, cfg.train.num_microbatches
+    params, parts = cfg.model.num_params / tensor, cfg.train.num_microbatches
     reduced = 2 if cfg.train.reduce_dtype == "bfloat16" else 4
     computed = 4 if cfg.model.compute_dtype == "float32" else 2
     learned = lora_params(cfg.model, cfg.lora) / tensor if cfg.lora.on else params

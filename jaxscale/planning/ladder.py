@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxscale import schema, units
 from jaxscale.config import Budget, RunConfig, resolve_budget
-from jaxscale.models import num_params
 from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.planning.loss_law import Point
 from jaxscale.reporting.history import History, read_history
@@ -147,7 +146,7 @@ def read_rung(folder: str, wanted: dict[str, Any], own: Schedule) -> Rung:
     if last < budget.total_steps and not steady:
         raise BadInput(f"it is not finished: step {last} of {budget.total_steps}")
     check_rate(history, cfg, budget)
-    params, flops = num_params(cfg.model), cfg.flops_per_token
+    params, flops = cfg.model.num_params, cfg.flops_per_token
     told_at = [row for row in history.rows if LOSS in row]
     if not told_at:
         raise BadInput("it has no held-out loss; runs of a ladder need eval.num_rows above 0 and held-out text")

@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxscale import units
 from jaxscale.build import Program
-from jaxscale.models import lora_params, num_params
+from jaxscale.models.config import lora_params
 from jaxscale.planning.memory import MemoryNeed, memory_need, shard_bytes
 from jaxscale.planning.tables import MemoryRow
 
@@ -14,7 +14,7 @@ OPTIMIZER_MOMENTS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum"
 def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     """Memory of one device by kind. The state is counted from the shardings that training uses."""
     cfg = program.cfg
-    count = units.count(num_params(cfg.model))
+    count = units.count(cfg.model.num_params)
     learned = units.count(lora_params(cfg.model, cfg.lora)) if cfg.lora.on else count
     shape = dict(program.mesh.shape)
     tensor, both = shape["tensor"], shape["fsdp"] * shape["tensor"]

@@ -9,10 +9,8 @@ import jax
 
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
-from jaxscale.models import layer_widths, num_params
-from jaxscale.models.layers import ModelConfig
-from jaxscale.models.remat import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE
-from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE, ModelConfig
+from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.residuals import kept_by_stack, number_bytes, tiled_bytes
 from jaxscale.planning.topology import Topology
 from jaxscale.sharding.offload import HOST
@@ -72,7 +70,7 @@ def memory_need(program: Program) -> MemoryNeed:
 
 def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
     """A lower bound for a mesh that cannot be made: the state shared evenly by all devices."""
-    params = 4 * num_params(cfg.model) // num_devices
+    params = 4 * cfg.model.num_params // num_devices
     has_momentum = cfg.optim.name != "sgd" or cfg.optim.b1 > 0
     if cfg.lora.on:
         return MemoryNeed(params, 0, 0, 0)
@@ -155,7 +153,7 @@ def cast_bytes(program: Program) -> int:
     """Bytes of the device's own parts of the weights in the type of the products, where several microbatches gather
     them: XLA casts them once, before the first. With remat BLOCK_SLACK stands for it."""
     cfg = program.cfg
-    _, operand = number_bytes(cfg.model, on_tpu(program.mesh))
+    operand = number_bytes(cfg.model, on_tpu(program.mesh))["operand"]
     gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and program.mesh.shape["fsdp"] > 1
     return shard_bytes(program.abstract_state.params) * operand // 4 if gathers and operand < 4 else 0
 
@@ -172,7 +170,7 @@ def kept_names(model: ModelConfig) -> set[str] | None:
 
 def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
     """Elements per token of each named activation of a block on one of `tensor` devices."""
-    D, (query, key, mlp) = model.embed_dim, layer_widths(model)
+    D, query, key, mlp = model.embed_dim, model.query_width, model.key_width, model.mlp_dim
     sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: query, ATTENTION_OUT: query}
     sizes |= {KEY: key, VALUE: key, MLP_GATE: mlp, MLP_UP: mlp}
     return {name: sizes[name] // tensor for name in model.activation_names}

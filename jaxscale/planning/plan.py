@@ -9,7 +9,6 @@ from jaxscale.build import make_program
 from jaxscale.checkpoint.space import state_bytes
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.hardware import Price
-from jaxscale.models import DECODERS, num_params
 from jaxscale.planning import cautions, cost, scaling
 from jaxscale.planning.cautions import Caution
 from jaxscale.planning.cost import Range
@@ -139,7 +138,7 @@ def make_plan(
     program = make_program(plain, budget, topology.devices)
     chip, devices = topology.chip, len(topology.devices)
     num_chips = devices / chip.devices_per_chip
-    params, tokens = num_params(cfg.model), budget.total_steps * budget.batch_tokens
+    params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
     need = memory_need(program)
     usable, usable_why = usable_memory(topology)
     found = speed(program, topology, wishes.mfu, kept.mfu_ceiling if kept else None, measured or [])
@@ -166,7 +165,7 @@ def make_plan(
     islands = link_domains(topology.devices) if topology.platform != "cpu" else [0] * devices
     tensor = program.mesh.shape["tensor"]
     epochs = tokens / data_tokens if data_tokens else None
-    is_decoder = isinstance(cfg.model, DECODERS)
+    is_decoder = cfg.model.kind == "decoder"
     return Plan(
         config=wishes.config_name,
         topology=topology.name,

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from jaxscale import units
-from jaxscale.models.llama import LlamaConfig, num_params
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.planning import published, scaling
 from jaxscale.system.exits import BadInput
 
@@ -129,7 +129,7 @@ def of_depth(depth: int, params: float) -> dict[str, Any]:
 
 def shape_params(model: dict[str, Any]) -> int:
     """Parameters of such a model, all told."""
-    return num_params(LlamaConfig(**model))
+    return LlamaConfig(**model).num_params
 
 
 def config_text(proposal: Proposal, command: str) -> str:

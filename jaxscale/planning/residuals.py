@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxscale.build import Program
-from jaxscale.models import EncoderConfig, Gpt2Config, LlamaConfig, T5Config, layer_stacks, layer_widths
-from jaxscale.models.layers import ModelConfig
+from jaxscale.models.config import ModelConfig, NumberKind
 from jaxscale.sharding.tiles import LANES, SUBLANES, on_tpu
 
 F32 = 4
@@ -35,7 +34,7 @@ def kept_by_stack(program: Program) -> dict[str, tuple[int, int]]:
     rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
     how = dict(scores=program.attention == "xla", tensor=program.mesh.shape["tensor"], tpu=tpu)
     found = {}
-    for stack, layers in layer_stacks(cfg.model).items():
+    for stack, layers in cfg.model.layer_stacks.items():
         encodes = stack == "encoder_blocks"
         length = cfg.row_lengths.encoder if encodes else cfg.row_lengths.row
         read = None if encodes else cfg.row_lengths.encoder
@@ -52,19 +51,16 @@ def kept_of_block(
     read: positions of the encoder's rows, for a decoder that reads them. scores: attention keeps its probabilities,
     where a fused kernel keeps one number for each row of them.
     """
-    width, operand = number_bytes(model, tpu)
+    sizes = number_bytes(model, tpu)
     B, T, D, own = rows, length, model.embed_dim, length // tensor
     parts = 2 if read is None else 3  # of a block, each behind a norm and with a projection of its own
-    kept = [Kept("input of a part", (B, T, D), operand)] * parts
-    if isinstance(model, (Gpt2Config, EncoderConfig)):  # layer_norm: float32 before and after its scale
-        kept += [Kept("of a norm", (B, own, D), F32)] * 2 * parts
-    else:  # rms_norm: its input alone
-        kept += [Kept("of a norm", (B, own, D), width)] * parts
-    if getattr(model, "dropout", 0.0):
+    kept = [Kept("input of a part", (B, T, D), sizes["operand"])] * parts
+    kept += [Kept("of a norm", (B, own, D), sizes[kind]) for kind in model.norm_residuals] * parts
+    if model.dropout:
         kept += [Kept("dropout's mask", (B, own, D), 1)] * parts
     for keys in (T,) if read is None else (T, read):
         kept += kept_of_attention(model, B, T, keys, scores=scores, tensor=tensor, tpu=tpu)
-    return kept + kept_of_mlp(model, (B, T, layer_widths(model)[2] // tensor), tpu=tpu)
+    return kept + [Kept(name, (B, T, model.mlp_dim // tensor), sizes[kind]) for name, kind in model.mlp_residuals]
 
 
 def kept_of_attention(
@@ -75,47 +71,29 @@ def kept_of_attention(
     A kernel's arrays have heads before positions, so that a head of 64 is filled up to the lanes of a TPU; its result
     is kept twice, as the kernel and as the projection behind it read it.
     """
-    width, operand = number_bytes(model, tpu)
-    N = model.num_heads // tensor
-    H = layer_widths(model)[0] // model.num_heads
-    K = layer_widths(model)[1] // H // tensor
+    sizes = number_bytes(model, tpu)
+    width, operand = sizes["compute"], sizes["operand"]
+    N, H, K = model.num_heads // tensor, model.head_dim, model.key_width // model.head_dim // tensor
     per_head = [(B, N, T, H), (B, K, S, H), (B, K, S, H), (B, N, T, H)]  # query, key, value, result
-    before_norm = (
-        [Kept("before its norm", shape, width) for shape in per_head[:2]] if getattr(model, "qk_norm", 0) else []
-    )
+    before_norm = [Kept("before its norm", shape, width) for shape in per_head[:2]] if model.qk_norm else []
     if scores:
         probabilities = [Kept("probabilities", (B, N, T, S), itemsize) for itemsize in (F32, operand)]
-        if getattr(model, "attention_softcap", None):
+        if model.attention_needs().softcap is not None:
             probabilities.append(Kept("tanh of scores", (B, N, T, S), F32))
         return before_norm + probabilities + [Kept("of attention", shape, operand) for shape in per_head]
     lanes = filled(H, LANES) if tpu else H
-    fixed = [Kept("of the kernel", (*shape[:-1], lanes), width) for shape in per_head]
-    fixed += before_norm
-    return [*fixed, Kept("attention's result", (B, N, T, H), operand), Kept("logarithms of sums", (B, N, T), F32)]
+    kept = [Kept("of the kernel", (*shape[:-1], lanes), width) for shape in per_head] + before_norm
+    return [*kept, Kept("attention's result", (B, N, T, H), operand), Kept("logarithms of sums", (B, N, T), F32)]
 
 
-def kept_of_mlp(model: ModelConfig, shape: tuple[int, ...], *, tpu: bool) -> list[Kept]:
-    """What the MLP's non-linearity needs, and its result as the product behind it reads it. GELU is float32 inside."""
-    width, operand = number_bytes(model, tpu)
-    of_gelu = 2 if isinstance(model, EncoderConfig) else 4  # beside its input: as it is defined, and in its tanh form
-    gated = isinstance(model, T5Config) and model.mlp == "gated_gelu"
-    arrays = [Kept("result", shape, operand), Kept("before the non-linearity", shape, width)]
-    if isinstance(model, LlamaConfig):
-        return [*arrays, Kept("up", shape, width)]
-    if isinstance(model, T5Config) and not gated:  # ReLU: its input tells where it was above 0
-        return arrays
-    arrays += [Kept("inside GELU", shape, F32)] * of_gelu
-    return arrays + [Kept("factor of the gate", shape, width)] * 2 * gated
-
-
-def number_bytes(model: ModelConfig, tpu: bool) -> tuple[int, int]:
-    """Bytes of (a number of compute_dtype, one that waits for a product).
+def number_bytes(model: ModelConfig, tpu: bool) -> dict[NumberKind, int]:
+    """Bytes of each kind of number.
 
     A TPU multiplies float32 as bfloat16 unless told otherwise, and XLA keeps for the backward pass what it multiplies.
     """
     if model.compute_dtype != "float32":
-        return 2, 2
-    return F32, 2 if tpu and model.matmul_precision != "highest" else F32
+        return {"compute": 2, "operand": 2, "float32": F32}
+    return {"compute": F32, "operand": 2 if tpu and model.matmul_precision != "highest" else F32, "float32": F32}
 
 
 def tiled_bytes(shape: Sequence[int], itemsize: int, tpu: bool) -> int:

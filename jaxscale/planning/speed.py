@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxscale.build import Program
 from jaxscale.hardware import Chip, find_chip
-from jaxscale.models.layers import ModelConfig
+from jaxscale.models.config import ModelConfig
 from jaxscale.planning.cost import Range
 from jaxscale.planning.estimate import estimate, link_seconds
 from jaxscale.planning.measured import Measured, rate_for

@@ -10,7 +10,6 @@ from jaxscale.build import Program
 from jaxscale.config import Budget
 from jaxscale.data.pipeline import Corpus
 from jaxscale.hardware import find_chip
-from jaxscale.models import DECODERS, num_params
 from jaxscale.monitor.writers import Writer
 from jaxscale.sampling.choose import Sampling
 from jaxscale.sampling.config import SampleConfig
@@ -30,7 +29,7 @@ def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> No
     device = mesh.devices.flat[0]
     why = f" ({program.why_plain})" if program.why_plain else ""
     say(
-        f"{cfg.model.name}: {units.count(num_params(cfg.model))} parameters, {cfg.model.compute_dtype}, "
+        f"{cfg.model.name}: {units.count(cfg.model.num_params)} parameters, {cfg.model.compute_dtype}, "
         f"{program.attention} attention{why}; {mesh.size} x {device.device_kind}"
         + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
     )
@@ -82,7 +81,7 @@ def sample_of_run(program: Program, corpus: Corpus, say: Callable[[str], None]) 
     """What writes a sample of a state, if the config asks for one; says why there is none where it cannot be had."""
     if not program.cfg.sample.num_tokens:
         return None
-    if not isinstance(program.cfg.model, DECODERS):
+    if program.cfg.model.kind != "decoder":
         say(f"no sample: {program.cfg.model.name} writes no text from left to right")
         return None
     if corpus.tokenizer is None:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxscale.ops.attention import AttentionNeeds
 from jaxscale.ops.attention.xla import HIDDEN
+from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.taps import Blind
 
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.models import DECODERS, max_seq_len, unembed
+from jaxscale.models.model import unembed
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.ops.precision import with_precision
 from jaxscale.sampling.cache import AXES, Cache, Continuing, Recording, filled, num_slots
@@ -90,8 +90,8 @@ class Engine:
         never: Sequence[int] = (),
         say: Callable[[str], None] = lambda line: None,
     ):
-        cfg, limit = sharded.cfg, max_seq_len(sharded.cfg)
-        if not isinstance(cfg, DECODERS):
+        cfg, limit = sharded.cfg, sharded.cfg.max_seq_len
+        if cfg.kind != "decoder":
             raise BadInput(f"model.name={cfg.name!r} writes no text from left to right; llama and gpt2 do")
         if limit is not None and longest > limit:
             raise BadInput(f"a text of {longest} tokens is longer than the model can read, max_seq_len={limit}")

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Literal
 
-from jaxscale.models.loss import AUX_LOSSES
+from jaxscale.models.config import AUX_LOSSES
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.training.ema import EmaConfig

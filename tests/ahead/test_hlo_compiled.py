@@ -10,7 +10,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.ahead.hlo import read_hlo
-from jaxscale.ops.attention.mixed import Mix, either
+from jaxscale.ops.attention.mixed import either
+from jaxscale.ops.config import Mix
 from jaxscale.planning.topology import link_domains, open_topology
 
 

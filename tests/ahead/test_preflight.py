@@ -13,7 +13,6 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxscale.ahead import compiled as ahead
 from jaxscale.ahead.preflight import ahead_program, make_report, preflight, usable_memory
 from jaxscale.ahead.report import report_lines
-from jaxscale.models import flops_per_token
 from jaxscale.planning.memory import memory_need
 
 
@@ -55,7 +54,7 @@ def test_parameters_and_moments_are_those_that_training_checks_for(report, progr
 def test_operations_are_counted_with_the_turns_of_the_loop_over_layers(report, program):
     cfg = program.cfg
     assert cfg.model.scan_layers and cfg.model.num_layers == 2
-    model = flops_per_token(cfg.model, cfg.seq_len) * cfg.tokens_per_step / 8
+    model = cfg.model.flops_per_token(cfg.seq_len) * cfg.tokens_per_step / 8
     assert report.model_flops == model
     assert report.compiled_flops > model  # products with the masked half of the scores are done too
 

@@ -17,7 +17,7 @@ from jaxscale.checkpoint.branch import InitConfig, Plan, branch_state, check_sca
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
-from jaxscale.models.lora import LoraConfig
+from jaxscale.models.config import LoraConfig
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.training.loss_scale import LossScale
 from jaxscale.training.state import init_state

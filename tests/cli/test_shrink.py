@@ -8,7 +8,6 @@ import pytest
 from jaxscale.cli.shrink import as_flags, changes, changes_text, is_large, shrink, use_available_data
 from jaxscale.command_line import parse_arguments
 from jaxscale.config import load_config
-from jaxscale.models import num_params
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 LARGE = ["gpt2_124m.py", "1b.py", "7b.py", "13b.py", "70b.py"]
@@ -19,7 +18,7 @@ def test_a_shipped_large_config_becomes_a_small_one_of_the_same_kind(name):
     cfg = load_config(str(CONFIGS / name))
     small = shrink(cfg, small=True)
     assert is_large(cfg, copies=1) and not is_large(small, copies=8)
-    assert num_params(small.model) < 20e6 and small.tokens_per_step <= 2048
+    assert small.model.num_params < 20e6 and small.tokens_per_step <= 2048
     assert small.model.num_layers == 2 and small.model.vocab_size == cfg.model.vocab_size
     if small.model.name == "llama":
         ratio = lambda model: model.num_heads // model.num_kv_heads

@@ -8,7 +8,6 @@ import pathlib
 
 from jaxscale import schema
 from jaxscale.config import load_config
-from jaxscale.models import num_params
 
 HERE = pathlib.Path(__file__).parent
 CONFIGS = HERE.parent.parent / "configs"
@@ -29,7 +28,7 @@ def config_paths() -> dict[str, str]:
 def resolved(path: str) -> dict:
     """{dotted name: value} of every setting, and what follows from them."""
     cfg = load_config(path)
-    sizes = {"num_params": num_params(cfg.model), "flops_per_token": cfg.flops_per_token}
+    sizes = {"num_params": cfg.model.num_params, "flops_per_token": cfg.flops_per_token}
     return sizes | json.loads(json.dumps(schema.flatten(schema.to_dict(cfg))))
 
 

@@ -19,7 +19,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.inference import LoadedModel, read_model_config, restore_params
 from jaxscale.interop import adapter_config, tokenizer_files
 from jaxscale.interop.adapters import OF_A, OF_B, OUTER
-from jaxscale.models.lora import LoraConfig
+from jaxscale.models.config import LoraConfig
 from jaxscale.models.sharded import shard_model
 from jaxscale.run.opening import train_through
 from jaxscale.sharding.mesh import MeshConfig, make_mesh

@@ -14,7 +14,6 @@ from scripts import LAUNCH, ROOT, printed, shell
 from xla_flags import xla_flags
 
 from jaxscale import config
-from jaxscale.models import num_params
 
 STAGES = ["data", "tokenizer", "base", "chat", "evaluate", "card"]
 
@@ -48,7 +47,7 @@ def test_its_help_tells_the_size_of_the_model_that_it_makes():
     (size,) = (word.removeprefix("--config.model.") for word in base if word.startswith("--config.model.vocab_size"))
     cfg = config.load_config(file, {f"model.{size.partition('=')[0]}": size.partition("=")[2]})
     (told,) = re.findall(r"--depth=4 +(\S+) parameters", printed("speedrun.sh", "--help"))
-    assert float(told) == pytest.approx(num_params(cfg.model), rel=0.02)
+    assert float(told) == pytest.approx(cfg.model.num_params, rel=0.02)
 
 
 def test_own_data_stand_in_the_place_of_the_librarys():

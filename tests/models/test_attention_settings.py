@@ -6,14 +6,14 @@ import pytest
 import tiny
 
 from jaxscale import schema
-from jaxscale.models import attention_needs, flops_per_token, logits, make_model
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import choose_kernels
 
 
 def model_logits(form, **settings):
     cfg = schema.from_dict(LlamaConfig, tiny.LLAMA | {"num_layers": 1} | settings)
-    kernels = choose_kernels("cpu", form, attention_needs(cfg))
+    kernels = choose_kernels("cpu", form, cfg.attention_needs())
     batch = tiny.packed_batch(0, rows=2)
     run = lambda key: logits(
         make_model(cfg, key=key, kernels=kernels), batch.tokens, batch.positions, batch.segment_ids
@@ -35,9 +35,9 @@ def test_a_window_as_long_as_the_row_changes_nothing():
 def test_flops_are_counted_over_the_keys_that_a_window_leaves():
     cfg = lambda **settings: schema.from_dict(LlamaConfig, tiny.LLAMA | settings)
     per_key = 12 * 2 * 4 * 8  # layers, heads, head_dim
-    full, half = flops_per_token(cfg(), 100), flops_per_token(cfg(attention_window=50), 100)
+    full, half = cfg().flops_per_token(100), cfg(attention_window=50).flops_per_token(100)
     assert full - half == per_key * (50 - 37.5)  # T / 2 against W - W^2 / (2 T)
-    assert flops_per_token(cfg(attention_window=500), 100) == full
+    assert cfg(attention_window=500).flops_per_token(100) == full
 
 
 @pytest.mark.parametrize(

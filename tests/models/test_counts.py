@@ -6,10 +6,10 @@ import jax
 import pytest
 import tiny
 
-from jaxscale.models import flops_per_token, make_model, num_params
-from jaxscale.models.gpt2 import Gpt2Config
+from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import split_model
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.models.model import make_model
 from jaxscale.ops.kernels import PLAIN
 
 GPT2_124M = dict(vocab_size=50_257, num_layers=12, embed_dim=768, num_heads=12, max_seq_len=1024)
@@ -35,7 +35,7 @@ def arrays(cfg):
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_models_have_their_known_size(name):
     cfg, total = KNOWN[name]
-    assert num_params(cfg) == total == arrays(cfg)
+    assert cfg.num_params == total == arrays(cfg)
 
 
 @pytest.mark.parametrize(
@@ -47,13 +47,13 @@ def test_known_models_have_their_known_size(name):
 )  # fmt: skip
 def test_the_formula_of_llama_counts_the_arrays(changes):
     cfg = tiny.config({f"model.{name}": value for name, value in changes.items()}).model
-    assert num_params(cfg) == arrays(cfg)
+    assert cfg.num_params == arrays(cfg)
 
 
 @pytest.mark.parametrize("changes", [{}, {"scan_layers": False}, {"max_seq_len": 7}, {"num_heads": 4}], ids=str)
 def test_the_formula_of_gpt2_counts_the_arrays(changes):
     cfg = Gpt2Config(**tiny.GPT2 | changes)
-    assert num_params(cfg) == arrays(cfg)
+    assert cfg.num_params == arrays(cfg)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}], ids=str)
@@ -64,10 +64,10 @@ def test_flops_of_llama_are_those_counted_by_hand(changes):
     attention = 2 * 4 * 8 * 10 / 2  # scores and values, over half the row on average
     forward = 2 * (projections + mlp + attention) + 16 * 64
     cfg = tiny.config({f"model.{name}": value for name, value in changes.items()}).model
-    assert flops_per_token(cfg, 10) == 3 * 2 * forward  # a multiply-add is 2; backward costs twice the forward pass
+    assert cfg.flops_per_token(10) == 3 * 2 * forward  # a multiply-add is 2; backward costs twice the forward pass
 
 
 def test_flops_of_gpt2_are_those_counted_by_hand():
     # D=16 L=2 V=64 F=64, at a row of T=10
     block = 4 * 16 * 16 + 2 * 16 * 64 + 2 * 16 * 10 / 2
-    assert flops_per_token(Gpt2Config(**tiny.GPT2), 10) == 6 * (2 * block + 16 * 64)
+    assert Gpt2Config(**tiny.GPT2).flops_per_token(10) == 6 * (2 * block + 16 * 64)

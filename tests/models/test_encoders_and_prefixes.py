@@ -14,13 +14,13 @@ import pytest
 import tiny
 
 from jaxscale.data.batch import EncoderInput
-from jaxscale.models import flops_per_token, logits, make_model, num_params
-from jaxscale.models.encoder import EncoderConfig
-from jaxscale.models.gpt2 import Gpt2Config
+from jaxscale.models.encoder_config import EncoderConfig
+from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.loss import hidden_states
-from jaxscale.models.t5 import T5Config
+from jaxscale.models.model import logits, make_model
+from jaxscale.models.t5_config import T5Config
 from jaxscale.ops.attention.scope import Scope
 from jaxscale.ops.kernels import PLAIN
 
@@ -160,7 +160,7 @@ KNOWN = {
 @pytest.mark.parametrize("name", KNOWN)
 def test_known_models_that_read_ahead_have_their_known_size(name):
     cfg, total = KNOWN[name]
-    assert num_params(cfg) == total == arrays(cfg)
+    assert cfg.num_params == total == arrays(cfg)
 
 
 @pytest.mark.parametrize(
@@ -170,18 +170,18 @@ def test_known_models_that_read_ahead_have_their_known_size(name):
      dataclasses.replace(READERS["encoder"], num_token_types=0)],
 )  # fmt: skip
 def test_the_formulas_of_readers_count_the_arrays(cfg):
-    assert num_params(cfg) == arrays(cfg)
+    assert cfg.num_params == arrays(cfg)
 
 
 def test_flops_of_readers_are_those_counted_by_hand():
     # D=16 F=32 L=2 V=64 N=2 H=8; a row of 10, multiply-adds of one token in the forward pass
     block = 4 * 16 * 16 + 2 * 16 * 32 + 2 * 16 * 10  # a query sees all 10 keys
-    assert flops_per_token(READERS["encoder"], 10) == 6 * (2 * block + 16 * 16 + 16 * 64)
+    assert READERS["encoder"].flops_per_token(10) == 6 * (2 * block + 16 * 16 + 16 * 64)
     # T5 with a gate, 2 blocks and 1, an encoder's row of 30
     attention, mlp = 4 * 16 * 16, 3 * 16 * 32
     encoder = 30 * 2 * (attention + mlp + 2 * 16 * 30)
     decoder = 10 * (attention + mlp + 2 * 16 * 10 / 2) + 10 * (2 * 16 * 16 + 2 * 16 * 30) + 30 * 2 * 16 * 16
-    assert flops_per_token(READERS["t5"], 10, 30) == 6 * (encoder + decoder + 10 * 16 * 64) / 10
+    assert READERS["t5"].flops_per_token(10, 30) == 6 * (encoder + decoder + 10 * 16 * 64) / 10
 
 
 @pytest.mark.parametrize(

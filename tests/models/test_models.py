@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.models import logits, make_model, unembed
-from jaxscale.models.gpt2 import Gpt2Config
+from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import dropout, merge_model, split_model
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.loss import summed_loss, token_losses
+from jaxscale.models.model import logits, make_model, unembed
 from jaxscale.ops.kernels import PLAIN
 
 T = 16

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.models import attention_needs, flops_per_token, logits, make_model
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.llama import LlamaConfig, local_layers
+from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.models.model import logits, make_model
 from jaxscale.ops.activation import geglu_tanh
-from jaxscale.ops.attention.mixed import Mix, either
+from jaxscale.ops.attention.mixed import either
+from jaxscale.ops.config import Mix
 from jaxscale.ops.kernels import choose_kernels, make_taps, with_taps
 from jaxscale.ops.norm import rms_norm, rms_norm_heads
 from jaxscale.sharding.tensor_axis import ONE
@@ -30,7 +31,7 @@ def config(**changes):
 
 def parts(cfg):
     """(graphdef, random parameters, large enough that all of them show)."""
-    kernels, rng = choose_kernels("cpu", "xla", attention_needs(cfg)), np.random.default_rng(3)
+    kernels, rng = choose_kernels("cpu", "xla", cfg.attention_needs()), np.random.default_rng(3)
     make = lambda key: make_model(cfg, key=key, kernels=kernels)
     graphdef, shapes, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     return graphdef, jax.tree.map(lambda leaf: rng.normal(scale=0.4, size=leaf.shape).astype(np.float32), shapes)
@@ -68,15 +69,15 @@ def test_a_token_is_seen_from_afar_only_where_a_layer_is_global():
 
 
 def test_each_nth_layer_is_global():
-    assert local_layers(config(num_layers=5, global_every=2)).tolist() == [True, False, True, False, True]
-    assert local_layers(config(num_layers=2, global_every=None, local_rope_base=None)).tolist() == [True, True]
-    assert local_layers(LlamaConfig(**tiny.LLAMA)).tolist() == [False, False]
+    assert config(num_layers=5, global_every=2).local_layers.tolist() == [True, False, True, False, True]
+    assert config(num_layers=2, global_every=None, local_rope_base=None).local_layers.tolist() == [True, True]
+    assert LlamaConfig(**tiny.LLAMA).local_layers.tolist() == [False, False]
 
 
 def test_flops_are_counted_over_the_keys_that_each_layer_sees():
     per_key = 12 * 4 * 8  # heads, head_dim
-    full = flops_per_token(config(global_every=None, local_rope_base=None, attention_window=None), 100)
-    mixed = flops_per_token(config(), 100)  # 2 of 3 layers have the window of 5
+    full = config(global_every=None, local_rope_base=None, attention_window=None).flops_per_token(100)
+    mixed = config().flops_per_token(100)  # 2 of 3 layers have the window of 5
     assert full - mixed == pytest.approx(per_key * 2 * (50 - (5 - 25 / 200)), rel=1e-12)
 
 
@@ -121,7 +122,7 @@ def test_statistics_see_each_layer_as_it_is_scanned_or_not():
     found = []
     for scan in (True, False):
         cfg = config(scan_layers=scan, num_layers=2)
-        kernels, needs = choose_kernels("cpu", "xla", attention_needs(cfg)), attention_needs(cfg)
+        kernels, needs = choose_kernels("cpu", "xla", cfg.attention_needs()), cfg.attention_needs()
         _, params = parts(config(num_layers=2))
         if not scan:
             layers = [jax.tree.map(operator.itemgetter(layer), params["blocks"]) for layer in range(2)]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.models import make_model
-from jaxscale.models.gpt2 import Gpt2Config
+from jaxscale.models.config import SAVED
+from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.loss import summed_loss
-from jaxscale.models.remat import SAVED
+from jaxscale.models.model import make_model
 from jaxscale.ops.kernels import PLAIN
 
 ROWS, T = 4, 16

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.attention import AttentionNeeds, blockwise, choose_attention, long, splash, what_lacks, xla
-from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.ops.attention import blockwise, choose_attention, long, splash, what_lacks, xla
+from jaxscale.ops.config import ATTENTION_OUT, AttentionNeeds
 
 SHAPES = {  # B, T, N, K, H, block
     "one block": (2, 16, 2, 2, 8, 16),

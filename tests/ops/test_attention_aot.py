@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
-from jaxscale.ops.attention import AttentionNeeds, choose_attention, splash
+from jaxscale.ops.attention import choose_attention, splash
+from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.mesh import MeshConfig, make_mesh
 from jaxscale.sharding.rules import RULES, partition_spec

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.ops.attention import AttentionNeeds, choose_attention, xla
+from jaxscale.ops.attention import choose_attention, xla
 from jaxscale.ops.attention.scope import Scope
+from jaxscale.ops.config import AttentionNeeds
 
 B, T, S, N, K, H = 2, 9, 7, 4, 2, 8
 IDS_BT = np.array([[1, 1, 1, 1, 2, 2, 2, 2, 0], [1, 1, 1, 2, 2, 3, 3, 3, 3]], np.int32)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from jaxscale.ops.activation import gelu_tanh, swiglu
+from jaxscale.ops.config import RopeScaling
 from jaxscale.ops.norm import layer_norm, rms_norm
-from jaxscale.ops.rope import RopeScaling, frequencies, make_rotation, rope, rotate
+from jaxscale.ops.rope import frequencies, make_rotation, rope, rotate
 
 random = np.random.default_rng(0)
 x_BTD = jnp.asarray(random.standard_normal((2, 3, 8)) * 3 + 1, jnp.float32)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.ops.attention import AttentionNeeds
+from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import PLAIN, choose_kernels
 from jaxscale.ops.rope import rope
 

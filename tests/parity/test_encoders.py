@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jaxscale.data.batch import Batch, EncoderInput
-from jaxscale.models import logits, make_model
-from jaxscale.models.encoder import EncoderConfig
+from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.loss import summed_loss, token_losses
-from jaxscale.models.t5 import T5Config, relative_buckets
+from jaxscale.models.model import logits, make_model
+from jaxscale.models.t5 import relative_buckets
+from jaxscale.models.t5_config import T5Config
 from jaxscale.ops.kernels import PLAIN
 
 # float32 sums taken in another order; see test_llama.py. T5 scales no scores, so its softmax is sharper.

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from jaxscale.interop import families
-from jaxscale.models import attention_needs, logits, make_model
 from jaxscale.models.layers import merge_model, split_model
+from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import choose_kernels
 
 HERE = pathlib.Path(__file__).parent
@@ -51,7 +51,7 @@ def load(parity, name, folder=HERE, **changes):
 
 def check(parity, reference, cfg, found, form="xla"):
     """Fails unless our model with the tensors of this reference computes what is in it."""
-    kernels = choose_kernels("cpu", form, attention_needs(cfg))
+    kernels = choose_kernels("cpu", form, cfg.attention_needs())
     make = lambda key: make_model(cfg, key=key, kernels=kernels)
     graphdef, own, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
     params, batch = parity.params(cfg, reference.weights, found.pairs), parity.make_batch(reference["tokens"])

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxscale.ops.attention import AttentionNeeds
+from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import PLAIN, choose_kernels
 
 # float32 sums taken in another order: measured 4e-6 on logits of size 1 to 4, 4e-7 on gradients of size 1e-3 to 0.3.

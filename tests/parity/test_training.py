@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from jaxscale.data.batch import Batch
-from jaxscale.models import logits, make_model
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.loss import summed_loss
+from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.optim.groups import assign_groups
 from jaxscale.optim.optimizers import OptimConfig, make_optimizer

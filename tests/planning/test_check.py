@@ -4,7 +4,6 @@ import jax
 import pytest
 import tiny
 
-from jaxscale.models import num_params
 from jaxscale.planning.check import check_machine
 from jaxscale.planning.memory import least_memory, memory_need
 from jaxscale.system.exits import Exit, Stop
@@ -72,7 +71,7 @@ def test_one_reason_is_one_line(overrides, told):
 def test_a_model_that_is_too_large_says_how_much_is_missing():
     code, lines = refused(HUGE)
     assert code is Exit.NO_GO
-    params = num_params(tiny.config(HUGE).model)
+    params = tiny.config(HUGE).model.num_params
     need = 16 * params / 8 / 2**40  # zero3 on 8 devices
     assert f"memory: {need:.1f} TiB a device for the state" in lines[1]
 
@@ -85,7 +84,7 @@ def test_the_state_is_counted_exactly():
         state = program.init()
         assert (need.params, need.moments) == (size(state.params), size(state.opt_state))
         for nbytes, share in ((need.params, shares[0]), (need.moments / 2, shares[1]), (need.grads, shares[2])):
-            assert nbytes == pytest.approx(4 * num_params(program.cfg.model) / share, rel=0.1)
+            assert nbytes == pytest.approx(4 * program.cfg.model.num_params / share, rel=0.1)
         assert need.total == need.params + need.moments + need.grads + need.activations > need.state
 
 
@@ -93,7 +92,7 @@ def test_the_least_memory_is_that_of_sharing_everything():
     program = tiny.program({}, 8)
     least = least_memory(program.cfg, 8)
     assert least.state <= memory_need(program).state
-    assert least.state == pytest.approx(16 * num_params(program.cfg.model) / 8, rel=0.1)
+    assert least.state == pytest.approx(16 * program.cfg.model.num_params / 8, rel=0.1)
 
 
 def test_more_microbatches_need_less_memory_for_activations():

@@ -13,7 +13,7 @@ from jaxscale.config import resolve_budget
 from jaxscale.data.checks import raw_dtype
 from jaxscale.data.config import DataConfig
 from jaxscale.hardware import CHIPS
-from jaxscale.models.llama import LlamaConfig, flops_per_token
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.optim.schedules import make_schedule
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.estimate import link_seconds, recomputed_flops
@@ -121,7 +121,7 @@ def test_7b_on_1t_tokens_is_seven_times_compute_optimal():
 def test_computing_the_forward_pass_again_costs_a_third_more():
     model = LlamaConfig(vocab_size=32_768, num_layers=32, embed_dim=4096, num_heads=32, num_kv_heads=32, head_dim=128,
                         mlp_dim=11_008, remat="full")  # fmt: skip
-    share = recomputed_flops(model, 4096) / flops_per_token(model, 4096)
+    share = recomputed_flops(model, 4096) / model.flops_per_token(4096)
     assert 0.25 < share < 1 / 3  # the last product of each block and the output projection are not done twice
     assert (scaling.train_flops(1, 1) + 2) / scaling.train_flops(1, 1) == pytest.approx(1.333, abs=0.001)  # 8ND, 6ND
 

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from jaxscale.config import resolve_budget
-from jaxscale.models import num_params
 from jaxscale.planning.ladder import check_healthy, find_runs, read_ladder, schedule_of, target_budget
 from jaxscale.planning.loss_curve import PARTS, coverage, inside, make_band, shape_of
 from jaxscale.planning.loss_law import Prediction, fit
@@ -32,7 +31,7 @@ def test_finished_runs_are_read_as_they_ended(ladder):
     assert [rung.flops for rung in ladder.rungs] == sorted(rung.flops for rung in ladder.rungs)
     smallest = ladder.rungs[0]
     cfg = made_ladder.config(16, 200)
-    assert smallest.name == "16-200" and smallest.params == num_params(cfg.model)
+    assert smallest.name == "16-200" and smallest.params == cfg.model.num_params
     assert smallest.tokens == 200 * cfg.tokens_per_step
     assert smallest.flops == pytest.approx(cfg.flops_per_token * smallest.tokens)
     assert smallest.loss == pytest.approx(made_ladder.end_of(cfg), rel=0.02)
@@ -40,7 +39,7 @@ def test_finished_runs_are_read_as_they_ended(ladder):
 
 
 def test_its_law_forecasts_a_larger_run(ladder):
-    low, middle, high = fit(ladder.points).predict(num_params(TARGET.model), BUDGET.total_steps * BUDGET.batch_tokens)
+    low, middle, high = fit(ladder.points).predict(TARGET.model.num_params, BUDGET.total_steps * BUDGET.batch_tokens)
     assert middle == pytest.approx(made_ladder.end_of(TARGET), rel=0.03)
     assert low <= made_ladder.end_of(TARGET) <= high
 

@@ -9,7 +9,6 @@ import pytest
 
 from jaxscale.ahead.preflight import ahead_program
 from jaxscale.config import load_config, resolve_budget
-from jaxscale.models import num_params
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import memory_need, padding_bytes, shard_bytes
 from jaxscale.planning.plan import Wishes, make_plan
@@ -139,7 +138,7 @@ def test_parameters_flops_and_state_are_those_of_the_model(file):
     plan = make_plan(cfg, open_machine("h200:1x1"), Wishes())
     program = ahead_program(cfg, open_machine("h200:1x1"))
     leaves = jax.tree.leaves(program.abstract_state.params)
-    assert plan.params == num_params(cfg.model) == sum(leaf.size for leaf in leaves)
+    assert plan.params == cfg.model.num_params == sum(leaf.size for leaf in leaves)
     assert plan.flops_per_token == cfg.flops_per_token
     rows = {row.kind: row.num_bytes for row in plan.memory}
     assert rows["parameters"] == 4 * plan.params

@@ -12,8 +12,9 @@ import pytest
 import tiny
 
 from jaxscale import schema
-from jaxscale.models import AnyModelConfig, attention_needs, logits, make_model
+from jaxscale.models import AnyModelConfig
 from jaxscale.models.layers import merge_model, split_model
+from jaxscale.models.model import logits, make_model
 from jaxscale.models.sharded import shard_model
 from jaxscale.ops.kernels import PLAIN, choose_kernels
 from jaxscale.sampling.cache import Cache
@@ -66,7 +67,7 @@ def generator(name, mesh, **more):
 def uncached(name):
     """All logits of rows of LONGEST tokens, by the definition of attention, on one device."""
     cfg = config(name)
-    needs = attention_needs(cfg)
+    needs = cfg.attention_needs()
     kernels = choose_kernels("gpu", "xla", needs)
     make = lambda key: make_model(cfg, key=key, kernels=kernels)
     graphdef, _, _ = split_model(jax.eval_shape(make, jax.random.key(0)))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.models.remat import RematName
+from jaxscale.models.config import RematName
 from jaxscale.optim.groups import GroupConfig
 
 STEPS = 4

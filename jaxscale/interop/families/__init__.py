@@ -20,8 +20,10 @@ from jaxscale.interop.families.mistral import MISTRAL
 from jaxscale.interop.families.olmo import OLMO2
 from jaxscale.interop.families.qwen import QWEN2, QWEN3
 from jaxscale.interop.families.unread import KEPT, refuse_unread, unread
-from jaxscale.models import AnyModelConfig, make_model
-from jaxscale.models.layers import ModelConfig, split_model
+from jaxscale.models import AnyModelConfig
+from jaxscale.models.config import ModelConfig
+from jaxscale.models.layers import split_model
+from jaxscale.models.model import make_model
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list

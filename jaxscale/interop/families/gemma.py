@@ -20,7 +20,7 @@ from jaxscale.interop.families.settings import (
 )
 from jaxscale.interop.families.unread import refuse_unread
 from jaxscale.interop.families.windows import read_windows, types_every, write_types
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.system.exits import BadInput
 
 GELU = "gelu_pytorch_tanh"

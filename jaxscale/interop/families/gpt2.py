@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxscale.interop.families.family import Family, Row
 from jaxscale.interop.families.settings import merged, refuse_unless
-from jaxscale.models.gpt2 import Gpt2Config
+from jaxscale.models.gpt2_config import Gpt2Config
 
 DEFAULTS = dict(  # of transformers' GPT2Config, for keys that a config.json leaves out
     vocab_size=50257, n_positions=1024, n_embd=768, n_layer=12, n_head=12, n_inner=None, activation_function="gelu_new",

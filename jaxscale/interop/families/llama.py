@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxscale.interop.families.family import Family, Row
 from jaxscale.interop.families.settings import ROPE, merged, read_rope, refuse_unless, write_rope
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
 
 LAYER = "layers.{layer}."
 BODY = (

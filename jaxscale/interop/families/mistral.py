@@ -6,7 +6,7 @@ from typing import Any
 from jaxscale.interop.families import llama
 from jaxscale.interop.families.family import Family
 from jaxscale.interop.families.settings import ROPE, merged, read_rope, refuse_unless, write_rope
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
 
 DEFAULTS = llama.SHARED | dict(  # of transformers' MistralConfig
     intermediate_size=14336, num_key_value_heads=8, sliding_window=4096

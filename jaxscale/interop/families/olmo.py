@@ -7,7 +7,7 @@ from jaxscale.interop.families import llama
 from jaxscale.interop.families.family import Family, Row
 from jaxscale.interop.families.qwen import QK_NORMS
 from jaxscale.interop.families.settings import ROPE, merged, read_rope, refuse_unless, write_rope
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
 
 NORMS_AFTER = (
     Row("blocks/attention_out_norm", llama.LAYER + "post_attention_layernorm.weight"),

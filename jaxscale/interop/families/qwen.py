@@ -8,7 +8,7 @@ from jaxscale.interop.families import llama
 from jaxscale.interop.families.family import Family, Row
 from jaxscale.interop.families.settings import FAR, NEAR, ROPE, merged, read_rope, refuse_unless, write_rope
 from jaxscale.interop.families.windows import read_windows, write_types
-from jaxscale.models.llama import LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
 
 BIASES = tuple(
     Row(f"blocks/attention/bias_{name}", f"{llama.LAYER}self_attn.{name}_proj.bias") for name in ("q", "k", "v")

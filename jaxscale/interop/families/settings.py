@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.models.llama import LlamaConfig
-from jaxscale.ops.rope import RopeScaling
+from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.ops.config import RopeScaling
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 

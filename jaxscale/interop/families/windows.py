@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.interop.families.settings import FAR, NEAR
-from jaxscale.models.llama import LlamaConfig, local_layers
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.system.exits import BadInput
 
 
@@ -41,4 +41,4 @@ def read_windows(hf: Mapping[str, Any], types: Sequence[str], usual: int | None 
 
 def write_types(cfg: LlamaConfig) -> list[str]:
     """layer_types of a model of ours."""
-    return [NEAR if local else FAR for local in np.asarray(local_layers(cfg)).tolist()]
+    return [NEAR if local else FAR for local in np.asarray(cfg.local_layers).tolist()]

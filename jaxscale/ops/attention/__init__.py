@@ -1,13 +1,13 @@
 """Which attention runs where. Every form promises the values of `xla`."""
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import jax
 
 from jaxscale.ops.attention import blockwise, cudnn, long, splash, xla
-from jaxscale.ops.attention.mixed import Mix, either
+from jaxscale.ops.attention.mixed import either
+from jaxscale.ops.config import AttentionName, AttentionNeeds
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 
@@ -16,26 +16,11 @@ from jaxscale.units import or_list
 # A model with AttentionNeeds.mixed also says `local=`: whether this layer has the window.
 # What its backward pass needs of its results bears the name ATTENTION_OUT, for remat policies.
 Attend = Callable[..., jax.Array]
-AttentionName = Literal["auto", "xla", "splash", "cudnn", "blockwise"]
 BEST = {"tpu": "splash", "gpu": "cudnn", "cpu": "blockwise"}
 HOMES = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}  # forms that run on one kind of machine only
 # Longer rows than this take the form that is linear in memory on a CPU too: from here on the other's blocks grow. At
 # 4096 it was no slower and its step took 25 MiB, not 617 (4 heads of 64, 2 busy cores, 2026-11-21).
 LONG_ROW = 1024
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AttentionNeeds:
-    """What a model asks of attention."""
-
-    head_dim: int
-    dtype: str  # of queries, keys and values
-    window: int | None = None
-    mixed: Mix | None = None  # the window is that of some layers, and the others see every key
-    softcap: float | None = None
-    prefix: bool = False  # some keys are seen by queries before them
-    bidirectional: bool = False  # every key is seen by all queries of its document
-    bias: bool = False  # scores have a bias, and keys may come from another row
 
 
 def choose_attention(

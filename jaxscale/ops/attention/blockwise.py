@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.attention.xla import HIDDEN
+from jaxscale.ops.config import ATTENTION_OUT
 
 F32 = jnp.float32
 SMALLEST_BLOCK = 128  # 64 and 256 were slower at T=512, H=64 in both dtypes (2 cores, 2026-11-20)

@@ -16,8 +16,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.ops.attention.blockwise import F32, group_heads, product, soften, ungroup_heads
-from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.attention.xla import HIDDEN
+from jaxscale.ops.config import ATTENTION_OUT
 
 BLOCK = 512  # positions: scores of a pair are 1 MiB a row and head
 

@@ -4,18 +4,13 @@ Which of the two a layer is may be known only as the program runs, where one com
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-
-class Mix(NamedTuple):
-    """How many layers of a stack have the window."""
-
-    near: int
-    layers: int
+from jaxscale.ops.config import Mix
 
 
 def either(near: Callable[..., Any], far: Callable[..., Any], mix: Mix) -> Callable[..., Any]:

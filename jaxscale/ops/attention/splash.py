@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
 
-from jaxscale.ops.attention.names import ATTENTION_OUT
+from jaxscale.ops.config import ATTENTION_OUT
 
 LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes
 # Any head_dim compiles, 8 to 256; float16 does not (libtpu 0.0.42 and 0.0.51, 2026-11-21).

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.ops.attention.names import ATTENTION_OUT
 from jaxscale.ops.attention.scope import Scope, as_scope
+from jaxscale.ops.config import ATTENTION_OUT
 
 HIDDEN = -1e30  # a score that softmax turns into exactly 0, finite so that no row becomes nan
 

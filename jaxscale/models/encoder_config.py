@@ -1,0 +1,72 @@
+"""Settings of BERT's encoder, and what follows from them."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+from jaxscale.models.config import (
+    ATTENTION_ADDED,
+    BLOCK_INPUT,
+    KEY,
+    MLP_UP,
+    QUERY,
+    VALUE,
+    Kind,
+    ModelConfig,
+    NumberKind,
+    check_positive,
+)
+from jaxscale.ops.config import ATTENTION_OUT, AttentionNeeds
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig(ModelConfig):
+    """BERT; the base model is 12 layers of width 768 with 12 heads over 512 positions and 30522 tokens."""
+
+    name: Literal["encoder"] = setting("encoder", "which model this is")
+    mlp_dim: int = setting(help="width of the MLP; BERT has 4 * embed_dim")
+    max_seq_len: int = setting(512, "learned positions: the longest row")
+    num_token_types: int = setting(0, "rows of BERT's table of token types, of which every token here has type 0")
+    dropout: float = setting(0.0, "of embeddings and of what each block adds; BERT had 0.1")
+    norm_eps: float = setting(1e-12, "added to the variance in norms")
+
+    kind: ClassVar[Kind] = "encoder"
+    norm_residuals: ClassVar[tuple[NumberKind, ...]] = ("float32", "float32")  # LayerNorm: before and after its scale
+    activation_names: ClassVar[tuple[str, ...]] = (
+        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_UP
+    )  # fmt: skip
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "max_seq_len", "mlp_dim")
+        if self.embed_dim % self.num_heads:
+            raise BadInput(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
+        if self.num_token_types < 0:
+            raise BadInput(f"num_token_types={self.num_token_types} must not be negative")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that each token is multiplied with, the head's matrix among them."""
+        return super().matmul_params + self.embed_dim**2
+
+    @property
+    def num_params(self) -> int:
+        """Parameters in all, embeddings and the head's bias included."""
+        D, F = self.embed_dim, self.mlp_dim
+        biases_and_norms = self.num_layers * (4 * D + F + D + 4 * D) + 2 * D + 3 * D + self.vocab_size
+        return self.matmul_params + (self.max_seq_len + self.num_token_types) * D + biases_and_norms
+
+    def attention_needs(self, *, prefix: bool = False) -> AttentionNeeds:
+        """What the model asks of its attention kernel."""
+        return dataclasses.replace(super().attention_needs(prefix=prefix), bidirectional=True)
+
+    @property
+    def mlp_residuals(self) -> tuple[tuple[str, NumberKind], ...]:
+        """GELU as it is defined keeps two arrays beside its input, in float32."""
+        return *super().mlp_residuals, *[("inside GELU", "float32")] * 2

@@ -1,0 +1,140 @@
+"""Settings of Llama and its relatives, and what follows from them. Letters as in llama.py."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import numpy as np
+
+from jaxscale.models.config import (
+    ATTENTION_ADDED,
+    BLOCK_INPUT,
+    KEY,
+    MLP_GATE,
+    MLP_UP,
+    QUERY,
+    VALUE,
+    ModelConfig,
+    NumberKind,
+    check_positive,
+)
+from jaxscale.ops.config import ATTENTION_OUT, AttentionNeeds, Mix, RopeScaling
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig(ModelConfig):
+    """A Llama 2 or 3 and its relatives."""
+
+    name: Literal["llama"] = setting("llama", "which model this is")
+    num_kv_heads: int = setting(help="key and value heads; num_heads is a multiple")
+    head_dim: int = setting(help="size of one head, even")
+    mlp_dim: int = setting(help="width of the gated MLP")
+    rope_base: float = setting(10_000.0, "RoPE's theta (arXiv:2104.09864)")
+    rope_scaling: RopeScaling | None = setting(None, "stretching of RoPE for long contexts")
+    qkv_bias: bool = setting(False, "biases on queries, keys and values, as in Qwen2")
+    qk_norm: bool = setting(False, "RMSNorm on queries and keys before RoPE (arXiv:2302.05442)")
+    qk_norm_over: Literal["head", "all_heads"] = setting(
+        "head", "each head alone, or all together as in OLMo-2", read_if="model.qk_norm"
+    )
+    query_scalar: float | None = setting(None, "scores are divided by its square root; none: by that of head_dim")
+    attention_window: int | None = setting(
+        None, "keys that a query sees, the newest ones and its own (arXiv:2310.06825); none: all before it"
+    )
+    global_every: int | None = setting(
+        None,
+        "each n-th layer sees all keys and only the others have attention_window (Gemma 3: 6); none: all have it",
+        read_if="model.attention_window",
+    )
+    local_rope_base: float | None = setting(
+        None,
+        "RoPE's theta, without rope_scaling, of the layers with a window; none: one RoPE for all",
+        read_if="model.global_every",
+    )
+    attention_softcap: float | None = setting(
+        None, "c: attention scores become c * tanh(scores / c) (arXiv:2408.00118); none: as they are"
+    )
+    norm_placement: Literal["before", "after", "both"] = setting(
+        "before", "of what a block adds: its input (before), its result as in OLMo-2 (after), or both as in Gemma 2"
+    )
+    zero_centred_norms: bool = setting(False, "norms multiply by 1 + scale, as in Gemma")
+    activation: Literal["silu", "gelu_tanh"] = setting("silu", "of the MLP's gate; gelu_tanh as in Gemma")
+    scaled_embeddings: bool = setting(False, "embeddings are multiplied by sqrt(embed_dim), as in Gemma")
+    tied_embeddings: bool = setting(False, "true: the embedding table is also the output projection")
+
+    gated_mlp: ClassVar[bool] = True
+    activation_names: ClassVar[tuple[str, ...]] = (
+        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP
+    )  # fmt: skip
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "num_kv_heads", "head_dim", "mlp_dim", "rope_base")
+        if self.num_heads % self.num_kv_heads:
+            raise BadInput(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        if self.attention_window is not None and self.attention_window < 1:
+            raise BadInput(f"attention_window={self.attention_window} must be at least 1, or none")
+        if self.attention_softcap is not None and self.attention_softcap <= 0:
+            raise BadInput(f"attention_softcap={self.attention_softcap} must be above 0, or none")
+        if self.query_scalar is not None and self.query_scalar <= 0:
+            raise BadInput(f"query_scalar={self.query_scalar} must be above 0, or none")
+        if self.qk_norm_over == "all_heads" and not self.qk_norm:
+            raise BadInput("qk_norm_over='all_heads' needs qk_norm=true")
+        if self.global_every is not None and (self.global_every < 2 or self.attention_window is None):
+            raise BadInput(
+                f"global_every={self.global_every} needs an attention_window, and must be at least 2, or none"
+            )
+        if self.local_rope_base is not None and (self.local_rope_base < 1 or self.global_every is None):
+            raise BadInput(
+                f"local_rope_base={self.local_rope_base} needs global_every, and must be at least 1, or none"
+            )
+        if self.head_dim % 2:
+            raise BadInput(f"head_dim={self.head_dim} must be even, for RoPE turns pairs")
+
+    @property
+    def key_width(self) -> int:
+        """Numbers per token in the keys of a block."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def num_params(self) -> int:
+        """Parameters in all, embeddings included."""
+        biases = self.num_layers * self.qkv_bias * (self.query_width + 2 * self.key_width)
+        head = self.vocab_size * self.embed_dim * (not self.tied_embeddings)
+        return self.matmul_params + head + biases + self.norm_params
+
+    @property
+    def norm_params(self) -> int:
+        """Scales of all norms."""
+        all_heads = self.num_heads + self.num_kv_heads
+        of_attention = self.qk_norm * (all_heads if self.qk_norm_over == "all_heads" else 2) * self.head_dim
+        per_part = 2 if self.norm_placement == "both" else 1
+        return self.num_layers * (2 * per_part * self.embed_dim + of_attention) + self.embed_dim
+
+    @property
+    def local_layers(self) -> np.ndarray:
+        """bool[L]: whether a layer has the window."""
+        if self.global_every is None:
+            return np.full(self.num_layers, self.attention_window is not None)
+        return np.arange(1, self.num_layers + 1) % self.global_every != 0
+
+    def visible_keys(self, seq_len: int) -> float:
+        """Summed over the layers: T / 2 of a causal row, W - W^2 / (2 T) with a window of W."""
+        window = min(self.attention_window or seq_len, seq_len)
+        near, far = window - window * window / (2 * seq_len), seq_len / 2
+        num_local = int(self.local_layers.sum())
+        return num_local * near + (self.num_layers - num_local) * far
+
+    def attention_needs(self, *, prefix: bool = False) -> AttentionNeeds:
+        """What the model asks of its attention kernel."""
+        return dataclasses.replace(
+            super().attention_needs(prefix=prefix),
+            window=self.attention_window,
+            mixed=None if self.global_every is None else Mix(int(self.local_layers.sum()), self.num_layers),
+            softcap=self.attention_softcap,
+        )
+
+    @property
+    def mlp_residuals(self) -> tuple[tuple[str, NumberKind], ...]:
+        """Of the gated MLP."""
+        return *super().mlp_residuals, ("up", "compute")
