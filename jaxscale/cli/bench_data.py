@@ -24,7 +24,7 @@ from jaxscale.corpus.prepare.join import components, duplicate_pairs, signature_
 from jaxscale.corpus.prepare.joins import NEIGHBOURS
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.stages import make_stage
+from jaxscale.corpus.prepare.work import make_stage
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.system.exits import BadInput

@@ -33,7 +33,7 @@ from jaxscale.command_line import (
 )
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.engine import Plan, make_plan, prepare
-from jaxscale.corpus.prepare.executors import Executor
+from jaxscale.corpus.prepare.joins import Executor
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.outcome import FACTS, PAGE, rewrite_report
 from jaxscale.corpus.prepare.progress import Progress

@@ -41,3 +41,13 @@ class Outcome(NamedTuple):
 
 
 Stage = Callable[[Sequence[Document]], list[Outcome]]  # one outcome for each document of a block, in order; pure
+
+
+def each(judge: Callable[[Document], Outcome]) -> Stage:
+    """The stage that looks at each document by itself."""
+    return lambda documents: [judge(document) for document in documents]
+
+
+def outcome_of(document: Document, fault: str, detail: str = "") -> Outcome:
+    """The document as it was, or dropped if it has a fault."""
+    return Outcome(None, fault, detail=detail) if fault else Outcome(document)

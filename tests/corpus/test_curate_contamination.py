@@ -32,8 +32,7 @@ def write_lines(path, records):
 
 def check(texts, files, **settings):
     cfg = ContaminationConfig(files=tuple(files), **settings)
-    evaluation = load_evaluation(cfg.files, fields=cfg.fields, ngram_words=cfg.ngram_words, short_words=cfg.short_words)
-    return make_contamination(cfg, evaluation)([Document(text) for text in texts])
+    return make_contamination(cfg)([Document(text) for text in texts])
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ import pyarrow.parquet
 import pytest
 
 from jaxscale.corpus.curate.contamination import ContaminationConfig, make_contamination
-from jaxscale.corpus.curate.evaluation import load_evaluation
 from jaxscale.corpus.curate.hashes import ngram_hashes, word_hashes
 from jaxscale.corpus.curate.minhash import NearConfig, make_near_sketch
 from jaxscale.corpus.curate.substring import SubstringConfig, make_substring
@@ -28,11 +27,6 @@ def pages():
     return pyarrow.parquet.read_table(C4).column("text").to_pylist()
 
 
-@pytest.fixture(scope="module")
-def evaluation():
-    return load_evaluation([str(CORPORA / "eval" / name) for name in ("HumanEval.jsonl.gz", "gsm8k_train.jsonl.gz")])
-
-
 def leaks(rng):
     """Yields (an item's name, 13 words in a row of it) for ever."""
     with gzip.open(CORPORA / "eval" / "gsm8k_train.jsonl.gz", "rt") as file:
@@ -45,9 +39,10 @@ def leaks(rng):
             yield f"gsm8k_train.jsonl.gz:{row + 1}", " ".join(words[start : start + 13])
 
 
-def test_leaks_planted_in_web_pages_are_named_and_clean_pages_stay(pages, evaluation):
+def test_leaks_planted_in_web_pages_are_named_and_clean_pages_stay(pages):
     rng = random.Random(0)
-    stage = make_contamination(ContaminationConfig(), evaluation)
+    files = tuple(str(CORPORA / "eval" / name) for name in ("HumanEval.jsonl.gz", "gsm8k_train.jsonl.gz"))
+    stage = make_contamination(ContaminationConfig(files=files))
     assert all(outcome.document for outcome in stage([Document(page) for page in pages]))
     planted = []
     for page, (name, leak) in zip(pages, leaks(rng)):

@@ -3,12 +3,16 @@
 import gzip
 import json
 import pathlib
+from collections import Counter
 
 import pytest
 
-from jaxscale.corpus.curate.pii import Span, find_pii
-from jaxscale.corpus.curate.pii_accuracy import accuracy, matches, presidio_spans
+from jaxscale.corpus.curate.pii import KINDS, Span, find_pii
 
+PRESIDIO_KINDS = {
+    "EMAIL_ADDRESS": "email", "IP_ADDRESS": "ip", "IBAN_CODE": "iban", "CREDIT_CARD": "card", "US_SSN": "national_id",
+    "PHONE_NUMBER": "phone",
+}  # fmt: skip
 CORPORA = pathlib.Path(__file__).parents[2] / ".." / "shared" / "corpora"
 
 
@@ -19,28 +23,37 @@ def corpus(name):
     return path
 
 
-def test_spans_match_that_share_half_of_what_they_cover():
-    span = Span(10, 20, "phone")
-    assert matches(span, span) and matches(span, Span(10, 30, "phone")) and matches(Span(15, 20, "phone"), span)
-    assert not matches(span, Span(10, 31, "phone")) and not matches(span, Span(10, 20, "card"))
-    assert not matches(span, Span(20, 30, "phone"))
+def matches(a, b):
+    """Whether two spans are of one kind and share at least half of what they cover together, as is customary."""
+    shared = min(a.end, b.end) - max(a.start, b.start)
+    return a.kind == b.kind and shared > 0 and 2 * shared >= max(a.end, b.end) - min(a.start, b.start)
 
 
-def test_precision_and_recall_count_each_marked_span_once():
-    marked = [("x" * 50, [Span(0, 10, "card"), Span(20, 30, "card"), Span(40, 45, "phone")])]
-    found = [Span(0, 10, "card"), Span(1, 10, "card"), Span(40, 45, "phone"), Span(46, 48, "phone")]
-    counts = accuracy(marked, lambda text: found)
-    assert counts["card"] == (1, 2, 2) and counts["phone"] == (1, 2, 1)
-    assert counts["card"].precision == 0.5 and counts["phone"].recall == 1 and counts["email"].recall != 1
+def accuracy(sentences):
+    """{kind: (found spans that match a marked one, found, marked)} of presidio-research's evaluation sets (MIT)."""
+    right, found, marked = Counter(), Counter(), Counter()
+    for sentence in sentences:
+        own = [span for span in sentence["spans"] if span["entity_type"] in PRESIDIO_KINDS]
+        waiting = [
+            Span(span["start_position"], span["end_position"], PRESIDIO_KINDS[span["entity_type"]]) for span in own
+        ]
+        marked.update(span.kind for span in waiting)
+        for span in find_pii(sentence["full_text"]):
+            found[span.kind] += 1
+            if partner := next((other for other in waiting if matches(span, other)), None):
+                waiting.remove(partner)
+                right[span.kind] += 1
+    return {kind: (right[kind], found[kind], marked[kind]) for kind in KINDS}
 
 
 def test_gold_sentences_are_found_as_well_as_by_the_best_known_tools():
     sentences = json.loads(corpus("pii/presidio_generated_small.json").read_text(encoding="utf-8"))
-    counts = accuracy(presidio_spans(sentences))
+    counts = accuracy(sentences)
     least = {"email": (1, 1), "ip": (0.94, 0.88), "card": (0.93, 1), "national_id": (1, 1), "phone": (0.95, 0.95)}
     for kind, (recall, precision) in least.items():
-        assert counts[kind].recall >= recall and counts[kind].precision >= precision, (kind, counts[kind])
-    assert counts["iban"].found == counts["iban"].marked == 0
+        right, found, marked = counts[kind]
+        assert right >= recall * marked > 0 and right >= precision * found, (kind, counts[kind])
+    assert counts["iban"] == (0, 0, 0)
 
 
 def test_an_encyclopedia_has_no_telephone_numbers_and_no_cards():

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from jaxscale.corpus.curate.english import cut
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.document import Document, Outcome, Stage, each
 
 TERMINAL = (".", "?", "!", '"', "'")
 CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
@@ -51,11 +51,7 @@ def make_c4(cfg: C4Config) -> Stage:
     Raises: BadInput if the file of bad words cannot be read or is empty.
     """
     bad_words = read_bad_words(cfg.bad_words) if cfg.bad_words is not None else None
-
-    def c4(documents: Sequence[Document]) -> list[Outcome]:
-        return [c4_outcome(document, cfg, bad_words) for document in documents]
-
-    return c4
+    return each(lambda document: c4_outcome(document, cfg, bad_words))
 
 
 def read_bad_words(file: str) -> re.Pattern[str]:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from jaxscale.corpus.curate.evaluation import Evaluation, may_hold
+from jaxscale.corpus.curate.evaluation import Evaluation, load_evaluation, may_hold
 from jaxscale.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes, word_spans
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -57,8 +57,10 @@ class Hits(NamedTuple):
     entries: np.ndarray  # int64[k]: which entry of the index was hit
 
 
-def make_contamination(cfg: ContaminationConfig, evaluation: Evaluation) -> Stage:
+def make_contamination(cfg: ContaminationConfig) -> Stage:
     """A stage that drops or cuts documents which hold evaluation items, and names the items in `detail`."""
+    limits = dict(fields=cfg.fields, ngram_words=cfg.ngram_words, short_words=cfg.short_words)
+    evaluation = load_evaluation(cfg.files, **limits)
 
     def stage(documents: Sequence[Document]) -> list[Outcome]:
         hits = find_hits(hash_words(documents), evaluation)
@@ -117,16 +119,11 @@ def items_hit(entries: np.ndarray, evaluation: Evaluation, min_share: float) -> 
     return items[found >= min_share * evaluation.counts[items] - 1e-9]
 
 
-def name_items(items: np.ndarray, evaluation: Evaluation) -> str:
-    """'gsm8k.jsonl:17, gsm8k.jsonl:21'."""
-    return ", ".join(evaluation.names[item] for item in items.tolist())
-
-
 def treat(
     document: Document, hits: Hits, items: np.ndarray, evaluation: Evaluation, cfg: ContaminationConfig
 ) -> Outcome:
     """The document dropped, or without the sequences that were hit and what is around them."""
-    detail = name_items(items, evaluation)
+    detail = ", ".join(evaluation.names[item] for item in items.tolist())  # 'gsm8k.jsonl:17, gsm8k.jsonl:21'
     if cfg.action == "drop":
         return Outcome(None, "contamination: evaluation item", detail=detail)
     spans = word_spans(document.text)

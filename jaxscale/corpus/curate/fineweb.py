@@ -1,14 +1,13 @@
 """FineWeb's own rules (Penedo et al., arXiv:2406.17557, section 3.6): lists, menus and lines that were said before."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from jaxscale.corpus.curate.gopher import check_fraction
 from jaxscale.corpus.curate.repetition import said_again
 from jaxscale.corpus.curate.words import stats_of
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.document import Document, Stage, each, outcome_of
 
 # ends of a sentence in the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29
 TERMINAL = tuple(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧។៕᙮᠃᠉꓿܀܁܂؞؝߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
@@ -35,14 +34,7 @@ class FineWebConfig:
 
 def make_fineweb(cfg: FineWebConfig) -> Stage:
     """A stage that drops what breaks one of FineWeb's rules."""
-
-    def fineweb(documents: Sequence[Document]) -> list[Outcome]:
-        return [
-            Outcome(None, reason) if (reason := fineweb_fault(document, cfg)) else Outcome(document)
-            for document in documents
-        ]
-
-    return fineweb
+    return each(lambda document: outcome_of(document, fineweb_fault(document, cfg)))
 
 
 def fineweb_fault(document: Document, cfg: FineWebConfig) -> str:

@@ -8,7 +8,7 @@ import numpy as np
 from jaxscale.corpus.curate.words import TextStats, hash_of, stats_of
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.document import Document, Outcome, Stage, outcome_of
 
 BULLETS = ("•", "-")
 ELLIPSES = ("...", "…")
@@ -59,11 +59,9 @@ def make_gopher(cfg: GopherConfig) -> Stage:
     stop_hashes = [np.uint64(hash_of(word)) for word in cfg.stop_words]
 
     def gopher(documents: Sequence[Document]) -> list[Outcome]:
+        judged = zip(documents, stats_of(documents))
         return [
-            Outcome(None, reason)
-            if (reason := gopher_fault(document.text, stats, cfg, stop_hashes))
-            else Outcome(document)
-            for document, stats in zip(documents, stats_of(documents))
+            outcome_of(document, gopher_fault(document.text, stats, cfg, stop_hashes)) for document, stats in judged
         ]
 
     return gopher
@@ -88,11 +86,9 @@ def gopher_fault(text: str, stats: TextStats, cfg: GopherConfig, stop_hashes: Se
             return "gopher: too many ellipses"
     lines = text.splitlines()
     if cfg.max_bullet_lines is not None:
-        most = cfg.max_bullet_lines * len(lines)
+        most = cfg.max_bullet_lines * len(lines)  # a line with a bullet has one somewhere: counting is the quick check
         if sum(map(text.count, BULLETS)) > most and sum(line.lstrip().startswith(BULLETS) for line in lines) > most:
-            return (
-                "gopher: too many bullet lines"  # a line with a bullet has one somewhere: counting is the quick check
-            )
+            return "gopher: too many bullet lines"
     if cfg.max_ellipsis_lines is not None:
         most = cfg.max_ellipsis_lines * len(lines)
         if sum(map(text.count, ELLIPSES)) > most and sum(line.rstrip().endswith(ELLIPSES) for line in lines) > most:

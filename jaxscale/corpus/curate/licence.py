@@ -9,7 +9,7 @@ from typing import Literal
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.document import Document, Outcome, Stage, each, outcome_of
 
 DENIED = "licence: denied"
 NOT_ALLOWED = "licence: not among the allowed"
@@ -67,6 +67,6 @@ def make_licence(cfg: LicenceConfig) -> Stage:
                 f"{doc.file or 'a document'} at {doc.offset} names no licence ({doc.licence!r}); "
                 "set unknown to 'keep' or 'drop' to go on"
             )
-        return Outcome(None, reason, detail=doc.licence) if reason else Outcome(doc)
+        return outcome_of(doc, reason, doc.licence)
 
-    return lambda docs: [judge(doc) for doc in docs]
+    return each(judge)

@@ -18,7 +18,7 @@ from jaxscale.corpus.curate.pii_numbers import find_cards, find_ibans
 from jaxscale.corpus.curate.pii_phone import find_phones
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.document import Document, Outcome, Stage, each
 
 Action = Literal["redact", "drop", "off"]
 KINDS = ("email", "ip", "iban", "card", "national_id", "phone")  # where two kinds overlap, the earlier one has it
@@ -163,7 +163,7 @@ def make_pii(cfg: PIIConfig) -> Stage:
             return Outcome(doc)
         return Outcome(dataclasses.replace(doc, text=text), edits=tuple(sorted(edits.items())))
 
-    return lambda docs: [judge(doc) for doc in docs]
+    return each(judge)
 
 
 NAMES = {

@@ -9,8 +9,6 @@ of years, a price, a version or an ISBN.
 import re
 from collections.abc import Iterator
 
-from jaxscale.corpus.curate.pii_words import NEAR_CHARS, is_asked, is_measured, is_named, is_otherwise
-
 BEFORE_CHARS, AFTER_CHARS = 40, 16  # how much of what stands around a number is read
 
 # ITU-T E.164, list of assigned country codes (2016, with later changes). 1 and 7 stand for many countries.
@@ -43,6 +41,42 @@ DATE = re.compile(
 YEARS = re.compile(r"(?:1[5-9]|20)[0-9]{2}(?:[ /-]{1,3}(?:1[5-9]|20)[0-9]{2})+")
 DOTTED = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}")  # an IP address or a version
 ISBN = re.compile(r"97[89]([ -]?)[0-9](?:[ -]?[0-9]){8}\1[0-9]")
+# Words are looked up in sets: a pattern of a hundred alternatives would be tried anew at every character.
+CLOSE_CHARS = 13  # "Phone (private): 467 3395": how far the word that names a number may stand from it
+NEAR_CHARS = 14  # "call 33 93 31": how far a verb may stand from a number of six digits
+
+# In the languages that much of the web is written in.
+CALLED = frozenset(
+    "tel telephone phone phones cellphone telefon téléphone telefono teléfono telefone telefoon puhelin tlf tfn tél "
+    "mobile mobil mob móvil movil cell cellular celular cellulare handy gsm portable fax telefax whatsapp viber "
+    "landline hotline helpline switchboard voicemail pager rufnummer телефон тел هاتف फोन".split()
+)
+MARKS = ("电话", "電話", "手机", "전화", "☎", "📞", "📱", "✆")  # not parted from other words by spaces
+ASKED = frozenset(
+    "call calls calling called dial dialling dialing ring reach text txt texting sms contact anrufen appelez appeler "
+    "llame llamar chiama chiamare ligue ligar bel".split()
+)
+ASKED_PHRASES = (
+    "answering at", "answering on", "message on", "message to", "messages on", "messages to", "messages at",
+)  # fmt: skip
+OTHERWISE = frozenset(
+    "isbn issn doi v ver version release build p pp page pages vol no order invoice serial patent model part account "
+    "acc acct card zip postcode ref case id code usd eur gbp rs inr".split()
+)
+CURRENCY = frozenset("$£€¥₹")
+WORD = re.compile(r"[^\W\d_]+")
+NUMBER_WORD = re.compile(r"[ :#]*(?:number|no\.?|is)[ :#]*\Z")  # "order number: 467 3395"
+BETWEEN = re.compile(r"(?:-1[03])?[.)]?[ :#]*\Z")  # "ISBN-13: ", "p. ", "case #"
+AFTER = re.compile(
+    r"[\s,;\\(-]{1,4}(?:tel|phone|telephone|mobile|mob|cell|fax|office|home|work|desk|direct|landline|handy)(?!\w)",
+    re.IGNORECASE,
+)
+MEASURE = re.compile(
+    r" ?(?:%|°|dollars?|euros?|pounds?|usd|eur|people|persons?|years?|days?|hours?|min(?:ute)?s?|miles?|km|kg|m|cm|mm|"
+    r"ft|feet|inch(?:es)?|tons?|tonnes?|members?|users?|votes?|points?|copies|units|times|square|cubic|million|billion|"
+    r"bytes?|[kmg]b|[ap]\.?m)\b",
+    re.IGNORECASE,
+)
 
 
 def country_code(digits: str) -> str:
@@ -65,16 +99,10 @@ def is_number(groups: list[str], gaps: list[str], *, plus: bool, brackets: bool,
         if real and drawn and (short is groups or digits[0] == "1"):
             return True
         return extension or brackets and real
-    if (
-        groups[0][0] == "0"
-        and digits[1] != "0"
-        and 9 <= len(digits) <= 12
-        and (len(groups) == 1 or 2 <= len(groups[0]) <= 5)
-    ):
+    trunk = groups[0][0] == "0" and digits[1] != "0"
+    if trunk and 9 <= len(digits) <= 12 and (len(groups) == 1 or 2 <= len(groups[0]) <= 5):
         if len(groups) == 1:
-            return (
-                len(digits) == 11
-            )  # as Britain and Germany write it; ISBNs have 10 digits, article numbers 8, 12 or 13
+            return len(digits) == 11  # as Britain and Germany write it; ISBNs have 10, article numbers 8, 12 or 13
         return brackets or len(groups) >= 3 and len(set(gaps)) == 1
     if brackets and 2 <= len(groups[0]) <= 3 and len(groups) == 3 and gaps[-1] == "-":
         return 10 <= len(digits) <= 11 and len(groups[1]) >= 4  # (11) 4706-6184
@@ -120,3 +148,46 @@ def find_phones(text: str, start: int = 0, end: int | None = None) -> Iterator[t
             for inside in INSIDE.finditer(text, match.start(), match.end()):
                 if inside.span() != match.span() and judge(text, inside):
                     yield inside.span()
+
+
+def is_measured(after: str) -> bool:
+    """Whether what follows a number says what it counts: "1 500 000 people"."""
+    return MEASURE.match(after) is not None
+
+
+def is_otherwise(before: str) -> bool:
+    """Whether what stands before a number says that it is none to call: "ISBN ", "order no. ", "$ "."""
+    before = before.lower()
+    if before.rstrip()[-1:] in CURRENCY and before.rstrip():
+        return True
+    for text in (before, NUMBER_WORD.sub("", before)):
+        words = WORD.findall(text)
+        if words and words[-1] in OTHERWISE and BETWEEN.match(text, text.rindex(words[-1]) + len(words[-1])):
+            return True
+    return False
+
+
+def is_named(before: str, after: str) -> bool:
+    """Whether a word right beside a number names it: "Tel.: ", "\\n ... fax"."""
+    if AFTER.match(after):
+        return True
+    lowered = before.lower()
+    for match in WORD.finditer(lowered, max(0, len(lowered) - CLOSE_CHARS - 16)):
+        rest = lowered[match.end() :]
+        if match[0] in CALLED and len(rest) <= CLOSE_CHARS and is_clear(rest):
+            return True
+    mark = max((before.rfind(mark) + len(mark) for mark in MARKS if mark in before), default=-1)
+    return mark >= 0 and len(before) - mark <= CLOSE_CHARS and is_clear(before[mark:])
+
+
+def is_clear(between: str) -> bool:
+    """Whether neither another number nor a second line stands between a name and its number."""
+    return between.count("\n") < 2 and not any(char.isdigit() for char in between)
+
+
+def is_asked(before: str) -> bool:
+    """Whether what stands before a number names it or asks to call it, somewhere."""
+    words = WORD.findall(before.lower())
+    if not CALLED.isdisjoint(words) or not ASKED.isdisjoint(words) or any(mark in before for mark in MARKS):
+        return True
+    return any(phrase in " ".join(words) for phrase in ASKED_PHRASES)

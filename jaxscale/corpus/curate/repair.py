@@ -7,12 +7,12 @@ import dataclasses
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.document import Document, Outcome, Stage, each
 
 # Marks of UTF-8 that was read as Windows-1252, Latin-1 or Mac Roman: a lead byte's character and a continuation byte's,
 # two of them after the lead bytes of Chinese, Japanese and Korean, which are the accented letters of French.
@@ -180,7 +180,4 @@ def make_repair(cfg: RepairConfig) -> Stage:
         kept = doc if text == doc.text else dataclasses.replace(doc, text=text)
         return Outcome(kept, edits=tuple(sorted(edits.items())))
 
-    def stage(docs: Sequence[Document]) -> list[Outcome]:
-        return [judge(doc) for doc in docs]
-
-    return stage
+    return each(judge)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxscale.corpus.curate.gopher import check_fraction
 from jaxscale.corpus.curate.words import TextStats, stats_of
 from jaxscale.schema import setting
-from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.document import Document, Outcome, Stage, outcome_of
 
 GROUP_WORDS, MAX_GROUP = 1 << 13, 1 << 10  # of a group of documents that are looked at together
 OWNER_BITS = np.uint64(10)  # MAX_GROUP documents
@@ -72,7 +72,7 @@ def make_repetition(cfg: RepetitionConfig) -> Stage:
                 fault = fault or line_fault(text, cfg)
                 fault = fault or (top_fault(stats, len(text), top) if may_break_top else "")
                 fault = fault or (duplicate_fault(stats, len(text), duplicate) if may_break_duplicate else "")
-                outcomes.append(Outcome(None, fault) if fault else Outcome(document))
+                outcomes.append(outcome_of(document, fault))
         return outcomes
 
     return repetition

@@ -10,10 +10,11 @@ import itertools
 import re
 import threading
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.corpus.curate.english import LOWER, MARKS, QUOTES, SIGNS, SPECIAL, cut
+from jaxscale.corpus.curate.english import LOWER, MARKS, QUOTES, SIGNS, SPECIAL, cut, words_of
 from jaxscale.text.document import Document
 
 BATCH_CHARS = 1 << 15  # characters handled at a time: as many as stay in a core's cache
@@ -86,9 +87,8 @@ SUSPECTS = _suspects()
 STRANGE = np.array([0, 1, 1, 0, 2, 2], np.uint8)  # of a kind
 FACTS_OF_KIND = np.array([0, PLAIN | ALPHABETIC, PLAIN, 0, 0, 0])
 ZERO = np.zeros(1, np.int64)
-ENDS = np.array(
-    [bool(re.match(f"[0-9{LOWER}]", chr(code))) for code in range(0x500)] + [False]
-)  # a dot after it is a word
+# characters after which a dot is a word
+ENDS = np.array([*(bool(re.match(f"[0-9{LOWER}]", chr(code))) for code in range(0x500)), False])
 POWERS = np.full(BATCH_CHARS + 64, BASE, np.uint64)
 POWERS[0] = 1
 INVERSES = np.full(BATCH_CHARS + 64, pow(BASE, -1, 1 << 64), np.uint64)
@@ -162,40 +162,63 @@ def _joined(parts: Sequence[TextStats]) -> TextStats:
     )
 
 
+class _Runs(NamedTuple):
+    """A text in runs of characters of one kind, R in all, which make P pieces between spaces."""
+
+    starts_R: np.ndarray  # in the text
+    kinds_R: np.ndarray
+    lengths_R: np.ndarray  # int32
+    hashes_R: np.ndarray  # uint64
+    firsts_P: np.ndarray  # the first run of each piece
+    spaces_P: np.ndarray  # the run after each piece; the last one is the end of the text
+    starts_P: np.ndarray  # in the text
+    sizes_P: np.ndarray  # characters
+
+
+def _runs(codes: np.ndarray) -> _Runs:
+    """The runs of a text that begins and ends with a space."""
+    kinds = KINDS.take(codes, mode="clip")
+    starts_R = 1 + np.flatnonzero((kinds[1:] != kinds[:-1]) | (kinds[1:] == MARK))  # each mark is a run
+    kinds_R = kinds.take(starts_R)
+    spaces_P = np.flatnonzero(kinds_R == SPACE)
+    firsts_P = np.zeros_like(spaces_P)
+    firsts_P[1:] = spaces_P[:-1] + 1
+    starts_P, ends_P = starts_R.take(firsts_P), starts_R.take(spaces_P)
+    lengths_R = np.empty(len(starts_R), np.int32)
+    lengths_R[:-1] = starts_R[1:] - starts_R[:-1]
+    lengths_R[-1:] = 1
+    hashes_R = _mixed(np.add.reduceat(codes * POWERS[: len(codes)], starts_R) * INVERSES.take(starts_R))
+    return _Runs(starts_R, kinds_R, lengths_R, hashes_R, firsts_P, spaces_P, starts_P, ends_P - starts_P)
+
+
+def _is_odd(codes: np.ndarray, runs: _Runs) -> np.ndarray:
+    """bool[P]: the pieces whose runs may not be its words, and which the rules of english.py have to cut."""
+    kinds_R = runs.kinds_R
+    suspects_R = SUSPECTS.take(runs.hashes_R >> np.uint64(48)) * (kinds_R == LETTERS)
+    strange_R = STRANGE.take(kinds_R) + (suspects_R & 1)  # two of letters or digits, or one other: an odd piece
+    dots = np.flatnonzero((kinds_R == DOT) & (runs.lengths_R == 1))
+    before = np.maximum(dots - 1, 0)
+    after_word = (STRANGE.take(kinds_R.take(before)) == 1) & (suspects_R.take(before) < 2)  # no dot of Mr. or U.S.
+    ends_word = after_word & ENDS.take(codes.take(runs.starts_R.take(dots) - 1), mode="clip")
+    strange_R[dots[ends_word]] = 0
+    firsts_P, sizes_P = runs.firsts_P, runs.sizes_P
+    strange_P = np.add.reduceat(strange_R, firsts_P, dtype=np.intp) if len(firsts_P) else firsts_P
+    marks_P = runs.spaces_P - firsts_P - (strange_P > 0)  # in pieces that are not odd already
+    return (strange_P > 1) | ((marks_P > 0) & (sizes_P > 1) & (sizes_P - marks_P < 2))  # :D and (a) may be special
+
+
 def _batch(texts: Sequence[str]) -> list[TextStats]:
     """Statistics of each text. P pieces between spaces, R runs of characters, N words, D documents."""
     text = f" {' '.join(texts)} "
     if len(text) > len(POWERS):  # a piece of so many characters, alone
         return [_piece_by_piece(text) for text in texts]
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
-    kinds = KINDS.take(codes, mode="clip")
-    runs_R = 1 + np.flatnonzero((kinds[1:] != kinds[:-1]) | (kinds[1:] == MARK))  # each mark is a run
-    kinds_R = kinds.take(runs_R)
-    spaces = np.flatnonzero(kinds_R == SPACE)  # the run after each piece; the last one is the end of the text
-    firsts = np.zeros_like(spaces)
-    firsts[1:] = spaces[:-1] + 1
-    starts_P, sizes_P = runs_R.take(firsts), runs_R.take(spaces) - runs_R.take(firsts)
-
-    lengths_R = np.empty(len(runs_R), np.int32)
-    lengths_R[:-1] = runs_R[1:] - runs_R[:-1]
-    lengths_R[-1:] = 1
-    hashes_R = _mixed(np.add.reduceat(codes * POWERS[: len(codes)], runs_R) * INVERSES.take(runs_R))
-
-    suspects_R = SUSPECTS.take(hashes_R >> np.uint64(48)) * (kinds_R == LETTERS)
-    strange_R = STRANGE.take(kinds_R) + (suspects_R & 1)  # two of letters or digits, or one other: an odd piece
-    dots = np.flatnonzero((kinds_R == DOT) & (lengths_R == 1))
-    before = np.maximum(dots - 1, 0)
-    after_word = (STRANGE.take(kinds_R.take(before)) == 1) & (suspects_R.take(before) < 2)  # no dot of Mr. or U.S.
-    ends_word = after_word & ENDS.take(codes.take(runs_R.take(dots) - 1), mode="clip")
-    strange_R[dots[ends_word]] = 0
-    strange_P = np.add.reduceat(strange_R, firsts, dtype=np.intp) if len(firsts) else firsts
-    counts_P = spaces - firsts
-    marks_P = counts_P - (strange_P > 0)  # in pieces that are not odd already
-    odd_P = (strange_P > 1) | ((marks_P > 0) & (sizes_P > 1) & (sizes_P - marks_P < 2))  # :D and (a) may be special
+    runs = _runs(codes)
+    odd_P, counts_P = _is_odd(codes, runs), runs.spaces_P - runs.firsts_P
 
     odd = np.flatnonzero(odd_P)
-    odd_starts = starts_P.take(odd)
-    pieces = [text[a:b] for a, b in zip(odd_starts.tolist(), (odd_starts + sizes_P.take(odd)).tolist())]
+    odd_starts = runs.starts_P.take(odd)
+    pieces = [text[a:b] for a, b in zip(odd_starts.tolist(), (odd_starts + runs.sizes_P.take(odd)).tolist())]
     memory = _memory.ready()
     rows = memory.look_up(pieces)
     odd_counts = memory.counts.take(rows)
@@ -203,21 +226,21 @@ def _batch(texts: Sequence[str]) -> list[TextStats]:
     places = np.repeat(memory.firsts.take(rows) - odd_counts.cumsum() + odd_counts, odd_counts)
     places += np.arange(len(places))
 
-    regular = np.flatnonzero(np.repeat(~odd_P, spaces - firsts + 1) & (kinds_R != SPACE))
+    regular = np.flatnonzero(np.repeat(~odd_P, runs.spaces_P - runs.firsts_P + 1) & (runs.kinds_R != SPACE))
     odd_N = np.repeat(odd_P, counts_P)
     odd_so_far = odd_N.cumsum()
     order_N = np.where(odd_N, odd_so_far + (len(regular) - 1), np.arange(len(odd_N)) - odd_so_far)
     hashes, lengths, facts = (
         np.concatenate([here.take(regular), remembered.take(places)]).take(order_N)
         for here, remembered in (
-            (hashes_R, memory.hashes),
-            (lengths_R, memory.lengths),
-            (FACTS_OF_KIND.take(kinds_R), memory.facts),
+            (runs.hashes_R, memory.hashes),
+            (runs.lengths_R, memory.lengths),
+            (FACTS_OF_KIND.take(runs.kinds_R), memory.facts),
         )
     )
 
     offsets = np.cumsum([1, *(len(text) + 1 for text in texts)])
-    edges_D = np.searchsorted(starts_P, offsets)
+    edges_D = np.searchsorted(runs.starts_P, offsets)
     edges_D = np.concatenate([ZERO, counts_P.cumsum()]).take(edges_D)
     facts += (facts & 1) * lengths << 40
     sums_D = np.diff(np.concatenate([ZERO, facts.cumsum()]).take(edges_D)).tolist()
@@ -229,7 +252,7 @@ def _batch(texts: Sequence[str]) -> list[TextStats]:
 
 
 def _piece_by_piece(text: str) -> TextStats:
-    words = [word for piece in text.split() for word in cut(piece)]
+    words = words_of(text)
     kinds = {word: place for place, word in enumerate(dict.fromkeys(words))}
     order = np.fromiter(map(kinds.__getitem__, words), np.intp, len(words))
     hashes = np.array([hash_of(word) for word in kinds], np.uint64)

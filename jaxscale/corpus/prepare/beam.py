@@ -23,7 +23,7 @@ PAIRS_IN_FILE = (1 << 10, 1 << 17)  # fewest and most, but for the last
 
 
 class BeamExecutor(contextlib.AbstractContextManager):
-    """A Beam runner as an executor; see executors.py."""
+    """A Beam runner as an executor; see joins.Executor."""
 
     def __init__(self, runner: str, flags: Sequence[str]):
         self.options = lambda: PipelineOptions([f"--runner={runner}", *flags])

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxscale import schema
 from jaxscale.corpus.prepare import fertility
+from jaxscale.corpus.prepare.blocks import read_table
 from jaxscale.corpus.prepare.config import PrepareConfig, TokenizerConfig
-from jaxscale.corpus.prepare.executors import Executor
+from jaxscale.corpus.prepare.done import mark_done, read_done
 from jaxscale.corpus.prepare.gather import ShardCall, move_out, num_shards, write_shard
-from jaxscale.corpus.prepare.joins import cluster_facts, find_duplicates
+from jaxscale.corpus.prepare.joins import Executor, cluster_facts, find_duplicates
 from jaxscale.corpus.prepare.outcome import rewrite_report, versions, write_outcome
 from jaxscale.corpus.prepare.passes import Pass, plan_passes
 from jaxscale.corpus.prepare.progress import Progress
-from jaxscale.corpus.prepare.sampling import train_on_blocks
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import tokenizer_of, unpack
 from jaxscale.corpus.prepare.work import Block, Call, count_blocks, document_at, in_order, join_folder, run
@@ -37,7 +37,7 @@ from jaxscale.text.sources.decode import is_repair
 from jaxscale.text.tokenizer.about import NO_BOS
 from jaxscale.text.tokenizer.base import Tokenizer
 from jaxscale.text.tokenizer.load import tokenizer_problem
-from jaxscale.text.tokenizer.train import special_names
+from jaxscale.text.tokenizer.train import special_names, train_tokenizer
 
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
 LOCK = ".lock"  # left behind: who deletes a lock takes it from somebody else
@@ -119,7 +119,7 @@ def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: E
             clusters.append(cluster_facts(join, found, functools.partial(document_in, paths)))
         if step.ends == "sample":
             progress.begin("training the tokenizer", 1)
-            train_on_blocks(plan.cfg, paths, plan.cfg.tokenizer.path(str(folder)))
+            train_on_blocks(plan.cfg, paths, pathlib.Path(plan.cfg.tokenizer.path(str(folder))))
     tokenizer = plan.cfg.tokenizer.path(str(folder))
     names = write_shards(plan, folder, blocks, tokenizer, executor, progress)
     progress.end()
@@ -153,6 +153,16 @@ def run_pass(
     if not left:
         raise BadInput(f"no document is left after {title(number, step)}: {funnel_line(tally) or 'the input is empty'}")
     return left
+
+
+def train_on_blocks(cfg: PrepareConfig, blocks: Sequence[str], path: pathlib.Path) -> None:
+    """Writes a tokenizer trained on all documents to `path`, unless it is there; one block is in memory at a time."""
+    done = path.with_suffix(".done.json")
+    if read_done(done) is None:
+        tables = (read_table(pathlib.Path(f"{base}.arrow")) for base in blocks)
+        texts = (text for table in tables for text in table.column("text").to_pylist())
+        train_tokenizer(texts, cfg.tokenizer.train, path)
+        mark_done(done, {}, [path])
 
 
 def make_output(output: pathlib.Path) -> None:

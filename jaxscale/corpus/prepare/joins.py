@@ -6,8 +6,9 @@ work/joins/0-near_dedup/removed.npy                          uint64[2, k]: what 
 """
 
 import pathlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -15,7 +16,6 @@ from jaxscale.corpus.curate.exact import cut_lines, drop_documents, make_exact_s
 from jaxscale.corpus.curate.minhash import make_near_sketch
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.done import mark_done, read_done
-from jaxscale.corpus.prepare.executors import Executor
 from jaxscale.corpus.prepare.join import (
     components,
     duplicate_pairs,
@@ -30,11 +30,21 @@ from jaxscale.corpus.prepare.join import (
     write_sketch,
 )
 from jaxscale.corpus.prepare.tally import Tally
-from jaxscale.text.document import Document, Outcome
+from jaxscale.text.document import Document
 
 MEMORY_BYTES = 256 << 20  # of one partition of a join, in each process
 NEIGHBOURS = 2  # in a bucket of near duplicates; see duplicate_pairs
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
+
+
+class Executor(AbstractContextManager, Protocol):
+    """All cores of this machine, or a cluster. Pieces write their results to files, and may be done twice."""
+
+    def run_all(self, function: Callable[[Any], Any], calls: Sequence[Any]) -> Iterator[Any]:
+        """Yields function(call) of each call, in any order. Raises what a call raised."""
+
+    def write_pairs(self, paths: Sequence[str], threshold: float | None, folder: pathlib.Path) -> None:
+        """Writes folder/pairs-*.npy, uint64[2, k]: the join of the blocks' sketches at `paths`."""
 
 
 class PairsCall(NamedTuple):
@@ -54,11 +64,7 @@ def sketch_path(base: str, join: str) -> pathlib.Path:
 
 def write_sketches(cfg: PrepareConfig, joins: Sequence[str], base: str, documents: Sequence[Document]) -> None:
     """Writes what a block brings to each of the joins."""
-    makers: dict[str, Callable[[Any], Callable]] = {
-        "exact_dedup": make_exact_sketch,
-        "line_dedup": make_line_sketch,
-        "near_dedup": make_near_sketch,
-    }
+    makers = dict(exact_dedup=make_exact_sketch, line_dedup=make_line_sketch, near_dedup=make_near_sketch)
     for join in joins:
         write_sketch(sketch_path(base, join), makers[join](getattr(cfg, join))(documents))
 
@@ -74,11 +80,8 @@ def find_duplicates(
     paths = [sketch_path(base, join) for base in bases]
     threshold = cfg.near_dedup.threshold if join == "near_dedup" else None
     executor.write_pairs([str(path) for path in paths], threshold, folder)
-    found = [
-        np.zeros((2, 0), np.uint64),
-        *(np.load(path, allow_pickle=False) for path in sorted(folder.glob("pairs-*.npy"))),
-    ]
-    items, firsts = unique_pairs(*(np.concatenate([pairs[row] for pairs in found]) for row in (0, 1)))
+    found = [np.load(path, allow_pickle=False) for path in sorted(folder.glob("pairs-*.npy"))]
+    items, firsts = unique_pairs(*np.concatenate([np.zeros((2, 0), np.uint64), *found], axis=1))
     save_whole(folder / "removed.npy", np.stack(components(items, firsts)))
     mark_done(done, {}, [folder / "removed.npy"])
 
@@ -124,14 +127,9 @@ def apply_joins(
             outcomes = cut_lines(left, now, lines, cfg.line_dedup)
         else:
             outcomes = drop_documents(left, now, REASONS[join])
-        places = places[kept_places(outcomes)]
+        places = places[[outcome.document is not None for outcome in outcomes]]
         left = tally.take(join, left, outcomes)
     return left
-
-
-def kept_places(outcomes: Sequence[Outcome]) -> np.ndarray:
-    """Places of the documents that an outcome keeps."""
-    return np.flatnonzero([outcome.document is not None for outcome in outcomes])
 
 
 def cluster_facts(

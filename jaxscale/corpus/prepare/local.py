@@ -21,7 +21,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_
 
 
 class LocalExecutor:
-    """All cores of this machine, or as many processes as are wanted; see executors.py. To be closed."""
+    """All cores of this machine, or as many processes as are wanted; see joins.Executor. To be closed."""
 
     def __init__(self, workers: int):
         self.workers = workers

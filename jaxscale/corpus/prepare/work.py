@@ -12,22 +12,47 @@ writes is named by the pass, the piece and the block; `done` files are written l
 import functools
 import pathlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import schema
+from jaxscale.corpus.curate.c4 import make_c4
+from jaxscale.corpus.curate.contamination import make_contamination
+from jaxscale.corpus.curate.fineweb import make_fineweb
+from jaxscale.corpus.curate.gopher import make_gopher
+from jaxscale.corpus.curate.langid import make_language
+from jaxscale.corpus.curate.licence import make_licence
+from jaxscale.corpus.curate.pii import make_pii
+from jaxscale.corpus.curate.repair import make_repair
+from jaxscale.corpus.curate.repetition import make_repetition
+from jaxscale.corpus.curate.substring import make_substring
+from jaxscale.corpus.curate.toxicity import make_toxicity
 from jaxscale.corpus.prepare.blocks import cut, from_table, read_table, to_table, write_table
-from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
 from jaxscale.corpus.prepare.done import mark_done, read_done
 from jaxscale.corpus.prepare.join import signatures_path
 from jaxscale.corpus.prepare.joins import apply_joins, sketch_path, write_sketches
 from jaxscale.corpus.prepare.passes import Pass
-from jaxscale.corpus.prepare.stages import make_stage
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import tokenise_block
 from jaxscale.system.foreign import parse_json
 from jaxscale.text.document import Document, Stage
 from jaxscale.text.sources import Part, SourceFile, read_file
+
+MAKERS: dict[str, Callable[[Any], Stage]] = {
+    "repair": make_repair,
+    "language": make_language,
+    "gopher_repetition": make_repetition,
+    "gopher_quality": make_gopher,
+    "c4": make_c4,
+    "fineweb": make_fineweb,
+    "licence": make_licence,
+    "toxicity": make_toxicity,
+    "substring": make_substring,
+    "decontaminate": make_contamination,
+    "pii": make_pii,
+}
+assert set(MAKERS) == set(STAGES)
 
 
 class Call(NamedTuple):
@@ -151,3 +176,8 @@ def recipe_of(text: str) -> PrepareConfig:
 def stage_of(recipe: str, name: str) -> Stage:
     """The stage, made once in a process: some load a model."""
     return make_stage(recipe_of(recipe), name)
+
+
+def make_stage(cfg: PrepareConfig, name: str) -> Stage:
+    """The stage of that name, with its settings in the recipe."""
+    return MAKERS[name](getattr(cfg, name))
