@@ -17,9 +17,8 @@ import tensorstore
 
 from jaxscale.checkpoint import reading, stored
 from jaxscale.checkpoint.cause import short_cause
-from jaxscale.checkpoint.durable import sync_tree
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.folders import COMMITTED, mark_committed
+from jaxscale.checkpoint.folders import COMMITTED, mark_committed, sync_tree
 from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.output import Output, layout_of

@@ -6,6 +6,8 @@ round: first what makes it count, so that a crash in the middle leaves no half o
 """
 
 import datetime
+import os
+import pathlib
 import re
 import shutil
 from collections.abc import Iterator
@@ -150,3 +152,15 @@ def pass_over_missing(function: Any, path: str, caught: Any) -> None:
     """Raises again what rmtree met, unless somebody else has removed it."""
     if not isinstance(caught[1], FileNotFoundError):
         raise caught[1]
+
+
+def sync_tree(folder: pathlib.Path) -> None:
+    """Returns when all files below a local folder, and the folders' own lists of names, are on the disk."""
+    for parent, _, files in os.walk(folder):
+        for name in files:
+            handle = os.open(os.path.join(parent, name), os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        paths.sync_folder(pathlib.Path(parent))

@@ -18,7 +18,7 @@ import jax
 
 from jaxscale.checkpoint import folders, inventory
 from jaxscale.checkpoint.cause import is_trouble
-from jaxscale.checkpoint.durable import sync_tree
+from jaxscale.checkpoint.folders import sync_tree
 from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import RECORD, nest, read_record
 from jaxscale.hosts.agree import SEEN_SECONDS

@@ -17,9 +17,8 @@ import numpy as np
 
 from jaxscale.checkpoint import space, stored
 from jaxscale.checkpoint.cause import written
-from jaxscale.checkpoint.durable import sync_tree
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, mark_committed, remove_tree
+from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, mark_committed, remove_tree, sync_tree
 from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.output import Output, new_layout, tree_of
 from jaxscale.checkpoint.record import RECORD, seal
