@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from jaxscale.checkpoint import inventory, stored
+from jaxscale.checkpoint import array_store, inventory
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import seal
@@ -82,7 +82,7 @@ def files_of(checkpoints, step, part=""):
 
 def location(checkpoints, step, leaf):
     """(file, first byte, length) of the first piece of a leaf, from the index itself."""
-    base = tensorstore.KvStore.open(stored.kvstore(checkpoints.directory / str(step) / "state")).result()
+    base = tensorstore.KvStore.open(array_store.kvstore(checkpoints.directory / str(step) / "state")).result()
     root = tensorstore.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
     for entry in tensorstore.ocdbt.dump(base, root).result()["entries"]:
         name, _, piece = entry["key"].decode().rpartition("/")

@@ -15,15 +15,14 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from jaxscale.checkpoint import reading, stored
+from jaxscale.checkpoint import array_store, reading
+from jaxscale.checkpoint.array_store import Arrays, Output, boxes, layout_of, read_ahead
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, mark_committed, sync_tree
 from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.output import Output, layout_of
 from jaxscale.checkpoint.record import RECORD, read_optional, require_record, seal
-from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
 from jaxscale.checkpoint.verifying import require_reachable, verify_folder
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -274,7 +273,7 @@ def make_record(
 
 def write_texts(newest: Any, folder: Any, record: Mapping[str, Any], leaves: Mapping[str, list], what: str) -> None:
     """Writes what belongs to a step besides its arrays."""
-    tree = paths.read_json(newest / stored.TREE)
+    tree = paths.read_json(newest / array_store.TREE)
     entries = {}
     for entry in tree["tree_metadata"].values():
         keys = [str(part["key"]) for part in entry["key_metadata"]]
@@ -284,7 +283,7 @@ def write_texts(newest: Any, folder: Any, record: Mapping[str, Any], leaves: Map
             entries[repr(tuple(renamed))] = entry | {
                 "key_metadata": [part | {"key": key} for part, key in zip(parts, renamed, strict=True)]
             }
-    write_json(folder / stored.TREE, tree | {"tree_metadata": entries})
+    write_json(folder / array_store.TREE, tree | {"tree_metadata": entries})
     write_json(folder / RECORD, record)
     times, now = read_optional(newest / reading.TIMES), time.time_ns()
     if times:

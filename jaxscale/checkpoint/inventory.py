@@ -18,30 +18,30 @@ from jaxscale.checkpoint.record import is_sealed, read_record, seal
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
-FOLDER, REST = "run", "files.json"  # beside the record, where Orbax lets other files be
+LISTS, REST = "run", "files.json"  # beside the record, where Orbax lets other files be
 LIST = re.compile(r"files\.(\d+\.)?json")
-STATE = "state/"
+STATE_PREFIX = "state/"
 COMMIT_MARK = [len(COMMIT_TEXT), hashlib.md5(COMMIT_TEXT.encode(), usedforsecurity=False).hexdigest()]
-DATA = "state/ocdbt.process_{}/d"  # where a process writes its pieces of arrays; they are never touched again
+DATA_FOLDER = "state/ocdbt.process_{}/d"  # where a process writes its pieces of arrays; they are never touched again
 
 
 def list_own_files(folder: Any, process: int) -> None:
     """Writes down the data files of one process. Returns when the list is on the disk."""
-    data = DATA.format(process)
+    data = DATA_FOLDER.format(process)
     write_list(folder, f"files.{process}.json", (f"{data}/{name}" for name in files_under(folder / data)))
 
 
 def list_all_others(folder: Any, num_processes: int = 0) -> None:
     """Writes down every file but the data of the processes. To be called last, before what makes the step count."""
-    listed = tuple(f"{DATA.format(process)}/" for process in range(num_processes))
-    others = (name for name in files_under(folder) if not name.startswith(listed) and name != f"{FOLDER}/{REST}")
+    listed = tuple(f"{DATA_FOLDER.format(process)}/" for process in range(num_processes))
+    others = (name for name in files_under(folder) if not name.startswith(listed) and name != f"{LISTS}/{REST}")
     write_list(folder, REST, others, {COMMITTED: COMMIT_MARK})
 
 
 def write_list(folder: Any, name: str, files: Iterable[str], known: Mapping[str, Any] = MappingProxyType({})) -> None:
     """Writes {files: {name: [bytes, md5]}, sha256} whole or not at all. known: marks of files that come later."""
     marks = {file: mark_of(folder / file) for file in files} | dict(known)
-    paths.write_json(folder / FOLDER / name, seal({"files": marks}))
+    paths.write_json(folder / LISTS / name, seal({"files": marks}))
 
 
 def changed_files(
@@ -53,19 +53,19 @@ def changed_files(
     leave out what lies beside the arrays, so that little is read.
     Raises: what says that the storage cannot be asked.
     """
-    lists = [name for name in files_under(folder / FOLDER) if LIST.fullmatch(name)]
+    lists = [name for name in files_under(folder / LISTS) if LIST.fullmatch(name)]
     wanted: dict[str, list] = {}
     if share == 0 and REST not in lists and (lists or must_be_listed(folder)):
-        yield f"{FOLDER}/{REST}", "it is missing, and with it the marks of the other files"
+        yield f"{LISTS}/{REST}", "it is missing, and with it the marks of the other files"
     for name in lists:
-        found = read_list(folder / FOLDER / name)
+        found = read_list(folder / LISTS / name)
         if found is None and share == 0:
-            yield f"{FOLDER}/{name}", "it cannot be read as it was written"
+            yield f"{LISTS}/{name}", "it cannot be read as it was written"
         wanted |= found or {}
     if not finished:
         wanted.pop(COMMITTED, None)
     if small:
-        wanted = {name: mark for name, mark in wanted.items() if not name.startswith(STATE)}
+        wanted = {name: mark for name, mark in wanted.items() if not name.startswith(STATE_PREFIX)}
     for name in sorted(wanted)[share::shares]:
         if cause := compare(folder / name, wanted[name]):
             yield name, cause

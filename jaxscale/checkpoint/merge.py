@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.checkpoint.array_store import Arrays, Output, boxes, layout_of, read_ahead
 from jaxscale.checkpoint.average import (
     GROWING,
     WEIGHTS,
@@ -29,9 +30,7 @@ from jaxscale.checkpoint.average import (
 )
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.output import Output, layout_of
 from jaxscale.checkpoint.record import read_optional, seal
-from jaxscale.checkpoint.stored import Arrays, boxes, read_ahead
 from jaxscale.models.config import NO_LORA, LoraConfig
 from jaxscale.models.lora import A, B, is_adapter
 from jaxscale.schema import from_dict, to_dict

@@ -1,4 +1,4 @@
-"""What lies in a folder of checkpoints, told without reading any array; those are read in stored.py."""
+"""What lies in a folder of checkpoints, told without reading any array; those are in array_store.py."""
 
 import dataclasses
 import datetime
@@ -7,13 +7,13 @@ from typing import Any
 
 from jaxscale.checkpoint.files import files_under
 from jaxscale.checkpoint.folders import COMMITTED
-from jaxscale.checkpoint.inventory import FOLDER, REST
+from jaxscale.checkpoint.inventory import LISTS, REST
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import RECORD, read_last_good, read_optional, require_record
 from jaxscale.checkpoint.retention import PINNED
 from jaxscale.system.exits import BadInput
 
-ALWAYS = (f"{FOLDER}/{REST}", COMMITTED)
+ALWAYS = (f"{LISTS}/{REST}", COMMITTED)
 TIMES, COPIED = "_CHECKPOINT_METADATA", "copied"
 
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxscale.checkpoint.array_store import Arrays, compare_leaf
 from jaxscale.checkpoint.cause import is_trouble, short_cause
-from jaxscale.checkpoint.stored import Arrays, compare_leaf
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 

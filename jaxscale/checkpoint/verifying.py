@@ -4,16 +4,14 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jaxscale.checkpoint.array_store import DICT_KEY, TREE, Arrays, Locations, compare_leaf, index_damages, named_files
 from jaxscale.checkpoint.cause import is_trouble, short_cause
-from jaxscale.checkpoint.index import Locations, index_damages, named_files
 from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.record import RECORD, require_record
-from jaxscale.checkpoint.stored import TREE, Arrays, compare_leaf
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
-DICT_KEY = 2  # how Orbax writes that a level of the tree is a dict
-KINDS = ("jax.Array", "np.ndarray", "scalar")
+VALUE_KINDS = ("jax.Array", "np.ndarray", "scalar")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +98,7 @@ def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[Damage]:
             if any(part["key_type"] != DICT_KEY for part in entry["key_metadata"]):
                 yield Damage(name, f"a level of {entry['key_metadata']} is no dict")
             value = entry["value_metadata"]
-            if value["value_type"] not in KINDS or value["skip_deserialize"] is not False:
+            if value["value_type"] not in VALUE_KINDS or value["skip_deserialize"] is not False:
                 yield Damage(name, f"a leaf is described as {value}")
             described["/".join(str(part["key"]) for part in entry["key_metadata"])] = entry
         if wrong := sorted(set(described) ^ set(leaves)):

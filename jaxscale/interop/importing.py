@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint import space, stored
+from jaxscale.checkpoint import array_store, space
+from jaxscale.checkpoint.array_store import Output, new_layout, tree_of
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, mark_committed, remove_tree, sync_tree
 from jaxscale.checkpoint.inventory import list_all_others
-from jaxscale.checkpoint.output import Output, new_layout, tree_of
 from jaxscale.checkpoint.record import RECORD, seal
 from jaxscale.checkpoint.verified import Damaged, verify_leaves
 from jaxscale.checkpoint.write import HANDLERS
@@ -119,7 +119,7 @@ def clear(growing: Any) -> None:
     if growing.exists():
         growing.rmtree() if paths.is_remote(growing) else shutil.rmtree(growing)
     if not paths.is_remote(growing):
-        paths.make_private(growing / stored.STATE)
+        paths.make_private(growing / array_store.STATE)
 
 
 def write_units(
@@ -239,7 +239,7 @@ def complete(growing: Any, final: Any, leaves: Mapping[str, list], run: Mapping[
     Raises: Damaged if an array is not what was written.
     """
     began = time.time_ns()
-    write_json(growing / stored.TREE, tree_of({name: told[0] for name, told in leaves.items()}))
+    write_json(growing / array_store.TREE, tree_of({name: told[0] for name, told in leaves.items()}))
     record = seal({"step": STEP, "run": dict(run), "leaves": dict(leaves), "health": "clean", "metrics": {}})
     write_json(growing / RECORD, record)
     for item in ("run", "state"):

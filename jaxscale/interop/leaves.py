@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import tensorstore
 
+from jaxscale.checkpoint.array_store import DESCRIPTIONS, STATE, Arrays, Box, boxes, entries, open_base, stored_name
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.index import DESCRIPTIONS, entries, open_base
-from jaxscale.checkpoint.stored import STATE, Arrays, Box, boxes, stored_name
 from jaxscale.interop.pieces import OURS
 from jaxscale.interop.ranges import File, look_at
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxscale.checkpoint.stored import Box
+from jaxscale.checkpoint.array_store import Box
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.safetensors import DTYPES, Tensor, how_to_widen
 from jaxscale.system.exits import BadInput

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxscale.checkpoint import stored
+from jaxscale.checkpoint import array_store
 from jaxscale.checkpoint.average import average_steps
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
@@ -76,7 +76,7 @@ def test_zeros_are_written_too(tmp_path):
     checkpoints.close()
     average_steps(checkpoints, [1], tmp_path / "mean")
     assert not np.any(restored(tmp_path / "mean", 1, state)["params"]["w"])
-    base = stored.kvstore(tmp_path / "mean" / "checkpoints" / "1" / "state")
+    base = array_store.kvstore(tmp_path / "mean" / "checkpoints" / "1" / "state")
     names = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result().list().result()
     assert b"params.w/0.0" in names  # or nobody could tell zeros from a piece that was lost
 

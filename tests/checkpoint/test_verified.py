@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from ckpt_states import data_files, flip_bit, make_state, stop_of
 
-from jaxscale.checkpoint import stored
+from jaxscale.checkpoint import array_store
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.fingerprint import fingerprints, host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
@@ -83,16 +83,16 @@ def test_processes_share_the_reading(checkpoints):
 
 
 def test_a_large_array_is_read_in_the_pieces_in_which_it_was_written(checkpoints, monkeypatch):
-    seen, sizes, fingerprint = [], [], stored.host_fingerprint
+    seen, sizes, fingerprint = [], [], array_store.host_fingerprint
     count = lambda piece, **place: (sizes.append(piece.nbytes), fingerprint(piece, **place))[1]
-    monkeypatch.setattr(stored, "host_fingerprint", count)
+    monkeypatch.setattr(array_store, "host_fingerprint", count)
     states = ({"sharded": make_state().params["block"]["w"]}, {"one": jnp.float32(3)})
     for step, state in enumerate(states):
         checkpoints.save(step, state, {}, wait=True)
         leaves, sizes[:] = checkpoints.read_record(step)["leaves"], []
-        arrays = stored.Arrays(checkpoints.directory / str(step))
+        arrays = array_store.Arrays(checkpoints.directory / str(step))
         for name in state:
-            assert stored.compare_leaf(arrays, name, *leaves[name]) == ("", state[name].nbytes)
+            assert array_store.compare_leaf(arrays, name, *leaves[name]) == ("", state[name].nbytes)
         seen.append(list(sizes))
     assert seen == [[256] * 8, [4]]  # 32 x 16 numbers on 4 x 2 devices, and never a whole row of pieces
 
@@ -100,9 +100,9 @@ def test_a_large_array_is_read_in_the_pieces_in_which_it_was_written(checkpoints
 def test_a_random_key_lies_in_the_files_with_one_axis_more(checkpoints):
     key = jax.random.key(7)
     checkpoints.save(1, {"w": jax.random.key_data(key)}, {}, wait=True)
-    arrays = stored.Arrays(checkpoints.directory / "1")
-    assert stored.compare_leaf(arrays, "w", [], "key<fry>", fingerprints([key])[0])[0] == ""
-    assert "its shape is [2]" in stored.compare_leaf(arrays, "w", [], "uint32", fingerprints([key])[0])[0]
+    arrays = array_store.Arrays(checkpoints.directory / "1")
+    assert array_store.compare_leaf(arrays, "w", [], "key<fry>", fingerprints([key])[0])[0] == ""
+    assert "its shape is [2]" in array_store.compare_leaf(arrays, "w", [], "uint32", fingerprints([key])[0])[0]
 
 
 @pytest.mark.parametrize(

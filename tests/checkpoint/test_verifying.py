@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxscale.checkpoint import index, inventory, stored
+from jaxscale.checkpoint import array_store, inventory
+from jaxscale.checkpoint.array_store import Locations, index_damages
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import COMMITTED
-from jaxscale.checkpoint.index import Locations, index_damages
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import list_steps
 from jaxscale.checkpoint.transfer import copy_step
@@ -29,7 +29,7 @@ def test_a_step_that_is_whole_has_no_damage_and_every_leaf_is_read(kept):
     verdict = verify_folder(kept.directory / "20")
     record = kept.read_record(20)
     assert verdict.damages == () and verdict.num_leaves == len(record["leaves"]) == 11
-    arrays = stored.Arrays(kept.directory / "20")
+    arrays = array_store.Arrays(kept.directory / "20")
     assert verdict.num_bytes == sum(arrays.open(name).read().result().nbytes for name in record["leaves"])
 
 
@@ -113,7 +113,7 @@ def test_what_may_not_or_cannot_be_reached_is_storage_and_not_damage(kept, monke
     read_json, told = paths.read_json, {"record": "metadata", "tree": "_METADATA"}
     if part in told:
         monkeypatch.setattr(paths, "read_json", lambda path: fail() if path.name == told[part] else read_json(path))
-    where = {"array": (stored.Arrays, "open"), "index": (index, "open_base"), "file": (inventory, "mark_of")}
+    where = {"array": (array_store.Arrays, "open"), "index": (array_store, "open_base"), "file": (inventory, "mark_of")}
     if part in where:
         monkeypatch.setattr(*where[part], fail)
     with pytest.raises(Stop, match="cannot be read now: .*; whether it is whole is not known") as caught:
@@ -150,7 +150,7 @@ def test_a_leaf_of_another_dtype_or_shape_is_found_even_with_the_same_bits(run):
 
 def test_the_file_of_a_leaf_is_found_in_an_index_of_several_levels(tmp_path):
     config = {"max_decoded_node_bytes": 500, "max_inline_value_bytes": 10}
-    spec = {"driver": "ocdbt", "base": stored.kvstore(tmp_path / "state"), "config": config}
+    spec = {"driver": "ocdbt", "base": array_store.kvstore(tmp_path / "state"), "config": config}
     store = tensorstore.KvStore.open(spec).result()
     for number in range(60):
         store[f"params.w{number:02d}/0.0"] = bytes([number]) * 100
@@ -186,11 +186,11 @@ def test_the_list_of_steps_tells_what_training_recorded(run):
 
 
 def test_pieces_are_asked_for_ahead_within_the_limit_and_come_in_order(kept):
-    array = stored.Arrays(kept.directory / "10").open("params/wide")
-    parts = stored.boxes(array)
+    array = array_store.Arrays(kept.directory / "10").open("params/wide")
+    parts = array_store.boxes(array)
     assert len(parts) == 8
     for limit in (0, 5000, 10**9):
         whole = np.empty(array.shape, np.float32)
-        for part, piece in zip(parts, stored.read_ahead(((array, part) for part in parts), limit)):
+        for part, piece in zip(parts, array_store.read_ahead(((array, part) for part in parts), limit)):
             whole[part] = piece
         np.testing.assert_array_equal(whole, array.read().result())

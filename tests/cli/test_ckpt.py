@@ -159,10 +159,10 @@ import pathlib, re, sys
 from jaxscale.system.process import prepare_ahead
 prepare_ahead()
 from jax._src import xla_bridge
-from jaxscale.checkpoint import average, stored
+from jaxscale.checkpoint import average, array_store
 from jaxscale.cli import ckpt
-stored.READ_AHEAD_BYTES = average.COMMIT_BYTES = 8 << 20
-stored.read_ahead.__defaults__ = (8 << 20,)
+array_store.READ_AHEAD_BYTES = average.COMMIT_BYTES = 8 << 20
+array_store.read_ahead.__defaults__ = (8 << 20,)
 # ru_maxrss would begin with what the parent had
 peak = lambda: int(re.search(r"VmHWM:\\s*(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) >> 10
 run, to = sys.argv[1:]

@@ -25,11 +25,11 @@ QUICK = (IN[1:2], OUT[1:2])
 # Each crash in a process of its own, which is forked before TensorStore has threads: one start of Python for all.
 SCRIPT = """
 import os, sys
-from jaxscale.checkpoint import output
+from jaxscale.checkpoint import array_store
 from jaxscale.cli import convert
 from jaxscale.interop import pieces
 pieces.PIECE_BYTES = 32 << 10  # as if the model were larger
-output.COMMIT_BYTES = 64 << 10
+array_store.COMMIT_BYTES = 64 << 10
 
 def start(point, argv):
     print(">", point or "-", flush=True)
