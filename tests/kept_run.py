@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import tensorstore
 
-from jaxscale.checkpoint import array_store, inventory
+from jaxscale.checkpoint import array_store, verify
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import seal
@@ -65,7 +65,7 @@ def reseal(checkpoints, step, **changes):
     path = checkpoints.directory / str(step) / "run" / "metadata"
     content = {key: value for key, value in json.loads(path.read_text()).items() if key != "sha256"}
     path.write_text(json.dumps(seal(content | changes)))
-    inventory.list_all_others(path.parent.parent, num_processes=1)
+    verify.list_all_others(path.parent.parent, num_processes=1)
 
 
 def flip_bit(path, bit):

@@ -13,7 +13,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
 from jaxscale.checkpoint.record import seal
-from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import ckpt, convert
 from jaxscale.inference import open_model
 from jaxscale.models.lora import B, is_adapter

@@ -20,10 +20,9 @@ from jaxscale.checkpoint.array_store import Arrays, Output, boxes, layout_of, re
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, mark_committed, sync_tree
-from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import RECORD, read_optional, require_record, seal
-from jaxscale.checkpoint.verifying import require_reachable, verify_folder
+from jaxscale.checkpoint.verify import list_all_others, require_reachable, verify_folder
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point

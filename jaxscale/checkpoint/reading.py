@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxscale.checkpoint.files import files_under
 from jaxscale.checkpoint.folders import COMMITTED
-from jaxscale.checkpoint.inventory import LISTS, REST
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import RECORD, read_last_good, read_optional, require_record
 from jaxscale.checkpoint.retention import PINNED
+from jaxscale.checkpoint.verify import LISTS, REST
 from jaxscale.system.exits import BadInput
 
 ALWAYS = (f"{LISTS}/{REST}", COMMITTED)

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.checkpoint import folders, retention, space, verified, write
+from jaxscale.checkpoint import folders, retention, space, verify, write
 from jaxscale.checkpoint.cause import NO_INODES, clip, inodes_told, short_cause, what_to_grant
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.failures import Reports
@@ -25,7 +25,7 @@ from jaxscale.system import paths
 from jaxscale.system.exits import Stop
 from jaxscale.system.faults import crash_point
 
-DAMAGED = verified.Damaged.__name__
+DAMAGED = verify.Damaged.__name__
 
 
 class SaveFailed(Exception):
@@ -172,8 +172,8 @@ class Saver:
         folder, share, shares = self.directory / str(job.step), jax.process_index(), jax.process_count()
 
         def read_back() -> None:
-            leaves = (record or verified.sealed_record(folder, write.wait_for_record))["leaves"]
-            verified.verify_leaves(folder, leaves, share, shares)
+            leaves = (record or verify.sealed_record(folder, write.wait_for_record))["leaves"]
+            verify.verify_leaves(folder, leaves, share, shares)
 
         crash_point("verify/before")
         try:
@@ -248,7 +248,7 @@ class Saver:
             stop, mine = error, [str(error), "Stop"]
         except Exception as error:
             mine = [short_cause(error), type(error).__name__]
-            if isinstance(error, verified.Damaged | FileExistsError):
+            if isinstance(error, verify.Damaged | FileExistsError):
                 mine[0] = clip(str(error))
         told = gathered(f"{job.key}/{name}", mine, self.cfg.max_save_seconds)
         if stop:

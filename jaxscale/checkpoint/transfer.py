@@ -14,11 +14,10 @@ from typing import Any
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.files import copy_file, files_under, mark_of
 from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED
-from jaxscale.checkpoint.inventory import changed_files
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import COPIED
 from jaxscale.checkpoint.record import RECORD, digest, read_optional, require_record
-from jaxscale.checkpoint.verifying import Damage, verify_folder
+from jaxscale.checkpoint.verify import Damage, changed_files, verify_folder
 from jaxscale.monitor.events import NAME as EVENTS
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.checkpoint import folders, inventory
+from jaxscale.checkpoint import folders, verify
 from jaxscale.checkpoint.cause import is_trouble
 from jaxscale.checkpoint.folders import sync_tree
 from jaxscale.checkpoint.quiet_orbax import import_orbax
@@ -93,7 +93,7 @@ def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: 
                 if (place / "state" / part).exists():
                     sync_tree(place / "state" / part)
         fence.ask(folder)
-        inventory.list_own_files(place, process)
+        verify.list_own_files(place, process)
     crash_point("save/arrays_synced")
 
 
@@ -127,7 +127,7 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
         fence.ask(folder)
         describe(place, record, f"Checkpoint commit was successful to {directory / str(step)}", began)
         fence.ask(folder)
-        inventory.list_all_others(place, jax.process_count())
+        verify.list_all_others(place, jax.process_count())
         crash_point("save/described")
         if not paths.is_remote(directory):
             folders.mark_committed(place)

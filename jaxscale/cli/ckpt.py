@@ -42,7 +42,7 @@ from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, sweep,
 from jaxscale.checkpoint.reading import StepFacts, list_steps
 from jaxscale.checkpoint.record import read_optional
 from jaxscale.checkpoint.transfer import copy_step
-from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import run_verb
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.help_text import show_help

@@ -20,9 +20,8 @@ from jaxscale.checkpoint.array_store import Output, new_layout, tree_of
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, mark_committed, remove_tree, sync_tree
-from jaxscale.checkpoint.inventory import list_all_others
 from jaxscale.checkpoint.record import RECORD, seal
-from jaxscale.checkpoint.verified import Damaged, verify_leaves
+from jaxscale.checkpoint.verify import Damaged, list_all_others, verify_leaves
 from jaxscale.checkpoint.write import HANDLERS
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.journal import Journal

@@ -11,7 +11,7 @@ import pytest
 import tensorstore
 from ckpt_states import stop_of
 
-from jaxscale.checkpoint import saver, verified, write
+from jaxscale.checkpoint import saver, verify, write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.system import paths
@@ -77,7 +77,7 @@ def test_nothing_is_moved_aside_without_the_lock(saved):
 def test_trouble_with_reading_back_is_an_alarm_and_the_save_counts(tmp_path, monkeypatch):
     notes = Notes()
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes)
-    monkeypatch.setattr(verified, "verify_leaves", broken)
+    monkeypatch.setattr(verify, "verify_leaves", broken)
     checkpoints.save(5, STATE, {}, wait=True)
     assert checkpoints.all_steps() == [5] and checkpoints.saver.last_saved == 5
     assert checkpoints.last_good()["verified"] is False and notes.of("saved")[0]["verified"] is False

@@ -14,7 +14,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.pruning import last_good_step, why_kept
 from jaxscale.checkpoint.reading import list_steps
 from jaxscale.checkpoint.transfer import copy_step
-from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import ckpt
 from jaxscale.system.exits import Exit
 

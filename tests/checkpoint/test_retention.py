@@ -6,7 +6,7 @@ import pathlib
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.checkpoint import retention, verified
+from jaxscale.checkpoint import retention, verify
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.retention import Facts, kept_steps
@@ -114,5 +114,5 @@ def test_a_step_of_which_nothing_can_be_learnt_now_stays_until_it_can(tmp_path, 
 def test_the_last_step_that_was_read_back_outlives_those_that_were_not(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(keep_last=1))
     steps_after(checkpoints, 1)
-    monkeypatch.setattr(verified, "verify_leaves", trouble)
+    monkeypatch.setattr(verify, "verify_leaves", trouble)
     assert steps_after(checkpoints, 2, 3) == [1, 3]

@@ -10,7 +10,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import list_steps
 from jaxscale.checkpoint.transfer import copy_step
-from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.system.exits import Exit, Stop
 
 

@@ -13,7 +13,7 @@ from jaxscale.checkpoint import array_store
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.fingerprint import fingerprints, host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.verified import Damaged, verify_leaves
+from jaxscale.checkpoint.verify import Damaged, verify_leaves
 from jaxscale.system.exits import Exit
 
 

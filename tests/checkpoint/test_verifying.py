@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import tensorstore
 
-from jaxscale.checkpoint import array_store, inventory
+from jaxscale.checkpoint import array_store, verify
 from jaxscale.checkpoint.array_store import Locations, index_damages
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import COMMITTED
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.reading import list_steps
 from jaxscale.checkpoint.transfer import copy_step
-from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
@@ -113,7 +113,7 @@ def test_what_may_not_or_cannot_be_reached_is_storage_and_not_damage(kept, monke
     read_json, told = paths.read_json, {"record": "metadata", "tree": "_METADATA"}
     if part in told:
         monkeypatch.setattr(paths, "read_json", lambda path: fail() if path.name == told[part] else read_json(path))
-    where = {"array": (array_store.Arrays, "open"), "index": (array_store, "open_base"), "file": (inventory, "mark_of")}
+    where = {"array": (array_store.Arrays, "open"), "index": (array_store, "open_base"), "file": (verify, "mark_of")}
     if part in where:
         monkeypatch.setattr(*where[part], fail)
     with pytest.raises(Stop, match="cannot be read now: .*; whether it is whole is not known") as caught:

@@ -6,7 +6,7 @@ import pytest
 from gcs_emulator import Emulator, Fault
 from hf_folders import FLOAT32, LLAMA, assert_same, make_folder, read_folder
 
-from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import convert
 from jaxscale.system.paths import as_path
 

@@ -14,7 +14,7 @@ from jaxscale.checkpoint.branch import Source, branch_state
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import nest
-from jaxscale.checkpoint.verifying import verify_folder
+from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import convert
 from jaxscale.interop import families
 from jaxscale.interop.exporting import origin_of
