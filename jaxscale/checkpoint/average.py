@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from jaxscale.checkpoint import array_store, reading
+from jaxscale.checkpoint import array_store, retention
 from jaxscale.checkpoint.array_store import Arrays, Output, boxes, layout_of, read_ahead
 from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.fingerprint import host_fingerprint
@@ -284,10 +284,10 @@ def write_texts(newest: Any, folder: Any, record: Mapping[str, Any], leaves: Map
             }
     write_json(folder / array_store.TREE, tree | {"tree_metadata": entries})
     write_json(folder / RECORD, record)
-    times, now = read_optional(newest / reading.TIMES), time.time_ns()
+    times, now = read_optional(newest / retention.TIMES), time.time_ns()
     if times:
         times |= {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now, "metrics": {}}
-        write_json(folder / reading.TIMES, times)
+        write_json(folder / retention.TIMES, times)
 
 
 def write_json(path: Any, value: Any) -> None:

@@ -26,7 +26,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.failures import Failures, Reports
 from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import forget_last_good, named_leaves, read_last_good
-from jaxscale.checkpoint.retention import read_facts
+from jaxscale.checkpoint.retention import CLEAN, read_facts
 from jaxscale.checkpoint.saver import Job, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
 from jaxscale.hosts.agree import agreed, next_key
@@ -37,7 +37,6 @@ from jaxscale.system.exits import BadInput, Exit, Stop
 T = TypeVar("T")
 RETRY_SECONDS = 0.5  # between two attempts at the last save of a run
 ASIDE_SECONDS = 3600.0  # for a step to be moved away: in a bucket every object of it is copied
-CLEAN = "clean"
 
 
 def unwatched(name: str, step: int) -> contextlib.AbstractContextManager[None]:

@@ -1,15 +1,27 @@
-"""Which checkpoints stay: the newest, the regular, the best, the pinned, and those that a run may go back to."""
+"""Which checkpoints stay: the newest, the regular, the best, the pinned, and those that a run may go back to.
 
-from collections.abc import Callable, Iterable, Mapping
+The rule, what is known of each step without reading its arrays, and what `ckpt` pins and deletes.
+"""
+
+import dataclasses
+import datetime
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.checkpoint.cause import errors_behind, is_trouble
+from jaxscale.checkpoint.cause import errors_behind, is_trouble, short_cause
 from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.folders import is_step_name
-from jaxscale.checkpoint.record import read_record
+from jaxscale.checkpoint.files import files_under
+from jaxscale.checkpoint.folders import COMMITTED, REMOVED, all_steps, is_step_name, remove_step, remove_tree
+from jaxscale.checkpoint.record import LAST_GOOD, RECORD, read_last_good, read_optional, read_record, require_record
+from jaxscale.checkpoint.verify import LISTS, REST
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 PINNED = "pinned"  # a folder with an empty file for each step that must stay
 BEST_BY = "validation/loss"
+CLEAN = "clean"
+ALWAYS = (f"{LISTS}/{REST}", COMMITTED)
+TIMES, COPIED = "_CHECKPOINT_METADATA", "copied"
 
 
 class Facts(NamedTuple):
@@ -31,7 +43,7 @@ def read_facts(folder: Any) -> Facts:
             raise
         return UNKNOWN
     loss = (record.get("metrics") or {}).get(BEST_BY)
-    return Facts(record.get("health", "clean"), loss)
+    return Facts(record.get("health", CLEAN), loss)
 
 
 def is_lost(error: Exception) -> bool:
@@ -53,7 +65,7 @@ def pinned_steps(directory: Any) -> set[int]:
 def kept_steps(
     steps: Iterable[int],
     cfg: CheckpointConfig,
-    facts: Callable[[int], Facts] = lambda step: Facts("clean", None),
+    facts: Callable[[int], Facts] = lambda step: Facts(CLEAN, None),
     pinned: Iterable[int] = (),
     last_good: int | None = None,
 ) -> set[int]:
@@ -65,7 +77,7 @@ def kept_steps(
     kept = set(ordered[-cfg.keep_last :]) | set(pinned) | {last_good}
     kept |= {step for step in ordered if cfg.keep_every_steps and step % cfg.keep_every_steps == 0}
     kept |= set(best_steps(ordered, cfg.keep_best, facts))
-    newest_clean = next((step for step in reversed(ordered) if facts(step).health == "clean"), None)
+    newest_clean = next((step for step in reversed(ordered) if facts(step).health == CLEAN), None)
     return (kept | {newest_clean}) & set(ordered)
 
 
@@ -75,3 +87,139 @@ def best_steps(steps: Iterable[int], count: int, facts: Callable[[int], Facts]) 
         return []
     losses: Mapping[int, float] = {step: facts(step).loss for step in steps if facts(step).loss is not None}
     return sorted(losses, key=lambda step: (losses[step], -step))[:count]
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """What is known of a committed step without reading its arrays."""
+
+    step: int
+    saved: str | None  # ISO time, UTC
+    num_bytes: int
+    health: str | None  # as training judged it; None: it did not (clean, then), or the record cannot be read
+    validation_loss: float | None
+    verified: bool  # read back whole and found as it was saved, by training or by `ckpt copy`
+    pinned: bool
+    problem: str = ""  # why the record cannot be read, or is of another step
+    missing: tuple[str, ...] = ()  # files that every step has
+
+
+def list_steps(directory: Any) -> list[StepFacts]:
+    """The facts of every committed step, oldest first. Reads the small files only."""
+    folder = directory
+    steps = all_steps(folder)
+    sizes = dict.fromkeys(steps, 0)
+    names = files_under(folder) if steps else {}
+    for name, size in names.items():
+        top = name.partition("/")[0]
+        if top.isdecimal() and int(top) in sizes:
+            sizes[int(top)] += size
+    good = read_last_good(folder) or {}
+    return [step_facts(folder, step, sizes[step], names, good) for step in steps]
+
+
+def step_facts(
+    folder: Any, step: int, num_bytes: int, names: Collection[str], last_good: Mapping[str, Any]
+) -> StepFacts:
+    """The facts of one step. names: of all files below the folder of checkpoints."""
+    pinned, copied = f"{PINNED}/{step}" in names, f"{COPIED}/{step}.json" in names
+    try:
+        record = require_record(folder / str(step))
+    except BadInput as error:
+        problem = str(error)
+        return StepFacts(step, saved_at(folder / str(step)), num_bytes, None, None, False, pinned, problem)
+    verified = bool(last_good.get("verified")) and last_good.get("sha256") == record["sha256"]
+    if copied and not verified:
+        verified = read_optional(folder / COPIED / f"{step}.json").get("record") == record["sha256"]
+    loss = (record.get("metrics") or {}).get("validation/loss")
+    wanted = ALWAYS if "step" in record and f"{step}/{RECORD}" in names else ()  # not behind a link, nor of old
+    missing = tuple(name for name in wanted if f"{step}/{name}" not in names)
+    return StepFacts(
+        step, saved_at(folder / str(step)), num_bytes, record.get("health"), loss, verified, pinned, missing=missing
+    )
+
+
+def saved_at(folder: Any) -> str | None:
+    """When the step was committed."""
+    stamp = read_optional(folder / TIMES).get("commit_timestamp_nsecs")
+    if not isinstance(stamp, int):
+        return None
+    return datetime.datetime.fromtimestamp(stamp // 10**9, datetime.UTC).isoformat().replace("+00:00", "Z")
+
+
+def why_kept(facts: Sequence[StepFacts], last_good: int | None, cfg: CheckpointConfig) -> dict[int, str]:
+    """{step: why it stays}: what training itself would keep by these settings. All others may go.
+
+    Args: last_good: the newest step that training read back; it stays, as do pinned steps, the newest clean one, and
+    those whose record cannot be read, for they may be any of these.
+    """
+    unread = {fact.step for fact in facts if fact.problem}
+    health = lambda fact: None if fact.problem else fact.health or CLEAN
+    known = {fact.step: Facts(health(fact), fact.validation_loss) for fact in facts}
+    pinned = {fact.step for fact in facts if fact.pinned}
+    best = best_steps(known, cfg.keep_best, known.get)
+    kept = {}
+    for step in sorted(kept_steps(known, cfg, known.get, pinned, last_good) | unread):
+        if step in sorted(known)[-cfg.keep_last :]:
+            kept[step] = f"newest {cfg.keep_last}"
+        elif cfg.keep_every_steps and step % cfg.keep_every_steps == 0:
+            kept[step] = f"every {cfg.keep_every_steps}"
+        elif step in best:
+            kept[step] = f"best {best.index(step) + 1}"
+        elif step in pinned:
+            kept[step] = "pinned"
+        elif step in unread:
+            kept[step] = "its record cannot be read"
+        else:
+            kept[step] = "last good" if step == last_good else "newest clean"
+    return kept
+
+
+def last_good_step(directory: Any) -> int | None:
+    """The newest step that training read back, if it says so. Raises Stop (STORAGE) where that cannot be known."""
+    place = directory / LAST_GOOD
+    try:
+        found = paths.read_json(place)
+    except Exception as error:
+        if is_lost(error):
+            return None
+        raise Stop(Exit.STORAGE, f"{place} cannot be read: {short_cause(error)}; nothing was deleted") from None
+    return found.get("step") if isinstance(found, dict) else None
+
+
+def delete_step(folder: Any, step: int) -> None:
+    """Deletes a step. Killed half-way, what is left no longer counts as a step. Raises Stop (STORAGE) if it cannot."""
+    try:
+        remove_step(folder, step)
+    except FileNotFoundError:
+        return  # training was faster
+    except Exception as error:
+        if not isinstance(error, OSError) and not is_trouble(error):
+            raise
+        raise Stop(Exit.STORAGE, f"{folder / str(step)} cannot be deleted: {short_cause(error)}") from None
+
+
+def sweep(folder: Any) -> None:
+    """Removes what deletions that were killed half-way have left on a disk; what a save has begun is not touched."""
+    for path in folder.iterdir() if not paths.is_remote(folder) else ():
+        if path.name.endswith(REMOVED) and path.name.removesuffix(REMOVED).isdecimal():
+            remove_tree(path)
+
+
+def pin(directory: Any, step: int) -> bool:
+    """True if the step, which must be there, was not pinned before. Neither training nor prune deletes it."""
+    mark = directory / PINNED / str(step)
+    if mark.exists():
+        return False
+    paths.make_run_dir(mark.parent)
+    paths.write_text_atomic(mark, datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds") + "\n")
+    return True
+
+
+def unpin(directory: Any, step: int) -> bool:
+    """True if the step was pinned."""
+    mark = directory / PINNED / str(step)
+    if not mark.exists():
+        return False
+    mark.unlink()
+    return True

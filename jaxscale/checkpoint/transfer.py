@@ -15,8 +15,8 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.files import copy_file, files_under, mark_of
 from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.reading import COPIED
 from jaxscale.checkpoint.record import RECORD, digest, read_optional, require_record
+from jaxscale.checkpoint.retention import COPIED
 from jaxscale.checkpoint.verify import Damage, changed_files, verify_folder
 from jaxscale.monitor.events import NAME as EVENTS
 from jaxscale.system import paths

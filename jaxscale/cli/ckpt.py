@@ -38,9 +38,17 @@ from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
-from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, sweep, unpin, why_kept
-from jaxscale.checkpoint.reading import StepFacts, list_steps
 from jaxscale.checkpoint.record import read_optional
+from jaxscale.checkpoint.retention import (
+    StepFacts,
+    delete_step,
+    last_good_step,
+    list_steps,
+    pin,
+    sweep,
+    unpin,
+    why_kept,
+)
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import run_verb
@@ -111,7 +119,7 @@ def open_folder(workdir: str) -> Checkpoints:
 
 def list_(request: Request) -> int:
     """Prints the facts of every step."""
-    facts = list_steps(request.checkpoints)
+    facts = list_steps(request.checkpoints.directory)
     rows = [("step", "saved", "size", "health", "validation/loss", "verified", "pinned")]
     for fact in facts:
         loss = "-" if fact.validation_loss is None else f"{fact.validation_loss:.4f}"
@@ -160,8 +168,8 @@ def copy(request: Request) -> int:
 
 def prune(request: Request) -> int:
     """Prints which steps stay and why, and deletes the others if asked to."""
-    folder, facts = request.checkpoints.directory, list_steps(request.checkpoints)
-    kept = why_kept(facts, last_good_step(request.checkpoints), rules(request))
+    folder, facts = request.checkpoints.directory, list_steps(request.checkpoints.directory)
+    kept = why_kept(facts, last_good_step(request.checkpoints.directory), rules(request))
     fate = "deleted" if request.delete else "may go"
     if request.delete:
         for fact in facts:
@@ -204,10 +212,10 @@ def unpin_(request: Request) -> int:
     return mark(request, unpin, "no longer pinned", "was not pinned")
 
 
-def mark(request: Request, action: Callable[[Checkpoints, int], bool], done: str, nothing: str) -> int:
+def mark(request: Request, action: Callable[[Any, int], bool], done: str, nothing: str) -> int:
     """Does something to each step and says whether it changed anything."""
     for step in chosen(request):
-        changed = action(request.checkpoints, step)
+        changed = action(request.checkpoints.directory, step)
         request.say({"step": step, "changed": changed}, f"step {step} {done if changed else nothing}")
     return 0
 
@@ -217,7 +225,9 @@ def average(request: Request) -> int:
     if ("last" in request.options) == bool({"step", "steps"} & set(request.options)):
         raise BadInput("ckpt average needs --last=5 or --steps=10,20,30, one of them")
     if "last" in request.options:
-        steps = newest_clean(list_steps(request.checkpoints), whole_number("last", request.options["last"], 1))
+        steps = newest_clean(
+            list_steps(request.checkpoints.directory), whole_number("last", request.options["last"], 1)
+        )
     else:
         steps = chosen(request)
     opened(request, steps)

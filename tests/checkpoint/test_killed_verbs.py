@@ -14,7 +14,7 @@ import os, pathlib, sys
 from jaxscale.checkpoint.average import average_steps
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.pruning import delete_step, sweep
+from jaxscale.checkpoint.retention import delete_step, sweep
 from jaxscale.checkpoint.transfer import copy_step
 run, to = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])
 there = lambda folder: Checkpoints(folder / "checkpoints", CheckpointConfig())

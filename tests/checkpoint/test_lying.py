@@ -11,8 +11,7 @@ from jaxscale.checkpoint import folders
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.pruning import last_good_step, why_kept
-from jaxscale.checkpoint.reading import list_steps
+from jaxscale.checkpoint.retention import last_good_step, list_steps, why_kept
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import ckpt
@@ -175,9 +174,9 @@ def test_a_spoilt_last_good_file_vouches_for_nothing(run, how):
     assert ["last_good.json" in line and "the next save writes it anew" in line for line in lines if odd] == [
         True
     ] * odd
-    facts = list_steps(run)
+    facts = list_steps(run.directory)
     assert [fact.verified for fact in facts] == [False] * 3
-    assert why_kept(facts, last_good_step(run), run.cfg)[30] == "newest 3"
+    assert why_kept(facts, last_good_step(run.directory), run.cfg)[30] == "newest 3"
     copy = kept_run.copy_of(run, run.directory.parent.parent / "again")
     shutil.rmtree(copy.directory / "30")
     if how == "swapped":

@@ -10,9 +10,17 @@ from hypothesis import strategies as st
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.pruning import delete_step, last_good_step, pin, unpin, why_kept
-from jaxscale.checkpoint.reading import StepFacts, list_steps
-from jaxscale.checkpoint.retention import Facts, kept_steps
+from jaxscale.checkpoint.retention import (
+    Facts,
+    StepFacts,
+    delete_step,
+    kept_steps,
+    last_good_step,
+    list_steps,
+    pin,
+    unpin,
+    why_kept,
+)
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
@@ -39,7 +47,7 @@ def test_what_training_would_keep_after_a_save_is_what_prune_keeps(tmp_path):
         trained.save(step, {"w": np.ones(3, np.float32)}, {})
         trained.wait()
     trained.close()
-    found = list_steps(trained)
+    found = list_steps(trained.directory)
     assert (
         set(why_kept(found, None, CheckpointConfig(keep_last=2, keep_every_steps=4)))
         == set(trained.all_steps())
@@ -65,9 +73,9 @@ def test_deleting_a_step_that_is_gone_already_is_fine_and_others_stay(run):
 
 
 def test_a_pin_is_a_file_and_says_whether_it_was_there(run):
-    assert pin(run, 10) and not pin(run, 10)
-    assert [found.step for found in list_steps(run) if found.pinned] == [10]
-    assert unpin(run, 10) and not unpin(run, 10)
+    assert pin(run.directory, 10) and not pin(run.directory, 10)
+    assert [found.step for found in list_steps(run.directory) if found.pinned] == [10]
+    assert unpin(run.directory, 10) and not unpin(run.directory, 10)
 
 
 def test_what_cannot_be_read_stays_and_an_old_record_counts_as_clean(run, monkeypatch):
@@ -75,13 +83,13 @@ def test_what_cannot_be_read_stays_and_an_old_record_counts_as_clean(run, monkey
     kept = why_kept(found, None, CheckpointConfig(keep_last=1))
     assert kept == {10: "newest clean", 20: "its record cannot be read", 30: "newest 1"}
     (run.directory / "last_good.json").write_text("{")
-    assert last_good_step(run) is None
+    assert last_good_step(run.directory) is None
     real = paths.read_json
     monkeypatch.setattr(paths, "read_json", lambda path: stale() if path.name == "metadata" else real(path))
-    assert all(fact.problem.endswith("metadata cannot be read: HttpError") for fact in list_steps(run))
+    assert all(fact.problem.endswith("metadata cannot be read: HttpError") for fact in list_steps(run.directory))
     monkeypatch.setattr(paths, "read_json", stale)
     with pytest.raises(Stop, match="last_good.json cannot be read: .*nothing was deleted") as stop:
-        last_good_step(run)
+        last_good_step(run.directory)
     assert stop.value.code == Exit.STORAGE
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.reading import list_steps
+from jaxscale.checkpoint.retention import list_steps
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.system.exits import Exit, Stop
@@ -135,7 +135,7 @@ def test_a_copy_that_was_killed_before_its_last_note_gets_it_at_the_next_run(kep
     note.write_text(json.dumps(begun))
     assert copy_step(kept, 20, tmp_path / "copy").num_files == len(whole["files"])
     assert json.loads(note.read_text()) == whole
-    assert list_steps(there(tmp_path / "copy"))[0].verified
+    assert list_steps(there(tmp_path / "copy").directory)[0].verified
 
     note.write_text(json.dumps(begun))
     kept_run.flip_bit(directory / "20" / "_CHECKPOINT_METADATA", 77)  # which no restore looks at

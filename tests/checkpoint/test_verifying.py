@@ -14,7 +14,7 @@ from jaxscale.checkpoint.array_store import Locations, index_damages
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import COMMITTED
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.reading import list_steps
+from jaxscale.checkpoint.retention import list_steps
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.system import paths
@@ -177,7 +177,7 @@ def test_the_list_of_steps_tells_what_training_recorded(run):
     (run.directory / "pinned" / "10").write_text("")
     (run.directory / "30" / "run" / "metadata").write_text("{}")
     (run.directory / "40").mkdir()  # empty: no step
-    old, good, bad = list_steps(run)
+    old, good, bad = list_steps(run.directory)
     assert (old.step, old.health, old.validation_loss, old.verified, old.pinned) == (10, "suspect", 3.25, False, True)
     assert (good.step, good.health, good.validation_loss, good.verified, good.pinned) == (20, "clean", 3.0, True, False)
     assert good.saved.startswith("20") and good.saved.endswith("Z")
