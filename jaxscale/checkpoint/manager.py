@@ -23,11 +23,10 @@ from jaxscale.checkpoint import folders, restore, space
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.choosing import tell_lost
 from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.failures import Failures, Reports
 from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import forget_last_good, named_leaves, read_last_good
 from jaxscale.checkpoint.retention import CLEAN, read_facts
-from jaxscale.checkpoint.saver import Job, Saver
+from jaxscale.checkpoint.saver import Failures, Job, Reports, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
 from jaxscale.hosts.agree import agreed, next_key
 from jaxscale.monitor.events import Note, ignore

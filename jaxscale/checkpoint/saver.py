@@ -9,14 +9,13 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
 from jaxscale.checkpoint import folders, retention, space, verify, write
 from jaxscale.checkpoint.cause import NO_INODES, clip, inodes_told, short_cause, what_to_grant
 from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.failures import Reports
 from jaxscale.checkpoint.record import describe_leaf, seal, write_last_good
 from jaxscale.checkpoint.snapshot import Snapshot
 from jaxscale.hosts.agree import gathered
@@ -277,3 +276,33 @@ def record_of(job: Job) -> dict[str, Any]:
     leaves = {name: [*describe_leaf(leaf), prints[name]] for name, leaf in job.snapshot.leaves.items()}
     content = {"step": job.step, "run": json.loads(job.run_text), "leaves": leaves}
     return seal(content | {"health": job.health, "metrics": job.metrics})
+
+
+class Reports(Protocol):
+    """How the processes of a run learn of a failed save: all of them after the same step."""
+
+    def failed(self, step: int, cause: str) -> None:
+        """Says that the save of `step` has failed. In any thread, in as many processes as know of it."""
+
+    def news(self, now_step: int) -> tuple[int, str] | None:
+        """(step, cause) of a save that failed, once; asked after every step, and the same answer in all processes."""
+
+
+class Failures:
+    """The reports of a single process."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.waiting: list[tuple[int, str]] = []
+
+    def failed(self, step: int, cause: str) -> None:
+        """Says that the save of `step` has failed."""
+        with self.lock:
+            self.waiting.append((step, cause))
+
+    def news(self, now_step: int) -> tuple[int, str] | None:
+        """(step, cause) of a save that failed, once."""
+        if not self.waiting:  # without the lock: asked after every step
+            return None
+        with self.lock:
+            return self.waiting.pop(0)
