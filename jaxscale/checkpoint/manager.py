@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxscale.checkpoint import folders, restore, space
+from jaxscale.checkpoint import folders, restore, write
 from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.choosing import tell_lost
 from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import forget_last_good, named_leaves, read_last_good
 from jaxscale.checkpoint.retention import CLEAN, read_facts
 from jaxscale.checkpoint.saver import Failures, Job, Reports, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
+from jaxscale.checkpoint.write import import_orbax
 from jaxscale.hosts.agree import agreed, next_key
 from jaxscale.monitor.events import Note, ignore
 from jaxscale.system import paths
@@ -209,8 +209,8 @@ class Checkpoints:
 
         Raises Stop (NO_GO) if that is so of a new run, or if checkpoints of this state cannot be written at all.
         """
-        needed = space.state_bytes(named_leaves(abstract_state).values())
-        check = functools.partial(space.check_before_run, self.directory, needed, self.cfg.keep_last)
+        needed = write.state_bytes(named_leaves(abstract_state).values())
+        check = functools.partial(write.check_before_run, self.directory, needed, self.cfg.keep_last)
         if warning := agreed(lambda: check(self.all_steps())):
             if jax.process_index() == 0:
                 say(f"WARNING: {warning}")

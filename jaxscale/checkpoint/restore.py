@@ -8,10 +8,9 @@ import numpy as np
 
 from jaxscale.checkpoint.cause import clip, is_trouble, short_cause
 from jaxscale.checkpoint.fingerprint import fingerprints
-from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, nest, read_record
 from jaxscale.checkpoint.verify import changed_files
-from jaxscale.checkpoint.write import epath
+from jaxscale.checkpoint.write import epath, import_orbax
 from jaxscale.hosts.agree import gathered, next_key
 from jaxscale.system.exits import BadInput, Exit, Stop
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import jax
 
-from jaxscale.checkpoint import folders, retention, space, verify, write
+from jaxscale.checkpoint import folders, retention, verify, write
 from jaxscale.checkpoint.cause import NO_INODES, clip, inodes_told, short_cause, what_to_grant
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.record import describe_leaf, seal, write_last_good
@@ -41,6 +41,36 @@ class Job:
     run_text: str  # JSON
     health: str
     metrics: dict[str, float]
+
+
+class Reports(Protocol):
+    """How the processes of a run learn of a failed save: all of them after the same step."""
+
+    def failed(self, step: int, cause: str) -> None:
+        """Says that the save of `step` has failed. In any thread, in as many processes as know of it."""
+
+    def news(self, now_step: int) -> tuple[int, str] | None:
+        """(step, cause) of a save that failed, once; asked after every step, and the same answer in all processes."""
+
+
+class Failures:
+    """The reports of a single process."""
+
+    def __init__(self):
+        self.lock = threading.Lock()
+        self.waiting: list[tuple[int, str]] = []
+
+    def failed(self, step: int, cause: str) -> None:
+        """Says that the save of `step` has failed."""
+        with self.lock:
+            self.waiting.append((step, cause))
+
+    def news(self, now_step: int) -> tuple[int, str] | None:
+        """(step, cause) of a save that failed, once."""
+        if not self.waiting:  # without the lock: asked after every step
+            return None
+        with self.lock:
+            return self.waiting.pop(0)
 
 
 class Saver:
@@ -124,7 +154,7 @@ class Saver:
             gone = self.last_saved is not None and not self.directory.exists()
             if gone:
                 self.note("alarm", step, cause=f"{self.directory} was removed while the run went on; it is made anew")
-            space.check_room(self.directory, space.state_bytes(leaves.values()))
+            write.check_room(self.directory, write.state_bytes(leaves.values()))
             write.prepare_step(self.directory, step)
             return False
 
@@ -146,7 +176,7 @@ class Saver:
         if first:
             self.note(
                 "saved", step, seconds=round(time.monotonic() - started, 3), health=job.health,
-                bytes=space.state_bytes(leaves.values()), verified=good,
+                bytes=write.state_bytes(leaves.values()), verified=good,
             )  # fmt: skip
             self.tidy(job, record, good)
 
@@ -265,7 +295,7 @@ class Saver:
         if full and not paths.is_remote(self.directory) and (told := inodes_told(self.directory)):
             return told
         try:
-            return f"{cause} ({space.room_text(self.directory, space.state_bytes(job.snapshot.leaves.values()))})"
+            return f"{cause} ({write.room_text(self.directory, write.state_bytes(job.snapshot.leaves.values()))})"
         except OSError:
             return cause
 
@@ -276,33 +306,3 @@ def record_of(job: Job) -> dict[str, Any]:
     leaves = {name: [*describe_leaf(leaf), prints[name]] for name, leaf in job.snapshot.leaves.items()}
     content = {"step": job.step, "run": json.loads(job.run_text), "leaves": leaves}
     return seal(content | {"health": job.health, "metrics": job.metrics})
-
-
-class Reports(Protocol):
-    """How the processes of a run learn of a failed save: all of them after the same step."""
-
-    def failed(self, step: int, cause: str) -> None:
-        """Says that the save of `step` has failed. In any thread, in as many processes as know of it."""
-
-    def news(self, now_step: int) -> tuple[int, str] | None:
-        """(step, cause) of a save that failed, once; asked after every step, and the same answer in all processes."""
-
-
-class Failures:
-    """The reports of a single process."""
-
-    def __init__(self):
-        self.lock = threading.Lock()
-        self.waiting: list[tuple[int, str]] = []
-
-    def failed(self, step: int, cause: str) -> None:
-        """Says that the save of `step` has failed."""
-        with self.lock:
-            self.waiting.append((step, cause))
-
-    def news(self, now_step: int) -> tuple[int, str] | None:
-        """(step, cause) of a save that failed, once."""
-        if not self.waiting:  # without the lock: asked after every step
-            return None
-        with self.lock:
-            return self.waiting.pop(0)

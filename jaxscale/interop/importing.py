@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint import array_store, space
+from jaxscale.checkpoint import array_store, write
 from jaxscale.checkpoint.array_store import Output, new_layout, tree_of
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.fingerprint import host_fingerprint
@@ -108,8 +108,8 @@ def import_tensors(
 def check_room(folder: Any, needed: int) -> None:
     """Raises Stop (STORAGE) if the disk has no room."""
     try:
-        space.check_room(folder, needed)
-    except space.NoRoom as error:
+        write.check_room(folder, needed)
+    except write.NoRoom as error:
         raise Stop(Exit.STORAGE, f"{folder}: {error}; make room, or name another folder") from None
 
 

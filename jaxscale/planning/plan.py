@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from jaxscale.build import make_program
-from jaxscale.checkpoint.space import state_bytes
+from jaxscale.checkpoint.write import state_bytes
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.hardware import Price
 from jaxscale.planning import cautions, cost, scaling

@@ -46,7 +46,7 @@ import os, sys
 import jax, jax.numpy as jnp, numpy as np
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.quiet_orbax import import_orbax
+from jaxscale.checkpoint.write import import_orbax
 import_orbax()
 folder = sys.argv[1]
 

@@ -12,8 +12,8 @@ from gcs_emulator import Emulator
 from jaxscale.checkpoint import write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.quiet_orbax import import_orbax
 from jaxscale.checkpoint.record import named_leaves, nest
+from jaxscale.checkpoint.write import import_orbax
 
 pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 

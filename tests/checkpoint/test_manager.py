@@ -11,7 +11,7 @@ import pytest
 from ckpt_states import abstract, assert_same_bits, make_state, stop_of
 
 from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.quiet_orbax import import_orbax
+from jaxscale.checkpoint.write import import_orbax
 from jaxscale.system.exits import Exit
 
 

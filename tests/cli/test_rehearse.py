@@ -13,10 +13,10 @@ import pytest
 import tiny
 from xla_flags import xla_flags
 
-from jaxscale.checkpoint import space
+from jaxscale.checkpoint import write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.space import MARGIN
+from jaxscale.checkpoint.write import MARGIN
 from jaxscale.cli import compare_runs, rehearsal, rehearse
 from jaxscale.cli.rehearsal import NO, NOTE, OK, NoGo, Rehearsal, Report
 from jaxscale.command_line import Arguments
@@ -170,15 +170,15 @@ def test_too_little_room_for_what_is_kept_is_no_go(tmp_path, report, monkeypatch
     write_run(one.folder / "straight")
     size = 15 * 4
     for free in (4 * size * MARGIN, 4 * size, None):  # keep_last=3 and 2, and the rehearsal's own is there
-        monkeypatch.setattr(space, "free_bytes", lambda directory, free=free: free)
+        monkeypatch.setattr(write, "free_bytes", lambda directory, free=free: free)
         rehearsal.check_space(one, report, free and int(free))
     assert [mark for _, mark, _, _ in report.rows] == [OK, NO, NOTE]  # None: a bucket
-    assert f"4 checkpoints of {space.size(size)} need {space.size(4 * size * MARGIN)}" in report.rows[1][3]
+    assert f"4 checkpoints of {write.size(size)} need {write.size(4 * size * MARGIN)}" in report.rows[1][3]
     shutil.copytree(one.folder / "straight" / "checkpoints", tmp_path / "run" / "checkpoints")
-    monkeypatch.setattr(space, "free_bytes", lambda directory: 3 * size * MARGIN)
+    monkeypatch.setattr(write, "free_bytes", lambda directory: 3 * size * MARGIN)
     rehearsal.check_space(one, report, 3 * size)  # one of those that will be kept is there already
     assert report.rows[-1][1] == OK
-    assert "has 0.000198 MB free" in space.check_before_run(
+    assert "has 0.000198 MB free" in write.check_before_run(
         tmp_path / "run" / "checkpoints", size, 3, [1]
     )  # training's
 
