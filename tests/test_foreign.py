@@ -5,7 +5,7 @@ import json
 import pytest
 from test_threats import files_that_use
 
-from jaxscale.checkpoint.holder import read_holder
+from jaxscale.checkpoint.lock_stores import read_holder
 from jaxscale.cli.progress import as_record
 from jaxscale.data.best_fit import open_plan
 from jaxscale.data.shards import read_header

@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.checkpoint.cause import short_cause
-from jaxscale.checkpoint.holder import Holder, lives, this_process
-from jaxscale.checkpoint.lock_stores import FileLock, Look, Moved, ObjectLock
+from jaxscale.checkpoint.lock_stores import FileLock, Holder, Look, Moved, ObjectLock, lives, this_process
 from jaxscale.monitor.events import ignore
 from jaxscale.schema import setting
 from jaxscale.system import fence, paths

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from jaxscale.checkpoint.holder import PADDED, lives, read_holder, this_process
+from jaxscale.checkpoint.lock_stores import PADDED, lives, read_holder, this_process
 
 
 def test_what_a_kernel_says_of_a_process():

@@ -14,9 +14,8 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import Weather
 
-from jaxscale.checkpoint.holder import process_state, this_process
 from jaxscale.checkpoint.lock import LEASES, LockConfig, RunLock
-from jaxscale.checkpoint.lock_stores import FileLock, ObjectLock
+from jaxscale.checkpoint.lock_stores import FileLock, ObjectLock, process_state, this_process
 from jaxscale.system.bucket import open_bucket
 from jaxscale.system.exits import Exit, Stop
 

@@ -11,9 +11,8 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import CUTS, Weather
 
-from jaxscale.checkpoint.holder import read_holder, this_process
 from jaxscale.checkpoint.lock import LEASES, LockConfig, RunLock
-from jaxscale.checkpoint.lock_stores import FileLock
+from jaxscale.checkpoint.lock_stores import FileLock, read_holder, this_process
 from jaxscale.system.exits import Exit, Stop
 
 FAR = dict(host="far", pid=1, kernel="another boot", namespace="pid:[1]")
