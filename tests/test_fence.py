@@ -22,6 +22,7 @@ OWN = {  # functions that write and do not ask, and why they need not
     "checkpoint/write.py:describe": "for commit, which asks, in a folder that is held open",
     "checkpoint/folders.py:mark_committed": "for commit, which asks",
     "checkpoint/folders.py:copy_objects": "for set_aside, which asks",
+    "checkpoint/retention.py:unpin": "a verb on checkpoints, a program of its own",
     "hosts/watchdog.py:open_private": "its own file, made when a run begins; bark asks",
     "hosts/watchdog.py:remove_if_empty": "its own empty file",
     "hosts/agree.py:check_shared": "its own mark, when a run begins",
@@ -29,7 +30,7 @@ OWN = {  # functions that write and do not ask, and why they need not
     "monitor/profile.py:bring": "removes a folder of this machine's /tmp",
 }
 # The verbs on checkpoints, and conversions: programs of their own, in folders that no run writes.
-OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "transfer", "pruning", "files", "output")}
+OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "transfer", "files")}
 
 
 def raw_writes():

@@ -186,10 +186,11 @@ class Output:
 
         One that is there already, of the same layout, is opened. Raises Stop (STORAGE).
         """
-        transaction = tensorstore().Transaction()
+        library = tensorstore()
+        transaction = library.Transaction()
         how = dict(open=True, create=True, context=self.context, transaction=transaction)
         try:
-            made = [tensorstore().open(self.spec(name, layout), **how) for name, layout in layouts.items()]
+            made = [library.open(self.spec(name, layout), **how) for name, layout in layouts.items()]
             arrays = [future.result() for future in made]
             transaction.commit_sync()
         except ValueError as error:
