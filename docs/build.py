@@ -21,7 +21,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # before jax is imported: a build
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "docs")]  # the package of this checkout, whichever is installed
 
-from generators import api, chips, codes, figures, reading, recipes, scaling, settings, verbs  # noqa: E402
+from generators import api, architecture, chips, codes, figures, reading, recipes, scaling, settings, verbs  # noqa: E402
 
 REFERENCE = (verbs, settings, codes, recipes, chips, api)
 NOT_PAGES = ("mkdocs.yml", "*.py", "generators", "__pycache__")
@@ -31,6 +31,7 @@ NUMBER = re.compile(r"\{\{ *(\w+) *\}\}")
 def gather(folder: pathlib.Path) -> None:
     """Puts written and made pages into `folder`, which is emptied first. Raises ValueError as fill() does."""
     shutil.rmtree(folder, ignore_errors=True)
+    architecture.write()
     shutil.copytree(ROOT / "docs", folder, ignore=shutil.ignore_patterns(*NOT_PAGES))
     page = folder / "reading.md"
     page.write_text(reading.with_places(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -117,8 +117,8 @@ def kind_of(text: str) -> Kind | None:
 
 # Blocks that are no commands: page and how their first line begins.
 NOT_SHELL = (
-    ("README.md", "runs/quickstart/"),
-    ("README.md", "jaxscale/"),
+    ("README.md", "step 480/489"),
+    ("docs/run_folder.md", "runs/quickstart/"),
     ("docs/convert.md", "bytes of the largest tensor"),
     ("docs/convert.md", "c.export = "),
     ("docs/evaluate.md", "docs: loss"),

@@ -14,7 +14,7 @@ from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.system.exits import ADVICE, Exit, may_start_again
 
 sys.path[:0] = [str(ROOT / "docs")]
-from generators import api, figures, nav, reading, recipes, words  # noqa: E402
+from generators import api, architecture, figures, nav, reading, recipes, words  # noqa: E402
 
 from jaxscale.hardware import CHIPS  # noqa: E402
 
@@ -211,6 +211,22 @@ def test_the_way_to_add_a_model_names_all_that_a_model_may_answer_in_its_own_way
     )
     names = {name for pair in asked for name in pair if name} - {"embed_dtype", "block_matrix_params"}
     assert len(names) > 8 and not [name for name in names if f"`{name}" not in page]
+
+
+def test_the_architecture_page_is_that_of_the_imports():
+    for name, text in architecture.pages().items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, "python docs/build.py --gather renews it"
+    with pytest.raises(ValueError, match="in a circle: a, b"):
+        architecture.levels({"a": {"b"}, "b": {"a"}, "c": set()})
+
+
+def test_the_readme_is_short_and_counts_the_lines_of_the_files_to_read():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 120
+    counted = re.findall(r"\| \[[\w/]+\.py\]\((jaxscale/[\w/]+\.py)\) \| (\d+) \|", text)
+    assert len(counted) == 6
+    for path, lines in counted:
+        assert abs(len((ROOT / path).read_text(encoding="utf-8").splitlines()) / int(lines) - 1) < 0.1, path
 
 
 def test_settings_and_files_that_sentences_name_are_there():
