@@ -23,10 +23,10 @@ from jaxscale.interop import adapter_config, adapters, families
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.journal import Journal
 from jaxscale.interop.leaves import Leaves
-from jaxscale.interop.order import in_order
-from jaxscale.interop.pieces import array_shapes
+from jaxscale.interop.pieces import array_shapes, in_order
+from jaxscale.interop.reading import CONFIG, INDEX, WEIGHTS
 from jaxscale.interop.safetensors import DTYPES
-from jaxscale.interop.shards import INDEX, SINGLE, Shard, growing_file, index_of, plan_shards
+from jaxscale.interop.shards import Shard, growing_file, index_of, plan_shards
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
 from jaxscale.system import paths
@@ -34,11 +34,11 @@ from jaxscale.system.exits import BadInput, Exit, Stop, tell
 from jaxscale.system.faults import crash_point
 
 JOURNAL = ".converting.json"
-CONFIG, GENERATION = "config.json", "generation_config.json"
 BLOCK_BYTES = 32 << 20  # of a tensor, put into their order at one time
 FORMATS = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
 Format = Literal["bfloat16", "float32"]
 What = Literal["params", "ema"]
+KEEPS = dict(params="", ema="; train.ema.decay keeps one")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,9 +108,7 @@ def open_step(
         has = lambda name: f"{what}/{name}" in record["leaves"]
         pairs, config = adapters.of_run(family, cfg, lora, has, base or origin.get("from"))
         if not pairs:
-            raise BadInput(
-                f"step {step} has no {what} of its adapters" + ("; train.ema.decay keeps one" * (what == "ema"))
-            )
+            raise BadInput(f"step {step} has no {what} of its adapters{KEEPS[what]}")
         return step, Source(folder, record, cfg, family, tuple(pairs), what, config)
     pairs = tuple(families.tensors(family, cfg))
     check_leaves(record, pairs, what, step)
@@ -127,7 +125,7 @@ def check_leaves(record: Mapping[str, Any], pairs: Sequence[TensorPair], what: W
     """Raises BadInput unless the step has every array, with the shape that its config asks for."""
     leaves = record["leaves"]
     if not any(name.startswith(f"{what}/") for name in leaves):
-        raise BadInput(f"step {step} has no {what}" + ("; train.ema.decay keeps one" if what == "ema" else ""))
+        raise BadInput(f"step {step} has no {what}{KEEPS[what]}")
     shapes = array_shapes(pairs)
     for name, shape in shapes.items():
         told = leaves.get(f"{what}/{name}")
@@ -157,7 +155,7 @@ def export_step(
     was saved, (STORAGE) if the folder cannot be written.
     """
     number_type = FORMATS[dtype]
-    names = (SINGLE, CONFIG) if source.adapter is None else (adapters.WEIGHTS, adapter_config.FILE)
+    names = (WEIGHTS, CONFIG) if source.adapter is None else (adapters.WEIGHTS, adapter_config.FILE)
     shards = plan_shards(source.pairs, number_type, shard_bytes, names[0])
     folder, journal = prepare_folder(to, source, shards, dtype)
     with contextlib.closing(journal):
@@ -169,7 +167,7 @@ def export_step(
                 kept += shard.num_bytes
                 done += shard.num_bytes
                 continue
-            report = functools.partial(tell_progress, on_bytes, done, total, kept)
+            report = lambda now, before=done, kept=kept: on_bytes(before + now, total, kept)
             write = functools.partial(write_shard, folder / shard.name, shard, source, leaves, number_type, report)
             mark, sums = written(write, folder)
             journal.note(shard.name, {"mark": mark, "sums": sums})
@@ -187,11 +185,6 @@ def export_step(
         pushed = send(folder)
         journal.remove()
         return Exported(len(source.pairs), len(shards), total, kept, pushed)
-
-
-def tell_progress(on_bytes: Callable[[int, int, int], None], before: int, total: int, kept: int, now: int) -> None:
-    """Tells of the bytes of the file that is being written, and of those before it."""
-    on_bytes(before + now, total, kept)
 
 
 def prepare_folder(to: Any, source: Source, shards: Sequence[Shard], dtype: str) -> tuple[Any, Journal]:

@@ -16,11 +16,8 @@ from jaxscale.system.redact import shown
 
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
 PRIVATE = ".*"  # files that are ours alone, such as the journal
-
-
 WANTED = (  # of a repository: what is read here, and nothing that is pickled
-    reading.CONFIG, reading.INDEX, "*.safetensors", adapter_config.FILE,
-    *tokenizer_files.FILES,
+    reading.CONFIG, reading.INDEX, "*.safetensors", adapter_config.FILE, *tokenizer_files.FILES,
 )  # fmt: skip
 UNWANTED = ("consolidated*", "*/*")  # the same weights again, as their maker keeps them; what no index may name
 ADDRESS = re.compile(
@@ -76,13 +73,18 @@ def fetch(name: str, revision: str | None, flag: str) -> Fetched | None:
             name, revision=revision, allow_patterns=list(WANTED), ignore_patterns=list(UNWANTED), token=token or False
         )
     except refused as error:
-        cause = " ".join(shown(str(error)).split())[:200]
         at = f" at {revision}" if revision else ""
-        raise BadInput(f"{flag}={name}{at}: the Hub has none, or {TOKEN} may not read it: {cause}") from None
+        raise BadInput(
+            f"{flag}={name}{at}: the Hub has none, or {TOKEN} may not read it: {cause(error, 200)}"
+        ) from None
     except Exception as error:  # of whatever client the package has below it
-        cause = " ".join(shown(str(error)).split())[:300]
-        raise Stop(Exit.STORAGE, f"{flag}={name} was not fetched: {cause}; run the same command again") from None
+        raise Stop(Exit.STORAGE, f"{flag}={name} was not fetched: {cause(error)}; run the same command again") from None
     return Fetched(name, pathlib.Path(folder).name, folder)
+
+
+def cause(error: Exception, characters: int = 300) -> str:
+    """What an error says, on one line, without secrets."""
+    return " ".join(shown(str(error)).split())[:characters]
 
 
 def check_endpoint(with_token: bool) -> None:
@@ -121,9 +123,6 @@ def push_folder(folder: Any, name: str, message: str) -> str:
             repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE]
         )
     except Exception as error:  # of whatever client the package has below it
-        cause = " ".join(shown(str(error)).split())[:300]
-        raise Stop(
-            Exit.STORAGE,
-            f"{folder} is whole, and {name} on the Hub did not take it: {cause}; run the same command again",
-        ) from None
+        told = f"{folder} is whole, and {name} on the Hub did not take it: {cause(error)}; run the same command again"
+        raise Stop(Exit.STORAGE, told) from None
     return str(getattr(done, "commit_url", done))

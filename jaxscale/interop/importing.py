@@ -25,8 +25,7 @@ from jaxscale.checkpoint.verify import Damaged, list_all_others, verify_leaves
 from jaxscale.checkpoint.write import HANDLERS
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.journal import Journal
-from jaxscale.interop.order import in_order
-from jaxscale.interop.pieces import OURS, PREFIX, Unit, array_shapes, chunk_shapes, cut, plan_units
+from jaxscale.interop.pieces import OURS, PREFIX, Unit, array_shapes, chunk_shapes, cut, in_order, plan_units
 from jaxscale.interop.safetensors import DTYPES, Tensor
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop

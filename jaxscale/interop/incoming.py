@@ -7,11 +7,10 @@ from typing import Any
 
 from jaxscale.interop import adapters, families, tokenizer_files
 from jaxscale.interop.counts import check_counts, check_end_ids
-from jaxscale.interop.families import Family, TensorPair
+from jaxscale.interop.families import Family, Match, TensorPair
 from jaxscale.interop.pieces import check_tensors
 from jaxscale.interop.reading import Checkpoint, open_checkpoint
-from jaxscale.interop.safetensors import Tensor
-from jaxscale.interop.twins import check_twins
+from jaxscale.interop.safetensors import Tensor, same_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import NO_LORA, LoraConfig
 from jaxscale.system.exits import BadInput
@@ -81,7 +80,7 @@ def open_model(name: str, named: str) -> Incoming:
     except BadInput as error:
         raise BadInput(f"{named}={name}: {error}") from None
     check_tensors(matched.pairs, found.tensors)
-    check_twins(matched, found.tensors)
+    check_tied_weights(matched, found.tensors)
     files = tokenizer_files.with_generation(tokenizer_files.read_files(found.folder, found.files), kept)
     odd = tokenizer_files.check_works(files, cfg.vocab_size, found.folder)
     return Incoming(
@@ -96,3 +95,16 @@ def open_model(name: str, named: str) -> Incoming:
         identity=found.identity,
         notes=[*families.notes(found.config), *odd],
     )
+
+
+def check_tied_weights(matched: Match, tensors: Mapping[str, Tensor]) -> None:
+    """Raises BadInput if an output projection that is left out, as tied to the embedding, holds other numbers."""
+    for name in matched.left_out:
+        if not name.endswith(f"{adapters.HEAD}.weight"):
+            continue
+        table = next(tensors[pair.theirs] for pair in matched.pairs if pair.ours == ("embedding",))
+        if not same_bytes(table, tensors[name]):
+            raise BadInput(
+                f"{tensors[name].file.path}: {name} is not the same as {table.name}, though config.json says "
+                "tie_word_embeddings; set that to false there"
+            )

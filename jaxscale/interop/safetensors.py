@@ -21,11 +21,10 @@ LENGTH_BYTES = 8
 LONGEST_HEADER = 32 << 20  # bytes: about 300,000 tensors. Python needs up to thirty times as many to hold what it says
 ALIGNMENT = 8  # of the tensors' bytes, by spaces behind the header
 MOST_AXES = 16
+BLOCK_BYTES = 32 << 20  # of two tensors that are compared, in memory at one time
 DTYPES = {  # those that parameters come in
-    "F32": np.dtype("<f4"),
-    "F16": np.dtype("<f2"),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-}
+    "F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype(ml_dtypes.bfloat16),
+}  # fmt: skip
 OTHERS = {  # bytes of an element of those that are known and not converted
     "F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2, "I8": 1, "U8": 1, "BOOL": 1, "C64": 8,
     "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1,
@@ -54,6 +53,18 @@ class Tensor:
         return values
 
 
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """True if two tensors are equal bit for bit; a few MB of each are in memory."""
+    if (one.kind, one.shape) != (other.kind, other.shape):
+        return False
+    size = one.stop - one.start
+    for begin in range(0, size, BLOCK_BYTES):
+        end = min(begin + BLOCK_BYTES, size)
+        if one.file.read(one.start + begin, one.start + end) != other.file.read(other.start + begin, other.start + end):
+            return False
+    return True
+
+
 def how_to_widen(kind: str) -> str:
     """What to do about a dtype that is not converted."""
     known = f"only {', '.join(DTYPES)} are converted: "
@@ -68,9 +79,8 @@ def read_header(file: File) -> dict[str, Tensor]:
         raise broken(file, f"it has {file.size} bytes, which no header fits in")
     length = int.from_bytes(file.read(0, LENGTH_BYTES), "little")
     if length > LONGEST_HEADER or LENGTH_BYTES + length > file.size:
-        limit = (
-            f"of a file of {file.size} bytes" if length <= LONGEST_HEADER else f"and at most {LONGEST_HEADER} may be"
-        )
+        too_long = length > LONGEST_HEADER
+        limit = f"and at most {LONGEST_HEADER} may be" if too_long else f"of a file of {file.size} bytes"
         raise broken(file, f"its header is said to have {length} bytes, {limit}")
     try:
         header = parse_json(file.read(LENGTH_BYTES, LENGTH_BYTES + length), object_pairs_hook=without_doubles)

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from jaxscale.interop.families import TensorPair
+from jaxscale.interop.reading import WEIGHTS
 from jaxscale.interop.safetensors import encode_header
 from jaxscale.system import paths
 from jaxscale.system.bucket import UPLOAD_CHUNK, Bucket, Transient, open_bucket
 from jaxscale.system.exits import BadInput
 
-SINGLE, MANY = "model.safetensors", "model-{:05d}-of-{:05d}.safetensors"  # as transformers names them
-INDEX = "model.safetensors.index.json"
+MANY = "model-{:05d}-of-{:05d}.safetensors"  # as transformers names them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Shard:
     num_bytes: int  # of the whole file
 
 
-def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = SINGLE) -> list[Shard]:
+def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS) -> list[Shard]:
     """The files: tensors in order, up to so many bytes of them in each; a larger tensor has a file of its own.
 
     Args: single: the name of a file that holds all.

@@ -15,23 +15,22 @@ from jaxscale.interop.counts import check_end_ids
 from jaxscale.interop.text_begin import begin_with
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.about import NO_BOS, SPECIAL, About, begin_tokens
+from jaxscale.text.tokenizer.about import GENERATION, NO_BOS, NOTE, SPECIAL, TEMPLATE, About, begin_tokens, token_text
+from jaxscale.text.tokenizer.about import SETTINGS as CONFIG
 from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names, faults_of
 from jaxscale.text.tokenizer.bytes import EOS_ID
 from jaxscale.text.tokenizer.fitting import fits, tell_beyond
+from jaxscale.text.tokenizer.kept import FOLDER
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.text.tokenizer.probe import probes
 from jaxscale.text.tokenizer.split import byte_alphabet
 
-FOLDER = "tokenizer"
 FAST, MODELS, WORDPIECE = "tokenizer.json", ("tokenizer.model", "spiece.model"), "vocab.txt"
-CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 FILES = (
-    FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", CONFIG,
-    "chat_template.jinja", "chat_template.json", GENERATION,
+    FAST, *MODELS, WORDPIECE, "vocab.json", "merges.txt", "added_tokens.json", SPECIAL, CONFIG, TEMPLATE,
+    "chat_template.json", GENERATION,
 )  # fmt: skip
 END_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-NOTE = "jaxscale.json"  # by which a run says what it was trained with
 PROBE = "A tokenizer's file, tried: naïve façade, 1234.5 → 日本語 🙂\n\tdef f(x):\n"
 EOS_NAME = "<|endoftext|>"  # of our byte tokenizer's one special token
 
@@ -103,9 +102,7 @@ def kept_name(name: str) -> str:
 
 def special_token(files: Mapping[str, bytes], which: str) -> str:
     """The text of eos_token or the like in tokenizer_config.json; '' if it says none."""
-    told = read_object(files.get(CONFIG, b"")).get(which)
-    told = told.get("content") if isinstance(told, dict) else told
-    return told if isinstance(told, str) else ""
+    return token_text(read_object(files.get(CONFIG, b"")).get(which))
 
 
 def read_object(content: bytes) -> dict[str, Any]:
@@ -122,7 +119,7 @@ def with_generation(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
     ends = {name: config[name] for name in END_IDS if config.get(name) is not None}
     if GENERATION in files or "eos_token_id" not in ends:
         return dict(files)
-    return {**files, GENERATION: (json.dumps(ends, indent=2) + "\n").encode()}
+    return {**files, GENERATION: as_json(ends)}
 
 
 def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -167,7 +164,7 @@ def of_run(workdir: Any, run: Mapping[str, Any]) -> Texts:
     files = read_files(folder, there)
     note = read_object(foreign.read_bytes(folder / NOTE)) if NOTE in there else {}
     if generation := (run.get("converted") or {}).get("generation"):
-        files.setdefault(GENERATION, (json.dumps(generation, indent=2) + "\n").encode())
+        files.setdefault(GENERATION, as_json(generation))
     noted = note.get("begin_tokens", ()) if note else None  # notes of before begin documents with nothing
     if CONFIG in files and FAST in files:
         return begun(with_learned_end(files, str(note.get("eos_token") or "")), noted)
@@ -202,7 +199,7 @@ def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
     ends |= {"eos_token_id": [*known, learned]}
     generation = read_object(files.get(GENERATION, b"")) | {"eos_token_id": ends["eos_token_id"]}
     said = f"{GENERATION} also stops at {eos_token}, by which this run has ended its documents"
-    return Texts(files | {GENERATION: (json.dumps(generation, indent=2) + "\n").encode()}, (said,), ends)
+    return Texts(files | {GENERATION: as_json(generation)}, (said,), ends)
 
 
 def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
@@ -222,7 +219,7 @@ def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
     about = read_object(files.get(CONFIG, b""))
     told = begin_tokens(About(None, about), "")
     if begin and main == FAST:
-        ends["bos_token_id"] = token_id(begin[0], files[FAST])
+        ends["bos_token_id"] = as_fast(files[FAST]).token_to_id(begin[0])
     if is_right and told in (None, tuple(begin)):
         return Texts(files, texts.notes, ends)
     if content is not None:
@@ -243,11 +240,6 @@ def model_begin(content: bytes) -> tuple[str, ...]:
 
     model = sentencepiece.SentencePieceProcessor(model_proto=content)
     return (model.id_to_piece(model.bos_id()),) if model.bos_id() >= 0 else ()
-
-
-def token_id(name: str, content: bytes) -> int | None:
-    """The id of a token in a tokenizer.json."""
-    return as_fast(content).token_to_id(name)
 
 
 def as_json(value: Mapping[str, Any]) -> bytes:
@@ -283,7 +275,7 @@ def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: in
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id))}
     about |= {"model_max_length": seq_len} if seq_len else {}
-    made_files = {FAST: text.encode(), CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
+    made_files = {FAST: text.encode(), CONFIG: as_json(about)}
     return Texts(made_files | files, (), ends)
 
 

@@ -8,16 +8,7 @@ from typing import Any
 from jaxscale.interop.families import llama
 from jaxscale.interop.families.family import Family, Row
 from jaxscale.interop.families.qwen import QK_NORMS
-from jaxscale.interop.families.settings import (
-    FAR,
-    NEAR,
-    ROPE,
-    merged,
-    read_rope,
-    read_rope_of,
-    refuse_unless,
-    write_rope,
-)
+from jaxscale.interop.families.settings import FAR, NEAR, ROPE, merged, read_rope, read_rope_of, refuse_unless
 from jaxscale.interop.families.unread import refuse_unread
 from jaxscale.interop.families.windows import read_windows, types_every, write_types
 from jaxscale.models.llama_config import LlamaConfig
@@ -55,14 +46,12 @@ def read_gemma1(hf: Mapping[str, Any]) -> LlamaConfig:
     hf = merged(GEMMA1_DEFAULTS, hf)
     refuse_unless(hf, hidden_act=("gelu", GELU), hidden_activation=(None, GELU), attention_bias=(False,))
     refuse_unless(hf, use_bidirectional_attention=(None, False))
-    base, scaling = read_rope(hf)
-    return LlamaConfig(**llama.shared_settings(hf), **OF_ALL, rope_base=base, rope_scaling=scaling)
+    return llama.read_as_llama(hf, **OF_ALL)
 
 
 def write_gemma1(cfg: LlamaConfig) -> dict[str, Any]:
     """The config.json of a Gemma 1 of ours."""
-    activations = dict(hidden_act=GELU, hidden_activation=GELU, attention_bias=False)
-    return activations | llama.shared_keys(cfg) | write_rope(cfg)
+    return llama.write_as_llama(cfg, hidden_act=GELU, hidden_activation=GELU, attention_bias=False)
 
 
 def read_later(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> LlamaConfig:
@@ -86,8 +75,8 @@ def read_later(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> LlamaConfi
         elif windows:  # no layer is global
             base, scaling = local_base, None
     scalar = hf["query_pre_attn_scalar"]
-    return LlamaConfig(
-        **llama.shared_settings(hf),
+    return llama.read_as_llama(
+        hf,
         **OF_ALL,
         **windows,
         **local,
@@ -103,7 +92,7 @@ def read_later(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> LlamaConfi
 def write_later(cfg: LlamaConfig, third: bool) -> dict[str, Any]:
     """The config.json of a Gemma 2 or 3 of ours."""
     scalar = cfg.head_dim if cfg.query_scalar is None else cfg.query_scalar
-    written = dict(hidden_activation=GELU, attention_bias=False) | llama.shared_keys(cfg) | write_rope(cfg)
+    written = llama.write_as_llama(cfg, hidden_activation=GELU, attention_bias=False)
     written |= dict(
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
         sliding_window=cfg.attention_window,
@@ -156,23 +145,16 @@ def read_vision(hf: Mapping[str, Any]) -> LlamaConfig:
     return cfg
 
 
+IMAGE_TOKENS = (
+    "image_token_index", "image_token_id", "boi_token_index", "boi_token_id", "eoi_token_index", "eoi_token_id",
+)  # fmt: skip
 GEMMA3_VISION = Family(
     "gemma3",
     ("Gemma3ForConditionalGeneration",),
     read_vision,
     lambda cfg: dict(text_config=GEMMA3.write_config(cfg)),
     GEMMA3.rows,
-    keys=(
-        "tie_word_embeddings",
-        "vision_config",
-        "mm_tokens_per_image",
-        "image_token_index",
-        "image_token_id",
-        "boi_token_index",
-        "boi_token_id",
-        "eoi_token_index",
-        "eoi_token_id",
-    ),  # fmt: skip
+    keys=("tie_word_embeddings", "vision_config", "mm_tokens_per_image", *IMAGE_TOKENS),
     goes_out_as=GEMMA3.model_type,
     bases=("language_model.model.", "model.language_model."),  # transformers 4 up to 4.51, and later
     left_out=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", *llama.LEFT_OUT),

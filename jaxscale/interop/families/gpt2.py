@@ -16,6 +16,10 @@ OTHER_NAMES = dict(  # transformers takes these for the same, and before them
     hidden_size="n_embd", max_position_embeddings="n_positions", num_attention_heads="n_head",
     num_hidden_layers="n_layer",
 )  # fmt: skip
+SPELT = dict(  # ours: theirs
+    vocab_size="vocab_size", num_layers="n_layer", embed_dim="n_embd", num_heads="n_head", max_seq_len="n_positions",
+    norm_eps="layer_norm_epsilon",
+)  # fmt: skip
 
 
 def read_config(hf: Mapping[str, Any]) -> Gpt2Config:
@@ -26,28 +30,13 @@ def read_config(hf: Mapping[str, Any]) -> Gpt2Config:
         hf, scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,), tie_word_embeddings=(True,)
     )
     refuse_unless(hf, n_inner=(None, 4 * hf["n_embd"]), **{name: (hf[own],) for name, own in OTHER_NAMES.items()})
-    return Gpt2Config(
-        vocab_size=hf["vocab_size"],
-        num_layers=hf["n_layer"],
-        embed_dim=hf["n_embd"],
-        num_heads=hf["n_head"],
-        max_seq_len=hf["n_positions"],
-        norm_eps=hf["layer_norm_epsilon"],
-    )
+    return Gpt2Config(**{ours: hf[theirs] for ours, theirs in SPELT.items()})
 
 
 def write_config(cfg: Gpt2Config) -> dict[str, Any]:
     """The config.json of a GPT-2 of ours."""
-    return dict(
-        activation_function="gelu_new",
-        vocab_size=cfg.vocab_size,
-        n_layer=cfg.num_layers,
-        n_embd=cfg.embed_dim,
-        n_head=cfg.num_heads,
-        n_positions=cfg.max_seq_len,
-        layer_norm_epsilon=cfg.norm_eps,
-        tie_word_embeddings=True,
-    )
+    written = {theirs: getattr(cfg, ours) for ours, theirs in SPELT.items()}
+    return written | dict(activation_function="gelu_new", tie_word_embeddings=True)
 
 
 ROWS = (

@@ -33,48 +33,38 @@ SHARED = dict(  # of transformers' LlamaConfig, for keys that a config.json leav
 DEFAULTS = SHARED | dict(attention_bias=False, mlp_bias=False)
 
 
-def shared_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of LlamaConfig that all relatives spell alike."""
-    heads = hf["num_attention_heads"]
-    return dict(
-        vocab_size=hf["vocab_size"],
-        num_layers=hf["num_hidden_layers"],
-        embed_dim=hf["hidden_size"],
-        num_heads=heads,
-        num_kv_heads=hf["num_key_value_heads"] or heads,
-        head_dim=hf["head_dim"] or hf["hidden_size"] // heads,
-        mlp_dim=hf["intermediate_size"],
-        norm_eps=hf["rms_norm_eps"],
-        tied_embeddings=hf["tie_word_embeddings"],
-    )
+SPELT = dict(  # ours: theirs, of all relatives
+    vocab_size="vocab_size", num_layers="num_hidden_layers", embed_dim="hidden_size", num_heads="num_attention_heads",
+    num_kv_heads="num_key_value_heads", head_dim="head_dim", mlp_dim="intermediate_size", norm_eps="rms_norm_eps",
+    tied_embeddings="tie_word_embeddings",
+)  # fmt: skip
 
 
-def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """The inverse of shared_settings."""
-    return dict(
-        vocab_size=cfg.vocab_size,
-        num_hidden_layers=cfg.num_layers,
-        hidden_size=cfg.embed_dim,
-        num_attention_heads=cfg.num_heads,
-        num_key_value_heads=cfg.num_kv_heads,
-        head_dim=cfg.head_dim,
-        intermediate_size=cfg.mlp_dim,
-        rms_norm_eps=cfg.norm_eps,
-        tie_word_embeddings=cfg.tied_embeddings,
-    )
+def read_as_llama(hf: Mapping[str, Any], **more: Any) -> LlamaConfig:
+    """Our settings for a config.json, as all relatives spell them. Args: more: of this one, over RoPE's."""
+    found = {ours: hf[theirs] for ours, theirs in SPELT.items()}
+    found["num_kv_heads"] = found["num_kv_heads"] or found["num_heads"]
+    found["head_dim"] = found["head_dim"] or hf["hidden_size"] // found["num_heads"]
+    if "rope_base" not in more:
+        found["rope_base"], found["rope_scaling"] = read_rope(hf)
+    return LlamaConfig(**found, **more)
+
+
+def write_as_llama(cfg: LlamaConfig, **more: Any) -> dict[str, Any]:
+    """The config.json of a model of ours, as all relatives spell it. Args: more: keys of this one."""
+    return more | {theirs: getattr(cfg, ours) for ours, theirs in SPELT.items()} | write_rope(cfg)
 
 
 def read_config(hf: Mapping[str, Any]) -> LlamaConfig:
     """Our settings for a config.json of Llama."""
     hf = merged(DEFAULTS, hf)
     refuse_unless(hf, hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,))
-    base, scaling = read_rope(hf)
-    return LlamaConfig(**shared_settings(hf), rope_base=base, rope_scaling=scaling)
+    return read_as_llama(hf)
 
 
 def write_config(cfg: LlamaConfig) -> dict[str, Any]:
     """The config.json of a Llama of ours."""
-    return dict(hidden_act="silu", attention_bias=False, mlp_bias=False) | shared_keys(cfg) | write_rope(cfg)
+    return write_as_llama(cfg, hidden_act="silu", attention_bias=False, mlp_bias=False)
 
 
 LLAMA = Family(

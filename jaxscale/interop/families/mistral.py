@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxscale.interop.families import llama
 from jaxscale.interop.families.family import Family
-from jaxscale.interop.families.settings import ROPE, merged, read_rope, refuse_unless, write_rope
+from jaxscale.interop.families.settings import ROPE, merged, refuse_unless
 from jaxscale.models.llama_config import LlamaConfig
 
 DEFAULTS = llama.SHARED | dict(  # of transformers' MistralConfig
@@ -17,16 +17,12 @@ def read_config(hf: Mapping[str, Any]) -> LlamaConfig:
     """Our settings for a config.json of Mistral."""
     hf = merged(DEFAULTS, hf)
     refuse_unless(hf, hidden_act=("silu",))
-    base, scaling = read_rope(hf)
-    window = hf["sliding_window"]
-    return LlamaConfig(**llama.shared_settings(hf), rope_base=base, rope_scaling=scaling, attention_window=window)
+    return llama.read_as_llama(hf, attention_window=hf["sliding_window"])
 
 
 def write_config(cfg: LlamaConfig) -> dict[str, Any]:
     """The config.json of a Mistral of ours."""
-    return (
-        dict(hidden_act="silu") | llama.shared_keys(cfg) | write_rope(cfg) | dict(sliding_window=cfg.attention_window)
-    )
+    return llama.write_as_llama(cfg, hidden_act="silu") | dict(sliding_window=cfg.attention_window)
 
 
 MISTRAL = Family(

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxscale.interop.families import llama
 from jaxscale.interop.families.family import Family, Row
-from jaxscale.interop.families.settings import FAR, NEAR, ROPE, merged, read_rope, refuse_unless, write_rope
+from jaxscale.interop.families.settings import FAR, NEAR, ROPE, merged, refuse_unless
 from jaxscale.interop.families.windows import read_windows, write_types
 from jaxscale.models.llama_config import LlamaConfig
 
@@ -28,24 +28,17 @@ def read_config(hf: Mapping[str, Any], kind: str) -> LlamaConfig:
     """Our settings for a config.json of Qwen2 or Qwen3."""
     hf = merged(DEFAULTS | dict(head_dim=HEAD_DIM[kind]), hf)
     refuse_unless(hf, hidden_act=("silu",), attention_bias=(False,))
-    base, scaling = read_rope(hf)
     length, first = hf["num_hidden_layers"], hf["max_window_layers"]
     window = hf["sliding_window"] if hf["use_sliding_window"] else None
     later = FAR if window is None else NEAR
     types = hf["layer_types"] or [later if layer >= first else FAR for layer in range(length)]
-    return LlamaConfig(
-        **llama.shared_settings(hf),
-        **read_windows(hf | dict(sliding_window=window), types),
-        rope_base=base,
-        rope_scaling=scaling,
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind == "qwen3",
-    )
+    windows = read_windows(hf | dict(sliding_window=window), types)
+    return llama.read_as_llama(hf, **windows, qkv_bias=kind == "qwen2", qk_norm=kind == "qwen3")
 
 
 def write_config(cfg: LlamaConfig, kind: str) -> dict[str, Any]:
     """The config.json of a Qwen of ours."""
-    common = dict(hidden_act="silu") | llama.shared_keys(cfg) | write_rope(cfg)
+    common = llama.write_as_llama(cfg, hidden_act="silu")
     windowed = cfg.attention_window is not None
     common |= dict(use_sliding_window=windowed, sliding_window=cfg.attention_window, layer_types=write_types(cfg))
     common |= dict(max_window_layers=0 if windowed else cfg.num_layers)
