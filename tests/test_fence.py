@@ -7,10 +7,10 @@ import pathlib
 
 import pytest
 
-from jaxscale.monitor.appending import append, renew
 from jaxscale.monitor.events import Events
+from jaxscale.monitor.records import append, renew
 from jaxscale.monitor.tensorboard import Scalars
-from jaxscale.monitor.writers import JsonLines
+from jaxscale.monitor.writers import open_records
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import Exit, Stop
 
@@ -92,7 +92,7 @@ def test_what_is_open_or_waits_in_memory_is_not_written_after_the_loss(tmp_path,
     run = tmp_path / "run"
     board, lines, events = (
         Scalars(run / "tensorboard"),
-        JsonLines(run / "metrics.jsonl", 0, float),
+        open_records(run / "metrics.jsonl", 0, float)[0],
         Events(run, primary=True),
     )
     board.write(1, {"loss": 1.0})
@@ -124,12 +124,12 @@ def test_what_is_open_or_waits_in_memory_is_not_written_after_the_loss(tmp_path,
 @pytest.mark.fault("F32")
 def test_a_line_that_was_under_way_goes_into_the_file_that_was_replaced(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    append(file, b"1\n")
+    append(file, b'{"step": 1}\n')
     zombie = os.open(file, os.O_WRONLY | os.O_APPEND)
     renew(file)
-    append(file, b"2\n")
+    append(file, b'{"step": 2}\n')
     os.write(zombie, b"stale\n")
     os.close(zombie)
-    assert file.read_bytes() == b"1\n2\n"
+    assert file.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
     renew(tmp_path / "none")
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -6,9 +6,9 @@ import pytest
 from test_threats import files_that_use
 
 from jaxscale.checkpoint.lock_stores import read_holder
-from jaxscale.cli.progress import as_record
 from jaxscale.data.best_fit import open_plan
 from jaxscale.data.shards import read_header
+from jaxscale.monitor import records
 from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
 from jaxscale.reporting.json_lines import read_lines
@@ -57,7 +57,7 @@ def test_nested_json_is_left_out_where_a_line_may_be_torn(tmp_path):
     problems = []
     assert [row["step"] for row in read_lines(tmp_path / "metrics.jsonl", problems)] == [1, 2]
     assert problems == ["metrics.jsonl: 1 damaged line left out"]
-    assert last_measured(tmp_path) == 2 and as_record(DEEP) == {}
+    assert last_measured(tmp_path) == 2 and records.parse_record(DEEP.encode()) is None
     assert abandon(tmp_path, 1, 1) == 1
 
 

@@ -18,9 +18,9 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves, nest
 from jaxscale.cli.shrink import table
+from jaxscale.monitor.records import read_records
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, put, run_and_exit
-from jaxscale.system.foreign import parse_json
+from jaxscale.system.exits import Exit, put, run_and_exit
 
 SHOWN_DIFFERENCES = 6
 READ_BYTES = 1 << 30  # of each run at a time
@@ -59,13 +59,9 @@ class Comparison:
 
 
 def read_metrics(workdir: Any, *, clocked: bool = False) -> dict[int, dict[str, Any]]:
-    """{step: its training metrics, those of the clock only if asked for}; a torn last line does not count."""
-    file, found = paths.as_path(workdir) / "metrics.jsonl", {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            record = parse_json(line)
-        except BadInput:
-            continue
+    """{step: its training metrics, those of the clock only if asked for}."""
+    found = {}
+    for record in read_records(paths.as_path(workdir) / "metrics.jsonl"):
         if "tokens_hash" in record:
             found[record["step"]] = {
                 k: v for k, v in record.items() if clocked or not any(part in k for part in CLOCKED)

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxscale.eval.named import GROUP
 from jaxscale.inference import LoadedModel
+from jaxscale.monitor.records import append
 from jaxscale.reporting import make_evals_page
 from jaxscale.reporting.history import read_history
 from jaxscale.system import paths
@@ -34,10 +35,7 @@ def as_line(record: Record) -> str:
 def save_record(workdir: Any, record: Record) -> None:
     """Adds the line to WORKDIR/evals.jsonl and draws WORKDIR/evals.html anew."""
     file = workdir / "evals.jsonl"
-    text = file.read_text(encoding="utf-8") if file.exists() else ""
-    if text and not text.endswith("\n"):
-        text += "\n"  # torn by whoever wrote it; its reader leaves that line out
-    paths.write_text_atomic(file, f"{text}{as_line(record)}\n")
+    append(file, f"{as_line(record)}\n".encode())
     paths.write_text_atomic(workdir / "evals.html", make_evals_page(read_history(workdir)))
 
 

@@ -3,11 +3,11 @@
 import dataclasses
 import datetime
 import json
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
+from jaxscale.monitor.records import append
 from jaxscale.system import paths
 
 PARTS = ("up", "waiting", "keeping")  # the command ran; a pause before the next start; folder read, ledger written
@@ -57,17 +57,7 @@ class Ledger:
                 self.say(f"supervise: {self.file} cannot be written: {type(error).__name__}: {error}; going on without")
 
     def write(self) -> None:
-        """Writes out what is held. An object cannot be appended to, so in a bucket it is written again, whole."""
-        if paths.is_remote(self.file):
-            old = self.file.read_text() if self.file.exists() else ""
-            paths.write_text_atomic(self.file, old + "".join(self.held))
-        elif not self.file.parent.is_dir():
-            return
-        else:
-            handle = paths.open_to_write(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                os.write(handle, "".join(self.held).encode())
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        self.held.clear()
+        """Writes out what is held, if the folder is there."""
+        if paths.is_remote(self.file) or self.file.parent.is_dir():
+            append(self.file, "".join(self.held).encode(), mode=0o600, durable=True)
+            self.held.clear()

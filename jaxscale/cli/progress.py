@@ -6,11 +6,8 @@ from typing import Any
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.monitor.records import Record, tail_records
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput
-from jaxscale.system.foreign import parse_json
-
-TAIL_BYTES = 1 << 18  # of metrics.jsonl: some hundred steps, and a run may have written gigabytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +16,7 @@ class Progress:
 
     saved: dict[int, float]  # committed steps, and when each was written by the clock of the storage
     logged: int = 0  # the last step in metrics.jsonl
-    last_line: str = ""  # of metrics.jsonl, to tell whether anything was added
+    last_record: Record | None = None  # of metrics.jsonl, to tell whether anything was added
     step_seconds: float = 0.0  # median over the last steps; 0: unknown
     unknown: str = ""  # why the folder could not be read
 
@@ -39,15 +36,15 @@ def look(workdir: Any) -> Progress:
     try:
         checkpoints = Checkpoints(folder / "checkpoints", CheckpointConfig())
         saved = {step: written_at(checkpoints.directory / str(step)) for step in checkpoints.all_steps()}
-        lines = tail(folder / "metrics.jsonl")
+        records = tail_records(folder / "metrics.jsonl")
     except Exception as error:  # whatever the storage's client raises: to look is never worth an end
         return Progress({}, unknown=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    steps = [record for record in map(as_record, lines) if "tokens_hash" in record]
+    steps = [record for record in records if "tokens_hash" in record]
     seconds = [record["step_seconds"] for record in steps if record.get("step_seconds")]
     return Progress(
         saved,
         logged=max((record["step"] for record in steps), default=0),
-        last_line=lines[-1] if lines else "",
+        last_record=records[-1] if records else None,
         step_seconds=statistics.median(seconds) if seconds else 0.0,
     )
 
@@ -59,28 +56,3 @@ def written_at(folder: Any) -> float:
     except (OSError, FileNotFoundError):
         return 0.0
     return float(getattr(stat, "st_mtime", None) or getattr(stat, "mtime", 0) or 0)
-
-
-def tail(file: Any) -> list[str]:
-    """The last lines of a file, without a torn one at either end; [] where there is none."""
-    try:
-        if paths.is_remote(file):
-            content = file.read_bytes()[-TAIL_BYTES:]
-        else:
-            with paths.open_binary(file) as opened:
-                size = opened.seek(0, 2)
-                opened.seek(max(0, size - TAIL_BYTES))
-                content = opened.read()
-    except FileNotFoundError:
-        return []
-    pieces = content.decode("utf-8", "replace").split("\n")[:-1]
-    return pieces[1:] if len(content) == TAIL_BYTES else pieces
-
-
-def as_record(line: str) -> dict[str, Any]:
-    """The JSON object of a line, {} where it is damaged."""
-    try:
-        record = parse_json(line)
-    except BadInput:
-        return {}
-    return record if isinstance(record, dict) else {}

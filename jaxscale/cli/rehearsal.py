@@ -23,6 +23,7 @@ from jaxscale.cli.child import Child
 from jaxscale.cli.compare_runs import checkpoints_of, num_bytes, read_metrics
 from jaxscale.config import RunConfig
 from jaxscale.monitor.events import read_events
+from jaxscale.monitor.records import read_records
 from jaxscale.system import paths
 from jaxscale.system.exits import Stop, may_start_again, meaning
 
@@ -189,8 +190,8 @@ def run_straight(rehearsal: Rehearsal, report: Report) -> None:
 
 def report_evaluation(rehearsal: Rehearsal, report: Report) -> None:
     """Says what evaluating gave and took."""
-    file = rehearsal.folder / "straight" / "metrics.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines() if '"validation/loss"' in line]
+    metrics = read_records(rehearsal.folder / "straight" / "metrics.jsonl")
+    records = [record for record in metrics if "validation/loss" in record]
     if not records:
         report.add("evaluate", SKIPPED, "no held-out text (data.valid..., eval.num_rows), so nothing was evaluated")
         return

@@ -81,7 +81,7 @@ class Ended:
     @property
     def steps_lost(self) -> int:
         """Logged steps of this attempt that no checkpoint holds: at least so many have to be run again."""
-        if self.code == 0 or self.after.last_line == self.before.last_line:  # it logged nothing
+        if self.code == 0 or self.after.last_record == self.before.last_record:  # it logged nothing
             return 0
         return max(0, self.after.logged - self.after.newest)
 

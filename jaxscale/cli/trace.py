@@ -19,7 +19,6 @@ checkpoint, and the data, which must be those of the run. Where metrics.jsonl te
 as it was after the objective, the two are compared; if they differ, that is said on stderr and the exit code is 12.
 """
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator
@@ -38,9 +37,9 @@ from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
 from jaxscale.data.pipeline import Corpus, open_data
 from jaxscale.help_text import show_help
 from jaxscale.monitor.events import read_events
+from jaxscale.monitor.records import read_records
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop, put, tell
-from jaxscale.system.foreign import parse_json
 from jaxscale.system.redact import on_one_line
 from jaxscale.training.decisions import Decisions, decisions_of
 
@@ -149,17 +148,10 @@ def reckoned(
 
 
 def hashes_of(folder: Any) -> dict[int, str]:
-    """{step: the hash of its batch} from metrics.jsonl; a torn line does not count."""
-    try:
-        lines = paths.read_bytes(folder / "metrics.jsonl").decode("utf-8", "replace").splitlines()
-    except FileNotFoundError:
-        return {}
-    found = {}
-    for line in lines:
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            record = parse_json(line)
-            found[int(record["step"]) - 1] = str(record["tokens_hash"])
-    return found
+    """{step: the hash of its batch} from metrics.jsonl."""
+    records = read_records(folder / "metrics.jsonl")
+    hashed = (record for record in records if "tokens_hash" in record and isinstance(record.get("step"), int))
+    return {record["step"] - 1: str(record["tokens_hash"]) for record in hashed}
 
 
 def step_and_batch(run: Traced, numbers: dict[str, int]) -> tuple[int | None, int]:

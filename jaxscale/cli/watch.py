@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from jaxscale.cli import run_verb
-from jaxscale.cli.following import Following
 from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.help_text import show_help
+from jaxscale.monitor.records import Follower
 from jaxscale.reporting.history import is_finite
 from jaxscale.reporting.json_lines import Row, clean_event
 from jaxscale.system import paths
@@ -43,7 +43,7 @@ class Look:
 
     def __init__(self, workdir: str):
         self.workdir, self.folder = workdir, paths.as_path(workdir)
-        self.metrics, self.log = Following(self.folder / "metrics.jsonl"), Following(self.folder / "events.jsonl")
+        self.metrics, self.log = Follower(self.folder / "metrics.jsonl"), Follower(self.folder / "events.jsonl")
         self.records: list[dict[str, Any]] = []
         self.events: list[dict[str, Any]] = []
         self.config: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def clean_record(record: Row) -> Row | None:
     return {name: value if is_finite(value) else None for name, value in numbers.items()}
 
 
-def grown(before: list[Row], follow: Following, most: int, clean: Callable[[Row], Row | None]) -> list[Row]:
+def grown(before: list[Row], follow: Follower, most: int, clean: Callable[[Row], Row | None]) -> list[Row]:
     """The newest records, with what the file has now."""
     found, again = follow.look()
     new = [row for record in found if (row := clean(record)) is not None]

@@ -3,9 +3,8 @@
 import json
 from typing import Any
 
+from jaxscale.monitor.records import read_lines, write_lines
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput
-from jaxscale.system.foreign import parse_json
 
 
 def abandon(workdir: Any, to_step: int, rewind: int) -> int:
@@ -15,29 +14,16 @@ def abandon(workdir: Any, to_step: int, rewind: int) -> int:
     """
     folder = paths.as_path(workdir)
     kept, moved = [], []
-    for line in lines_of(folder / "metrics.jsonl"):
-        try:
-            record = parse_json(line)
-            is_left = int(record["step"]) > to_step
-        except (BadInput, TypeError, KeyError):
-            continue  # torn: the next start of the metrics would drop it too
-        if is_left:
-            moved.append(json.dumps({"rewind": rewind} | record))
+    for line, record in read_lines(folder / "metrics.jsonl"):
+        if not isinstance(step := record.get("step"), (int, float)):
+            continue  # the next start of the metrics would drop it too
+        if step > to_step:
+            moved.append(json.dumps({"rewind": rewind} | record).encode())
         else:
             kept.append(line)
-    if not moved:
-        return 0
-    before = lines_of(folder / "abandoned.jsonl")
-    known = set(before)
-    new = [line for line in moved if line not in known]
-    paths.write_text_atomic(folder / "abandoned.jsonl", "".join(f"{line}\n" for line in [*before, *new]))
-    paths.write_text_atomic(folder / "metrics.jsonl", "".join(f"{line}\n" for line in kept))
+    if moved:
+        before = [line for line, _ in read_lines(folder / "abandoned.jsonl")]
+        known = set(before)
+        write_lines(folder / "abandoned.jsonl", [*before, *(line for line in moved if line not in known)])
+        write_lines(folder / "metrics.jsonl", kept)
     return len(moved)
-
-
-def lines_of(path: Any) -> list[str]:
-    """The lines of a file; none where there is no file."""
-    try:
-        return [line for line in paths.read_bytes(path).decode("utf-8", "replace").split("\n") if line]
-    except FileNotFoundError:
-        return []

@@ -6,6 +6,7 @@ ends a start; `goodput_of` adds up the starts of a work folder, and what lies be
 """
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import math
@@ -16,16 +17,15 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jaxscale.monitor.records import tail_records
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
-from jaxscale.system.foreign import parse_json
 
 KINDS = ("step", "compile", "restore", "data", "save", "eval", "statistics", "lost", "idle", "other")
 PREFIX = "goodput/"
 # The host runs one step ahead of the devices: a wait for data costs nothing if it then still waits for the step before.
 # It does where that takes at least this part of both waits; below it is the host's own work of fetching and writing.
 HIDDEN_FROM = 0.1
-TAIL_BYTES = 1 << 18  # of metrics.jsonl, to find its last record
 
 
 @dataclasses.dataclass
@@ -138,7 +138,10 @@ class Ledger:
         if self.taken_up:  # this process goes back to an older step
             return facts
         self.taken_up = True
-        record = last_record(paths.as_path(workdir) / "metrics.jsonl")
+        tail = []
+        with contextlib.suppress(OSError, BadInput):  # the file's own reader tells of it; here only a number is missing
+            tail = tail_records(paths.as_path(workdir) / "metrics.jsonl")
+        record = next((record for record in reversed(tail) if isinstance(record.get("step"), int)), {})
         self.done_before = max(self.done_before, record.get("step", 0))
         if left := ledger_of(record):
             facts["left"] = left | {"step": record["step"]}
@@ -257,27 +260,6 @@ def ledger_of(record: Mapping[str, Any]) -> dict[str, float]:
         return {}
     found = {name: record.get(f"{prefix}{name}") for name in [*names, "wall_seconds"]}
     return {name: float(value) for name, value in found.items() if isinstance(value, (int, float))}
-
-
-def last_record(path: Any) -> dict[str, Any]:
-    """The last whole record of a metrics file, {} where there is none or it cannot be read."""
-    try:
-        if paths.is_remote(path):
-            content = path.read_bytes()[-TAIL_BYTES:]
-        else:
-            with paths.open_binary(path) as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-                content = file.read()
-    except (OSError, BadInput):  # the file's own reader tells of it; here only a number is missing
-        return {}
-    for line in reversed(content.decode("utf-8", "replace").split("\n")):
-        try:
-            record = parse_json(line)
-        except BadInput:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            return record
-    return {}
 
 
 def iso_time(seconds: float) -> str:

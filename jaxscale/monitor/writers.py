@@ -1,33 +1,31 @@
 """The one door for metrics: metrics.jsonl, TensorBoard and the console get the same numbers at the same step."""
 
-import collections
 import dataclasses
-import json
+import io
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NamedTuple, TextIO
 
+from jaxscale import units
 from jaxscale.monitor.alerts import Diagnosis
-from jaxscale.monitor.appending import append
 from jaxscale.monitor.console import choose_style
 from jaxscale.monitor.health import HealthConfig
 from jaxscale.monitor.notebook import find_display, open_console
 from jaxscale.monitor.profile import parse_steps
+from jaxscale.monitor.records import Damage, Record, RecordFile, append, lines_of, read_lines, write_lines
 from jaxscale.monitor.sinks import Sink, open_sinks
 from jaxscale.monitor.tensorboard import Scalars
-from jaxscale.monitor.upload import LAST_SECONDS, Uploader, take_up
+from jaxscale.monitor.upload import LAST_SECONDS
 from jaxscale.schema import setting
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Stop
-from jaxscale.system.foreign import parse_json
+from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import redacted
 
 REMOTE_SECONDS = 10.0  # an object cannot be appended to: it is written again whole, so not too often
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 SAMPLE_CHARACTERS = 70  # of a sample on the console
-MOST_UNWRITTEN = 10_000  # lines that wait in memory for a disk that is full, about 10 MB
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -108,16 +106,15 @@ class Writer:
         self.clock = clock
         if not primary:
             return
-        self.lines = JsonLines(self.workdir / METRICS, start_step, clock)
+        self.lines, earlier = open_records(self.workdir / METRICS, start_step, clock)
         if (self.workdir / SAMPLES).exists():  # what steps wrote that are run again is dropped there too
-            self.samples = JsonLines(self.workdir / SAMPLES, start_step, clock)
+            self.samples, _ = open_records(self.workdir / SAMPLES, start_step, clock)
         if self.diagnosis is not None:
-            self.diagnosis.begin([parse_json(line) for line in self.lines.kept], self.say)
-        self.lines.kept = []
-        if self.lines.damaged:
-            self.say(f"metrics.jsonl: dropped {self.lines.damaged} damaged lines")
-        if self.lines.dropped_steps:
-            first, last = min(self.lines.dropped_steps), max(self.lines.dropped_steps)
+            self.diagnosis.begin(earlier.records, self.say)
+        if earlier.damaged:
+            self.say(f"metrics.jsonl: dropped {units.plural(earlier.damaged, 'damaged line')}")
+        if earlier.dropped_steps:
+            first, last = min(earlier.dropped_steps), max(earlier.dropped_steps)
             self.say(f"metrics.jsonl: steps {first} to {last} are run again")
         self.sinks = open_sinks(cfg.writers, self.workdir, start_step)
         if cfg.tensorboard and paths.is_remote(workdir):
@@ -156,7 +153,7 @@ class Writer:
             return
         record = redacted({"step": step, "prompt": prompt, "text": text})
         if self.samples is None:
-            self.samples = JsonLines(self.workdir / SAMPLES, self.start_step, self.clock)
+            self.samples, _ = open_records(self.workdir / SAMPLES, self.start_step, self.clock)
         self.samples.write(record)
         if self.events is not None:  # scalars came before
             self.events.write_text(step, "sample", record["text"])
@@ -216,75 +213,40 @@ class Writer:
         self.primary = False
 
 
-class JsonLines:
-    """metrics.jsonl, samples.jsonl: one JSON object a line with its step; there after each write.
+class Earlier(NamedTuple):
+    """What a file of records holds from before this start."""
 
-    Where the disk fails, the lines wait in memory for the next write.
+    records: list[Record]  # that stay
+    dropped_steps: list[int]
+    damaged: int  # lines, which are dropped
+
+
+def open_records(path: Any, start_step: int, clock: Callable[[], float]) -> tuple[RecordFile, Earlier]:
+    """(metrics.jsonl or samples.jsonl to append to, what it holds of the steps up to start_step).
+
+    Where start_step is 0 nothing stays: the validation before the first step is run again.
     """
-
-    def __init__(self, path: Any, start_step: int, clock: Callable[[], float]):
-        self.path, self.uploader, self.cause = path, None, None
-        self.unwritten: collections.deque[str] = collections.deque(maxlen=MOST_UNWRITTEN)
-        found, replace = take_up(path)
-        kept, self.dropped_steps, self.damaged, changed = kept_lines(found, start_step)
-        self.kept = kept  # until whoever made this has looked at them
-        if paths.is_remote(path):
-            self.uploader = Uploader(path, every_seconds=REMOTE_SECONDS, clock=clock, write=replace)
-            self.uploader.put("".join(kept))
-        elif changed:
-            paths.write_text_atomic(path, "".join(kept))
+    file, damage = RecordFile(path, every_seconds=REMOTE_SECONDS, clock=clock), Damage()
+    remote = paths.is_remote(path)
+    found = lines_of(io.BytesIO(file.take_up()), damage) if remote else read_lines(path, damage)
+    lines, records, dropped, without_step = [], [], [], 0
+    for line, record in found:
+        step = record.get("step")
+        if not isinstance(step, (int, float)):
+            without_step += 1
+        elif 0 < start_step and step <= start_step:
+            lines.append(line)
+            records.append(record)
         else:
-            append(path, b"")
-
-    @property
-    def problem(self) -> str | None:
-        """Why the file is behind, if it is so for other reasons than the pause between uploads to a bucket."""
-        if self.uploader is not None:
-            return self.uploader.problem
-        if self.cause is None:
-            return None
-        lost = "; the oldest of its lines are lost" if len(self.unwritten) == MOST_UNWRITTEN else ""
-        return f"{self.path} is behind and tried again: {self.cause}{lost}"
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a record."""
-        line = json.dumps(record, allow_nan=False) + "\n"
-        if self.uploader is not None:
-            self.uploader.append(line)
-            return
-        self.unwritten.append(line)
-        self.write_out()
-
-    def write_out(self) -> None:
-        """Brings the lines that wait to the disk, if it takes them."""
-        try:
-            append(self.path, "".join(self.unwritten).encode())
-        except Stop:  # the file is another's now
-            self.unwritten.clear()
-            raise
-        except OSError as error:
-            self.cause = error.strerror or str(error)
-        else:
-            self.unwritten.clear()
-            self.cause = None
-
-    def upload_soon(self) -> None:
-        """Leaves out the pause between uploads, once."""
-        if self.uploader is not None:
-            self.uploader.hurry()
-
-    def flush(self, seconds: float) -> bool:
-        """True if all lines are where they belong within so many seconds."""
-        if self.uploader is not None:
-            return self.uploader.flush(seconds)
-        if self.unwritten:
-            self.write_out()
-        return not self.unwritten
-
-    def close(self) -> None:
-        """Ends the file: nothing is written any more."""
-        if self.uploader is not None:
-            self.uploader.close()
+            dropped.append(int(step))
+    damaged = damage.lines + damage.torn + without_step
+    if remote:
+        file.uploader.put("".join(f"{line.decode()}\n" for line in lines))
+    elif dropped or damaged:
+        write_lines(path, lines)
+    else:
+        append(path, b"")
+    return file, Earlier(records, dropped, damaged)
 
 
 def json_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -295,27 +257,6 @@ def json_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
     if nonfinite:
         record["nonfinite"] = nonfinite
     return record
-
-
-def kept_lines(content: bytes, start_step: int) -> tuple[list[str], list[int], int, bool]:
-    """(lines that stay, steps of those that go, number of damaged lines that go, whether the file changes).
-
-    Steps up to start_step stay, but nothing does where that is 0: the validation before the first step is run again.
-    A process killed while it wrote leaves a torn last line; a power cut can leave others.
-    """
-    text = content.decode("utf-8", "replace")
-    kept, dropped, damaged = [], [], 0
-    for line in filter(None, text.split("\n")):
-        try:
-            step = int(parse_json(line)["step"])
-        except (BadInput, TypeError, KeyError):
-            damaged += 1
-            continue
-        if 0 < start_step and step <= start_step:
-            kept.append(line + "\n")
-        else:
-            dropped.append(step)
-    return kept, dropped, damaged, "".join(kept) != text
 
 
 def plain_value(value: Any) -> Any:

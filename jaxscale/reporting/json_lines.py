@@ -4,12 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale import units
+from jaxscale.monitor.records import Damage, read_records
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
-from jaxscale.system.foreign import parse_json
-
-LONGEST_LINE = 8 * 2**20  # bytes; a longer one is damaged
-CHUNK = 2**20  # bytes read at once
 
 LARGEST = 1e100  # a number beyond it is no measurement
 NUMBERS = (
@@ -32,49 +29,17 @@ Row = dict[str, Any]
 
 def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
     """Yields the JSON objects of a file, one a line. A damaged line is left out and told; no file yields nothing."""
-    damaged, torn = 0, False
+    damage = Damage()
     try:
-        with paths.open_binary(path) as file:
-            for line, whole in pieces(file):
-                try:
-                    record = parse_json(line) if line is not None else None
-                except BadInput:
-                    record = None
-                if isinstance(record, dict):
-                    yield record
-                elif whole:
-                    damaged += 1
-                else:
-                    torn = True
-    except FileNotFoundError:
-        return
+        yield from read_records(path, damage)
     except BadInput as error:
         problems.append(str(error))
     except OSError as error:
         problems.append(f"{path.name} cannot be read to its end: {error.strerror or error}")
-    if damaged:
-        problems.append(f"{path.name}: {units.plural(damaged, 'damaged line')} left out")
-    if torn:
+    if damage.lines:
+        problems.append(f"{path.name}: {units.plural(damage.lines, 'damaged line')} left out")
+    if damage.torn:
         problems.append(f"{path.name}: its last line is not whole, as while it is written, and is left out")
-
-
-def pieces(file: Any) -> Iterator[tuple[bytes | None, bool]]:
-    """Yields (line, whether it ended) of each line that is not empty; None for one that is too long to be a record."""
-    held, skipping = b"", False
-    while chunk := file.read(CHUNK):
-        *lines, held = (held + chunk).split(b"\n")
-        for line in lines:
-            if skipping or len(line) > LONGEST_LINE:
-                skipping = False
-                yield None, True
-            elif line.strip():
-                yield line, True
-        if len(held) > LONGEST_LINE:
-            held, skipping = b"", True
-    if skipping:
-        yield None, False
-    elif held.strip():
-        yield held, False
 
 
 def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """What a start is asked for beyond its config, and what the run in its work folder has decided before."""
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,13 +10,13 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
 from jaxscale.data.order import normalise
 from jaxscale.hosts.agree import agreed
-from jaxscale.monitor.abandoned import abandon, lines_of
+from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
+from jaxscale.monitor.records import read_records
 from jaxscale.run.changes import changes_of
 from jaxscale.run.resume_checks import allowed_names, check_same_run
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.system.foreign import parse_json
 from jaxscale.system.process import folder_mode
 from jaxscale.training.decisions import Decisions, GoneBack, deciding, decisions_of
 
@@ -137,8 +136,5 @@ def same_folder(one: Any, other: Any) -> bool:
 
 def last_measured(folder: Any) -> int:
     """The last step in metrics.jsonl; 0 if there is none."""
-    last = 0
-    for line in lines_of(folder / "metrics.jsonl"):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # torn
-            last = max(last, int(parse_json(line)["step"]))
-    return last
+    steps = (record.get("step") for record in read_records(folder / "metrics.jsonl"))
+    return max((int(step) for step in steps if isinstance(step, (int, float))), default=0)

@@ -12,10 +12,10 @@ from jaxscale.checkpoint.lock import RunLock
 from jaxscale.config import RunConfig
 from jaxscale.hosts.reports import open_reports
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.monitor.appending import renew
 from jaxscale.monitor.events import NAME, Events, Note
 from jaxscale.monitor.goodput import Ledger, own_age_seconds
 from jaxscale.monitor.profile import Profiler, parse_steps
+from jaxscale.monitor.records import renew
 from jaxscale.monitor.telemetry import Telemetry, reader_for
 from jaxscale.monitor.writers import METRICS, SAMPLES, MonitorConfig
 from jaxscale.run.options import Wishes

@@ -16,9 +16,9 @@ import time
 import pytest
 
 from jaxscale.cli import watch
-from jaxscale.cli.following import Following
 from jaxscale.cli.watch_frame import Seen, columns_of, cut, event_words, frame, sparkline
 from jaxscale.monitor.goodput import iso_time
+from jaxscale.monitor.records import Follower
 
 NOW = 1_790_000_000.0
 CONFIG = {
@@ -152,7 +152,7 @@ def write(folder, records, events=(STARTED,)):
 
 def test_a_file_is_followed_over_torn_lines_and_over_one_that_takes_its_place(tmp_path):
     file = tmp_path / "metrics.jsonl"
-    follow = Following(file)
+    follow = Follower(file)
     assert follow.look() == ([], False)
     file.write_text('{"step": 1}\n{"st')
     assert follow.look() == ([{"step": 1}], True)
@@ -167,10 +167,9 @@ def test_a_file_is_followed_over_torn_lines_and_over_one_that_takes_its_place(tm
     assert follow.look() == ([], True)
 
 
-def test_a_long_file_is_read_from_near_its_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxscale.cli.following.FIRST_BYTES", 100)
+def test_a_long_file_is_read_from_near_its_end(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(1000)))
-    found, _ = Following(tmp_path / "metrics.jsonl").look()
+    found, _ = Follower(tmp_path / "metrics.jsonl", first_bytes=100).look()
     assert 5 <= len(found) <= 9 and found[-1] == {"step": 999} and found[0]["step"] > 980
 
 

@@ -112,7 +112,7 @@ def test_in_a_bucket_a_run_that_stood_still_replaces_no_event_of_the_one_that_fo
     with pytest.raises(Stop, match="another process has written gs://b/run/events.jsonl"):
         frozen.note("rewind", 15, to=14)
     frozen.close()
-    assert time.monotonic() - began < 10 and not frozen.uploader.thread.is_alive()
+    assert time.monotonic() - began < 10 and not frozen.file.uploader.thread.is_alive()
     following.note("stopped", 16)
     following.close()
     assert kinds("gs://b/run") == ["started", "rewind", "stopped"]
@@ -141,7 +141,7 @@ def test_the_end_of_a_run_waits_as_long_for_its_events_as_for_its_metrics(gcs, m
     events.close()
     assert time.monotonic() - began < 10
     gcs.weather = Weather()
-    events.uploader.thread.join(40)  # nothing is sent once the folder may be another's
+    events.file.uploader.thread.join(40)  # nothing is sent once the folder may be another's
     assert kinds("gs://b/run") == ["started"]
 
 

@@ -12,8 +12,8 @@ from jaxscale import main
 from jaxscale.hosts.watchdog import HangConfig, Watchdog
 from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
-from jaxscale.monitor.goodput import KINDS, Ledger, goodput_of, iso_time, last_record, own_age_seconds
-from jaxscale.monitor.writers import kept_lines
+from jaxscale.monitor.goodput import KINDS, Ledger, goodput_of, iso_time, own_age_seconds
+from jaxscale.monitor.writers import open_records
 from jaxscale.reporting.history import read_history
 
 
@@ -209,8 +209,7 @@ def test_a_rewind_and_a_kill_leave_no_second_out(tmp_path):
         ledger = Ledger(age_seconds=2.0, clock=clock, wall_clock=clock)
         facts = ledger.take_up(tmp_path)
         if step:
-            kept = kept_lines(metrics.read_bytes(), step)[0]  # as the writer does, before it is noted
-            metrics.write_text("".join(kept))
+            open_records(metrics, step, clock)  # as the writer does, before it is noted
         events.append(event("resumed" if step else "started", clock.now, step, **facts))
         return ledger, Watchdog(None, HangConfig(), observers=(ledger,)).phase
 
@@ -257,12 +256,6 @@ def test_what_an_older_version_wrote_is_other_and_rubbish_is_left_out():
     found = goodput_of([{"step": 3}], [*events, {"event": "stopped", "time": "yesterday"}, {}])
     assert found.starts == 1 and found.seconds["other"] == 60.0 == found.wall_seconds
     assert goodput_of([], []).fraction is None
-
-
-def test_the_last_whole_record_is_found(tmp_path):
-    assert last_record(tmp_path / "metrics.jsonl") == {}
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n[3]\n{"step": ')
-    assert last_record(tmp_path / "metrics.jsonl") == {"step": 2}
 
 
 def test_a_program_that_is_not_ours_is_not_charged_for_its_past():

@@ -163,7 +163,7 @@ def test_a_folder_that_was_removed_ends_no_run_and_its_loss_is_said(tmp_path):
 
 
 def test_what_waits_for_a_disk_is_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxscale.monitor.writers.MOST_UNWRITTEN", 3)
+    monkeypatch.setattr("jaxscale.monitor.records.MOST_UNWRITTEN", 3)
     (tmp_path / "run").mkdir()
     stream = io.StringIO()
     writer = Writer(tmp_path / "run", PLAIN, 100, stream=stream)
