@@ -61,7 +61,7 @@ CHOICES = {
 # What a step and its data do not show: the file that reads it, when something happens or of files of a certain kind.
 ELSEWHERE = {
     **dict.fromkeys(("rungs", "max_skipped_in_window", "max_cuts", "max_rewinds", "norm_alarm", "spike_alarm",
-                     "plateau_steps", "plateau_ratio", "max_skipped_in_row"), "training/ladder.py"),
+                     "plateau_steps", "plateau_ratio", "max_skipped_in_row"), "training/recovery.py"),
     **dict.fromkeys(("cut_factor", "cut_steps", "rewind_margin_steps", "max_rewind_steps", "clean_source",
                      "clean_steps"), "training/autopilot.py"),
     **dict.fromkeys(("every_steps", "max_passing"), "training/replica_watch.py"),

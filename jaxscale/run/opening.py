@@ -244,7 +244,7 @@ def open_at(
             leaves_out=services.profiling,
         ),
         pilot=Pilot(
-            ladder=cfg.train.ladder,
+            recovery=cfg.train.ladder,
             guard=cfg.train.guard,
             note=services.note,
             past=decisions.up_to(begun),

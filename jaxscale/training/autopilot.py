@@ -1,4 +1,4 @@
-"""Reads what each step has said, notes it, and does what the ladder answers: the same in every process of the run."""
+"""Reads what each step has reported, notes it, and carries out what recovery decides, alike in every process."""
 
 import dataclasses
 import itertools
@@ -14,7 +14,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.hosts.agree import agreed
 from jaxscale.monitor.events import Note, ignore
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.training import guard, ladder
+from jaxscale.training import guard, recovery
 from jaxscale.training.decisions import Decisions, LrCut
 from jaxscale.training.replica_watch import ReplicaWatch
 from jaxscale.training.state import TrainState
@@ -38,7 +38,7 @@ class Rewound(Exception):
 class Pilot(NamedTuple):
     """What an Autopilot is made of, by run.py."""
 
-    ladder: ladder.LadderConfig
+    recovery: recovery.RecoveryConfig
     guard: guard.GuardConfig
     note: Note = ignore
     past: Decisions = Decisions()  # of this run
@@ -56,20 +56,20 @@ class Autopilot:
         self.of, self.checkpoints = of, checkpoints
         self.trouble = of.past.trouble(of.guard.window_steps, of.start_step)
         self.cuts, self.last_bad = list(of.past.cuts), max(self.trouble.bad, default=-math.inf)
-        self.watching, self.action = ladder.Watching(), None
-        self.worst: tuple[Batch, ladder.Reading, int] | None = None
-        self.ladder = of.ladder  # a replay takes no decisions of its own, not even where the old run's end
+        self.watching, self.action = recovery.Watching(), None
+        self.worst: tuple[Batch, recovery.JudgedStep, int] | None = None
+        self.recovery = of.recovery  # a replay takes no decisions of its own, not even where the old run's end
         if of.replayed is not None:
-            self.ladder = dataclasses.replace(of.ladder, rungs=())
+            self.recovery = dataclasses.replace(of.recovery, rungs=())
 
     def read(self, step: int, values: dict[str, Any], batch: Batch) -> None:
         """Takes in the metrics of a step; `action` is then what is to be done, or None."""
         verdict = values["verdict"]
         bad = bool(values["skipped"]) and verdict != guard.LOSS_SCALE
-        reading = ladder.Reading(
+        reading = recovery.JudgedStep(
             step, values["objective"], values["grad_norm"], values["loss_median"], bad, values["skipped_in_row"]
         )
-        self.watching, told = ladder.alarms(self.of.ladder, self.watching, reading)
+        self.watching, told = recovery.alarms(self.of.recovery, self.watching, reading)
         facts = {
             "loss": finite(reading.loss),
             "grad_norm": finite(reading.grad_norm),
@@ -82,35 +82,35 @@ class Autopilot:
             self.last_bad, self.worst = step, (batch, reading, verdict)
         if verdict == guard.NEW_LEVEL:
             self.of.note("alarm", step, what=guard.VERDICTS[verdict], **facts)
-        trouble, action = ladder.climb(self.ladder, self.of.guard, self.trouble, reading)
+        trouble, action = recovery.decide(self.recovery, self.of.guard, self.trouble, reading)
         if self.action is None and (self.of.replayed is None or step >= self.of.replayed.last_step):
             self.trouble, self.action = trouble, action
             return
-        # It was under way when the ladder answered another one, or the old run has answered it.
+        # It was under way when recovery decided about another one, or the old run has answered it.
         self.trouble = self.trouble._replace(bad=trouble.bad)
-        if bad and isinstance(self.action, ladder.Rewind):
+        if bad and isinstance(self.action, recovery.Rewind):
             self.action = self.action._replace(last_bad=step)
 
     def act(self, now: int, state: TrainState) -> TrainState:
-        """The state to go on with. Raises Rewound, or Stop (NON_FINITE) where no rung of the ladder is left.
+        """The state to go on with. Raises Rewound, or Stop (NON_FINITE) where no recovery is left.
 
         To be called when all steps that are under way have been read.
         """
         action, self.action = self.action, None
-        if isinstance(action, ladder.Cut):
+        if isinstance(action, recovery.Cut):
             active = next((cut.factor for cut in reversed(self.cuts) if cut.until > now), 1.0)
-            cut = LrCut(now + 1, active / self.of.ladder.cut_factor, now + self.of.ladder.cut_steps)
+            cut = LrCut(now + 1, active / self.of.recovery.cut_factor, now + self.of.recovery.cut_steps)
             self.of.note("lr_cut", cut.step, factor=cut.factor, until=cut.until)
             self.cuts.append(cut)
             return with_cut(state, cut)
-        if isinstance(action, ladder.Rewind):
+        if isinstance(action, recovery.Rewind):
             self.go_back(now, action)
-        raise self.end(state, no_checkpoint=isinstance(action, ladder.Rewind))
+        raise self.end(state, no_checkpoint=isinstance(action, recovery.Rewind))
 
-    def go_back(self, now: int, action: ladder.Rewind) -> None:
+    def go_back(self, now: int, action: recovery.Rewind) -> None:
         """Notes the rewind and raises Rewound; returns if there is no checkpoint to go back to."""
-        cfg, before = self.of.ladder, ladder.newest_before(action.first_bad, self.of.ladder.rewind_margin_steps)
-        oldest = ladder.oldest_clean(action.first_bad, cfg.max_rewind_steps)
+        cfg, before = self.of.recovery, recovery.newest_before(action.first_bad, self.of.recovery.rewind_margin_steps)
+        oldest = recovery.oldest_clean(action.first_bad, cfg.max_rewind_steps)
         to = self.newest((oldest, before, "clean"), (oldest, action.first_bad, "clean"), (0, before, None))
         if to is None:
             return

@@ -8,8 +8,8 @@ from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.training.ema import EmaConfig
 from jaxscale.training.guard import GuardConfig
-from jaxscale.training.ladder import LadderConfig
 from jaxscale.training.loss_scale import LossScaleConfig
+from jaxscale.training.recovery import RecoveryConfig
 from jaxscale.training.replica_watch import ReplicaConfig
 
 
@@ -23,7 +23,7 @@ class TrainConfig:
     )
     aux_losses: dict[str, float] = setting({}, f"weight by name of auxiliary losses; there is {', '.join(AUX_LOSSES)}")
     guard: GuardConfig = setting(GuardConfig)
-    ladder: LadderConfig = setting(LadderConfig)
+    ladder: RecoveryConfig = setting(RecoveryConfig)
     loss_scale: LossScaleConfig = setting(LossScaleConfig)
     ema: EmaConfig = setting(EmaConfig)
     replicas: ReplicaConfig = setting(ReplicaConfig)

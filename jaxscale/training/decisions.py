@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from jaxscale.data.mixture import Detour
-from jaxscale.training.ladder import Trouble
+from jaxscale.training.recovery import Trouble
 
 KINDS = ("resumed", "started", "skipped", "lr_cut", "rewind")  # that decisions are read from
 
@@ -68,7 +68,7 @@ class Decisions(NamedTuple):
         return self._replace(recorded=tuple((first, batches, source) for first, batches, source in detours))
 
     def trouble(self, window_steps: int, step: int) -> Trouble:
-        """What the ladder remembers at the start from `step`."""
+        """What recovery remembers at the start from `step`."""
         bad = tuple(number for number in self.skipped if number > step - window_steps)
         rewinds = sum(rewind.why != "replicas" for rewind in self.rewinds)
         return Trouble(len(self.cuts), rewinds, bad, max((cut.step - 1 for cut in self.cuts), default=0))

@@ -1,4 +1,4 @@
-"""Which gradients may be applied, judged in the compiled step by the losses and norms of the good steps before.
+"""Decides in the compiled step which gradients may be applied, by the losses and norms of the good steps before.
 
 A NaN compares False with everything, so a check by `norm > limit` lets it pass: here a step counts only if its loss and
 norm are finite and below every limit. What was refused never enters the window, so it cannot raise the next limits. But
@@ -13,13 +13,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxscale.monitor.spikes import ratio_limit, sigma_limit
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 ENOUGH = 10  # steps in the window before its median is believed
-SIGMA_OF_MAD = 1.4826  # of a normal distribution: its standard deviation by its median absolute deviation
-LEAST_SPIKE = 0.5  # nats per token above the median: a loss near 0 doubles by chance
-LEAST_SIGMA = 1e-3  # of the median: the losses of a window may be so equal that the next rounding error were a spike
 
 JUDGE, SKIP, APPLY = range(3)  # orders; APPLY still refuses what is not finite
 
@@ -131,7 +129,7 @@ def inspect(
     finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
     wrongs = {NOT_FINITE: ~finite, ABSURD_NORM: grad_norm > cfg.max_grad_norm}
     if cfg.spike_ratio:
-        wrongs[LOSS_RATIO] = seen_enough & (loss > jnp.maximum(cfg.spike_ratio * median, median + LEAST_SPIKE))
+        wrongs[LOSS_RATIO] = seen_enough & (loss > ratio_limit(cfg.spike_ratio, median, jnp.maximum))
     if cfg.spike_sigma:
         wrongs[LOSS_SIGMAS] = seen_enough & (loss > sigmas_above(cfg.spike_sigma, state.losses, state.seen))
         wrongs[NORM_SIGMAS] = seen_enough & (grad_norm > sigmas_above(cfg.spike_sigma, state.norms, state.seen))
@@ -173,8 +171,7 @@ def loss_median(state: Guard) -> jax.Array:
 def sigmas_above(sigmas: float, ring_W: jax.Array, seen: jax.Array) -> jax.Array:
     """float32[]: so many robust standard deviations above the median."""
     median = middle(ring_W, seen)
-    sigma = SIGMA_OF_MAD * middle(jnp.abs(ring_W - median), seen)
-    return median + sigmas * jnp.maximum(sigma, LEAST_SIGMA * jnp.abs(median))
+    return sigma_limit(sigmas, median, middle(jnp.abs(ring_W - median), seen), jnp.maximum)
 
 
 def middle(values_W: jax.Array, seen: jax.Array) -> jax.Array:

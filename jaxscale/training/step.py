@@ -46,7 +46,7 @@ def make_train_step(
             cfg.guard, state.guard, means["objective"], grad_norm, excused, clip_norm
         )
 
-        lr_factor = guard.lr_factor(state.guard, state.step)  # below 1 for a while after the ladder has cut it
+        lr_factor = guard.lr_factor(state.guard, state.step)  # below 1 for a while after recovery has cut it
         updates, opt_state = optimizer.update(
             grads, state.opt_state, state.params, step=state.step, ok=ok, lr_factor=lr_factor
         )

@@ -19,7 +19,7 @@ from jaxscale.system.exits import Exit, Stop
 from jaxscale.training.autopilot import Autopilot, Pilot
 from jaxscale.training.guard import GuardConfig
 from jaxscale.training.injected import flip_bits
-from jaxscale.training.ladder import LadderConfig
+from jaxscale.training.recovery import RecoveryConfig
 from jaxscale.training.replica_watch import ReplicaConfig, ReplicaWatch
 from jaxscale.training.replicas import coverage, flip_bit, holders, make_replica_check, outvoted
 
@@ -270,7 +270,7 @@ class TestRun:
 
     def test_told_to_leave_it_leaves_without_saving_what_differs(self):
         watch = types.SimpleNamespace(due=lambda step, saving: saving, agree=lambda step, state: False)
-        pilot = Autopilot(Pilot(ladder=LadderConfig(), guard=GuardConfig(), replicas=watch), None)
+        pilot = Autopilot(Pilot(recovery=RecoveryConfig(), guard=GuardConfig(), replicas=watch), None)
         with pytest.raises(Stop, match="SIGTERM: step 5 was not saved, for copies of the state differ") as stop:
             pilot.check_replicas(5, None, True, "SIGTERM")
         assert stop.value.code is Exit.PREEMPTED

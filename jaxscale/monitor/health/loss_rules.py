@@ -5,8 +5,9 @@ import math
 from statistics import median
 
 from jaxscale.monitor.health.finding import GOOD, Sign
-from jaxscale.monitor.health.robust import Blocks, mad_sigma, slope
+from jaxscale.monitor.health.robust import Blocks, deviation, slope
 from jaxscale.monitor.health.rule import Rule, View
+from jaxscale.monitor.spikes import SIGMA_OF_MAD
 
 SPIKE_LEVELS = ((1.5, "a common rule"), (2.0, "another"), (3.0, "a third"))  # they disagree: all are shown
 SURE_RATIO = 2.0  # of a spike: one record is enough
@@ -243,7 +244,7 @@ class Oscillation(Rule):
         xs, ys = list(range(SWING)), list(self.losses)
         line = slope(xs, ys)
         rest = [y - line.level - line.per_x * (x - (SWING - 1) / 2) for x, y in zip(xs, ys)]
-        width = mad_sigma(rest, 0.0) / abs(line.level or 1.0)
+        width = SIGMA_OF_MAD * deviation(rest, 0.0) / abs(line.level or 1.0)
         crossings = sum(a * b < 0 for a, b in zip(rest, rest[1:]))
         usual = median(self.widths) if len(self.widths) >= 4 else None
         if usual is not None and width > view.cfg.oscillation_ratio * usual and width > 0.02 and crossings >= 4:

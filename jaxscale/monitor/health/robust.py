@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-SIGMA_OF_MAD = 1.4826  # of a normal distribution: its standard deviation by its median absolute deviation
+from jaxscale.monitor.spikes import SIGMA_OF_MAD, robust_sigma
+
 EVERY = 8  # values between two looks at the noise of the whole window, which costs the most
-LEAST_SIGMA = 1e-3  # of the centre: a window may be so even that the next rounding error were an outlier
 
 
-def mad_sigma(values: Sequence[float], centre: float) -> float:
-    """The standard deviation about the centre that the median absolute deviation stands for."""
-    return SIGMA_OF_MAD * median([abs(value - centre) for value in values])
+def deviation(values: Sequence[float], centre: float) -> float:
+    """The median absolute deviation from the centre."""
+    return median([abs(value - centre) for value in values])
 
 
 class Judged(NamedTuple):
@@ -64,7 +64,7 @@ class Baseline:
             if self.added % EVERY == 0 or len(values) < 2 * EVERY:
                 steps = [abs(after - before) for before, after in zip(values, values[1:])]
                 self.noise = SIGMA_OF_MAD * median(steps) / math.sqrt(2)
-            self.known = centre, max(mad_sigma(near, centre), self.noise, LEAST_SIGMA * abs(centre))
+            self.known = centre, max(robust_sigma(centre, deviation(near, centre)), self.noise)
         return self.known
 
     def judge(self, value: float) -> Judged | None:

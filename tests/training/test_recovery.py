@@ -4,16 +4,16 @@ import pytest
 
 from jaxscale.training.decisions import Decisions, GoneBack, LrCut, decisions_of
 from jaxscale.training.guard import GuardConfig
-from jaxscale.training.ladder import (
+from jaxscale.training.recovery import (
     Cut,
     Halt,
-    LadderConfig,
-    Reading,
+    JudgedStep,
+    RecoveryConfig,
     Rewind,
     Trouble,
     Watching,
     alarms,
-    climb,
+    decide,
     newest_before,
     oldest_clean,
 )
@@ -23,10 +23,10 @@ GUARD = GuardConfig(max_skipped_in_row=2, window_steps=20)
 
 def answers(bad_steps, upto, **settings):
     """({step: answer}, what is remembered) of a run in which these steps are skipped."""
-    cfg, trouble, found, row = LadderConfig(**settings), Trouble(), {}, 0
+    cfg, trouble, found, row = RecoveryConfig(**settings), Trouble(), {}, 0
     for step in range(1, upto + 1):
         row = row + 1 if step in bad_steps else 0
-        trouble, action = climb(cfg, GUARD, trouble, Reading(step, 3.0, 1.0, 3.0, step in bad_steps, row))
+        trouble, action = decide(cfg, GUARD, trouble, JudgedStep(step, 3.0, 1.0, 3.0, step in bad_steps, row))
         if action:
             found[step] = action
     return found, trouble
@@ -58,7 +58,7 @@ def test_a_row_that_is_longer_than_the_window_is_remembered_from_its_first_step(
     guard = GuardConfig(max_skipped_in_row=30, window_steps=20)
     trouble, action = Trouble(), None
     for step in range(1, 32):
-        trouble, action = climb(LadderConfig(), guard, trouble, Reading(step, 3.0, 1.0, 3.0, True, step))
+        trouble, action = decide(RecoveryConfig(), guard, trouble, JudgedStep(step, 3.0, 1.0, 3.0, True, step))
     assert action == Rewind(1, 31)
 
 
@@ -67,18 +67,18 @@ def test_the_checkpoint_to_go_back_to_is_a_margin_older_and_never_of_the_bad_ste
 
 
 def test_an_alarm_is_told_once_and_again_only_after_a_quiet_step():
-    cfg, watching, told = LadderConfig(), Watching(), []
+    cfg, watching, told = RecoveryConfig(), Watching(), []
     for step, (loss, norm) in enumerate([(3, 1), (5, 200), (5, 200), (3, 1), (5, 1), (3, 101)], 1):
-        watching, new = alarms(cfg, watching, Reading(step, loss, norm, 3.0, False, 0))
+        watching, new = alarms(cfg, watching, JudgedStep(step, loss, norm, 3.0, False, 0))
         told.append(new)
     assert told == [[], ["norm", "spike"], [], [], ["spike"], ["norm"]]
 
 
 def test_a_loss_that_stands_still_is_an_alarm():
     def told(losses):
-        cfg, watching, found = LadderConfig(plateau_steps=10), Watching(), []
+        cfg, watching, found = RecoveryConfig(plateau_steps=10), Watching(), []
         for step, loss in enumerate(losses, 1):
-            watching, new = alarms(cfg, watching, Reading(step, loss, 1.0, 3.0, False, 0))
+            watching, new = alarms(cfg, watching, JudgedStep(step, loss, 1.0, 3.0, False, 0))
             found += [(step, name) for name in new]
         return found
 

@@ -1,22 +1,22 @@
-"""What the host answers to bad steps: skip, then cut the learning rate, then go back, then stop.
+"""Spike recovery: what the host does about skipped steps. Cut the learning rate, rewind, stop (settings train.ladder).
 
 A pure function of the metrics that every process reads at the same step, so that all come to the same answer. Steps are
 counted from 1, as metrics.jsonl does: step n is the one after which the state has done n.
 """
 
 import dataclasses
-import math
 from typing import Literal, NamedTuple
 
+from jaxscale.monitor.spikes import ratio_limit
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.training.guard import LEAST_SPIKE, GuardConfig
+from jaxscale.training.guard import GuardConfig
 
 Rung = Literal["cut_lr", "rewind"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LadderConfig:
+class RecoveryConfig:
     """Answers to more skipped steps than the guard allows. Every one is an event, and can be replayed."""
 
     rungs: tuple[Rung, ...] = setting(
@@ -93,8 +93,8 @@ class LadderConfig:
             raise BadInput(f"rungs={self.rungs} names one twice; max_cuts and max_rewinds say how often")
 
 
-class Reading(NamedTuple):
-    """What the host has read of a step."""
+class JudgedStep(NamedTuple):
+    """What the host has read of a step that the guard has judged."""
 
     step: int
     loss: float
@@ -105,7 +105,7 @@ class Reading(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """What the ladder remembers. Rebuilt from the events where a run goes on."""
+    """What recovery remembers. Rebuilt from the events when a run resumes."""
 
     cuts: int = 0
     rewinds: int = 0
@@ -137,7 +137,7 @@ class Halt(NamedTuple):
 Action = Cut | Rewind | Halt | None
 
 
-def climb(cfg: LadderConfig, guard: GuardConfig, trouble: Trouble, reading: Reading) -> tuple[Trouble, Action]:
+def decide(cfg: RecoveryConfig, guard: GuardConfig, trouble: Trouble, reading: JudgedStep) -> tuple[Trouble, Action]:
     """(what to remember, what to do now) after reading a step."""
     row = min(reading.skipped_in_row, reading.step - trouble.answered) if reading.bad else 0
     oldest = min(reading.step - guard.window_steps, reading.step - reading.skipped_in_row)
@@ -173,17 +173,12 @@ class Watching(NamedTuple):
     losses: tuple[float, ...] = ()
 
 
-def spike_above(cfg: LadderConfig, median: float) -> float:
-    """The loss above which it is a spike; no loss is before the first good step."""
-    return max(cfg.spike_alarm * median, median + LEAST_SPIKE) if median else math.inf
-
-
-def alarms(cfg: LadderConfig, watching: Watching, reading: Reading) -> tuple[Watching, list[str]]:
-    """(what to remember, alarms that are new): one that goes on from step to step is told once."""
-    true = []
+def alarms(cfg: RecoveryConfig, watching: Watching, reading: JudgedStep) -> tuple[Watching, list[str]]:
+    """(what to remember, new alarms). They decide nothing; one that lasts for several steps is reported once."""
+    true, median = [], reading.loss_median  # 0 before the first good step
     if cfg.norm_alarm and reading.grad_norm > cfg.norm_alarm:
         true.append("norm")
-    if cfg.spike_alarm and reading.loss > spike_above(cfg, reading.loss_median):
+    if cfg.spike_alarm and median and reading.loss > ratio_limit(cfg.spike_alarm, median):
         true.append("spike")
     losses = watching.losses
     if cfg.plateau_steps and not reading.bad:
