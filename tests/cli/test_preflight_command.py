@@ -31,6 +31,7 @@ def topology(hbm_bytes=2**30):
     return Topology("simulated:8", "cpu", chip, jax.devices()[:8], 1, num_hosts=1)
 
 
+@pytest.mark.soak
 def test_what_does_not_fit_is_a_no_go_with_a_change_that_was_compiled_and_does(tmp_path, capsys):
     request = Request(config_name="tiny", json=tmp_path / "report.json")
     cfg = tiny.config(LONG)

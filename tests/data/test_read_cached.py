@@ -70,7 +70,7 @@ def test_a_setting_of_reading_is_part_of_the_fingerprint(tmp_path):
     assert said and "2 documents" in lines.summary and lines.fingerprint != whole.fingerprint
 
 
-@pytest.mark.parametrize("changes", [{"name": "hf"}, {}])
+@pytest.mark.parametrize("changes", [pytest.param({"name": "hf"}, marks=pytest.mark.soak), {}])
 def test_a_data_set_of_the_hub_is_tokenised_once(tmp_path, changes):
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     datasets.Dataset.from_dict({"text": ["some text", "more text"], "id": ["a", "b"]}).save_to_disk(tmp_path / "saved")

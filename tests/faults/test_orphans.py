@@ -28,6 +28,7 @@ def members(session):
 
 @pytest.mark.fault("F23")
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="needs Linux's /proc")
+@pytest.mark.soak
 def test_a_killed_trainer_leaves_no_process_and_no_shared_memory(tmp_path):
     for number in range(12):
         (tmp_path / f"{number:02}.txt").write_text(f"document {number} " * 9)

@@ -262,6 +262,7 @@ def test_a_program_that_is_not_ours_is_not_charged_for_its_past():
     assert own_age_seconds() == 0.0  # pytest
 
 
+@pytest.mark.soak
 def test_a_real_run_that_is_stopped_and_gone_on_with_adds_up(tmp_path):
     values = tiny.VALUES | dict(
         train_tokens="12 steps",

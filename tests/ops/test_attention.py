@@ -65,7 +65,7 @@ def test_attention_in_blocks_caps_scores_as_plain_attention_does(form):
 
 
 @pytest.mark.parametrize("form", BLOCKWISE)
-@pytest.mark.parametrize("window", [5, 17])
+@pytest.mark.parametrize("window", [5, pytest.param(17, marks=pytest.mark.soak)])
 def test_attention_in_blocks_sees_the_window_that_plain_attention_sees(window, form):
     shape = SHAPES["grouped heads"]
     assert_equal_to_plain(BLOCKWISE[form](shape[-1], window=window), make_inputs(shape), window=window)

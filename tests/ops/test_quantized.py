@@ -87,6 +87,7 @@ def dots(jaxpr):
     ],
     ids=["remat", "gpt2", "mesh"],
 )
+@pytest.mark.soak
 def test_a_tiny_run_learns_as_it_does_in_full_precision(overrides, num_devices):
     rough, exact = losses(overrides, num_devices), losses({**overrides, "model.matmul_dtype": "none"}, num_devices)
     assert rough != exact and rough[-1] < 0.9 * rough[0]

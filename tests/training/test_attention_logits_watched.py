@@ -54,6 +54,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", ["window", *map(soak, ("gpt2", "llama", "blockwise window", "softcap"))])
+@pytest.mark.soak
 def test_the_logits_of_a_run_are_those_of_a_dense_table_in_float64(name):
     model = CASES[name]
     cfg = tiny.config({"model": model | {"scan_layers": False, "remat": "none"}})

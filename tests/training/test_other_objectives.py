@@ -59,7 +59,7 @@ def losses(case, mesh, steps, text_file):
     return found
 
 
-DEFAULT = ("masked_lm", "span_corruption")  # the others compile for longer than they tell
+DEFAULT = ("masked_lm",)  # the others compile for longer than they tell
 SLOW = tuple(case for case in CASES if case not in DEFAULT)
 
 

@@ -64,6 +64,7 @@ def test_a_run_that_is_sampled_is_the_same_bit_for_bit_and_its_samples_are_of_th
     assert events.count(b"sample/text_summary") == 3
 
 
+@pytest.mark.soak
 def test_one_program_writes_all_samples_and_its_time_is_neither_a_steps_nor_the_throughputs(tmp_path, files):
     ledger = Ledger()
     run = open_tiny(tmp_path / "run", files, {"sample.every_steps": 2})
