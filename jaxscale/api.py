@@ -38,7 +38,7 @@ from jaxscale.main import train_in
 from jaxscale.reporting import make_page
 from jaxscale.reporting.history import read_history
 from jaxscale.run import options as start
-from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import own_numbers
 from jaxscale.sampling.text import write_ids
 from jaxscale.system import paths

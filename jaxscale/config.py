@@ -6,24 +6,21 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from jaxscale import schema, units
-from jaxscale.checkpoint.branch import InitConfig
-from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.lock import LockConfig
+from jaxscale.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
 from jaxscale.command_line import Arguments, config_values
 from jaxscale.data.config import DataConfig
 from jaxscale.data.mixture import mixture_names
 from jaxscale.data.objectives import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
-from jaxscale.eval.config import Evals, check_names
-from jaxscale.eval.perplexity import EvalConfig
-from jaxscale.hosts.watchdog import HangConfig
-from jaxscale.interop.settings import ExportConfig
+from jaxscale.eval.config import EvalConfig, Evals, check_names
+from jaxscale.hosts.config import HangConfig
+from jaxscale.interop.config import ExportConfig
 from jaxscale.models import AnyModelConfig, names_of
 from jaxscale.models.config import LoraConfig, lora_flops
 from jaxscale.monitor.writers import MonitorConfig
-from jaxscale.optim.optimizers import OptimConfig
+from jaxscale.optim.config import OptimConfig
 from jaxscale.sampling.config import SampleConfig
 from jaxscale.schema import setting
-from jaxscale.sharding.mesh import MeshConfig
+from jaxscale.sharding.config import MeshConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import is_secret, redacted
 from jaxscale.training.config import TrainConfig

@@ -23,7 +23,8 @@ from jaxscale.models.config import LoraConfig
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.sampling.generator import Engine, Generator
-from jaxscale.sharding.mesh import MeshConfig, make_mesh, mesh_layout
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh, mesh_layout
 from jaxscale.sharding.place import replicated
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput

@@ -18,7 +18,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli.sample import read_prompts
 from jaxscale.inference import at_step, kind_of, open_model
 from jaxscale.models import AnyModelConfig
-from jaxscale.sharding.mesh import MeshConfig
+from jaxscale.sharding.config import MeshConfig
 from jaxscale.system.exits import Exit, Stop
 
 QUIET = dict(say=lambda line: None)

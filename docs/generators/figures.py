@@ -29,8 +29,7 @@ from jaxscale.planning.machine import open_machine
 from jaxscale.planning.plan import Plan, Wishes, make_plan
 from jaxscale.planning.speed import PUBLISHED
 from jaxscale.sharding.rules import RULES
-from jaxscale.training.guard import GuardConfig
-from jaxscale.training.loss_scale import LossScaleConfig
+from jaxscale.training.config import GuardConfig, LossScaleConfig
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent.parent
 GPT3 = 175e9  # parameters, rounded as the question has it; arXiv:2005.14165 table 2.1

@@ -6,7 +6,7 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,17 +14,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import units
 from jaxscale.checkpoint.choosing import newest_to_read
-from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.config import ARROW, CheckpointConfig, InitConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import leaf_text, named_leaves
 from jaxscale.hosts.agree import agreed
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.lora import is_adapter
-from jaxscale.schema import from_dict, setting
+from jaxscale.schema import from_dict
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, tell
 
-ARROW = "=>"
 SHOWN_PROBLEMS = 4
 HUGGING_FACE = (
     "model.safetensors",
@@ -32,39 +31,6 @@ HUGGING_FACE = (
     "adapter_model.safetensors",
 )  # what tells such a folder from one of ours
 WHAT = {"params": ("params",), "ema": ("ema",), "state": ("params", "opt_state", "ema")}  # groups of leaves in a file
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class InitConfig:
-    """What a new run begins with. Read once, before step 0: a run that has a checkpoint goes on from its own."""
-
-    from_path: str | None = setting(
-        None, "work folder of another run, or WORKDIR/checkpoints/STEP: begin with its weights; none: with random ones"
-    )
-    what: Literal["params", "ema", "state"] = setting(
-        "params", "its weights, their running average, or its weights and the optimizer's state (and average)"
-    )
-    rename: tuple[str, ...] = setting(
-        (), "'REGEX=>REPLACEMENT', in order, for names of the checkpoint's arrays that are others here"
-    )
-    skip: tuple[str, ...] = setting((), "regexes: arrays here that stay random, and arrays there that are left out")
-    resize_vocab: bool = setting(False, "true: the vocabulary may have another size; rows are added or cut at its end")
-    new_rows: Literal["mean", "init"] = setting(
-        "mean", "what rows are added: the mean of the old ones, or as a new model has them", read_if="init.resize_vocab"
-    )
-
-    def __post_init__(self):
-        for rule in self.rename:
-            if ARROW not in rule:
-                raise BadInput(f"rename={rule!r} must be 'REGEX{ARROW}REPLACEMENT'")
-        for pattern in (*(rule.partition(ARROW)[0] for rule in self.rename), *self.skip):
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise BadInput(f"{pattern!r} is no regular expression: {error}") from None
-        changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
-        if self.from_path is None and changed:
-            raise BadInput(f"{changed[0]} is for a run that begins with another's weights; give from_path too")
 
 
 @dataclasses.dataclass(frozen=True)

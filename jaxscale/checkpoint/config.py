@@ -1,10 +1,13 @@
-"""When the state is saved, which checkpoints stay, and what happens when one cannot be written or read."""
+"""When the state is saved and which checkpoints stay; the run lock; the weights that a new run begins with."""
 
 import dataclasses
+import re
 from typing import Literal
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
+
+ARROW = "=>"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,3 +48,55 @@ class CheckpointConfig:
             raise BadInput(f"wait_seconds={self.wait_seconds} must be 0 or more")
         if self.max_save_seconds <= 0:
             raise BadInput(f"max_save_seconds={self.max_save_seconds} must be above 0; give it an hour if unsure")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LockConfig:
+    """How long a run may be silent, and how long its storage."""
+
+    lease_seconds: float = setting(
+        20.0, "the lock of the work folder is renewed so often, and void after three times that", may_change=True
+    )
+    outage_seconds: float = setting(
+        3600.0, "the run stops (exit 14) when its work folder could not be reached for so long; 0: never",
+        may_change=True,
+    )  # fmt: skip
+
+    def __post_init__(self):
+        if self.lease_seconds <= 0:
+            raise BadInput(f"lease_seconds={self.lease_seconds} must be above 0")
+        if self.outage_seconds < 0:
+            raise BadInput(f"outage_seconds={self.outage_seconds} must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    """What a new run begins with. Read once, before step 0: a run that has a checkpoint goes on from its own."""
+
+    from_path: str | None = setting(
+        None, "work folder of another run, or WORKDIR/checkpoints/STEP: begin with its weights; none: with random ones"
+    )
+    what: Literal["params", "ema", "state"] = setting(
+        "params", "its weights, their running average, or its weights and the optimizer's state (and average)"
+    )
+    rename: tuple[str, ...] = setting(
+        (), "'REGEX=>REPLACEMENT', in order, for names of the checkpoint's arrays that are others here"
+    )
+    skip: tuple[str, ...] = setting((), "regexes: arrays here that stay random, and arrays there that are left out")
+    resize_vocab: bool = setting(False, "true: the vocabulary may have another size; rows are added or cut at its end")
+    new_rows: Literal["mean", "init"] = setting(
+        "mean", "what rows are added: the mean of the old ones, or as a new model has them", read_if="init.resize_vocab"
+    )
+
+    def __post_init__(self):
+        for rule in self.rename:
+            if ARROW not in rule:
+                raise BadInput(f"rename={rule!r} must be 'REGEX{ARROW}REPLACEMENT'")
+        for pattern in (*(rule.partition(ARROW)[0] for rule in self.rename), *self.skip):
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise BadInput(f"{pattern!r} is no regular expression: {error}") from None
+        changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        if self.from_path is None and changed:
+            raise BadInput(f"{changed[0]} is for a run that begins with another's weights; give from_path too")

@@ -12,35 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.checkpoint.cause import short_cause
+from jaxscale.checkpoint.config import LockConfig
 from jaxscale.checkpoint.lock_stores import FileLock, Holder, Look, Moved, ObjectLock, lives, this_process
 from jaxscale.monitor.events import ignore
-from jaxscale.schema import setting
 from jaxscale.system import fence, paths
 from jaxscale.system.bucket import Changed, Unreachable
-from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 
 LEASES = 3  # without a sign of life, after which a holder counts as dead
 LOOKS = 8  # at a lock during one lease
 JOIN_SECONDS = 5.0  # for a renewal that is under way when the run ends
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LockConfig:
-    """How long a run may be silent, and how long its storage."""
-
-    lease_seconds: float = setting(
-        20.0, "the lock of the work folder is renewed so often, and void after three times that", may_change=True
-    )
-    outage_seconds: float = setting(
-        3600.0, "the run stops (exit 14) when its work folder could not be reached for so long; 0: never",
-        may_change=True,
-    )  # fmt: skip
-
-    def __post_init__(self):
-        if self.lease_seconds <= 0:
-            raise BadInput(f"lease_seconds={self.lease_seconds} must be above 0")
-        if self.outage_seconds < 0:
-            raise BadInput(f"outage_seconds={self.outage_seconds} must be 0 or more")
+USUAL = LockConfig()
 
 
 class RunLock:
@@ -54,7 +36,7 @@ class RunLock:
     def __init__(
         self,
         workdir: Any,
-        cfg: LockConfig = LockConfig(),
+        cfg: LockConfig = USUAL,
         *,
         steal: bool = False,
         primary: bool = True,

@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import config, schema, units
 from jaxscale.command_line import Arguments
 from jaxscale.hardware import Chip, find_chip
-from jaxscale.sharding.mesh import MeshConfig, groups_along, make_mesh, mesh_layout
-from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.sharding.config import MESH_AXES, MeshConfig
+from jaxscale.sharding.mesh import groups_along, make_mesh, mesh_layout
 from jaxscale.sharding.torus import link_stages
 from jaxscale.system.exits import BadInput
 

@@ -12,7 +12,7 @@ from jaxscale.models.layers import split_model
 from jaxscale.models.sharded import shard_model
 from jaxscale.ops.precision import with_precision
 from jaxscale.planning.check import check_machine
-from jaxscale.sampling.choose import GREEDY
+from jaxscale.sampling.config import GREEDY
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.mesh import make_mesh, mesh_layout
 from jaxscale.system.exits import BadInput, tell

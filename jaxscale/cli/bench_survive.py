@@ -25,6 +25,7 @@ from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.planning.check import check_machine
 from jaxscale.run.opening import open_run
 from jaxscale.training import guard
+from jaxscale.training.config import GuardConfig
 from jaxscale.training.services import UNATTENDED, Services
 
 WANTED = 0.01  # of a step, all parts together
@@ -89,7 +90,7 @@ def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any
     }
 
 
-def timed_guard(cfg: guard.GuardConfig, rounds: int) -> float:
+def timed_guard(cfg: GuardConfig, rounds: int) -> float:
     """Seconds of the guard's judgement as a program of its own, which in a step is fused with the rest."""
     calls = 100
     inspect = jax.jit(functools.partial(guard.inspect, cfg))

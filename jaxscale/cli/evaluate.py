@@ -48,24 +48,15 @@ from jaxscale.cli import run_verb
 from jaxscale.cli.evaluate_steps import as_line, record_of, save_record, show_lines, show_table
 from jaxscale.cli.sample import read_dtype, read_mesh
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.eval.config import (
-    ChoiceEval,
-    ClozeEval,
-    Evals,
-    NamedEval,
-    TextEval,
-    check_files,
-    check_names,
-    setting_name,
-)
+from jaxscale.eval.config import ChoiceEval, ClozeEval, Evals, NamedEval, TextEval, check_names, setting_name
 from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks
-from jaxscale.eval.named import GROUP, Evaluator, open_evaluators
+from jaxscale.eval.named import GROUP, Evaluator, check_files, open_evaluators
 from jaxscale.eval.text import Reading
 from jaxscale.help_text import show_help
 from jaxscale.hosts.agree import agreed
 from jaxscale.inference import LoadedModel, at_step, check_tokenizer, make_generator, make_scorer, open_model
 from jaxscale.run.resume_checks import check_same_evals
-from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.sharding.config import MESH_AXES
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, tell
 

@@ -47,11 +47,10 @@ from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.help_text import show_help
 from jaxscale.inference import LoadedModel, check_tokenizer, make_generator, open_model
 from jaxscale.models.config import Dtype
-from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import own_numbers
 from jaxscale.sampling.text import Written, write_texts
-from jaxscale.sharding.mesh import MeshConfig
-from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, tell
 from jaxscale.system.foreign import parse_json

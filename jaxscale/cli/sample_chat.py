@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from jaxscale.command_line import whole_number
 from jaxscale.inference import LoadedModel, make_generator
-from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Generator, Timing
 from jaxscale.sampling.serve import open_chat
 from jaxscale.sampling.text import Written, write_texts

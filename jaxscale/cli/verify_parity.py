@@ -20,7 +20,8 @@ from jaxscale.cli.compilations import CompileLog
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
-from jaxscale.sharding.mesh import MeshConfig, mesh_shape
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.sharding.place import put_rows
 from jaxscale.system.exits import BadInput
 

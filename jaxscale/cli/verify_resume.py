@@ -19,7 +19,8 @@ from jaxscale.cli.compare_runs import Comparison, checkpoints_of, compare, read_
 from jaxscale.cli.shrink import as_flags, changes
 from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig
-from jaxscale.sharding.mesh import MeshConfig, mesh_shape
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Stop, put
 

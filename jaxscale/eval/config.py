@@ -2,11 +2,8 @@
 
 import dataclasses
 import re
-from collections.abc import Callable
 from typing import Literal
 
-from jaxscale.eval.items import check_item_files
-from jaxscale.eval.text import check_text_files
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.files import Globs
@@ -85,13 +82,22 @@ def setting_name(name: str, settings: NamedEval) -> str:
     return f"evals.{name}.{'files' if isinstance(settings, TextEval) else 'file'}"
 
 
-def check_files(evals: Evals, named: Callable[[str, NamedEval], str] = setting_name) -> None:
-    """Raises BadInput, one line, for an evaluator whose files are not there or of no known kind. Reads none.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """When and on how much held-out text the model is measured."""
 
-    named: what stands for an evaluator in messages.
-    """
-    for name, settings in evals.items():
-        if isinstance(settings, TextEval):
-            check_text_files(settings.files, named(name, settings))
-        else:
-            check_item_files(settings.file, named(name, settings))
+    every_steps: int = setting(
+        200,
+        "steps between validations; 0: only at the end",
+        may_change=True,
+        read_if="eval.num_rows or not eval.every_steps",
+    )
+    num_rows: int = setting(
+        64,
+        "rows of seq_len held-out tokens, always the same ones; 0: no validation",
+        read_if="data.val_fraction or data.val_files or data.name=synthetic or not eval.num_rows",
+    )
+
+    def __post_init__(self):
+        if self.every_steps < 0 or self.num_rows < 0:
+            raise BadInput("every_steps and num_rows must be at least 0")

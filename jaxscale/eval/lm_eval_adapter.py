@@ -19,7 +19,7 @@ import numpy as np
 from jaxscale.eval.pairs import encode_pair, span_of
 from jaxscale.eval.scorer import Scorer, Scores
 from jaxscale.eval.text import Reading, document_spans
-from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.text import write_texts
 from jaxscale.system.exits import BadInput

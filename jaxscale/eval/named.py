@@ -88,3 +88,15 @@ def text_evaluator(name: str, settings: TextEval, reading: Reading, where: str, 
     summary = f"text, {files}{named}, windows of {reading.context} tokens by {stride}"
     fingerprint = " ".join(one.fingerprint for one in sets.values()) if hold else ""
     return Evaluator(name, settings.every_steps, measure, summary, fingerprint)
+
+
+def check_files(evals: Evals, named: Callable[[str, NamedEval], str] = setting_name) -> None:
+    """Raises BadInput, one line, for an evaluator whose files are not there or of no known kind. Reads none.
+
+    named: what stands for an evaluator in messages.
+    """
+    for name, settings in evals.items():
+        if isinstance(settings, TextEval):
+            check_text_files(settings.files, named(name, settings))
+        else:
+            check_item_files(settings.file, named(name, settings))

@@ -1,6 +1,5 @@
 """Validation: loss and bits per byte over a fixed set, in all and for each source."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,31 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxscale.data.batch import Batch
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
 
 EvalStep = Callable[[Any, Batch, jax.Array, jax.Array], jax.Array]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EvalConfig:
-    """When and on how much held-out text the model is measured."""
-
-    every_steps: int = setting(
-        200,
-        "steps between validations; 0: only at the end",
-        may_change=True,
-        read_if="eval.num_rows or not eval.every_steps",
-    )
-    num_rows: int = setting(
-        64,
-        "rows of seq_len held-out tokens, always the same ones; 0: no validation",
-        read_if="data.val_fraction or data.val_files or data.name=synthetic or not eval.num_rows",
-    )
-
-    def __post_init__(self):
-        if self.every_steps < 0 or self.num_rows < 0:
-            raise BadInput("every_steps and num_rows must be at least 0")
 
 
 def make_eval_step(token_losses: Callable[[Any, Batch], jax.Array], num_sources: int) -> EvalStep:

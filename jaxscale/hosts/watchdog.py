@@ -22,39 +22,15 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxscale.hosts.backstop import Backstop
-from jaxscale.schema import setting
+from jaxscale.hosts.config import HangConfig
 from jaxscale.system import faults, fence, paths
-from jaxscale.system.exits import BadInput, Exit, silence_closed_streams, tell
+from jaxscale.system.exits import Exit, silence_closed_streams, tell
 
 TICK_SECONDS = 0.25
 LAST_SECONDS = 4.5  # from the bark to the end, whatever the telling and writing of it wait for
 FOLDER = "stacks"
 
 PhaseName = Literal["compile", "restore", "data", "step", "save", "eval", "statistics"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HangConfig:
-    """How long a phase of the run may take before it counts as a hang (exit 15), in seconds; 0: for ever."""
-
-    step_seconds: float = setting(600.0, "one training step, and the metrics of the step before", may_change=True)
-    data_seconds: float = setting(600.0, "waiting for the batch of a step", may_change=True)
-    compile_seconds: float = setting(3600.0, "the first step of a start, with its compilation", may_change=True)
-    restore_seconds: float = setting(3600.0, "reading a checkpoint, or making the first state", may_change=True)
-    save_seconds: float = setting(3600.0, "saving a checkpoint, from the snapshot to its verification", may_change=True)
-    eval_seconds: float = setting(3600.0, "one validation, or one sample, with its compilation", may_change=True)
-    statistics_seconds: float = setting(
-        3600.0,
-        "one look at the statistics of the layers, with its compilation",
-        may_change=True,
-        read_if="monitor.statistics_every_steps",
-    )
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            seconds = getattr(self, field.name)
-            if not (math.isfinite(seconds) and (seconds == 0 or seconds >= 1)):
-                raise BadInput(f"{field.name}={seconds} must be 0 (never a hang) or at least 1")
 
 
 class Observer(Protocol):

@@ -16,12 +16,12 @@ import numpy as np
 from jaxscale.checkpoint.cause import reached
 from jaxscale.interop import adapter_config
 from jaxscale.interop.adapter_config import AdapterConfig
+from jaxscale.interop.config import HUB_NAME
 from jaxscale.interop.families import Family, TensorPair, some, tensors
 from jaxscale.interop.families.family import matches_any
 from jaxscale.interop.ranges import look_at, names_in
 from jaxscale.interop.reading import PICKLED, read_object
 from jaxscale.interop.safetensors import Tensor, read_header, same_bytes
-from jaxscale.interop.settings import HUB_NAME
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.lora import A, B

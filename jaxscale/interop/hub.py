@@ -9,7 +9,7 @@ import urllib.parse
 from typing import Any
 
 from jaxscale.interop import adapter_config, reading, tokenizer_files
-from jaxscale.interop.settings import HUB_NAME, check_hub_name
+from jaxscale.interop.config import HUB_NAME, check_hub_name
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.redact import shown

@@ -18,8 +18,8 @@ from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.folders import is_step_name, remove_tree
 from jaxscale.checkpoint.retention import PINNED
 from jaxscale.interop import hub
+from jaxscale.interop.config import ExportConfig
 from jaxscale.interop.exporting import is_finished
-from jaxscale.interop.settings import ExportConfig
 from jaxscale.monitor.events import Note
 from jaxscale.system import fence, paths
 from jaxscale.system.redact import shown

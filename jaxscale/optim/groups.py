@@ -7,34 +7,12 @@ from typing import Any
 
 import jax
 
-from jaxscale.schema import setting
+from jaxscale.optim.config import GroupConfig
 from jaxscale.system.exits import BadInput
 
 FROZEN_BASE = "base"  # what adapters are added to
 DEFAULT_GROUPS = ("decay", "no decay", FROZEN_BASE)
 NO_DECAY_AXES = {"norm", "position"}  # scales and biases along the model width, and learned positions
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GroupConfig:
-    """Settings for the parameters whose dotted path a regular expression finds; the first that matches counts."""
-
-    pattern: str = setting(help="regular expression searched in paths such as 'blocks.attention.wq' or 'embedding'")
-    lr_multiplier: float = setting(1.0, "multiplies the learning rate", read_if=".frozen=false")
-    weight_decay: float | None = setting(
-        None, "replaces optim.weight_decay; none: as without a group", read_if=".frozen=false"
-    )
-    frozen: bool = setting(False, "true: these parameters never change and keep no moments")
-
-    def __post_init__(self):
-        try:
-            re.compile(self.pattern)
-        except re.error as error:
-            raise BadInput(f"pattern={self.pattern!r} is no regular expression: {error}") from None
-        if self.lr_multiplier < 0:
-            raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; frozen=true stops a group")
-        if self.weight_decay is not None and self.weight_decay < 0:
-            raise BadInput(f"weight_decay={self.weight_decay} must not be negative")
 
 
 @dataclasses.dataclass(frozen=True)

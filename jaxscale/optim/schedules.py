@@ -4,13 +4,13 @@ Steps count from 0 and step 0 already learns: its rate is peak / warmup, never 0
 """
 
 from collections.abc import Callable
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
+from jaxscale.optim.config import Decay
+
 Schedule = Callable[[jax.Array | int], jax.Array]  # int32 step -> float32 learning rate
-Decay = Literal["cosine", "linear", "wsd", "constant"]
 
 
 def make_schedule(

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from jaxscale import schema
 from jaxscale.config import Budget, RunConfig
-from jaxscale.optim.optimizers import OptimConfig, optim_schedule
+from jaxscale.optim.config import OptimConfig
+from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.optim.schedules import Schedule
 from jaxscale.system.exits import BadInput
 

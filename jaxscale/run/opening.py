@@ -20,8 +20,7 @@ from jaxscale.data.ledger import Ledger
 from jaxscale.data.mixture import mixture_names
 from jaxscale.data.order import ORDER, batch_index
 from jaxscale.data.pipeline import Corpus
-from jaxscale.eval.config import check_files
-from jaxscale.eval.named import Evaluator, open_evaluators
+from jaxscale.eval.named import Evaluator, check_files, open_evaluators
 from jaxscale.eval.perplexity import evaluate, make_eval_step
 from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import Reading

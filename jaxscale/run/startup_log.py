@@ -11,8 +11,7 @@ from jaxscale.config import Budget
 from jaxscale.data.pipeline import Corpus
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.writers import Writer
-from jaxscale.sampling.choose import Sampling
-from jaxscale.sampling.config import SampleConfig
+from jaxscale.sampling.config import SampleConfig, Sampling
 from jaxscale.sampling.generator import Engine, Generator, NotFinite
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.system import paths

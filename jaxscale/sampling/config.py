@@ -1,6 +1,7 @@
 """Settings of the text that a training run writes."""
 
 import dataclasses
+import math
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -31,3 +32,40 @@ class SampleConfig:
             raise BadInput(f"every_steps={self.every_steps} must be at least 0, and is for num_tokens above 0")
         if not self.prompt:
             raise BadInput("prompt must not be empty: the first token needs one before it")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. What is listed first is done first; a token as likely as the last one kept is kept too."""
+
+    repetition_penalty: float = setting(
+        1.0, "above 1: tokens of the text so far become less likely (arXiv:1909.05858); 1: as the model says"
+    )
+    temperature: float = setting(0.8, "1: as the model says; 0: always the likeliest")
+    top_k: int = setting(0, "draw among the k likeliest tokens; 0: among all")
+    top_p: float = setting(
+        1.0, "draw among the likeliest tokens that together have this probability (arXiv:1904.09751); 1: among all"
+    )
+    min_p: float = setting(
+        0.0, "draw among tokens that have this part of the likeliest one's probability (arXiv:2407.01082); 0: all"
+    )
+
+    def __post_init__(self):
+        for name, holds, rule in (
+            ("repetition_penalty", self.repetition_penalty > 0, "above 0 (1: no penalty)"),
+            ("temperature", self.temperature >= 0, "0 or more"),
+            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= self.min_p < 1, "0 or more and below 1"),
+        ):
+            value = getattr(self, name)
+            if not holds or not math.isfinite(value):
+                raise BadInput(f"{name}={value} must be {rule}")
+
+    @property
+    def looks_back(self) -> bool:
+        """Whether it matters which tokens the text has."""
+        return self.repetition_penalty != 1.0
+
+
+GREEDY = Sampling(temperature=0.0)

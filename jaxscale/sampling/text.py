@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Literal, Protocol
 
-from jaxscale.sampling.choose import Sampling
+from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import ENDED, Generator
 from jaxscale.sampling.stream import TextStream
 

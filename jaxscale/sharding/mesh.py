@@ -4,7 +4,6 @@ The chips of a TPU slice, or of a GPU node, are joined by a fast network (ICI, N
 (DCN). The axes of SPANNING may cross from group to group, the others never do: each group holds one block of the mesh.
 """
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -13,36 +12,11 @@ import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from jaxscale.schema import setting
-from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 
 SPANNING = ("pipeline", "data", "fsdp")  # outermost first: data takes the slices before fsdp does
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshConfig:
-    """Devices along each mesh axis; one axis may be -1 and takes what is left."""
-
-    pipeline: int = setting(1, "pipeline stages (1 in this version)")
-    data: int = setting(1, "copies of the model that each see other rows")
-    fsdp: int = setting(-1, "devices that share one copy of parameters, gradients or moments; they see other rows too")
-    expert: int = setting(1, "groups of experts (1 in this version)")
-    context: int = setting(1, "parts of a sequence (1 in this version)")
-    tensor: int = setting(1, "devices that split each matrix product")
-
-    def __post_init__(self):
-        for axis in MESH_AXES:
-            size = getattr(self, axis)
-            if size < 1 and size != -1:
-                raise BadInput(f"{axis}={size} must be a positive number of devices, or -1 for what is left")
-            if axis in ("pipeline", "expert", "context") and size != 1:
-                raise BadInput(f"{axis}={size} is not built yet; leave it 1 and use data, fsdp and tensor")
-        if len(free := [axis for axis in MESH_AXES if getattr(self, axis) == -1]) > 1:
-            raise BadInput(
-                f"only one axis may be -1, not {free}; set all but one (fsdp is -1 unless you say otherwise)"
-            )
 
 
 def mesh_shape(cfg: MeshConfig, num_devices: int) -> dict[str, int]:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")  # slowest link first
-
 Placement = str | tuple[str, ...] | None
 
 ACTIVATIONS: dict[str, Placement] = {

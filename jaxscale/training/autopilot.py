@@ -15,6 +15,7 @@ from jaxscale.hosts.agree import agreed
 from jaxscale.monitor.events import Note, ignore
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training import guard, recovery
+from jaxscale.training.config import GuardConfig, RecoveryConfig
 from jaxscale.training.decisions import Decisions, LrCut
 from jaxscale.training.replica_watch import ReplicaWatch
 from jaxscale.training.state import TrainState
@@ -38,8 +39,8 @@ class Rewound(Exception):
 class Pilot(NamedTuple):
     """What an Autopilot is made of, by run.py."""
 
-    recovery: recovery.RecoveryConfig
-    guard: guard.GuardConfig
+    recovery: RecoveryConfig
+    guard: GuardConfig
     note: Note = ignore
     past: Decisions = Decisions()  # of this run
     replayed: Decisions | None = None  # of the run whose decisions are repeated; then none are taken, but to end

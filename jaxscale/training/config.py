@@ -1,4 +1,4 @@
-"""Settings of the step."""
+"""Microbatches, loss scaling, the guard, spike recovery, the average of the parameters, and comparisons of replicas."""
 
 import dataclasses
 from typing import Literal
@@ -6,11 +6,209 @@ from typing import Literal
 from jaxscale.models.config import AUX_LOSSES
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.training.ema import EmaConfig
-from jaxscale.training.guard import GuardConfig
-from jaxscale.training.loss_scale import LossScaleConfig
-from jaxscale.training.recovery import RecoveryConfig
-from jaxscale.training.replica_watch import ReplicaConfig
+
+ENOUGH = 10  # steps in the window before its median is believed
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GuardConfig:
+    """A step with a non-finite or absurd gradient, or a spike of the loss, changes nothing but the counts."""
+
+    max_grad_norm: float = setting(1e4, "a larger norm before clipping is absurd: 0.1 to 10 is usual, 100 an alarm")
+    max_skipped_in_row: int = setting(
+        20,
+        "more skipped steps than this in a row are answered by train.ladder, or end the run (exit 17)",
+        may_change=True,
+    )
+    max_spikes_in_row: int = setting(
+        10,
+        "steps that only the window speaks against (spike_ratio, spike_sigma) are skipped at most so often in a row; "
+        "then theirs is the new level: the step is applied, and the window begins anew",
+        may_change=True,
+        read_if="train.guard.spike_ratio or train.guard.spike_sigma",
+    )
+    window_steps: int = setting(100, "good steps whose losses and norms the next ones are judged by")
+    spike_ratio: float = setting(
+        2.0,
+        "a loss so many times the window's median, and half a nat above it, is skipped; 1.5 skips more; 0: none. "
+        "Raise it before a stage of data.mixture whose loss is that much higher",
+        may_change=True,
+    )
+    spike_sigma: float = setting(
+        0.0,
+        "a loss or norm so many robust standard deviations above its median is skipped; OLMo 2 uses 6 "
+        "(arXiv:2501.00656); 0: none",
+        may_change=True,
+    )
+    grad_ratio: float = setting(
+        0.0,
+        f"a norm above so many times optim.clip_norm is skipped after the first {ENOUGH} steps, such as 3; 0: none",
+        may_change=True,
+        read_if="optim.clip_norm",
+    )
+
+    def __post_init__(self):
+        if self.max_grad_norm <= 0 or self.max_skipped_in_row < 0:
+            raise BadInput("max_grad_norm must be above 0 and max_skipped_in_row at least 0")
+        if self.window_steps < ENOUGH:
+            raise BadInput(f"window_steps={self.window_steps} must be at least {ENOUGH}: fewer have no steady median")
+        for name in ("spike_sigma", "grad_ratio", "max_spikes_in_row"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0 (0: off)")
+        if self.spike_ratio and self.spike_ratio <= 1:
+            raise BadInput(
+                f"spike_ratio={self.spike_ratio} must be above 1, or 0 for none: half of all losses lie above 1"
+            )
+
+
+Rung = Literal["cut_lr", "rewind"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """Answers to more skipped steps than the guard allows. Every one is an event, and can be replayed."""
+
+    rungs: tuple[Rung, ...] = setting(
+        ("rewind",), "in this order, each as often as it may; then the run ends with exit 17", may_change=True
+    )
+    max_skipped_in_window: int = setting(
+        50, "more skipped steps than this among the last guard.window_steps are answered too; 0: any", may_change=True
+    )
+    cut_factor: float = setting(
+        10.0, "cut_lr: the learning rate is divided by this", may_change=True, read_if="train.ladder.rungs=cut_lr"
+    )
+    cut_steps: int = setting(
+        100,
+        "cut_lr: for so many steps, after which it is what it would have been",
+        may_change=True,
+        read_if="train.ladder.rungs=cut_lr",
+    )
+    max_cuts: int = setting(
+        1,
+        "cut_lr: times in a run; those behind a rewind are forgotten with their steps",
+        may_change=True,
+        read_if="train.ladder.rungs=cut_lr",
+    )
+    rewind_margin_steps: int = setting(
+        100,
+        "rewind: the checkpoint is at least so old when the first bad step comes, and the batches from so many steps "
+        "before it to the last bad one are skipped; PaLM: 100 steps, 200 to 500 batches (arXiv:2204.02311, 5.1)",
+        may_change=True,
+        read_if="train.ladder.rungs=rewind",
+    )
+    max_rewinds: int = setting(3, "rewind: times in a run", may_change=True, read_if="train.ladder.rungs=rewind")
+    max_rewind_steps: int = setting(
+        2000,
+        "rewind: a clean checkpoint more than so many steps older than the first bad one is passed over for the newest "
+        "suspect one before the margin; 0: none is",
+        may_change=True,
+        read_if="train.ladder.rungs=rewind",
+    )
+    clean_source: str | None = setting(
+        None,
+        "rewind: a source of data.mixture that the first steps afterwards learn from; none: none",
+        may_change=True,
+        read_if="train.ladder.rungs=rewind",
+    )
+    clean_steps: int = setting(
+        0, "rewind: how many steps these are", may_change=True, read_if="train.ladder.clean_source"
+    )
+    norm_alarm: float = setting(100.0, "a norm above this is told as an event, and applied; 0: never", may_change=True)
+    spike_alarm: float = setting(
+        1.5,
+        "a loss above so many times the window's median is told as an event, and applied; 0: never",
+        may_change=True,
+    )
+    plateau_steps: int = setting(
+        0, "so many steps, of which the second half is compared with the first; 0: never", may_change=True
+    )
+    plateau_ratio: float = setting(
+        0.99,
+        "a mean loss of the second half of at least this part of the first is told as an event",
+        may_change=True,
+        read_if="train.ladder.plateau_steps",
+    )
+
+    def __post_init__(self):
+        if self.cut_factor <= 1 or self.cut_steps < 1:
+            raise BadInput("cut_factor must be above 1 and cut_steps at least 1")
+        most = ("max_skipped_in_window", "max_cuts", "max_rewinds", "max_rewind_steps")
+        for name in (*most, "rewind_margin_steps", "clean_steps"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0")
+        if bool(self.clean_source) != bool(self.clean_steps):
+            raise BadInput("clean_source and clean_steps belong together: a source, and how many steps it is for")
+        if len(set(self.rungs)) < len(self.rungs):
+            raise BadInput(f"rungs={self.rungs} names one twice; max_cuts and max_rewinds say how often")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossScaleConfig:
+    """Dynamic: halve on overflow, double after `growth_interval` good steps, between `min` and `max`."""
+
+    mode: Literal["auto", "static"] = setting(
+        "auto", "auto: dynamic in float16, 1 in other types; static: `initial`, kept"
+    )
+    initial: float = setting(
+        2.0**15, "first scale", read_if="train.loss_scale.mode=static or model.compute_dtype=float16"
+    )
+    growth_interval: int = setting(
+        2000,
+        "good steps before the scale doubles",
+        read_if="train.loss_scale.mode=auto and model.compute_dtype=float16",
+    )
+    max: float = setting(2.0**24, "largest scale", read_if="train.loss_scale.mode=auto and model.compute_dtype=float16")
+    min: float = setting(1.0, "smallest scale", read_if="train.loss_scale.mode=auto and model.compute_dtype=float16")
+
+    def __post_init__(self):
+        if self.mode == "static" and self.initial <= 0:
+            raise BadInput(f"initial={self.initial:g} must be above 0")
+        if self.mode == "auto" and not 0 < self.min <= self.initial <= self.max:
+            raise BadInput(f"initial={self.initial:g} must lie between min={self.min:g} (above 0) and max={self.max:g}")
+        if self.growth_interval < 1:
+            raise BadInput(f"growth_interval={self.growth_interval} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmaConfig:
+    """An exponential moving average of the parameters that learn; it costs their memory once more, cut as the moments
+    are."""
+
+    decay: float = setting(
+        0.0, "part of the average that each step keeps: 0.999 looks back about 1000 steps; 0: no average"
+    )
+    start_step: int = setting(
+        0,
+        "steps after which averaging begins: until then the average is the parameters themselves",
+        read_if="train.ema.decay",
+    )
+
+    def __post_init__(self):
+        if not 0 <= self.decay < 1:
+            raise BadInput(f"decay={self.decay} must be at least 0 and below 1")
+        if self.start_step < 0 or self.start_step and not self.decay:
+            raise BadInput(f"start_step={self.start_step} must be at least 0, and is for a decay above 0")
+
+    @property
+    def on(self) -> bool:
+        """Whether there is an average."""
+        return self.decay > 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReplicaConfig:
+    """A wrong bit in one device's copy of the state, found by comparing it with the others."""
+
+    every_steps: int = setting(
+        0, "steps between comparisons of all copies, and before each save; 0: none", may_change=True
+    )
+    max_passing: int = setting(
+        3, "faults of one device that were gone when the same steps were run again; one more ends the run (exit 16)",
+        may_change=True, read_if="train.replicas.every_steps",)  # fmt: skip
+
+    def __post_init__(self):
+        if self.every_steps < 0 or self.max_passing < 0:
+            raise BadInput("every_steps and max_passing must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

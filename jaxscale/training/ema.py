@@ -1,6 +1,5 @@
 """A running average of the parameters beside them: smoother than they are, and often better on held-out text."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -9,37 +8,10 @@ import jax.numpy as jnp
 
 from jaxscale.optim.optimizers import combine
 from jaxscale.optim.streamed import is_masked
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
+from jaxscale.training.config import EmaConfig
 from jaxscale.training.state import TrainState
 
 Evaluate = Callable[[Any], dict[str, float]]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EmaConfig:
-    """An exponential moving average of the parameters that learn; it costs their memory once more, cut as the moments
-    are."""
-
-    decay: float = setting(
-        0.0, "part of the average that each step keeps: 0.999 looks back about 1000 steps; 0: no average"
-    )
-    start_step: int = setting(
-        0,
-        "steps after which averaging begins: until then the average is the parameters themselves",
-        read_if="train.ema.decay",
-    )
-
-    def __post_init__(self):
-        if not 0 <= self.decay < 1:
-            raise BadInput(f"decay={self.decay} must be at least 0 and below 1")
-        if self.start_step < 0 or self.start_step and not self.decay:
-            raise BadInput(f"start_step={self.start_step} must be at least 0, and is for a decay above 0")
-
-    @property
-    def on(self) -> bool:
-        """Whether there is an average."""
-        return self.decay > 0
 
 
 def init_ema(cfg: EmaConfig, params: Any) -> Any:

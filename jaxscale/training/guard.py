@@ -7,17 +7,13 @@ a loss that stays where the window says it cannot be, as after a change of the d
 W steps of the window
 """
 
-import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jaxscale.monitor.spikes import ratio_limit, sigma_limit
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
-
-ENOUGH = 10  # steps in the window before its median is believed
+from jaxscale.training.config import ENOUGH, GuardConfig
 
 JUDGE, SKIP, APPLY = range(3)  # orders; APPLY still refuses what is not finite
 
@@ -39,57 +35,6 @@ SETTINGS = {
     NORM_SIGMAS: "spike_sigma",
     NORM_RATIO: "grad_ratio",
 }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GuardConfig:
-    """A step with a non-finite or absurd gradient, or a spike of the loss, changes nothing but the counts."""
-
-    max_grad_norm: float = setting(1e4, "a larger norm before clipping is absurd: 0.1 to 10 is usual, 100 an alarm")
-    max_skipped_in_row: int = setting(
-        20,
-        "more skipped steps than this in a row are answered by train.ladder, or end the run (exit 17)",
-        may_change=True,
-    )
-    max_spikes_in_row: int = setting(
-        10,
-        "steps that only the window speaks against (spike_ratio, spike_sigma) are skipped at most so often in a row; "
-        "then theirs is the new level: the step is applied, and the window begins anew",
-        may_change=True,
-        read_if="train.guard.spike_ratio or train.guard.spike_sigma",
-    )
-    window_steps: int = setting(100, "good steps whose losses and norms the next ones are judged by")
-    spike_ratio: float = setting(
-        2.0,
-        "a loss so many times the window's median, and half a nat above it, is skipped; 1.5 skips more; 0: none. "
-        "Raise it before a stage of data.mixture whose loss is that much higher",
-        may_change=True,
-    )
-    spike_sigma: float = setting(
-        0.0,
-        "a loss or norm so many robust standard deviations above its median is skipped; OLMo 2 uses 6 "
-        "(arXiv:2501.00656); 0: none",
-        may_change=True,
-    )
-    grad_ratio: float = setting(
-        0.0,
-        f"a norm above so many times optim.clip_norm is skipped after the first {ENOUGH} steps, such as 3; 0: none",
-        may_change=True,
-        read_if="optim.clip_norm",
-    )
-
-    def __post_init__(self):
-        if self.max_grad_norm <= 0 or self.max_skipped_in_row < 0:
-            raise BadInput("max_grad_norm must be above 0 and max_skipped_in_row at least 0")
-        if self.window_steps < ENOUGH:
-            raise BadInput(f"window_steps={self.window_steps} must be at least {ENOUGH}: fewer have no steady median")
-        for name in ("spike_sigma", "grad_ratio", "max_spikes_in_row"):
-            if getattr(self, name) < 0:
-                raise BadInput(f"{name}={getattr(self, name)} must be at least 0 (0: off)")
-        if self.spike_ratio and self.spike_ratio <= 1:
-            raise BadInput(
-                f"spike_ratio={self.spike_ratio} must be above 1, or 0 for none: half of all losses lie above 1"
-            )
 
 
 class Guard(NamedTuple):

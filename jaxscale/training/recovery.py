@@ -4,93 +4,10 @@ A pure function of the metrics that every process reads at the same step, so tha
 counted from 1, as metrics.jsonl does: step n is the one after which the state has done n.
 """
 
-import dataclasses
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from jaxscale.monitor.spikes import ratio_limit
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
-from jaxscale.training.guard import GuardConfig
-
-Rung = Literal["cut_lr", "rewind"]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RecoveryConfig:
-    """Answers to more skipped steps than the guard allows. Every one is an event, and can be replayed."""
-
-    rungs: tuple[Rung, ...] = setting(
-        ("rewind",), "in this order, each as often as it may; then the run ends with exit 17", may_change=True
-    )
-    max_skipped_in_window: int = setting(
-        50, "more skipped steps than this among the last guard.window_steps are answered too; 0: any", may_change=True
-    )
-    cut_factor: float = setting(
-        10.0, "cut_lr: the learning rate is divided by this", may_change=True, read_if="train.ladder.rungs=cut_lr"
-    )
-    cut_steps: int = setting(
-        100,
-        "cut_lr: for so many steps, after which it is what it would have been",
-        may_change=True,
-        read_if="train.ladder.rungs=cut_lr",
-    )
-    max_cuts: int = setting(
-        1,
-        "cut_lr: times in a run; those behind a rewind are forgotten with their steps",
-        may_change=True,
-        read_if="train.ladder.rungs=cut_lr",
-    )
-    rewind_margin_steps: int = setting(
-        100,
-        "rewind: the checkpoint is at least so old when the first bad step comes, and the batches from so many steps "
-        "before it to the last bad one are skipped; PaLM: 100 steps, 200 to 500 batches (arXiv:2204.02311, 5.1)",
-        may_change=True,
-        read_if="train.ladder.rungs=rewind",
-    )
-    max_rewinds: int = setting(3, "rewind: times in a run", may_change=True, read_if="train.ladder.rungs=rewind")
-    max_rewind_steps: int = setting(
-        2000,
-        "rewind: a clean checkpoint more than so many steps older than the first bad one is passed over for the newest "
-        "suspect one before the margin; 0: none is",
-        may_change=True,
-        read_if="train.ladder.rungs=rewind",
-    )
-    clean_source: str | None = setting(
-        None,
-        "rewind: a source of data.mixture that the first steps afterwards learn from; none: none",
-        may_change=True,
-        read_if="train.ladder.rungs=rewind",
-    )
-    clean_steps: int = setting(
-        0, "rewind: how many steps these are", may_change=True, read_if="train.ladder.clean_source"
-    )
-    norm_alarm: float = setting(100.0, "a norm above this is told as an event, and applied; 0: never", may_change=True)
-    spike_alarm: float = setting(
-        1.5,
-        "a loss above so many times the window's median is told as an event, and applied; 0: never",
-        may_change=True,
-    )
-    plateau_steps: int = setting(
-        0, "so many steps, of which the second half is compared with the first; 0: never", may_change=True
-    )
-    plateau_ratio: float = setting(
-        0.99,
-        "a mean loss of the second half of at least this part of the first is told as an event",
-        may_change=True,
-        read_if="train.ladder.plateau_steps",
-    )
-
-    def __post_init__(self):
-        if self.cut_factor <= 1 or self.cut_steps < 1:
-            raise BadInput("cut_factor must be above 1 and cut_steps at least 1")
-        most = ("max_skipped_in_window", "max_cuts", "max_rewinds", "max_rewind_steps")
-        for name in (*most, "rewind_margin_steps", "clean_steps"):
-            if getattr(self, name) < 0:
-                raise BadInput(f"{name}={getattr(self, name)} must be at least 0")
-        if bool(self.clean_source) != bool(self.clean_steps):
-            raise BadInput("clean_source and clean_steps belong together: a source, and how many steps it is for")
-        if len(set(self.rungs)) < len(self.rungs):
-            raise BadInput(f"rungs={self.rungs} names one twice; max_cuts and max_rewinds say how often")
+from jaxscale.training.config import GuardConfig, RecoveryConfig
 
 
 class JudgedStep(NamedTuple):

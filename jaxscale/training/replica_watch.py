@@ -1,30 +1,13 @@
 """What a run does about copies of its state that differ: the same steps once more, and then a verdict."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 from jaxscale.monitor.events import Note, ignore
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.training.config import ReplicaConfig
 from jaxscale.training.replicas import ReplicaReport
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplicaConfig:
-    """A wrong bit in one device's copy of the state, found by comparing it with the others."""
-
-    every_steps: int = setting(
-        0, "steps between comparisons of all copies, and before each save; 0: none", may_change=True
-    )
-    max_passing: int = setting(
-        3, "faults of one device that were gone when the same steps were run again; one more ends the run (exit 16)",
-        may_change=True, read_if="train.replicas.every_steps",)  # fmt: skip
-
-    def __post_init__(self):
-        if self.every_steps < 0 or self.max_passing < 0:
-            raise BadInput("every_steps and max_passing must be at least 0")
 
 
 class ReplicaWatch:

@@ -13,8 +13,8 @@ import tiny
 from ckpt_states import data_files, flip_bit
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.checkpoint.branch import InitConfig, Plan, branch_state, check_scale, open_source
-from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.branch import Plan, branch_state, check_scale, open_source
+from jaxscale.checkpoint.config import CheckpointConfig, InitConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
 from jaxscale.models.config import LoraConfig

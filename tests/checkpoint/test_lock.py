@@ -14,14 +14,16 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import Weather
 
-from jaxscale.checkpoint.lock import LEASES, LockConfig, RunLock
+from jaxscale.checkpoint.config import LockConfig
+from jaxscale.checkpoint.lock import LEASES, RunLock
 from jaxscale.checkpoint.lock_stores import FileLock, ObjectLock, process_state, this_process
 from jaxscale.system.bucket import open_bucket
 from jaxscale.system.exits import Exit, Stop
 
 HOLD = """
 import sys, time
-from jaxscale.checkpoint.lock import LockConfig, RunLock
+from jaxscale.checkpoint.lock import RunLock
+from jaxscale.checkpoint.config import LockConfig
 from jaxscale.system.exits import run_and_exit
 
 def main(argv):

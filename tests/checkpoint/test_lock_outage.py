@@ -11,7 +11,8 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import CUTS, Weather
 
-from jaxscale.checkpoint.lock import LEASES, LockConfig, RunLock
+from jaxscale.checkpoint.config import LockConfig
+from jaxscale.checkpoint.lock import LEASES, RunLock
 from jaxscale.checkpoint.lock_stores import FileLock, read_holder, this_process
 from jaxscale.system.exits import Exit, Stop
 

@@ -27,8 +27,8 @@ from jaxscale.cli.bench_collectives import (
     wire_bytes,
 )
 from jaxscale.hardware import CHIPS
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
-from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.sharding.config import MESH_AXES, MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 
 
 @pytest.fixture(scope="module")

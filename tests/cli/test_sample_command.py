@@ -15,7 +15,7 @@ import pytest
 import verbs
 
 from jaxscale.cli import sample, sample_chat
-from jaxscale.sampling.choose import GREEDY
+from jaxscale.sampling.config import GREEDY
 from jaxscale.sampling.generator import Timing
 from jaxscale.sampling.text import Written
 from jaxscale.text.chat.config import ChatConfig

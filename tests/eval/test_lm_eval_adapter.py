@@ -22,7 +22,7 @@ from jaxscale.eval.pairs import encode_pair
 from jaxscale.eval.scorer import Span
 from jaxscale.eval.text import Reading
 from jaxscale.inference import make_generator, make_scorer, open_model
-from jaxscale.sampling.choose import GREEDY, Sampling
+from jaxscale.sampling.config import GREEDY, Sampling
 from jaxscale.text.chat.asking import open_asking
 from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.template import load_template

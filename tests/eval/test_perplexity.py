@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.eval.perplexity import EvalConfig, evaluate, make_eval_step, summarise
+from jaxscale.eval.config import EvalConfig
+from jaxscale.eval.perplexity import evaluate, make_eval_step, summarise
 
 
 def nats_are_tokens(params, batch):

@@ -8,8 +8,8 @@ from token_losses import make_token_losses
 from jaxscale.data.batch import Batch
 from jaxscale.eval.scorer import Span, lay, row_length
 from jaxscale.inference import make_generator, make_scorer, open_model
-from jaxscale.sampling.choose import GREEDY
-from jaxscale.sharding.mesh import MeshConfig
+from jaxscale.sampling.config import GREEDY
+from jaxscale.sharding.config import MeshConfig
 
 QUIET = dict(say=lambda line: None)
 

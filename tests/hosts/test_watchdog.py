@@ -12,7 +12,8 @@ import time
 import pytest
 
 from jaxscale.hosts import watchdog as module
-from jaxscale.hosts.watchdog import UNWATCHED, HangConfig, Watchdog
+from jaxscale.hosts.config import HangConfig
+from jaxscale.hosts.watchdog import UNWATCHED, Watchdog
 
 ROOT = pathlib.Path(module.__file__).parent.parent.parent
 NEVER = HangConfig(**{field.name: 0 for field in dataclasses.fields(HangConfig)})

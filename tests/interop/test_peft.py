@@ -22,7 +22,8 @@ from jaxscale.interop.adapters import OF_A, OF_B, OUTER
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.sharded import shard_model
 from jaxscale.run.opening import train_through
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.system.exits import BadInput
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch, transformers and peft

@@ -13,8 +13,8 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.retention import pinned_steps
 from jaxscale.cli import convert
+from jaxscale.interop.config import ExportConfig
 from jaxscale.interop.periodic import Exporter, exporting
-from jaxscale.interop.settings import ExportConfig
 from jaxscale.run.opening import train_through
 
 

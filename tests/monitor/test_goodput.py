@@ -9,7 +9,8 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.hosts.watchdog import HangConfig, Watchdog
+from jaxscale.hosts.config import HangConfig
+from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.goodput import KINDS, Ledger, goodput_of, iso_time, own_age_seconds

@@ -11,7 +11,8 @@ import pytest
 import tiny
 
 from jaxscale import main
-from jaxscale.hosts.watchdog import HangConfig, Watchdog
+from jaxscale.hosts.config import HangConfig
+from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.profile import TOUCHED, Profiler, parse_steps
 from jaxscale.monitor.throughput import Throughput

@@ -16,7 +16,8 @@ from jaxscale.config import resolve_budget
 from jaxscale.ops.attention import choose_attention, splash
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning.topology import open_topology
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES, partition_spec
 
 pytestmark = pytest.mark.aot

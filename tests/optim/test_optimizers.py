@@ -6,8 +6,9 @@ import numpy as np
 import optax
 import pytest
 
+from jaxscale.optim.config import OptimConfig
 from jaxscale.optim.groups import assign_groups
-from jaxscale.optim.optimizers import OptimConfig, make_optimizer
+from jaxscale.optim.optimizers import make_optimizer
 from jaxscale.optim.schedules import make_schedule
 
 AXES = {"wq": ("embed", "heads"), "up": ("embed", "mlp")}

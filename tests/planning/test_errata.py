@@ -22,7 +22,8 @@ from jaxscale.planning.memory import least_memory
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import shape, shape_params
 from jaxscale.planning.speed import PUBLISHED
-from jaxscale.training.loss_scale import LossScaleConfig, adjust, init_loss_scale
+from jaxscale.training.config import LossScaleConfig
+from jaxscale.training.loss_scale import adjust, init_loss_scale
 
 A100 = CHIPS["NVIDIA A100-SXM4-80GB"]
 GB = 1e9

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.sampling.choose import Sampling, choose, filtered
+from jaxscale.sampling.choose import choose, filtered
+from jaxscale.sampling.config import Sampling
 
 V = 12
 

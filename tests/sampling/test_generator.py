@@ -18,9 +18,10 @@ from jaxscale.models.model import logits, make_model
 from jaxscale.models.sharded import shard_model
 from jaxscale.ops.kernels import PLAIN, choose_kernels
 from jaxscale.sampling.cache import Cache
-from jaxscale.sampling.choose import GREEDY, Sampling
+from jaxscale.sampling.config import GREEDY, Sampling
 from jaxscale.sampling.generator import ENDED, Engine, Generator, NotFinite, own_numbers, prompt_length
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 
 LLAMA_KIND = dict(attention_window=5, attention_softcap=3.0, qk_norm=True, logit_softcap=8.0)
 MODELS = {

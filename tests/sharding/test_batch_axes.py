@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.sharding.batch_axes import GATHERED, make_batch_axes
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES, partition_spec
 
 AXES = {"w": ("embed", "mlp"), "norm": ("norm",)}

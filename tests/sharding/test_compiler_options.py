@@ -11,7 +11,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.compiler_options import ON_ALREADY, TABLE, check_options, compiler_options
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 
 GPU = [row for row in TABLE if row.devices == "gpu"]
 SCHEDULER, GATHER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_pipelined_all_gather"

@@ -11,8 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale.planning.topology import open_topology
-from jaxscale.sharding.mesh import MeshConfig, arrange, make_mesh, mesh_layout, mesh_shape
-from jaxscale.sharding.rules import MESH_AXES
+from jaxscale.sharding.config import MESH_AXES, MeshConfig
+from jaxscale.sharding.mesh import arrange, make_mesh, mesh_layout, mesh_shape
 
 
 @pytest.mark.parametrize(

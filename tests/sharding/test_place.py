@@ -9,7 +9,8 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec
 
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.place import (
     batch_sharding,
     check_divides,

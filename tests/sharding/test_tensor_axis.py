@@ -17,7 +17,8 @@ from jaxscale.build import make_program
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.ops.cross_entropy import summed_cross_entropy, token_nats
 from jaxscale.ops.embed import lookup, lookup_shared
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.tensor_axis import ONE, make_tensor_axis
 
 STAGES = (((0, 2), (1, 3)), ((0, 1), (2, 3)))  # a line of 4 devices as 2 rows of 2

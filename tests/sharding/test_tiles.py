@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.planning.machine import open_machine
 from jaxscale.sharding.batch_axes import make_batch_axes, scattered
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES
 from jaxscale.sharding.tiles import LANES, falls_into_groups, from_scatter, on_tpu, to_scatter
 

@@ -19,7 +19,7 @@ from jaxscale.run.options import Wishes
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training import guard, loop
 from jaxscale.training.autopilot import Autopilot, Pilot, Rewound
-from jaxscale.training.recovery import RecoveryConfig
+from jaxscale.training.config import GuardConfig, RecoveryConfig
 
 VALUES = {
     "monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0,
@@ -330,7 +330,7 @@ def pilot_that_has_read(*readings, **settings):
     """(an autopilot after these verdicts of steps, each with how many are skipped in a row; its events)"""
     events = []
     note = lambda kind, step, **facts: events.append((kind, step, facts.get("why") or facts.get("what")))
-    pilot = Autopilot(Pilot(RecoveryConfig(rungs=()), guard.GuardConfig(**settings), note), None)
+    pilot = Autopilot(Pilot(RecoveryConfig(rungs=()), GuardConfig(**settings), note), None)
     for step, (verdict, in_row) in enumerate(readings, 1):
         values = {"objective": 3.0, "grad_norm": 1.0, "loss_median": 3.0, "skipped_in_row": in_row}
         pilot.read(step, values | {"verdict": verdict, "skipped": verdict not in (guard.GOOD, guard.NEW_LEVEL)}, None)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.sharding.mesh import MeshConfig, make_mesh
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.place import batch_sharding
 from jaxscale.sharding.rules import TENSOR
 from jaxscale.training.feed import Feed

@@ -5,18 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxscale.training.guard import (
-    APPLY,
-    GOOD,
-    NEW_LEVEL,
-    SKIP,
-    VERDICTS,
-    GuardConfig,
-    init_guard,
-    inspect,
-    loss_median,
-    lr_factor,
-)
+from jaxscale.training.config import GuardConfig
+from jaxscale.training.guard import APPLY, GOOD, NEW_LEVEL, SKIP, VERDICTS, init_guard, inspect, loss_median, lr_factor
 
 NAN, INF = float("nan"), float("inf")
 

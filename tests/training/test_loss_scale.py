@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 import pytest
 
-from jaxscale.training.loss_scale import LossScaleConfig, adjust, init_loss_scale, is_dynamic
+from jaxscale.training.config import LossScaleConfig
+from jaxscale.training.loss_scale import adjust, init_loss_scale, is_dynamic
 
 
 def scales(cfg, finite):

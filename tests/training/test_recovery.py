@@ -2,13 +2,12 @@
 
 import pytest
 
+from jaxscale.training.config import GuardConfig, RecoveryConfig
 from jaxscale.training.decisions import Decisions, GoneBack, LrCut, decisions_of
-from jaxscale.training.guard import GuardConfig
 from jaxscale.training.recovery import (
     Cut,
     Halt,
     JudgedStep,
-    RecoveryConfig,
     Rewind,
     Trouble,
     Watching,

@@ -17,10 +17,9 @@ from jaxscale.sharding.rules import RULES
 from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training.autopilot import Autopilot, Pilot
-from jaxscale.training.guard import GuardConfig
+from jaxscale.training.config import GuardConfig, RecoveryConfig, ReplicaConfig
 from jaxscale.training.injected import flip_bits
-from jaxscale.training.recovery import RecoveryConfig
-from jaxscale.training.replica_watch import ReplicaConfig, ReplicaWatch
+from jaxscale.training.replica_watch import ReplicaWatch
 from jaxscale.training.replicas import coverage, flip_bit, holders, make_replica_check, outvoted
 
 pytestmark = pytest.mark.fault("F25")

@@ -8,7 +8,8 @@ import pytest
 import tiny
 
 from jaxscale.cli.compilations import CompileLog
-from jaxscale.hosts.watchdog import HangConfig, Watchdog
+from jaxscale.hosts.config import HangConfig
+from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.monitor.goodput import Ledger
 from jaxscale.reporting.history import read_history
 from jaxscale.run.opening import open_run

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 from jaxscale.models.config import RematName
-from jaxscale.optim.groups import GroupConfig
+from jaxscale.optim.config import GroupConfig
 
 STEPS = 4
 MESHES = [

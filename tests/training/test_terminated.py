@@ -10,8 +10,8 @@ import tiny
 from jaxscale import main
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.interop.config import ExportConfig
 from jaxscale.interop.periodic import Exporter, exporting
-from jaxscale.interop.settings import ExportConfig
 from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop, Terminated, verdict
 from jaxscale.training.stopping import terminated_well

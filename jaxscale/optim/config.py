@@ -1,0 +1,76 @@
+"""The optimizer, its learning rate, and groups of parameters with settings of their own."""
+
+import dataclasses
+import re
+from typing import Literal
+
+from jaxscale import units
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+
+Decay = Literal["cosine", "linear", "wsd", "constant"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """Settings for the parameters whose dotted path a regular expression finds; the first that matches counts."""
+
+    pattern: str = setting(help="regular expression searched in paths such as 'blocks.attention.wq' or 'embedding'")
+    lr_multiplier: float = setting(1.0, "multiplies the learning rate", read_if=".frozen=false")
+    weight_decay: float | None = setting(
+        None, "replaces optim.weight_decay; none: as without a group", read_if=".frozen=false"
+    )
+    frozen: bool = setting(False, "true: these parameters never change and keep no moments")
+
+    def __post_init__(self):
+        try:
+            re.compile(self.pattern)
+        except re.error as error:
+            raise BadInput(f"pattern={self.pattern!r} is no regular expression: {error}") from None
+        if self.lr_multiplier < 0:
+            raise BadInput(f"lr_multiplier={self.lr_multiplier} must not be negative; frozen=true stops a group")
+        if self.weight_decay is not None and self.weight_decay < 0:
+            raise BadInput(f"weight_decay={self.weight_decay} must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with warmup and cosine unless told otherwise."""
+
+    name: Literal["adamw", "lion", "sgd"] = setting(
+        "adamw", "update rule: arXiv:1711.05101, arXiv:2302.06675, or plain"
+    )
+    peak_lr: float = setting(3e-4, "learning rate at the end of the warmup")
+    min_lr: float = setting(3e-5, "learning rate at and after the last step", read_if="optim.decay=cosine|linear|wsd")
+    warmup_tokens: units.Tokens = setting("1%", "linear warmup: tokens, '2000 steps' or '1%' of train_tokens")
+    decay: Decay = setting("cosine", "shape after the warmup")
+    decay_fraction: float = setting(0.2, "wsd only: part of all steps that decays", read_if="optim.decay=wsd")
+    b1: float = setting(0.9, "decay rate of the first moment; momentum of sgd")
+    b2: float = setting(0.95, "decay rate of the second moment", read_if="optim.name=adamw|lion")
+    eps: float = setting(1e-8, "added to the root of the second moment", read_if="optim.name=adamw")
+    weight_decay: float = setting(0.1, "decoupled, times the learning rate")
+    weight_decay_all: bool = setting(
+        False, "true: norms, biases and embeddings decay too", read_if="optim.weight_decay"
+    )
+    clip_norm: float = setting(1.0, "largest global gradient norm; 0: no clipping")
+    offload_moments: bool = setting(
+        False, "true: moments live in the host's memory and visit the device layer by layer", may_change=True
+    )
+    offload_params: bool = setting(
+        False, "true: parameters live in the host's memory and visit the device layer by layer", may_change=True
+    )
+    groups: tuple[GroupConfig, ...] = setting((), "ordered: pattern, lr, weight_decay, frozen")
+
+    def __post_init__(self):
+        if self.decay != "constant" and not 0 <= self.min_lr <= self.peak_lr:
+            raise BadInput(f"min_lr={self.min_lr:g} must lie between 0 and peak_lr={self.peak_lr:g}")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0 and below 1")
+        if not 0 < self.decay_fraction <= 1:
+            raise BadInput(f"decay_fraction={self.decay_fraction} must be above 0 and at most 1")
+        if self.offload_moments and self.name == "sgd" and self.b1 == 0:
+            raise BadInput("offload_moments=true: sgd with b1=0 has no moments; leave it out")
+        for name in ("weight_decay", "clip_norm", "eps"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)} must not be negative")
