@@ -21,7 +21,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import digest
 from jaxscale.interop import adapter_config, adapters, families
 from jaxscale.interop.families import TensorPair
-from jaxscale.interop.journal import Journal
+from jaxscale.interop.journal import Journal, make_journal
 from jaxscale.interop.leaves import Leaves
 from jaxscale.interop.pieces import array_shapes, in_order
 from jaxscale.interop.reading import CONFIG, INDEX, WEIGHTS
@@ -191,15 +191,13 @@ def prepare_folder(to: Any, source: Source, shards: Sequence[Shard], dtype: str)
     """(the folder, its journal). Raises BadInput if anything but this export is in the folder."""
     folder = paths.absolute(to)
     plan = [[shard.name, shard.num_bytes, [pair.theirs for pair in shard.pairs]] for shard in shards]
-    journal = Journal(folder / JOURNAL, digest([source.record["sha256"], source.what, dtype, plan]))
-    there = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-    if there and not journal.path.exists():
-        raise BadInput(f"--to={to} is in use, it holds {there[0]}; name a new folder")
+    identity = digest([source.record["sha256"], source.what, dtype, plan])
+    journal = make_journal(folder, JOURNAL, identity, f"--to={to}")
     paths.make_run_dir(folder)
     if written(journal.begin, folder):
-        for name in there:
-            if name.endswith(".tmp") and name.startswith(".model"):  # of a file that was being written
-                (folder / name).unlink()
+        for path in [path for path in folder.iterdir() if path.name.startswith(".model")]:
+            if path.name.endswith(".tmp"):  # of a file that was being written
+                path.unlink()
     return folder, journal
 
 

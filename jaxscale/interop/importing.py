@@ -24,11 +24,11 @@ from jaxscale.checkpoint.record import RECORD, seal
 from jaxscale.checkpoint.verify import Damaged, list_all_others, verify_leaves
 from jaxscale.checkpoint.write import HANDLERS
 from jaxscale.interop.families import TensorPair
-from jaxscale.interop.journal import Journal
+from jaxscale.interop.journal import Journal, make_journal
 from jaxscale.interop.pieces import OURS, PREFIX, Unit, array_shapes, chunk_shapes, cut, in_order, plan_units
 from jaxscale.interop.safetensors import DTYPES, Tensor
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
 
 JOURNAL = "converting.json"
@@ -50,18 +50,11 @@ class Imported:
 def prepare_workdir(workdir: Any, identity: str) -> tuple[Any, Journal]:
     """(the work folder, its journal). Raises BadInput if anything but this conversion is in the folder."""
     folder = paths.absolute(workdir)
-    journal = Journal(folder / JOURNAL, identity)
-    if not journal.path.exists() and (used := first_name(folder)):
-        raise BadInput(f"--workdir={workdir} is in use, it holds {used}; name a new folder")
+    journal = make_journal(folder, JOURNAL, identity, f"--workdir={workdir}")
     for place in (folder, folder / "checkpoints"):
         paths.make_run_dir(place)
     written(journal.begin, folder)
     return folder, journal
-
-
-def first_name(folder: Any) -> str | None:
-    """The first name in a folder, or None."""
-    return min((path.name for path in folder.iterdir()), default=None) if folder.exists() else None
 
 
 def growing_folder(folder: Any) -> Any:

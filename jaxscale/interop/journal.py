@@ -14,6 +14,15 @@ from jaxscale.system.exits import BadInput
 REMOTE_SECONDS = 5.0  # between two writes to a bucket, which takes about one a second of the same object
 
 
+def make_journal(folder: Any, name: str, identity: str, flag: str) -> "Journal":
+    """The journal of the folder that a flag gave. Raises BadInput if anything but this conversion is in there."""
+    journal = Journal(folder / name, identity)
+    there = [path.name for path in folder.iterdir()] if folder.exists() and not journal.path.exists() else []
+    if there:
+        raise BadInput(f"{flag} is in use, it holds {min(there)}; name a new folder")
+    return journal
+
+
 class Journal:
     """A JSON file {what: identity, done: {part: whatever is to be known of it}}, removed at the end.
 
