@@ -20,6 +20,7 @@ import numpy as np
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.sources.settings import PREPARE, needs
 
 REASON = "language: not wanted"
 DOUBT = "language: not sure enough"
@@ -69,12 +70,8 @@ class LanguageModel(NamedTuple):
 @functools.cache
 def load_model() -> LanguageModel:
     """py3langid's own model; about 110 MB, loaded once per process. Raises BadInput if the package is missing."""
-    try:
+    with needs("identifying languages", "py3langid", f"{PREPARE}, or leave the stage out"):
         from py3langid.langid import MODEL_FILE, LanguageIdentifier
-    except ImportError as error:
-        raise BadInput(
-            "identifying languages needs the package py3langid: pip install 'jaxscale[prepare]', or leave the stage out"
-        ) from error
     model = LanguageIdentifier.from_model_file(MODEL_FILE)
     moves = np.frombuffer(model.tk_nextmove, dtype=f"u{model.tk_nextmove.itemsize}")
     rows = np.frombuffer(model.tk_row, dtype=f"u{model.tk_row.itemsize}").astype(np.uint64) << np.uint64(8)

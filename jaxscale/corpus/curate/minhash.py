@@ -18,6 +18,7 @@ from jaxscale.corpus.curate.hashes import MULTIPLIER, Sketch, hash_words, mix, n
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
+from jaxscale.text.sources.settings import needs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,8 @@ def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], Sketch]:
 
 def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
     """uint32[documents, permutations] of documents, each given as the hashes of its words."""
-    rensa = load_rensa()
+    with needs("finding near duplicates", "rensa"):
+        import rensa
     flat, counts = ngram_table(words, cfg.ngram_words)
     counts = np.asarray(counts, np.int64)
     short = [i for i, row in enumerate(words) if 0 < len(row) < cfg.ngram_words]
@@ -84,15 +86,6 @@ def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
     matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(flat, offsets, cfg.permutations, cfg.seed)
     numbers = itertools.chain.from_iterable(matrix.to_rows())
     return np.fromiter(numbers, np.uint32, len(words) * cfg.permutations).reshape(len(words), cfg.permutations)
-
-
-def load_rensa():
-    """The package rensa. Raises BadInput that says how to install it."""
-    try:
-        import rensa
-    except ImportError:
-        raise BadInput("near duplicates need rensa: pip install 'jaxscale[prepare]'") from None
-    return rensa
 
 
 def band_keys(found: np.ndarray, bands: int, rows: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from typing import Literal
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each
+from jaxscale.text.sources.settings import PREPARE, needs
 
 # Marks of UTF-8 that was read as Windows-1252, Latin-1 or Mac Roman: a lead byte's character and a continuation byte's,
 # two of them after the lead bytes of Chinese, Japanese and Korean, which are the accented letters of French.
@@ -75,12 +76,8 @@ def suspicious(text: str) -> tuple[str, bool]:
 
 def fix_mojibake(text: str) -> str:
     """The text with wrong decodings undone, by ftfy's heuristics; else as it was: no quote or width is changed."""
-    try:
+    with needs("undoing mojibake", "ftfy", f"{PREPARE}, or set mojibake=False"):
         import ftfy
-    except ImportError as error:
-        raise BadInput(
-            "undoing mojibake needs the package ftfy: pip install 'jaxscale[prepare]', or set mojibake=False"
-        ) from error
     return "\n".join(ftfy.fix_encoding(line) if MOJIBAKE.search(line) else line for line in text.split("\n"))
 
 

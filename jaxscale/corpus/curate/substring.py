@@ -14,6 +14,7 @@ import numpy as np
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.sources.settings import needs
 
 SEPARATOR = 0xFF  # a byte that UTF-8 never has
 MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32
@@ -117,10 +118,8 @@ def repeated_windows(flat: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarra
 
 def suffix_array(flat: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(int32[n] the suffixes in order, int32[n] the bytes that each has in common with the next; the last has 0)."""
-    try:
+    with needs("finding repeated passages", "pydivsufsort"):
         import pydivsufsort
-    except ImportError:
-        raise BadInput("repeated passages need pydivsufsort: pip install 'jaxscale[prepare]'") from None
     if not len(flat):
         return np.zeros(0, np.int32), np.zeros(0, np.int32)
     flat = np.array(flat)  # the package wants an array that it may write to

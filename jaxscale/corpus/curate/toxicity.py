@@ -13,6 +13,7 @@ from jaxscale.schema import setting
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
+from jaxscale.text.sources.settings import PREPARE, needs
 
 TOO_TOXIC = "toxicity: score too high"
 LISTED = "toxicity: words of the list"
@@ -42,13 +43,8 @@ class ToxicityConfig:
 
 def predict(texts: Sequence[str]) -> list[float]:
     """The probability of abuse of each text, to 4 decimals: the last bits of a sum depend on the machine."""
-    try:
+    with needs("the toxicity score", "alt-profanity-check", f"{PREPARE}, or set score=False"):
         import profanity_check  # loads its own model file with joblib, from inside its own package
-    except ImportError as error:
-        raise BadInput(
-            "the toxicity score needs the package alt-profanity-check: pip install 'jaxscale[prepare]', "
-            "or set score=False"
-        ) from error
     return [round(float(p), 4) for p in profanity_check.predict_prob(list(texts))] if texts else []
 
 

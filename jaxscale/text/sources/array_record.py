@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.jsonl import record_text, second_look
-from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records, missing_package
+from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records, needs, refetch
 
 VARINT_BYTES = 10  # at most, of 64 bits
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
@@ -47,10 +47,8 @@ def is_array_record(path: str) -> bool:
 
 def load_package() -> Any:
     """The package's module. Raises BadInput if it is not installed."""
-    try:
+    with needs("reading and writing ArrayRecord files", "array_record"):
         from array_record.python import array_record_module
-    except ImportError:
-        raise missing_package("reading and writing ArrayRecord files", "array_record") from None
     return array_record_module
 
 
@@ -64,9 +62,7 @@ def opened(path: str, cfg: ReadConfig) -> Any:
             reader.close()  # tells why
     except (ValueError, RuntimeError, IndexError) as error:
         reason = str(error).partition("\n")[0][:200]
-        raise Damaged(
-            f"{path} cannot be read as ArrayRecord: {reason}; fetch it anew, or set {cfg.where}damaged='skip'"
-        ) from None
+        raise Damaged(f"{path} cannot be read as ArrayRecord: {reason}; {refetch(cfg)}") from None
     return reader
 
 
@@ -98,10 +94,8 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
             for _, entry in inner(features, 1):
                 parts = dict(inner(entry))
                 for _, values in inner(parts.get(2, b""), 1):
-                    name, value = (
-                        parts.get(1, b"").decode("utf-8", "replace"),
-                        next((v for _, v in inner(values, 1)), b""),
-                    )
+                    name = parts.get(1, b"").decode("utf-8", "replace")
+                    value = next((v for _, v in inner(values, 1)), b"")
                     found[name] = value if name == cfg.text_field else value.decode("utf-8", "replace")
     except BadInput:
         return BadInput("a tf.train.Example")

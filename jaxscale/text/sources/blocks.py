@@ -1,11 +1,12 @@
 """The bytes of a file in blocks, unpacked if it is packed, and the lines in them: bounded in memory whatever comes."""
 
+import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from jaxscale.text.sources.files import PACKED
-from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig
+from jaxscale.text.sources.settings import REST, WHOLE, Damaged, Part, ReadConfig, refetch
 
 BLOCK_BYTES = 1 << 18  # fits the cache of a core; of a packed file, what is lost before the place where it is broken
 RATIO_FLOOR = 64 << 20  # a file that has unpacked to less than this harms nobody
@@ -57,7 +58,7 @@ def unpack(path: str, cfg: ReadConfig) -> Iterator[bytes]:
                     reason = "is cut short" if "Truncated" in str(error) else f"is broken ({error})"
                     raise Damaged(
                         f"{path} {reason} after {unpacked:,} unpacked bytes, {packed.tell():,} of {packed.size():,} "
-                        f"packed; fetch it anew, or set {cfg.where}damaged='skip' to go on without the rest of it"
+                        f"packed; {refetch(cfg, REST)}"
                     ) from None
                 if not block:
                     return
@@ -141,3 +142,14 @@ def next_line(path: str, place: int, size: int, begin: int = 0) -> int:
                 return min(place + found + 1, size)
             place += len(block)
     return size
+
+
+def cut_parts(path: str, part_bytes: int, find: Callable[[str, int, int, int], int]) -> list[Part]:
+    """The file in parts of about so many bytes. find: next_line, or the like for other places to cut at."""
+    size = os.path.getsize(path)
+    if is_packed(path) or size <= part_bytes:
+        return [WHOLE]
+    places = [0]
+    while (place := find(path, places[-1] + part_bytes, size, places[-1])) < size:
+        places.append(place)
+    return [Part(begin, end) for begin, end in zip(places, [*places[1:], size])]

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.blocks import RATIO_FLOOR
-from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records
+from jaxscale.text.sources.settings import REST, WHOLE, Damaged, Part, ReadConfig, Records, refetch
 
 BATCH_BYTES = 8 << 20
 BATCH_ROWS = 1024
@@ -54,9 +54,7 @@ def opened(path: str, cfg: ReadConfig) -> Any:
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
-        raise Damaged(
-            f"{path} cannot be read as Parquet: {first_line(error)}; fetch it anew, or set {cfg.where}damaged='skip'"
-        ) from None
+        raise Damaged(f"{path} cannot be read as Parquet: {first_line(error)}; {refetch(cfg)}") from None
 
 
 def repeats(meta: Any, column: int) -> bool:
@@ -110,9 +108,7 @@ def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
-        raise Damaged(
-            f"{path} cannot be read as Arrow: {first_line(error)}; fetch it anew, or set {cfg.where}damaged='skip'"
-        ) from None
+        raise Damaged(f"{path} cannot be read as Arrow: {first_line(error)}; {refetch(cfg)}") from None
 
 
 def sound(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:
@@ -127,8 +123,7 @@ def sound(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:
                 batch.validate()
         except (pyarrow.ArrowException, OSError) as error:
             raise Damaged(
-                f"{path} is broken after row {rows:,} or a little more ({first_line(error)}); fetch it anew, or set "
-                f"{cfg.where}damaged='skip' to go on without the rest of it"
+                f"{path} is broken after row {rows:,} or a little more ({first_line(error)}); {refetch(cfg, REST)}"
             ) from None
         if batch is None:
             return

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from jaxscale.text.sources.settings import ReadConfig, missing_package
+from jaxscale.text.sources.settings import ReadConfig, needs
 
 DECLARED = re.compile(
     rb"""<(?:meta|\?xml)[^>]{0,512}?(?:charset|encoding)\s*=\s*["']?\s*([A-Za-z0-9_:.-]{1,40})""", re.I
@@ -50,20 +50,21 @@ def too_deep(html: str) -> bool:
 
 def page_string(page: bytes, charset: str) -> str:
     """The page decoded: by its byte order mark, else by `charset`, else by what it declares, else by a guess."""
-    resiliparse = encodings()
+    with needs("reading web pages", "resiliparse"):
+        from resiliparse.parse import encoding as encodings
     for mark, name in MARKS:
         if page.startswith(mark):
             return page[len(mark) :].decode(name, "replace")
     declared = DECLARED.search(page[:DECLARED_WITHIN])
     for name in (charset, declared[1].decode("ascii") if declared else ""):
-        encoding = resiliparse.map_encoding_to_html5(name, fallback_utf8=False) if name else None
+        encoding = encodings.map_encoding_to_html5(name, fallback_utf8=False) if name else None
         if encoding and encoding.startswith("utf-16") and declared and name != charset:
             encoding = "utf-8"  # a page that can say so in ASCII is not UTF-16
         if encoding:
             break
     else:
-        encoding = "utf-8" if is_utf8(page) else resiliparse.detect_encoding(page)
-    return resiliparse.bytes_to_str(page, encoding or "utf-8", errors="replace")
+        encoding = "utf-8" if is_utf8(page) else encodings.detect_encoding(page)
+    return encodings.bytes_to_str(page, encoding or "utf-8", errors="replace")
 
 
 def is_utf8(page: bytes) -> bool:
@@ -78,29 +79,11 @@ def is_utf8(page: bytes) -> bool:
 def extract(html: str, cfg: ReadConfig) -> str:
     """The text of the main content, '' if there is none."""
     if cfg.html_text == "trafilatura":
-        return by_trafilatura(html, cfg.where)
-    try:
+        with needs(f"{cfg.where}html_text='trafilatura'", "trafilatura with lxml_html_clean"):
+            import trafilatura
+        return trafilatura.extract(html, include_comments=False, favor_precision=True) or ""
+    with needs("reading web pages", "resiliparse"):
         from resiliparse.extract.html2text import extract_plain_text
-    except ImportError:
-        raise missing_package("reading web pages", "resiliparse") from None
     return extract_plain_text(
         html, main_content=True, preserve_formatting=True, alt_texts=False, links=False, comments=False
     )
-
-
-def by_trafilatura(html: str, where: str = "") -> str:
-    """extract by trafilatura."""
-    try:
-        import trafilatura
-    except ImportError:
-        raise missing_package(f"{where}html_text='trafilatura'", "trafilatura with lxml_html_clean") from None
-    return trafilatura.extract(html, include_comments=False, favor_precision=True) or ""
-
-
-def encodings():
-    """resiliparse's module of encodings."""
-    try:
-        import resiliparse.parse.encoding
-    except ImportError:
-        raise missing_package("reading web pages", "resiliparse") from None
-    return resiliparse.parse.encoding

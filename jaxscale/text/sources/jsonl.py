@@ -2,12 +2,11 @@
 
 import contextlib
 import json
-import os
 from collections import Counter
 from typing import Any
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.blocks import is_packed, next_line, read_blocks, read_lines
+from jaxscale.text.sources.blocks import cut_parts, next_line, read_blocks, read_lines
 from jaxscale.text.sources.decode import HALF_PAIRS, REPAIRED, repaired
 from jaxscale.text.sources.settings import WHOLE, Part, ReadConfig, Records
 
@@ -180,10 +179,4 @@ def at(number: int, part: Part) -> str:
 
 def json_parts(path: str, part_bytes: int) -> list[Part]:
     """The file in parts of about so many bytes, cut at line ends."""
-    size = os.path.getsize(path)
-    if is_packed(path) or size <= part_bytes:
-        return [WHOLE]
-    places = [0]
-    while (place := next_line(path, places[-1] + part_bytes, size)) < size:
-        places.append(place)
-    return [Part(begin, end) for begin, end in zip(places, [*places[1:], size])]
+    return cut_parts(path, part_bytes, next_line)

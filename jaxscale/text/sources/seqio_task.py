@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.jsonl import record_text
-from jaxscale.text.sources.settings import WHOLE, Part, ReadConfig, Records, missing_package, query_of
+from jaxscale.text.sources.settings import WHOLE, Part, ReadConfig, Records, needs, query_of
 
 KNOWN = ("split", "module", "field")
 SEQIO = "pip install 'jaxscale[seqio]'"
@@ -46,11 +46,9 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
 def imported() -> Any:
     """seqio, with TensorFlow kept off the accelerator, which belongs to the training."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    try:
+    with needs("reading seqio tasks", "seqio", SEQIO):
         import seqio
         import tensorflow
-    except ImportError:
-        raise missing_package("reading seqio tasks", "seqio", SEQIO) from None
     tensorflow.config.set_visible_devices([], "GPU")
     tensorflow.config.set_visible_devices([], "TPU")
     return seqio

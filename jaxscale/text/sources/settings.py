@@ -1,5 +1,6 @@
 """Settings of reading raw text, and what a part of a file is."""
 
+import contextlib
 import dataclasses
 import urllib.parse
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from typing import ClassVar, Literal, NamedTuple
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
+REST = " to go on without the rest of it"
 PREPARE = "pip install 'jaxscale[prepare]'"  # what brings the optional packages
 
 
@@ -109,9 +111,23 @@ def query_of(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, dict[
     return name, found
 
 
-def missing_package(what: str, package: str, way_out: str = PREPARE) -> ValueError:
+@contextlib.contextmanager
+def needs(what: str, package: str, way_out: str = PREPARE) -> Iterator[None]:
+    """Around the import of an optional package. Raises BadInput, saying what needs it, if it is not installed."""
+    try:
+        yield
+    except ImportError:
+        raise missing_package(what, package, way_out) from None
+
+
+def missing_package(what: str, package: str, way_out: str = PREPARE) -> BadInput:
     """The error for an optional package that is not there."""
     return BadInput(f"{what} needs the package {package}, which is not installed: {way_out}")
+
+
+def refetch(cfg: ReadConfig, rest: str = "") -> str:
+    """The way out of a file that cannot be read. rest: what is lost by going on."""
+    return f"fetch it anew, or set {cfg.where}damaged='skip'{rest}"
 
 
 def unreadable(path: str, error: OSError) -> BadInput:

@@ -1,10 +1,9 @@
 """Plain text: a file is one document, or each of its lines or paragraphs is."""
 
-import os
 from collections import Counter
 from collections.abc import Iterator
 
-from jaxscale.text.sources.blocks import is_packed, next_line, read_blocks, read_lines
+from jaxscale.text.sources.blocks import cut_parts, next_line, read_blocks, read_lines
 from jaxscale.text.sources.settings import WHOLE, Part, ReadConfig, Records
 
 # A longer text file is cut into documents of this size, each at a line end, so that memory stays bounded and a single
@@ -100,14 +99,8 @@ def paragraphs(
 
 def text_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
     """The file in parts of about so many bytes, cut where a document begins."""
-    size = os.path.getsize(path)
-    if is_packed(path) or size <= part_bytes:
-        return [WHOLE]
     find = {"file": next_cut, "line": next_line, "paragraph": next_paragraph}[cfg.text_documents]
-    places = [0]
-    while (place := find(path, places[-1] + part_bytes, size, places[-1])) < size:
-        places.append(place)
-    return [Part(begin, end) for begin, end in zip(places, [*places[1:], size])]
+    return cut_parts(path, part_bytes, find)
 
 
 def next_cut(path: str, place: int, size: int, begin: int) -> int:

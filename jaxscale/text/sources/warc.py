@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jaxscale.text.sources.blocks import read_blocks
 from jaxscale.text.sources.html import page_text
-from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records
+from jaxscale.text.sources.settings import REST, WHOLE, Damaged, Part, ReadConfig, Records, refetch
 
 MAX_HEADER_BYTES = 1 << 16
 HTML = ("text/html", "application/xhtml+xml")
@@ -102,7 +102,7 @@ OTHERS = ("warcinfo", "request", "metadata", "revisit", "continuation")
 def warc_records(path: str, cfg: ReadConfig) -> Iterator[Record]:
     """Yields the records. Raises Damaged naming the file and the byte where one is cut short or is none."""
     stream = Buffered(read_blocks(path, cfg))
-    way_out = f"fetch it anew, or set {cfg.where}damaged='skip' to go on without the rest of it"
+    way_out = refetch(cfg, REST)
     while not stream.blank():
         offset = stream.offset
         head = stream.head()
