@@ -26,7 +26,7 @@ from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning import cost, scaling
 from jaxscale.planning.estimate import recomputed_flops
 from jaxscale.planning.machine import open_machine
-from jaxscale.planning.plan import Plan, Wishes, make_plan
+from jaxscale.planning.plan import RunPlan, Wishes, make_plan
 from jaxscale.planning.speed import PUBLISHED
 from jaxscale.sharding.rules import RULES
 from jaxscale.training.config import GuardConfig, LossScaleConfig
@@ -62,7 +62,7 @@ def seconds(value: float) -> str:
 
 
 @functools.cache
-def plan_of(name: str, machine: str, network: float = 1.0, **settings: str) -> Plan:
+def plan_of(name: str, machine: str, network: float = 1.0, **settings: str) -> RunPlan:
     """The plan of a shipped config; network: of the machine's own rate between hosts."""
     overrides = {key.replace("__", "."): value for key, value in settings.items()}
     topology = open_machine(machine)
@@ -71,9 +71,9 @@ def plan_of(name: str, machine: str, network: float = 1.0, **settings: str) -> P
     return make_plan(config.load_config(f"{ROOT}/configs/{name}.py", overrides), topology, Wishes(config_name=name))
 
 
-def state_of(plan: Plan) -> float:
+def state_of(plan: RunPlan) -> float:
     """Bytes of a device that are no activations."""
-    return sum(row.num_bytes for row in plan.memory if row.kind != "activations")
+    return sum(row.num_bytes for row in plan.device.memory if row.kind != "activations")
 
 
 def layouts() -> str:
@@ -87,9 +87,9 @@ def layouts() -> str:
         ('{"tensor": 8}', "zero3", "tensor"),
     ):
         plan = plan_of("7b", "h100:1x8", mesh=mesh, rules=rules, batch_tokens="64 rows")
-        by_kind = {row.kind: gigabytes(row.num_bytes) for row in plan.memory}
+        by_kind = {row.kind: gigabytes(row.num_bytes) for row in plan.device.memory}
         kinds = [by_kind[kind] for kind in ("parameters", "moments", "gradients")]
-        rows.append([what, *kinds, gigabytes(state_of(plan)), seconds(plan.speed.link_seconds)])
+        rows.append([what, *kinds, gigabytes(state_of(plan)), seconds(plan.time.speed.link_seconds)])
     return table(["layout of 8 H100", "parameters", "moments", "gradients", "in all", "links, at least"], rows)
 
 
@@ -247,11 +247,11 @@ FIGURES: dict[str, Callable[[], str]] = {
     "gpt3_state_cards": lambda: str(by_hand.devices_for(by_hand.state_bytes(GPT3), CARD.hbm_bytes)),
     "bytes_mixed": lambda: " + ".join(f"{part:g}" for part in MIXED) + f" = {sum(MIXED):g}",
     "bytes_float32": lambda: f"{FLOAT32.weights:g} + {FLOAT32.grads:g} + {FLOAT32.moments:g} = {sum(FLOAT32):g}",
-    "config_175b_params": lambda: f"{plan_of('175b', 'h100:128x8').params:,}",
+    "config_175b_params": lambda: f"{plan_of('175b', 'h100:128x8').work.params:,}",
     "config_175b_state": lambda: gigabytes(state_of(plan_of("175b", "h100:128x8"))),
-    "config_175b_activations": lambda: gigabytes(plan_of("175b", "h100:128x8").memory[-1].num_bytes),
-    "config_175b_links": lambda: seconds(plan_of("175b", "h100:128x8").speed.link_seconds),
-    "config_175b_compute": lambda: seconds(plan_of("175b", "h100:128x8").speed.compute_seconds),
+    "config_175b_activations": lambda: gigabytes(plan_of("175b", "h100:128x8").device.memory[-1].num_bytes),
+    "config_175b_links": lambda: seconds(plan_of("175b", "h100:128x8").time.speed.link_seconds),
+    "config_175b_compute": lambda: seconds(plan_of("175b", "h100:128x8").time.speed.compute_seconds),
     # parallelism
     "layouts_of_7b": layouts,
     "rule_tables": rule_tables,
@@ -272,16 +272,16 @@ FIGURES: dict[str, Callable[[], str]] = {
     "weight_after_update": lambda: f"{float(jnp.bfloat16(1) + jnp.bfloat16(3e-4)):g}",
     "weight_after_update_float32": lambda: f"{float(jnp.float32(1) + jnp.float32(3e-4)):.5g}",
     # links at 512 chips
-    "links_compute": lambda: seconds(seven().speed.compute_seconds),
-    "links_step": lambda: between(seven().speed.step_seconds, seconds),
-    "links_network": lambda: seconds(seven().speed.link_seconds),
-    "links_slow": lambda: seconds(seven(0.1).speed.link_seconds),
-    "links_slow_step": lambda: between(seven(0.1).speed.step_seconds, seconds),
-    "links_slow_mfu": lambda: between(seven(0.1).speed.mfu, lambda share: f"{share:.1%}"),
-    "links_mfu": lambda: between(seven().speed.mfu, lambda share: f"{share:.0%}"),
-    "links_dollars": lambda: between(seven().dollars, dollars),
-    "links_slow_dollars": lambda: between(seven(0.1).dollars, dollars),
-    "links_gradients": lambda: gigabytes(4 * seven().params),
+    "links_compute": lambda: seconds(seven().time.speed.compute_seconds),
+    "links_step": lambda: between(seven().time.speed.step_seconds, seconds),
+    "links_network": lambda: seconds(seven().time.speed.link_seconds),
+    "links_slow": lambda: seconds(seven(0.1).time.speed.link_seconds),
+    "links_slow_step": lambda: between(seven(0.1).time.speed.step_seconds, seconds),
+    "links_slow_mfu": lambda: between(seven(0.1).time.speed.mfu, lambda share: f"{share:.1%}"),
+    "links_mfu": lambda: between(seven().time.speed.mfu, lambda share: f"{share:.0%}"),
+    "links_dollars": lambda: between(seven().money.dollars, dollars),
+    "links_slow_dollars": lambda: between(seven(0.1).money.dollars, dollars),
+    "links_gradients": lambda: gigabytes(4 * seven().work.params),
     # attention, rematerialisation, scaling, spikes
     "scores_of_a_head": lambda: f"{scores(8192, 1, 1) / 1e6:.0f} MB",
     "scores_of_70b": lambda: gigabytes(scores(8192, 80, 64)),

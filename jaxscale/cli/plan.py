@@ -37,7 +37,7 @@ from jaxscale.help_text import show_help
 from jaxscale.planning import cost
 from jaxscale.planning.machine import HERE, measured_machine, open_machine
 from jaxscale.planning.measured import Measured, measured_file, newest_machine, read_measured
-from jaxscale.planning.plan import Plan, Wishes, make_plan
+from jaxscale.planning.plan import RunPlan, Wishes, make_plan
 from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
 from jaxscale.planning.speed import PUBLISHED
 from jaxscale.planning.text import plan_lines
@@ -84,7 +84,7 @@ def answer(cfg: RunConfig, arguments: Arguments, wishes: Wishes) -> Exit:
     plan = make_plan(cfg, topology, wishes, measured=measured, kept=kept)
     put(*plan_lines(plan))
     write_plan(plan, None, arguments)
-    return Exit.DONE if plan.fits else Exit.NO_GO
+    return Exit.DONE if plan.device.fits else Exit.NO_GO
 
 
 def propose(arguments: Arguments, numbers: Mapping[str, float]) -> Exit:
@@ -126,11 +126,12 @@ def fitted(found: Proposal, arguments: Arguments, wishes: Wishes) -> Proposal:
     """The proposal with the fewest microbatches that fit, where any do, and the tokens that a budget buys at least."""
     topology, measured = machine_of(arguments)
     plan = make_plan(run_of(found), topology, wishes, measured=measured)
-    if not plan.fits and plan.fitting_microbatches:
-        found = dataclasses.replace(found, num_microbatches=plan.fitting_microbatches)
+    if not plan.device.fits and plan.device.fitting_microbatches:
+        found = dataclasses.replace(found, num_microbatches=plan.device.fitting_microbatches)
         plan = make_plan(run_of(found), topology, wishes, measured=measured)
-    if wishes.budget_dollars is not None and plan.dollars is not None and plan.dollars.high > wishes.budget_dollars:
-        found = shortened(found, wishes.budget_dollars / plan.dollars.high)
+    budget, needed = wishes.budget_dollars, plan.money.dollars
+    if budget is not None and needed is not None and needed.high > budget:
+        found = shortened(found, budget / needed.high)
     return found
 
 
@@ -187,7 +188,7 @@ def wishes_of(arguments: Arguments, numbers: Mapping[str, float], name: str) -> 
     )
 
 
-def write_plan(plan: Plan | None, proposal: Proposal | None, arguments: Arguments) -> None:
+def write_plan(plan: RunPlan | None, proposal: Proposal | None, arguments: Arguments) -> None:
     """Writes --json, if it was asked for."""
     if file := arguments.options.get("json"):
         content: dict[str, Any] = plan.to_dict() if plan else proposal.values()

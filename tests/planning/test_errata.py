@@ -132,8 +132,8 @@ def test_tensor_parallelism_does_not_multiply_the_batch():
     for tensor in (1, 2):
         settings = {"mesh.tensor": tensor, "batch_tokens": "1024 rows", "train.num_microbatches": 128}
         plan = make_plan(tiny.config(settings), open_machine(f"v5e:{2 * tensor}x4"), Wishes())
-        assert (plan.rows, plan.rows_per_pass, plan.num_microbatches) == (1024, 1, 128)
-        assert plan.num_devices == 8 * tensor
+        assert (plan.work.rows, plan.work.rows_per_pass, plan.work.num_microbatches) == (1024, 1, 128)
+        assert plan.machine.num_devices == 8 * tensor
 
 
 def test_a_rate_begins_above_0_and_stays_at_its_least_behind_the_end():

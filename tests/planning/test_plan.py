@@ -35,18 +35,18 @@ def plan():
 
 
 def test_time_money_and_tokens_hold_together(plan):
-    step, hours = plan.speed.step_seconds, plan.chip_hours
-    peak = V5P.peak_flops * plan.num_devices
-    for seconds, mfu in zip(step, reversed(plan.speed.mfu)):
-        assert seconds * mfu * peak == pytest.approx(plan.flops_per_token * plan.batch_tokens)
-    assert plan.speed.tokens_per_second.low * step.high == pytest.approx(plan.batch_tokens)
-    assert plan.wall_seconds.low == pytest.approx(step.low * plan.total_steps / plan.goodput)
-    assert hours.high == pytest.approx(plan.wall_seconds.high / 3600 * 128)
-    assert plan.dollars == pytest.approx(hours.times(4.0))
-    assert plan.train_flops == pytest.approx(plan.flops_per_token * plan.tokens)
+    step, hours = plan.time.speed.step_seconds, plan.money.chip_hours
+    peak = V5P.peak_flops * plan.machine.num_devices
+    for seconds, mfu in zip(step, reversed(plan.time.speed.mfu)):
+        assert seconds * mfu * peak == pytest.approx(plan.work.flops_per_token * plan.work.batch_tokens)
+    assert plan.time.speed.tokens_per_second.low * step.high == pytest.approx(plan.work.batch_tokens)
+    assert plan.time.wall_seconds.low == pytest.approx(step.low * plan.work.total_steps / plan.time.goodput)
+    assert hours.high == pytest.approx(plan.time.wall_seconds.high / 3600 * 128)
+    assert plan.money.dollars == pytest.approx(hours.times(4.0))
+    assert plan.work.train_flops == pytest.approx(plan.work.flops_per_token * plan.work.tokens)
     header = (ROOT / "configs" / "7b.py").read_text()
     assert "8,759 chip-hours" in header  # at 40% MFU, without goodput
-    assert hours.low * plan.goodput < 8759 < hours.high * plan.goodput
+    assert hours.low * plan.time.goodput < 8759 < hours.high * plan.time.goodput
 
 
 def test_the_lines_are_short_and_say_each_thing_once(plan):
@@ -61,8 +61,8 @@ def test_the_lines_are_short_and_say_each_thing_once(plan):
 
 def test_the_plan_is_plain_data(plan):
     found = json.loads(json.dumps(plan.to_dict(), allow_nan=False))
-    assert found["params"] == plan.params and found["fits"] is True
-    assert found["memory"][0]["kind"] == "parameters" and found["optimal"]["params"] == plan.optimal.params
+    assert found["params"] == plan.work.params and found["fits"] is True
+    assert found["memory"][0]["kind"] == "parameters" and found["optimal"]["params"] == plan.work.optimal.params
     assert {one["what"] for one in found["cautions"]} == {one.what for one in plan.cautions}
 
 
@@ -70,7 +70,7 @@ def test_what_is_not_known_is_said_with_the_way_out_and_never_guessed():
     lines = plan_lines(seven("tpu7x:4x4x4"))
     assert any("dollars" in line and "n/a" in line and "--price=DOLLARS" in line for line in lines)
     assert any("energy" in line and "n/a" in line for line in lines)
-    assert seven("tpu7x:4x4x4").num_chips == 64 and seven("tpu7x:4x4x4").num_devices == 128
+    assert seven("tpu7x:4x4x4").machine.num_chips == 64 and seven("tpu7x:4x4x4").machine.num_devices == 128
     assert seven("b200:8x8").megawatt_hours.low > 0
     with pytest.raises(ValueError, match="no chip is called 'mi300x'.*plan also knows b200, v100, t4, l4"):
         open_machine("mi300x:8")
@@ -81,17 +81,17 @@ def test_what_is_not_known_is_said_with_the_way_out_and_never_guessed():
 
 def test_what_does_not_fit_is_told_with_microbatches_that_would():
     found = seven("h100:1x8")
-    assert found.fits is False and found.fitting_microbatches > 1
-    again = seven("h100:1x8", (("train.num_microbatches", str(found.fitting_microbatches)),))
-    assert again.fits and again.memory_bytes <= again.usable_bytes
-    assert f"num_microbatches={found.fitting_microbatches}" in plan_lines(found)[-1]
+    assert found.device.fits is False and found.device.fitting_microbatches > 1
+    again = seven("h100:1x8", (("train.num_microbatches", str(found.device.fitting_microbatches)),))
+    assert again.device.fits and again.device.memory_bytes <= again.device.usable_bytes
+    assert f"num_microbatches={found.device.fitting_microbatches}" in plan_lines(found)[-1]
 
 
 def test_what_preflight_kept_overrules_the_guesses():
     cfg, machine = tiny.config(), open_machine("h100:1x8")
     kept = Kept(peak_bytes=10**12, mfu_ceiling=0.2, date="2026-11-21")
     plan = make_plan(cfg, machine, Wishes(), kept=kept)
-    assert plan.fits is False and plan.speed.mfu.high <= 0.2
+    assert plan.device.fits is False and plan.time.speed.mfu.high <= 0.2
     assert any("by the compiler" in line and "2026-11-21" in line for line in plan_lines(plan))
 
 
@@ -103,9 +103,9 @@ def test_a_small_machine_that_was_measured_predicts_its_steps():
     assert measured.rate_for([one, ten], "float32", 1e15)[0] == 4e11
     cfg = tiny.config()
     plan = make_plan(cfg, measured_machine(one), Wishes(), measured=[one])
-    middle = sum(plan.speed.step_seconds) / 2
+    middle = sum(plan.time.speed.step_seconds) / 2
     assert middle == pytest.approx(cfg.flops_per_token * cfg.tokens_per_step / 1e11)
-    assert plan.speed.mfu is None and plan.dollars is None
+    assert plan.time.speed.mfu is None and plan.money.dollars is None
     assert any("MFU" in line and "n/a" in line for line in plan_lines(plan))
 
 
@@ -217,16 +217,21 @@ def test_published_formulas_have_their_constants():
 def test_energy_storage_saves_and_data_have_their_units():
     """Watts to MWh, bytes to dollars, chips and not their devices: each from the figures that are printed beside it."""
     plan = seven("h100:8x8")
-    assert plan.megawatt_hours == pytest.approx(plan.wall_seconds.times(700 * 64 * 1.56 / 3600 / 1e6))
-    assert plan.checkpoint_bytes == pytest.approx(12 * plan.params, rel=1e-4)
-    assert plan.save_seconds == pytest.approx(plan.checkpoint_bytes / 8e9)  # 1 GB/s of each of 8 hosts
-    assert plan.best_interval_seconds == pytest.approx((2 * plan.save_seconds * plan.between_failures_seconds) ** 0.5)
-    assert plan.kept_bytes == plan.kept_checkpoints * plan.checkpoint_bytes
+    assert plan.money.megawatt_hours == pytest.approx(plan.time.wall_seconds.times(700 * 64 * 1.56 / 3600 / 1e6))
+    assert plan.saves.checkpoint_bytes == pytest.approx(12 * plan.work.params, rel=1e-4)
+    assert plan.saves.save_seconds == pytest.approx(plan.saves.checkpoint_bytes / 8e9)  # 1 GB/s of each of 8 hosts
+    assert plan.saves.best_interval_seconds == pytest.approx(
+        (2 * plan.saves.save_seconds * plan.saves.between_failures_seconds) ** 0.5
+    )
+    assert plan.saves.kept_bytes == plan.saves.kept_checkpoints * plan.saves.checkpoint_bytes
     assert cost.storage_dollars_per_month(1e12) == pytest.approx(20.0)
-    assert plan.data_bytes == 2 * plan.tokens and plan.data_bytes_per_second == plan.speed.tokens_per_second.times(2)
+    assert (
+        plan.data.data_bytes == 2 * plan.work.tokens
+        and plan.data.data_bytes_per_second == plan.time.speed.tokens_per_second.times(2)
+    )
     assert cost.flops_for_dollars(1e6, 4.0, 1e15, 0.4, 0.9) == pytest.approx(250_000 * 3600 * 1e15 * 0.36)
     cores = seven("tpu7x:4x4x4")
-    assert cores.chip_hours == pytest.approx(cores.wall_seconds.times(64 / 3600))
+    assert cores.money.chip_hours == pytest.approx(cores.time.wall_seconds.times(64 / 3600))
 
 
 def test_epochs_are_passes_over_what_lies_there(tmp_path):
@@ -234,7 +239,11 @@ def test_epochs_are_passes_over_what_lies_there(tmp_path):
     settings = {"data.name": "files", "data.files": f"{tmp_path}/*.txt", "data.val_fraction": "0.1"}
     cfg = load_config(str(ROOT / "configs" / "quickstart.py"), settings | {"train_tokens": "900_000"})
     plan = make_plan(cfg, open_machine("v5e:1x1"), Wishes())
-    assert plan.data_tokens == 90_000 and plan.epochs == pytest.approx(plan.tokens / 90_000) and plan.epochs >= 10
+    assert (
+        plan.data.data_tokens == 90_000
+        and plan.data.epochs == pytest.approx(plan.work.tokens / 90_000)
+        and plan.data.epochs >= 10
+    )
     assert sum(one.what.startswith("the data would be read 10") for one in plan.cautions) == 1
 
 
@@ -265,7 +274,7 @@ def test_a_proposal_is_compute_optimal_and_its_config_loads(flops, tmp_path):
     cfg = load_config(str(file))
     assert cfg.flops_per_token > 0 and cfg.train_tokens == found.tokens
     plan = make_plan(cfg, open_machine("v5p:2x2x1"), Wishes())
-    assert plan.params == found.params
+    assert plan.work.params == found.params
     assert not [one for one in plan.cautions if "warmup" in one.what or "peak_lr" in one.what or "batch" in one.what]
 
 
@@ -284,7 +293,7 @@ def test_a_proposal_of_a_size_has_it():
 def test_float32_is_not_promised_the_peak_of_shorter_types():
     def mfu(topology, **settings):
         cfg = load_config(str(ROOT / "configs" / "quickstart.py"), {f"model.{k}": v for k, v in settings.items()})
-        return make_plan(cfg, open_machine(topology), Wishes()).speed.mfu
+        return make_plan(cfg, open_machine(topology), Wishes()).time.speed.mfu
 
     assert mfu("t4:1x1", compute_dtype="float16").high == 0.43
     assert mfu("t4:1x1", compute_dtype="float32").high == pytest.approx(8.1 / 65)  # vector units alone
@@ -298,7 +307,7 @@ def test_a_rule_for_decoders_is_not_told_of_other_models():
     for name in ("masked_lm", "span_corruption"):
         found = make_plan(load_config(str(ROOT / "configs" / f"{name}.py"), {}), open_machine("v5e:1x1"), Wishes())
         lines = plan_lines(found)
-        assert found.optimal is None and found.loss is None and not found.serving
+        assert found.work.optimal is None and found.work.loss is None and not found.work.serving
         assert not any("compute-optimal" in line or "tokens a parameter are few" in line for line in lines)
         assert sum("the rule and the fit are of decoders" in line for line in lines) == 1
         assert found.to_dict()["optimal"] is None

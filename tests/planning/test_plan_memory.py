@@ -138,12 +138,12 @@ def test_parameters_flops_and_state_are_those_of_the_model(file):
     plan = make_plan(cfg, open_machine("h200:1x1"), Wishes())
     program = ahead_program(cfg, open_machine("h200:1x1"))
     leaves = jax.tree.leaves(program.abstract_state.params)
-    assert plan.params == cfg.model.num_params == sum(leaf.size for leaf in leaves)
-    assert plan.flops_per_token == cfg.flops_per_token
-    rows = {row.kind: row.num_bytes for row in plan.memory}
-    assert rows["parameters"] == 4 * plan.params
+    assert plan.work.params == cfg.model.num_params == sum(leaf.size for leaf in leaves)
+    assert plan.work.flops_per_token == cfg.flops_per_token
+    rows = {row.kind: row.num_bytes for row in plan.device.memory}
+    assert rows["parameters"] == 4 * plan.work.params
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state.opt_state))
-    assert rows["moments"] == state == pytest.approx(8 * plan.params, abs=100)
-    budget = resolve_budget(cfg, plan.data_tokens)
-    assert (plan.total_steps, plan.tokens) == (budget.total_steps, budget.total_steps * budget.batch_tokens)
-    assert sum(rows.values()) == plan.memory_bytes
+    assert rows["moments"] == state == pytest.approx(8 * plan.work.params, abs=100)
+    budget = resolve_budget(cfg, plan.data.data_tokens)
+    assert (plan.work.total_steps, plan.work.tokens) == (budget.total_steps, budget.total_steps * budget.batch_tokens)
+    assert sum(rows.values()) == plan.device.memory_bytes
