@@ -37,7 +37,7 @@ from jaxscale.inference import (
 from jaxscale.main import train_in
 from jaxscale.reporting import make_page
 from jaxscale.reporting.history import read_history
-from jaxscale.run import options as start
+from jaxscale.run import options as run_options
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import own_numbers
 from jaxscale.sampling.text import write_ids
@@ -106,10 +106,10 @@ def train(
     options = {"allow_change": ",".join(allow_change)} if allow_change else {}
     if stop_after is not None:
         options["stop_after"] = str(stop_after)
-    wishes = start.wishes_of(options, {"steal_lock"} if steal_lock else set())
+    chosen = run_options.parse_options(options, {"steal_lock"} if steal_lock else set())
     if not isinstance(cfg, RunConfig):
         raise BadInput(f"cfg={cfg!r} is no config; train(load_config(FILE), WORKDIR) is how a file is trained")
-    train_in(str(workdir), cfg, wishes, {})
+    train_in(str(workdir), cfg, chosen, {})
     rows = read_history(workdir).rows
     latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
     latest.pop("step", None)  # of the last line of metrics: training may have ended between two

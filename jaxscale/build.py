@@ -113,46 +113,11 @@ class Shardings:
 def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None = None) -> Program:
     """The model, optimizer and step of a config over `devices` (all unless given). Compiles nothing yet."""
     mesh = make_mesh(cfg.mesh, devices)
-    device = mesh.devices.flat[0]
-    options = compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ)
-    check_options(cfg.compiler, device)
-    model = shard_model(
-        cfg.model,
-        mesh,
-        cfg.rules,
-        lora=cfg.lora,
-        offloaded=cfg.optim.offload_params,
-        prefix=cfg.row_lengths.prefix,
-        reduce_dtype=cfg.train.reduce_dtype,
-    )
-    check_layout(cfg, model)
+    options = choose_options(cfg, mesh)
+    model = shard_run_model(cfg, mesh)
     updates = make_updates(cfg, budget, model)
     shardings = plan_shardings(cfg, model, updates)
     init = functools.partial(init_train_state, cfg, model, updates)
-    like = lambda tree, places: jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, places
-    )
-    return Program(
-        cfg=cfg,
-        model=model,
-        init=jax.jit(init, out_shardings=shardings.state),
-        abstract_state=like(jax.eval_shape(init), shardings.state),
-        abstract_grads=like(trainable(model.shapes, updates.groups), shardings.grads),
-        schedule=updates.schedule,
-        batch_sharding=shardings.rows,
-        batch_shards=axis_size("act_batch", model.rules.params, mesh.shape),
-        parameter_table=group_table(model.shapes, model.shardings, updates.groups),
-        compiler_options=options,
-        **jit_steps(cfg, model, updates, shardings, options.values or None),
-    )
-
-
-def jit_steps(
-    cfg: RunConfig, model: ShardedModel, updates: Updates, shardings: Shardings, options: dict[str, Any] | None
-) -> dict[str, Callable]:
-    """{train_step, gradient_norms, statistics}: jitted functions of (state, batch). options: the compiler's."""
-    precisely = functools.partial(with_precision, cfg.model.matmul_precision)
-    jit = functools.partial(jax.jit, in_shardings=(shardings.state, shardings.rows))
     gradients = make_gradients(cfg, model, updates.groups, shardings)
     train_step = make_train_step(
         gradients,
@@ -163,26 +128,53 @@ def jit_steps(
         clip_norm=cfg.optim.clip_norm,
         count_gated=cfg.data.gate.on,
     )
-
-    def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
-        _, grads = gradients(state, batch)
-        return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
-
     statistics = make_statistics_step(
         make_gradients(cfg, model, updates.groups, shardings, watched=True),
         updates.optimizer,
         parameter_groups(model.axes, cfg.model.layer_stacks),
     )
-    return dict(
+    precisely = functools.partial(with_precision, cfg.model.matmul_precision)
+    jit = functools.partial(jax.jit, in_shardings=(shardings.state, shardings.rows))
+    compiled = dict(compiler_options=options.values or None)
+    return Program(
+        cfg=cfg,
+        model=model,
+        init=jax.jit(init, out_shardings=shardings.state),
+        abstract_state=with_shardings(jax.eval_shape(init), shardings.state),
+        abstract_grads=with_shardings(trainable(model.shapes, updates.groups), shardings.grads),
         train_step=jit(
-            precisely(train_step),
-            out_shardings=(shardings.state, shardings.whole),
-            donate_argnums=0,
-            compiler_options=options,
+            precisely(train_step), out_shardings=(shardings.state, shardings.whole), donate_argnums=0, **compiled
         ),
-        gradient_norms=jit(precisely(gradient_norms), out_shardings=shardings.whole),
-        statistics=jit(precisely(statistics), out_shardings=shardings.whole, compiler_options=options),
+        gradient_norms=jit(precisely(make_gradient_norms(gradients)), out_shardings=shardings.whole),
+        statistics=jit(precisely(statistics), out_shardings=shardings.whole, **compiled),
+        schedule=updates.schedule,
+        batch_sharding=shardings.rows,
+        batch_shards=axis_size("act_batch", model.rules.params, mesh.shape),
+        parameter_table=group_table(model.shapes, model.shardings, updates.groups),
+        compiler_options=options,
     )
+
+
+def choose_options(cfg: RunConfig, mesh: Mesh) -> CompilerOptions:
+    """What the step is compiled with. Raises BadInput for an option that XLA does not know."""
+    device = mesh.devices.flat[0]
+    check_options(cfg.compiler, device)
+    return compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ)
+
+
+def shard_run_model(cfg: RunConfig, mesh: Mesh) -> ShardedModel:
+    """The model on the mesh. Raises BadInput where the mesh does not divide its arrays, or the rows of a batch."""
+    model = shard_model(
+        cfg.model,
+        mesh,
+        cfg.rules,
+        lora=cfg.lora,
+        offloaded=cfg.optim.offload_params,
+        prefix=cfg.row_lengths.prefix,
+        reduce_dtype=cfg.train.reduce_dtype,
+    )
+    check_layout(cfg, model)
+    return model
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
@@ -225,6 +217,22 @@ def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Sha
             check_host_memory(f"optim.{setting}=true", mesh)
             state = state._replace(**{field: on_host(getattr(state, field))})
     return Shardings(state, grads, model.rows_sharding, replicated(mesh))
+
+
+def make_gradient_norms(gradients: Gradients) -> Callable[[TrainState, Batch], dict[str, jax.Array]]:
+    """(state, batch) -> the norm of each gradient by its parameter's name."""
+
+    def gradient_norms(state: TrainState, batch: Batch) -> dict[str, jax.Array]:
+        _, grads = gradients(state, batch)
+        return {leaf_name(path): optax.tree.norm(grad) for path, grad in jax.tree_util.tree_leaves_with_path(grads)}
+
+    return gradient_norms
+
+
+def with_shardings(shapes: Any, shardings: Any) -> Any:
+    """A tree of jax.ShapeDtypeStruct with these shardings."""
+    place = lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+    return jax.tree.map(place, shapes, shardings)
 
 
 def make_gradients(

@@ -18,39 +18,39 @@ from jaxscale.command_line import config_name, parse_arguments, take_switches
 from jaxscale.config import RunConfig
 from jaxscale.help_text import show_help
 from jaxscale.planning.check import check_machine
-from jaxscale.run import options as start
-from jaxscale.run.opening import train_through
+from jaxscale.run import options as run_options
+from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.resume_checks import has_begun, recorded_settings
-from jaxscale.run.services import attended
+from jaxscale.run.services import run_services
 from jaxscale.system.process import files_as
 from jaxscale.training.stopping import terminated_well
 
-HELP = f"{__doc__}{start.HELP}{hosts.HELP}\n"
+HELP = f"{__doc__}{run_options.HELP}{hosts.HELP}\n"
 
 
 def main(argv: list[str]) -> int:
     """Trains to the end and returns the exit code."""
-    argv, switches = take_switches(argv, (), start.SWITCHES)
-    arguments = parse_arguments(argv, options=("workdir", "skip-data", "init_from", *start.FLAGS, *hosts.FLAGS))
+    argv, switches = take_switches(argv, (), run_options.SWITCHES)
+    arguments = parse_arguments(argv, options=("workdir", "skip-data", "init_from", *run_options.FLAGS, *hosts.FLAGS))
     if arguments.help:
         show_help(HELP, RunConfig, arguments.topic)
         return 0
     workdir = arguments.options.get("workdir", f"runs/{config_name(arguments.config)}")
     recorded = lambda: reached(lambda: recorded_settings(workdir), workdir)
     cfg = config.load_config(arguments.config, config.with_flags(arguments), recorded)
-    wishes = start.wishes_of(arguments.options, switches)
-    train_in(workdir, cfg, wishes, arguments.options)
+    options = run_options.parse_options(arguments.options, switches)
+    train_in(workdir, cfg, options, arguments.options)
     return 0
 
 
-def train_in(workdir: str, cfg: RunConfig, wishes: start.Wishes, flags: Mapping[str, str]) -> None:
-    """Trains in a work folder to the end. flags: hosts.FLAGS; where there are none, the cluster is asked."""
+def train_in(workdir: str, cfg: RunConfig, options: run_options.RunOptions, flags: Mapping[str, str]) -> None:
+    """Trains in a work folder to completion. flags: hosts.FLAGS; where there are none, the cluster is asked."""
     place = hosts.find_own_place(flags)
-    facts = {"--workdir": workdir} | wishes.facts | schema.flatten(schema.to_dict(cfg))
-    with terminated_well(), files_as(wishes.mode), hosts.joined(place, facts, flags) as team:
+    facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
+    with terminated_well(), files_as(options.mode), hosts.joined(place, facts, flags) as team:
         check_machine(cfg, begun=reached(lambda: has_begun(workdir), workdir))
-        with attended(cfg, workdir, wishes, team) as services:
-            train_through(cfg, workdir, team, services=services, wishes=wishes)
+        with run_services(cfg, workdir, options, team) as services:
+            train_to_completion(open_run(cfg, workdir, team, services=services, options=options))
 
 
 if __name__ == "__main__":

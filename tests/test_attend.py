@@ -13,8 +13,8 @@ import tiny
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.config import load_config
 from jaxscale.monitor.events import Events, read_events
-from jaxscale.run.options import NO_WISHES
-from jaxscale.run.services import attended
+from jaxscale.run.options import DEFAULT_OPTIONS
+from jaxscale.run.services import run_services
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.locks import locked
 
@@ -53,21 +53,21 @@ def cfg(tmp_path):
     ("error", "code"), [(None, 0), (Stop(Exit.NON_FINITE, "diverged"), 17), (KeyError("x"), 1)], ids=str
 )
 def test_how_a_run_ended_is_noted_under_its_lock(cfg, tmp_path, monkeypatch, error, code):
-    workdir, locked, write = tmp_path / "run", [], Events.write
+    workdir, locked, note = tmp_path / "run", [], Events.note
 
-    def watched(events):
-        locked.append((workdir / "lock").exists())
-        return write(events)
+    def watched(events, kind, *rest, **facts):
+        locked.append((kind, (workdir / "lock").exists()))
+        note(events, kind, *rest, **facts)
 
-    monkeypatch.setattr(Events, "write", watched)
+    monkeypatch.setattr(Events, "note", watched)
     try:
-        with attended(cfg, str(workdir), NO_WISHES, Alone()) as services:
+        with run_services(cfg, str(workdir), DEFAULT_OPTIONS, Alone()) as services:
             services.note("started", 0)
             if error:
                 raise error
     except (Stop, KeyError) as raised:
         assert raised is error
-    assert locked == [True, True] and not (workdir / "lock").exists()
+    assert locked == [("started", True), ("stopped", True)] and not (workdir / "lock").exists()
     services.note("alarm", 1)  # too late
     events = read_events(workdir)
     assert [event["event"] for event in events] == ["started", "stopped"] and events[1]["code"] == code
@@ -76,7 +76,7 @@ def test_how_a_run_ended_is_noted_under_its_lock(cfg, tmp_path, monkeypatch, err
 @pytest.mark.fault("F4")
 def test_a_disk_that_fails_at_the_end_leaves_the_verdict_as_it_is(cfg, tmp_path):
     with pytest.raises(Stop, match="no room") as stop:
-        with attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()) as services:
+        with run_services(cfg, str(tmp_path / "run"), DEFAULT_OPTIONS, Alone()) as services:
             services.note("started", 0)
             shutil.rmtree(tmp_path / "run")
             raise Stop(Exit.STORAGE, "no room")
@@ -85,10 +85,10 @@ def test_a_disk_that_fails_at_the_end_leaves_the_verdict_as_it_is(cfg, tmp_path)
 
 def test_a_start_that_is_refused_leaves_no_trace(cfg, tmp_path):
     with RunLock(tmp_path / "run"):
-        with pytest.raises(Stop) as stop, attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()):
+        with pytest.raises(Stop) as stop, run_services(cfg, str(tmp_path / "run"), DEFAULT_OPTIONS, Alone()):
             raise AssertionError("two runs in one folder")
         assert stop.value.code == Exit.LOCK_HELD and [path.name for path in (tmp_path / "run").iterdir()] == ["lock"]
-    with pytest.raises(ValueError), attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()):
+    with pytest.raises(ValueError), run_services(cfg, str(tmp_path / "run"), DEFAULT_OPTIONS, Alone()):
         raise ValueError("before anything was noted")
     assert not list((tmp_path / "run").iterdir())
 
@@ -100,7 +100,7 @@ def test_only_who_holds_the_lock_removes_what_is_half_written(cfg, tmp_path, mon
     half.touch()
     for process, left in ((1, True), (0, False)):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        with attended(cfg, str(tmp_path / "run"), NO_WISHES, Alone()):
+        with run_services(cfg, str(tmp_path / "run"), DEFAULT_OPTIONS, Alone()):
             assert half.exists() is left
 
 
@@ -122,7 +122,7 @@ def test_one_file_that_cannot_be_renewed_keeps_no_other_from_it_and_is_told(cfg,
         lock = (run / "lock").read_bytes()
     (run / "lock").write_bytes(lock)
     with (run / "metrics.jsonl").open("a") as old:
-        with attended(cfg, str(run), dataclasses.replace(NO_WISHES, steal_lock=True), alone):
+        with run_services(cfg, str(run), dataclasses.replace(DEFAULT_OPTIONS, steal_lock=True), alone):
             assert os.fstat(old.fileno()).st_nlink == 0 and not unfinished.exists()
     (line,) = [line for line in alone.said if "WARNING" in line]
     assert line.endswith("may still write into events.jsonl (the disk fails)")
@@ -136,7 +136,7 @@ def test_what_is_no_file_in_the_place_of_one_is_one_line_and_keeps_nobody_waitin
     workdir.mkdir()
     MAKE[kind](workdir / name)
     with pytest.raises(BadInput, match=f"{name} is .*; move it away"):
-        with attended(cfg, str(workdir), NO_WISHES, Alone()):
+        with run_services(cfg, str(workdir), DEFAULT_OPTIONS, Alone()):
             raise AssertionError("begun")
     assert [path.name for path in workdir.iterdir()] == [name] and not (tmp_path / "none").exists()
 

@@ -11,18 +11,11 @@ from jaxscale import main
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import with_flags
-from jaxscale.run.opening import open_run, train_through
+from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training import loop
 
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
-
-
-@pytest.fixture(autouse=True)
-def compiled_once(monkeypatch):
-    monkeypatch.setattr(
-        "jaxscale.run.opening.make_program", lambda cfg, _: dataclasses.replace(tiny.program(), cfg=cfg)
-    )
 
 
 def config(steps, overrides=None):
@@ -33,10 +26,12 @@ def config(steps, overrides=None):
 def run(folder, steps, stop_after=None, said=None, **init):
     """Trains in the folder and returns the last saved state; stop_after: as if killed after so many steps."""
     cfg = config(steps, {"seed": 2} | {f"init.{name}": value for name, value in init.items()})
+    opened = open_run(
+        cfg, str(folder), (said if said is not None else []).append, make_program=tiny.reuse(tiny.program())
+    )
     if stop_after is None:
-        train_through(cfg, str(folder), (said if said is not None else []).append)
+        train_to_completion(opened)
     else:
-        opened = open_run(cfg, str(folder), (said if said is not None else []).append)
         loop.train(dataclasses.replace(opened, total_steps=stop_after, finish=lambda state: None))
     return state_of(folder)
 
@@ -87,7 +82,7 @@ def test_stopped_before_its_first_checkpoint_it_begins_with_the_same_weights_aga
 
 def begin(folder, overrides):
     """The state before step 0 of a run that does not come to its first step."""
-    opened = open_run(config(4, overrides), str(folder), say=str)
+    opened = open_run(config(4, overrides), str(folder), log=str)
     opened.writer.close()
     return tiny.host(opened.state)
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale import build, config, main, units
+from jaxscale import config, main, units
 from jaxscale.data import best_fit
+from jaxscale.models import sharded
 from jaxscale.system.exits import BadInput, Exit, run_and_exit, verdict
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
@@ -53,7 +54,7 @@ def config_file(tmp_path_factory):
     [
         pytest.param(config, "check_lora", zip_strictly, id="the rules between settings"),
         pytest.param(units, "resolve", read_number, id="the budget"),
-        pytest.param(build, "make_model", unpack, id="the model, which preflight looks at first"),
+        pytest.param(sharded, "make_model", unpack, id="the model, which preflight looks at first"),
         pytest.param(ByteTokenizer, "encode", look_up, id="the tokenizer"),
         pytest.param(best_fit, "pack_window", broadcast, id="packing"),
         pytest.param(best_fit.BestFitRows, "pieces", broadcast, id="a batch, read by the feed's thread"),

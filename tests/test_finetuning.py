@@ -17,7 +17,7 @@ from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import ckpt, convert
 from jaxscale.inference import open_model
 from jaxscale.models.lora import B, is_adapter
-from jaxscale.run.opening import open_run, train_through
+from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.run.startup_log import make_sample
 from jaxscale.sampling.config import SampleConfig
 from jaxscale.system.exits import Exit, Stop
@@ -31,25 +31,18 @@ LORA = {"lora.rank": 4}
 PAIRS = [{"prompt": f"say {'abcdefgh'[i % 8]}:", "completion": "abcdefgh"[i % 8] * 5} for i in range(64)]
 
 
-def program(cfg):
+def program(cfg, budget):
     """The compiled program of a config: one for full runs and one for adapters."""
     average = {"train.ema.decay": cfg.train.ema.decay} if cfg.train.ema.on else {}
     shared = tiny.program(WIDE | average | (LORA if cfg.lora.on else {}))
     return dataclasses.replace(shared, cfg=cfg)
 
 
-@pytest.fixture(autouse=True)
-def compiled_once(monkeypatch):
-    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, _: program(cfg))
-
-
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """The work folder of a run that there is something to fine-tune from."""
     folder = tmp_path_factory.mktemp("base") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxscale.run.opening.make_program", lambda cfg, _: program(cfg))
-        train_through(config(2, {}), str(folder), lambda line: None)
+    train_to_completion(open_run(config(2, {}), str(folder), lambda line: None, make_program=program))
     return folder
 
 
@@ -65,10 +58,10 @@ def tuned(folder, base, steps=4, stop_after=None, said=None, **overrides):
     chat = {"data.name": "chat", "data.files": str(data), "data.cache_dir": str(folder.parent / "cache")}
     cfg = config(steps, {"init.from_path": str(base)} | chat | overrides)
     said = [] if said is None else said
+    run = open_run(cfg, str(folder), said.append, make_program=program)
     if stop_after is None:
-        train_through(cfg, str(folder), said.append)
+        train_to_completion(run)
     else:
-        run = open_run(cfg, str(folder), said.append)
         loop.train(dataclasses.replace(run, total_steps=stop_after, finish=lambda state: None))
     return Checkpoints(folder / "checkpoints", CheckpointConfig())
 

@@ -22,7 +22,7 @@ from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import PLAIN
-from jaxscale.run.opening import train_through
+from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.encode import encode_written
 from jaxscale.text.chat.guard import Guard
@@ -64,7 +64,7 @@ def train(folder, steps, lr, **more):
     values = schema.merge(VALUES, {"train_tokens": f"{steps} steps"})
     values["optim"] = dict(peak_lr=lr, min_lr=lr / 10, warmup_tokens="10%", weight_decay=0.0)
     cfg = schema.from_dict(RunConfig, values | more)
-    train_through(cfg, str(folder), lambda line: None)
+    train_to_completion(open_run(cfg, str(folder), lambda line: None))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     held = [line["validation/loss"] for line in lines if "validation/loss" in line]
     return cfg, [line["loss"] for line in lines if "loss" in line], held

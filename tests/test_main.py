@@ -21,10 +21,12 @@ from jaxscale import main, schema
 from jaxscale.ahead.compiled import without_compilation_cache
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig, load_config
+from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.monitor.console import printable
-from jaxscale.run import resume_checks as same_run
 from jaxscale.run.opening import open_run
+from jaxscale.run.resume_checks import open_same_data
+from jaxscale.system import paths
 from jaxscale.system.bucket import Bucket, Transient
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training import loop
@@ -61,7 +63,7 @@ def config(home, overrides=None):
 
 def train(home, workdir, overrides=None, stop_after=None):
     """Trains, or is told to stop by a signal during step `stop_after` (counted from 1)."""
-    run = open_run(config(home, overrides), str(workdir), say=lambda text: None)
+    run = open_run(config(home, overrides), str(workdir), log=lambda text: None)
     steps = [run.start_step]
 
     def train_step(state, batch):
@@ -213,7 +215,7 @@ def test_a_changed_setting_is_refused_with_what_differs(home, copy):
 
 @pytest.mark.fault("F13")
 def test_a_run_that_was_stopped_before_its_first_checkpoint_is_still_that_run(home, tmp_path):
-    run = open_run(config(home), str(tmp_path / "run"), say=lambda text: None)
+    run = open_run(config(home), str(tmp_path / "run"), log=lambda text: None)
     run.writer.close()
     assert refusal(home, tmp_path / "run", "--config.seed=3")[0] is Exit.CONFIG_MISMATCH
 
@@ -256,16 +258,16 @@ def test_a_start_on_a_full_disk_is_one_line_and_loses_nothing(home, copy, capsys
     assert command(home, copy, f"--config.train_tokens={STEPS + 2} steps") == 0
 
 
-def test_data_that_cannot_be_reached_or_kept_now_are_not_called_other_data(home, copy, monkeypatch):
+def test_data_that_cannot_be_reached_or_kept_now_are_not_called_other_data(home, copy):
     with pytest.raises(ValueError, match="the cache .*02.txt/x.* cannot be written: .*; set data.cache_dir"):
         command(home, copy, f"--config.train_tokens={STEPS + 2} steps", f"--config.data.cache_dir={home / '02.txt'}/x")
 
     def unreachable(cfg, **settings):
         Bucket("http://localhost", None).wait(Transient("503"), 99, "gs://bucket/index.json")
 
-    monkeypatch.setattr(same_run, "open_data", unreachable)
-    code, told = refusal(home, copy, f"--config.train_tokens={STEPS + 2} steps")
-    assert code == Exit.STORAGE and "gs://bucket/index.json: 99 tries" in told and told.endswith("start again")
+    with pytest.raises(Stop, match="gs://bucket/index.json: 99 tries.*start again$") as stop:
+        open_same_data(DataConfig(), {"data": {}}, print, open_data=unreachable)
+    assert stop.value.code == Exit.STORAGE
 
 
 @pytest.mark.fault("F2")
@@ -336,10 +338,10 @@ def test_a_wrong_setting_is_one_line_and_code_2(home, tmp_path):
 
 @pytest.mark.fault("F18")
 def test_a_start_whose_bucket_is_away_is_one_line_and_the_code_for_storage(home, monkeypatch):
-    def away(workdir):
+    def away(path):
         raise type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})("Service Unavailable, 503")
 
-    monkeypatch.setattr(main, "has_begun", away)
+    monkeypatch.setattr(type(paths.as_path("gs://bucket/run")), "exists", away)
     with pytest.raises(Stop, match="^gs://bucket/run cannot be reached: .*503; start again") as stop:
         command(home, "gs://bucket/run")
     assert stop.value.code == Exit.STORAGE

@@ -2,15 +2,15 @@
 
 import pytest
 
-from jaxscale.run.options import Wishes, wishes_of
+from jaxscale.run.options import RunOptions, parse_options
 
 
-def test_flags_are_wishes_of_one_start():
-    assert wishes_of({}, set()) == Wishes()
-    found = wishes_of(
+def test_flags_are_parse_options_one_start():
+    assert parse_options({}, set()) == RunOptions()
+    found = parse_options(
         {"stop_after": "20", "allow_change": "optim.peak_lr, train.guard", "replay": "old"}, {"steal_lock"}
     )
-    assert found == Wishes(20, ("optim.peak_lr", "train.guard"), "old", True)
+    assert found == RunOptions(20, ("optim.peak_lr", "train.guard"), "old", True)
 
 
 @pytest.mark.parametrize(
@@ -23,4 +23,4 @@ def test_flags_are_wishes_of_one_start():
 )
 def test_flags_that_mean_nothing_are_refused(flags, told):
     with pytest.raises(ValueError, match=told):
-        wishes_of(flags, set())
+        parse_options(flags, set())

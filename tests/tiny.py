@@ -3,7 +3,9 @@
 B batch  T position
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,6 +65,11 @@ def cached_program(overrides: tuple[tuple[str, Any], ...], num_devices: int) -> 
 def program(overrides: dict[str, Any] | None = None, num_devices: int = 1) -> Program:
     """What the tiny run compiles to; the same object, compiled once, for the same arguments."""
     return cached_program(tuple(sorted((overrides or {}).items())), num_devices)
+
+
+def reuse(program: Program) -> Callable[[RunConfig, Any], Program]:
+    """make_program, for open_run, of a run that differs from the program's config in what the host does alone."""
+    return lambda cfg, budget: dataclasses.replace(program, cfg=cfg)
 
 
 def packed_batch(n: int, rows: int = ROWS, seq_len: int = SEQ_LEN, vocab: int = VOCAB) -> Batch:

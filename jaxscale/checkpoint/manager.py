@@ -15,7 +15,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 
@@ -33,7 +33,6 @@ from jaxscale.monitor.events import Note, ignore
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
-T = TypeVar("T")
 RETRY_SECONDS = 0.5  # between two attempts at the last save of a run
 ASIDE_SECONDS = 3600.0  # for a step to be moved away: in a bucket every object of it is copied
 
@@ -146,33 +145,41 @@ class Checkpoints:
         except restore.Unreadable as error:
             raise self.corrupt(step, *error.args) from error
 
-    def restore_newest(self, attempt: Callable[[int | None], T], say: Callable[[str], None] = print) -> T:
-        """attempt(step) for the newest step that can be read; attempt(None) where there never was one.
+    def newest_readable(self, say: Callable[[str], None] = print) -> int | None:
+        """The newest step whose record can be read; None where there never was one. For all processes.
 
-        A step whose record or arrays are damaged (attempt raises Stop with CHECKPOINT_CORRUPT) is moved aside, with a
-        line and an event that say so, and the next older one is tried; the oldest is left where it is, and its error
-        raised: what was lost is never made up for by beginning anew in silence. All processes call it together.
+        A step whose record is damaged is set aside, as fall_back says.
         """
         tell_lost(self, say)
-        while True:
-            step = agreed(self.latest_step)  # one look at the folder: another host may see a save a moment later
-            if step is None:
-                return attempt(None)
-            try:
-                agreed_record(functools.partial(self.read_record, step))
-                found = attempt(step)
-                self.tell_changed_files(step, say)
-                return found
-            except Stop as error:
-                if error.code != Exit.CHECKPOINT_CORRUPT or self.cfg.on_corrupt == "stop":
-                    raise
-                older = agreed(functools.partial(self.newest, step))
-                if older is None:
-                    raise
-                place = self.set_aside(step, "damaged")
-                cause = str(error).removesuffix(self.way_out(step, older))  # it is taken
-                self.note("fallback", step, to=older, cause=cause, moved_to=place)
-                say(f"WARNING: {cause}. It is now {place}; going on from step {older}, {step - older} steps before it")
+        return self.next_readable(say)
+
+    def next_readable(self, say: Callable[[str], None]) -> int | None:
+        """As newest_readable, which says first what is lost."""
+        step = agreed(self.latest_step)  # one look at the folder: another host may see a save a moment later
+        if step is None:
+            return None
+        try:
+            agreed_record(functools.partial(self.read_record, step))
+        except Stop as error:
+            return self.fall_back(step, error, say)
+        return step
+
+    def fall_back(self, step: int | None, error: Stop, say: Callable[[str], None] = print) -> int:
+        """The newest readable step below a damaged one, which is moved aside, with a line and an event that say so.
+
+        The oldest is left where it is: what was lost is never made up for by beginning anew in silence. For all
+        processes. Raises: the error, where there is no older step, or it is another than CHECKPOINT_CORRUPT.
+        """
+        if step is None or error.code != Exit.CHECKPOINT_CORRUPT or self.cfg.on_corrupt == "stop":
+            raise error
+        older = agreed(functools.partial(self.newest, step))
+        if older is None:
+            raise error
+        place = self.set_aside(step, "damaged")
+        cause = str(error).removesuffix(self.way_out(step, older))  # it is taken
+        self.note("fallback", step, to=older, cause=cause, moved_to=place)
+        say(f"WARNING: {cause}. It is now {place}; going on from step {older}, {step - older} steps before it")
+        return self.next_readable(say)
 
     def tell_changed_files(self, step: int, say: Callable[[str], None], small: bool = False) -> None:
         """Says, in an event as well, if files of a step that was restored bit for bit are not as they were written.

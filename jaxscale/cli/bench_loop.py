@@ -87,7 +87,7 @@ def measure_loop(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
     check_machine(cfg)
     with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as name:
         folder = pathlib.Path(name)
-        run = open_run(cfg, str(folder / "run"), say=lambda text: None)
+        run = open_run(cfg, str(folder / "run"), log=lambda text: None)
         feed = run.open_feed(0, 1)
         batch = next(feed).batch
         feed.close()

@@ -34,8 +34,8 @@ def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) ->
     check_machine(cfg)
     with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as where:
         folder = pathlib.Path(where)
-        run = open_run(cfg, str(folder / "run"), say=lambda text: None)
-        program = run.program
+        run = open_run(cfg, str(folder / "run"), log=lambda text: None)
+        program = run.parts.program
         compiled, compile_seconds = {}, {}
         for what, function in (("step", program.train_step), ("statistics", program.statistics)):
             lowered = function.lower(program.abstract_state, program.abstract_batch)

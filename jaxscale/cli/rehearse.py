@@ -57,7 +57,7 @@ def main(argv: list[str]) -> int:
     if arguments.help:
         show_help(HELP)
         return 0
-    mode = start.wishes_of(arguments.options, set()).mode
+    mode = start.parse_options(arguments.options, set()).mode
     with files_as(mode):
         return carry_out(plan_rehearsal(arguments))
 

@@ -55,7 +55,7 @@ def changes_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 def record_changes(
     changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
     """All changes between two starts of this run, oldest first, as its record holds them; says the new ones.
 
@@ -64,10 +64,10 @@ def record_changes(
     if changes:
         told = ", ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes if not change.allowed)
         if told:
-            say(f"changed from step {step} on: {told}")
+            log(f"changed from step {step} on: {told}")
     for change in changes:
         if change.allowed:
-            say(f"allowed by --allow_change, from step {step} on: {change.name}: {change.old!r} -> {change.new!r}")
+            log(f"allowed by --allow_change, from step {step} on: {change.name}: {change.old!r} -> {change.new!r}")
     new = []
     for change in changes:
         entry = {"step": step, **dataclasses.asdict(change), "alters": alters(change, step, jump)}

@@ -1,4 +1,4 @@
-"""What a start is asked for beyond its config, and what the run in its work folder has decided before."""
+"""Run options: what a start is asked for beyond its config. What the run has decided before, read and carried out."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -33,8 +33,8 @@ HELP = """\
 
 
 @dataclasses.dataclass(frozen=True)
-class Wishes:
-    """Of this start alone."""
+class RunOptions:
+    """Options of this start alone: they are not part of the config."""
 
     stop_after: int | None = None
     allow_change: tuple[str, ...] = ()
@@ -48,20 +48,21 @@ class Wishes:
         return {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-NO_WISHES = Wishes()
+DEFAULT_OPTIONS = RunOptions()
 
 
-def wishes_of(options: Mapping[str, str], switches: set[str]) -> Wishes:
-    """The flags. Raises BadInput for a step that is none and for a setting that there is not, or may not change."""
-    step = options.get("stop_after")
+def parse_options(flags: Mapping[str, str], switches: set[str]) -> RunOptions:
+    """The options that flags and switches give. Raises BadInput for a step that is none, or a setting that may not
+    change."""
+    step = flags.get("stop_after")
     if step is not None and not (step.isascii() and step.isdecimal() and int(step) > 0):
         raise BadInput(f"--stop_after={step} must be a step, 1 or more")
-    return Wishes(
+    return RunOptions(
         stop_after=step and int(step),
-        allow_change=allowed_names(options.get("allow_change")),
-        replay=options.get("replay"),
+        allow_change=allowed_names(flags.get("allow_change")),
+        replay=flags.get("replay"),
         steal_lock="steal_lock" in switches,
-        mode=folder_mode(options.get("run_dir_mode")),
+        mode=folder_mode(flags.get("run_dir_mode")),
     )
 
 
@@ -70,7 +71,7 @@ def read_decisions(folder: Any) -> Decisions:
     return decisions_of(agreed(lambda: deciding(read_events(folder))))
 
 
-def carry_out(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
+def complete_rewind(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
     """Moves away what was saved and measured behind the step that the run goes back to; may be done again.
 
     To be called in all processes.
@@ -80,7 +81,7 @@ def carry_out(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
 
 
 def with_replayed(
-    cfg: RunConfig, folder: Any, old_workdir: str, say: Callable[[str], None]
+    cfg: RunConfig, folder: Any, old_workdir: str, log: Callable[[str], None]
 ) -> tuple[RunConfig, Decisions]:
     """(cfg with the batches that another run skipped, what that run decided).
 
@@ -105,7 +106,7 @@ def with_replayed(
     decisions = read_decisions(old)
     pending = decisions.pending
     checkpoints = Checkpoints(old / "checkpoints", cfg.checkpoint)
-    newest = newest_to_read(checkpoints, say, before=pending.to + 1 if pending else None)
+    newest = newest_to_read(checkpoints, log, before=pending.to + 1 if pending else None)
     recorded = checkpoints.read_run(newest)["data"] if newest is not None else {"skipped": []}
     ranges = normalise(
         [*recorded["skipped"], *written["config"]["data"]["skip_batches"], *decisions.skip_batches]

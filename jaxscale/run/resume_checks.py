@@ -110,7 +110,11 @@ def check_same_run(
 
 
 def open_same_data(
-    cfg: DataConfig, recorded: Mapping[str, Any] | None, say: Callable[[str], None], **settings: Any
+    cfg: DataConfig,
+    recorded: Mapping[str, Any] | None,
+    log: Callable[[str], None],
+    open_data: Callable[..., Corpus] = open_data,
+    **settings: Any,
 ) -> Corpus:
     """The corpus, as open_data gives it.
 
@@ -118,7 +122,7 @@ def open_same_data(
     Stop (STORAGE) where they cannot be reached now.
     """
     try:
-        return open_data(cfg, say=say, **settings)
+        return open_data(cfg, say=log, **settings)
     except BadInput as error:
         if recorded is None or isinstance(error, Unwritable | Forbidden):
             raise
@@ -146,8 +150,7 @@ def check_same_data(
 ) -> Ranges:
     """The skipped ranges of the run: recorded, configured, and those of its rewinds.
 
-    Raises Stop(DATA_MISMATCH) if the tokens are not those the run began with, (CHECKPOINT_CORRUPT) for a position
-    in them that is not this step's.
+    Raises Stop(DATA_MISMATCH) if the tokens are not those the run began with.
     """
     wanted = [*cfg.data.skip_batches, *decisions.skip_batches]
     if recorded is None:
@@ -160,14 +163,19 @@ def check_same_data(
             f"the data have changed since the run began: fingerprint {corpus.fingerprint[:16]} now, "
             f"{data['fingerprint'][:16]} then ({what}); bring the old ones back, or begin another --workdir",
         )
-    past = [tuple(r) for r in data["skipped"]]
-    if data.get("batch_index", batch_index(start_step, past)) != batch_index(start_step, past):
+    return merge_skips([tuple(r) for r in data["skipped"]], wanted, start_step)
+
+
+def check_position(recorded: Mapping[str, Any], step: int) -> None:
+    """Raises Stop(CHECKPOINT_CORRUPT) if the recorded position in the data is not that after `step` steps."""
+    data = recorded["data"]
+    wanted = batch_index(step, [tuple(r) for r in data["skipped"]])
+    if data.get("batch_index", wanted) != wanted:
         raise Stop(
             Exit.CHECKPOINT_CORRUPT,
-            f"step {start_step} cannot be gone on from: its position in the data is batch {data['batch_index']}, and "
-            f"after {start_step} steps it must be batch {batch_index(start_step, past)}",
+            f"step {step} cannot be gone on from: its position in the data is batch {data['batch_index']}, and after "
+            f"{step} steps it must be batch {wanted}",
         )
-    return merge_skips(past, wanted, start_step)
 
 
 def check_hosts_agree(corpus: Corpus) -> None:
@@ -201,7 +209,7 @@ def check_same_past(
     mixture: Mixture | None,
     recorded: dict[str, Any] | None,
     start_step: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> None:
     """Raises Stop(DATA_MISMATCH) if the mixture would have given other rows to steps that are done."""
     if not start_step:
@@ -216,7 +224,7 @@ def check_same_past(
             "train_tokens); set these back, or begin another --workdir",
         )
     if old != new:
-        say("data: the mixture has changed for what lies ahead; the change is recorded with the next checkpoint")
+        log("data: the mixture has changed for what lies ahead; the change is recorded with the next checkpoint")
 
 
 def version_changes(recorded: Mapping[str, Any] | None, now: Mapping[str, Any]) -> list[str]:

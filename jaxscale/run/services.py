@@ -1,4 +1,4 @@
-"""What stands around a run while it is in a work folder: lock, log of events, watchdog, and what watches it."""
+"""Run services: lock, log of events, watchdog, exports, profiler and telemetry around a run in a work folder."""
 
 import contextlib
 import pathlib
@@ -12,13 +12,14 @@ from jaxscale.checkpoint.lock import RunLock
 from jaxscale.config import RunConfig
 from jaxscale.hosts.reports import open_reports
 from jaxscale.hosts.watchdog import Watchdog
+from jaxscale.interop.periodic import exporting
 from jaxscale.monitor.events import NAME, Events, Note
 from jaxscale.monitor.goodput import Ledger, own_age_seconds
 from jaxscale.monitor.profile import Profiler, parse_steps
 from jaxscale.monitor.records import renew
 from jaxscale.monitor.telemetry import Telemetry, reader_for
 from jaxscale.monitor.writers import METRICS, SAMPLES, MonitorConfig
-from jaxscale.run.options import Wishes
+from jaxscale.run.options import RunOptions
 from jaxscale.system import paths
 from jaxscale.system.exits import Stop, verdict
 from jaxscale.training.services import Services
@@ -28,8 +29,8 @@ REPLACED = (*APPENDED, "abandoned.jsonl", "config.json", "sample.txt")
 
 
 @contextlib.contextmanager
-def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> Iterator[Services]:
-    """Gives what the run asks of its surroundings; its log also learns how it ended.
+def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: hosts.Team) -> Iterator[Services]:
+    """The services of a run, while it holds the work folder's lock; its event log also learns how it ended.
 
     A start that is refused leaves no trace in the folder. Raises: Stop (LOCK_HELD) where another run is in it.
     """
@@ -37,23 +38,17 @@ def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> 
     ledger = Ledger(age_seconds=own_age_seconds())
     events = Events(workdir, primary=primary)
     lock = RunLock(
-        workdir, cfg.lock, steal=wishes.steal_lock, primary=primary, note=events.note, say=team, mode=wishes.mode
+        workdir, cfg.lock, steal=options.steal_lock, primary=primary, note=events.note, say=team, mode=options.mode
     )
     with lock:  # what is noted is noted while the folder is ours
-        if not paths.is_remote(workdir):
-            for name in REPLACED:
-                paths.check_is_file(paths.as_path(workdir) / name)
-        if primary:  # the others hold no lock, and may come to a folder that is another run's
-            paths.remove_temporaries(workdir, REPLACED)
-            if lock.taken_from is not None and not paths.is_remote(workdir):
-                shut_out(paths.as_path(workdir), team)
-        code, why = 0, "done"
-        profiler, telemetry = watchers(cfg.monitor, workdir, events.note, team)
+        clean_folder(workdir, team, primary=primary, stolen=lock.taken_from is not None)
+        profiler, telemetry = make_monitors(cfg.monitor, workdir, events.note, team)
         watchdog = Watchdog(workdir, cfg.hang, note=events.note, others=team, observers=(profiler, ledger))
-        try:
-            with watchdog, telemetry, profiler:
+        exports = exporting(cfg.export, workdir, events.note, team, primary=primary)
+        with ending_noted(events, ledger):
+            with watchdog, telemetry, profiler, exports as note:
                 yield Services(
-                    events.note,
+                    note,
                     watchdog,
                     lock.check,
                     lock.poll,
@@ -63,18 +58,40 @@ def attended(cfg: RunConfig, workdir: str, wishes: Wishes, team: hosts.Team) -> 
                     profiling=profiler.busy,
                 )
             lock.poll()  # what the last lines of a run found out
-        except BaseException as error:
-            code, line = verdict(error)
-            why = line or f"{type(error).__name__}: {str(error)[:500]}"
-            raise
-        finally:
-            with contextlib.suppress(OSError, Stop):  # how the run ended is told all the same
-                if events.begun:
-                    events.note("stopped", code=int(code), why=why, goodput=ledger.facts())
-                events.close()
 
 
-def shut_out(folder: pathlib.Path, say: Callable[[str], None]) -> None:
+@contextlib.contextmanager
+def ending_noted(events: Events, ledger: Ledger) -> Iterator[None]:
+    """Writes the event that a run has stopped, with its exit code and reason, however the block ends."""
+    code, why = 0, "done"
+    try:
+        yield
+    except BaseException as error:
+        code, line = verdict(error)
+        why = line or f"{type(error).__name__}: {str(error)[:500]}"
+        raise
+    finally:
+        with contextlib.suppress(OSError, Stop):  # how the run ended is told all the same
+            if events.begun:
+                events.note("stopped", code=int(code), why=why, goodput=ledger.facts())
+            events.close()
+
+
+def clean_folder(workdir: str, log: Callable[[str], None], *, primary: bool, stolen: bool) -> None:
+    """Removes temporary files of processes that are gone, and shuts out the one that the lock was taken from.
+
+    Raises BadInput where a file of the run is something else.
+    """
+    if not paths.is_remote(workdir):
+        for name in REPLACED:
+            paths.check_is_file(paths.as_path(workdir) / name)
+    if primary:  # the others hold no lock, and may come to a folder that is another run's
+        paths.remove_temporaries(workdir, REPLACED)
+        if stolen and not paths.is_remote(workdir):
+            shut_out(paths.as_path(workdir), log)
+
+
+def shut_out(folder: pathlib.Path, log: Callable[[str], None]) -> None:
     """Who wakes up in the middle of a line writes it into the old file, and in the middle of a save finds no folder."""
     failed = []
     for put_away, name in (*((renew, name) for name in APPENDED), (remove_leftovers, "checkpoints")):
@@ -83,10 +100,12 @@ def shut_out(folder: pathlib.Path, say: Callable[[str], None]) -> None:
         except OSError as error:
             failed.append(f"{name} ({error.strerror or error})")
     if failed:
-        say(f"WARNING: {folder}: who had the lock before may still write into {', '.join(failed)}")
+        log(f"WARNING: {folder}: who had the lock before may still write into {', '.join(failed)}")
 
 
-def watchers(cfg: MonitorConfig, workdir: str, note: Note, say: Callable[[str], None]) -> tuple[Profiler, Telemetry]:
+def make_monitors(
+    cfg: MonitorConfig, workdir: str, note: Note, log: Callable[[str], None]
+) -> tuple[Profiler, Telemetry]:
     """What captures steps, and what asks the devices, as the config wants them on this process."""
     process, primary = jax.process_index(), jax.process_index() == 0
     profiler = Profiler(
@@ -94,10 +113,10 @@ def watchers(cfg: MonitorConfig, workdir: str, note: Note, say: Callable[[str], 
         steps=parse_steps(cfg.profile_steps) if primary or cfg.profile_processes == "all" else None,
         process=process,
         note=note,
-        say=say,
+        say=log,
         start=jax.profiler.start_trace,
         stop=jax.profiler.stop_trace,
     )
     asked = primary and cfg.telemetry_seconds > 0  # the others' records go nowhere
     read = reader_for(jax.local_devices()[0].platform) if asked else None
-    return profiler, Telemetry(read, every_seconds=cfg.telemetry_seconds, say=say)
+    return profiler, Telemetry(read, every_seconds=cfg.telemetry_seconds, say=log)

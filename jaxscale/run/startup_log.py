@@ -1,6 +1,6 @@
-"""What a run says of itself before its first step and after its last: the program, the way back, a sample of text."""
+"""Startup and shutdown messages, and the text sample at the end of a run."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -8,7 +8,9 @@ import jax
 from jaxscale import units
 from jaxscale.build import Program
 from jaxscale.config import Budget
+from jaxscale.data.mixture import Mixture
 from jaxscale.data.pipeline import Corpus
+from jaxscale.eval.named import Evaluator
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.writers import Writer
 from jaxscale.sampling.config import SampleConfig, Sampling
@@ -19,48 +21,58 @@ from jaxscale.system.redact import redact
 from jaxscale.training.ema import averaged
 from jaxscale.training.state import TrainState
 
+Log = Callable[[str], None]
 Sample = Callable[[TrainState], str]
 
 
-def announce(program: Program, budget: Budget, say: Callable[[str], None]) -> None:
-    """Says what is about to run: model, mesh, horizon, and a table of the parameters."""
+def log_program(
+    program: Program, budget: Budget, mixture: Mixture | None, evaluators: Sequence[Evaluator], log: Log
+) -> None:
+    """Logs what is about to run: mixture, model, mesh, horizon, a table of the parameters, and evaluators."""
+    for line in mixture.lines if mixture else ():
+        log(f"data: {line}")
+    log_model(program, budget, log)
+    for one in evaluators:
+        log(f"evals.{one.name}: {one.summary}")
+
+
+def log_model(program: Program, budget: Budget, log: Log) -> None:
+    """Logs model, mesh, horizon and parameters."""
     cfg, mesh = program.cfg, program.mesh
     device = mesh.devices.flat[0]
     why = f" ({program.why_plain})" if program.why_plain else ""
-    say(
+    log(
         f"{cfg.model.name}: {units.count(cfg.model.num_params)} parameters, {cfg.model.compute_dtype}, "
         f"{program.attention} attention{why}; {mesh.size} x {device.device_kind}"
         + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
     )
     if cfg.lora.on:
         learned = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads))
-        say(f"lora: {units.count(learned)} parameters in adapters of rank {cfg.lora.rank} learn; all others are frozen")
+        log(f"lora: {units.count(learned)} parameters in adapters of rank {cfg.lora.rank} learn; all others are frozen")
     if options := str(program.compiler_options):
-        say(f"compiler options: {options}")
+        log(f"compiler options: {options}")
     chip = find_chip(device.device_kind)
     peak = (
         f"{chip.peak_flops / 1e12:g} TFLOP/s a chip ({chip.source})" if chip else "unknown for this device: MFU is n/a"
     )
     flops = cfg.flops_per_token
-    say(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
+    log(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
     widths = [max(len(row[i]) for row in program.parameter_table) for i in range(5)]
     for row in program.parameter_table:
-        say("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+        log("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
 
 
-def announce_return(
-    program: Program, recorded: dict[str, Any], step: int, budget: Budget, say: Callable[[str], None]
-) -> None:
-    """Says from which step the run goes on, and what a new horizon does to the learning rate."""
+def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Budget, log: Log) -> None:
+    """Logs from which step the run goes on, and what a new horizon does to the learning rate."""
     if recorded["budget"]["total_steps"] != budget.total_steps:
         last = recorded["budget"]["total_steps"]
         rates = ", ".join(f"{float(program.schedule(s)):.3g} at step {s}" for s in (step, budget.total_steps - 1))
-        say(f"the learning rate follows the new horizon, {budget.total_steps} steps instead of {last}: {rates}")
-    say(f"going on from step {step}")
+        log(f"the learning rate follows the new horizon, {budget.total_steps} steps instead of {last}: {rates}")
+    log(f"going on from step {step}")
 
 
 def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: Any, writer: Writer) -> None:
-    """Says that this start is done and, of the whole run, samples text if the config asks for it."""
+    """Logs that this start is done and, of the whole run, samples text if the config asks for it."""
     step = int(state.step)
     if step < writer.total_steps:
         return writer.say(
@@ -76,20 +88,20 @@ def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: 
     writer.say(f"done: {step} steps; checkpoints, metrics.jsonl and config.json are in {folder}")
 
 
-def sample_of_run(program: Program, corpus: Corpus, say: Callable[[str], None]) -> Sample | None:
-    """What writes a sample of a state, if the config asks for one; says why there is none where it cannot be had."""
+def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
+    """What writes a sample of a state, if the config asks for one; logs why there is none where it cannot be had."""
     if not program.cfg.sample.num_tokens:
         return None
     if program.cfg.model.kind != "decoder":
-        say(f"no sample: {program.cfg.model.name} writes no text from left to right")
+        log(f"no sample: {program.cfg.model.name} writes no text from left to right")
         return None
     if corpus.tokenizer is None:
-        say(f"no sample: data.name={program.cfg.data.name!r} has no tokenizer")
+        log(f"no sample: data.name={program.cfg.data.name!r} has no tokenizer")
         return None
-    return make_sample(program, corpus.tokenizer, say)
+    return make_sample(program, corpus.tokenizer, log)
 
 
-def make_sample(program: Program, tokenizer: Any, say: Callable[[str], None] = lambda line: None) -> Sample:
+def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) -> Sample:
     """state -> the prompt and sample.num_tokens tokens that the model adds to it, compiled at its first call.
 
     The end of a document is never chosen. The model reads rows of seq_len as in training: where one is full, its newer
@@ -99,7 +111,7 @@ def make_sample(program: Program, tokenizer: Any, say: Callable[[str], None] = l
     cfg, longest = program.cfg, program.cfg.seq_len
     prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]  # from nothing: from where a document ends
-    how = dict(num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id], say=lambda line: say(f"sample: {line}"))
+    how = dict(num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id], say=lambda line: log(f"sample: {line}"))
     engine = Engine(program.model, batch=1, longest=longest, **how)
     sampling = Sampling(temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
 

@@ -35,7 +35,7 @@ class NamedEvaluate(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """All that a run needs, made by run.py."""
+    """All that a run needs, made by run/assembly.py."""
 
     state: TrainState
     start_step: int
@@ -57,7 +57,6 @@ class Run:
     sample_prompt: str = ""
     statistics: StatisticsStep | None = None  # compiled when it is first due
     statistics_every_steps: int = 0
-    program: Any = None  # for the next opening of the same run
     stop_after: int | None = None  # leave after this step, with the horizon as it is
     services: Services = UNATTENDED
     source_names: Sequence[str] = ()  # of the mixture, as the step numbers them
@@ -92,70 +91,22 @@ def train(run: Run) -> TrainState | Rewound:
 
 def run_steps(run: Run) -> TrainState | Rewound:
     """As train(), which then waits for the save that is under way."""
-    state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
-    reporter = Reporter(run.writer, run.throughput, run.tokens_per_step, run.source_names, Counter(), HostLoad())
-    watch = Watch(run.statistics, run.statistics_every_steps, run.throughput, phase)
-    pilot = Autopilot(run.pilot, checkpoints)
     last_step = min(run.total_steps, run.stop_after or run.total_steps)
-
-    def read(unread: Unread) -> None:
-        """Fetches and reports a step's metrics: where the host waits for the devices."""
-        # the first step also waits for whichever process compiles the longest
-        with phase("compile" if unread.step == run.start_step + 1 else "step", unread.step):
-            pilot.read(unread.step, reporter.report(unread), unread.fed.batch)
-
-    if run.evaluate and run.start_step == 0:
-        validate(run, reporter, 0, state)
+    reporter = Reporter(run.writer, run.throughput, run.tokens_per_step, run.source_names, Counter(), HostLoad())
     if run.start_step == 0:
-        measure(run, reporter, 0, state, [one for one in run.evaluators if one.every_steps])
+        if run.evaluate:
+            validate(run, reporter, 0, run.state)
+        measure(run, reporter, 0, run.state, [one for one in run.evaluators if one.every_steps])
     feed = run.open_feed(run.start_step, last_step)
     run.throughput.start()
     try:
         with StopRequest(run.board) as stop:
-            for step in range(run.start_step, last_step):
-                began = time.monotonic()
-                with phase("data", step + 1):
-                    fed = next(feed)
-                waited = seconds_since(began)
-                state = pilot.steer(step, state)
-                seen = watch.begin(step + 1, state, fed.batch)
-                with phase("compile" if step == run.start_step else "step", step + 1):
-                    state, metrics = run.train_step(state, fed.batch)
-                if step == run.start_step:
-                    checkpoints.prepare(state)  # makes ready what saving needs, while the first step runs
-                if unread:
-                    read(unread)  # of the step before: the device is never idle while the host reads
-                unread, now = Unread(step + 1, metrics, fed, waited, watch.end(step + 1, seen)), step + 1
-                with phase("step", now):
-                    checkpoints.poll(now)
-                    run.services.poll()
-                    leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
-                last = now == last_step or leaving is not None
-                validating = run.evaluate and leaving is None and (last or due(now, run.eval_every_steps))
-                measured = [one for one in run.evaluators if leaving is None and (last or due(now, one.every_steps))]
-                saving = last or due(now, run.save_every_steps) or checkpoints.retry_due
-                sampling = run.sample and leaving is None and due(now, run.sample_every_steps) and now < run.total_steps
-                if validating or measured or saving or sampling or pilot.action:
-                    unread = read(unread)
-                with phase("eval", now):
-                    if pilot.action:
-                        state = pilot.act(now, state)  # before it is saved
-                    state = pilot.repeat(now, state)
-                    pilot.check_replicas(now, state, saving, leaving)
-                validated = validate(run, reporter, now, state) if validating else {}
-                validated |= measure(run, reporter, now, state, measured)
-                if sampling:
-                    write_sample(run, now, state)
-                if saving:
-                    save(run, now, state, pilot.health(now), validated, last)
-                crash_point("step")
-                if leaving and now < last_step:
-                    raise Stop(Exit.PREEMPTED, f"{leaving}: saved step {now}; the same command goes on from there")
+            state = step_through(run, reporter, feed, stop, last_step)
         if leaving := asked_anywhere(stop.requested):  # since the last step was told to stay
             raise Stop(
                 Exit.PREEMPTED, f"{leaving}: saved step {last_step}, the last of this start; nothing else is done"
             )
-        with phase("eval"):
+        with run.services.watchdog.phase("eval"):
             run.finish(state)
     except Rewound as outcome:
         if leaving := asked_anywhere(stop.requested):  # it would be forgotten with the signal's handler
@@ -167,12 +118,89 @@ def run_steps(run: Run) -> TrainState | Rewound:
     return state
 
 
-def asked_anywhere(requested: str | None) -> str | None:
+def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, last_step: int) -> TrainState:
+    """The state after the steps from run.start_step to last_step, with all that is due between them done."""
+    state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
+    statistics = Watch(run.statistics, run.statistics_every_steps, run.throughput, phase)
+    pilot = Autopilot(run.pilot, checkpoints)
+
+    def read(unread: Unread) -> None:
+        """Fetches and reports a step's metrics: where the host waits for the devices."""
+        # the first step also waits for whichever process compiles the longest
+        with phase("compile" if unread.step == run.start_step + 1 else "step", unread.step):
+            pilot.read(unread.step, reporter.report(unread), unread.fed.batch)
+
+    for step in range(run.start_step, last_step):
+        began, now = time.monotonic(), step + 1
+        with phase("data", now):
+            fed = next(feed)
+        waited = seconds_since(began)
+        state = pilot.steer(step, state)
+        pending = statistics.begin(now, state, fed.batch)
+        with phase("compile" if step == run.start_step else "step", now):
+            state, metrics = run.train_step(state, fed.batch)
+        if step == run.start_step:
+            checkpoints.prepare(state)  # makes ready what saving needs, while the first step runs
+        if unread:
+            read(unread)  # of the step before: the device is never idle while the host reads
+        unread = Unread(now, metrics, fed, waited, statistics.end(now, pending))
+        with phase("step", now):
+            checkpoints.poll(now)
+            run.services.poll()
+            leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
+        due = due_after(run, now, last_step, leaving)
+        if due.anything or pilot.action:
+            unread = read(unread)
+        with phase("eval", now):
+            if pilot.action:
+                state = pilot.act(now, state)  # before it is saved
+            state = pilot.repeat(now, state)
+            pilot.check_replicas(now, state, due.save, leaving)
+        found = validate(run, reporter, now, state) if due.validate else {}
+        found |= measure(run, reporter, now, state, due.evaluators)
+        if due.sample:
+            write_sample(run, now, state)
+        if due.save:
+            save(run, now, state, pilot.health(now), found, due.last)
+        crash_point("step")
+        if leaving and now < last_step:
+            raise Stop(Exit.PREEMPTED, f"{leaving}: saved step {now}; the same command goes on from there")
+    return state
+
+
+class Due(NamedTuple):
+    """What is to be done between a step and the next."""
+
+    last: bool  # no step of this start comes next
+    validate: bool
+    evaluators: list[NamedEvaluate]
+    sample: bool
+    save: bool
+
+    @property
+    def anything(self) -> bool:
+        """Whether the state of this step is looked at, for which its metrics are read first."""
+        return bool(self.validate or self.evaluators or self.sample or self.save)
+
+
+def due_after(run: Run, step: int, last_step: int, leaving: str | None) -> Due:
+    """What is due after `step` steps; nothing is measured where a signal asks to leave."""
+    last, stays = step == last_step or leaving is not None, leaving is None
+    return Due(
+        last=last,
+        validate=stays and run.evaluate is not None and (last or is_due(step, run.eval_every_steps)),
+        evaluators=[one for one in run.evaluators if stays and (last or is_due(step, one.every_steps))],
+        sample=stays and run.sample is not None and step < run.total_steps and is_due(step, run.sample_every_steps),
+        save=last or is_due(step, run.save_every_steps) or run.checkpoints.retry_due,
+    )
+
+
+def asked_anywhere(requested: str | None, gather: Callable[[str, Any], list[Any]] = gathered) -> str | None:
     """The first process's signal of those that have one, or None: the same in all, which call it together."""
-    return next(filter(None, gathered(next_key("leaving"), requested)), None)
+    return next(filter(None, gather(next_key("leaving"), requested)), None)
 
 
-def due(step: int, every: int) -> bool:
+def is_due(step: int, every: int) -> bool:
     """True every so many steps; never for 0."""
     return every > 0 and step % every == 0
 

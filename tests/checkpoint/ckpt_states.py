@@ -80,3 +80,17 @@ def flip_bit(path, bit):
     raw = bytearray(path.read_bytes())
     raw[bit // 8] ^= 1 << (bit % 8)
     path.write_bytes(raw)
+
+
+def restore_newest(checkpoints, attempt, say=print):
+    """attempt(step) of the newest step that can be read, as run/opening.py goes on from it; of None without any."""
+    step = checkpoints.newest_readable(say)
+    while True:
+        try:
+            found = attempt(step)
+        except Stop as error:
+            step = checkpoints.fall_back(step, error, say)
+            continue
+        if step is not None:
+            checkpoints.tell_changed_files(step, say)
+        return found

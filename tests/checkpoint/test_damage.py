@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ckpt_states import abstract, assert_same_bits, data_files, flip_bit, stop_of
+from ckpt_states import abstract, assert_same_bits, data_files, flip_bit, restore_newest, stop_of
 
 from jaxscale.checkpoint import restore
 from jaxscale.checkpoint.cause import is_trouble, reached, short_cause
@@ -33,7 +33,7 @@ def test_of_100_flipped_bits_all_are_found_and_none_is_trained_on(checkpoints):
         flip_bit(path, int(rng.integers(len(original) * 8)))
         try:
             assert_same_bits(
-                checkpoints.restore_newest(attempt, told.append), state
+                restore_newest(checkpoints, attempt, told.append), state
             )  # a bit that no array is read from
             assert path.name in told.pop() and not told
             named += 1
@@ -44,7 +44,7 @@ def test_of_100_flipped_bits_all_are_found_and_none_is_trained_on(checkpoints):
         path.write_bytes(original)
     assert refused + named == 100 and by_fingerprint >= 50  # most read back as plausible numbers
     assert named, "no flip hit a byte that no array is read from: the list of files was not tried"
-    assert_same_bits(checkpoints.restore_newest(attempt, told.append), state)
+    assert_same_bits(restore_newest(checkpoints, attempt, told.append), state)
     assert not told
 
 

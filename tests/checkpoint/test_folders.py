@@ -4,7 +4,7 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
-from ckpt_states import abstract, assert_same_bits, data_files, make_state, stop_of
+from ckpt_states import abstract, assert_same_bits, data_files, make_state, restore_newest, stop_of
 
 from jaxscale.checkpoint import folders
 from jaxscale.checkpoint.config import CheckpointConfig
@@ -81,7 +81,7 @@ def test_a_newest_step_that_is_not_whole_is_never_gone_on_from(saved, how, goes_
     before = {path for path in saved.directory.rglob("*") if path.name in ("notes.txt", "21", "22", "stray")}
     notes, lines = [], []
     saved.note = lambda kind, step=None, **facts: notes.append((kind, step))
-    state, step = saved.restore_newest(lambda step: (saved.restore(step, abstract()), step), lines.append)
+    state, step = restore_newest(saved, lambda step: (saved.restore(step, abstract()), step), lines.append)
     assert step == goes_on_from
     assert_same_bits(state, make_state(seed=step // 10))
     assert all(path.exists() for path in before)
@@ -97,7 +97,7 @@ def test_where_a_person_wants_to_decide_nothing_is_moved(two_steps, tmp_path):
     shutil.copytree(two_steps, tmp_path / "run")
     damage(tmp_path / "run", "deleted file")
     checkpoints = Checkpoints(tmp_path / "run", CheckpointConfig(on_corrupt="stop"))
-    error = stop_of(checkpoints.restore_newest, lambda step: checkpoints.restore(step, abstract()))
+    error = stop_of(restore_newest, checkpoints, lambda step: checkpoints.restore(step, abstract()))
     assert error.code == Exit.CHECKPOINT_CORRUPT and "to go on from step 10" in str(error)
     assert checkpoints.all_steps() == [10, 20]
 
@@ -108,13 +108,13 @@ def test_where_no_step_can_be_read_it_never_begins_anew(saved):
         shutil.rmtree(saved.directory / str(step) / "run")
     lines = []
     for _ in range(2):  # nor does the next start
-        error = stop_of(saved.restore_newest, lambda step: step, lines.append)
+        error = stop_of(restore_newest, saved, lambda step: step, lines.append)
         assert error.code == Exit.CHECKPOINT_CORRUPT and "there is no older step" in str(error)
     assert saved.all_steps() == [10, 20] and not lines  # to go back to one that is no better helps nobody
 
 
 def test_without_a_checkpoint_it_begins(checkpoints):
-    assert checkpoints.restore_newest(lambda step: (step, "new")) == (None, "new")
+    assert restore_newest(checkpoints, lambda step: (step, "new")) == (None, "new")
 
 
 def test_steps_are_moved_aside_and_can_be_saved_again(saved):

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from ckpt_states import restore_newest
 from gcs_emulator import Emulator
 
 from jaxscale.checkpoint import write
@@ -48,7 +49,7 @@ def test_pieces_of_a_frozen_process_that_arrive_late_change_no_array(monkeypatch
         if when == "after it":
             arrive_late(there.directory / "4")
         like = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arrays(1))
-        found = there.restore_newest(lambda step: there.restore(step, like), say=lines.append)
+        found = restore_newest(there, lambda step: there.restore(step, like), say=lines.append)
         tiny.assert_same_bits(found, arrays(1))
         if when == "after it":
             assert events == ["saved", "alarm"] and "every array came back bit for bit" in lines[0]

@@ -4,7 +4,7 @@ import shutil
 
 import kept_run
 import pytest
-from ckpt_states import stop_of
+from ckpt_states import restore_newest, stop_of
 from gcs_emulator import Emulator
 
 from jaxscale.checkpoint import folders
@@ -44,12 +44,12 @@ def lie(run, how):
     return 30 if how in ("swapped", "record", "data") else 40
 
 
-def restore_newest(run, lines):
+def gone_on(run, lines):
     """(the step that was gone on from, what was noted)."""
     notes = []
     run.note = lambda kind, step=None, **facts: notes.append((kind, step))
     leaves = lambda step: run.restore(step, kept_run.make_state(0))["step"]
-    return run.restore_newest(lambda step: (step, int(leaves(step)))[1], lines.append), notes
+    return restore_newest(run, lambda step: (step, int(leaves(step)))[1], lines.append), notes
 
 
 @pytest.mark.fault("F31")
@@ -58,7 +58,7 @@ def test_a_step_that_lies_is_set_aside_and_told_and_the_newest_honest_one_is_tak
     step, lines = lie(run, how), []
     honest = {"moved": 20, "copied": 30, "linked": 30, "linked outside": 30, "swapped": 10}.get(how, 20)
     assert verify_folder(run.directory / str(step)).damages
-    found, notes = restore_newest(run, lines)
+    found, notes = gone_on(run, lines)
     assert found == honest and ("set_aside", step) in notes and ("fallback", step) in notes
     assert sum(f"step {step} cannot be read" in line for line in lines) == 1
     assert not any(f"move {run.directory / str(step)} away" in line for line in lines)  # it is
@@ -72,7 +72,7 @@ def test_where_every_step_lies_it_ends_and_touches_nothing(run):
         (run.directory / str(step)).rename(run.directory / str(step + 1))
     before = sorted(run.directory.iterdir())
     (run.directory / "last_good.json").unlink()
-    error = stop_of(run.restore_newest, lambda step: step)
+    error = stop_of(restore_newest, run, lambda step: step)
     assert error.code == Exit.CHECKPOINT_CORRUPT and "it is the record of step 30" in str(error)
     assert set(before) - set(run.directory.iterdir()) == {run.directory / "last_good.json"}
 
@@ -140,7 +140,7 @@ def test_whatever_happens_to_any_file_of_a_step_is_noticed_when_it_is_verified_a
             lines = []
             if not verify_folder(run.directory / "30").damages:
                 silent.append(f"verify: {name}")
-            found, notes = restore_newest(run, lines)
+            found, notes = gone_on(run, lines)
             if not lines or not notes:
                 silent.append(f"going on: {name}")
             for moved in run.directory.glob("damaged-*"):
@@ -170,7 +170,7 @@ def test_a_spoilt_last_good_file_vouches_for_nothing(run, how):
     (run.directory / "30.json").write_text('{"step": 20, "verified": true, "health": "clean", "sha256": "other"}')
     spoil(run.directory / "last_good.json", how, run.directory / "30.json")
     lines, odd = [], how in ("emptied", "changed")
-    assert restore_newest(run, lines) == (30, {"deleted": [], "swapped": [("alarm", 20)]}.get(how, [("alarm", None)]))
+    assert gone_on(run, lines) == (30, {"deleted": [], "swapped": [("alarm", 20)]}.get(how, [("alarm", None)]))
     assert ["last_good.json" in line and "the next save writes it anew" in line for line in lines if odd] == [
         True
     ] * odd
@@ -180,19 +180,19 @@ def test_a_spoilt_last_good_file_vouches_for_nothing(run, how):
     copy = kept_run.copy_of(run, run.directory.parent.parent / "again")
     shutil.rmtree(copy.directory / "30")
     if how == "swapped":
-        assert restore_newest(copy, [])[0] == 20
+        assert gone_on(copy, [])[0] == 20
 
 
 @pytest.mark.fault("F31")
 def test_the_last_good_step_that_is_gone_is_missed(run):
     lines = []
     shutil.rmtree(run.directory / "30")
-    found, notes = restore_newest(run, lines)
+    found, notes = gone_on(run, lines)
     assert (found, notes) == (20, [("alarm", 30)])
     assert "step 30, the last that was saved whole" in lines[0]
     for step in (10, 20):
         shutil.rmtree(run.directory / str(step))
-    error = stop_of(run.restore_newest, lambda step: step)
+    error = stop_of(restore_newest, run, lambda step: step)
     assert error.code == Exit.CHECKPOINT_CORRUPT and "there is no other" in str(error)
 
 
@@ -204,10 +204,10 @@ def test_a_step_that_an_earlier_version_set_aside_and_did_not_forget_is_not_miss
     if why == "damaged":
         (place / "run/metadata").write_text("{")
     lines = []
-    assert restore_newest(run, lines) == (20, []) and not lines
+    assert gone_on(run, lines) == (20, []) and not lines
     if why == "rewound":  # and saved anew, and then lost
         (run.directory / "last_good.json").write_text(good.replace('"sha256": "', '"sha256": "0'))
-        assert restore_newest(run, lines) == (20, [("alarm", 30)])
+        assert gone_on(run, lines) == (20, [("alarm", 30)])
 
 
 @pytest.mark.fault("F31")
@@ -216,7 +216,7 @@ def test_another_run_in_the_place_of_the_last_good_step_is_told(run, tmp_path):
     shutil.rmtree(run.directory / "30")
     shutil.copytree(other.directory / "30", run.directory / "30")
     lines = []
-    found, notes = restore_newest(run, lines)
+    found, notes = gone_on(run, lines)
     assert (found, notes) == (30, [("alarm", 30)])
     assert "is not the one that was last saved here" in lines[0]
 
@@ -234,7 +234,7 @@ def test_in_a_bucket_too_such_a_step_is_set_aside_and_told(run, monkeypatch, how
             if name != f"30/{folders.COMMITTED}":
                 bucket.put("bucket", f"run/checkpoints/{name}", path.read_bytes())
         there, lines = Checkpoints("gs://bucket/run/checkpoints", CheckpointConfig()), []
-        found, notes = restore_newest(there, lines)
+        found, notes = gone_on(there, lines)
         assert found == 20 and there.all_steps() == [10, 20]
         step = 40 if how == "under another number" else 30
         assert ("set_aside", step) in notes and any(f"damaged-{step}-" in line for line in lines)

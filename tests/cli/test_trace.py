@@ -175,7 +175,7 @@ def test_what_a_start_changed_ahead_counts_before_its_first_save(home, run, tmp_
     copy = copied(run, tmp_path, upto=10)
     later = STAGES | {"14 steps": {"code": 1.0}}
     flags = {"data.skip_batches": ((13, 17),), "data.mixture": later}
-    started = open_run(config.load_config(str(home / "tiny.py"), flags), str(copy), say=lambda line: None)
+    started = open_run(config.load_config(str(home / "tiny.py"), flags), str(copy), log=lambda line: None)
     assert (started.start_step, started.total_steps) == (10, 12)
     feed = started.open_feed(10, 12)
     fed = [next(feed) for _ in range(2)]

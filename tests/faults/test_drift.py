@@ -300,7 +300,7 @@ def test_a_record_of_thousands_of_files_stays_small_and_a_long_list_is_cut(monke
 )
 def test_a_shard_that_goes_away_while_a_run_reads_is_named_with_its_tokens(home, monkeypatch, harm, told):
     monkeypatch.chdir(home)
-    run = open_run(load_config("tiny.py", {"train_tokens": "5 steps"}), "run", say=lambda text: None)
+    run = open_run(load_config("tiny.py", {"train_tokens": "5 steps"}), "run", log=lambda text: None)
     for number in range(2):  # after it was opened and before a row was read from it
         path = home / "set" / f"part-{number}.bin"
         harm(path) if harm else os.truncate(path, 64)

@@ -44,25 +44,20 @@ def settings(corpus, overrides=None):
     return tiny.config(values | (overrides or {}))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def programs():
+MADE = {}
+
+
+def make_once(cfg, budget, devices=None):
     """A program is made once for a mesh and a horizon: how rows are packed changes nothing in it."""
-    made = {}
-
-    def make(cfg, budget, devices=None):
-        key = json.dumps([dataclasses.asdict(cfg.mesh), cfg.rules, budget.total_steps, devices and len(devices)])
-        if key not in made:
-            made[key] = build.make_program(cfg, budget, devices)
-        return dataclasses.replace(made[key], cfg=cfg)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jaxscale.run.opening.make_program", make)
-        yield make
+    key = json.dumps([dataclasses.asdict(cfg.mesh), cfg.rules, budget.total_steps, devices and len(devices)])
+    if key not in MADE:
+        MADE[key] = build.make_program(cfg, budget, devices)
+    return dataclasses.replace(MADE[key], cfg=cfg)
 
 
 def train(cfg, workdir, stop_after=None):
     """Trains to the end, or is told to stop during step `stop_after` (counted from 1)."""
-    run = open_run(cfg, str(workdir), say=lambda text: None)
+    run = open_run(cfg, str(workdir), log=lambda text: None, make_program=make_once)
     if run is None:
         return None
     steps = [run.start_step]
@@ -111,13 +106,13 @@ LONGER = 24
 
 
 @pytest.fixture(scope="module")
-def stopped_and_reference(corpus, programs, tmp_path_factory):
+def stopped_and_reference(corpus, tmp_path_factory):
     """(a run on a mesh of 4 x 2 that was stopped after step 4, the same gone on with there, its state after step 4)."""
     folder = tmp_path_factory.mktemp("topologies")
     cfg = settings(corpus, {"train_tokens": f"{LONGER} steps", "checkpoint.save_every_steps": 0})
     train(cfg, folder / "stopped", stop_after=4)
     shutil.copytree(folder / "stopped", folder / "reference")
-    run = open_run(cfg, str(folder / "reference"), say=lambda text: None)
+    run = open_run(cfg, str(folder / "reference"), log=lambda text: None, make_program=make_once)
     state = tiny.host(run.state)
     loop.train(run)
     return folder / "stopped", metrics(folder / "reference", "loss", "tokens_hash"), state
@@ -135,15 +130,13 @@ def stopped_and_reference(corpus, programs, tmp_path_factory):
     ],
     ids=str,
 )
-def test_other_devices_go_on_with_the_same_state_and_batches(
-    corpus, stopped_and_reference, programs, tmp_path, monkeypatch, mesh, devices
-):
+def test_other_devices_go_on_with_the_same_state_and_batches(corpus, stopped_and_reference, tmp_path, mesh, devices):
     stopped, expected, state = stopped_and_reference
     on = jax.devices()[:devices]
-    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: programs(cfg, budget, on))
+    make = lambda cfg, budget: make_once(cfg, budget, on)
     shutil.copytree(stopped, tmp_path / "run")
     cfg = settings(corpus, {"train_tokens": f"{LONGER} steps", "checkpoint.save_every_steps": 0} | mesh)
-    run = open_run(cfg, str(tmp_path / "run"), say=lambda text: None)
+    run = open_run(cfg, str(tmp_path / "run"), log=lambda text: None, make_program=make)
     first = jax.tree.leaves(run.state.params)[0]
     assert run.start_step == 4 and len(first.sharding.device_set) == devices
     tiny.assert_same_bits(tiny.host(run.state), state)

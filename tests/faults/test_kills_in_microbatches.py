@@ -13,7 +13,7 @@ from xla_flags import xla_flags
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.run.opening import train_through
+from jaxscale.run.opening import open_run, train_to_completion
 
 VALUES = {
     "train_tokens": "40 steps", "train.num_microbatches": 4, "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2,
@@ -23,8 +23,8 @@ VALUES = {
 CHILD = """
 import json, sys
 import tiny
-from jaxscale.run.opening import train_through
-train_through(tiny.config(json.loads(sys.argv[2])), sys.argv[1], lambda line: None)
+from jaxscale.run.opening import open_run, train_to_completion
+train_to_completion(open_run(tiny.config(json.loads(sys.argv[2])), sys.argv[1], lambda line: None))
 """
 ANYWHERE = ("step:5", "save/folder:2", "save/arrays:2", "save/finalized:1", "save/renamed:2", "verify/before:1",
             "last_good/before:1", "delete/half:1", "step:1")  # fmt: skip
@@ -43,10 +43,10 @@ def killed(folder, point):
 @pytest.mark.parametrize("points", [("save/arrays:2",), ANYWHERE], ids=len)
 @pytest.mark.soak
 def test_killed_and_gone_on_with_it_is_the_run_that_never_stopped(tmp_path, points):
-    train_through(tiny.config(VALUES), str(tmp_path / "whole"), lambda line: None)
+    train_to_completion(open_run(tiny.config(VALUES), str(tmp_path / "whole"), lambda line: None))
     for point in points:
         killed(tmp_path / "killed", point)
-    train_through(tiny.config(VALUES), str(tmp_path / "killed"), lambda line: None)
+    train_to_completion(open_run(tiny.config(VALUES), str(tmp_path / "killed"), lambda line: None))
     saved, told = [], []
     for name in ("whole", "killed"):
         saved.append(Checkpoints(tmp_path / name / "checkpoints", CheckpointConfig()).read_record(40)["leaves"])

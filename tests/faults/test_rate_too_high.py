@@ -6,8 +6,8 @@ import tiny
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.monitor.events import read_events
-from jaxscale.run.opening import train_through
-from jaxscale.run.options import Wishes
+from jaxscale.run.opening import open_run, train_to_completion
+from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import Exit, Stop
 
 VALUES = {
@@ -24,7 +24,7 @@ VALUES = {
 def ended(folder, **wishes):
     """The line and the events with which the run ended, if it was by exit 17."""
     with pytest.raises(Stop) as stop:
-        train_through(tiny.config(VALUES), str(folder), lambda line: None, wishes=Wishes(**wishes))
+        train_to_completion(open_run(tiny.config(VALUES), str(folder), lambda line: None, options=RunOptions(**wishes)))
     assert stop.value.code == Exit.NON_FINITE and "\n" not in str(stop.value)
     return str(stop.value), [e for e in read_events(folder) if e["event"] in ("skipped", "lr_cut", "rewind")]
 

@@ -21,7 +21,7 @@ from jaxscale.interop import adapter_config, tokenizer_files
 from jaxscale.interop.adapters import OF_A, OF_B, OUTER
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.sharded import shard_model
-from jaxscale.run.opening import train_through
+from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.system.exits import BadInput
@@ -143,7 +143,7 @@ def train_on(start, run, **changes):
     settings = {f"model.{name}": value for name, value in begun["model"].items()} | {"model.compute_dtype": "float32"}
     settings |= {f"lora.{name}": value for name, value in begun["lora"].items()} | {"eval.num_rows": 0}
     settings |= {"init.from_path": str(start), "train_tokens": "2 steps"} | changes
-    train_through(tiny.config(settings), str(run), lambda line: None)
+    train_to_completion(open_run(tiny.config(settings), str(run), lambda line: None))
 
 
 @pytest.mark.soak

@@ -15,7 +15,9 @@ from jaxscale.checkpoint.retention import pinned_steps
 from jaxscale.cli import convert
 from jaxscale.interop.config import ExportConfig
 from jaxscale.interop.periodic import Exporter, exporting
-from jaxscale.run.opening import train_through
+from jaxscale.monitor.events import Events
+from jaxscale.run.opening import open_run, train_to_completion
+from jaxscale.training.services import Services
 
 
 class Watched(Exporter):
@@ -155,7 +157,9 @@ def test_a_training_run_leaves_its_exports(tmp_path):
     quiet = {"monitor.progress": "off", "monitor.tensorboard": False, "eval.num_rows": 0}
     often = {"train_tokens": "6 steps", "checkpoint.save_every_steps": 2, "export.every_steps": 4}
     cfg = tiny.config(quiet | often | {"export.keep": 0, "export.dtype": "float32"})
-    train_through(cfg, str(tmp_path / "run"), lambda line: None)
+    folder, events = str(tmp_path / "run"), Events(str(tmp_path / "run"), primary=True)
+    with exporting(cfg.export, folder, events.note, lambda line: None, primary=True) as note:
+        train_to_completion(open_run(cfg, folder, lambda line: None, services=Services(note)))
     exports = tmp_path / "run" / "export"
     assert sorted(path.name for path in exports.iterdir())[-1] == "6"
     assert Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig()).all_steps() == [2, 4, 6]

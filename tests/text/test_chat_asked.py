@@ -8,7 +8,7 @@ from test_chat import ASSISTANT, USER, encode, names
 from jaxscale.data.pipeline import open_data
 from jaxscale.eval.named import open_evaluators
 from jaxscale.eval.text import Reading
-from jaxscale.run.opening import open_evals
+from jaxscale.run.assembly import open_evals
 from jaxscale.text.chat.asking import open_asking
 from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.template import load_template

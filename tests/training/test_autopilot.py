@@ -14,8 +14,8 @@ from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.monitor.events import read_events
-from jaxscale.run.opening import open_run
-from jaxscale.run.options import Wishes
+from jaxscale.run.opening import open_run, rewind
+from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training import guard, loop
 from jaxscale.training.autopilot import Autopilot, Pilot, Rewound
@@ -31,15 +31,10 @@ COMPILED = {name: VALUES[name] for name in ("mesh.data", "mesh.fsdp", "train.gua
 
 
 def shared_program(cfg, budget):
+    """All runs here share one compiled program: they differ in what the host does alone."""
     shared = tiny.program(COMPILED, 2)
     parts = {name: getattr(shared, name) for name in ("init", "train_step", "gradient_norms")}
     return dataclasses.replace(make_program(cfg, budget, jax.devices()[:2]), **parts)
-
-
-@pytest.fixture(autouse=True)
-def compiled_once(monkeypatch):
-    """All runs here share one compiled program: they differ in what the host does alone."""
-    monkeypatch.setattr("jaxscale.run.opening.make_program", shared_program)
 
 
 @pytest.fixture
@@ -47,16 +42,16 @@ def spoil(monkeypatch):
     return lambda text: monkeypatch.setenv("JAXSCALE_SPOIL_BATCHES", text)
 
 
-def opened(folder, overrides=None, before=None, **wishes):
+def opened(folder, overrides=None, make=shared_program, **options):
     cfg = tiny.config(VALUES | (overrides or {}))
-    return open_run(cfg, str(folder), say=lambda text: None, wishes=Wishes(**wishes), before=before)
+    return open_run(cfg, str(folder), log=lambda text: None, options=RunOptions(**options), make_program=make)
 
 
-def trained(folder, overrides=None, **wishes):
+def trained(folder, overrides=None, **options):
     """The state at the end, as main comes to it."""
-    run = opened(folder, overrides, **wishes)
+    run = opened(folder, overrides, **options)
     while isinstance(outcome := loop.train(run), Rewound):
-        run = opened(folder, overrides, run, **wishes)
+        run = rewind(run)
     return tiny.host(outcome)
 
 
@@ -84,10 +79,7 @@ def assert_same_saved(one, other):
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory):
     """What a run learns that never trains on batches [8, 13)."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr("jaxscale.run.opening.make_program", shared_program)
     state = trained(tmp_path_factory.mktemp("straight") / "run", {"data.skip_batches": ((8, 13),)})
-    patch.undo()
     return learned(state)
 
 
@@ -290,10 +282,9 @@ def test_a_start_that_is_refused_moves_nothing(tmp_path, spoil):
         opened(tmp_path / "run", FRAGILE | {"optim.peak_lr": 2e-2})
     assert stop.value.code is Exit.CONFIG_MISMATCH
     assert (health(tmp_path / "run"), (tmp_path / "run" / "metrics.jsonl").read_text()) == before
-    evaluate = lambda params: {}
-    again = opened(tmp_path / "run", FRAGILE, dataclasses.replace(run, evaluate=evaluate))
+    again = rewind(run)
     again.writer.close()
-    assert again.evaluate is evaluate and health(tmp_path / "run") == {4: "clean", 8: "clean"}
+    assert again.parts is run.parts and health(tmp_path / "run") == {4: "clean", 8: "clean"}
 
 
 @pytest.mark.fault("F11")
@@ -391,12 +382,11 @@ def test_a_gradient_that_is_not_finite_is_skipped_once_or_ends_the_run_with_its_
         made.append(made[0] if made else make_program(cfg, budget, jax.devices()[:2]))
         return made[0]
 
-    monkeypatch.setattr("jaxscale.run.opening.make_program", make)
-    state = loop.train(opened(tmp_path / "skips", stop_after=7))
+    state = loop.train(opened(tmp_path / "skips", stop_after=7, make=make))
     assert (int(state.step), int(state.guard.skipped)) == (7, 1)
     assert np.isfinite(np.asarray(state.guard.losses)).all() and int(state.guard.seen) == 6
     assert [line["skipped"] for line in lines(tmp_path / "skips")] == [0, 0, 0, 0, 1, 0, 0]
     strict = {"train.guard.max_skipped_in_row": 0, "train.ladder.rungs": ()}
     with pytest.raises(Stop, match="up to step 5,.*first not finite in blocks/mlp/up") as stop:
-        trained(tmp_path / "stops", strict)
+        trained(tmp_path / "stops", strict, make=make)
     assert stop.value.code is Exit.NON_FINITE

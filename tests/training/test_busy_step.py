@@ -21,14 +21,13 @@ STEPS = 4
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """A run of the tiny program, compiled before the test begins."""
     program = tiny.program(MESH, 8)
-    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: dataclasses.replace(program, cfg=cfg))
     cfg = tiny.config(QUIET | MESH | {"train_tokens": f"{STEPS} steps", "checkpoint.save_every_steps": 0})
     state, _ = program.train_step(program.init(), tiny.on_mesh(program, tiny.packed_batch(0)))
     jax.block_until_ready(state)
-    return open_run(cfg, str(tmp_path / "run"), say=lambda text: None)
+    return open_run(cfg, str(tmp_path / "run"), log=lambda text: None, make_program=tiny.reuse(program))
 
 
 def test_every_array_of_the_state_is_written_in_the_place_of_the_old_one():

@@ -94,11 +94,10 @@ def test_going_on_from_a_checkpoint_has_the_same_average_as_never_stopping(tmp_p
     tiny.assert_same_bits(seen, straight[2:])
 
 
-def test_both_are_validated(tmp_path, monkeypatch):
-    make = lambda cfg, budget: dataclasses.replace(tiny.program(*SHARED), cfg=cfg)  # compiled by a test above
-    monkeypatch.setattr("jaxscale.run.opening.make_program", make)
+def test_both_are_validated(tmp_path):
     few = {"train_tokens": "6 steps", "eval.num_rows": 8, "eval.every_steps": 3}
-    run = open_run(tiny.config(QUIET | few | SHARED[0]), str(tmp_path / "run"), say=lambda text: None)
+    cfg, make = tiny.config(QUIET | few | SHARED[0]), tiny.reuse(tiny.program(*SHARED))  # compiled by a test above
+    run = open_run(cfg, str(tmp_path / "run"), log=lambda text: None, make_program=make)
     state = loop.train(dataclasses.replace(run, save_every_steps=0))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     both = [line for line in lines if "validation_ema/loss" in line]

@@ -6,6 +6,7 @@ import json
 import pytest
 import tiny
 
+from jaxscale.build import make_program
 from jaxscale.reporting.history import read_history
 from jaxscale.run.opening import open_run
 from jaxscale.system.exits import Exit
@@ -29,21 +30,21 @@ def evals_of(files):
     return {"wiki": wiki, "words": {"kind": "cloze", "file": str(files / "words.jsonl"), "every_steps": 0}}
 
 
-def open_tiny(folder, files, evals, overrides=None):
+def open_tiny(folder, files, evals, overrides=None, make=make_program):
     data = {"data.name": "files", "data.files": str(files / "corpus.jsonl"), "train_tokens": "5 steps"}
-    return open_run(
-        tiny.config(QUIET | MESH | data | {"evals": evals} | (overrides or {})), str(folder), say=lambda text: None
-    )
+    cfg = tiny.config(QUIET | MESH | data | {"evals": evals} | (overrides or {}))
+    return open_run(cfg, str(folder), log=lambda text: None, make_program=make)
 
 
-def test_a_run_that_is_measured_is_the_same_and_its_numbers_are_in_the_metrics(tmp_path, files, monkeypatch):
+def test_a_run_that_is_measured_is_the_same_and_its_numbers_are_in_the_metrics(tmp_path, files):
     plain = open_tiny(tmp_path / "plain", files, {}, {"train.ema.decay": 0.5})
     wanted = tiny.host(loop.train(plain))
-    program = plain.program
-    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: dataclasses.replace(program, cfg=cfg))
-    begun = open_tiny(tmp_path / "run", files, evals_of(files), {"train.ema.decay": 0.5})
+    measured = lambda: open_tiny(
+        tmp_path / "run", files, evals_of(files), {"train.ema.decay": 0.5}, tiny.reuse(plain.parts.program)
+    )
+    begun = measured()
     loop.train(dataclasses.replace(begun, stop_after=3))
-    run = open_tiny(tmp_path / "run", files, evals_of(files), {"train.ema.decay": 0.5})  # goes on
+    run = measured()  # goes on
     tiny.assert_same_bits(tiny.host(loop.train(run)), wanted)
     history = read_history(tmp_path / "run")
     steps, values = history.evaluated("evals/wiki/bits_per_byte")
@@ -65,13 +66,12 @@ def test_a_run_that_is_measured_is_the_same_and_its_numbers_are_in_the_metrics(t
         ({"words.file": "{}/corpus.jsonl"}, "its continuation|ends in a space"),
     ],
 )
-def test_data_that_are_not_there_are_told_before_anything_compiles(tmp_path, files, monkeypatch, change, told):
+def test_data_that_are_not_there_are_told_before_anything_compiles(tmp_path, files, change, told):
     evals = evals_of(files)
     ((name, value),) = change.items()
     evals[name.partition(".")[0]][name.partition(".")[2]] = value.format(files)
-    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: pytest.fail("it compiles"))
     with pytest.raises(ValueError, match=told) as caught:
-        open_tiny(tmp_path / "run", files, evals)
+        open_tiny(tmp_path / "run", files, evals, make=lambda cfg, budget: pytest.fail("it compiles"))
     assert "\n" not in str(caught.value) and Exit.BAD_INPUT == 2
 
 

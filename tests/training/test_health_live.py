@@ -15,7 +15,7 @@ from jaxscale.config import RunConfig
 from jaxscale.monitor.events import Events, read_events
 from jaxscale.monitor.health import ALL, Health
 from jaxscale.run.opening import open_run
-from jaxscale.run.options import Wishes
+from jaxscale.run.options import RunOptions
 from jaxscale.training import loop
 
 QUIET = {
@@ -25,7 +25,7 @@ QUIET = {
 
 
 def trained(folder, overrides=None):
-    loop.train(open_run(tiny.config(QUIET | (overrides or {})), str(folder), say=lambda text: None))
+    loop.train(open_run(tiny.config(QUIET | (overrides or {})), str(folder), log=lambda text: None))
     return [(event["step"], event["what"]) for event in read_events(folder) if event["event"] == "alert"]
 
 
@@ -137,7 +137,9 @@ def test_a_run_that_goes_on_knows_what_happened_before(changed, tmp_path):
     events.close()
     cfg = schema.from_dict(RunConfig, json.loads((changed / "config.json").read_text())["config"])
     longer = dataclasses.replace(cfg, train_tokens="70 steps", optim=cfg.optim)
-    run = open_run(longer, str(tmp_path / "run"), say=lambda text: None, wishes=Wishes(allow_change=("train_tokens",)))
+    run = open_run(
+        longer, str(tmp_path / "run"), log=lambda text: None, options=RunOptions(allow_change=("train_tokens",))
+    )
     told = [(event["event"], event["step"]) for event in run.writer.diagnosis.health.past.events]
     run.writer.close()
     assert ("hang", 58) in told and ("hang", 70) not in told

@@ -21,13 +21,8 @@ from jaxscale.training.stopping import StopRequest
 QUIET = {"monitor.progress": "off", "monitor.tensorboard": False, "monitor.log_every_steps": 1, "eval.num_rows": 0}
 
 
-@pytest.fixture
-def compiled_once(monkeypatch):
-    """Runs of this module share the compiled tiny step instead of compiling their own; shapes and code are the same."""
-    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: program_for(cfg, budget))
-
-
 def program_for(cfg, budget):
+    """Runs of this module share the compiled tiny step instead of compiling their own; shapes and code are the same."""
     made = make_program(cfg, budget)
     shared = tiny.program({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8)
     return dataclasses.replace(
@@ -35,16 +30,16 @@ def program_for(cfg, budget):
     )
 
 
-def open_tiny(folder, overrides=None):
+def open_tiny(folder, overrides=None, make=program_for):
     mesh = {"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}
-    return open_run(tiny.config(QUIET | mesh | (overrides or {})), str(folder), say=lambda text: None)
+    cfg = tiny.config(QUIET | mesh | (overrides or {}))
+    return open_run(cfg, str(folder), log=lambda text: None, make_program=make)
 
 
 def records(folder):
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.usefixtures("compiled_once")
 class TestTrain:
     def test_metrics_of_a_step_are_fetched_only_after_the_next_is_on_its_way(self, tmp_path, monkeypatch):
         run, events, kept = open_tiny(tmp_path / "run"), [], []
@@ -154,9 +149,9 @@ def test_a_stop_request_notes_the_first_signal_and_gives_the_old_handlers_back()
 
 
 @pytest.mark.parametrize("theirs", [None, "SIGTERM"])
-def test_a_signal_during_a_rewind_is_known_to_all_processes(theirs, monkeypatch):
-    monkeypatch.setattr(loop, "gathered", lambda key, mine: [mine, theirs])
-    assert loop.asked_anywhere(None) == theirs and loop.asked_anywhere("SIGINT") == "SIGINT"
+def test_a_signal_during_a_rewind_is_known_to_all_processes(theirs):
+    gather = lambda key, mine: [mine, theirs]
+    assert loop.asked_anywhere(None, gather) == theirs and loop.asked_anywhere("SIGINT", gather) == "SIGINT"
 
 
 @pytest.mark.parametrize(("failure", "outcome"), [(Exit.STORAGE, 17), (Exit.CHECKPOINT_CORRUPT, 13)])

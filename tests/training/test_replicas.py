@@ -1,6 +1,5 @@
 """A wrong bit in one copy of the state is found and its device named; what has no copy is said to have none."""
 
-import dataclasses
 import functools
 import types
 
@@ -12,7 +11,7 @@ import tiny
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves
-from jaxscale.run.opening import train_through
+from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.sharding.rules import RULES
 from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop
@@ -229,10 +228,7 @@ class TestRun:
     steps = 8
 
     @pytest.fixture(autouse=True)
-    def compiled_once(self, monkeypatch):
-        monkeypatch.setattr(
-            "jaxscale.run.opening.make_program", lambda cfg, _: dataclasses.replace(self.shared(), cfg=cfg)
-        )
+    def no_fault_has_passed(self):
         faults.passed.clear()
 
     def shared(self):
@@ -245,7 +241,7 @@ class TestRun:
         quiet = {"monitor.progress": "off", "monitor.tensorboard": False, "eval.num_rows": 0}
         often = {"train_tokens": f"{self.steps} steps", "checkpoint.save_every_steps": 4}
         cfg, said = tiny.config(RUN | quiet | often | {"train.replicas.every_steps": 2}), []
-        train_through(cfg, str(folder), said.append)
+        train_to_completion(open_run(cfg, str(folder), said.append, make_program=tiny.reuse(self.shared())))
         checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
         assert checkpoints.all_steps() == [4, 8]
         return tiny.host(checkpoints.restore(8, self.shared().abstract_state)), said

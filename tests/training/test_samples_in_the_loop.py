@@ -28,16 +28,10 @@ def files(tmp_path_factory):
     return {"data.name": "files", "data.files": str(folder / "*.txt"), "data.cache_dir": str(folder / "cache")}
 
 
-@pytest.fixture(autouse=True)
-def compiled_once(monkeypatch):
-    """Runs of this module share one program; what they differ in is no part of it."""
-    shared = tiny.program(MESH | {"model.vocab_size": 272}, 8)
-    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: dataclasses.replace(shared, cfg=cfg))
-
-
 def open_tiny(folder, files, overrides=None, say=lambda text: None):
     overrides = {"train_tokens": "7 steps", "model.vocab_size": 272} | SAMPLE | (overrides or {})
-    return open_run(tiny.config(QUIET | MESH | files | overrides), str(folder), say=say)
+    make = tiny.reuse(tiny.program(MESH | {"model.vocab_size": 272}, 8))
+    return open_run(tiny.config(QUIET | MESH | files | overrides), str(folder), log=say, make_program=make)
 
 
 def lines(path):

@@ -16,16 +16,10 @@ QUIET = {"monitor.progress": "off", "monitor.log_every_steps": 1, "eval.num_rows
 MESH = {"mesh.data": 4, "mesh.fsdp": 2, "train.num_microbatches": 2}
 
 
-@pytest.fixture(autouse=True)
-def compiled_once(monkeypatch):
-    """Runs of this module share one program; what they differ in is no part of it."""
-    shared = tiny.program(MESH, 8)
-    monkeypatch.setattr("jaxscale.run.opening.make_program", lambda cfg, budget: dataclasses.replace(shared, cfg=cfg))
-
-
 def open_tiny(folder, every, overrides=None):
     overrides = {"train_tokens": "7 steps", "monitor.statistics_every_steps": every} | (overrides or {})
-    return open_run(tiny.config(QUIET | MESH | overrides), str(folder), say=lambda text: None)
+    cfg, make = tiny.config(QUIET | MESH | overrides), tiny.reuse(tiny.program(MESH, 8))
+    return open_run(cfg, str(folder), log=lambda text: None, make_program=make)
 
 
 def records(folder):

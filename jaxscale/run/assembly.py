@@ -1,0 +1,280 @@
+"""The parts of a run put together: its record and its metrics file are written, its feed and its validation set up."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from jaxscale import schema
+from jaxscale.build import Program
+from jaxscale.checkpoint.cause import written
+from jaxscale.config import RunConfig
+from jaxscale.data.ledger import Ledger
+from jaxscale.data.mixture import mixture_names
+from jaxscale.data.order import ORDER
+from jaxscale.data.pipeline import Corpus
+from jaxscale.eval.named import Evaluator, open_evaluators
+from jaxscale.eval.perplexity import evaluate, make_eval_step
+from jaxscale.eval.scorer import Scorer
+from jaxscale.eval.text import Reading
+from jaxscale.hardware import find_chip
+from jaxscale.hosts.agree import open_board
+from jaxscale.monitor.alerts import Diagnosis, read_facts
+from jaxscale.monitor.events import read_events
+from jaxscale.monitor.runinfo import run_info
+from jaxscale.monitor.throughput import Throughput
+from jaxscale.monitor.writers import Writer
+from jaxscale.run.changes import find_jump, jump_lines, record_changes
+from jaxscale.run.resume_checks import check_same_evals, recorded_run, version_changes
+from jaxscale.run.start import Log, RunFolder, Start
+from jaxscale.run.startup_log import Sample, finish, sample_of_run
+from jaxscale.sharding.place import put_rows, replicated
+from jaxscale.sharding.rules import RULES
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.redact import redacted
+from jaxscale.text.tokenizer.kept import keep_tokenizer
+from jaxscale.training.autopilot import Pilot
+from jaxscale.training.feed import Feed
+from jaxscale.training.injected import corrupt_batches, flip_bits
+from jaxscale.training.loop import NamedEvaluate, Run
+from jaxscale.training.replica_watch import ReplicaWatch
+from jaxscale.training.replicas import coverage, make_replica_check
+from jaxscale.training.services import Services
+from jaxscale.training.state import TrainState
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What stays when a run rewinds: all that is compiled, and the data."""
+
+    corpus: Corpus
+    program: Program
+    evaluate: Callable[[Any], dict[str, float]] | None  # its rows are in place
+    evaluators: tuple[NamedEvaluate, ...]
+    sample: Sample | None
+    replicas: ReplicaWatch | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OpenedRun(Run):
+    """A run, and what it is rewound with."""
+
+    folder: RunFolder
+    parts: Parts
+
+
+def make_parts(folder: RunFolder, start: Start, program: Program, evaluators: tuple[Evaluator, ...]) -> Parts:
+    """All that is made once, however often the run rewinds. Compiles nothing yet."""
+    return Parts(
+        start.corpus,
+        program,
+        make_evaluate(program, start.corpus),
+        make_evaluates(program, evaluators),
+        sample_of_run(program, start.corpus, folder.log),
+        make_watch(program, folder.log),
+    )
+
+
+def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -> OpenedRun:
+    """The run from this start on. Its record is written, and its metrics file opened."""
+    cfg, program, done = folder.cfg, parts.program, start.steps_done
+    record = make_record(folder, start, program)
+    services, writer, facts = open_writer(folder, start, record)
+    note_start(services, folder, start, record, facts)
+    batches = start.corpus.batches(cfg.rows_per_step, start.mixture)
+    chip = find_chip(program.mesh.devices.flat[0].device_kind)
+    return OpenedRun(
+        folder=folder,
+        parts=parts,
+        state=state,
+        start_step=done,
+        total_steps=start.budget.total_steps,
+        tokens_per_step=start.budget.batch_tokens,
+        train_step=flip_bits(program.train_step, done),
+        statistics=program.statistics,
+        statistics_every_steps=cfg.monitor.statistics_every_steps,
+        open_feed=functools.partial(open_feed, start, batches, program),
+        evaluate=parts.evaluate,
+        eval_every_steps=cfg.eval.every_steps,
+        evaluators=parts.evaluators,
+        checkpoints=folder.checkpoints,
+        save_every_steps=cfg.checkpoint.save_every_steps,
+        position=lambda step: record | {"step": step, "data": data_position(start, cfg.seed, step)},
+        writer=writer,
+        throughput=Throughput(
+            cfg.flops_per_token, chip and chip.peak_flops, program.mesh.size, leaves_out=services.profiling
+        ),
+        pilot=make_pilot(folder, start, parts, services),
+        stop_after=folder.options.stop_after,
+        services=services,
+        sample=parts.sample,
+        sample_every_steps=cfg.sample.every_steps,
+        sample_prompt=cfg.sample.prompt,
+        finish=lambda state: finish(cfg.sample, parts.sample, state, folder.path, writer),
+        source_names=mixture_names(cfg.data.mixture),
+        board=open_board(),
+    )
+
+
+def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, Any]:
+    """What config.json and each checkpoint tell of the run; says what has changed since the last start."""
+    chip, mixture = find_chip(program.mesh.devices.flat[0].device_kind), start.mixture
+    jump = find_jump(start.recorded, program.schedule, start.steps_done)
+    past = start.recorded or recorded_run(folder.path)
+    for line in jump_lines(jump, folder.cfg, start.budget, folder.path):
+        folder.log(line)
+    record = {
+        "config": schema.to_dict(folder.cfg),
+        "budget": dataclasses.asdict(start.budget),
+        "devices": {"kind": program.mesh.devices.flat[0].device_kind, "number": program.mesh.size},
+        "peak": dataclasses.asdict(chip) if chip else None,  # what MFU is measured against
+        "mixture": mixture and {"stages": mixture.record(), "rows": start.corpus.rows_of_sources},
+        "ancestry": start.source.ancestry if start.source else (start.recorded or {}).get("ancestry", []),
+        **run_info(),
+        "changed": record_changes(start.changes, past, start.steps_done, jump, folder.log),
+    }
+    versions = record["versions"]
+    folder.log("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    for line in version_changes(start.recorded, versions):
+        folder.log(line)
+    return redacted(record)
+
+
+def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tuple[Services, Writer, Mapping[str, Any]]:
+    """(the services, their events heard by the health rules; the writer of metrics; what the goodput ledger took up).
+
+    Writes config.json and the tokenizer beside it, at the first process.
+    """
+    cfg, path, services, corpus = folder.cfg, folder.path, folder.services, start.corpus
+    primary = jax.process_index() == 0
+    if primary:
+        written(lambda: paths.write_json(path / "config.json", record), path)
+        if corpus.tokenizer is not None:
+            written(lambda: keep_tokenizer(corpus.tokenizer, path, corpus.chat), path)
+    facts = services.ledger.take_up(path) if services.ledger and primary else {}  # before records are dropped
+    diagnosis = None
+    if primary and cfg.monitor.health.on:
+        stages = start.mixture.stages[1:] if start.mixture else []
+        begins = [stage.first_row // cfg.rows_per_step for stage in stages]
+        names = Ledger(corpus, corpus.batches(cfg.rows_per_step, start.mixture)).names if corpus.shards else None
+        known = read_facts(path, record, begins, folder.log)
+        diagnosis = Diagnosis(cfg.monitor.health, known, services.note, names, read_events(path))
+        services = services._replace(note=diagnosis.hearing(services.note))
+    vitals = dict(vitals=services.vitals, diagnosis=diagnosis)
+    make = lambda: Writer(path, cfg.monitor, start.budget.total_steps, start.steps_done, primary=primary, **vitals)
+    return services, written(make, path), facts
+
+
+def note_start(
+    services: Services, folder: RunFolder, start: Start, record: Mapping[str, Any], facts: Mapping[str, Any]
+) -> None:
+    """Writes the event that a run has started or resumed, with what has changed since the last start."""
+    if start.source:
+        services.note("branch", 0, ancestor=redacted(start.source.ancestry[0]))
+    changed = record["changed"][-len(start.changes) :] if start.changes else []
+    told = redacted({"changed": changed, "replay": folder.options.replay} | facts)
+    kind = "started" if start.step is None else "resumed"
+    services.note(kind, start.steps_done, **told, devices=record["devices"])
+
+
+def data_position(start: Start, seed: int, step: int) -> dict[str, Any]:
+    """Where the data stand after `step` steps, as a checkpoint records it."""
+    return {
+        "batch_index": start.batch_of(step),
+        "skipped": [list(r) for r in start.skipped],
+        "seed": seed,
+        "fingerprint": start.corpus.fingerprint,
+        "parts": dict(start.corpus.parts),
+        "order": ORDER,
+        "mixture": start.mixture.record() if start.mixture else None,
+        "detours": [list(detour) for detour in start.detours],
+    }
+
+
+def open_feed(start: Start, batches: Any, program: Program, first: int, stop: int) -> Feed:
+    """The batches of steps [first, stop)."""
+    cfg = program.cfg
+    return Feed(
+        corrupt_batches(batches.rows),
+        start.batch_of,
+        program.batch_sharding,
+        num_rows=cfg.rows_per_step,
+        seq_len=cfg.seq_len,
+        start=first,
+        stop=stop,
+    )
+
+
+def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services) -> Pilot:
+    """What the autopilot of this start is made of."""
+    if parts.replicas:
+        parts.replicas.note = services.note  # its events are heard by this start's health rules
+    return Pilot(
+        recovery=folder.cfg.train.ladder,
+        guard=folder.cfg.train.guard,
+        note=services.note,
+        past=start.decisions.up_to(start.steps_done),
+        replayed=folder.replayed,
+        start_step=start.steps_done,
+        batch_of=start.batch_of,
+        gradient_norms=parts.program.gradient_norms,
+        replicas=parts.replicas,
+    )
+
+
+def make_watch(program: Program, log: Log) -> ReplicaWatch | None:
+    """What compares the copies of the state, if the config asks for it; says how much of the state has copies."""
+    cfg = program.cfg.train.replicas
+    if not cfg.every_steps:
+        return None
+    log(f"replicas: {coverage(program.abstract_state, RULES[program.cfg.rules])}")
+    return ReplicaWatch(cfg, make_replica_check(program.mesh, program.abstract_state), say=log)
+
+
+def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str, float]] | None:
+    """params -> validation metrics, over a fixed set that is put on the devices once; None without held-out text."""
+    cfg = program.cfg
+    if not cfg.eval.num_rows or corpus.valid_rows is None:
+        return None
+    rows = rows_per_pass(program)
+    on_mesh = functools.partial(put_rows, rows=list(range(rows)), num_rows=rows, sharding=program.batch_sharding)
+    step = jax.jit(
+        make_eval_step(program.model.token_losses, len(corpus.source_names)), out_shardings=replicated(program.mesh)
+    )
+
+    @functools.cache
+    def batches() -> list:
+        return [on_mesh(batch) for batch in corpus.valid_batches(cfg.eval.num_rows, rows)]
+
+    return lambda params: evaluate(step, params, batches(), corpus.source_names)
+
+
+def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
+    """The named evaluators with their data read. Raises BadInput for data that is not as told."""
+    if not cfg.evals:
+        return ()
+    if corpus.tokenizer is None:
+        raise BadInput("evals read text, and the tokenizer of this run's ids is not known; give data.tokenizer")
+    evaluators = open_evaluators(cfg.evals, Reading.of(corpus.tokenizer, cfg.seq_len))
+    check_same_evals(evaluators)
+    return evaluators
+
+
+def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[NamedEvaluate, ...]:
+    """params -> metrics of each evaluator, all by one program, which is compiled for each length of rows."""
+    scorer = Scorer(
+        step=jax.jit(program.model.target_scores, out_shardings=replicated(program.mesh)),
+        sharding=program.batch_sharding,
+        shards=program.batch_shards,
+        multiple=program.mesh.shape["tensor"],
+        batch_tokens=rows_per_pass(program) * program.cfg.seq_len,
+    )
+    return tuple(NamedEvaluate(functools.partial(one.metrics, scorer), one.every_steps) for one in evaluators)
+
+
+def rows_per_pass(program: Program) -> int:
+    """Rows that are evaluated at one time: those of a microbatch, and one for each shard at least."""
+    return max(program.batch_shards, program.cfg.rows_per_step // program.cfg.train.num_microbatches)

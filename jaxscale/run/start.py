@@ -1,0 +1,127 @@
+"""Where a run starts in its work folder, resolved from config, folder and data: nothing is written here."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxscale.checkpoint.branch import Source, open_source
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config import Budget, RunConfig, resolve_budget
+from jaxscale.data.mixture import Detour, Mixture
+from jaxscale.data.order import Ranges, batch_index
+from jaxscale.data.pipeline import Corpus
+from jaxscale.run.changes import Change
+from jaxscale.run.options import RunOptions, check_same_length, read_decisions
+from jaxscale.run.resume_checks import (
+    check_hosts_agree,
+    check_same_data,
+    check_same_past,
+    check_same_run,
+    open_same_data,
+    recorded_run,
+)
+from jaxscale.training.decisions import Decisions
+from jaxscale.training.services import Services
+
+Log = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """A prepared work folder, and what this start is asked for."""
+
+    cfg: RunConfig
+    path: Any
+    checkpoints: Checkpoints
+    services: Services
+    options: RunOptions
+    log: Log
+    replayed: Decisions | None  # of the run that --replay names
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Where a run stands before its next step: resolved from config, folder and data."""
+
+    step: int | None  # of the checkpoint; None: there is none
+    recorded: dict[str, Any] | None  # what the checkpoint holds beside the state
+    changes: list[Change]  # of the config, since then
+    decisions: Decisions
+    source: Source | None  # the checkpoint of another run that this one begins with
+    corpus: Corpus
+    budget: Budget
+    skipped: Ranges  # batches
+    nothing_to_do: str  # why the run trains no more from here, or ''
+    detours: Sequence[Detour] = ()
+    mixture: Mixture | None = None
+
+    @property
+    def steps_done(self) -> int:
+        """Steps that were trained before this start."""
+        return self.step or 0
+
+    def batch_of(self, step: int) -> int:
+        """The number of the batch that comes next after `step` steps."""
+        return batch_index(step, self.skipped)
+
+
+def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = None) -> Start:
+    """The start from a checkpoint's step, or from the beginning (None).
+
+    corpus: the data, if they are open already. Raises BadInput, and Stop with CONFIG_MISMATCH or DATA_MISMATCH, where
+    the run in the folder cannot go on as it is asked to.
+    """
+    cfg, options, done = folder.cfg, folder.options, step or 0
+    recorded = None if step is None else folder.checkpoints.read_run(step)
+    decisions = read_decisions(folder.path).with_recorded(recorded and recorded["data"])
+    changes = check_same_run(cfg, folder.path, recorded, options.allow_change)
+    source = open_ancestor(folder, recorded)
+    corpus = corpus or open_corpus(folder, recorded)
+    budget = resolve_budget(cfg, corpus.epoch_tokens)
+    if options.replay:
+        check_same_length(budget.total_steps, options.replay)
+    skipped = check_same_data(cfg, corpus, recorded, done, decisions)
+    reason = nothing_to_do(done, budget.total_steps, options.stop_after)
+    start = Start(step, recorded, changes, decisions, source, corpus, budget, skipped, reason)
+    if reason:
+        return start
+    detours = (folder.replayed or decisions).detours
+    num_batches = start.batch_of(budget.total_steps - 1) + 1
+    mixture = corpus.plan_mixture(cfg.rows_per_step, budget.total_steps, num_batches, detours=detours)
+    check_same_past(cfg, mixture, recorded, done, folder.log)
+    return dataclasses.replace(start, detours=detours, mixture=mixture)
+
+
+def open_corpus(folder: RunFolder, recorded: dict[str, Any] | None) -> Corpus:
+    """The run's data. Raises Stop(DATA_MISMATCH) where the processes of the run have different ones."""
+    cfg = folder.cfg
+    corpus = open_same_data(
+        cfg.data, recorded, folder.log, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed
+    )
+    folder.log(corpus.summary)
+    check_hosts_agree(corpus)
+    return corpus
+
+
+def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
+    """Why a run at this step trains no more, or ''."""
+    if step >= total_steps:
+        return (
+            f"this run is complete at step {step}; a larger --config.train_tokens goes on from there, with the "
+            "learning rate of the longer schedule"
+        )
+    if stop_after is not None and step >= stop_after:
+        return f"this run is at step {step} already, and --stop_after={stop_after}"
+    return ""
+
+
+def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> Source | None:
+    """The checkpoint that a run begins with; None for one that begins at random, or has a checkpoint of its own.
+
+    A run that stopped before its first checkpoint begins with the same one again, whatever the other run has saved
+    since.
+    """
+    if folder.cfg.init.from_path is None or recorded is not None:
+        return None
+    begun = recorded_run(folder.path)
+    return open_source(folder.cfg.init.from_path, next(iter(begun.get("ancestry", ())), None), say=folder.log)
