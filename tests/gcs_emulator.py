@@ -27,9 +27,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from gcs_weather import Fault, Weather
 
-from jaxscale.system.paths import prepare_remote
+from jaxscale.system.storage import check_environment
 
-prepare_remote()  # before gcsfs is imported
+check_environment()  # before gcsfs is imported
 CHUNK = 256 * 1024  # a resumable upload comes in multiples of it
 BIG = random.Random(0).randbytes(300_000)  # an object of more than one piece
 PIECE = 16 * 1024  # of a body that is sent slowly or cut

@@ -11,7 +11,8 @@ from gcs_emulator import Emulator, Fault
 from gcs_weather import Weather
 
 from jaxscale.system import paths
-from jaxscale.system.bucket import Changed, Forbidden, Transient, age, missing_permission, open_bucket
+from jaxscale.system.bucket import Changed, Forbidden, Transient, age, missing_permission
+from jaxscale.system.storage import OWN_CLIENT, check_environment, open_bucket
 
 URL = "gs://bucket/run/lock"
 
@@ -104,7 +105,7 @@ def test_an_environment_that_would_send_credentials_to_another_machine_is_refuse
 )
 def test_an_emulator_on_this_machine_and_google_itself_are_fine(value, monkeypatch):
     monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", value)
-    paths.prepare_remote()
+    check_environment()
 
 
 @pytest.mark.fault("H11")
@@ -119,10 +120,10 @@ def test_training_refuses_before_anything_is_sent(tmp_path):
 
 
 def test_what_our_clients_read_from_the_environment_is_set_for_the_user_and_not_over_him(monkeypatch):
-    for name in paths.OWN_CLIENT:
+    for name in OWN_CLIENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("EPATH_USE_TF", "true")
-    paths.prepare_remote()
+    check_environment()
     assert os.environ["EPATH_USE_TF"] == "true" and os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] == "false"
 
 

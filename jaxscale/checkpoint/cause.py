@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jaxscale.system import paths
-from jaxscale.system.bucket import Unreachable, missing_permission
+from jaxscale.system.bucket import Forbidden, Unreachable, missing_permission
 from jaxscale.system.exits import Exit, Stop
 
 T = TypeVar("T")
@@ -41,6 +41,8 @@ def short_cause(error: BaseException) -> str:
         if permission := missing_permission(str(link)):
             return f"this machine's account lacks the permission {permission} (403)"
     for link in chain:
+        if isinstance(link, Unreachable):
+            return clip(str(link))
         if (
             isinstance(link, OSError)
             and link.errno == errno.ENOSPC
@@ -95,7 +97,7 @@ def is_trouble(error: BaseException) -> bool:
     for link in errors_behind(error):
         if isinstance(link, MemoryError | TimeoutError) or getattr(link, "errno", None) in TROUBLE:
             return True
-        if isinstance(link, Unreachable) or type(link).__module__.partition(".")[0] in CLIENTS:
+        if isinstance(link, Unreachable | Forbidden) or type(link).__module__.partition(".")[0] in CLIENTS:
             return True
         if TROUBLE_TEXT.search(str(link)):
             return True

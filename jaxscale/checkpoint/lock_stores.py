@@ -18,9 +18,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxscale.system import paths
-from jaxscale.system.bucket import Bucket, Changed, Transient, open_bucket
+from jaxscale.system.bucket import Bucket, Changed, Transient
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
+from jaxscale.system.storage import open_bucket
 
 SETTLE_SECONDS = 0.2  # where two take over at once and the file system has no flock, the later rename wins
 LOOK_SECONDS = 0.01

@@ -190,9 +190,15 @@ def give_up(directory: Any, step: int) -> None:
 
 
 def epath(path: Any) -> Any:
-    """The path in the class that Orbax wants."""
+    """The path in the class that Orbax wants, which reads and writes small files in a bucket by gcsfs."""
     from etils import epath as etils_epath
 
+    if paths.is_remote(path):
+        import fsspec
+
+        paths.as_path(path)  # the environment is looked through before gcsfs is imported
+        for protocol in ("gs", "gcs"):  # a list that is kept would hide what other processes have written since
+            fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
     return etils_epath.Path(path)
 
 

@@ -52,7 +52,6 @@ def look(workdir: Any) -> Progress:
 def written_at(folder: Any) -> float:
     """When the record of a step was written; 0.0 where it is missing, as in a damaged step."""
     try:
-        stat = (folder / "run" / "metadata").stat()
-    except (OSError, FileNotFoundError):
+        return (folder / "run" / "metadata").stat().st_mtime
+    except OSError:
         return 0.0
-    return float(getattr(stat, "st_mtime", None) or getattr(stat, "mtime", 0) or 0)

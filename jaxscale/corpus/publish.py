@@ -8,8 +8,9 @@ from pathlib import Path
 
 from jaxscale.data.manifest import NAME, check_manifest
 from jaxscale.data.prepared import read_remote_manifest
-from jaxscale.system.bucket import Bucket, open_bucket
+from jaxscale.system.bucket import Bucket
 from jaxscale.system.exits import BadInput
+from jaxscale.system.storage import open_bucket
 
 AT_ONCE = 4  # uploads
 

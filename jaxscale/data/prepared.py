@@ -15,10 +15,11 @@ from jaxscale.data.manifest import (
 )  # fmt: skip
 from jaxscale.data.remote import ShardCache, locator, shard_cache
 from jaxscale.data.shards import Shard
-from jaxscale.system.bucket import Bucket, open_bucket
+from jaxscale.system.bucket import Bucket
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.paths import is_remote
+from jaxscale.system.storage import open_bucket
 
 SMALL_AT_ONCE = 8  # headers and indices: each is one round trip
 

@@ -27,11 +27,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from jaxscale.data.verified import remove
-from jaxscale.system.bucket import Bucket, Transient, open_bucket
+from jaxscale.system.bucket import Bucket
 from jaxscale.system.digest import READ_BYTES, file_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.locks import locked
 from jaxscale.system.paths import make_private, sync_folder
+from jaxscale.system.storage import open_bucket
 
 WRONG_HASHES = 3  # whole downloads that may arrive damaged before it is told
 COMING = ".part-"  # no file of a set begins with a dot
@@ -295,22 +296,17 @@ def download(bucket: Bucket, url: str, size: int, sha256: str, part: Path) -> No
 
 def fetch_rest(bucket: Bucket, url: str, size: int, part: Path) -> str:
     """The sha256 of the file once it has all bytes of the object. It is hashed as it is written."""
-    sha256, failures = hashlib.sha256(), 0
+    sha256 = hashlib.sha256()
     with open(part, "r+b") as file:
         while piece := file.read(READ_BYTES):
             sha256.update(piece)
         done = file.tell()
-        while done < size:
-            try:
-                for piece in bucket.stream(url, done, size):
-                    file.write(piece)
-                    sha256.update(piece)
-                    done, failures = done + len(piece), 0
-            except Transient as fault:
-                failures += 1
-                bucket.wait(fault, failures, url)
-            except FileNotFoundError as error:
-                raise BadInput(str(error)) from None
+        try:
+            for piece in bucket.pieces(url, done, size):
+                file.write(piece)
+                sha256.update(piece)
+        except FileNotFoundError as error:
+            raise BadInput(str(error)) from None
         file.flush()
         os.fsync(file.fileno())
     return sha256.hexdigest()

@@ -13,6 +13,7 @@ from jaxscale.interop.config import HUB_NAME, check_hub_name
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.redact import shown
+from jaxscale.system.storage import is_loopback
 
 TOKEN, ENDPOINT = "HF_TOKEN", "HF_ENDPOINT"
 PRIVATE = ".*"  # files that are ours alone, such as the journal
@@ -90,7 +91,7 @@ def cause(error: Exception, characters: int = 300) -> str:
 def check_endpoint(with_token: bool) -> None:
     """Raises BadInput where the token would go over the wire as it is."""
     address = urllib.parse.urlsplit(os.environ.get(ENDPOINT) or "https://huggingface.co")
-    if with_token and address.scheme != "https" and not paths.is_loopback(address.hostname or ""):
+    if with_token and address.scheme != "https" and not is_loopback(address.hostname or ""):
         raise BadInput(f"{ENDPOINT}={address.geturl()} would send the token unencrypted; give an https:// address")
 
 

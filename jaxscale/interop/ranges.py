@@ -5,10 +5,9 @@ import dataclasses
 import os
 from typing import Any
 
-from jaxscale.checkpoint.files import objects_under
 from jaxscale.system import foreign, paths
-from jaxscale.system.bucket import Transient, open_bucket
 from jaxscale.system.exits import BadInput
+from jaxscale.system.storage import objects_under, open_bucket
 
 PART_BYTES = 16 << 20  # of one request to a bucket
 REQUESTS = 8  # at once: one connection to a bucket brings about 100 MB/s at best
@@ -62,23 +61,13 @@ class File:
     def read_object(self, start: int, view: memoryview) -> None:
         """As read_into, of an object; goes on where a connection broke."""
         url, bucket = os.fspath(self.path), open_bucket()
-        where = bucket.object_url(url, alt="media", generation=self.version)
-        done = failures = 0
-        while done < len(view):
-            headers = {"Range": f"bytes={start + done}-{start + len(view) - 1}"}
-            try:
-                with bucket.request("GET", where, url, "read", headers) as response:
-                    if response.status != 206 and (start + done or len(view) < self.size):
-                        raise BadInput(f"{url}: the service does not send a part of it (status {response.status})")
-                    while done < len(view) and (count := response.readinto(view[done:])):
-                        done, failures = done + count, 0
-                if done < len(view):
-                    raise Transient("the connection was closed before the end")
-            except FileNotFoundError:
-                raise BadInput(f"{url} was replaced or removed while it was read; run it again") from None
-            except Transient as fault:
-                failures += 1
-                bucket.wait(fault, failures, url)
+        done = 0
+        try:
+            for piece in bucket.pieces(url, start, self.size, stop=start + len(view), generation=self.version):
+                view[done : done + len(piece)] = piece
+                done += len(piece)
+        except FileNotFoundError:
+            raise BadInput(f"{url} was replaced or removed while it was read; run it again") from None
 
 
 def look_at(path: Any) -> File:

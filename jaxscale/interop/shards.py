@@ -15,8 +15,9 @@ from jaxscale.interop.families import TensorPair
 from jaxscale.interop.reading import WEIGHTS
 from jaxscale.interop.safetensors import encode_header
 from jaxscale.system import paths
-from jaxscale.system.bucket import UPLOAD_CHUNK, Bucket, Transient, open_bucket
+from jaxscale.system.bucket import UPLOAD_CHUNK, Bucket, Transient
 from jaxscale.system.exits import BadInput
+from jaxscale.system.storage import open_bucket
 
 MANY = "model-{:05d}-of-{:05d}.safetensors"  # as transformers names them
 

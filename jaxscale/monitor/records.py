@@ -158,8 +158,8 @@ class Follower:
     def look_into_bucket(self) -> tuple[list[Record], bool]:
         """Reads the object whole where it has changed: nothing can be read from its middle on."""
         stat = self.path.stat()
-        key = (getattr(stat, "mtime", None), getattr(stat, "length", None))
-        if key == self.key and None not in key:
+        key = (stat.st_mtime, stat.st_size)
+        if key == self.key:
             return [], False
         self.key, self.grown_at = key, float(key[0]) if key[0] else None
         records, self.damaged, _ = parse_lines(self.path.read_bytes())

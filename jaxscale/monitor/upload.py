@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.system import fence, paths
-from jaxscale.system.bucket import Bucket, Changed, open_bucket
+from jaxscale.system.bucket import Bucket, Changed
 from jaxscale.system.exits import BadInput, Stop
+from jaxscale.system.storage import open_bucket
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds before the second try, and between two tries at most
 QUIET_SECONDS = 60.0  # a fault that passes sooner is nobody's concern

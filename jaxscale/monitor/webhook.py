@@ -16,8 +16,8 @@ import urllib.request
 from collections.abc import Callable
 
 from jaxscale.system.exits import BadInput
-from jaxscale.system.paths import is_loopback
 from jaxscale.system.redact import in_slack
+from jaxscale.system.storage import is_loopback
 
 VARIABLE = "JAXSCALE_WEBHOOK_URL"
 MOST_WAITING = 100  # messages; the oldest make room

@@ -156,13 +156,8 @@ def newest_write(folder: Any) -> float | None:
     times = []
     for name in ("metrics.jsonl", "events.jsonl"):
         with contextlib.suppress(OSError):
-            times.append(changed_at((folder / name).stat()))
-    return max((float(found) for found in times if found is not None), default=None)
-
-
-def changed_at(stat: Any) -> float | None:
-    """The time of the last change out of what a pathlib.Path or an epath.Path tells of a file."""
-    return getattr(stat, "st_mtime", None) or getattr(stat, "mtime", None)
+            times.append((folder / name).stat().st_mtime)
+    return max(times, default=None)
 
 
 def no_run(workdir: Any, folder: Any) -> str:

@@ -69,9 +69,7 @@ def mark_of(path: Any) -> tuple[int, float] | None:
         found = path.stat()
     except OSError:
         return None
-    size = getattr(found, "st_size", None)
-    changed = getattr(found, "st_mtime", None)
-    return (size if size is not None else found.length, float(changed if changed is not None else found.mtime or 0.0))
+    return found.st_size, found.st_mtime
 
 
 def open_server(pages: Pages, port: int) -> LocalServer:

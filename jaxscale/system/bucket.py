@@ -1,8 +1,8 @@
 """Objects of gs:// buckets over the JSON API: reads from any byte on, uploads that go on or that take the place of one
-known generation only, and patience with faults.
+known generation only, and patience with faults. storage.py opens it with this machine's credentials.
 
-gcsfs finds the credentials; the requests are made here, since a large object has to go on where it stopped, in this
-process or the next. Documented at cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
+The requests are made here, since a large object has to go on where it stopped, in this process or the next. Documented
+at cloud.google.com/storage/docs/json_api/v1/objects and .../docs/retry-strategy.
 """
 
 import base64
@@ -12,9 +12,7 @@ import datetime
 import email.utils
 import hashlib
 import http.client
-import importlib.util
 import json
-import os
 import random
 import re
 import ssl
@@ -27,11 +25,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 from jaxscale.system.exits import BadInput
-from jaxscale.system.paths import prepare_remote
 
 T = TypeVar("T")
 GOOGLE = "https://storage.googleapis.com"
-ENDPOINT = "STORAGE_EMULATOR_HOST"  # the name that gcsfs and Google's own clients read
 TRANSIENT = {408, 429, 500, 502, 503, 504}  # cloud.google.com/storage/docs/retry-strategy
 ATTEMPTS = 9  # failures in a row without a byte of progress: about two minutes of waiting
 FIRST_WAIT, LONGEST_WAIT, LONGEST_TOLD = 0.5, 32.0, 300.0  # seconds; the last: of a Retry-After that is obeyed
@@ -41,6 +37,7 @@ UPLOAD_CHUNK = 32 << 20  # a multiple of 256 KiB, as the API wants
 NEEDED = {  # what is done: what it takes, and the least role that has it (cloud.google.com/storage/docs/access-control)
     "read": ("storage.objects.get", "Storage Object Viewer"),
     "written": ("storage.objects.create and storage.objects.delete", "Storage Object User"),
+    "listed": ("storage.objects.list", "Storage Object Viewer"),
     "deleted": ("storage.objects.delete", "Storage Object User"),
 }
 PERMISSION = re.compile(r"storage\.(objects|buckets|folders|managedFolders|multipartUploads)\.[a-zA-Z]+")
@@ -66,11 +63,11 @@ class Transient(Exception):
         self.wait = wait
 
 
-class Forbidden(BadInput):
+class Forbidden(BadInput, OSError):
     """The machine's account may not do this; the line names the permission that it lacks."""
 
 
-class Unreachable(BadInput):
+class Unreachable(BadInput, OSError):
     """The service has not answered in so many tries; a later one may do better."""
 
 
@@ -108,15 +105,19 @@ class Bucket:
         except FileNotFoundError:
             return None
 
-    def read(self, url: str) -> bytes:
-        """A small object whole. Raises BadInput telling what is missing: the object, or the right to read it."""
+    def content(self, url: str) -> bytes:
+        """A small object whole. Raises FileNotFoundError."""
 
         def ask() -> bytes:
             with self.request("GET", self.object_url(url, alt="media"), url, "read") as response:
                 return response.read()
 
+        return self.patiently(ask, url)
+
+    def read(self, url: str) -> bytes:
+        """A small object whole. Raises BadInput telling what is missing: the object, or the right to read it."""
         try:
-            return self.patiently(ask, url)
+            return self.content(url)
         except FileNotFoundError as error:
             raise BadInput(str(error)) from None
 
@@ -157,19 +158,65 @@ class Bucket:
         with self.request("DELETE", where, url, "deleted"):
             pass
 
-    def stream(self, url: str, start: int, size: int) -> Iterator[bytes]:
-        """Yields the bytes [start, size) of an object of this size, from one request.
+    def remove(self, url: str) -> bool:
+        """Removes an object, whatever its generation; False if there was none, or a try before has removed it."""
+
+        def ask() -> None:
+            with self.request("DELETE", self.object_url(url), url, "deleted"):
+                pass
+
+        try:
+            self.patiently(ask, url)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def copy(self, url: str, target: str) -> None:
+        """Copies an object inside the service, in as many requests as it wants."""
+        bucket, name = (urllib.parse.quote(part, safe="") for part in split(target))
+        token: str | None = ""
+
+        def ask() -> str | None:
+            where = self.object_url(url).rstrip("?") + f"/rewriteTo/b/{bucket}/o/{name}"
+            where += f"?rewriteToken={urllib.parse.quote(token)}" if token else ""
+            with self.request("POST", where, target, "written", {"Content-Type": "application/json"}, b"{}") as answer:
+                return json.load(answer).get("rewriteToken")
+
+        while token is not None:
+            token = self.patiently(ask, url)
+
+    def pieces(
+        self, url: str, start: int, size: int, *, stop: int | None = None, generation: str | None = None
+    ) -> Iterator[bytes]:
+        """As stream, and goes on where a connection broke. Raises Unreachable after too many failures in a row."""
+        stop, failures = size if stop is None else stop, 0
+        while start < stop:
+            try:
+                for piece in self.stream(url, start, size, stop=stop, generation=generation):
+                    start, failures = start + len(piece), 0
+                    yield piece
+            except Transient as fault:
+                failures += 1
+                self.wait(fault, failures, url)
+
+    def stream(
+        self, url: str, start: int, size: int, *, stop: int | None = None, generation: str | None = None
+    ) -> Iterator[bytes]:
+        """Yields the bytes [start, stop) of an object of this size, from one request. stop: its end, unless given.
 
         Raises: Transient if the connection breaks, FileNotFoundError, BadInput if the object has another size or may
-        not be read.
+        not be read. generation: which must still be there.
         """
-        headers = {"Range": f"bytes={start}-"} if start else {}
-        with self.request("GET", self.object_url(url, alt="media"), url, "read", headers) as response:
+        stop = size if stop is None else stop
+        last = str(stop - 1) if stop < size else ""
+        headers = {"Range": f"bytes={start}-{last}"} if start or last else {}
+        where = self.object_url(url, alt="media", **({} if generation is None else {"generation": generation}))
+        with self.request("GET", where, url, "read", headers) as response:
             total = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers["Content-Length"]
             if not total or int(total) != size:
                 raise BadInput(f"{url} has {total} bytes where {size} are expected: it was replaced since")
             skipped = start if response.status == 200 else 0  # a server that does not know ranges sends everything
-            left = size - start
+            left = stop - start
             while left:
                 piece = response.read1(PIECE)
                 if not piece:
@@ -289,11 +336,9 @@ class Bucket:
         except (OSError, http.client.HTTPException):
             text = ""
         needed, role = NEEDED[what]
-        lack = (
-            "it has no valid credentials: gcloud auth application-default login"
-            if error.code == 401
-            else (f"its account needs {missing_permission(text) or needed} there, as the role {role} has")
-        )
+        lack = f"its account needs {missing_permission(text) or needed} there, as the role {role} has"
+        if error.code == 401:
+            lack = "it has no valid credentials: gcloud auth application-default login"
         return Forbidden(f"{url} may not be {what} by this machine ({error.code}); {lack}")
 
     def told_wait(self, retry_after: str) -> float:
@@ -357,31 +402,3 @@ def age(updated: str, now: str) -> float:
         return max(0.0, (email.utils.parsedate_to_datetime(now) - then).total_seconds())
     except (TypeError, ValueError):
         return 0.0
-
-
-def open_bucket(*, writing: bool = False, clock: Clock = REAL, silence: float = SILENCE) -> Bucket:
-    """The door to Google's service with this machine's credentials, or to the emulator that the environment names.
-
-    Raises: BadInput if the package that finds credentials is not installed, or the environment names another machine.
-    """
-    prepare_remote()
-    if endpoint := os.environ.get(ENDPOINT, ""):
-        endpoint = endpoint if "://" in endpoint else f"http://{endpoint}"
-        return Bucket(endpoint, lambda headers: None, clock, silence)
-    if importlib.util.find_spec("gcsfs") is None:
-        raise BadInput("gs:// needs gcsfs: pip install 'jaxscale[gcs]'")
-    import gcsfs.credentials
-    import google.auth.exceptions
-
-    access = "read_write" if writing else "read_only"
-    credentials = gcsfs.credentials.GoogleCredentials(project=None, access=access, token=None)
-
-    def authorise(headers: dict[str, str]) -> None:
-        try:
-            credentials.apply(headers)
-        except google.auth.exceptions.TransportError as error:
-            raise Transient(f"no new access token: {error}") from None
-        except (gcsfs.credentials.HttpError, google.auth.exceptions.GoogleAuthError) as error:
-            raise Forbidden(f"this machine's credentials for gs:// are of no use: {error}") from None
-
-    return Bucket(GOOGLE, authorise, clock, silence)

@@ -1,27 +1,17 @@
-"""Files, on a local disk or under gs://, and how they are replaced whole. etils is imported only for gs://."""
+"""Files, on a local disk or under gs://, and how they are replaced whole."""
 
 import contextlib
-import importlib.util
-import ipaddress
 import json
-import logging
 import os
 import pathlib
 import secrets
-import urllib.parse
 from collections.abc import Iterator, Sequence
 from typing import Any, BinaryIO
 
-from jaxscale.system import fence
+from jaxscale.system import fence, storage
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import open_regular, parse_json
 
-# Where TensorFlow is installed, epath would take 6 s to import it and go to the bucket its way; and gcsfs would ask a
-# second service, over gRPC, what kind of bucket it is, with rights that a run does not need otherwise.
-OWN_CLIENT = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-# TensorStore, gcsfs and Google's own client send this machine's credentials to the address that these hold.
-OVERRIDES = ("TENSORSTORE_GCS_HTTP_URL", "STORAGE_EMULATOR_HOST")
-GOOGLE = "https://storage.googleapis.com"
 HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
 PRIVATE = 0o700  # of a folder that is its owner's alone
 
@@ -32,20 +22,16 @@ def is_remote(path: Any) -> bool:
 
 
 def as_path(path: Any) -> Any:
-    """A pathlib.Path, or an epath.Path (which has the same methods) for gs://.
+    """A pathlib.Path, or an ObjectPath (which has the same methods) for gs://.
 
-    Raises BadInput for any other scheme, for gs:// where the package that reads it is not installed, or where the
-    environment would send the machine's credentials to another one.
+    Raises BadInput for any other scheme, for gs:// where the package that finds credentials is not installed, or where
+    the environment would send the machine's credentials to another one.
     """
     if is_remote(path):
         check_scheme(os.fspath(path))
-        prepare_remote()
-        if importlib.util.find_spec("gcsfs") is None:
-            raise BadInput(f"{os.fspath(path)} needs gcsfs: pip install 'jaxscale[gcs]'")
-        from etils import epath  # only runs in a bucket pay for it
-
-        ask_afresh()
-        return epath.Path(path)
+        storage.check_environment()
+        storage.require_gcsfs(os.fspath(path))
+        return storage.ObjectPath(path)
     return pathlib.Path(path).expanduser()
 
 
@@ -64,46 +50,9 @@ def check_scheme(path: str) -> None:
     raise BadInput(f"{path}: {scheme}:// is not read here, only folders of this machine and gs://; {way_out}")
 
 
-def ask_afresh() -> None:
-    """Makes gcsfs ask for a list of names each time: kept ones hide what other processes have written since."""
-    import fsspec
-
-    for protocol in ("gs", "gcs"):
-        fsspec.config.conf.setdefault(protocol, {}).setdefault("use_listings_cache", False)
-
-
-def prepare_remote() -> None:
-    """To be called before a package that reads object stores is imported: sets what they read from the environment.
-
-    Raises BadInput if the environment would send what is meant for Google, credentials included, to another machine.
-    """
-    for name, value in OWN_CLIENT.items():
-        os.environ.setdefault(name, value)
-    for name in ("gcsfs", "google.auth._default"):  # a traceback for each refusal, which the caller puts into one line
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    for variable in OVERRIDES:
-        value = os.environ.get(variable, "")
-        if not value or value.rstrip("/") == GOOGLE:
-            continue
-        host = urllib.parse.urlsplit(value if "://" in value else f"http://{value}").hostname or ""
-        if not is_loopback(host):
-            raise BadInput(
-                f"{variable}={value} would send this machine's credentials for Google Cloud to {host or 'nowhere'}; "
-                "only an emulator on this machine (http://127.0.0.1:PORT) may be named: unset it"
-            )
-
-
-def is_loopback(host: str) -> bool:
-    """True for an address that no packet leaves this machine for."""
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def absolute(path: Any) -> Any:
-    """The path as it is from the root: epath's own absolute() puts the working folder before gs://."""
-    return as_path(path) if is_remote(path) else as_path(path).absolute()
+    """The path as it is from the root."""
+    return as_path(path).absolute()
 
 
 def write_text_atomic(path: Any, text: str) -> None:

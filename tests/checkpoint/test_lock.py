@@ -17,8 +17,8 @@ from gcs_weather import Weather
 from jaxscale.checkpoint.config import LockConfig
 from jaxscale.checkpoint.lock import LEASES, RunLock
 from jaxscale.checkpoint.lock_stores import FileLock, ObjectLock, process_state, this_process
-from jaxscale.system.bucket import open_bucket
 from jaxscale.system.exits import Exit, Stop
+from jaxscale.system.storage import open_bucket
 
 HOLD = """
 import sys, time

@@ -12,7 +12,7 @@ from jaxscale.data.manifest import read_manifest, write_manifest
 from jaxscale.data.prepared import open_remote_set
 from jaxscale.data.remote import ShardCache, locator, map_ids, shard_cache
 from jaxscale.data.shards import ShardWriter, read_lineage
-from jaxscale.system.bucket import open_bucket
+from jaxscale.system.storage import open_bucket
 
 
 def write_set(folder, shards=3, tokens=20_000):

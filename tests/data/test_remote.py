@@ -15,7 +15,8 @@ import pytest
 from gcs_emulator import BIG, Fault
 
 from jaxscale.data.remote import ShardCache
-from jaxscale.system.bucket import Clock, open_bucket
+from jaxscale.system.bucket import Clock
+from jaxscale.system.storage import open_bucket
 
 
 @pytest.fixture
