@@ -161,7 +161,7 @@ class Follower:
         key = (stat.st_mtime, stat.st_size)
         if key == self.key:
             return [], False
-        self.key, self.grown_at = key, float(key[0]) if key[0] else None
+        self.key, self.grown_at = key, stat.st_mtime
         records, self.damaged, _ = parse_lines(self.path.read_bytes())
         return records, True
 
