@@ -71,7 +71,7 @@ def test_what_is_not_known_is_said_with_the_way_out_and_never_guessed():
     assert any("dollars" in line and "n/a" in line and "--price=DOLLARS" in line for line in lines)
     assert any("energy" in line and "n/a" in line for line in lines)
     assert seven("tpu7x:4x4x4").machine.num_chips == 64 and seven("tpu7x:4x4x4").machine.num_devices == 128
-    assert seven("b200:8x8").megawatt_hours.low > 0
+    assert seven("b200:8x8").money.megawatt_hours.low > 0
     with pytest.raises(ValueError, match="no chip is called 'mi300x'.*plan also knows b200, v100, t4, l4"):
         open_machine("mi300x:8")
     for text, said in (("b200", "how many"), ("b200:1x16", "1 to 8 cards"), ("v100:0x8", "1 to 8 cards")):
