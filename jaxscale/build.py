@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
-from jaxscale.data.mixture import mixture_names
+from jaxscale.data.config import mixture_names
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.loss import summed_loss

@@ -8,15 +8,14 @@ from typing import Any, Literal
 from jaxscale import schema, units
 from jaxscale.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
 from jaxscale.command_line import Arguments, config_values
-from jaxscale.data.config import DataConfig
-from jaxscale.data.mixture import mixture_names
-from jaxscale.data.objectives import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
+from jaxscale.data.config import DataConfig, mixture_names
+from jaxscale.data.objective_config import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
 from jaxscale.eval.config import EvalConfig, Evals, check_names
 from jaxscale.hosts.config import HangConfig
 from jaxscale.interop.config import ExportConfig
 from jaxscale.models import AnyModelConfig, names_of
 from jaxscale.models.config import LoraConfig, lora_flops
-from jaxscale.monitor.writers import MonitorConfig
+from jaxscale.monitor.config import MonitorConfig
 from jaxscale.optim.config import OptimConfig
 from jaxscale.sampling.config import SampleConfig
 from jaxscale.schema import setting

@@ -5,7 +5,7 @@ import tiny
 
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
-from jaxscale.data.objectives import MaskedLmConfig, NextTokenConfig
+from jaxscale.data.objective_config import MaskedLmConfig, NextTokenConfig
 from jaxscale.planning.memory import memory_need
 
 SPANS = dict(name="span_corruption")

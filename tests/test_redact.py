@@ -19,8 +19,9 @@ from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.report import escape
 from jaxscale.help_text import describe_settings
+from jaxscale.monitor.config import MonitorConfig
 from jaxscale.monitor.console import Console
-from jaxscale.monitor.writers import MonitorConfig, Writer
+from jaxscale.monitor.writers import Writer
 from jaxscale.system import redact as redaction
 from jaxscale.system.exits import BadInput, tell
 from jaxscale.system.redact import HIDDEN, is_secret, names_secret, redact, redacted, shown

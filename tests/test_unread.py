@@ -21,7 +21,7 @@ from jaxscale.config import RunConfig, load_config, resolve_budget
 from jaxscale.data.pipeline import open_data
 from jaxscale.main import main
 from jaxscale.monitor import health
-from jaxscale.monitor.health.config import RULES
+from jaxscale.monitor.config import RULES
 from jaxscale.run.resume_checks import check_same_run
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.unread import leaves, refuse_unread, unread

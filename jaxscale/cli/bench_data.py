@@ -29,7 +29,8 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
-from jaxscale.text.sources import list_files, read_file, stdlib_files
+from jaxscale.text.sources.files import list_files, stdlib_files
+from jaxscale.text.sources.read import read_file
 
 CURATION = ("language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "exact_dedup", "near_dedup", "pii")
 FAR_STEP = 1_000_000

@@ -14,8 +14,8 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, ShardWriter
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources import SourceFile
 from jaxscale.text.sources.array_record import is_array_record, load_package
+from jaxscale.text.sources.files import SourceFile
 
 if TYPE_CHECKING:
     import pyarrow

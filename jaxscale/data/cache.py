@@ -26,10 +26,10 @@ from jaxscale.system.foreign import Unreadable, open_regular
 from jaxscale.system.locks import locked
 from jaxscale.system.paths import cache_dir, make_private, write_json
 from jaxscale.text.document import Document
-from jaxscale.text.sources import SourceFile
+from jaxscale.text.sources.config import read_settings
 from jaxscale.text.sources.decode import REPAIRED, is_repair
-from jaxscale.text.sources.files import file_stamp
-from jaxscale.text.sources.settings import read_settings, unreadable
+from jaxscale.text.sources.files import SourceFile, file_stamp
+from jaxscale.text.sources.part import unreadable
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 
 Say = Callable[[str], None]

@@ -16,8 +16,16 @@ from jaxscale.data.objectives import find_ids
 from jaxscale.data.packing import DocumentTable
 from jaxscale.data.prepared import prepared_problems
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources import SourceFile, list_files, stdlib_files, text_problem
-from jaxscale.text.sources.files import STREAMS, Globs, is_saved_dataset, size_of
+from jaxscale.text.sources.config import Globs
+from jaxscale.text.sources.files import (
+    STREAMS,
+    SourceFile,
+    is_saved_dataset,
+    list_files,
+    size_of,
+    stdlib_files,
+    text_problem,
+)
 from jaxscale.text.tokenizer.fitting import fits
 from jaxscale.text.tokenizer.load import load_tokenizer, tokenizer_problem
 

@@ -1,17 +1,55 @@
 """Settings of the data room."""
 
 import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
-from jaxscale.data.gate import GateConfig
-from jaxscale.data.mixture import MixtureSetting, check_mixture
-from jaxscale.data.objectives import NextTokenConfig, ObjectiveConfig
-from jaxscale.data.order import check_skips
+from jaxscale import units
+from jaxscale.data.objective_config import NextTokenConfig, ObjectiveConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.config import ChatConfig
-from jaxscale.text.sources.files import Globs
-from jaxscale.text.sources.settings import ReadConfig
+from jaxscale.text.sources.config import Globs, ReadConfig
+
+NGRAM = 8  # tokens
+
+
+Weights = Mapping[str, float]
+
+
+MixtureSetting = dict[str, float | dict[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GateConfig:
+    """Limits beyond which a row weighs nothing. Shares are of the row's real tokens, from 0 to 1."""
+
+    on: bool = setting(
+        False,
+        "zero the loss weights of degenerate rows; the metrics have gated_rows, of the step, and gated_rows_total, of "
+        "all steps since the run was last started: rows of text without weight, those that have no target among them",
+        read_if="data.name!=synthetic",
+    )
+    max_top_share: float = setting(0.5, "share of the most frequent token; English text has about 0.05")
+    min_distinct_share: float = setting(0.02, "distinct tokens over tokens, as 41 in a row of 2,048")
+    max_run: int = setting(256, "the same token so many times on end")
+    max_repeated_share: float = setting(0.9, f"share of {NGRAM}-grams that came before in the row")
+    max_damaged_share: float = setting(
+        0.2, "share of tokens that stand for U+FFFD, the mark of bytes that were no text; needs a known tokenizer"
+    )
+    max_depth_rows: int = setting(
+        0, "gates a row that lies in one document, more than so many rows behind its beginning; 0: no limit"
+    )
+
+    def __post_init__(self):
+        for name in ("max_top_share", "min_distinct_share", "max_repeated_share", "max_damaged_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise BadInput(f"{name}={getattr(self, name)} must lie from 0 to 1")
+        if self.max_run < 8 or self.max_depth_rows < 0:
+            raise BadInput(
+                f"max_run={self.max_run} must be at least 8 and max_depth_rows={self.max_depth_rows} at least 0"
+            )
+
 
 # The standard library is plain files of text, and ids are no text.
 OF_TEXT = {field.name: "data.name=stdlib|files|chat|hf" for field in dataclasses.fields(ReadConfig)}
@@ -149,3 +187,40 @@ class DataConfig(ReadConfig):
             raise BadInput(f"data.chat is read with data.name='chat' only, and that is {self.name!r}")
         if self.name == "chat" and self.packing != "best_fit":
             raise BadInput("packing='concat' cuts conversations; data.name='chat' needs best_fit")
+
+
+def stages_of(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
+    """(start, weights) of each stage as they are written. Raises BadInput for what is neither form of the setting."""
+    staged = [isinstance(value, Mapping) for value in mixture.values()]
+    if any(staged) and not all(staged):
+        raise BadInput("mixture must be {source: weight}, or {start: {source: weight}}, not both in one")
+    stages = list(mixture.items()) if any(staged) else [("0", mixture)]
+    for start, weights in stages:
+        units.parse("data.mixture's start", start)
+        if not weights or min(weights.values()) < 0 or sum(weights.values()) <= 0:
+            raise BadInput(
+                f"mixture from {start!r} has weights {dict(weights)}; they must be at least 0, and one above"
+            )
+    return stages
+
+
+def mixture_names(mixture: MixtureSetting) -> tuple[str, ...]:
+    """The sources that a mixture names, in the order of the first mention: what losses are reported by."""
+    return tuple(dict.fromkeys(name for _, weights in stages_of(mixture) for name in weights)) if mixture else ()
+
+
+def check_mixture(mixture: MixtureSetting, max_epochs: Mapping[str, float]) -> None:
+    """Raises BadInput for settings that mean nothing with any data."""
+    if mixture:
+        stages_of(mixture)
+    if max_epochs and not mixture:
+        raise BadInput("max_epochs caps the sources of a mixture, and there is none; set data.mixture too")
+    if wrong := {name: number for name, number in max_epochs.items() if number <= 0}:
+        raise BadInput(f"max_epochs={wrong} must be above 0; leave a source out of the mixture instead")
+
+
+def check_skips(ranges: Iterable[Sequence[int]]) -> None:
+    """Raises BadInput unless every range is [from, to) with 0 <= from < to."""
+    for start, stop in ranges:
+        if not 0 <= start < stop:
+            raise BadInput(f"skip_batches has ({start}, {stop}); a range is (from, to) with 0 <= from < to")

@@ -14,8 +14,8 @@ from jaxscale.text.document import Document
 from jaxscale.text.sources.blocks import read_blocks, read_lines
 from jaxscale.text.sources.files import SourceFile, unpacked_name
 from jaxscale.text.sources.jsonl import BYTE_ORDER_MARK, NO_JSON, loads, refuse, second_look, word_of
+from jaxscale.text.sources.part import Damaged, unreadable
 from jaxscale.text.sources.read import JSON_LINES, read_file
-from jaxscale.text.sources.settings import Damaged, unreadable
 
 
 class Sample(NamedTuple):

@@ -9,7 +9,6 @@ tables, genomes, music). The thresholds are far from prose and from source code;
 B rows  T position
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -17,10 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.data.batch import Batch
+from jaxscale.data.config import NGRAM, GateConfig
 from jaxscale.data.permutation import permuted
 from jaxscale.data.rows import Located
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Tokenizer
 
 Gate = Callable[[Batch, Located, Sequence[int]], np.ndarray]  # (rows, where they lie, places there) -> bool[rows]
@@ -29,39 +27,7 @@ SAMPLED = 128  # positions of a row looked at first; only a row that looks bad t
 SLACK = 0.7  # a share in a sample may be lower than in the row: 3.4 standard deviations at a share of a half
 ANCHORS = (0.55, 0.75, 0.95)  # places in a row that are looked for in what comes before
 FEWEST_TOKENS = 64  # a row with fewer real ones is let through: shares of so few mean nothing
-NGRAM = 8  # tokens
 REPLACEMENT = "\ufffd"  # what decoders put where bytes are no text
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GateConfig:
-    """Limits beyond which a row weighs nothing. Shares are of the row's real tokens, from 0 to 1."""
-
-    on: bool = setting(
-        False,
-        "zero the loss weights of degenerate rows; the metrics have gated_rows, of the step, and gated_rows_total, of "
-        "all steps since the run was last started: rows of text without weight, those that have no target among them",
-        read_if="data.name!=synthetic",
-    )
-    max_top_share: float = setting(0.5, "share of the most frequent token; English text has about 0.05")
-    min_distinct_share: float = setting(0.02, "distinct tokens over tokens, as 41 in a row of 2,048")
-    max_run: int = setting(256, "the same token so many times on end")
-    max_repeated_share: float = setting(0.9, f"share of {NGRAM}-grams that came before in the row")
-    max_damaged_share: float = setting(
-        0.2, "share of tokens that stand for U+FFFD, the mark of bytes that were no text; needs a known tokenizer"
-    )
-    max_depth_rows: int = setting(
-        0, "gates a row that lies in one document, more than so many rows behind its beginning; 0: no limit"
-    )
-
-    def __post_init__(self):
-        for name in ("max_top_share", "min_distinct_share", "max_repeated_share", "max_damaged_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise BadInput(f"{name}={getattr(self, name)} must lie from 0 to 1")
-        if self.max_run < 8 or self.max_depth_rows < 0:
-            raise BadInput(
-                f"max_run={self.max_run} must be at least 8 and max_depth_rows={self.max_depth_rows} at least 0"
-            )
 
 
 class Damage(NamedTuple):

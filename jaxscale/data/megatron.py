@@ -25,7 +25,7 @@ from jaxscale.system.digest import READ_BYTES
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import open_regular
 from jaxscale.system.paths import write_json
-from jaxscale.text.sources import SourceFile
+from jaxscale.text.sources.files import SourceFile
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
 HEAD = struct.Struct("<9sQBQQ")

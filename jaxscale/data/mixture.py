@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale import units
+from jaxscale.data.config import MixtureSetting, Weights, mixture_names, stages_of
 from jaxscale.system.exits import BadInput
 
 PATTERN_ROWS = (512, 2048)  # lengths that are tried: the one whose whole numbers come nearest to the weights is taken
 LONGEST_PATTERN = 16_384  # where a weight is smaller than one row of the usual ones
 NEAR = 1024
-Weights = Mapping[str, float]
 Detour = tuple[int, int, str]  # first batch, number of batches, source
-MixtureSetting = dict[str, float | dict[str, float]]
 
 
 class Pattern(NamedTuple):
@@ -181,36 +180,6 @@ def spread(counts_G: np.ndarray) -> np.ndarray:
         lags[chosen] -= L
         order.append(sources[chosen])
     return np.array(order)
-
-
-def stages_of(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
-    """(start, weights) of each stage as they are written. Raises BadInput for what is neither form of the setting."""
-    staged = [isinstance(value, Mapping) for value in mixture.values()]
-    if any(staged) and not all(staged):
-        raise BadInput("mixture must be {source: weight}, or {start: {source: weight}}, not both in one")
-    stages = list(mixture.items()) if any(staged) else [("0", mixture)]
-    for start, weights in stages:
-        units.parse("data.mixture's start", start)
-        if not weights or min(weights.values()) < 0 or sum(weights.values()) <= 0:
-            raise BadInput(
-                f"mixture from {start!r} has weights {dict(weights)}; they must be at least 0, and one above"
-            )
-    return stages
-
-
-def mixture_names(mixture: MixtureSetting) -> tuple[str, ...]:
-    """The sources that a mixture names, in the order of the first mention: what losses are reported by."""
-    return tuple(dict.fromkeys(name for _, weights in stages_of(mixture) for name in weights)) if mixture else ()
-
-
-def check_mixture(mixture: MixtureSetting, max_epochs: Mapping[str, float]) -> None:
-    """Raises BadInput for settings that mean nothing with any data."""
-    if mixture:
-        stages_of(mixture)
-    if max_epochs and not mixture:
-        raise BadInput("max_epochs caps the sources of a mixture, and there is none; set data.mixture too")
-    if wrong := {name: number for name, number in max_epochs.items() if number <= 0}:
-        raise BadInput(f"max_epochs={wrong} must be above 0; leave a source out of the mixture instead")
 
 
 def plan_mixture(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.data.batch import Batch
+from jaxscale.data.config import check_skips
 from jaxscale.data.gate import Gate
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.permutation import permuted, unpermuted
@@ -187,13 +188,6 @@ def merge_skips(recorded: Iterable[Sequence[int]], configured: Iterable[Sequence
                 "earlier checkpoint"
             )
     return normalise([*recorded, *configured])
-
-
-def check_skips(ranges: Iterable[Sequence[int]]) -> None:
-    """Raises BadInput unless every range is [from, to) with 0 <= from < to."""
-    for start, stop in ranges:
-        if not 0 <= start < stop:
-            raise BadInput(f"skip_batches has ({start}, {stop}); a range is (from, to) with 0 <= from < to")
 
 
 def normalise(ranges: Iterable[Sequence[int]]) -> Ranges:

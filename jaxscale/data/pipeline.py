@@ -17,20 +17,12 @@ from jaxscale.data.batch import Batch, padding_row, stack_rows
 from jaxscale.data.best_fit import BestFitRows, plan_settings, write_plan
 from jaxscale.data.cache import cache_folder, count, describe_skipped, kept, tokenised
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
-from jaxscale.data.config import DataConfig
+from jaxscale.data.config import DataConfig, stages_of
 from jaxscale.data.gate import make_gate
-from jaxscale.data.mixture import Detour, Mixture, check_sources, plan_mixture, stages_of
-from jaxscale.data.objectives import (
-    NextTokenConfig,
-    ObjectiveConfig,
-    SpecialIds,
-    StandIn,
-    apply,
-    apply_with_origin,
-    find_ids,
-    reads_text_in_order,
-    stand_in_ids,
-)
+from jaxscale.data.mixture import Detour, Mixture, check_sources, plan_mixture
+from jaxscale.data.objective_config import NextTokenConfig, ObjectiveConfig
+from jaxscale.data.objectives import apply, apply_with_origin, find_ids, reads_text_in_order
+from jaxscale.data.objectives.ids import SpecialIds, StandIn, stand_in_ids
 from jaxscale.data.order import ORDER, Batches, RowOrder
 from jaxscale.data.packing import DocumentRows, DocumentTable, PackedRows, join_tables
 from jaxscale.data.parts import data_parts, digest
@@ -41,7 +33,7 @@ from jaxscale.data.token_files import common_token_bytes, open_tokens
 from jaxscale.data.verified import of_size
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.template import load_template
-from jaxscale.text.sources import SourceFile
+from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
 from jaxscale.text.tokenizer.load import load_tokenizer

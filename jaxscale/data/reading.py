@@ -15,7 +15,8 @@ from jaxscale.text.chat.encode import encode_written
 from jaxscale.text.chat.guard import Guard
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.document import Document
-from jaxscale.text.sources import SourceFile, read_file
+from jaxscale.text.sources.files import SourceFile
+from jaxscale.text.sources.read import read_file
 from jaxscale.text.tokenizer.base import Tokenizer
 
 VERSION = 2  # of how conversations become ids: another number where the same records would give others

@@ -23,7 +23,7 @@ from jaxscale.command_line import parse_arguments, whole_number
 from jaxscale.help_text import show_help
 from jaxscale.system.exits import BadInput, put, run_and_exit
 from jaxscale.system.paths import write_text_atomic
-from jaxscale.text.sources import stdlib_files
+from jaxscale.text.sources.files import stdlib_files
 
 HELD_OUT = 10  # every so many-th module is kept from training
 WRONG = 3  # wrong answers beside the right one

@@ -17,7 +17,7 @@ from jaxscale.data.prepared import open_prepared
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, expect_whole, open_shard
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources import SourceFile
+from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.tokenizer.about import NO_BOS, as_setting
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.text.tokenizer.load import load_tokenizer, tokenizer_problem

@@ -20,9 +20,9 @@ from jaxscale.eval.scorer import Scorer, Span, row_length
 from jaxscale.eval.uncertainty import exp_error, ratio_error
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
-from jaxscale.text.sources.files import Globs, SourceFile, list_files, text_problem
+from jaxscale.text.sources.config import Globs, ReadConfig
+from jaxscale.text.sources.files import SourceFile, list_files, text_problem
 from jaxscale.text.sources.read import read_file
-from jaxscale.text.sources.settings import ReadConfig
 from jaxscale.text.tokenizer.base import Tokenizer
 
 MOST_HELD = 1 << 28  # tokens of one source that are held in memory: a gigabyte

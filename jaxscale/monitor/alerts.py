@@ -5,8 +5,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxscale.monitor.config import HealthConfig
 from jaxscale.monitor.events import Note
-from jaxscale.monitor.health import Finding, Health, HealthConfig, RunFacts, facts_of
+from jaxscale.monitor.health import Finding, Health, RunFacts, facts_of
 from jaxscale.monitor.health.evidence import TELLING, with_events
 from jaxscale.monitor.webhook import Webhook, webhook_url
 from jaxscale.system import paths

@@ -11,43 +11,23 @@ watchdog's phases: a step begins with its wait for data.
 import contextlib
 import os
 import pathlib
-import re
 import shutil
 import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from jaxscale.monitor.config import Steps
 from jaxscale.monitor.events import Note
 from jaxscale.system import fence, paths
-from jaxscale.system.exits import BadInput, Stop
+from jaxscale.system.exits import Stop
 
 TOUCHED = "PROFILE"
 FOLDER = "profiles"
 TOUCHED_STEPS = 5
 LOOK_SECONDS = 15.0  # between two looks into a bucket
 UPLOAD_SECONDS = 60.0  # for a capture that is on its way to a bucket when the run ends
-RANGE = re.compile(r"([0-9]+):([0-9]+)")
-
-
-class Steps(NamedTuple):
-    """Steps [first, stop), counted from 1 as in the log."""
-
-    first: int
-    stop: int
-
-
-def parse_steps(text: str | None) -> Steps | None:
-    """'100:105' as steps 100 to 104. Raises BadInput for what is no such range."""
-    if not text:
-        return None
-    found = RANGE.fullmatch(text)
-    if not found or not 1 <= int(found[1]) < int(found[2]):
-        raise BadInput(
-            f"profile_steps={text!r} must be FIRST:STOP with 1 <= FIRST < STOP, such as 100:105 for steps 100 to 104"
-        )
-    return Steps(int(found[1]), int(found[2]))
 
 
 class Profiler:

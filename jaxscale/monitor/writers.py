@@ -1,75 +1,27 @@
 """The one door for metrics: metrics.jsonl, TensorBoard and the console get the same numbers at the same step."""
 
-import dataclasses
 import io
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from jaxscale import units
 from jaxscale.monitor.alerts import Diagnosis
+from jaxscale.monitor.config import MonitorConfig
 from jaxscale.monitor.console import choose_style
-from jaxscale.monitor.health import HealthConfig
 from jaxscale.monitor.notebook import find_display, open_console
-from jaxscale.monitor.profile import parse_steps
 from jaxscale.monitor.records import Damage, Record, RecordFile, append, lines_of, read_lines, write_lines
 from jaxscale.monitor.sinks import Sink, open_sinks
 from jaxscale.monitor.tensorboard import Scalars
 from jaxscale.monitor.upload import LAST_SECONDS
-from jaxscale.schema import setting
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import redacted
 
 REMOTE_SECONDS = 10.0  # an object cannot be appended to: it is written again whole, so not too often
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 SAMPLE_CHARACTERS = 70  # of a sample on the console
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MonitorConfig:
-    """How often metrics are written, and where they are shown."""
-
-    log_every_steps: int = setting(10, "steps between two lines of training metrics", may_change=True)
-    statistics_every_steps: int = setting(
-        100,
-        "steps between two looks at activations, attention, gradients and updates of each layer; each costs about a "
-        "step; 0: none",
-        may_change=True,
-    )
-    tensorboard: bool = setting(True, "write TensorBoard event files to WORKDIR/tensorboard", may_change=True)
-    progress: Literal["auto", "bar", "lines", "off"] = setting(
-        "auto",
-        "progress on the console; auto: a bar on a terminal and in a notebook, a line every log_every_steps elsewhere",
-        may_change=True,
-    )
-    health: HealthConfig = setting(HealthConfig, may_change=True, read_if="monitor.health.on")
-
-    writers: tuple[Literal["wandb", "trackio"], ...] = setting(
-        (), "where metrics go besides metrics.jsonl and TensorBoard: wandb, trackio", may_change=True
-    )
-    profile_steps: str | None = setting(
-        None, "steps to capture for XProf, FIRST:STOP such as 100:105 for 100 to 104", may_change=True
-    )
-    profile_processes: Literal["first", "all"] = setting(
-        "first", "which processes capture profile_steps", may_change=True, read_if="monitor.profile_steps"
-    )
-    telemetry_seconds: float = setting(
-        30.0, "seconds between two questions to the devices for power and temperature; 0: never", may_change=True
-    )
-
-    def __post_init__(self):
-        parse_steps(self.profile_steps)
-        if len(set(self.writers)) < len(self.writers):
-            raise BadInput(f"writers={self.writers} names one twice")
-        if self.telemetry_seconds != 0 and not 1 <= self.telemetry_seconds < math.inf:
-            raise BadInput(f"telemetry_seconds={self.telemetry_seconds} must be 0 (never) or at least 1")
-        if self.log_every_steps < 1:
-            raise BadInput(f"log_every_steps={self.log_every_steps} must be at least 1")
-        if self.statistics_every_steps < 0:
-            raise BadInput(f"statistics_every_steps={self.statistics_every_steps} must not be negative; 0: none")
 
 
 class Writer:

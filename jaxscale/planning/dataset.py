@@ -11,7 +11,7 @@ from jaxscale.data.manifest import is_manifest, read_manifest
 from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import is_remote
-from jaxscale.text.sources import SourceFile
+from jaxscale.text.sources.files import SourceFile
 
 PLAIN_TEXT = (".txt", ".py", ".md")
 

@@ -11,8 +11,8 @@ from jaxscale import schema
 from jaxscale.build import Program
 from jaxscale.checkpoint.cause import written
 from jaxscale.config import RunConfig
+from jaxscale.data.config import mixture_names
 from jaxscale.data.ledger import Ledger
-from jaxscale.data.mixture import mixture_names
 from jaxscale.data.order import ORDER
 from jaxscale.data.pipeline import Corpus
 from jaxscale.eval.named import Evaluator, open_evaluators

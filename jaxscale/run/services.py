@@ -13,12 +13,13 @@ from jaxscale.config import RunConfig
 from jaxscale.hosts.reports import open_reports
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.interop.periodic import exporting
+from jaxscale.monitor.config import MonitorConfig, parse_steps
 from jaxscale.monitor.events import NAME, Events, Note
 from jaxscale.monitor.goodput import Ledger, own_age_seconds
-from jaxscale.monitor.profile import Profiler, parse_steps
+from jaxscale.monitor.profile import Profiler
 from jaxscale.monitor.records import renew
 from jaxscale.monitor.telemetry import Telemetry, reader_for
-from jaxscale.monitor.writers import METRICS, SAMPLES, MonitorConfig
+from jaxscale.monitor.writers import METRICS, SAMPLES
 from jaxscale.run.options import RunOptions
 from jaxscale.system import paths
 from jaxscale.system.exits import Stop, verdict

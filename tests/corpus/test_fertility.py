@@ -7,8 +7,9 @@ import pytest
 
 from jaxscale.corpus.prepare.fertility import add, measure, rows
 from jaxscale.text.document import Document
+from jaxscale.text.tokenizer.config import TrainTokenizerConfig
 from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.train import TrainTokenizerConfig, train_tokenizer
+from jaxscale.text.tokenizer.train import train_tokenizer
 
 DOCUMENTS = [
     Document("two words", source="web", language="en"),

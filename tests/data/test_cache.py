@@ -14,7 +14,7 @@ from jaxscale.data.cache import scan, scanned, tokenised
 from jaxscale.data.config import DataConfig
 from jaxscale.data.header import read_header
 from jaxscale.data.shards import ShardWriter, dtype_for, open_shard
-from jaxscale.text.sources import list_files
+from jaxscale.text.sources.files import list_files
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 # Tokenises the files given on the command line, and waits as told at the second chunk (a folder is then half written).
@@ -22,7 +22,7 @@ SLOW_WRITER = """
 import pathlib, sys, time
 from jaxscale.data.cache import tokenised
 from jaxscale.data.config import DataConfig
-from jaxscale.text.sources import list_files
+from jaxscale.text.sources.files import list_files
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 class Slow(ByteTokenizer):

@@ -6,16 +6,11 @@ import numpy as np
 import pytest
 
 from jaxscale.data.batch import Batch
-from jaxscale.data.config import DataConfig
-from jaxscale.data.gate import (
-    Damage,
-    GateConfig,
-    degenerate_rows,
-    find_damage,
-    longest_run,
-    num_damaged,
-    repeated_share,
-)  # fmt: skip
+from jaxscale.data.config import (
+    DataConfig,
+    GateConfig,  # fmt: skip
+)
+from jaxscale.data.gate import Damage, degenerate_rows, find_damage, longest_run, num_damaged, repeated_share
 from jaxscale.data.pipeline import open_data
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
 from jaxscale.text.tokenizer.load import load_tokenizer

@@ -9,7 +9,7 @@ import pytest
 from jaxscale.data.config import DataConfig
 from jaxscale.data.ledger import Ledger
 from jaxscale.data.lineage import lineage_table
-from jaxscale.data.objectives import MaskedLmConfig, NextTokenConfig, SpanCorruptionConfig
+from jaxscale.data.objective_config import MaskedLmConfig, NextTokenConfig, SpanCorruptionConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter
 from jaxscale.text.document import Document

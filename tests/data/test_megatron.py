@@ -19,7 +19,7 @@ from jaxscale.data.megatron import (
     read_index,
 )
 from jaxscale.data.shards import ShardWriter, open_shard
-from jaxscale.text.sources import SourceFile
+from jaxscale.text.sources.files import SourceFile
 
 REAL = Path(__file__).parents[3] / "shared/corpora/web_openwebtext/meg-gpt2-openwebtext_text_document.bin"
 

@@ -5,15 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.data.mixture import (
-    check_mixture,
-    from_record,
-    pattern_of,
-    plan_mixture,
-    same_past,
-    whole_counts,
-    with_detours,
-)
+from jaxscale.data.config import check_mixture
+from jaxscale.data.mixture import from_record, pattern_of, plan_mixture, same_past, whole_counts, with_detours
 
 NAMES = ("web", "code", "math")
 weights = st.lists(st.floats(0.01, 1), min_size=1, max_size=6)

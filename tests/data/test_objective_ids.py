@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxscale.data.objectives import MaskedLmConfig, SpanCorruptionConfig, Ul2Config, find_ids
+from jaxscale.data.objective_config import MaskedLmConfig, SpanCorruptionConfig, Ul2Config
+from jaxscale.data.objectives import find_ids
 from jaxscale.text.tokenizer.base import Marks
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
 

@@ -11,23 +11,19 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jaxscale.data.batch import Batch, padding_row, stack_rows, tokens_hash
-from jaxscale.data.objectives import (
+from jaxscale.data.objective_config import (
     MaskedLmConfig,
     NextTokenConfig,
     PrefixLmConfig,
     SpanCorruptionConfig,
     Ul2Config,
-    apply,
-    apply_with_origin,
-    find_ids,
-    row_lengths,
-)
-from jaxscale.data.objectives.corrupt import join_shortest
-from jaxscale.data.objectives.draws import below, draws, unit
-from jaxscale.data.objectives.span_corruption import (
     amount,
     corrupted_lengths,
+    row_lengths,
 )
+from jaxscale.data.objectives import apply, apply_with_origin, find_ids
+from jaxscale.data.objectives.corrupt import join_shortest
+from jaxscale.data.objectives.draws import below, draws, unit
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 BYTES, VOCAB, EOS, MASK, FIRST = ByteTokenizer(), 1000, 256, 257, 270

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from jaxscale.data.batch import Batch, stack_rows
-from jaxscale.data.objectives import SpanCorruptionConfig, apply, find_ids
+from jaxscale.data.objective_config import SpanCorruptionConfig
+from jaxscale.data.objectives import apply, find_ids
 
 PYTHON = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")
 PACK = """

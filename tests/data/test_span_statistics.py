@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
+from jaxscale.data.objective_config import Amount, amount
 from jaxscale.data.objectives.draws import draws
-from jaxscale.data.objectives.span_corruption import Amount, Rows, amount, divide, make_noise, random_parts
+from jaxscale.data.objectives.span_corruption import Rows, divide, make_noise, random_parts
 
 
 def noise_of(length, seed, density=0.15, mean_span=3.0):

@@ -15,8 +15,8 @@ from jaxscale.eval.items import read_items
 from jaxscale.eval.text import Reading, TextSet
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources import records
+from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.settings import ReadConfig
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
 
 pytestmark = pytest.mark.fault("H17")

@@ -10,10 +10,11 @@ import time
 import pytest
 
 from jaxscale.monitor.alerts import Alerts, Diagnosis, facts_of_finding, line_of, message_of, read_facts
+from jaxscale.monitor.config import HealthConfig, MonitorConfig
 from jaxscale.monitor.events import Events, read_events
-from jaxscale.monitor.health import Cause, Finding, HealthConfig, RunFacts
+from jaxscale.monitor.health import Cause, Finding, RunFacts
 from jaxscale.monitor.webhook import LONGEST_WAIT, MOST_WAITING, VARIABLE, Webhook, retry_after, webhook_url
-from jaxscale.monitor.writers import MonitorConfig, Writer
+from jaxscale.monitor.writers import Writer
 from jaxscale.system import redact
 
 SPIKE = Finding(

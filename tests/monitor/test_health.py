@@ -7,8 +7,8 @@ import random
 import pytest
 
 from jaxscale import schema
-from jaxscale.monitor.health import ALL, Health, HealthConfig, RunFacts, facts_of, replay
-from jaxscale.monitor.health.config import RULES
+from jaxscale.monitor.config import RULES, HealthConfig
+from jaxscale.monitor.health import ALL, Health, RunFacts, facts_of, replay
 from jaxscale.monitor.health.course_rules import band_at
 from jaxscale.monitor.health.finding import band_of, is_harmless
 from jaxscale.monitor.health.robust import Baseline, Blocks, median, slope

@@ -7,7 +7,8 @@ import pytest
 import recorded_runs
 from curves import FAULTS, NOISE, Kind, clean
 
-from jaxscale.monitor.health import Health, HealthConfig, replay
+from jaxscale.monitor.config import HealthConfig
+from jaxscale.monitor.health import Health, replay
 
 STRONGEST = {fault.name: fault for fault in FAULTS}.values()  # the last of each name
 

@@ -13,10 +13,10 @@ import tiny
 from jaxscale import main
 from jaxscale.hosts.config import HangConfig
 from jaxscale.hosts.watchdog import Watchdog
+from jaxscale.monitor.config import MonitorConfig, parse_steps
 from jaxscale.monitor.events import read_events
-from jaxscale.monitor.profile import TOUCHED, Profiler, parse_steps
+from jaxscale.monitor.profile import TOUCHED, Profiler
 from jaxscale.monitor.throughput import Throughput
-from jaxscale.monitor.writers import MonitorConfig
 from jaxscale.system import fence
 from jaxscale.system.exits import Exit, Stop
 

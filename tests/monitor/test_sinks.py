@@ -14,8 +14,9 @@ import time
 import pytest
 
 from jaxscale import schema
+from jaxscale.monitor.config import MonitorConfig
 from jaxscale.monitor.sinks.base import Begin, Sink
-from jaxscale.monitor.writers import MonitorConfig, Writer
+from jaxscale.monitor.writers import Writer
 
 PLAIN = MonitorConfig(tensorboard=False, progress="off")
 
@@ -132,7 +133,8 @@ def test_a_writer_that_is_not_there_is_refused(value, told):
 
 USE = """
 import json, sys
-from jaxscale.monitor.writers import MonitorConfig, Writer
+from jaxscale.monitor.writers import Writer
+from jaxscale.monitor.config import MonitorConfig
 name, folder = sys.argv[1:]
 cfg = MonitorConfig(tensorboard=False, progress="lines", writers=(name,))
 for start, steps in ((0, range(1, 8)), (5, range(6, 11))):

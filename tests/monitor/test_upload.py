@@ -8,8 +8,9 @@ from gcs_emulator import Emulator
 from gcs_weather import Weather
 
 from jaxscale.monitor import upload
+from jaxscale.monitor.config import MonitorConfig
 from jaxscale.monitor.upload import Uploader
-from jaxscale.monitor.writers import MonitorConfig, Writer
+from jaxscale.monitor.writers import Writer
 
 SECONDS = 20  # longer than anything here takes
 

@@ -7,7 +7,8 @@ import shutil
 
 import pytest
 
-from jaxscale.monitor.writers import MonitorConfig, Writer, json_record
+from jaxscale.monitor.config import MonitorConfig
+from jaxscale.monitor.writers import Writer, json_record
 
 PLAIN = MonitorConfig(tensorboard=False, progress="off")
 

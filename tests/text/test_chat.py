@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.objectives import PrefixLmConfig
+from jaxscale.data.objective_config import PrefixLmConfig
 from jaxscale.data.pipeline import fitted_content, open_data
 from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.encode import encode_written

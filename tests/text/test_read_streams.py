@@ -8,7 +8,9 @@ from collections import Counter
 
 import pytest
 
-from jaxscale.text.sources import ReadConfig, SourceFile, parts, read_file
+from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.sources.files import SourceFile
+from jaxscale.text.sources.read import parts, read_file
 
 ROOT = pathlib.Path(__file__).parents[2]
 SEQIO = os.environ.get("JAXSCALE_SEQIO_PYTHON", "")
@@ -108,7 +110,9 @@ seqio.TaskRegistry.add(
 """
 READ_TASKS = """
 from collections import Counter
-from jaxscale.text.sources import ReadConfig, SourceFile, read_file
+from jaxscale.text.sources.read import read_file
+from jaxscale.text.sources.files import SourceFile
+from jaxscale.text.sources.config import ReadConfig
 wanted = [f"text {i} \\u00e9" for i in range(5)]
 for name in ("seqio://raw?module=a_task", "seqio://ids?module=a_task", "seqio://ids?module=a_task&field=targets"):
     found = list(read_file(SourceFile(name, name, "s"), ReadConfig(), Counter()))

@@ -10,7 +10,9 @@ import pytest
 
 pytest.importorskip("resiliparse", reason="resiliparse is not installed")
 
-from jaxscale.text.sources import ReadConfig, SourceFile, read_file  # noqa: E402
+from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.sources.files import SourceFile
+from jaxscale.text.sources.read import read_file
 
 CORPORA = pathlib.Path(__file__).parents[3] / "shared" / "corpora"
 

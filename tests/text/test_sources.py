@@ -10,8 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from jaxscale.data.config import DataConfig
-from jaxscale.text.sources import SourceFile, list_files, read_file, stdlib_files
 from jaxscale.text.sources import text as text_files
+from jaxscale.text.sources.files import SourceFile, list_files, stdlib_files
+from jaxscale.text.sources.read import read_file
 
 
 def read(path, text_field="text", invalid_utf8="skip"):

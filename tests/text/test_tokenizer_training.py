@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxscale.text.tokenizer.config import TrainTokenizerConfig, special_names
 from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.train import TrainTokenizerConfig, sample, special_names, train_tokenizer
+from jaxscale.text.tokenizer.train import sample, train_tokenizer
 
 SYLLABLES = ["ka", "to", "mi", "ré", "lun", "dor", "ße", "ba", "qu", "el", "вод", "水", "ni", "sta", "for", "ing"]
 KINDS = {

@@ -20,7 +20,7 @@ import numpy as np
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
-from jaxscale.text.sources.settings import PREPARE, needs
+from jaxscale.text.sources.part import PREPARE, needs
 
 REASON = "language: not wanted"
 DOUBT = "language: not sure enough"

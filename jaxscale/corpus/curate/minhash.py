@@ -18,7 +18,7 @@ from jaxscale.corpus.curate.hashes import MULTIPLIER, Sketch, hash_words, mix, n
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
-from jaxscale.text.sources.settings import needs
+from jaxscale.text.sources.part import needs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

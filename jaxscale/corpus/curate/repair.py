@@ -13,7 +13,7 @@ from typing import Literal
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each
-from jaxscale.text.sources.settings import PREPARE, needs
+from jaxscale.text.sources.part import PREPARE, needs
 
 # Marks of UTF-8 that was read as Windows-1252, Latin-1 or Mac Roman: a lead byte's character and a continuation byte's,
 # two of them after the lead bytes of Chinese, Japanese and Korean, which are the accented letters of French.

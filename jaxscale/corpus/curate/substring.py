@@ -14,7 +14,7 @@ import numpy as np
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
-from jaxscale.text.sources.settings import needs
+from jaxscale.text.sources.part import needs
 
 SEPARATOR = 0xFF  # a byte that UTF-8 never has
 MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32

@@ -13,7 +13,7 @@ from jaxscale.schema import setting
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
-from jaxscale.text.sources.settings import PREPARE, needs
+from jaxscale.text.sources.part import PREPARE, needs
 
 TOO_TOXIC = "toxicity: score too high"
 LISTED = "toxicity: words of the list"

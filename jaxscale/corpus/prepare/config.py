@@ -20,13 +20,11 @@ from jaxscale.corpus.curate.repetition import RepetitionConfig
 from jaxscale.corpus.curate.substring import SubstringConfig
 from jaxscale.corpus.curate.toxicity import ToxicityConfig
 from jaxscale.corpus.prepare.passes import JOINS
-from jaxscale.data.config import Globs
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.settings import ReadConfig
+from jaxscale.text.sources.config import Globs, ReadConfig
 from jaxscale.text.tokenizer.about import naming_files
-from jaxscale.text.tokenizer.fast import EncodeConfig
-from jaxscale.text.tokenizer.train import TrainTokenizerConfig
+from jaxscale.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
 
 STAGES = (
     "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "licence", "toxicity", "substring",

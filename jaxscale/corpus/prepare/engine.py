@@ -32,12 +32,15 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.locks import locked
 from jaxscale.system.paths import make_private, read_bytes, write_text_atomic
 from jaxscale.text.document import Document
-from jaxscale.text.sources import Part, SourceFile, list_files, parts
 from jaxscale.text.sources.decode import is_repair
+from jaxscale.text.sources.files import SourceFile, list_files
+from jaxscale.text.sources.part import Part
+from jaxscale.text.sources.read import parts
 from jaxscale.text.tokenizer.about import NO_BOS
 from jaxscale.text.tokenizer.base import Tokenizer
+from jaxscale.text.tokenizer.config import special_names
 from jaxscale.text.tokenizer.load import tokenizer_problem
-from jaxscale.text.tokenizer.train import special_names, train_tokenizer
+from jaxscale.text.tokenizer.train import train_tokenizer
 
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
 LOCK = ".lock"  # left behind: who deletes a lock takes it from somebody else

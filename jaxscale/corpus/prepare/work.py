@@ -37,7 +37,9 @@ from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import tokenise_block
 from jaxscale.system.foreign import parse_json
 from jaxscale.text.document import Document, Stage
-from jaxscale.text.sources import Part, SourceFile, read_file
+from jaxscale.text.sources.files import SourceFile
+from jaxscale.text.sources.part import Part
+from jaxscale.text.sources.read import read_file
 
 MAKERS: dict[str, Callable[[Any], Stage]] = {
     "repair": make_repair,

@@ -3,67 +3,33 @@
 Each is a pure function of a row and of (seed, batch, place of the row in it), so that any host makes the same rows.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from jaxscale.data.batch import Batch, stack_rows
-from jaxscale.data.objectives.corrupt import Lengths, corrupted, denoised_lengths, denoisers, most_spans
+from jaxscale.data.objective_config import (
+    Denoising,
+    MaskedLmConfig,
+    NextTokenConfig,
+    ObjectiveConfig,
+    PrefixLmConfig,
+    denoisers,
+)
+from jaxscale.data.objectives.corrupt import corrupted, most_spans
 from jaxscale.data.objectives.ids import (
     SpecialIds,
-    StandIn,
     check_apart,
     check_in_vocabulary,
     known_id,
     special_ids,
-    stand_in_ids,
     why_none,
 )
-from jaxscale.data.objectives.masked_lm import MaskedLmConfig, masked_row
-from jaxscale.data.objectives.prefix_lm import PrefixLmConfig, prefix_row
-from jaxscale.data.objectives.span_corruption import SpanCorruptionConfig
-from jaxscale.data.objectives.ul2 import Ul2Config
-from jaxscale.schema import setting
+from jaxscale.data.objectives.masked_lm import masked_row
+from jaxscale.data.objectives.prefix_lm import prefix_row
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Marks
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NextTokenConfig:
-    """Every token of a document from those before it."""
-
-    name: Literal["next_token"] = setting("next_token", "which objective this is")
-
-
-ObjectiveConfig = NextTokenConfig | PrefixLmConfig | MaskedLmConfig | SpanCorruptionConfig | Ul2Config
-Denoising = SpanCorruptionConfig | Ul2Config
-
-__all__ = [
-    "Lengths",
-    "MaskedLmConfig",
-    "NextTokenConfig",
-    "ObjectiveConfig",
-    "PrefixLmConfig",
-    "SpanCorruptionConfig",
-    "SpecialIds",
-    "StandIn",
-    "Ul2Config",
-    "apply",
-    "apply_with_origin",
-    "find_ids",
-    "reads_text_in_order",
-    "row_lengths",
-    "stand_in_ids",
-]
-
-
-def row_lengths(cfg: ObjectiveConfig, seq_len: int) -> Lengths:
-    """Of the rows that the objective makes of packed rows of seq_len tokens."""
-    if isinstance(cfg, Denoising):
-        return denoised_lengths(cfg, seq_len)
-    return Lengths(seq_len, prefix=isinstance(cfg, PrefixLmConfig))
 
 
 def reads_text_in_order(cfg: ObjectiveConfig) -> bool:

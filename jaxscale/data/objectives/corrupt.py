@@ -6,60 +6,25 @@ have room, or than tokens that are not noise, the shortest join the one before t
 B rows  T tokens of a row  D documents of all rows  L tokens of all rows
 """
 
-import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from jaxscale.data.batch import Batch, EncoderInput, padding_row, stack_rows
+from jaxscale.data.objective_config import (
+    Denoiser,
+    Lengths,
+    SpanCorruptionConfig,
+    Ul2Config,
+    amount,
+    denoised_lengths,
+    denoisers,
+)
 from jaxscale.data.objectives.documents import find_documents, ramps
 from jaxscale.data.objectives.draws import draws, unit
 from jaxscale.data.objectives.ids import SpecialIds
-from jaxscale.data.objectives.span_corruption import (
-    Noise,
-    Rows,
-    SpanCorruptionConfig,
-    amount,
-    corrupted_lengths,
-    divide,
-    make_noise,
-)
-from jaxscale.data.objectives.ul2 import Ul2Config
-
-
-@dataclasses.dataclass(frozen=True)
-class Denoiser:
-    """One way to cut spans out of a row."""
-
-    noise_density: float
-    mean_span: float | None  # None: one span
-    weight: float = 1.0
-    mode: str = ""  # whose token begins the inputs, in place of a mark at their end
-
-
-def denoisers(cfg: SpanCorruptionConfig | Ul2Config) -> tuple[Denoiser, ...]:
-    """Those that the settings mix."""
-    if isinstance(cfg, SpanCorruptionConfig):
-        return (Denoiser(cfg.noise_density, cfg.mean_span),)
-    return tuple(Denoiser(density, mean or None, weight, mode) for mode, density, mean, weight in cfg.denoisers)
-
-
-class Lengths(NamedTuple):
-    """Of the rows that a model reads."""
-
-    row: int  # of the decoder, or of the only row
-    encoder: int | None = None
-    prefix: bool = False  # whether rows have one
-
-
-def denoised_lengths(cfg: SpanCorruptionConfig | Ul2Config, seq_len: int) -> Lengths:
-    """The least that hold what any of the denoisers makes of a row of seq_len tokens."""
-    fill = lambda length: -(-length // cfg.multiple_of) * cfg.multiple_of
-    pairs = [corrupted_lengths(seq_len, amount(seq_len, d.noise_density, d.mean_span)) for d in denoisers(cfg)]
-    if cfg.layout == "one_row":
-        return Lengths(fill(max(map(sum, pairs))), prefix=True)
-    return Lengths(fill(max(targets for _, targets in pairs)), fill(max(inputs for inputs, _ in pairs)))
+from jaxscale.data.objectives.span_corruption import Noise, Rows, divide, make_noise
 
 
 def most_spans(cfg: SpanCorruptionConfig | Ul2Config, seq_len: int) -> int:

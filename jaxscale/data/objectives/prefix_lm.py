@@ -4,22 +4,11 @@ As the prefix LM of arXiv:1910.10683, section 3.2.1: where a document is cut is 
 token on either side.
 """
 
-import dataclasses
-from typing import Literal
-
 import numpy as np
 
 from jaxscale.data.batch import Batch
 from jaxscale.data.objectives.documents import find_documents, ramps
 from jaxscale.data.objectives.draws import below, draws
-from jaxscale.schema import setting
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrefixLmConfig:
-    """Each document's first part is seen by all of it, and only what follows is learned from."""
-
-    name: Literal["prefix_lm"] = setting("prefix_lm", "which objective this is")
 
 
 def prefix_row(row: Batch, seed: int, n: int, number: int) -> Batch:

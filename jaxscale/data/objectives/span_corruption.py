@@ -8,86 +8,11 @@ compositions; a document begins with a gap and ends with a span.
 R rows  D documents of all rows  P pairs of a gap and a span  L tokens
 """
 
-import dataclasses
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxscale.data.objectives.documents import ramps
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
-
-Layout = Literal["encoder_decoder", "one_row"]
-LAYOUT_HELP = (
-    "encoder_decoder: inputs to the encoder, targets to the decoder; one_row: for a decoder alone, each document's "
-    "inputs as a prefix and its targets behind it"
-)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpanCorruptionConfig:
-    """T5's: 15% of the tokens in spans of 3 on average."""
-
-    name: Literal["span_corruption"] = setting("span_corruption", "which objective this is")
-    noise_density: float = setting(0.15, "part of a row's tokens that is cut out")
-    mean_span: float = setting(3.0, "mean length of a span [tokens]")
-    layout: Layout = setting("encoder_decoder", LAYOUT_HELP)
-    multiple_of: int = setting(1, "rows are filled up to multiples of this, with padding")
-    first_sentinel_id: int | None = setting(None, "id of the first sentinel; none: the tokenizer's sentinels")
-    num_sentinels: int = setting(
-        100,
-        "with first_sentinel_id: how many there are, one for each span of a document",
-        read_if="data.objective.first_sentinel_id!=none",
-    )
-    sentinel_step: Literal[-1, 1] = setting(
-        1, "from one sentinel's id to the next; T5's own go down", read_if="data.objective.first_sentinel_id!=none"
-    )
-    end_id: int | None = setting(None, "id that ends the inputs and targets of a document; none: the tokenizer's end")
-    start_id: int | None = setting(
-        None,
-        "id that a decoder reads first; none: end_id. T5 has its padding, 0",
-        read_if="data.objective.layout=encoder_decoder",
-    )
-
-    def __post_init__(self):
-        check_denoiser(self.noise_density, self.mean_span)
-        check_rows(self.multiple_of, self.num_sentinels)
-
-
-def check_denoiser(noise_density: float, mean_span: float) -> None:
-    """Raises BadInput for a density or a span that no row can have."""
-    if not 0 < noise_density < 1:
-        raise BadInput(f"noise_density={noise_density} must lie between 0 and 1")
-    if mean_span < 1:
-        raise BadInput(f"mean_span={mean_span} must be at least 1 token")
-
-
-def check_rows(multiple_of: int, num_sentinels: int) -> None:
-    """Raises BadInput for a multiple or a number below 1."""
-    for name, value in (("multiple_of", multiple_of), ("num_sentinels", num_sentinels)):
-        if value < 1:
-            raise BadInput(f"{name}={value} must be at least 1")
-
-
-class Amount(NamedTuple):
-    """What is cut out of a row, if it is one document."""
-
-    noise: int  # tokens
-    spans: int
-
-
-def amount(length: int, noise_density: float, mean_span: float | None) -> Amount:
-    """The noise of a row of `length` tokens, rounded as T5 does. mean_span: None for one span."""
-    if length < 2:
-        return Amount(0, 0)
-    noise = min(max(round(length * noise_density), 1), length - 1)
-    spans = 1 if mean_span is None else max(1, round(noise / mean_span))
-    return Amount(noise, min(spans, noise, length - noise))
-
-
-def corrupted_lengths(length: int, cut: Amount) -> tuple[int, int]:
-    """(tokens of the inputs, tokens of the targets): a sentinel for each span, and an end of each."""
-    return length - cut.noise + cut.spans + 1, cut.noise + cut.spans + 1
 
 
 class Rows(NamedTuple):

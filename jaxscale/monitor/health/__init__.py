@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxscale.monitor.health.config import HealthConfig
+from jaxscale.monitor.config import HealthConfig
 from jaxscale.monitor.health.course_rules import OutOfForecast, Overfitting
 from jaxscale.monitor.health.evidence import Past, batch, suspect, with_events
 from jaxscale.monitor.health.finding import Cause, Finding, RunFacts, Sign, facts_of
@@ -13,7 +13,7 @@ from jaxscale.monitor.health.rule import Losses, Rule, View
 from jaxscale.monitor.health.speed_rules import BusyMachine, MemoryCreep, SlowStep, Starvation, UtilisationDrop
 from jaxscale.monitor.health.words import WORDS
 
-__all__ = ["Cause", "Finding", "Health", "HealthConfig", "RunFacts", "facts_of", "replay"]
+__all__ = ["Cause", "Finding", "Health", "RunFacts", "facts_of", "replay"]
 
 UNKNOWN = RunFacts()
 # in the order in which they are asked: a later one may keep silent about what an earlier one has said

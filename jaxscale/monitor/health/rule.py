@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any, NamedTuple
 
-from jaxscale.monitor.health.config import HealthConfig
+from jaxscale.monitor.config import HealthConfig
 from jaxscale.monitor.health.finding import RunFacts, Sign
 from jaxscale.monitor.health.robust import Baseline, Judged
 

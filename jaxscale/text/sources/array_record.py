@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.jsonl import record_text, second_look
-from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records, needs, refetch
+from jaxscale.text.sources.part import WHOLE, Damaged, Part, Records, needs, refetch
 
 VARINT_BYTES = 10  # at most, of 64 bits
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"

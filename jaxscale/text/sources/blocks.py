@@ -5,8 +5,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.files import PACKED
-from jaxscale.text.sources.settings import REST, WHOLE, Damaged, Part, ReadConfig, refetch
+from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, refetch
 
 BLOCK_BYTES = 1 << 18  # fits the cache of a core; of a packed file, what is lost before the place where it is broken
 RATIO_FLOOR = 64 << 20  # a file that has unpacked to less than this harms nobody

@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.blocks import RATIO_FLOOR
-from jaxscale.text.sources.settings import REST, WHOLE, Damaged, Part, ReadConfig, Records, refetch
+from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, Records, refetch
 
 BATCH_BYTES = 8 << 20
 BATCH_ROWS = 1024

@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-Globs = str | tuple[str, ...] | dict[str, str | tuple[str, ...]]
+from jaxscale.text.sources.config import Globs
 
 STREAMS = ("hf://", "seqio://")  # names of data sets that are no files of ours
 PACKED = (".gz", ".zst")

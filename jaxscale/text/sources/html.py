@@ -3,7 +3,8 @@
 import re
 from collections import Counter
 
-from jaxscale.text.sources.settings import ReadConfig, needs
+from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.sources.part import needs
 
 DECLARED = re.compile(
     rb"""<(?:meta|\?xml)[^>]{0,512}?(?:charset|encoding)\s*=\s*["']?\s*([A-Za-z0-9_:.-]{1,40})""", re.I

@@ -7,12 +7,13 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
 from jaxscale.text.sources.array_record import array_record_parts, is_array_record, read_array_record
 from jaxscale.text.sources.columns import parquet_parts, read_arrow, read_parquet
+from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.decode import decoded
 from jaxscale.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
 from jaxscale.text.sources.hf_stream import read_dataset
 from jaxscale.text.sources.jsonl import at, json_parts, read_json_lines
+from jaxscale.text.sources.part import WHOLE, Damaged, Part, Records, unreadable
 from jaxscale.text.sources.seqio_task import read_seqio
-from jaxscale.text.sources.settings import WHOLE, Damaged, Part, ReadConfig, Records, unreadable
 from jaxscale.text.sources.text import read_text, text_parts
 from jaxscale.text.sources.warc import read_page, read_warc
 

@@ -6,8 +6,9 @@ from collections import Counter
 from typing import Any
 
 from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.jsonl import record_text
-from jaxscale.text.sources.settings import WHOLE, Part, ReadConfig, Records, needs, query_of
+from jaxscale.text.sources.part import WHOLE, Part, Records, needs, query_of
 
 KNOWN = ("split", "module", "field")
 SEQIO = "pip install 'jaxscale[seqio]'"

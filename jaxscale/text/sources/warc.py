@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxscale.text.sources.blocks import read_blocks
+from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.html import page_text
-from jaxscale.text.sources.settings import REST, WHOLE, Damaged, Part, ReadConfig, Records, refetch
+from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, Records, refetch
 
 MAX_HEADER_BYTES = 1 << 16
 HTML = ("text/html", "application/xhtml+xml")

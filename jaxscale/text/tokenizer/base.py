@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
+from jaxscale.text.tokenizer.config import SENTINEL_NAMES
 
 LONGEST_CAUSE = 300  # characters of what a library says of a file
 LARGEST = 256 << 20  # bytes of a tokenizer's file; the largest vocabularies have 40 MB
@@ -23,8 +24,6 @@ MARK_NAMES = {
     "cls_id": ("[CLS]", "<s>", "<|cls|>"),
     "sep_id": ("[SEP]", "</s>", "<|sep|>"),
 }
-BERT_NAMES = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in the order of its files
-SENTINEL_NAMES = ("<extra_id_{}>", "<|reserved_special_token_{}|>")  # T5; Llama 3
 
 
 class Block(NamedTuple):

@@ -8,7 +8,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.split import PATTERNS, Split, byte_alphabet
+from jaxscale.text.tokenizer.config import Split
+from jaxscale.text.tokenizer.split import PATTERNS, byte_alphabet
 
 
 def train_bpe(

@@ -5,23 +5,22 @@ a known split pattern, after it gave the same ids for the texts of probe.py; som
 """
 
 import concurrent.futures
-import dataclasses
 import importlib.util
 import json
 import multiprocessing
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Block, Encode, block_of
+from jaxscale.text.tokenizer.config import EncodeConfig, Split
 from jaxscale.text.tokenizer.newer import with_newer
 from jaxscale.text.tokenizer.probe import compare, compared_sometimes, probes
-from jaxscale.text.tokenizer.split import PATTERNS, Split, byte_alphabet, split_of
+from jaxscale.text.tokenizer.split import PATTERNS, byte_alphabet, split_of
 
 # gigatoken keeps every word it ever saw (about 110 bytes each, measured 2026-11): it is made anew, in about 0.3 s, when
 # the process has grown by so much, or where its size is not known, after so much text.
@@ -29,24 +28,6 @@ CACHE_BYTES = 512 << 20
 CACHE_TEXT_BYTES = 4 << 30
 CACHE_CHECK_BYTES = 64 << 20  # of text between two looks
 PIECES = 512  # of a vocabulary, encoded on their own before an encoder is used
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EncodeConfig:
-    """How a tokenizer.json is applied. The ids are the same whatever is chosen; only the time is not."""
-
-    encoder: Literal["auto", "gigatoken", "tiktoken", "exact"] = setting(
-        "auto",
-        "what encodes byte-level BPE: auto takes gigatoken if it is installed and knows the file's split pattern, else "
-        "tiktoken, else the tokenizers package; exact is the tokenizers package alone, which needs no check",
-    )
-    check_every: int = setting(
-        1000, "one document in so many is encoded by the tokenizers package too, and must come out the same; 0: none"
-    )
-
-    def __post_init__(self):
-        if self.check_every < 0:
-            raise BadInput(f"check_every={self.check_every} must be 0 or more")
 
 
 def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeConfig) -> tuple[str, Encode]:

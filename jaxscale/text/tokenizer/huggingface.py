@@ -23,7 +23,8 @@ from jaxscale.text.tokenizer.base import (
     find_marks,
     fingerprint,
 )
-from jaxscale.text.tokenizer.fast import EncodeConfig, make_encode
+from jaxscale.text.tokenizer.config import EncodeConfig
+from jaxscale.text.tokenizer.fast import make_encode
 from jaxscale.text.tokenizer.split import byte_alphabet
 from jaxscale.text.tokenizer.wordpiece import read_vocab_txt
 

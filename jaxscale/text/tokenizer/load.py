@@ -8,7 +8,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.about import NO_BOS, begin_tokens, end_token, read_about
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
-from jaxscale.text.tokenizer.fast import EncodeConfig
+from jaxscale.text.tokenizer.config import EncodeConfig
 
 EXACT_OR_FAST = EncodeConfig()
 

@@ -1,9 +1,9 @@
 """The published patterns that cut a text into words before byte-level BPE, and how a tokenizer.json spells them."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
-Split = Literal["gpt2", "cl100k", "o200k"]
+from jaxscale.text.tokenizer.config import Split
 
 # GPT-2: github.com/openai/gpt-2 src/encoder.py; the others: github.com/openai/tiktoken tiktoken_ext/openai_public.py.
 # Possessive quantifiers are left out of the latter two, since Oniguruma (tokenizers) reads `{1,3}+` as something else;

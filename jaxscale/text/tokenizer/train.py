@@ -1,71 +1,18 @@
 """Training a tokenizer on a sample of the corpus, with one file out: tokenizer.json, or a SentencePiece .model."""
 
-import dataclasses
 import hashlib
 import heapq
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import write_bytes_atomic
-from jaxscale.text.tokenizer.base import BERT_NAMES, SENTINEL_NAMES
-from jaxscale.text.tokenizer.split import Split
+from jaxscale.text.tokenizer.config import TrainTokenizerConfig, special_names
 
 PIECE_CHARACTERS = 1 << 20  # of a document, sampled as one
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainTokenizerConfig:
-    """What kind of tokenizer is trained, and on how much text."""
-
-    kind: Literal["bpe", "unigram", "wordpiece"] = setting(
-        "bpe",
-        "bpe: byte-level, as GPT-2 and Llama 3 (tokenizer.json); unigram: SentencePiece, as T5 (.model); wordpiece: "
-        "as BERT, for masked language models (tokenizer.json)",
-    )
-    vocab_size: int = setting(32_768, "ids in all, special tokens among them; 32K to 100K is usual. At most 65,536 "
-                              "keeps shards at two bytes an id")  # fmt: skip
-    trainer: Literal["rustbpe", "tokenizers"] = setting(
-        "rustbpe", "bpe: the package that trains; rustbpe is twice as fast, and neither stands in for the other"
-    )
-    split: Split = setting(
-        "gpt2", "bpe: the pattern that cuts words: that of GPT-2, or tiktoken's cl100k (also Llama 3) or o200k"
-    )
-    byte_fallback: bool = setting(
-        True, "unigram: characters without a piece become bytes, so that every text comes back; bpe always does so"
-    )
-    character_coverage: float = setting(0.9995, "unigram: share of all characters that get a piece")
-    lowercase: bool = setting(True, "wordpiece: lower case, as the uncased BERT")
-    strip_accents: bool = setting(True, "wordpiece: accents taken off, as the uncased BERT")
-    max_alphabet: int = setting(1000, "wordpiece: characters with a piece of their own; words with others are [UNK]")
-    eos_token: str = setting("<|endoftext|>", "bpe, unigram: the token that ends a document; wordpiece uses [SEP]")
-    special_tokens: tuple[str, ...] = setting((), "more special tokens, after the end token; none comes out of a text")
-    reserved: int = setting(0, "sentinels <extra_id_0>, <extra_id_1>, ... for span corruption, or for use later")
-    sample_bytes: int = setting(1 << 30, "of text to train on; chosen by a hash of each document, and held in memory")
-    seed: int = setting(0, "of that choice")
-
-    def __post_init__(self):
-        names = special_names(self)
-        smallest = len(names) + (256 if self.kind == "bpe" or self.kind == "unigram" and self.byte_fallback else 1)
-        if self.vocab_size <= smallest:
-            raise BadInput(
-                f"vocab_size={self.vocab_size} must be above {smallest}, for the bytes and {len(names)} special tokens"
-            )
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise BadInput(f"special_tokens, eos_token and the reserved ones name {twice} twice")
-        if "" in names:
-            raise BadInput("eos_token and special_tokens must not be empty")
-        if self.sample_bytes < 1 or self.reserved < 0 or self.max_alphabet < 1:
-            raise BadInput(
-                f"sample_bytes={self.sample_bytes} and max_alphabet={self.max_alphabet} must be above 0, "
-                f"reserved={self.reserved} 0 or more"
-            )
-        if not 0 < self.character_coverage <= 1:
-            raise BadInput(f"character_coverage={self.character_coverage} must be above 0 and at most 1")
 
 
 class Trained(NamedTuple):
@@ -77,12 +24,6 @@ class Trained(NamedTuple):
     documents: int  # in the sample; a very long one counts once per piece
     text_bytes: int
     sha256: str  # of the file
-
-
-def special_names(cfg: TrainTokenizerConfig) -> list[str]:
-    """All special tokens in the order of their ids."""
-    first = BERT_NAMES if cfg.kind == "wordpiece" else (cfg.eos_token,)
-    return [*first, *cfg.special_tokens, *(SENTINEL_NAMES[0].format(n) for n in range(cfg.reserved))]
 
 
 def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str | Path) -> Trained:

@@ -8,7 +8,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.base import BERT_NAMES
+from jaxscale.text.tokenizer.config import BERT_NAMES
 
 PREFIX = "##"  # before a piece that goes on a word
 

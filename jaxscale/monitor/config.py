@@ -7,6 +7,9 @@ reported on others in docs/health_table.md.
 """
 
 import dataclasses
+import math
+import re
+from typing import Literal, NamedTuple
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -16,6 +19,28 @@ RULES = (
     "activations", "attention_logits", "busy_machine", "starvation", "slow_step", "utilisation_drop", "memory_creep",
     "overfitting", "source_jump", "forecast",
 )  # fmt: skip
+
+
+RANGE = re.compile(r"([0-9]+):([0-9]+)")
+
+
+class Steps(NamedTuple):
+    """Steps [first, stop), counted from 1 as in the log."""
+
+    first: int
+    stop: int
+
+
+def parse_steps(text: str | None) -> Steps | None:
+    """'100:105' as steps 100 to 104. Raises BadInput for what is no such range."""
+    if not text:
+        return None
+    found = RANGE.fullmatch(text)
+    if not found or not 1 <= int(found[1]) < int(found[2]):
+        raise BadInput(
+            f"profile_steps={text!r} must be FIRST:STOP with 1 <= FIRST < STOP, such as 100:105 for steps 100 to 104"
+        )
+    return Steps(int(found[1]), int(found[2]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,3 +203,47 @@ class HealthConfig:
             raise BadInput("activation_low must be above 0 and below activation_high")
         if self.speed_seconds < 0:
             raise BadInput(f"speed_seconds={self.speed_seconds} must be at least 0")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MonitorConfig:
+    """How often metrics are written, and where they are shown."""
+
+    log_every_steps: int = setting(10, "steps between two lines of training metrics", may_change=True)
+    statistics_every_steps: int = setting(
+        100,
+        "steps between two looks at activations, attention, gradients and updates of each layer; each costs about a "
+        "step; 0: none",
+        may_change=True,
+    )
+    tensorboard: bool = setting(True, "write TensorBoard event files to WORKDIR/tensorboard", may_change=True)
+    progress: Literal["auto", "bar", "lines", "off"] = setting(
+        "auto",
+        "progress on the console; auto: a bar on a terminal and in a notebook, a line every log_every_steps elsewhere",
+        may_change=True,
+    )
+    health: HealthConfig = setting(HealthConfig, may_change=True, read_if="monitor.health.on")
+
+    writers: tuple[Literal["wandb", "trackio"], ...] = setting(
+        (), "where metrics go besides metrics.jsonl and TensorBoard: wandb, trackio", may_change=True
+    )
+    profile_steps: str | None = setting(
+        None, "steps to capture for XProf, FIRST:STOP such as 100:105 for 100 to 104", may_change=True
+    )
+    profile_processes: Literal["first", "all"] = setting(
+        "first", "which processes capture profile_steps", may_change=True, read_if="monitor.profile_steps"
+    )
+    telemetry_seconds: float = setting(
+        30.0, "seconds between two questions to the devices for power and temperature; 0: never", may_change=True
+    )
+
+    def __post_init__(self):
+        parse_steps(self.profile_steps)
+        if len(set(self.writers)) < len(self.writers):
+            raise BadInput(f"writers={self.writers} names one twice")
+        if self.telemetry_seconds != 0 and not 1 <= self.telemetry_seconds < math.inf:
+            raise BadInput(f"telemetry_seconds={self.telemetry_seconds} must be 0 (never) or at least 1")
+        if self.log_every_steps < 1:
+            raise BadInput(f"log_every_steps={self.log_every_steps} must be at least 1")
+        if self.statistics_every_steps < 0:
+            raise BadInput(f"statistics_every_steps={self.statistics_every_steps} must not be negative; 0: none")

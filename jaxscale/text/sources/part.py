@@ -1,0 +1,65 @@
+"""What a part of a file is, its records, and the errors of reading one."""
+
+import contextlib
+import urllib.parse
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from jaxscale.system.exits import BadInput
+from jaxscale.text.sources.config import ReadConfig
+
+REST = " to go on without the rest of it"
+PREPARE = "pip install 'jaxscale[prepare]'"  # what brings the optional packages
+
+
+class Part(NamedTuple):
+    """A part of a file, from begin up to but not including end: bytes, row groups or records, as its kind has it."""
+
+    begin: int
+    end: int
+
+
+# What a file holds before its bytes are judged: (offset: byte in the unpacked file, or number of the row or record;
+# number of the line, row or record, for messages; text; id; url; licence).
+Records = Iterator[tuple[int, int, bytes | str, str, str, str]]
+
+WHOLE = Part(0, 1 << 62)
+
+
+class Damaged(BadInput):
+    """A file, or the rest of it, that cannot be read: cut short, broken, or unpacking to more than was allowed."""
+
+
+def query_of(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
+    """(name, settings) of SCHEME://NAME?setting=value&... Raises BadInput for a setting that is not known."""
+    name, _, query = path.removeprefix(scheme).partition("?")
+    found = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+    if wrong := sorted(set(found) - set(known)):
+        raise BadInput(f"{path}: {wrong[0]} is not known; {scheme}NAME takes ?{'=...&'.join(known)}=...")
+    if not name:
+        raise BadInput(f"{path} names nothing; write {scheme}NAME")
+    return name, found
+
+
+@contextlib.contextmanager
+def needs(what: str, package: str, way_out: str = PREPARE) -> Iterator[None]:
+    """Around the import of an optional package. Raises BadInput, saying what needs it, if it is not installed."""
+    try:
+        yield
+    except ImportError:
+        raise missing_package(what, package, way_out) from None
+
+
+def missing_package(what: str, package: str, way_out: str = PREPARE) -> BadInput:
+    """The error for an optional package that is not there."""
+    return BadInput(f"{what} needs the package {package}, which is not installed: {way_out}")
+
+
+def refetch(cfg: ReadConfig, rest: str = "") -> str:
+    """The way out of a file that cannot be read. rest: what is lost by going on."""
+    return f"fetch it anew, or set {cfg.where}damaged='skip'{rest}"
+
+
+def unreadable(path: str, error: OSError) -> BadInput:
+    """The error for a file that cannot be read."""
+    return BadInput(f"{path} cannot be read: {error.strerror or error}")
