@@ -11,12 +11,13 @@
 
 from collections.abc import Mapping
 
-from jaxscale import config, hosts, schema
+from jaxscale import config, schema
 from jaxscale.checkpoint.cause import reached
 from jaxscale.cli import run_verb
 from jaxscale.command_line import config_name, parse_arguments, take_switches
 from jaxscale.config import RunConfig
 from jaxscale.help_text import show_help
+from jaxscale.hosts import cluster
 from jaxscale.planning.check import check_machine
 from jaxscale.run import options as run_options
 from jaxscale.run.opening import open_run, train_to_completion
@@ -25,13 +26,13 @@ from jaxscale.run.services import run_services
 from jaxscale.system.process import files_as
 from jaxscale.training.stopping import terminated_well
 
-HELP = f"{__doc__}{run_options.HELP}{hosts.HELP}\n"
+HELP = f"{__doc__}{run_options.HELP}{cluster.HELP}\n"
 
 
 def main(argv: list[str]) -> int:
     """Trains to the end and returns the exit code."""
     argv, switches = take_switches(argv, (), run_options.SWITCHES)
-    arguments = parse_arguments(argv, options=("workdir", "skip-data", "init_from", *run_options.FLAGS, *hosts.FLAGS))
+    arguments = parse_arguments(argv, options=("workdir", "skip-data", "init_from", *run_options.FLAGS, *cluster.FLAGS))
     if arguments.help:
         show_help(HELP, RunConfig, arguments.topic)
         return 0
@@ -44,10 +45,10 @@ def main(argv: list[str]) -> int:
 
 
 def train_in(workdir: str, cfg: RunConfig, options: run_options.RunOptions, flags: Mapping[str, str]) -> None:
-    """Trains in a work folder to completion. flags: hosts.FLAGS; where there are none, the cluster is asked."""
-    place = hosts.find_own_place(flags)
+    """Trains in a work folder to completion. flags: cluster.FLAGS; where there are none, the cluster is asked."""
+    place = cluster.find_own_place(flags)
     facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
-    with terminated_well(), files_as(options.mode), hosts.joined(place, facts, flags) as team:
+    with terminated_well(), files_as(options.mode), cluster.joined(place, facts, flags) as team:
         check_machine(cfg, begun=reached(lambda: has_begun(workdir), workdir))
         with run_services(cfg, workdir, options, team) as services:
             train_to_completion(open_run(cfg, workdir, team, services=services, options=options))

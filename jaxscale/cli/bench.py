@@ -45,7 +45,7 @@ import json
 
 import jax
 
-from jaxscale import hosts, schema
+from jaxscale import schema
 from jaxscale.cli import (
     bench_against,
     bench_collectives,
@@ -60,11 +60,12 @@ from jaxscale.cli import (
 from jaxscale.command_line import Arguments, config_values, parse_arguments, whole_number
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.help_text import show_help
+from jaxscale.hosts import cluster
 from jaxscale.planning.check import device_bytes
 from jaxscale.planning.measured import from_record, keep_measured
 from jaxscale.system.exits import BadInput, put
 
-HELP = f"{__doc__}{hosts.HELP}"
+HELP = f"{__doc__}{cluster.HELP}"
 
 SHARED_OPTIONS = ("spec", "dtype", "steps", "devices")
 OPTIONS = {
@@ -74,7 +75,7 @@ OPTIONS = {
     "statistics": (*SHARED_OPTIONS, "rounds"),
     "sample": ("spec", "dtype", "devices", "prompt_tokens", "num_tokens", "rows"),
     "data": ("input", "recipe", "seq_len", "batch_rows", "rounds"),
-    "collectives": ("devices", "megabytes", "repeats", *hosts.FLAGS),
+    "collectives": ("devices", "megabytes", "repeats", *cluster.FLAGS),
 }
 
 
@@ -166,7 +167,7 @@ def collectives(arguments: Arguments, as_json: bool) -> None:
     sizes = None if text is None else bench_collectives.read_sizes(text)
     repeats = number(arguments, "repeats", 10, 1)
     facts = schema.flatten({"mesh": schema.to_dict(cfg), "megabytes": text, "repeats": repeats})
-    with hosts.joined(hosts.find_own_place(arguments.options), facts, arguments.options) as say:
+    with cluster.joined(cluster.find_own_place(arguments.options), facts, arguments.options) as say:
         record = bench_collectives.measure_collectives(cfg, sizes=sizes, repeats=repeats)
         say(json.dumps(record) if as_json else "\n".join(bench_collectives.collective_lines(record)))
 

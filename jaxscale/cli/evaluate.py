@@ -38,7 +38,7 @@ from pathlib import Path
 
 import jax
 
-from jaxscale import hosts, schema
+from jaxscale import schema
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.choosing import why_not
@@ -53,6 +53,7 @@ from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks
 from jaxscale.eval.named import GROUP, Evaluator, check_files, open_evaluators
 from jaxscale.eval.text import Reading
 from jaxscale.help_text import show_help
+from jaxscale.hosts import cluster
 from jaxscale.hosts.agree import agreed
 from jaxscale.inference import LoadedModel, at_step, check_tokenizer, make_generator, make_scorer, open_model
 from jaxscale.run.resume_checks import check_same_evals
@@ -64,7 +65,7 @@ DATA = {"text": TextEval, "choice": ChoiceEval, "cloze": ClozeEval}
 READING = ("text_field", "text_documents")
 OPTIONS = ("workdir", "step", "steps", *DATA, "lm_eval", "include_path", "num_fewshot", "limit", "context", "stride")
 OPTIONS += (*READING, "batch_tokens", "tokenizer", "compute_dtype", "devices")
-OPTIONS += (*(f"mesh.{axis}" for axis in MESH_AXES), *hosts.FLAGS)
+OPTIONS += (*(f"mesh.{axis}" for axis in MESH_AXES), *cluster.FLAGS)
 LEAST = {"limit": 1, "context": 2, "stride": 1, "batch_tokens": 1, "num_fewshot": 0, "step": 0}
 SWITCHES = ("ema", "save", "json", "chat")
 BATCH_TOKENS = 16384
@@ -106,9 +107,9 @@ def main(argv: list[str]) -> int:
     options = dict(arguments.options)
     if "devices" in options:
         jax.config.update("jax_num_cpu_devices", whole_number("devices", options["devices"], 1))
-    place = hosts.find_own_place(options)
-    facts = {name: value for name, value in options.items() if name not in hosts.FLAGS}
-    with hosts.joined(place, facts | {"switches": sorted(switches)}, options):
+    place = cluster.find_own_place(options)
+    facts = {name: value for name, value in options.items() if name not in cluster.FLAGS}
+    with cluster.joined(place, facts | {"switches": sorted(switches)}, options):
         first = jax.process_index() == 0
         say = tell if first else lambda line: None
         steps = chosen_steps(request, say)

@@ -21,7 +21,7 @@ import tempfile
 import time
 from typing import Any
 
-from jaxscale import config, hosts
+from jaxscale import config
 from jaxscale.cli import run_verb
 from jaxscale.cli.rehearsal import (
     LEAST_STEPS,
@@ -39,16 +39,16 @@ from jaxscale.cli.rehearsal import (
 from jaxscale.cli.shrink import table
 from jaxscale.command_line import Arguments, config_name, parse_arguments, whole_number
 from jaxscale.help_text import show_help
-from jaxscale.hosts import find_own_place
+from jaxscale.hosts import cluster
 from jaxscale.run import options as start
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.process import files_as
 
-HELP = f"{__doc__}\n{hosts.HELP}"
+HELP = f"{__doc__}\n{cluster.HELP}"
 
 RUNS = ("straight", "killed")
-PASSED_ON = ("skip-data", "init_from", "allow_change", "run_dir_mode", *hosts.FLAGS)  # --stop_after is our own
+PASSED_ON = ("skip-data", "init_from", "allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_after is our own
 
 
 def main(argv: list[str]) -> int:
@@ -90,7 +90,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     steps = whole_number("steps", options.get("steps", str(LEAST_STEPS)), LEAST_STEPS)
     cfg = config.load_config(arguments.config, config.with_flags(arguments))
     workdir = options.get("workdir", f"runs/{config_name(arguments.config)}")
-    place = find_own_place(options)
+    place = cluster.find_own_place(options)
     is_first = place is None or place.is_first
     folder = paths.as_path(workdir) / "rehearsal"
     if is_first and any((folder / run).exists() for run in RUNS):

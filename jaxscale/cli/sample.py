@@ -41,10 +41,11 @@ from typing import Any
 
 import jax
 
-from jaxscale import hosts, schema
+from jaxscale import schema
 from jaxscale.cli import run_verb, sample_chat
 from jaxscale.command_line import parse_arguments, take_switches, whole_number
 from jaxscale.help_text import show_help
+from jaxscale.hosts import cluster
 from jaxscale.inference import LoadedModel, check_tokenizer, make_generator, open_model
 from jaxscale.models.config import Dtype
 from jaxscale.sampling.config import Sampling
@@ -58,7 +59,7 @@ from jaxscale.system.redact import printable
 
 DRAWING = tuple(field.name for field in dataclasses.fields(Sampling))
 OPTIONS = ("workdir", "step", "prompts", "num_samples", "num_tokens", "seed", "batch", "system", "serve", "context")
-OPTIONS += ("tokenizer", "compute_dtype", "devices", *DRAWING, *(f"mesh.{axis}" for axis in MESH_AXES), *hosts.FLAGS)
+OPTIONS += ("tokenizer", "compute_dtype", "devices", *DRAWING, *(f"mesh.{axis}" for axis in MESH_AXES), *cluster.FLAGS)
 SWITCHES = ("ema", "json", "interactive", "chat")
 
 
@@ -82,11 +83,11 @@ def main(argv: list[str]) -> int:
     texts = [] if talking else read_prompts(several["prompt"], options.get("prompts"))
     if "devices" in options:
         jax.config.update("jax_num_cpu_devices", whole_number("devices", options["devices"], 1))
-    place = hosts.find_own_place(options)
+    place = cluster.find_own_place(options)
     if place is not None and talking:
         raise BadInput("--interactive and --chat are for one host; give --prompt or --prompts on several")
-    facts = {name: value for name, value in options.items() if name not in hosts.FLAGS} | {"prompts": texts}
-    with hosts.joined(place, facts | {"switches": sorted(switches)}, options):
+    facts = {name: value for name, value in options.items() if name not in cluster.FLAGS} | {"prompts": texts}
+    with cluster.joined(place, facts | {"switches": sorted(switches)}, options):
         say = tell if jax.process_index() == 0 else lambda line: None
         model = open_model(
             options["workdir"],

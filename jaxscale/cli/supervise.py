@@ -33,7 +33,7 @@ from jaxscale.cli.ledger import Ledger, Totals
 from jaxscale.cli.progress import Progress, look
 from jaxscale.command_line import config_name, parse_arguments, whole_number
 from jaxscale.help_text import show_help
-from jaxscale.hosts import FLAGS, find_own_place
+from jaxscale.hosts.cluster import FLAGS, find_own_place
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, tell
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 import jax
 
-from jaxscale import hosts
 from jaxscale.checkpoint.folders import remove_leftovers
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.config import RunConfig
+from jaxscale.hosts import cluster
 from jaxscale.hosts.reports import open_reports
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.interop.periodic import exporting
@@ -30,7 +30,7 @@ REPLACED = (*APPENDED, "abandoned.jsonl", "config.json", "sample.txt")
 
 
 @contextlib.contextmanager
-def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: hosts.Team) -> Iterator[Services]:
+def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluster.Team) -> Iterator[Services]:
     """The services of a run, while it holds the work folder's lock; its event log also learns how it ended.
 
     A start that is refused leaves no trace in the folder. Raises: Stop (LOCK_HELD) where another run is in it.
