@@ -15,8 +15,8 @@ from jaxscale.reporting.json_lines import read_lines
 from jaxscale.run.options import last_measured
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.records import parse_record
+from jaxscale.text.config import ChatConfig
 from jaxscale.text.sources.jsonl import strict_loads
 
 pytestmark = pytest.mark.fault("H17")

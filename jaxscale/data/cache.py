@@ -25,8 +25,8 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import Unreadable, open_regular
 from jaxscale.system.locks import locked
 from jaxscale.system.paths import cache_dir, make_private, write_json
+from jaxscale.text.config import read_settings
 from jaxscale.text.document import Document
-from jaxscale.text.sources.config import read_settings
 from jaxscale.text.sources.decode import REPAIRED, is_repair
 from jaxscale.text.sources.files import SourceFile, file_stamp
 from jaxscale.text.sources.part import unreadable

@@ -16,7 +16,7 @@ from jaxscale.data.objectives import find_ids
 from jaxscale.data.packing import DocumentTable
 from jaxscale.data.prepared import prepared_problems
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.config import Globs
+from jaxscale.text.config import Globs
 from jaxscale.text.sources.files import (
     STREAMS,
     SourceFile,

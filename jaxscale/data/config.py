@@ -8,8 +8,7 @@ from jaxscale import units
 from jaxscale.data.objective_config import NextTokenConfig, ObjectiveConfig
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.config import ChatConfig
-from jaxscale.text.sources.config import Globs, ReadConfig
+from jaxscale.text.config import ChatConfig, Globs, ReadConfig
 
 NGRAM = 8  # tokens
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.config import Globs, ReadConfig
+from jaxscale.text.config import Globs, ReadConfig
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 EVERY = "steps between measurements, with one before the first step and one at the end; 0: only at the end"

@@ -19,8 +19,8 @@ import numpy as np
 from jaxscale.eval.scorer import Scorer, Span, row_length
 from jaxscale.eval.uncertainty import exp_error, ratio_error
 from jaxscale.system.exits import BadInput
+from jaxscale.text.config import Globs, ReadConfig
 from jaxscale.text.document import Document
-from jaxscale.text.sources.config import Globs, ReadConfig
 from jaxscale.text.sources.files import SourceFile, list_files, text_problem
 from jaxscale.text.sources.read import read_file
 from jaxscale.text.tokenizer.base import Tokenizer

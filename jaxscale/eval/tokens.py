@@ -12,7 +12,7 @@ from jaxscale.data.token_files import open_tokens
 from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import TOKENS_AT_ONCE, measure_documents, summarise_text
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.config import Globs
+from jaxscale.text.config import Globs
 from jaxscale.text.sources.files import list_files
 
 Tokens = Globs | Sequence[Sequence[int]]  # files, or documents

@@ -38,10 +38,10 @@ from jaxscale.system.redact import redacted
 from jaxscale.text.tokenizer.kept import keep_tokenizer
 from jaxscale.training.autopilot import Pilot
 from jaxscale.training.feed import Feed
-from jaxscale.training.injected import corrupt_batches, flip_bits
+from jaxscale.training.injected import corrupt_batches
 from jaxscale.training.loop import NamedEvaluate, Run
 from jaxscale.training.replica_watch import ReplicaWatch
-from jaxscale.training.replicas import coverage, make_replica_check
+from jaxscale.training.replicas import coverage, flip_bits, make_replica_check
 from jaxscale.training.services import Services
 from jaxscale.training.state import TrainState
 

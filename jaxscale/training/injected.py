@@ -1,6 +1,5 @@
 """The faults of system/faults.py that change numbers, each wrapped once around what it corrupts, if it is asked for."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,9 +9,8 @@ import numpy as np
 
 from jaxscale.data.batch import Batch
 from jaxscale.system import faults
-from jaxscale.training.replicas import flip_bit
 from jaxscale.training.state import TrainState
-from jaxscale.training.step import Gradients, TrainStep, leaf_name
+from jaxscale.training.step import Gradients, leaf_name
 
 ReadRows = Callable[[int, list[int]], Batch]  # (n, rows) -> those rows of batch n
 
@@ -47,18 +45,5 @@ def corrupt_batches(read: ReadRows) -> ReadRows:
         noise = [np.random.default_rng((n, row)).integers(0, most, (2, width), np.int32) for row in rows]
         tokens_BT, targets_BT = np.stack(noise, axis=1)
         return batch._replace(tokens=tokens_BT, targets=targets_BT)
-
-    return corrupted
-
-
-def flip_bits(train_step: TrainStep, start_step: int) -> TrainStep:
-    """The step, called first at start_step: a device computes with a wrong bit where JAXSCALE_FLIP_BIT says so."""
-    if faults.flipped_bit() is None:
-        return train_step
-    steps = itertools.count(start_step)
-
-    def corrupted(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        device = faults.device_to_spoil(next(steps))
-        return train_step(state if device is None else flip_bit(state, device), batch)
 
     return corrupted

@@ -7,6 +7,7 @@ the sum over the devices gives it to all of them alike; and what only one device
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +20,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxscale import units
 from jaxscale.checkpoint.fingerprint import fingerprint
 from jaxscale.checkpoint.record import named_leaves
+from jaxscale.data.batch import Batch
 from jaxscale.sharding.place import replicated
 from jaxscale.sharding.rules import Rules
+from jaxscale.system import faults
+from jaxscale.training.state import TrainState
+from jaxscale.training.step import TrainStep
 
 SHOWN_LEAVES = 4
 
@@ -197,3 +202,16 @@ def flip_bit(state: Any, device: int, *, leaf: str | None = None, bit: int = 7) 
 def holders(array: jax.Array, device: int) -> list[int]:
     """Ids of the devices that hold the same piece of the array as this one."""
     return next((ids for ids in pieces(array).values() if device in ids), [])
+
+
+def flip_bits(train_step: TrainStep, start_step: int) -> TrainStep:
+    """The step, called first at start_step: a device computes with a wrong bit where JAXSCALE_FLIP_BIT says so."""
+    if faults.flipped_bit() is None:
+        return train_step
+    steps = itertools.count(start_step)
+
+    def corrupted(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        device = faults.device_to_spoil(next(steps))
+        return train_step(state if device is None else flip_bit(state, device), batch)
+
+    return corrupted

@@ -18,8 +18,8 @@ from jaxscale.cli import sample, sample_chat
 from jaxscale.sampling.config import GREEDY
 from jaxscale.sampling.generator import Timing
 from jaxscale.sampling.text import Written
-from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.template import load_template
+from jaxscale.text.config import ChatConfig
 from jaxscale.text.tokenizer.kept import keep_tokenizer
 from jaxscale.text.tokenizer.load import load_tokenizer
 

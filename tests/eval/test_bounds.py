@@ -14,8 +14,8 @@ from jaxscale.eval.choice import encode_items
 from jaxscale.eval.items import read_items
 from jaxscale.eval.text import Reading, TextSet
 from jaxscale.system.exits import BadInput
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources import records
-from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
 

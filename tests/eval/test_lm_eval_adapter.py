@@ -24,8 +24,8 @@ from jaxscale.eval.text import Reading
 from jaxscale.inference import make_generator, make_scorer, open_model
 from jaxscale.sampling.config import GREEDY, Sampling
 from jaxscale.text.chat.asking import open_asking
-from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.template import load_template
+from jaxscale.text.config import ChatConfig
 from jaxscale.text.tokenizer.kept import keep_tokenizer
 from jaxscale.text.tokenizer.load import load_tokenizer
 

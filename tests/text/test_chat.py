@@ -9,12 +9,12 @@ import pytest
 from jaxscale.data.config import DataConfig
 from jaxscale.data.objective_config import PrefixLmConfig
 from jaxscale.data.pipeline import fitted_content, open_data
-from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.encode import encode_written
 from jaxscale.text.chat.guard import GUARDS, Guard
 from jaxscale.text.chat.records import Chat, Pair, parse_record
 from jaxscale.text.chat.spans import write_chat, write_pair
 from jaxscale.text.chat.template import load_template
+from jaxscale.text.config import ChatConfig
 from jaxscale.text.tokenizer.load import load_tokenizer
 
 USER, ASSISTANT = ({"role": role, "content": f"{role} says"} for role in ("user", "assistant"))

@@ -10,8 +10,8 @@ from jaxscale.eval.named import open_evaluators
 from jaxscale.eval.text import Reading
 from jaxscale.run.assembly import open_evals
 from jaxscale.text.chat.asking import open_asking
-from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.template import load_template
+from jaxscale.text.config import ChatConfig
 from jaxscale.text.tokenizer.about import About, read_about
 from jaxscale.text.tokenizer.kept import KeptTokenizer, keep_tokenizer, open_kept, read_folder
 from jaxscale.text.tokenizer.load import load_tokenizer

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.sources.read import parts, read_file
 
@@ -112,7 +112,7 @@ READ_TASKS = """
 from collections import Counter
 from jaxscale.text.sources.read import read_file
 from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.config import ReadConfig
 wanted = [f"text {i} \\u00e9" for i in range(5)]
 for name in ("seqio://raw?module=a_task", "seqio://ids?module=a_task", "seqio://ids?module=a_task&field=targets"):
     found = list(read_file(SourceFile(name, name, "s"), ReadConfig(), Counter()))

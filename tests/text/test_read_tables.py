@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.array_record import example
-from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.sources.read import parts, read_file
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources import jsonl
 from jaxscale.text.sources import text as text_files
-from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.sources.read import parts, read_file
 

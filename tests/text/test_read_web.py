@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("resiliparse", reason="resiliparse is not installed")
 
-from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.sources.read import read_file
 

@@ -17,9 +17,8 @@ from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training.autopilot import Autopilot, Pilot
 from jaxscale.training.config import GuardConfig, RecoveryConfig, ReplicaConfig
-from jaxscale.training.injected import flip_bits
 from jaxscale.training.replica_watch import ReplicaWatch
-from jaxscale.training.replicas import coverage, flip_bit, holders, make_replica_check, outvoted
+from jaxscale.training.replicas import coverage, flip_bit, flip_bits, holders, make_replica_check, outvoted
 
 pytestmark = pytest.mark.fault("F25")
 

@@ -22,7 +22,7 @@ from jaxscale.corpus.curate.toxicity import ToxicityConfig
 from jaxscale.corpus.prepare.passes import JOINS
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.config import Globs, ReadConfig
+from jaxscale.text.config import Globs, ReadConfig
 from jaxscale.text.tokenizer.about import naming_files
 from jaxscale.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import check_depth, parse_json
-from jaxscale.text.chat.config import ChatConfig
+from jaxscale.text.config import ChatConfig
 
 ASSISTANT = "assistant"
 # ShareGPT's names for who speaks, in the files that circulate.

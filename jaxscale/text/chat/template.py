@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.config import ChatConfig
 from jaxscale.text.chat.confined import compile_template
+from jaxscale.text.config import ChatConfig
 from jaxscale.text.sources.part import missing_package
 from jaxscale.text.tokenizer.about import About, beside, find_template, read_about, read_source
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names

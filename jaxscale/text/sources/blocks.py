@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import PACKED
 from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, refetch
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.system.exits import BadInput
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import RATIO_FLOOR
-from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, Records, refetch
 
 BATCH_BYTES = 8 << 20

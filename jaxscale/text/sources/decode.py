@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.config import ReadConfig
 
 REPAIRED = "repaired: "  # begins what a Counter calls a repair, which is no loss
 HALF_PAIRS = re.compile("[\ud800-\udfff]")

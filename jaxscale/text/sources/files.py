@@ -6,7 +6,7 @@ import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
-from jaxscale.text.sources.config import Globs
+from jaxscale.text.config import Globs
 
 STREAMS = ("hf://", "seqio://")  # names of data sets that are no files of ours
 PACKED = (".gz", ".zst")

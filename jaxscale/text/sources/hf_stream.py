@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.jsonl import record_text
 from jaxscale.text.sources.part import WHOLE, Part, Records, needs, query_of
 

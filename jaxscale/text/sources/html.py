@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 
-from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.part import needs
 
 DECLARED = re.compile(

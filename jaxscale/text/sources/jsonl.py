@@ -6,8 +6,8 @@ from collections import Counter
 from typing import Any
 
 from jaxscale.system.exits import BadInput
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import cut_parts, next_line, read_blocks, read_lines
-from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.decode import HALF_PAIRS, REPAIRED, repaired
 from jaxscale.text.sources.part import WHOLE, Part, Records
 

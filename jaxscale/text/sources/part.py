@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.config import ReadConfig
+from jaxscale.text.config import ReadConfig
 
 REST = " to go on without the rest of it"
 PREPARE = "pip install 'jaxscale[prepare]'"  # what brings the optional packages

@@ -4,10 +4,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 
 from jaxscale.system.exits import BadInput
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.document import Document
 from jaxscale.text.sources.array_record import array_record_parts, is_array_record, read_array_record
 from jaxscale.text.sources.columns import parquet_parts, read_arrow, read_parquet
-from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.decode import decoded
 from jaxscale.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
 from jaxscale.text.sources.hf_stream import read_dataset

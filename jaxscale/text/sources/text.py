@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Iterator
 
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import cut_parts, next_line, read_blocks, read_lines
-from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.part import WHOLE, Part, Records
 
 # A longer text file is cut into documents of this size, each at a line end, so that memory stays bounded and a single

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import read_blocks
-from jaxscale.text.sources.config import ReadConfig
 from jaxscale.text.sources.html import page_text
 from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, Records, refetch
 
