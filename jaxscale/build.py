@@ -273,7 +273,7 @@ def make_gradients(
 
     grads_specs = jax.tree.map(lambda sharding: sharding.spec, shardings.grads)
     in_specs, out_specs = (model.specs, shardings.rows.spec, P(), P()), (P(), grads_specs)
-    return corrupt_gradients(at_state(axes.spread(gradients, in_specs, out_specs)))
+    return corrupt_gradients(at_state(axes.shard_map(gradients, in_specs, out_specs)))
 
 
 def check_layout(cfg: RunConfig, model: ShardedModel) -> None:

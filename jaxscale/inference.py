@@ -1,4 +1,4 @@
-"""A trained or converted model opened for use: its weights on a mesh, its tokenizer, and functions of them.
+"""Opening a trained or converted model for inference: its weights on a mesh, its tokenizer, scoring and generation.
 
 Nothing of training is read: no optimizer, no data. B batch  T position
 """
@@ -37,7 +37,7 @@ DEFAULT_MESH = MeshConfig()
 
 @dataclasses.dataclass(frozen=True)
 class LoadedModel:
-    """A model that can be asked. The tokenizer is None where nothing says which one its tokens are of."""
+    """A model with its weights. The tokenizer is None if nothing says which one it was trained with."""
 
     cfg: AnyModelConfig
     seq_len: int  # tokens of the rows it was trained on
@@ -169,7 +169,7 @@ def restore_params(
         if part != (what if is_adapter(name) or not sharded.lora.on else "params"):  # what is frozen has no average
             return None
         saved = leaves.get(f"{part}/{name}")
-        dtype = jnp.dtype(saved[1]) if saved else leaf.dtype  # one that is missing is told with all others
+        dtype = jnp.dtype(saved[1]) if saved else leaf.dtype  # one that is missing is reported with all others
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
 
     parts = [what] if what == "params" or not sharded.lora.on else ["params", what]
@@ -186,7 +186,7 @@ def restore_params(
 
 
 def make_scorer(model: LoadedModel, *, batch_tokens: int) -> Scorer:
-    """What tells the likelihood of token ids, reading about batch_tokens at a time. It holds no parameters."""
+    """Scores the likelihood of token ids, about batch_tokens at a time. It holds no parameters."""
     sharded = model.sharded
     return Scorer(
         step=jax.jit(sharded.target_scores, out_shardings=replicated(model.mesh)),
@@ -198,7 +198,7 @@ def make_scorer(model: LoadedModel, *, batch_tokens: int) -> Scorer:
 
 
 def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:
-    """The same model with its parameters of another step, in the same places: what was compiled for it still serves.
+    """The same model with the parameters of another step, sharded alike: what was compiled for it is used again.
 
     Raises BadInput for a step that is no checkpoint, and as open_model does.
     """
@@ -210,7 +210,7 @@ def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedMo
 def make_generator(
     model: LoadedModel, *, batch: int, longest: int, say: Callable[[str], None] = lambda line: None
 ) -> Generator:
-    """What goes on from up to `batch` prompts at a time, to texts of at most `longest` tokens; compiled at first use.
+    """Generates from up to `batch` prompts at a time, texts of at most `longest` tokens; compiled at first use.
 
     say: is told what is being compiled, and how long it took.
     Raises BadInput for a model that writes no text, and for a text longer than it can read.

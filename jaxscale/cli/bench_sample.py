@@ -69,7 +69,7 @@ def time_full_pass(engine: Engine, params: Any, tokens_BT: np.ndarray) -> float:
         return engine.read_prompts(params, tokens_BT, lengths_B)[1]
 
     precise = with_precision(engine.sharded.cfg.matmul_precision, logits)  # as what it is compared with
-    call = jax.jit(engine.sharded.batch_axes.spread(precise, (specs, rows, rows), rows))
+    call = jax.jit(engine.sharded.batch_axes.shard_map(precise, (specs, rows, rows), rows))
     place = jax.sharding.NamedSharding(engine.sharded.mesh, rows)
     tokens_BT = jax.device_put(tokens_BT.astype(np.int32), place)
     lengths_B = jax.device_put(np.full(len(tokens_BT), tokens_BT.shape[1], np.int32), place)

@@ -109,13 +109,13 @@ class ShardedModel:
     def token_losses(self) -> Callable[[Any, Batch], jax.Array]:
         """(params, batch) -> nats_BT of a global batch."""
         rows = self.rows_sharding.spec
-        return self.batch_axes.spread(self.with_model(token_losses), (self.specs, rows), rows)
+        return self.batch_axes.shard_map(self.with_model(token_losses), (self.specs, rows), rows)
 
     @property
     def target_scores(self) -> Callable[[Any, Batch], tuple[jax.Array, jax.Array]]:
         """(params, batch) -> (nats_BT, whether no token is likelier) of a global batch."""
         rows = self.rows_sharding.spec
-        return self.batch_axes.spread(self.with_model(target_scores), (self.specs, rows), (rows, rows))
+        return self.batch_axes.shard_map(self.with_model(target_scores), (self.specs, rows), (rows, rows))
 
     def with_model(self, f: Callable) -> Callable:
         """f(model, batch) as a function of (params, batch)."""

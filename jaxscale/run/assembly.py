@@ -1,4 +1,4 @@
-"""The parts of a run put together: its record and its metrics file are written, its feed and its validation set up."""
+"""Assembling a run: record, metrics writer, feed, validation and autopilot around the compiled program."""
 
 import dataclasses
 import functools
@@ -48,7 +48,7 @@ from jaxscale.training.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What stays when a run rewinds: all that is compiled, and the data."""
+    """What a rewind keeps: everything that is compiled, and the data."""
 
     corpus: Corpus
     program: Program
@@ -60,14 +60,14 @@ class Parts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenedRun(Run):
-    """A run, and what it is rewound with."""
+    """A run, with what a rewind needs."""
 
     folder: RunFolder
     parts: Parts
 
 
 def make_parts(folder: RunFolder, start: Start, program: Program, evaluators: tuple[Evaluator, ...]) -> Parts:
-    """All that is made once, however often the run rewinds. Compiles nothing yet."""
+    """What is made once, however often the run rewinds. Compiles nothing yet."""
     return Parts(
         start.corpus,
         program,
@@ -79,7 +79,7 @@ def make_parts(folder: RunFolder, start: Start, program: Program, evaluators: tu
 
 
 def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -> OpenedRun:
-    """The run from this start on. Its record is written, and its metrics file opened."""
+    """The run from this start on. Writes its record and opens its metrics file."""
     cfg, program, done = folder.cfg, parts.program, start.steps_done
     record = make_record(folder, start, program)
     services, writer, facts = open_writer(folder, start, record)
@@ -120,7 +120,7 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
 
 
 def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, Any]:
-    """What config.json and each checkpoint tell of the run; says what has changed since the last start."""
+    """The record of the run in config.json and in each checkpoint; logs what has changed since the last start."""
     chip, mixture = find_chip(program.mesh.devices.flat[0].device_kind), start.mixture
     jump = find_jump(start.recorded, program.schedule, start.steps_done)
     past = start.recorded or recorded_run(folder.path)
@@ -175,13 +175,13 @@ def note_start(
     if start.source:
         services.note("branch", 0, ancestor=redacted(start.source.ancestry[0]))
     changed = record["changed"][-len(start.changes) :] if start.changes else []
-    told = redacted({"changed": changed, "replay": folder.options.replay} | facts)
+    details = redacted({"changed": changed, "replay": folder.options.replay} | facts)
     kind = "started" if start.step is None else "resumed"
-    services.note(kind, start.steps_done, **told, devices=record["devices"])
+    services.note(kind, start.steps_done, **details, devices=record["devices"])
 
 
 def data_position(start: Start, seed: int, step: int) -> dict[str, Any]:
-    """Where the data stand after `step` steps, as a checkpoint records it."""
+    """The position in the data after `step` steps, as checkpoints record it."""
     return {
         "batch_index": start.batch_of(step),
         "skipped": [list(r) for r in start.skipped],
@@ -209,7 +209,7 @@ def open_feed(start: Start, batches: Any, program: Program, first: int, stop: in
 
 
 def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services) -> Pilot:
-    """What the autopilot of this start is made of."""
+    """The autopilot's settings and history for this start."""
     if parts.replicas:
         parts.replicas.note = services.note  # its events are heard by this start's health rules
     return Pilot(
@@ -226,7 +226,7 @@ def make_pilot(folder: RunFolder, start: Start, parts: Parts, services: Services
 
 
 def make_watch(program: Program, log: Log) -> ReplicaWatch | None:
-    """What compares the copies of the state, if the config asks for it; says how much of the state has copies."""
+    """The check of replicated state, if the config asks for it; logs how much of the state is replicated."""
     cfg = program.cfg.train.replicas
     if not cfg.every_steps:
         return None
@@ -253,7 +253,7 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
 
 
 def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
-    """The named evaluators with their data read. Raises BadInput for data that is not as told."""
+    """The named evaluators with their data read. Raises BadInput for data that cannot be read."""
     if not cfg.evals:
         return ()
     if corpus.tokenizer is None:
@@ -264,7 +264,7 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
 
 
 def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[NamedEvaluate, ...]:
-    """params -> metrics of each evaluator, all by one program, which is compiled for each length of rows."""
+    """params -> metrics of each evaluator. All share one program, which is compiled for each row length."""
     scorer = Scorer(
         step=jax.jit(program.model.target_scores, out_shardings=replicated(program.mesh)),
         sharding=program.batch_sharding,
@@ -276,5 +276,5 @@ def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple
 
 
 def rows_per_pass(program: Program) -> int:
-    """Rows that are evaluated at one time: those of a microbatch, and one for each shard at least."""
+    """Rows of a validation batch: as many as a microbatch has, at least one for each batch shard."""
     return max(program.batch_shards, program.cfg.rows_per_step // program.cfg.train.num_microbatches)

@@ -1,4 +1,4 @@
-"""What of a run is other than when it was last saved: which settings, whether numbers follow, and the learning rate."""
+"""Changes of a run's config between two starts: which settings, whether numbers change, jumps of the learning rate."""
 
 import dataclasses
 import math
@@ -12,17 +12,17 @@ from jaxscale.optim.optimizers import optim_schedule
 from jaxscale.optim.schedules import Schedule
 from jaxscale.system.exits import BadInput
 
-# Settings that may change without leave, and on which the bits of a step depend. The horizon is looked at by its rates;
-# mixtures and skipped batches change only what lies ahead, and one config has both halves.
+# Settings that may always change, and on which the bits of a step depend. The horizon is judged by its rates; mixtures
+# and skipped batches change only what lies ahead.
 ALTERS = ("mesh", "rules", "compiler", "model.remat", "model.remat_save", "model.remat_offload",
           "optim.offload_moments", "optim.offload_params")  # fmt: skip
 HORIZON = "train_tokens"
-CONTINUOUS = 0.05  # by what part of itself a rate may differ, and not be told as a jump
+CONTINUOUS = 0.05  # relative change of the rate that is no jump yet
 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A setting that differs from the folder's run. allowed: it may not, but by somebody's leave."""
+    """A setting that differs from the run in the folder. allowed: only because --allow_change permits it."""
 
     name: str
     old: Any
@@ -31,22 +31,22 @@ class Change:
 
 
 class Jump(NamedTuple):
-    """What a start does to the learning rate that the steps before it had. Steps as metrics.jsonl counts them."""
+    """The learning rate before and after a start. Steps are counted as in metrics.jsonl."""
 
-    step: int  # the last one that is done
+    step: int  # the last one done
     before: float  # its rate
-    after: float  # that of the step behind it
+    after: float  # the rate of the next step
     expected: float  # what that would have been without the change
-    past_alters: bool  # the steps that are done would have had other rates
+    past_alters: bool  # whether past steps would have had other rates
 
     @property
     def is_jump(self) -> bool:
-        """Whether it is more than a schedule's own way down or up."""
+        """Whether the rate changes by more than a schedule does from step to step."""
         return all(abs(self.after - rate) > CONTINUOUS * max(self.after, rate) for rate in (self.before, self.expected))
 
 
 def changes_of(record: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """All changes that a run's record holds, oldest first, as this version writes them."""
+    """All changes in a run's record, oldest first, as this version writes them."""
     record = record or {}
     if "changed" in record:
         return list(record["changed"])
@@ -57,9 +57,9 @@ def record_changes(
     changes: Sequence[Change], recorded: Mapping[str, Any] | None, step: int, jump: Jump | None,
     log: Callable[[str], None],
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """All changes between two starts of this run, oldest first, as its record holds them; says the new ones.
+    """All changes between starts of this run, oldest first, for its record; logs the new ones.
 
-    alters: steps of the run, all made with the settings of now, would give other numbers than they gave.
+    alters: the past steps would have given other numbers with the settings of now.
     """
     if changes:
         told = ", ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes if not change.allowed)
@@ -78,7 +78,7 @@ def record_changes(
 
 
 def alters(change: Change, step: int, jump: Jump | None) -> bool:
-    """Whether the steps that are done would have had other numbers with the new value; a setting by leave may."""
+    """Whether past steps would have had other numbers with the new value; an allowed change may always do that."""
     if step == 0:
         return False
     if change.name == HORIZON:
@@ -87,7 +87,7 @@ def alters(change: Change, step: int, jump: Jump | None) -> bool:
 
 
 def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int) -> Jump | None:
-    """What the schedule of now does after `step` steps of the record's; None of a new run, or an unknown schedule."""
+    """The change from the recorded schedule to the one of now after `step` steps; None for a new run or schedule."""
     if recorded is None or step < 1:
         return None
     try:
@@ -102,7 +102,7 @@ def find_jump(recorded: Mapping[str, Any] | None, schedule: Schedule, step: int)
 
 
 def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) -> list[str]:
-    """What is said of a jump, and the ways without one that lead on from this very checkpoint; [] if there is none."""
+    """The warning about a jump, with ways to go on from this checkpoint without one; [] if there is none."""
     if jump is None or not jump.is_jump:
         return []
     times = max(jump.before, jump.after) / max(min(jump.before, jump.after), 1e-30)
@@ -110,7 +110,7 @@ def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) 
     last = budget.total_steps
     lines = [
         f"warning: the learning rate jumps from {jump.before:.4g} at step {jump.step} to {jump.after:.4g} at step "
-        f"{jump.step + 1}{by}: the schedule is drawn anew for {last} steps; the loss may rise before it falls"
+        f"{jump.step + 1}{by}: the schedule is computed again for {last} steps; the loss may rise before it falls"
     ]
     if kept := flags_that_keep(jump, cfg, budget):
         lines.append(f"to stay at {jump.before:.4g} instead: Ctrl-C twice now, and start with {kept}")
@@ -122,7 +122,7 @@ def jump_lines(jump: Jump | None, cfg: RunConfig, budget: Budget, workdir: Any) 
 
 
 def flags_that_keep(jump: Jump, cfg: RunConfig, budget: Budget) -> str:
-    """The flags with which the rate stays what it was, tried on the schedule itself; '' where none do."""
+    """Flags that keep the learning rate as it was, tried on the schedule itself; '' if there are none."""
     near = lambda rate: math.isclose(rate, jump.before, rel_tol=1e-5)
     rate = cfg.optim.min_lr if near(cfg.optim.min_lr) else float(f"{jump.before:.6g}")
     if not rate:

@@ -62,7 +62,7 @@ def open_run(
 
 
 def rewind(run: OpenedRun) -> OpenedRun:
-    """The run at the checkpoint that it has decided to go back to: what is compiled stays, with the data."""
+    """The same run at the older checkpoint that it has decided to go back to; compiled programs and data are kept."""
     checkpoints = open_checkpoints(run.folder.cfg, run.folder.path, run.folder.services)
     folder, parts = dataclasses.replace(run.folder, checkpoints=checkpoints), run.parts
     complete_rewind(read_decisions(folder.path).pending, folder.path, checkpoints)
@@ -74,7 +74,7 @@ def rewind(run: OpenedRun) -> OpenedRun:
 def prepare_folder(
     cfg: RunConfig, workdir: str, log: Callable[[str], None], services: Services, options: RunOptions
 ) -> RunFolder:
-    """The work folder, made if it is new, with a rewind completed that was decided before the process died."""
+    """The work folder, created if it is new. Completes a rewind that was decided before the process died."""
     path = paths.as_path(workdir)
     check_files(cfg.evals)
     check_shared(path, prepare=lambda: paths.make_run_dir(workdir, options.mode))
@@ -99,7 +99,7 @@ def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> Checkpoin
 
 
 def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[Start, TrainState]:
-    """Where the run starts, and its state there: from an older step if arrays of the newest are damaged."""
+    """The start and its state; those of an older checkpoint where arrays of the newest are damaged."""
     checkpoints, log = folder.checkpoints, folder.log
     while True:
         if start.step is not None:
@@ -131,5 +131,5 @@ def first_state(folder: RunFolder, start: Start, program: Program) -> TrainState
 
 
 def with_events(workdir: str) -> Services:
-    """What a run needs without run_services: its log of events, from which a rewind is read."""
+    """The services of a run outside run_services: only its event log, which rewinds are read from."""
     return Services(Events(workdir, primary=jax.process_index() == 0).note)

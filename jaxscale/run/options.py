@@ -1,4 +1,4 @@
-"""Run options: what a start is asked for beyond its config. What the run has decided before, read and carried out."""
+"""Run options: what a start is asked for beyond its config; with the decisions that a run has recorded, and replays."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -44,7 +44,7 @@ class RunOptions:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What must be the same in all processes of a run, by flag."""
+        """The options by flag: they must be the same in all processes of a run."""
         return {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
@@ -72,9 +72,9 @@ def read_decisions(folder: Any) -> Decisions:
 
 
 def complete_rewind(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
-    """Moves away what was saved and measured behind the step that the run goes back to; may be done again.
+    """Moves away what was saved and measured after the step that the run rewinds to; doing it again does no harm.
 
-    To be called in all processes.
+    All processes call it together.
     """
     checkpoints.set_aside_after(rewind.to, "rewound")
     agreed(lambda: written(lambda: abandon(folder, rewind.to, rewind.number), folder))

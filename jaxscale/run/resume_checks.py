@@ -1,4 +1,4 @@
-"""Whether a work folder's run is the one that the config and the data describe, and which differences were allowed."""
+"""Resume checks: is the run in the work folder the one that config and data describe, and which changes are allowed?"""
 
 import contextlib
 import difflib
@@ -24,9 +24,9 @@ from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.training.decisions import Decisions
 from jaxscale.unread import unread
 
-# Which rows a step reads follows from these, and the position in the data would mean other rows under another value.
+# The rows of each step follow from these: with another value, the position in the data would mean other rows.
 NEVER = ("seed", "seq_len", "batch_tokens")
-SHOWN = 8  # differences told one by one
+SHOWN = 8  # differences listed one by one
 DATA_SECONDS = 24 * 3600.0  # the first process may still be tokenising when another is done
 
 
@@ -72,9 +72,9 @@ def groups_of(name: str) -> list[str]:
 def check_same_run(
     cfg: RunConfig, folder: Any, recorded: Mapping[str, Any] | None, allowed: Sequence[str] = ()
 ) -> list[Change]:
-    """The differences from the folder's run: what may always change, and what `allowed` covers.
+    """The changes from the run in the folder: settings that may always change, and those that `allowed` covers.
 
-    Arrays of another name, shape or dtype are refused all the same, where the checkpoint is read.
+    Arrays of another name, shape or dtype are still refused, where the checkpoint is read.
     Raises: Stop(CONFIG_MISMATCH) with every setting that differs and may not, as it was and as it is.
     """
     if recorded is None:
@@ -132,7 +132,7 @@ def open_same_data(
 
 
 def what_changed(corpus: Corpus, data: Mapping[str, Any]) -> str:
-    """Which parts of the data are not those of the record, in words; '' if the record does not tell."""
+    """Which parts of the data differ from the record, in words; '' if the record does not say."""
     old, new = data.get("parts"), corpus.parts
     if not old or old == new:
         return ""

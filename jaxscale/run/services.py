@@ -72,7 +72,7 @@ def ending_noted(events: Events, ledger: Ledger) -> Iterator[None]:
         why = line or f"{type(error).__name__}: {str(error)[:500]}"
         raise
     finally:
-        with contextlib.suppress(OSError, Stop):  # how the run ended is told all the same
+        with contextlib.suppress(OSError, Stop):  # the outcome of the run is what counts
             if events.begun:
                 events.note("stopped", code=int(code), why=why, goodput=ledger.facts())
             events.close()
@@ -93,7 +93,7 @@ def clean_folder(workdir: str, log: Callable[[str], None], *, primary: bool, sto
 
 
 def shut_out(folder: pathlib.Path, log: Callable[[str], None]) -> None:
-    """Who wakes up in the middle of a line writes it into the old file, and in the middle of a save finds no folder."""
+    """A process that wakes up in the middle of a line writes into the old file; one in a save finds no folder."""
     failed = []
     for put_away, name in (*((renew, name) for name in APPENDED), (remove_leftovers, "checkpoints")):
         try:
@@ -107,7 +107,7 @@ def shut_out(folder: pathlib.Path, log: Callable[[str], None]) -> None:
 def make_monitors(
     cfg: MonitorConfig, workdir: str, note: Note, log: Callable[[str], None]
 ) -> tuple[Profiler, Telemetry]:
-    """What captures steps, and what asks the devices, as the config wants them on this process."""
+    """The profiler and the device telemetry that the config asks for on this process."""
     process, primary = jax.process_index(), jax.process_index() == 0
     profiler = Profiler(
         workdir,

@@ -28,7 +28,7 @@ Log = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class RunFolder:
-    """A prepared work folder, and what this start is asked for."""
+    """A prepared work folder, with config, options and services of this start."""
 
     cfg: RunConfig
     path: Any
@@ -41,7 +41,7 @@ class RunFolder:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """Where a run stands before its next step: resolved from config, folder and data."""
+    """Where a run starts: resolved from config, folder and data, before anything is compiled."""
 
     step: int | None  # of the checkpoint; None: there is none
     recorded: dict[str, Any] | None  # what the checkpoint holds beside the state
@@ -51,7 +51,7 @@ class Start:
     corpus: Corpus
     budget: Budget
     skipped: Ranges  # batches
-    nothing_to_do: str  # why the run trains no more from here, or ''
+    nothing_to_do: str  # why there is nothing left to train, or ''
     detours: Sequence[Detour] = ()
     mixture: Mixture | None = None
 
@@ -104,7 +104,7 @@ def open_corpus(folder: RunFolder, recorded: dict[str, Any] | None) -> Corpus:
 
 
 def nothing_to_do(step: int, total_steps: int, stop_after: int | None) -> str:
-    """Why a run at this step trains no more, or ''."""
+    """Why a run at this step has nothing left to train, or ''."""
     if step >= total_steps:
         return (
             f"this run is complete at step {step}; a larger --config.train_tokens goes on from there, with the "

@@ -89,7 +89,7 @@ def finish(cfg: SampleConfig, sample: Sample | None, state: TrainState, folder: 
 
 
 def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
-    """What writes a sample of a state, if the config asks for one; logs why there is none where it cannot be had."""
+    """The function that samples text from a state, if the config asks for it; logs why there is none otherwise."""
     if not program.cfg.sample.num_tokens:
         return None
     if program.cfg.model.kind != "decoder":
@@ -102,10 +102,10 @@ def sample_of_run(program: Program, corpus: Corpus, log: Log) -> Sample | None:
 
 
 def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) -> Sample:
-    """state -> the prompt and sample.num_tokens tokens that the model adds to it, compiled at its first call.
+    """state -> the prompt and sample.num_tokens sampled tokens after it, compiled at its first call.
 
     The end of a document is never chosen. The model reads rows of seq_len as in training: where one is full, its newer
-    half is gone on from. The draws are the same each time, so that two samples of a run differ by what was learnt in
+    half is continued. The draws are the same each time, so that two samples of a run differ only by the training in
     between. To be called in all processes.
     """
     cfg, longest = program.cfg, program.cfg.seq_len

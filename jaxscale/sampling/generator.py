@@ -173,9 +173,9 @@ class Engine:
             state = state._replace(cache=cache, lengths_B=state.lengths_B + ~state.ended_B)
             return self.drawn(state, logits_BV, sampling, stop_ids)
 
-        spread, specs, out_specs = sharded.batch_axes.spread, sharded.specs, (state_spec, rows)
-        begin = spread(precisely(begin), (specs, rows, rows, rows, P()), out_specs)
-        go_on = spread(precisely(go_on), (specs, state_spec), out_specs)
+        shard_map, specs, out_specs = sharded.batch_axes.shard_map, sharded.specs, (state_spec, rows)
+        begin = shard_map(precisely(begin), (specs, rows, rows, rows, P()), out_specs)
+        go_on = shard_map(precisely(go_on), (specs, state_spec), out_specs)
         place = functools.partial(jax.sharding.NamedSharding, sharded.mesh)
         shardings = jax.tree.map(place, state_spec, is_leaf=lambda leaf: isinstance(leaf, P))
         out = (shardings, replicated(sharded.mesh))

@@ -54,8 +54,8 @@ class BatchAxes:
         """Parts that a batch is cut into."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
-    def spread(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """f computed by each device of the mesh on its own parts."""
+    def shard_map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """jax.shard_map of f over the whole mesh; f itself on a single device."""
         if self.mesh.size == 1:
             return f
         return jax.shard_map(

@@ -1,4 +1,4 @@
-"""The loop around the step: feed, step, report one step late, answer trouble, validate, save, leave well."""
+"""The training loop: feed, step, report one step late, recover from spikes, validate, save, stop cleanly."""
 
 import contextlib
 import dataclasses
@@ -27,7 +27,7 @@ from jaxscale.training.stopping import Board, StopRequest
 
 
 class NamedEvaluate(NamedTuple):
-    """What is measured under a name of its own."""
+    """A named evaluator."""
 
     evaluate: Callable[[Any], dict[str, float]]  # params -> metrics, 'evals/NAME/...'
     every_steps: int  # 0: only at the end
@@ -81,7 +81,7 @@ def saves_finished(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
 
 
 def train(run: Run) -> TrainState | Rewound:
-    """The state after the last step; or Rewound where the run is to be opened again, at an older step.
+    """The state after the last step; or Rewound, if the run goes on from an older checkpoint.
 
     Raises Stop: PREEMPTED after a signal, NON_FINITE after too many bad steps, and what saving and data raise.
     """
@@ -169,7 +169,7 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
 
 
 class Due(NamedTuple):
-    """What is to be done between a step and the next."""
+    """What is due between two steps."""
 
     last: bool  # no step of this start comes next
     validate: bool
@@ -179,7 +179,7 @@ class Due(NamedTuple):
 
     @property
     def anything(self) -> bool:
-        """Whether the state of this step is looked at, for which its metrics are read first."""
+        """Whether anything reads the state: the metrics of its step are read first."""
         return bool(self.validate or self.evaluators or self.sample or self.save)
 
 
@@ -201,7 +201,7 @@ def asked_anywhere(requested: str | None, gather: Callable[[str, Any], list[Any]
 
 
 def is_due(step: int, every: int) -> bool:
-    """True every so many steps; never for 0."""
+    """True every `every` steps; never for 0."""
     return every > 0 and step % every == 0
 
 
@@ -229,7 +229,7 @@ def measure(
 
 
 def write_sample(run: Run, step: int, state: TrainState) -> None:
-    """What the model writes after `step` steps; the time does not count as training."""
+    """Samples text after `step` steps; the time does not count as training."""
     began = time.monotonic()
     with run.services.watchdog.phase("eval", step):
         run.writer.sample(step, run.sample_prompt, run.sample(state))

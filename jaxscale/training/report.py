@@ -1,4 +1,4 @@
-"""What the loop writes of its steps: training metrics one step late, and validation."""
+"""Metrics of the loop: training metrics, read one step late, and validation."""
 
 import math
 import time
@@ -20,7 +20,7 @@ INTERNAL = ("skipped_in_row", "verdict", "loss_median")  # read by the autopilot
 
 
 class Unread(NamedTuple):
-    """A step that is done or nearly so."""
+    """A dispatched step, whose metrics have not been read yet."""
 
     step: int
     metrics: dict[str, jax.Array]
@@ -30,7 +30,7 @@ class Unread(NamedTuple):
 
 
 class Reporter(NamedTuple):
-    """Where the numbers go."""
+    """Writes metrics, and keeps their running totals."""
 
     writer: Writer
     throughput: Throughput
@@ -45,13 +45,13 @@ class Reporter(NamedTuple):
         fetched = jax.device_get(unread.metrics)
         seen = hash_text(fetched.pop("tokens_seen"))
         sources = source_losses(self.source_names, fetched)
-        told = {name: value.item() for name, value in fetched.items()}
-        values = dict(told)
+        scalars = {name: value.item() for name, value in fetched.items()}
+        values = dict(scalars)
         self.sums["gated_rows"] += values.get("gated_rows", 0)
         self.throughput.add(self.tokens_per_step, unread.waited)
         self.writer.tick(step)
         if not self.writer.due(step) and not unread.statistics:
-            return told
+            return scalars
         record = {
             "loss": values.pop("loss"),
             **self.throughput.report(),
@@ -71,7 +71,7 @@ class Reporter(NamedTuple):
         others = {name: value for name, value in values.items() if name not in INTERNAL}
         record |= {f"train/{name}": value for name, value in (others | sources).items()}
         self.writer.write(step, record | unread.statistics)
-        return told
+        return scalars
 
     def validation(self, step: int, metrics: dict[str, float], seconds: float) -> None:
         """Writes held-out losses; the time does not count as training. Raises Stop if the loss is not finite."""

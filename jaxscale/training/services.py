@@ -1,4 +1,4 @@
-"""What stands around a run while it trains, and does nothing where nobody has asked for it."""
+"""The services that the loop uses: events, watchdog, lock, goodput. By default they do nothing."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from jaxscale.monitor.goodput import Ledger
 
 
 class Services(NamedTuple):
-    """Of a work folder, from main's first look at it to its end."""
+    """Run services, from the opening of a work folder to its end; run/services.py makes them."""
 
     note: Note = ignore
     watchdog: Watchdog = UNWATCHED

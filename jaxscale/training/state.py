@@ -1,4 +1,4 @@
-"""Everything that a training step reads and writes; a checkpoint of it, with the data position, is the run."""
+"""The train state: all that a training step reads and writes. With the data position, a checkpoint of it is the run."""
 
 from typing import Any, NamedTuple
 

@@ -1,4 +1,4 @@
-"""Statistics of each layer and of groups of parameters, by a program of its own beside the step, once in a while.
+"""Statistics of each layer and of groups of parameters, by a separate program that runs every so many steps.
 
 It takes the gradients of a step's batch once more, with taps on the activations, and makes the update without applying
 it: the training step is compiled without a trace of it, and trains to the same bits whether it runs or not.

@@ -119,7 +119,7 @@ def test_logits_are_those_of_full_passes(name, mesh):
     made = engine(name, mesh)
     params = jax.device_put(params_of(name), made.sharded.shardings)
     specs, rows, cache = made.sharded.specs, made.rows_spec, Cache(made.cache_spec, made.cache_spec)
-    spread = made.sharded.batch_axes.spread
+    spread = made.sharded.batch_axes.shard_map
     read = jax.jit(spread(made.read_prompts, (specs, rows, rows), (cache, rows)))
     go_on = jax.jit(spread(made.read_one, (specs, cache, rows, rows), (cache, rows)))
     tokens_BT, lengths_B, *_ = Generator(made, params).place(PROMPTS, [0] * 4, 0)

@@ -53,7 +53,7 @@ def spread_gradients(rules, mesh, reduce_dtype="float32", stages=None):
 
     specs = lambda table: {name: partition_spec(axes, table) for name, axes in AXES.items()}
     in_specs = (specs(RULES[rules].params), P(("data", "fsdp")))
-    return jax.jit(batch_axes.spread(gradients, in_specs, (P(), specs(RULES[rules].moments))))
+    return jax.jit(batch_axes.shard_map(gradients, in_specs, (P(), specs(RULES[rules].moments))))
 
 
 @functools.cache
@@ -90,7 +90,7 @@ def test_sums_in_bfloat16_are_rounded_and_near():
 def test_a_weight_travels_in_the_dtype_that_is_asked_for():
     mesh = make_mesh(MeshConfig(fsdp=8))
     batch_axes = make_batch_axes(mesh, RULES["zero3"], "float32")
-    f = batch_axes.spread(lambda w: batch_axes.gather(w, AXES["w"], "bfloat16"), (P("fsdp"),), P())
+    f = batch_axes.shard_map(lambda w: batch_axes.gather(w, AXES["w"], "bfloat16"), (P("fsdp"),), P())
     whole = jax.jit(f)(PARAMS["w"])
     np.testing.assert_array_equal(whole, PARAMS["w"].astype(jnp.bfloat16))
     text = str(jax.make_jaxpr(f)(PARAMS["w"]))
@@ -101,12 +101,12 @@ def test_a_weight_travels_in_the_dtype_that_is_asked_for():
 
 def test_rows_are_numbered_over_the_devices():
     batch_axes = make_batch_axes(make_mesh(MeshConfig(data=2, fsdp=4)), RULES["zero3"])
-    f = batch_axes.spread(lambda x_B: batch_axes.first_row(2) + 0 * x_B, (P(("data", "fsdp")),), P(("data", "fsdp")))
+    f = batch_axes.shard_map(lambda x_B: batch_axes.first_row(2) + 0 * x_B, (P(("data", "fsdp")),), P(("data", "fsdp")))
     np.testing.assert_array_equal(jax.jit(f)(np.zeros(16, np.int32)), np.repeat(np.arange(0, 16, 2), 2))
 
 
 def test_one_device_does_nothing():
     batch_axes = make_batch_axes(make_mesh(MeshConfig(), jax.devices()[:1]), RULES["zero3"])
     w, f = PARAMS["w"], lambda x: x
-    assert batch_axes.gather(w, AXES["w"], "bfloat16") is w and batch_axes.spread(f, P(), P()) is f
+    assert batch_axes.gather(w, AXES["w"], "bfloat16") is w and batch_axes.shard_map(f, P(), P()) is f
     assert batch_axes.reduce_last(PARAMS, AXES) is PARAMS and batch_axes.sum(w) is w and batch_axes.num_shards == 1
