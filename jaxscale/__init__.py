@@ -10,6 +10,8 @@ In a notebook or a program of your own (docs/python_api.md):
     jaxscale.evaluate("runs/first", text={"docs": "docs/*.md"})
     jaxscale.report("runs/first")
 
+convert, plan, preflight, prepare and trace are there too.
+
 Importing the package imports nothing else; jax comes with the first call.
 """
 
@@ -18,7 +20,21 @@ import sys
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["evaluate", "load_config", "open_model", "report", "sample", "train"]
+CALLS = {
+    "ConvertOptions": "jaxscale.api.conversion",
+    "convert": "jaxscale.api.conversion",
+    "evaluate": "jaxscale.api.measuring",
+    "load_config": "jaxscale.config",
+    "open_model": "jaxscale.inference",
+    "plan": "jaxscale.api.planning",
+    "preflight": "jaxscale.api.planning",
+    "prepare": "jaxscale.api.corpora",
+    "report": "jaxscale.api.reports",
+    "sample": "jaxscale.api.writing",
+    "trace": "jaxscale.api.tracing",
+    "train": "jaxscale.api.training",
+}
+__all__ = list(CALLS)
 
 
 def __getattr__(name: str) -> Any:
@@ -26,7 +42,7 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         if "jax" not in sys.modules:  # else it is set up as its user wants it
             importlib.import_module("jaxscale.system.process").keep_compiled_programs()
-        return getattr(importlib.import_module("jaxscale.api"), name)
+        return getattr(importlib.import_module(CALLS[name]), name)
     raise AttributeError(f"module 'jaxscale' has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

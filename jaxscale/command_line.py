@@ -1,4 +1,4 @@
-"""A command line taken apart, and the config file that it names; nothing here knows what the settings are."""
+"""A verb's flags, declared once in a dataclass, the command line read by them, and the config file that it names."""
 
 import contextlib
 import dataclasses
@@ -9,13 +9,61 @@ import pathlib
 import re
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
+import types
+import typing
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, Literal
 
+from jaxscale import schema
 from jaxscale.system.exits import BadInput
 
 LONGEST_NAME = 128  # characters of a run's name
+HIGHEST_PORT = 65_535
 MOST_DIGITS = 18  # of a whole number; Python itself refuses to read more than 4,300
+
+
+def flag(
+    default: Any = None,
+    help: str | None = "",
+    value: str = "",
+    *,
+    least: int | None = None,
+    read: Callable[[str, str], Any] | None = None,
+    bare: str = "",
+    name: str = "",
+    keys: Collection[str] = (),
+) -> Any:
+    """A field of a verb's flags: a setting, with what --help shows behind '=', which is the default unless given.
+
+    The type says how it is given: bool without a value, tuple[str, ...] several times, dict[str, str] as
+    --NAME.KEY=VALUE with one of `keys`. A plain setting is a flag too. help: '' shares the line of the next flag, None
+    is not listed. least: of a whole number. read: (name, text) -> value, where the type does not say enough. bare: the
+    value of the flag alone.
+    """
+    field = schema.setting(default, help or "")
+    more = dict(value=value, least=least, read=read, bare=bare, name=name, keys=keys, listed=help is not None)
+    field.metadata = types.MappingProxyType({**field.metadata, **more})
+    return field
+
+
+def flag_name(field: dataclasses.Field) -> str:
+    """The flag of a field, without '--'."""
+    return field.metadata.get("name") or field.name
+
+
+def flags_of(cls: type, only: Collection[str] | None = None) -> dict[str, dataclasses.Field]:
+    """{name: field} of a verb's flags, its own before those that it shares with others."""
+    own = [name for kind in cls.__mro__ for name in kind.__dict__.get("__annotations__", ())]
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    return {flag_name(fields[name]): fields[name] for name in own if only is None or name in only}
+
+
+@dataclasses.dataclass(frozen=True)
+class NoFlags:
+    """A command line of settings alone."""
+
+    config: str = flag("", "", "FILE")
+    settings: dict[str, str] = flag(dict, "", "VALUE", name="config.NAME")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,66 +72,104 @@ class Arguments:
 
     config: str  # path, with ':argument' where the file takes one
     overrides: dict[str, str]  # dotted name to text
-    options: dict[str, str]  # the command's own flags
+    options: dict[str, str]  # the flags that were given, as text; the last value of one that was given several times
+    flags: Any = None  # of the verb's dataclass
     help: bool = False
     topic: str = ""  # what is asked of it: the word behind --help
 
 
-def parse_arguments(argv: Sequence[str], options: Sequence[str]) -> Arguments:
-    """--config=FILE, --config.NAME=VALUE, and `options` of the command's own; each as --name=value or --name value.
+def parse(argv: Sequence[str], cls: type = NoFlags, only: Collection[str] | None = None) -> Arguments:
+    """--config=FILE, --config.NAME=VALUE and the flags of `cls`, each as --name=value or --name value; '-' may be '_'.
 
-    Raises BadInput for anything else, with the nearest flag there is.
+    only: the fields of `cls` that may be given here. Raises BadInput for anything else, with the nearest flag there is,
+    and for a value that is none.
     """
-    config, overrides, found, rest = "", {}, {}, list(argv)
+    known, given, rest = flags_of(cls, only), {}, list(argv)
     while rest:
-        flag = rest.pop(0)
-        if flag in ("-h", "--help", "--helpfull"):
+        word = rest.pop(0)
+        name, equals, value = word.removeprefix("--").partition("=")
+        if word in ("-h", "--help", "--helpfull"):
             topic = rest[0] if rest and not rest[0].startswith("-") else ""
-            return Arguments(config, overrides, found, help=True, topic=topic)
-        name, equals, value = flag.removeprefix("--").partition("=")
-        known = name == "config" or name.startswith("config.") or name in options
-        if not flag.startswith("--") or not known:
-            close = difflib.get_close_matches(name, ["config", *options], n=1)
-            hint = (
-                f"; did you mean --{close[0]}?"
-                if close
-                else f"; flags are --config, --config.NAME, {flag_list(options)}"
-            )
-            if not flag.startswith("--") or "." in name:
-                hint = "; settings are written --config.NAME=VALUE"
-            raise BadInput(f"{flag} is not a flag of this command{hint}")
-        if not equals:
-            if not rest:
-                raise BadInput(f"--{name} needs a value: --{name}=VALUE")
-            value = rest.pop(0)
+            return taken_apart(given, None, help=True, topic=topic)
+        name, field = known_flag(name, known) if word.startswith("--") else (name, None)
+        if field is None:
+            raise BadInput(f"{word} is not a flag of this command{hint_for(word, name, known)}")
+        if field and kind_of(cls, field) is bool:
+            if value not in (("true", "false") if equals else ("",)):
+                raise BadInput(f"--{name}={value} must be true or false; --{name} alone is true")
+            value = value or "true"
+        elif field and field.metadata.get("bare") and not equals:
+            value = field.metadata["bare"]
+        elif not equals:
+            value = rest.pop(0) if rest else ""
             if value.startswith("--"):
                 raise BadInput(f"--{name} needs a value: --{name}=VALUE (=true for a switch), not {value}")
-        if not value and (name == "config" or name in options):
-            raise BadInput(f"--{name} needs a value: --{name}=VALUE")
-        if name == "config":
-            config = value
-        elif name in options:
-            found[name] = value
-        else:
-            overrides[name.removeprefix("config.")] = value
-    return Arguments(config, overrides, found)
+        if not value and not name.startswith("config."):
+            raise BadInput(f"--{name} needs a value: --{name}={field and field.metadata.get('value') or 'VALUE'}")
+        given.setdefault(name, []).append(value)
+    return taken_apart(given, converted(cls, known, given))
 
 
-def take_switches(argv: Sequence[str], options: Sequence[str], switches: Sequence[str]) -> tuple[list[str], set[str]]:
-    """(the other arguments, the switches that are on). Names may be written with '-' for '_'."""
-    rest, found = [], set()
-    for flag in argv:
-        name, equals, value = flag.removeprefix("--").partition("=")
-        own = name.replace("-", "_")
-        if not flag.startswith("--") or own not in (*options, *switches):
-            rest.append(flag)
-        elif own in options:
-            rest.append(f"--{own}{equals}{value}")
-        elif value not in (("true", "false") if equals else ("",)):
-            raise BadInput(f"--{own}={value} must be true or false; --{own} alone is true")
-        elif value != "false":
-            found.add(own)
-    return rest, found
+def taken_apart(given: dict[str, list[str]], flags: Any, **how: Any) -> Arguments:
+    """The texts of a command line by what they are for."""
+    last = {name: texts[-1] for name, texts in given.items()}
+    overrides = {name.removeprefix("config."): text for name, text in last.items() if name.startswith("config.")}
+    options = {name: text for name, text in last.items() if name != "config" and not name.startswith("config.")}
+    return Arguments(last.get("config", ""), overrides, options, flags, **how)
+
+
+def known_flag(name: str, known: dict[str, dataclasses.Field]) -> tuple[str, Any]:
+    """(the name as it is declared, its field); False is the field of what every verb reads, None that of no flag."""
+    if name == "config" or name.startswith("config."):
+        return name, False
+    family, dot, key = name.partition(".")
+    for declared, field in known.items():
+        if dot and declared.partition(".")[0] == family and key in field.metadata.get("keys", ()):
+            return name, field
+        if declared.replace("-", "_") == name.replace("-", "_") and not dot:
+            return declared, field
+    return name, None
+
+
+def hint_for(word: str, name: str, known: Collection[str]) -> str:
+    """The way out of a flag that there is not."""
+    if not word.startswith("--") or "." in name:
+        return "; settings are written --config.NAME=VALUE"
+    close = difflib.get_close_matches(name, ["config", *known], n=1)
+    return f"; did you mean --{close[0]}?" if close else f"; flags are --config, --config.NAME, {flag_list(known)}"
+
+
+def kind_of(cls: type, field: dataclasses.Field) -> Any:
+    """The type of a flag's value, without the None of one that is not given."""
+    return next(kind for kind in schema.options(typing.get_type_hints(cls)[field.name]) if kind is not type(None))
+
+
+def converted(cls: type, known: dict[str, dataclasses.Field], given: dict[str, list[str]]) -> Any:
+    """The verb's dataclass with what was given. Raises BadInput for a value of another type."""
+    values = {}
+    for name, field in known.items():
+        kind, family = kind_of(cls, field), name.partition(".")[0]
+        if typing.get_origin(kind) is dict:
+            values[field.name] = {
+                key.partition(".")[2]: texts[-1] for key, texts in given.items() if key.startswith(f"{family}.")
+            }
+        elif name in given:
+            texts = given[name]
+            several = typing.get_origin(kind) is tuple and not field.metadata.get("read")
+            values[field.name] = tuple(texts) if several else value_of(kind, field, texts[-1])
+    return cls(**values)
+
+
+def value_of(kind: Any, field: dataclasses.Field, text: str) -> Any:
+    """The value of a flag."""
+    name, how = flag_name(field), field.metadata
+    if how.get("read"):
+        return how["read"](name, text)
+    if kind is int and how.get("least") is not None:
+        return whole_number(name, text, how["least"])
+    if typing.get_origin(kind) is Literal and text not in (choices := typing.get_args(kind)):
+        raise BadInput(f"--{name}={text} must be {', '.join(choices[:-1])} or {choices[-1]}")
+    return text if kind is str else schema.convert(text, kind, f"--{name}")
 
 
 def whole_number(name: str, text: str, least: int) -> int:
@@ -93,9 +179,26 @@ def whole_number(name: str, text: str, least: int) -> int:
     return int(text)
 
 
-def flag_list(options: Sequence[str]) -> str:
+def file_to_write(name: str, text: str) -> pathlib.Path:
+    """The file that --name is to be written to. Raises BadInput, before anything is computed, where it cannot be."""
+    file = pathlib.Path(text).expanduser()
+    if file.is_dir() or not file.parent.is_dir():
+        raise BadInput(f"--{name}={file} must be a file in a folder that exists")
+    return file
+
+
+def port_of(name: str, text: str) -> int:
+    """A port of this machine, 0 for any free one. Raises BadInput if the text is none."""
+    port = whole_number(name, text, 0)
+    if port > HIGHEST_PORT:
+        raise BadInput(f"--{name}={text} is no port; give 0 (any free one) to {HIGHEST_PORT}")
+    return port
+
+
+def flag_list(names: Collection[str]) -> str:
     """'--workdir, --steps'."""
-    return ", ".join(f"--{name}" for name in options) or "none other"
+    own = [name for name in names if not name.startswith("config")]
+    return ", ".join(f"--{name}" for name in own) or "none other"
 
 
 def config_values(path: str) -> dict[str, Any]:

@@ -6,16 +6,50 @@ import re
 import shutil
 import textwrap
 import typing
+from collections.abc import Collection
 
 from jaxscale import schema
+from jaxscale.command_line import flags_of
 from jaxscale.system.exits import BadInput, put
 
 UNKNOWN = (120, 24)  # of what is no terminal, where COLUMNS does not say either
 LEAST_WIDTH = 40
+FLAG_WIDTH = 22
 OWN = "run"  # the settings that are in no group
 WHAT = {OWN: "what is in no group", "model": "the model: its family and sizes", "evals": "what is measured on the way"}
 WHAT |= {"sources": "the raw text, by name"}
 FLAG = re.compile(r"( *--.*?\S {2,})\S")  # of a line, up to what it says of the flag
+
+
+def page_of(text: str, flags: type, without: type | None = None) -> str:
+    """The page of a verb: its module's docstring, with a line for each flag behind the examples at its beginning.
+
+    without: flags that the text tells of.
+    """
+    summary, *parts = text.strip("\n").split("\n\n")
+    number = next((n for n, part in enumerate(parts) if not part.startswith(" ")), len(parts))
+    lines = flag_lines(flags, flags_of(without) if without else ())
+    return "\n\n".join([summary, *parts[:number], *([lines] if lines else []), *parts[number:]]) + "\n"
+
+
+def flag_lines(flags: type, without: Collection[str] = ()) -> str:
+    """A line for each flag that is listed: what stands behind it, or its default, and what it says."""
+    lines, labels = [], []
+    for name, field in flags_of(flags).items():
+        how = field.metadata
+        if name in without or not how.get("listed", True):
+            continue
+        value = how.get("value") or str(field.default)
+        behind = "" if field.default is False else f"[={value}]" if how.get("bare") else f"={value}"
+        labels.append(f"--{name}{behind}")
+        if how["help"]:
+            label, labels = " ".join(labels), []
+            first = f"  {label:<{FLAG_WIDTH}}  "
+            lines += textwrap.wrap(
+                how["help"], UNKNOWN[0], initial_indent=first, subsequent_indent=" " * len(first),
+                break_long_words=False, break_on_hyphens=False,
+            )  # fmt: skip
+    return "\n".join(lines)
 
 
 def show_help(page: str, settings: type | None = None, topic: str = "") -> None:

@@ -13,9 +13,13 @@ import pytest
 import tiny
 
 import jaxscale
-from jaxscale import api, config, inference, schema
+from jaxscale import config, inference, schema
+from jaxscale.api import measuring, writing
 from jaxscale.cli import evaluate as evaluate_verb
+from jaxscale.cli import plan as plan_verb
+from jaxscale.cli import prepare as prepare_verb
 from jaxscale.cli import sample as sample_verb
+from jaxscale.cli import trace as trace_verb
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 TEXTS = ("def f(x):\n    return x\n" * 20, "import sys\n" * 40)
@@ -47,9 +51,10 @@ def test_a_call_has_jax_keep_its_compiled_programs(monkeypatch, tmp_path):
 
 def test_the_calls_are_those_of_the_command_line():
     assert jaxscale.load_config is config.load_config and jaxscale.open_model is inference.open_model
-    assert jaxscale.evaluate is api.evaluate and jaxscale.report is api.report
-    assert api.write_all is sample_verb.write_all and api.make_measure is evaluate_verb.make_measure
-    assert all(inspect.getdoc(getattr(api, name)) for name in jaxscale.__all__)
+    assert jaxscale.trace is trace_verb.trace and jaxscale.prepare is prepare_verb.prepare
+    assert writing.write_all is sample_verb.write_all and measuring.make_measure is evaluate_verb.make_measure
+    assert jaxscale.plan is plan_verb.api.plan
+    assert all(inspect.getdoc(getattr(jaxscale, name)) for name in jaxscale.__all__)
     assert set(jaxscale.__all__) <= set(dir(jaxscale))
 
 
@@ -60,7 +65,7 @@ def test_no_room_hides_a_call():
 
 
 def test_a_name_that_is_not_there_is_told_with_those_that_are():
-    with pytest.raises(AttributeError, match="no attribute 'trian'; it has evaluate, load_config"):
+    with pytest.raises(AttributeError, match="no attribute 'trian'; it has ConvertOptions, convert, evaluate"):
         jaxscale.trian  # noqa: B018
 
 
@@ -174,7 +179,7 @@ def test_one_task_of_lm_eval_may_be_a_word(model, monkeypatch):
     def stop(request, named):
         raise ValueError(f"asked for {request.tasks}")
 
-    monkeypatch.setattr(api, "check_request", stop)
+    monkeypatch.setattr(measuring, "check_request", stop)
     with pytest.raises(ValueError, match=r"asked for \('sciq',\)"):
         jaxscale.evaluate(model, lm_eval="sciq")
 

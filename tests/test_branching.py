@@ -98,7 +98,7 @@ def test_what_cannot_be_read_ends_the_run_before_anything_is_written_into_its_fo
 
 
 def test_the_flag_is_the_setting(tmp_path):
-    parse = lambda *flags: with_flags(main.parse_arguments(["--config=x", *flags], ("init_from", "skip-data")))
+    parse = lambda *flags: with_flags(main.parse(["--config=x", *flags], main.TrainFlags))
     assert parse("--init_from=runs/a") == {"init.from_path": "runs/a"}
     with pytest.raises(ValueError, match="--init_from=a and --config.init.from_path say the same thing"):
         parse("--init_from=a", "--config.init.from_path=b")

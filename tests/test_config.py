@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from jaxscale import config, schema
-from jaxscale.command_line import config_name, config_values, parse_arguments
+from jaxscale.command_line import NoFlags, config_name, config_values, flag, parse
 from jaxscale.config import RunConfig, load_config, resolve_budget
 from jaxscale.help_text import describe_settings
 from jaxscale.system.exits import BadInput
@@ -223,6 +223,31 @@ def test_an_argument_that_the_file_does_not_take_is_one_line(tmp_path):
 # The command line.
 
 
+@dataclasses.dataclass(frozen=True)
+class Own(NoFlags):
+    workdir: str = flag("", "where it goes", "FOLDER")
+    steps: int = flag(3, "how many", least=1)
+    fresh: bool = flag(False, "anew")
+    several: tuple[str, ...] = flag((), "each")
+    serve: int | None = flag(None, "a page", "PORT", bare="80", least=0)
+    mesh: dict[str, str] = flag(dict, "axes", "N", name="mesh.AXIS", keys=("data",))
+
+
+def test_a_flag_is_read_by_its_type():
+    line = ["--steps=5", "--fresh", "--several=a", "--several", "b", "--serve", "--mesh.data=2", "--config.a.b=1"]
+    found = parse(line, Own).flags
+    assert found == Own(steps=5, fresh=True, several=("a", "b"), serve=80, mesh={"data": "2"}, settings={"a.b": "1"})
+    assert parse(["--fresh=false", "--serve=8"], Own).flags == Own(serve=8)
+    for argv, told in (
+        (["--steps=0"], "--steps=0 must be a whole number, 1 or more"),
+        (["--fresh=maybe"], "--fresh=maybe must be true or false; --fresh alone is true"),
+        (["--mesh.pipes=2"], "settings are written --config.NAME=VALUE"),
+        (["--several"], "--several needs a value"),
+    ):
+        assert told in complaint(parse, argv, Own)
+    assert "--steps" in complaint(parse, ["--steps=2"], Own, ("workdir",))  # not of this command
+
+
 @pytest.mark.parametrize(
     "argv",
     [
@@ -231,12 +256,12 @@ def test_an_argument_that_the_file_does_not_take_is_one_line(tmp_path):
     ],
 )
 def test_flags_are_written_with_or_without_an_equals_sign(argv):
-    found = parse_arguments(argv, ("workdir",))
+    found = parse(argv, Own)
     assert (found.config, found.overrides, found.options) == ("a.py", {"optim.peak_lr": "1e-3"}, {"workdir": "w"})
 
 
 def test_a_value_may_hold_an_equals_sign():
-    assert parse_arguments(["--config=auto.py:depth=8"], ()).config == "auto.py:depth=8"
+    assert parse(["--config=auto.py:depth=8"]).config == "auto.py:depth=8"
 
 
 @pytest.mark.parametrize(
@@ -251,12 +276,12 @@ def test_a_value_may_hold_an_equals_sign():
     ],
 )
 def test_what_is_no_flag_is_one_line(argv, told):
-    assert told in complaint(parse_arguments, argv, ("workdir",))
+    assert told in complaint(parse, argv, Own)
 
 
 @pytest.mark.parametrize("flag", ["-h", "--help", "--helpfull"])
 def test_help_lists_every_setting(flag):
-    assert parse_arguments([flag], ()).help
+    assert parse([flag]).help
     text = describe_settings(RunConfig)
     for name in ("optim.peak_lr", "train.guard.max_grad_norm", "data.files", "mesh.tensor", "model.num_kv_heads"):
         assert f"--config.{name}=" in text
@@ -292,16 +317,16 @@ def test_a_run_config_survives_being_written_down():
 
 
 def test_a_flag_is_never_taken_for_the_value_of_the_one_before():
-    told = complaint(parse_arguments, ["--config.optim.weight_decay_all", "--workdir=x"], ("workdir",))
+    told = complaint(parse, ["--config.optim.weight_decay_all", "--workdir=x"], Own)
     assert "--config.optim.weight_decay_all needs a value" in told and "--config.optim.weight_decay_all=VALUE" in told
     assert "--workdir=x" in told
-    assert parse_arguments(["--config.a", "-1"], ()).overrides == {"a": "-1"}
-    assert parse_arguments(["--config.a=--b"], ()).overrides == {"a": "--b"}
+    assert parse(["--config.a", "-1"]).overrides == {"a": "-1"}
+    assert parse(["--config.a=--b"]).overrides == {"a": "--b"}
 
 
 @pytest.mark.parametrize("argv", [["--workdir="], ["--config="]])
 def test_an_empty_flag_is_one_line(argv):
-    assert f"{argv[0][:-1]} needs a value" in complaint(parse_arguments, argv, ("workdir",))
+    assert f"{argv[0][:-1]} needs a value" in complaint(parse, argv, Own)
 
 
 def test_a_config_s_path_may_hold_a_colon(tmp_path):

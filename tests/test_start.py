@@ -2,25 +2,24 @@
 
 import pytest
 
-from jaxscale.run.options import RunOptions, parse_options
+from jaxscale.command_line import parse
+from jaxscale.run.options import RunOptions
 
 
-def test_flags_are_parse_options_one_start():
-    assert parse_options({}, set()) == RunOptions()
-    found = parse_options(
-        {"stop_after": "20", "allow_change": "optim.peak_lr, train.guard", "replay": "old"}, {"steal_lock"}
-    )
-    assert found == RunOptions(20, ("optim.peak_lr", "train.guard"), "old", True)
+def test_flags_are_options_of_one_start():
+    assert parse([], RunOptions).flags == RunOptions()
+    flags = ["--stop_after=20", "--allow_change=optim.peak_lr, train.guard", "--replay=old", "--steal_lock"]
+    assert parse(flags, RunOptions).flags == RunOptions(20, ("optim.peak_lr", "train.guard"), "old", True)
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flag", "told"),
     [
-        ({"stop_after": "0"}, "--stop_after=0 must be a step"),
-        ({"stop_after": "soon"}, "--stop_after=soon must be a step"),
-        ({"allow_change": "optim.peek_lr"}, "--allow_change=optim.peek_lr is no setting"),
+        ("--stop_after=0", "--stop_after=0 must be a step"),
+        ("--stop_after=soon", "--stop_after=soon must be a step"),
+        ("--allow_change=optim.peek_lr", "--allow_change=optim.peek_lr is no setting"),
     ],
 )
-def test_flags_that_mean_nothing_are_refused(flags, told):
+def test_flags_that_mean_nothing_are_refused(flag, told):
     with pytest.raises(ValueError, match=told):
-        parse_options(flags, set())
+        parse([flag], RunOptions)

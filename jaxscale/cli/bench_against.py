@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.cli.bench_step import loss_problem
+from jaxscale.planning.tables import table
 from jaxscale.system import process
 from jaxscale.system.exits import BadInput
 
@@ -135,8 +136,7 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
     for name, records in everyone:
         reported = " ".join(str(records[0][key]) for key in ("sys", "spec", "dtype") if key in records[0])
         rows.append([name, *(number_text(median_of(records, key)) for _, key in columns), reported])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines += ["  ".join(text.rjust(width) for text, width in zip(row, widths)).rstrip() for row in rows]
+    lines += table(rows, right=range(len(rows[0])), indent="")
     for n, found in enumerate(ratios(compared), 1):
         lines.append(
             f"{OURS} / [{n}]: {found['ratio']:.3f} (in one round {found['low']:.3f} to {found['high']:.3f}); "

@@ -55,14 +55,14 @@ def read_config(arguments: Arguments) -> tuple[str, RunConfig]:
 
     Raises BadInput where both are given, or for an unknown spec.
     """
-    options, overrides = arguments.options, dict(arguments.overrides)
-    if "dtype" in options:
-        overrides["model.compute_dtype"] = options["dtype"]
+    flags, overrides = arguments.flags, dict(arguments.overrides)
+    if flags.dtype:
+        overrides["model.compute_dtype"] = flags.dtype
     if arguments.config:
-        if "spec" in options:
+        if flags.spec:
             raise BadInput("--spec and --config each name a model; give one of them")
         return config_name(arguments.config), config.load_config(arguments.config, overrides)
-    spec = options.get("spec", "S")
+    spec = flags.spec or "S"
     if spec not in SPECS:
         raise BadInput(f"--spec={spec} is not known; there is {units.or_list(list(SPECS))}, or --config=FILE")
     return spec, schema.from_dict(RunConfig, schema.merge(SPECS[spec], COMMON | overrides))

@@ -9,14 +9,6 @@
   jaxscale ckpt average --workdir=runs/first --last=5 --to=runs/mean     weights for a new run: --init_from=runs/mean
   jaxscale ckpt merge_lora --workdir=runs/tuned --to=runs/merged         plain weights of a run with adapters
 
-  --steps=10,20 | all     which steps; --step=10 is the same (verify, copy, merge_lora: the newest)
-  --to=FOLDER             the run folder to write (copy, average, merge_lora); never one that another run uses
-  --last=5                average the newest five steps that training judged clean, in place of --steps
-  --what=params           what to average or merge: params, or ema where the run keeps such weights
-  --keep_last=3 --keep_every_steps=0 --keep_best=0       prune by these in place of the run's own settings
-  --delete                prune: do it; without it nothing is touched
-  --json                  one JSON object a line
-
 verify reads every array from the files and compares it with the fingerprint that was taken on the devices when it was
 saved, and every file with the md5 that was written down then. It names the leaf and the files, and leaves with 19.
 prune never deletes pinned steps, the newest clean one and the last that training has read back. average sums in
@@ -52,8 +44,9 @@ from jaxscale.checkpoint.retention import (
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import run_verb
-from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.help_text import show_help
+from jaxscale.command_line import flag, parse, whole_number
+from jaxscale.help_text import page_of, show_help
+from jaxscale.planning.tables import table
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, put, tell
 
@@ -63,33 +56,55 @@ FIRST_REPORT, NEXT_REPORT = 3.0, 10.0  # seconds after which something long says
 
 
 @dataclasses.dataclass(frozen=True)
+class CkptFlags:
+    """The flags of `jaxscale ckpt`."""
+
+    workdir: str | None = flag(None, None, "FOLDER")
+    steps: str | None = flag(
+        None, "which steps; --step=10 is the same (verify, copy, merge_lora: the newest)", "10,20 | all"
+    )
+    step: str | None = flag(None, None, "N")
+    to: str | None = flag(
+        None, "the run folder to write (copy, average, merge_lora); never one that another run uses", "FOLDER"
+    )
+    last: int | None = flag(
+        None, "average the newest five steps that training judged clean, in place of --steps", "5", least=1
+    )
+    what: str = flag("params", "what to average or merge: params, or ema where the run keeps such weights")
+    keep_last: int | None = flag(None, "", "3", least=1)
+    keep_every_steps: int | None = flag(None, "", "0", least=0)
+    keep_best: int | None = flag(None, "prune by these in place of the run's own settings", "0", least=0)
+    delete: bool = flag(False, "prune: do it; without it nothing is touched")
+    json: bool = flag(False, "one JSON object a line")
+
+
+FLAGS, HELP = CkptFlags, page_of(__doc__, CkptFlags)
+
+
+@dataclasses.dataclass(frozen=True)
 class Request:
     """What a verb works on."""
 
     checkpoints: Checkpoints
-    options: Mapping[str, str]
-    json: bool
-    delete: bool = False
+    flags: CkptFlags
 
     def say(self, record: Mapping[str, Any], line: str) -> None:
         """Prints the record or the line for people."""
-        put(json.dumps(record) if self.json else line)
+        put(json.dumps(record) if self.flags.json else line)
 
 
 def main(argv: list[str]) -> int:
     """Does what the first argument says and returns the exit code."""
     verb, *rest = argv or ["--help"]
-    if verb in ("-h", "--help", "help") or rest[:1] in (["-h"], ["--help"]):
-        show_help(__doc__)
+    if verb in ("-h", "--help", "help"):
+        show_help(HELP)
         return 0
     if verb not in VERBS:
         raise BadInput(f"jaxscale ckpt has no verb {verb!r}; it has {', '.join(VERBS)}")
     work, own, needed = VERBS[verb]
-    switches = ("json", "delete") if verb == "prune" else ("json",)
-    rest, on = take_switches(rest, ("workdir", *own), switches)
-    arguments = parse_arguments(rest, ("workdir", *own))
+    arguments = parse(rest, CkptFlags, ("workdir", "json", *own))
     if arguments.help:
-        show_help(__doc__)
+        show_help(HELP)
         return 0
     for name in ("workdir", *needed):
         if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
@@ -97,10 +112,9 @@ def main(argv: list[str]) -> int:
     if arguments.config or arguments.overrides:
         raise BadInput("ckpt takes no --config: what it needs to know stands in the work folder")
     try:
-        checkpoints = open_folder(arguments.options["workdir"])
-        return work(Request(checkpoints, arguments.options, "json" in on, "delete" in on))
+        return work(Request(open_folder(arguments.flags.workdir), arguments.flags))
     except Exception as error:
-        told_by_bucket = isinstance(error, OSError) and paths.is_remote(arguments.options["workdir"])
+        told_by_bucket = isinstance(error, OSError) and paths.is_remote(arguments.flags.workdir)
         if not (told_by_bucket or type(error).__module__.startswith("gcsfs.")):  # which has errors of its own
             raise
         raise BadInput(f"the bucket refuses: {short_cause(error)}; {NEEDED}") from None
@@ -158,11 +172,11 @@ def verify(request: Request) -> int:
 def copy(request: Request) -> int:
     """Copies the steps, oldest first."""
     for step in chosen(request, newest=True):
-        done = copy_step(request.checkpoints, step, request.options["to"], Progress(f"step {step}"))
+        done = copy_step(request.checkpoints, step, request.flags.to, Progress(f"step {step}"))
         kept = f", {units.size(done.kept_bytes)} of it were there already" if done.kept_bytes else ""
-        record = {"step": step, "to": request.options["to"], **dataclasses.asdict(done)}
+        record = {"step": step, "to": request.flags.to, **dataclasses.asdict(done)}
         line = f"step {step}: {done.num_files} files, {units.size(done.num_bytes)}{kept}, verified in"
-        request.say(record, f"{line} {request.options['to']}")
+        request.say(record, f"{line} {request.flags.to}")
     return 0
 
 
@@ -170,8 +184,8 @@ def prune(request: Request) -> int:
     """Prints which steps stay and why, and deletes the others if asked to."""
     folder, facts = request.checkpoints.directory, list_steps(request.checkpoints.directory)
     kept = why_kept(facts, last_good_step(request.checkpoints.directory), rules(request))
-    fate = "deleted" if request.delete else "may go"
-    if request.delete:
+    fate = "deleted" if request.flags.delete else "may go"
+    if request.flags.delete:
         for fact in facts:
             if fact.step not in kept:
                 delete_step(folder, fact.step)
@@ -181,9 +195,9 @@ def prune(request: Request) -> int:
         (str(f.step), units.size(f.num_bytes), f"stays: {kept[f.step]}" if f.step in kept else fate) for f in facts
     ]
     records = [{"step": f.step, "bytes": f.num_bytes, "kept": kept.get(f.step)} for f in facts]
-    show(request, [record | {"deleted": request.delete and record["kept"] is None} for record in records], rows)
+    show(request, [record | {"deleted": request.flags.delete and record["kept"] is None} for record in records], rows)
     going = [fact for fact in facts if fact.step not in kept]
-    if going and not request.delete:
+    if going and not request.flags.delete:
         tell(f"{units.size(sum(f.num_bytes for f in going))} would be free: run it again with --delete")
     return 0
 
@@ -195,10 +209,8 @@ def rules(request: Request) -> CheckpointConfig:
     )
     defaults = dataclasses.asdict(CheckpointConfig())
     found = {name: int(written.get(name, defaults.get(name, 0))) for name in RULES}
-    for name in RULES:
-        if name in request.options:
-            found[name] = whole_number(name, request.options[name], 1 if name == "keep_last" else 0)
-    return CheckpointConfig(**found)
+    given = {name: getattr(request.flags, name) for name in RULES}
+    return CheckpointConfig(**found | {name: number for name, number in given.items() if number is not None})
 
 
 def pin_(request: Request) -> int:
@@ -222,16 +234,12 @@ def mark(request: Request, action: Callable[[Any, int], bool], done: str, nothin
 
 def average(request: Request) -> int:
     """Writes the mean of several steps."""
-    if ("last" in request.options) == bool({"step", "steps"} & set(request.options)):
+    flags = request.flags
+    if (flags.last is None) == (flags.step is None and flags.steps is None):
         raise BadInput("ckpt average needs --last=5 or --steps=10,20,30, one of them")
-    if "last" in request.options:
-        steps = newest_clean(
-            list_steps(request.checkpoints.directory), whole_number("last", request.options["last"], 1)
-        )
-    else:
-        steps = chosen(request)
+    steps = newest_clean(list_steps(request.checkpoints.directory), flags.last) if flags.last else chosen(request)
     opened(request, steps)
-    to, what = request.options["to"], request.options.get("what", "params")
+    to, what = flags.to, flags.what
     done = average_steps(request.checkpoints, steps, to, what, Progress("average"))
     size, names = units.size(done.num_bytes), ", ".join(map(str, steps))
     record = {"to": to, "what": what, "steps": steps, **dataclasses.asdict(done)}
@@ -246,7 +254,7 @@ def merge(request: Request) -> int:
     if len(steps := chosen(request, newest=True)) != 1:
         raise BadInput("ckpt merge_lora merges one step; give --step=N")
     opened(request, steps)
-    to, what = request.options["to"], request.options.get("what", "params")
+    to, what = request.flags.to, request.flags.what
     done = merge_lora(request.checkpoints, steps[0], to, what, Progress("merge_lora"))
     record = {"to": to, "what": what, **dataclasses.asdict(done)}
     size = units.size(done.num_bytes)
@@ -281,9 +289,9 @@ def chosen(request: Request, newest: bool = False) -> list[int]:
     Args: newest: the newest one if none is given.
     """
     there = request.checkpoints.all_steps()
-    if {"step", "steps"} <= set(request.options):
+    if request.flags.step and request.flags.steps:
         raise BadInput("give --step or --steps, not both")
-    text = request.options.get("steps", request.options.get("step"))
+    text = request.flags.steps or request.flags.step
     if text == "all" or text is None and newest:
         return there if text else there[-1:]
     steps = sorted({whole_number("steps", part.strip(), 0) for part in text.split(",")})
@@ -294,13 +302,11 @@ def chosen(request: Request, newest: bool = False) -> list[int]:
 
 def show(request: Request, records: Sequence[Mapping[str, Any]], rows: Sequence[Sequence[str]]) -> None:
     """Prints the records as JSON, or the rows as a table."""
-    if request.json:
+    if request.flags.json:
         for record in records:
             put(json.dumps(record))
         return
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        put("  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+    put(*table(rows, indent=""))
 
 
 class Progress:
@@ -322,11 +328,11 @@ class Progress:
 
 
 STEPS = ("step", "steps")
-VERBS = {  # verb: (function, its flags, those it cannot do without)
+SUBVERBS = VERBS = {  # verb: (function, its flags, those it cannot do without)
     "list": (list_, (), ()),
     "verify": (verify, STEPS, ()),
     "copy": (copy, (*STEPS, "to"), ("to",)),
-    "prune": (prune, RULES, ()),
+    "prune": (prune, (*RULES, "delete"), ()),
     "pin": (pin_, STEPS, ("steps",)),
     "unpin": (unpin_, STEPS, ("steps",)),
     "average": (average, (*STEPS, "last", "what", "to"), ("to",)),

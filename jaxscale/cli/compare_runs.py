@@ -17,8 +17,8 @@ import numpy as np
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves, nest
-from jaxscale.cli.shrink import table
 from jaxscale.monitor.records import read_records
+from jaxscale.planning.tables import table
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, put, run_and_exit
 
@@ -55,7 +55,7 @@ class Comparison:
         shown += [f"  and {more} more"] if more else []
         kept = [f"both runs are kept in {self.kept}"] if self.kept else []
         verdict = "resume: exact" if self.exact else f"resume: NOT exact, {len(self.differences)} differences"
-        return [*table([("compared", "how much", "differing"), *self.rows]), verdict, *shown, *kept]
+        return [*table([("compared", "how much", "differing"), *self.rows], indent=""), verdict, *shown, *kept]
 
 
 def read_metrics(workdir: Any, *, clocked: bool = False) -> dict[int, dict[str, Any]]:

@@ -7,20 +7,27 @@ What is printed is a script that asks nobody: completing is instant. After an up
 names of settings are completed up to the next dot, those of `prepare` from its recipes.
 """
 
+import dataclasses
+import importlib
 import re
+import types
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxscale import __version__, cli, schema
 from jaxscale.cli import run_verb
-from jaxscale.command_line import parse_arguments
+from jaxscale.command_line import flags_of, parse
 from jaxscale.config import RunConfig
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.help_text import show_help
 from jaxscale.system.exits import BadInput, put
 
-FLAG_HEAD = re.compile(r" *(--\w.*?)(?:  |$)")  # of a line of help, up to the gap before what it says
-FLAG = re.compile(r"--([\w.-]+)(\[?=)?")
+SUBVERBS = ("bash", "zsh")
+
+
+@dataclasses.dataclass(frozen=True)
+class FLAGS:
+    """None but --help."""
 
 
 class Verb(NamedTuple):
@@ -33,7 +40,7 @@ class Verb(NamedTuple):
 
 def main(argv: list[str]) -> int:
     """Prints the script and returns the exit code."""
-    if not argv or parse_arguments([flag for flag in argv if flag not in SHELLS], ()).help:
+    if not argv or parse([word for word in argv if word not in SHELLS], FLAGS).help:
         show_help(__doc__)
         return 0
     if len(argv) > 1:
@@ -43,26 +50,23 @@ def main(argv: list[str]) -> int:
 
 
 def read_verbs() -> dict[str, Verb]:
-    """All verbs, by the pages of their own."""
-    return {verb: read_verb(verb, cli.help_of(verb)) for verb in cli.VERBS}
+    """All verbs, by the flags that they declare."""
+    return {verb: read_verb(importlib.import_module(module)) for verb, (module, _) in cli.VERBS.items()}
 
 
-def read_verb(verb: str, text: str) -> Verb:
-    """The verbs and flags that a help text has: on lines that begin with a flag, and in its examples."""
-    subverbs = dict.fromkeys(re.findall(rf"^ +jaxscale {verb} ([a-z_]+)\b", text, re.MULTILINE))
-    flags = {"--help": None}
-    example = re.compile(rf"( +jaxscale {verb}(?: +[a-z_]+)?(?: +--\w\S*)*)")
-    for line in text.splitlines():
-        head = FLAG_HEAD.match(line) or example.match(line)
-        for name, equals in FLAG.findall(head[1]) if head else ():
-            if name.startswith(("config", "mesh.")):
-                continue  # a family of names, or told by `settings`
-            if equals != "=":
-                flags[f"--{name}"] = None
-            if equals:
-                flags[f"--{name}="] = None
-    takes = "--config.NAME" in text or "--config.data.NAME" in text
-    return Verb(tuple(subverbs), tuple(flags), ("recipe" if verb == "prepare" else "run") if takes else "")
+def read_verb(module: types.ModuleType) -> Verb:
+    """The verbs and flags of a verb's module."""
+    flags, settings = ["--help"], ""
+    for name, field in flags_of(module.FLAGS).items():
+        if name.startswith("config."):
+            settings = "recipe" if module.FLAGS.__name__ == "PrepareFlags" else "run"
+        elif "." in name or name == "config":
+            continue  # a family of names, or told by `settings`
+        elif field.default is False:
+            flags.append(f"--{name}")
+        else:
+            flags += [f"--{name}"] * bool(field.metadata.get("bare")) + [f"--{name}="]
+    return Verb(tuple(getattr(module, "SUBVERBS", ())), tuple(flags), settings)
 
 
 def setting_flags(cls: type) -> list[str]:

@@ -1,27 +1,20 @@
 """Forecasts the loss of a run from a ladder of small finished ones: E + A/N^alpha + B/D^beta, with an interval.
 
   jaxscale plan --loss --runs='runs/ladder/*' --config=configs/7b.py
-  --runs=PATTERNS       work folders of finished runs, with * and commas, quoted; configs/ladder.py makes such runs
-  --config=FILE         the run to be forecast; --config.NAME=VALUE sets any setting, as in training
-  --tokens=AMOUNT       in place of its train_tokens
-  --to=WORKDIR          writes forecast.json there: the band that its training loss should stay in, for the report and
-                        the alerts
-  --draws=200           fits of the bootstrap
-  --seed=0              of these
-  --json=FILE           writes all numbers
 
 Runs are compared by their held-out loss after the last step. Those that are not finished, diverged, or differ in data,
 tokenizer, row length or schedule are left out, each with its reason. Nothing is compiled; a forecast takes seconds.
 """
 
+import dataclasses
 import datetime
 import math
 from typing import Any, NamedTuple
 
 from jaxscale import config, units
-from jaxscale.command_line import parse_arguments, whole_number
+from jaxscale.command_line import flag, parse
 from jaxscale.config import Budget, RunConfig
-from jaxscale.help_text import show_help
+from jaxscale.help_text import page_of, show_help
 from jaxscale.planning import loss_curve
 from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget
 from jaxscale.planning.loss_curve import Band, coverage, inside, make_band, shape_of
@@ -29,10 +22,29 @@ from jaxscale.planning.loss_law import INTERVAL, LossLaw, Prediction, fit, write
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put
 
-OPTIONS = ("runs", "tokens", "to", "draws", "seed", "json")
 LEAST_DRAWS = 200
 NO_FLOOR = 0.05  # an E below this part of the least loss
 FAR = 10.0  # times the FLOPs of the largest run: the furthest that docs/loss_law.md tells a trial of is less
+
+
+@dataclasses.dataclass(frozen=True)
+class ForecastFlags:
+    """The flags of `jaxscale plan --loss`."""
+
+    runs: str = flag(
+        "", "work folders of finished runs, with * and commas, quoted; configs/ladder.py makes such runs", "PATTERNS"
+    )
+    config: str = flag("", "the run to be forecast; --config.NAME=VALUE sets any setting, as in training", "FILE")
+    tokens: str | None = flag(None, "in place of its train_tokens", "AMOUNT")
+    to: str | None = flag(
+        None,
+        "writes forecast.json there: the band that its training loss should stay in, for the report and the alerts",
+        "WORKDIR",
+    )
+    draws: int = flag(LEAST_DRAWS, "fits of the bootstrap", least=LEAST_DRAWS)
+    seed: int = flag(0, "of these", least=0)
+    json: str | None = flag(None, "writes all numbers", "FILE")
+    loss: bool = flag(False, None)
 
 
 class Forecast(NamedTuple):
@@ -52,27 +64,25 @@ class Forecast(NamedTuple):
 
 def main_loss(argv: list[str]) -> int:
     """Prints the forecast and returns the exit code. Raises BadInput for a ladder that allows none."""
-    arguments = parse_arguments([flag for flag in argv if flag != "--loss"], OPTIONS)
+    arguments = parse(argv, ForecastFlags)
     if arguments.help:
-        show_help(__doc__)
+        show_help(page_of(__doc__, ForecastFlags))
         return 0
-    options = arguments.options
-    if "runs" not in options:
+    flags = arguments.flags
+    if not flags.runs:
         raise BadInput("--runs must be given, such as --runs='runs/ladder/*' (quoted)")
-    draws = whole_number("draws", options.get("draws", str(LEAST_DRAWS)), LEAST_DRAWS)
-    seed = whole_number("seed", options.get("seed", "0"), 0)
     cfg = config.load_config(arguments.config, arguments.overrides)
-    cfg, budget = target_budget(cfg, options.get("tokens"))
-    ladder = read_ladder(find_runs(options["runs"]), cfg, budget, options.get("to"))
+    cfg, budget = target_budget(cfg, flags.tokens)
+    ladder = read_ladder(find_runs(flags.runs), cfg, budget, flags.to)
     for folder, why in ladder.left_out:
         put(f"left out {folder}: {why}")
-    forecast = make_forecast(ladder, cfg, budget, draws, seed)
+    forecast = make_forecast(ladder, cfg, budget, flags.draws, flags.seed)
     put(*forecast_lines(forecast))
-    if "json" in options:
-        paths.write_json(paths.as_path(options["json"]), as_json(forecast))
-        put(f"all numbers are in {options['json']}")
-    if "to" in options:
-        save(forecast, options["to"], cfg, budget)
+    if flags.json:
+        paths.write_json(paths.as_path(flags.json), as_json(forecast))
+        put(f"all numbers are in {flags.json}")
+    if flags.to:
+        save(forecast, flags.to, cfg, budget)
     return 0
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from jaxscale import units
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.write import MARGIN, check_before_run
-from jaxscale.cli.child import Child
+from jaxscale.cli.attempt import Child
 from jaxscale.cli.compare_runs import checkpoints_of, num_bytes, read_metrics
 from jaxscale.config import RunConfig
 from jaxscale.monitor.events import read_events

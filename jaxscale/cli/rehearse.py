@@ -1,9 +1,6 @@
 """A run tried out where it will run: real config, mesh and storage, a few steps. GO or NO-GO, before days are spent.
 
   jaxscale rehearse --config=FILE --workdir=FOLDER      all that training is given may be given here
-  --steps=8               of the rehearsal, 8 or more; the horizon, and with it every rate, is that of the real run
-  --skip-data, --init_from, --allow_change, --run_dir_mode     as in training
-  --coordinator, ...      several hosts: the same command on each, as in training; the first one says GO or NO-GO
 
 One process after the other holds the devices, and each is the real command. One run is left alone: it trains,
 evaluates, saves. The same run again is killed with SIGKILL while it saves, started again, and goes on from its
@@ -13,6 +10,7 @@ the storage, the first step, a step, an evaluation, a save, a restore; and the r
 The exit code is 0 for GO and 3 for NO-GO. It works in WORKDIR/rehearsal, which stays only after a NO-GO.
 """
 
+import dataclasses
 import pathlib
 import shutil
 import signal
@@ -36,29 +34,49 @@ from jaxscale.cli.rehearsal import (
     run_straight,
     try_storage,
 )
-from jaxscale.cli.shrink import table
-from jaxscale.command_line import Arguments, config_name, parse_arguments, whole_number
-from jaxscale.help_text import show_help
+from jaxscale.command_line import Arguments, config_name, flag, parse
+from jaxscale.help_text import page_of, show_help
 from jaxscale.hosts import cluster
-from jaxscale.run import options as start
+from jaxscale.planning.tables import table
+from jaxscale.run.resume_checks import allowed_names
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, put
-from jaxscale.system.process import files_as
-
-HELP = f"{__doc__}\n{cluster.HELP}"
+from jaxscale.system.process import files_as, folder_mode
 
 RUNS = ("straight", "killed")
 PASSED_ON = ("skip-data", "init_from", "allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_after is our own
 
 
+@dataclasses.dataclass(frozen=True)
+class RehearseFlags(cluster.HostFlags):
+    """The flags of `jaxscale rehearse`."""
+
+    config: str = flag("", None, "FILE")
+    settings: dict[str, str] = flag(dict, None, "VALUE", name="config.NAME")
+    workdir: str | None = flag(None, None, "FOLDER")
+    steps: int = flag(
+        LEAST_STEPS,
+        f"of the rehearsal, {LEAST_STEPS} or more; the horizon, and with it every rate, is that of the real run",
+        least=LEAST_STEPS,
+    )
+    skip_data: str | None = flag(None, "as in training", "A:B,C:D", name="skip-data")
+    init_from: str | None = flag(None, "as in training", "RUN")
+    allow_change: tuple[str, ...] = flag((), "as in training", "NAMES", read=lambda _, text: allowed_names(text))
+    mode: int = flag(
+        paths.PRIVATE, "as in training", "0700", read=lambda _, text: folder_mode(text), name="run_dir_mode"
+    )
+
+
+FLAGS, HELP = RehearseFlags, page_of(__doc__, RehearseFlags)
+
+
 def main(argv: list[str]) -> int:
     """Rehearses and returns 0 for GO, 3 for NO-GO."""
-    arguments = parse_arguments(argv, ("workdir", "steps", *PASSED_ON))
+    arguments = parse(argv, RehearseFlags)
     if arguments.help:
         show_help(HELP)
         return 0
-    mode = start.parse_options(arguments.options, set()).mode
-    with files_as(mode):
+    with files_as(arguments.flags.mode):
         return carry_out(plan_rehearsal(arguments))
 
 
@@ -76,7 +94,7 @@ def carry_out(rehearsal: Rehearsal) -> int:
             clear_away(rehearsal, made)
     if not rehearsal.is_first:
         return Exit.DONE if report.goes else Exit.NO_GO
-    put("", *table([("check", "", "takes", "seen"), *report.rows]), "")
+    put("", *table([("check", "", "takes", "seen"), *report.rows], indent=""), "")
     if report.goes:
         put("GO")
         return Exit.DONE
@@ -87,9 +105,8 @@ def carry_out(rehearsal: Rehearsal) -> int:
 def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     """What to do. Raises BadInput for what a person has to correct, before anything is started."""
     options = arguments.options
-    steps = whole_number("steps", options.get("steps", str(LEAST_STEPS)), LEAST_STEPS)
     cfg = config.load_config(arguments.config, config.with_flags(arguments))
-    workdir = options.get("workdir", f"runs/{config_name(arguments.config)}")
+    workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
     place = cluster.find_own_place(options)
     is_first = place is None or place.is_first
     folder = paths.as_path(workdir) / "rehearsal"
@@ -106,7 +123,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
         workdir=workdir,
         folder=folder if remote else pathlib.Path(folder).absolute(),
         logs=logs,
-        steps=steps,
+        steps=arguments.flags.steps,
         is_first=is_first,
         name="" if place is None else f"-{place.process_id}",
     )
@@ -114,7 +131,7 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
 
 def rehearse(rehearsal: Rehearsal) -> Report:
     """All phases, until one fails."""
-    report, began = Report(say), time.monotonic()
+    report, began = Report(put), time.monotonic()
     try:
         free = try_storage(rehearsal, report) if rehearsal.is_first else None
         run_straight(rehearsal, report)
@@ -154,11 +171,6 @@ def clear_away(rehearsal: Rehearsal, made: Any) -> None:
         except OSError:  # not empty, or gone
             return
         place = place.parent
-
-
-def say(text: str) -> None:
-    """Prints at once: a phase can take minutes."""
-    put(text)
 
 
 if __name__ == "__main__":

@@ -2,32 +2,6 @@
 
   jaxscale sample --workdir=runs/quickstart --prompt='def main' --num_tokens=200
 
-  --workdir=RUN           a work folder, or RUN/checkpoints/STEP
-  --step=N                its checkpoint of this step; the newest unless given
-  --ema                   the running average of the weights, where the run kept one
-  --prompt=TEXT           text to go on from; may be given several times; without one, from where a document begins
-  --prompts=FILE          many: each line of a .txt, or of a .jsonl as text or as {"prompt": TEXT}
-  --num_samples=1         texts for each prompt
-  --num_tokens=100        tokens to write, at most
-  --temperature=0.8       1: as the model says; 0: always the likeliest token
-  --top_k=0               among the k likeliest tokens; 0: all
-  --top_p=1.0             among the likeliest that together have this probability
-  --min_p=0.0             among those with this part of the likeliest one's probability
-  --repetition_penalty=1  above 1: tokens that the text has become less likely
-  --stop=TEXT             a text ends before it; may be given several times
-  --seed=0                same seed, same text, whatever the mesh and the other prompts
-  --batch=8               texts that are written at a time
-  --json                  a line of JSON for each text
-  --interactive           prompts from the terminal, one a line; Ctrl-D ends
-  --chat                  a conversation, by the model's chat template; with --prompt, one answer
-  --system=TEXT           chat: what the model is told first
-  --serve[=PORT]          chat: a page at http://127.0.0.1:PORT for this machine alone; default 8643, 0: any free port
-  --context=TOKENS        interactive, chat: the longest text; default what the model was trained to read
-  --mesh.AXIS=N           devices along data, fsdp or tensor, as --config.mesh.AXIS of training
-  --tokenizer=FILE        tokenizer.json, SentencePiece .model or 'bytes', for a work folder that has none
-  --compute_dtype=TYPE    float32, bfloat16 or float16 instead of the run's own
-  --devices=N             simulated CPU devices
-
 Text goes to stdout as it comes, all else to stderr. On several hosts the flags of training apply; the first one writes.
 """
 
@@ -35,136 +9,135 @@ import contextlib
 import dataclasses
 import json
 import sys
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from jaxscale import schema
+from jaxscale.api.writing import Piece, Talk, check_seed, write_all
 from jaxscale.cli import run_verb, sample_chat
-from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.help_text import show_help
+from jaxscale.command_line import flag, parse, port_of
+from jaxscale.help_text import page_of, show_help
 from jaxscale.hosts import cluster
-from jaxscale.inference import LoadedModel, check_tokenizer, make_generator, open_model
+from jaxscale.inference import check_tokenizer, open_model
 from jaxscale.models.config import Dtype
 from jaxscale.sampling.config import Sampling
-from jaxscale.sampling.generator import own_numbers
-from jaxscale.sampling.text import Written, write_texts
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, tell
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.redact import printable
 
-DRAWING = tuple(field.name for field in dataclasses.fields(Sampling))
-OPTIONS = ("workdir", "step", "prompts", "num_samples", "num_tokens", "seed", "batch", "system", "serve", "context")
-OPTIONS += ("tokenizer", "compute_dtype", "devices", *DRAWING, *(f"mesh.{axis}" for axis in MESH_AXES), *cluster.FLAGS)
-SWITCHES = ("ema", "json", "interactive", "chat")
+
+@dataclasses.dataclass(frozen=True)
+class ModelFlags(cluster.HostFlags):
+    """The model that a verb opens, and the devices that it is placed on."""
+
+    workdir: str = flag("", "a work folder, or RUN/checkpoints/STEP", "RUN")
+    step: int | None = flag(None, "its checkpoint of this step; the newest unless given", "N", least=0)
+    ema: bool = flag(False, "the running average of the weights, where the run kept one")
+    mesh: dict[str, str] = flag(
+        dict,
+        "devices along data, fsdp or tensor, as --config.mesh.AXIS of training",
+        "N",
+        name="mesh.AXIS",
+        keys=MESH_AXES,
+    )
+    tokenizer: str = flag(
+        "", "tokenizer.json, SentencePiece .model or 'bytes', for a work folder that has none", "FILE"
+    )
+    compute_dtype: Dtype | None = flag(None, "float32, bfloat16 or float16 instead of the run's own", "TYPE")
+    devices: int | None = flag(None, "simulated CPU devices", "N", least=1)
+
+    @property
+    def what(self) -> str:
+        """Which weights."""
+        return "ema" if self.ema else "params"
+
+
+@dataclasses.dataclass(frozen=True)
+class SampleFlags(ModelFlags, Sampling):
+    """The flags of `jaxscale sample`."""
+
+    prompt: tuple[str, ...] = flag(
+        (), "text to go on from; may be given several times; without one, from where a document begins", "TEXT"
+    )
+    prompts: str | None = flag(None, 'many: each line of a .txt, or of a .jsonl as text or as {"prompt": TEXT}', "FILE")
+    num_samples: int = flag(1, "texts for each prompt", least=1)
+    num_tokens: int = flag(100, "tokens to write, at most", least=1)
+    repetition_penalty: float = flag(1.0, "above 1: tokens that the text has become less likely", "1")
+    stop: tuple[str, ...] = flag((), "a text ends before it; may be given several times", "TEXT")
+    seed: int = flag(0, "same seed, same text, whatever the mesh and the other prompts", least=0)
+    batch: int = flag(8, "texts that are written at a time", least=1)
+    json: bool = flag(False, "a line of JSON for each text")
+    interactive: bool = flag(False, "prompts from the terminal, one a line; Ctrl-D ends")
+    chat: bool = flag(False, "a conversation, by the model's chat template; with --prompt, one answer")
+    system: str | None = flag(None, "chat: what the model is told first", "TEXT")
+    serve: int | None = flag(
+        None,
+        f"chat: a page at http://127.0.0.1:PORT for this machine alone; default {sample_chat.PORT}, 0: any free port",
+        "PORT",
+        bare=str(sample_chat.PORT),
+        read=port_of,
+    )
+    context: int | None = flag(
+        None, "interactive, chat: the longest text; default what the model was trained to read", "TOKENS", least=2
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_seed(self.seed)
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)})
+
+
+FLAGS, HELP = SampleFlags, page_of(__doc__, SampleFlags, without=cluster.HostFlags)
 
 
 def main(argv: list[str]) -> int:
     """Writes what is asked for and returns the exit code."""
-    argv = [f"--serve={sample_chat.PORT}" if flag == "--serve" else flag for flag in argv]
-    rest, several = take_several(argv, ("prompt", "stop"))
-    rest, switches = take_switches(rest, (), SWITCHES)
-    arguments = parse_arguments(rest, OPTIONS)
+    arguments = parse(argv, SampleFlags)
     if arguments.help:
-        show_help(__doc__)
+        show_help(HELP)
         return 0
-    options = dict(arguments.options)
-    sampling, num_tokens, seed = read_numbers(options)
-    mesh = read_mesh(options, arguments.overrides)
+    flags, options = arguments.flags, arguments.options
+    mesh = read_mesh(flags.mesh, arguments.overrides)
     if arguments.config:
         raise BadInput("sampling takes no --config: the settings of a model are read from its work folder")
-    if "workdir" not in options:
+    if not flags.workdir:
         raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
-    talking = check_ways(options, switches, several["prompt"])
-    texts = [] if talking else read_prompts(several["prompt"], options.get("prompts"))
-    if "devices" in options:
-        jax.config.update("jax_num_cpu_devices", whole_number("devices", options["devices"], 1))
+    talking = check_ways(flags, options)
+    texts = [] if talking else read_prompts(flags.prompt, flags.prompts)
+    if flags.devices:
+        jax.config.update("jax_num_cpu_devices", flags.devices)
     place = cluster.find_own_place(options)
     if place is not None and talking:
         raise BadInput("--interactive and --chat are for one host; give --prompt or --prompts on several")
     facts = {name: value for name, value in options.items() if name not in cluster.FLAGS} | {"prompts": texts}
-    with cluster.joined(place, facts | {"switches": sorted(switches)}, options):
+    with cluster.joined(place, facts, options):
         say = tell if jax.process_index() == 0 else lambda line: None
         model = open_model(
-            options["workdir"],
-            step=whole_number("step", options["step"], 0) if "step" in options else None,
-            what="ema" if "ema" in switches else "params",
+            flags.workdir,
+            step=flags.step,
+            what=flags.what,
             mesh=mesh,
-            compute_dtype=read_dtype(options.get("compute_dtype")),
-            tokenizer=options.get("tokenizer", ""),
+            compute_dtype=flags.compute_dtype,
+            tokenizer=flags.tokenizer,
             say=say,
         )
         check_tokenizer(model)
-        talk = sample_chat.Talk(model, sampling, tuple(several["stop"]), num_tokens, seed, say)
+        talk = Talk(model, flags.sampling, flags.stop, flags.num_tokens, flags.seed, say)
         if talking:
-            context = whole_number("context", options["context"], 2) if "context" in options else None
-            talk = dataclasses.replace(talk, context=context, system=options.get("system"))
-            how = dict(chat="chat" in switches, prompts=several["prompt"], serve=options.get("serve"))
-            return sample_chat.converse(talk, **how)
-        number = whole_number("num_samples", options.get("num_samples", "1"), 1)
-        batch = whole_number("batch", options.get("batch", "8"), 1)
-        found = write_all(talk, texts, num_samples=number, batch=batch)
-        show = show_json if "json" in switches else show_text
-        show(found, alone=len(texts) * number == 1, silent=jax.process_index() != 0)
+            talk = dataclasses.replace(talk, context=flags.context, system=flags.system)
+            return sample_chat.converse(talk, chat=flags.chat, prompts=flags.prompt, serve=flags.serve)
+        found = write_all(talk, texts, num_samples=flags.num_samples, batch=flags.batch)
+        show = show_json if flags.json else show_text
+        show(found, alone=len(texts) * flags.num_samples == 1, silent=jax.process_index() != 0)
     return 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Some of a text, or its end."""
-
-    prompt: str
-    sample: int
-    text: str
-    done: Written | None = None
-
-
-def write_all(
-    talk: sample_chat.Talk, texts: Sequence[str], *, num_samples: int, batch: int, chat: bool = False
-) -> Iterator[Piece]:
-    """Yields the pieces of each text: all of one prompt's first sample, then its second, ... as they come.
-
-    chat: each prompt is what a person says, and the text the answer.
-    """
-    model = talk.model
-    prompts, stop_ids = [prompt_ids(model, text) for text in texts], model.kept.stop_ids
-    if chat:
-        asked, stop_ids = sample_chat.asking_of(talk)
-        prompts = [asked([{"role": "user", "content": text}]) for text in texts]
-    rows = [(prompt, number) for prompt in range(len(prompts)) for number in range(num_samples)]
-    numbers = own_numbers([prompts[prompt] for prompt, _ in rows])
-    rows_at_once = min(batch, len(rows))
-    generator = make_generator(model, batch=rows_at_once, longest=talk.longest_for(prompts, texts), say=talk.say)
-    for first in range(0, len(rows), rows_at_once):
-        some, written = rows[first : first + rows_at_once], []
-        of = lambda row: dict(prompt=texts[row[0]], sample=row[1])
-        pieces = write_texts(
-            generator,
-            model.tokenizer,
-            [prompts[prompt] for prompt, _ in some],
-            talk.sampling,
-            num_tokens=talk.num_tokens,
-            stop_ids=stop_ids,
-            stops=talk.stops,
-            seed=talk.seed,
-            numbers=numbers[first : first + rows_at_once],
-            written=written,
-        )
-        for row, piece in pieces:
-            if len(some) == 1:  # several at once would be mixed: they are shown whole
-                yield Piece(text=piece, **of(some[row]))
-        for row, one in zip(some, written):
-            yield Piece(text="" if len(some) == 1 else one.text, done=one, **of(row))
-        talk.tell_speed(generator.timing, written)
-
-
-def prompt_ids(model: LoadedModel, text: str) -> list[int]:
-    """The ids of a prompt; where it has none, those from which a document goes on."""
-    return [*model.tokenizer.begin_ids, *model.tokenizer.encode(text).tolist()] or [model.tokenizer.eos_id]
 
 
 def show_text(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
@@ -193,53 +166,28 @@ def show_json(pieces: Iterator[Piece], *, alone: bool, silent: bool) -> None:
             print(shown(json.dumps(line, ensure_ascii=False)), flush=True)  # noqa: T201
 
 
-def take_several(argv: Sequence[str], names: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
-    """(the other arguments, the values of each of these flags in order). Raises BadInput for one without a value."""
-    found, rest, pending = {name: [] for name in names}, [], list(argv)
-    while pending:
-        flag = pending.pop(0)
-        name, equals, value = flag.partition("=")
-        if name.removeprefix("--") not in names or not name.startswith("--"):
-            rest.append(flag)
-            continue
-        value = value if equals or not pending else pending.pop(0)
-        if not value or not equals and value.startswith("--"):  # a flag that follows is not meant as text
-            raise BadInput(f"{name} needs a value: {name}=TEXT")
-        found[name.removeprefix("--")].append(value)
-    return rest, found
-
-
-def check_ways(options: Mapping[str, str], switches: set[str], prompts: Sequence[str]) -> bool:
+def check_ways(flags: SampleFlags, given: Collection[str]) -> bool:
     """Whether text comes from a person as it goes. Raises BadInput for ways that exclude each other."""
-    talking = bool({"interactive", "chat"} & switches) or "serve" in options
-    if {"interactive", "chat"} <= switches:
+    serves = flags.serve is not None
+    talking = flags.interactive or flags.chat or serves
+    if flags.interactive and flags.chat:
         raise BadInput("--interactive goes on from text and --chat answers; give one of them")
-    if "interactive" in switches and (prompts or "serve" in options):
+    if flags.interactive and (flags.prompt or serves):
         raise BadInput("--interactive reads its prompts from the terminal; leave out --prompt and --serve")
-    if "serve" in options and "chat" not in switches:
+    if serves and not flags.chat:
         raise BadInput("--serve is a page to chat on: give --chat too")
     for name in ("prompts", "num_samples", "batch", "json"):
-        if talking and name in {*options, *switches}:
+        if talking and name in given:
             raise BadInput(f"--{name} is for texts that are written without anybody; leave it out")
     for name in ("system", "context"):
-        if not talking and name in options:
+        if not talking and name in given:
             raise BadInput(f"--{name} is for --chat" + (" and --interactive" if name == "context" else ""))
     return talking
 
 
-def read_numbers(options: Mapping[str, str]) -> tuple[Sampling, int, int]:
-    """(how tokens are drawn, tokens to write, seed). Raises BadInput for what is no number or out of range."""
-    hints = typing.get_type_hints(Sampling)
-    chosen = {name: schema.convert(options[name], hints[name], f"--{name}") for name in DRAWING if name in options}
-    num_tokens = whole_number("num_tokens", options.get("num_tokens", "100"), 1)
-    seed = whole_number("seed", options.get("seed", "0"), 0)
-    sample_chat.check_seed(seed)
-    return Sampling(**chosen), num_tokens, seed
-
-
-def read_mesh(options: Mapping[str, str], overrides: Mapping[str, str]) -> MeshConfig:
+def read_mesh(axes: Mapping[str, str], overrides: Mapping[str, str]) -> MeshConfig:
     """The mesh of --mesh.AXIS=N or --config.mesh.AXIS=N. Raises BadInput for another setting."""
-    values = {name.removeprefix("mesh."): text for name, text in options.items() if name.startswith("mesh.")}
+    values = dict(axes)
     for name, text in overrides.items():
         if not name.startswith("mesh."):
             raise BadInput(f"--config.{name}: only the mesh may be set; the model is as it was trained")
@@ -247,11 +195,6 @@ def read_mesh(options: Mapping[str, str], overrides: Mapping[str, str]) -> MeshC
     if "-1" in values.values():
         values.setdefault("fsdp", "1")  # only one axis takes what is left
     return schema.from_dict(MeshConfig, values, "mesh")
-
-
-def read_dtype(name: str | None) -> str | None:
-    """The value of --compute_dtype."""
-    return name and schema.convert(name, Dtype, "--compute_dtype")
 
 
 def read_prompts(given: Sequence[str], file: str | None) -> list[str]:

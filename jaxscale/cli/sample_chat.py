@@ -1,86 +1,23 @@
 """Text in turns: prompts from a terminal, a conversation there, or on a page of this machine's own."""
 
 import contextlib
-import dataclasses
-import datetime
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 
-from jaxscale.command_line import whole_number
-from jaxscale.inference import LoadedModel, make_generator
-from jaxscale.sampling.config import Sampling
-from jaxscale.sampling.generator import Generator, Timing
+from jaxscale.api.writing import Talk, asking_of
+from jaxscale.inference import make_generator
+from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.serve import open_chat
 from jaxscale.sampling.text import Written, write_texts
 from jaxscale.system.exits import BadInput, put, silence_closed_streams
 from jaxscale.system.redact import printable
-from jaxscale.text.chat.asking import Message, open_asking
+from jaxscale.text.chat.asking import Message
 
 PORT = 8643
-HIGHEST_PORT = 65_535
-SHAPE = 128  # texts are made for a multiple of so many tokens, so that fewer programs are compiled
 
 
-@dataclasses.dataclass(frozen=True)
-class Talk:
-    """A model and how it is to write."""
-
-    model: LoadedModel
-    sampling: Sampling
-    stops: tuple[str, ...]
-    num_tokens: int
-    seed: int
-    say: Callable[[str], None]
-    context: int | None = None  # tokens of the longest text, where somebody goes on with it
-    system: str | None = None
-
-    def __post_init__(self):
-        check_seed(self.seed)
-
-    def longest_for(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> int:
-        """Tokens of the longest text that these prompts become. Raises BadInput for one that cannot be read."""
-        limit = self.model.cfg.max_seq_len
-        for text, prompt in zip(texts, prompts):
-            if limit is not None and len(prompt) >= limit:
-                raise BadInput(
-                    f"the prompt {short(text)} has {len(prompt)} tokens, and the model reads at most {limit} "
-                    "(model.max_seq_len), its own included; shorten it"
-                )
-        longest = max(map(len, prompts)) + self.num_tokens
-        if limit is not None and longest > limit:
-            self.say(f"texts end at {limit} tokens, all that the model can read (model.max_seq_len)")
-        elif longest > self.model.seq_len:
-            self.say(f"texts of up to {longest} tokens; the model was trained on rows of {self.model.seq_len}")
-        longest += -longest % SHAPE
-        return longest if limit is None else min(longest, limit)
-
-    def tell_speed(self, timing: Timing | None, written: Sequence[Written]) -> None:
-        """Says how fast prompts were read and tokens written: those of the texts, not those behind a stop text."""
-        if timing is None:  # interrupted before the first token
-            return
-        tokens = sum(max(one.tokens - 1, 0) for one in written)  # each row's first is the prefill's
-        rows = f" in {len(written)} rows" if len(written) > 1 else ""
-        decode = (
-            f"; decode {tokens} tokens, {tokens / max(timing.decode_seconds, 1e-9):,.0f} tokens/s{rows}"
-            if tokens
-            else ""
-        )
-        self.say(f"prefill {timing.prompt_tokens} tokens, {timing.prefill_rate:,.0f} tokens/s{decode}")
-
-
-def check_seed(seed: int) -> None:
-    """Raises BadInput for a seed that the generator does not tell from another one."""
-    if not 0 <= seed < 2**32:
-        raise BadInput(f"seed={seed} must be a whole number from 0 to {2**32 - 1}")
-
-
-def short(text: str) -> str:
-    """The beginning of a prompt, for a message."""
-    return repr(text if len(text) <= 40 else f"{text[:40]}...")
-
-
-def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | None) -> int:
+def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: int | None) -> int:
     """Talks until the other side ends it, and returns the exit code."""
     context = talk.context or talk.model.cfg.max_seq_len or talk.model.seq_len
     if context > talk.model.seq_len:
@@ -94,10 +31,7 @@ def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | Non
         yield from continued(talk, generator, asked(messages), stop_ids, written)
 
     if serve is not None:
-        port = whole_number("serve", serve, 0)
-        if port > HIGHEST_PORT:
-            raise BadInput(f"--serve={serve} is no port; give 0 (any free one) to {HIGHEST_PORT}")
-        return serve_page(talk, answer, port, generator.engine.longest)
+        return serve_page(talk, answer, serve, generator.engine.longest)
     messages: list[Message] = []
     for line in prompts or lines_of_person():
         messages.append({"role": "user", "content": line})
@@ -114,13 +48,6 @@ def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: str | Non
         else:  # as if it had not been asked
             messages.pop()
     return 0
-
-
-def asking_of(talk: Talk) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
-    """(messages -> the ids up to where the model's answer begins, the ids that end it). Raises as open_asking does."""
-    asking = open_asking(talk.model.kept, datetime.date.today().isoformat())
-    before = [{"role": "system", "content": talk.system}] if talk.system else []
-    return lambda messages: asking.ids([*before, *messages]), asking.stop_ids
 
 
 def go_on_from_lines(talk: Talk, generator: Generator) -> int:

@@ -5,7 +5,6 @@ microbatches up to 2. Cut: layers, width, heads and their size, the row length, 
 """
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 from jaxscale import schema
@@ -90,9 +89,3 @@ def changes_text(old: RunConfig, new: RunConfig) -> list[str]:
 def as_flags(changed: dict[str, tuple[Any, Any]]) -> list[str]:
     """The changes as command-line flags: --config.model.num_layers=2."""
     return [f"--config.{name}={now}" for name, (_, now) in changed.items()]
-
-
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of left-aligned columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

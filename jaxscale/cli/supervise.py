@@ -3,14 +3,6 @@
   jaxscale supervise [FLAGS] -- python -m jaxscale.main --config=FILE --workdir=FOLDER
   jaxscale supervise [FLAGS] -- --config=FILE --workdir=FOLDER      the same
 
---workdir=FOLDER        of the run; default: the --workdir, or runs/<config>, of the command
---max_restarts=100      after so many it gives up, whatever they brought
---max_fruitless=5       so many starts in a row without a new checkpoint are a crash loop, and it gives up
---min_seconds=60        a start that lasted less counts as a quick end: the pause before the next one doubles
---backoff_seconds=5     the first pause; up to half of each is left out at random, so that hosts do not march in step
---max_backoff_seconds=300   the longest
---ledger=FILE           what it did, a JSON object a line; default WORKDIR/supervise.jsonl
-
 Started again: exit 10, 13, 14, 15 and death by a signal, except Ctrl-C. Anything else ends the supervisor with that
 code, and giving up with 1, so that whatever supervises it does not start it all again. SIGTERM, SIGINT and SIGHUP go on
 to the command (SIGHUP as SIGTERM), which saves and leaves with 10, and the supervisor with it. Nothing is deleted.
@@ -31,13 +23,11 @@ from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import Ledger, Totals
 from jaxscale.cli.progress import Progress, look
-from jaxscale.command_line import config_name, parse_arguments, whole_number
-from jaxscale.help_text import show_help
-from jaxscale.hosts.cluster import FLAGS, find_own_place
+from jaxscale.command_line import config_name, flag, parse
+from jaxscale.help_text import page_of, show_help
+from jaxscale.hosts import cluster
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, tell
-
-HELP = f"{__doc__}\nExit codes:\n{codes_help()}"
 
 SLICE_SECONDS = 0.05  # how soon a signal ends a pause
 PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
@@ -47,16 +37,33 @@ PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signa
 class Policy:
     """When to start again, and how long to wait."""
 
-    max_restarts: int = 100
-    max_fruitless: int = 5
-    min_seconds: int = 60
-    backoff_seconds: int = 5
-    max_backoff_seconds: int = 300
+    max_restarts: int = flag(100, "after so many it gives up, whatever they brought", least=0)
+    max_fruitless: int = flag(
+        5, "so many starts in a row without a new checkpoint are a crash loop, and it gives up", least=1
+    )
+    min_seconds: int = flag(
+        60, "a start that lasted less counts as a quick end: the pause before the next one doubles", least=0
+    )
+    backoff_seconds: int = flag(
+        5, "the first pause; up to half of each is left out at random, so that hosts do not march in step", least=0
+    )
+    max_backoff_seconds: int = flag(300, "the longest", least=0)
 
     def pause(self, quick_ends: int, draw: float) -> float:
         """Seconds before the next start, after so many quick ends in a row. draw: from [0, 1)."""
         doubled = self.backoff_seconds * 2.0 ** min(max(quick_ends - 1, 0), 30)
         return min(doubled, self.max_backoff_seconds) * (1 - draw / 2)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SuperviseFlags(Policy):
+    """The flags of `jaxscale supervise`."""
+
+    workdir: str | None = flag(None, "of the run; default: the --workdir, or runs/<config>, of the command", "FOLDER")
+    ledger: str | None = flag(None, "what it did, a JSON object a line; default WORKDIR/supervise.jsonl", "FILE")
+
+
+FLAGS, HELP = SuperviseFlags, f"{page_of(__doc__, SuperviseFlags)}\nExit codes:\n{codes_help()}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,8 +256,7 @@ class Supervisor:
 def main(argv: list[str]) -> int:
     """Supervises the command behind '--' and returns the exit code."""
     own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    numbers = [field.name for field in dataclasses.fields(Policy)]
-    arguments = parse_arguments(own, ("workdir", "ledger", *numbers))
+    arguments = parse(own, SuperviseFlags)
     if arguments.help:
         show_help(HELP)
         return 0
@@ -258,14 +264,12 @@ def main(argv: list[str]) -> int:
         raise BadInput("--config belongs to the training: jaxscale supervise -- --config=FILE")
     if not command:
         raise BadInput("nothing to supervise; give the training's command: jaxscale supervise -- --config=FILE")
-    options = arguments.options
-    given = [name for name in numbers if name in options]
-    values = {name: whole_number(name, options[name], least=int(name == "max_fruitless")) for name in given}
+    flags = arguments.flags
     if command[0].startswith("--"):
         command = [sys.executable, "-m", "jaxscale.cli", "train", *command]
-    workdir = options.get("workdir") or workdir_of(command)
-    ledger = Ledger(options.get("ledger") or default_ledger(workdir, command), say=tell)
-    return Supervisor(command, workdir, Policy(**values), ledger, say=tell).supervise()
+    workdir = flags.workdir or workdir_of(command)
+    ledger = Ledger(flags.ledger or default_ledger(workdir, command), say=tell)
+    return Supervisor(command, workdir, flags, ledger, say=tell).supervise()
 
 
 def flags_of(command: Sequence[str]) -> dict[str, str]:
@@ -292,7 +296,7 @@ def default_ledger(workdir: str, command: Sequence[str]) -> str:
     """WORKDIR/supervise.jsonl; of several processes each has its own, supervise-3.jsonl."""
     flags = flags_of(command)
     try:
-        place = find_own_place({name: flags[name] for name in FLAGS if name in flags})
+        place = cluster.find_own_place({name: flags[name] for name in cluster.FLAGS if name in flags})
     except BadInput:  # the command itself says what is wrong
         place = None
     number = f"-{place.process_id}" if place is not None and not place.is_first else ""

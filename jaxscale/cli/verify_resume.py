@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Callable
 
 from jaxscale.checkpoint.folders import UNFINISHED
-from jaxscale.cli.child import Child, environment
+from jaxscale.cli.attempt import Child, environment
 from jaxscale.cli.compare_runs import Comparison, checkpoints_of, compare, read_metrics
 from jaxscale.cli.shrink import as_flags, changes
 from jaxscale.command_line import Arguments

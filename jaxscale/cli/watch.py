@@ -2,14 +2,11 @@
 
   jaxscale watch --workdir=runs/first
 
---workdir=FOLDER   the folder of the run, local or gs://; it is only read
---every=SECONDS    seconds between two looks; default 2, and 15 for a bucket
---once             prints one frame and leaves, as it does where the output is no terminal
-
 Ctrl-C leaves. Colours are off where NO_COLOR is set (https://no-color.org). No device is asked for anything.
 """
 
 import contextlib
+import dataclasses
 import os
 import shutil
 import signal
@@ -20,8 +17,8 @@ from typing import Any, TextIO
 
 from jaxscale.cli import run_verb
 from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
-from jaxscale.command_line import parse_arguments, take_switches, whole_number
-from jaxscale.help_text import show_help
+from jaxscale.command_line import flag, parse
+from jaxscale.help_text import page_of, show_help
 from jaxscale.monitor.records import Follower
 from jaxscale.reporting.history import is_finite
 from jaxscale.reporting.json_lines import Row, clean_event
@@ -36,6 +33,18 @@ MOST_EVENTS = 10_000
 COLOURS = {"red": "\x1b[31m", "green": "\x1b[32m", "yellow": "\x1b[33m"}
 PLAIN = "\x1b[0m"
 OPEN, CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, without a cursor; and back
+
+
+@dataclasses.dataclass(frozen=True)
+class WatchFlags:
+    """The flags of `jaxscale watch`."""
+
+    workdir: str = flag("", "the folder of the run, local or gs://; it is only read", "FOLDER")
+    every: int | None = flag(None, "seconds between two looks; default 2, and 15 for a bucket", "SECONDS", least=1)
+    once: bool = flag(False, "prints one frame and leaves, as it does where the output is no terminal")
+
+
+FLAGS, HELP = WatchFlags, page_of(__doc__, WatchFlags)
 
 
 class Look:
@@ -91,25 +100,23 @@ def grown(before: list[Row], follow: Follower, most: int, clean: Callable[[Row],
 
 def main(argv: list[str]) -> int:
     """Shows the run until Ctrl-C, or once, and returns the exit code."""
-    argv, switches = take_switches(argv, ("workdir", "every"), ("once",))
-    arguments = parse_arguments(argv, ("workdir", "every"))
+    arguments = parse(argv, WatchFlags)
     if arguments.help:
-        show_help(__doc__)
+        show_help(HELP)
         return 0
-    workdir = arguments.options.get("workdir")
+    flags, workdir = arguments.flags, arguments.flags.workdir
     if not workdir or arguments.config or arguments.overrides:
         raise BadInput("watch needs --workdir=FOLDER and no --config: what it shows stands in the work folder")
     if not paths.is_remote(workdir) and not paths.as_path(workdir).is_dir():
         raise BadInput(f"--workdir={workdir} is no folder; give that of a run, such as --workdir=runs/first")
     default = EVERY_SECONDS_REMOTE if paths.is_remote(workdir) else EVERY_SECONDS
-    every = whole_number("every", arguments.options.get("every", str(default)), 1)
     look, stream = Look(workdir), sys.stdout
-    if "once" in switches or not is_terminal(stream):
+    if flags.once or not is_terminal(stream):
         size = shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))
         print(spelt(look.again(), size, stream, colour=has_colour(stream)))  # noqa: T201  its colours are ours
         return 0
     with screen(stream), contextlib.suppress(KeyboardInterrupt):
-        show(look, stream, every)
+        show(look, stream, flags.every or default)
     return 0
 
 

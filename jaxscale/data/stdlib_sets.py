@@ -2,15 +2,11 @@
 
   python -m jaxscale.data.stdlib_sets --output=sets --most_bytes=2000000
 
-  --output=FOLDER         text.jsonl (source of modules, to train on), held.jsonl (of other modules), chat.jsonl (what
-                          each function and class is for, by the first line of its own documentation), questions.jsonl
-                          (the same of the other modules, each with three wrong answers: for `jaxscale evaluate`)
-  --most_bytes=N          of source, so that a small run has a small set; all unless given, about 12 MB
-
 The same Python gives the same files. Nothing is imported: the sources are parsed.
 """
 
 import ast
+import dataclasses
 import hashlib
 import json
 import pathlib
@@ -19,8 +15,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxscale.command_line import parse_arguments, whole_number
-from jaxscale.help_text import show_help
+from jaxscale.command_line import flag, parse
+from jaxscale.help_text import page_of, show_help
 from jaxscale.system.exits import BadInput, put, run_and_exit
 from jaxscale.system.paths import write_text_atomic
 from jaxscale.text.sources.files import stdlib_files
@@ -37,17 +33,32 @@ class Entry(NamedTuple):
     line: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Flags:
+    """What is written."""
+
+    output: str = flag(
+        "",
+        "text.jsonl (source of modules, to train on), held.jsonl (of other modules), chat.jsonl (what each function "
+        "and class is for, by the first line of its own documentation), questions.jsonl (the same of the other "
+        "modules, each with three wrong answers: for `jaxscale evaluate`)",
+        "FOLDER",
+    )
+    most_bytes: int | None = flag(
+        None, "of source, so that a small run has a small set; all unless given, about 12 MB", "N", least=1
+    )
+
+
 def main(argv: list[str]) -> int:
     """Writes the sets and returns the exit code."""
-    arguments = parse_arguments(argv, ("output", "most_bytes"))
+    arguments = parse(argv, Flags)
     if arguments.help or not argv:
-        show_help(__doc__)
+        show_help(page_of(__doc__, Flags))
         return 0
-    if "output" not in arguments.options:
+    if not arguments.flags.output:
         raise BadInput("--output must be given: the folder for the sets")
-    most = arguments.options.get("most_bytes")
-    folder = pathlib.Path(arguments.options["output"])
-    counts = write_sets(folder, whole_number("most_bytes", most, 1) if most else None)
+    folder = pathlib.Path(arguments.flags.output)
+    counts = write_sets(folder, arguments.flags.most_bytes)
     put(f"{folder}: " + ", ".join(f"{count} lines in {name}" for name, count in counts.items()))
     return 0
 

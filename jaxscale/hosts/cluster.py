@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxscale.hosts.backstop import linger_on_abort
-from jaxscale.hosts.place import FLAGS, Place, find_place, number, tpu_metadata
+from jaxscale.hosts.place import FLAGS, HostFlags, Place, find_place, number, tpu_metadata
 from jaxscale.hosts.roll_call import SECONDS, call_roll, interface
 from jaxscale.hosts.watch import HEARTBEAT_SECONDS, Watch
 from jaxscale.system.exits import Exit, Stop, put, silence_closed_streams, tell, verdict
@@ -27,13 +27,7 @@ NEWS_SECONDS = 3.0  # a collective that broke tells of a lost process before any
 SAME_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")  # where they differ, the programs do
 
 
-__all__ = ["FLAGS", "HELP", "Place", "Team", "find_own_place", "joined"]
-
-HELP = """\
---coordinator=HOST:PORT  of several processes: where process 0 listens, with the next port too
---num_processes=N       how many there are; 1: this one alone, whatever the cluster says
---process_id=I          which of them this is, from 0; all three are found without flags on TPU slices, Slurm and GKE
---roll_call_seconds=S   how long the first waits for all to be there; default 300"""
+__all__ = ["FLAGS", "HostFlags", "Place", "Team", "find_own_place", "joined"]
 
 
 def find_own_place(flags: Mapping[str, str]) -> Place | None:

@@ -6,12 +6,29 @@ import re
 import urllib.request
 from collections.abc import Callable, Mapping
 
+from jaxscale.command_line import flag, flags_of
 from jaxscale.system.exits import BadInput
 
-FLAGS = ("coordinator", "num_processes", "process_id", "roll_call_seconds")
 TPU_PORT = 8482  # what jax uses on TPU slices; firewalls made for it let it through
 METADATA_SECONDS = 5
 WAY_OUT = "or give all of --coordinator=HOST:PORT --num_processes=N --process_id=I"
+
+
+@dataclasses.dataclass(frozen=True)
+class HostFlags:
+    """The flags of a verb that runs as several processes, which cluster.py reads."""
+
+    coordinator: str | None = flag(
+        None, "of several processes: where process 0 listens, with the next port too", "HOST:PORT"
+    )
+    num_processes: str | None = flag(None, "how many there are; 1: this one alone, whatever the cluster says", "N")
+    process_id: str | None = flag(
+        None, "which of them this is, from 0; all three are found without flags on TPU slices, Slurm and GKE", "I"
+    )
+    roll_call_seconds: str | None = flag(None, "how long the first waits for all to be there; default 300", "S")
+
+
+FLAGS = tuple(flags_of(HostFlags))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

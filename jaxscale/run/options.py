@@ -1,12 +1,13 @@
 """Run options: what a start is asked for beyond its config; with the decisions that a run has recorded, and replays."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.choosing import newest_to_read
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.command_line import flag
 from jaxscale.config import RunConfig
 from jaxscale.data.order import normalise
 from jaxscale.hosts.agree import agreed
@@ -20,50 +21,52 @@ from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.process import folder_mode
 from jaxscale.training.decisions import Decisions, GoneBack, deciding, decisions_of
 
-FLAGS = ("stop_after", "allow_change", "run_dir_mode", "replay")
-SWITCHES = ("steal_lock",)
-HELP = """\
---stop_after=STEP       saves and leaves after this step (counted from 1); the learning rate's horizon stays as it is
---allow_change=NAMES    settings, or groups of them, with commas between, in which a run that goes on may differ from
-                        how it began: --allow_change=optim.peak_lr. Recorded; never for the order of the data
---run_dir_mode=0700     who may read the run's files on a local disk, as chmod says it of a folder
---replay=OLD_WORKDIR    a new run that repeats what another one decided: skipped steps, cuts, rewinds' batches
---steal_lock            takes the work folder from a process that holds it and is known to be gone
-"""
+
+def step_of(name: str, text: str) -> int:
+    """The step that a flag names. Raises BadInput for one that is none."""
+    if not (text.isascii() and text.isdecimal() and int(text) > 0):
+        raise BadInput(f"--{name}={text} must be a step, 1 or more")
+    return int(text)
 
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
-    """Options of this start alone: they are not part of the config."""
+    """What a start is asked for beyond its config; of this start alone."""
 
-    stop_after: int | None = None
-    allow_change: tuple[str, ...] = ()
-    replay: str | None = None
-    steal_lock: bool = False
-    mode: int = paths.PRIVATE
+    stop_after: int | None = flag(
+        None,
+        "saves and leaves after this step (counted from 1); the learning rate's horizon stays as it is",
+        "STEP",
+        read=step_of,
+    )
+    allow_change: tuple[str, ...] = flag(
+        (),
+        "settings, or groups of them, with commas between, in which a run that goes on may differ from how it began: "
+        "--allow_change=optim.peak_lr. Recorded; never for the order of the data",
+        "NAMES",
+        read=lambda _, text: allowed_names(text),
+    )
+    replay: str | None = flag(
+        None,
+        "a new run that repeats what another one decided: skipped steps, cuts, rewinds' batches",
+        "OLD_WORKDIR",
+    )
+    steal_lock: bool = flag(False, "takes the work folder from a process that holds it and is known to be gone")
+    mode: int = flag(
+        paths.PRIVATE,
+        "who may read the run's files on a local disk, as chmod says it of a folder",
+        "0700",
+        read=lambda _, text: folder_mode(text),
+        name="run_dir_mode",
+    )
 
     @property
     def facts(self) -> dict[str, Any]:
         """The options by flag: they must be the same in all processes of a run."""
-        return {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {f"--{field.name}": getattr(self, field.name) for field in dataclasses.fields(RunOptions)}
 
 
 DEFAULT_OPTIONS = RunOptions()
-
-
-def parse_options(flags: Mapping[str, str], switches: set[str]) -> RunOptions:
-    """The options that flags and switches give. Raises BadInput for a step that is none, or a setting that may not
-    change."""
-    step = flags.get("stop_after")
-    if step is not None and not (step.isascii() and step.isdecimal() and int(step) > 0):
-        raise BadInput(f"--stop_after={step} must be a step, 1 or more")
-    return RunOptions(
-        stop_after=step and int(step),
-        allow_change=allowed_names(flags.get("allow_change")),
-        replay=flags.get("replay"),
-        steal_lock="steal_lock" in switches,
-        mode=folder_mode(flags.get("run_dir_mode")),
-    )
 
 
 def read_decisions(folder: Any) -> Decisions:

@@ -12,7 +12,7 @@ from jaxscale.ahead.preflight import ahead_program
 from jaxscale.ahead.report import Report
 from jaxscale.ahead.roofline import Roofline
 from jaxscale.ahead.search import Candidate, explore, fitting, is_hopeful, needs_as_much, override_lines, ranked, winner
-from jaxscale.command_line import parse_arguments
+from jaxscale.command_line import parse
 from jaxscale.config import RunConfig
 from jaxscale.planning.estimate import Estimate, estimate, recomputed_flops
 
@@ -171,7 +171,7 @@ def test_flags_are_read_back_as_the_same_config(candidates):
     for one in [*candidates[::13], candidate(1, 1, model__remat="save", model__remat_save=("query", "mlp_up"))]:
         lines = override_lines(one.changes)
         assert not any(" " in line for line in lines)
-        overrides = parse_arguments(lines, ()).overrides
+        overrides = parse(lines).overrides
         assert schema.from_dict(RunConfig, schema.merge(tiny.VALUES, overrides)) == one.cfg
 
 

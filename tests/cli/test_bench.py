@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from jaxscale.cli import bench, bench_against, bench_sample, bench_statistics, bench_survive
+from jaxscale.command_line import parse
 from jaxscale.system import process
 
 TINY = [
@@ -182,7 +183,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
         (["step", "--steps=0"], "--steps=0 must be a whole number, 1 or more"),
         (["step", "--dtype=float8"], "model.compute_dtype"),
         (["loop", "--against=true"], "--against compares steps"),
-        (["step", "--against"], "--against needs a command"),
+        (["step", "--against"], "--against needs a value"),
         (["step", "--against=A=1"], "has no command"),
         (["step", "--against=python 'a"], "cannot be split into words"),
         (["--agianst=x"], "--agianst=x is not a flag of this command"),
@@ -201,7 +202,8 @@ def test_a_missing_program_is_named():
 
 def test_flags_of_bench_are_told_from_the_rest():
     argv = ["--against=a b;; c", "--json", "--steps=3", "--against", "d"]
-    assert bench.take_flags(argv) == (["--steps=3"], True, ["a b", "c", "d"])
+    assert bench.own_flags(argv)[-2:] == ["--json", "--steps=3"]  # our side is asked for JSON once
+    assert parse(argv, bench.BenchFlags).flags.against == ("a b;; c", "d")
 
 
 def test_writing_with_a_cache_is_timed_beside_full_passes(capsys):

@@ -71,7 +71,7 @@ def test_a_module_of_a_verb_runs_that_verb():
         (["resume", "--config=missing.py"], "--config=missing.py is no file"),
         (["resume", "--config=missing.py", "--steps=3"], "--steps=3 must be a whole number, 12 or more"),
         (["parity", "--steps=12"], "--steps=12 is not a flag of this command"),
-        (["resume", "--config=missing.py", "--small=yes"], "missing.py is no file"),
+        (["resume", "--config=missing.py", "--small=yes"], "--small=yes must be on, off or auto"),
     ],
 )
 def test_a_wrong_command_line_of_verify_is_one_clear_line(arguments, told):

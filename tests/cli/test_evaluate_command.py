@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import verbs
 
-from jaxscale import api
+import jaxscale
 from jaxscale.cli import evaluate
 from jaxscale.reporting import make_page
 from jaxscale.reporting.history import read_history
@@ -87,7 +87,7 @@ def test_the_evals_of_the_config_are_measured_without_a_flag(tmp_path, files, ca
 
 def test_a_notebook_gets_the_same_numbers(workdir, files, capsys):
     out, _ = printed(capsys, f"--workdir={workdir}", f"--choice=ask={files}/ask.jsonl", "--json")
-    found = api.evaluate(str(workdir), choice={"ask": f"{files}/ask.jsonl"})
+    found = jaxscale.evaluate(str(workdir), choice={"ask": f"{files}/ask.jsonl"})
     assert {f"evals/ask/{name}": value for name, value in found["ask"].items()} == {
         name: value for name, value in json.loads(out).items() if name.startswith("evals/")
     }

@@ -14,8 +14,8 @@ import tiny
 from jaxscale.ahead import search
 from jaxscale.ahead.preflight import preflight as planner_preflight
 from jaxscale.cli import preflight
-from jaxscale.cli.preflight import OPTIONS, SWITCHES, Request, answer
-from jaxscale.command_line import take_switches
+from jaxscale.cli.preflight import PreflightFlags, answer
+from jaxscale.command_line import parse
 from jaxscale.hardware import Chip
 from jaxscale.planning.topology import Topology
 from jaxscale.system.exits import BadInput, Exit
@@ -33,7 +33,7 @@ def topology(hbm_bytes=2**30):
 
 @pytest.mark.soak
 def test_what_does_not_fit_is_a_no_go_with_a_change_that_was_compiled_and_does(tmp_path, capsys):
-    request = Request(config_name="tiny", json=tmp_path / "report.json")
+    request = PreflightFlags(config="tiny.py", json=tmp_path / "report.json")
     cfg = tiny.config(LONG)
     assert answer(cfg, topology(), request) is Exit.DONE
     first = json.loads(request.json.read_text())
@@ -56,7 +56,7 @@ def test_what_does_not_fit_is_a_no_go_with_a_change_that_was_compiled_and_does(t
 
 @pytest.mark.soak
 def test_search_keeps_to_its_time_and_writes_the_winner_as_flags(tmp_path, capsys):
-    request = Request(config_name="tiny", search=True, seconds=1, overrides=tmp_path / "winner.flags")
+    request = PreflightFlags(config="tiny.py", search=True, search_seconds=1, overrides=tmp_path / "winner.flags")
     cfg = tiny.config(LONG)
     assert answer(cfg, topology(), request) is Exit.DONE
     out = capsys.readouterr().out
@@ -89,13 +89,10 @@ def test_a_wrong_command_line_is_one_clear_line(arguments, told):
 
 
 def test_switches_stand_alone_and_dashes_are_as_good_as_underscores():
-    rest, switches = take_switches(
-        ["--search", "--fresh=false", "--save-executable=a-b", "--config.model.remat=full", "--json", "x"],
-        OPTIONS,
-        SWITCHES,
-    )
-    assert switches == {"search"}
-    assert rest == ["--save_executable=a-b", "--config.model.remat=full", "--json", "x"]
+    flags = ["--search", "--fresh=false", "--save-executable=a-b", "--config.model.remat=full", "--json", "x"]
+    found = parse(flags, PreflightFlags).flags
+    assert found.search and not found.fresh and found.settings == {"model.remat": "full"}
+    assert (str(found.save_executable), str(found.json)) == ("a-b", "x")
 
 
 def test_no_device_that_is_here_is_touched(monkeypatch):

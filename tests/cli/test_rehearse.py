@@ -19,8 +19,8 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.write import MARGIN
 from jaxscale.cli import compare_runs, rehearsal, rehearse
 from jaxscale.cli.rehearsal import NO, NOTE, OK, NoGo, Rehearsal, Report
-from jaxscale.command_line import Arguments
-from jaxscale.run import options as start
+from jaxscale.command_line import flags_of, parse
+from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import BadInput, Exit
 
 ROOT = pathlib.Path(rehearse.__file__).parent.parent.parent
@@ -218,16 +218,19 @@ def test_what_was_made_is_taken_away_and_nothing_else(tmp_path, there):
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(config, tmp_path, overrides, options, told):
+    flags = [f"--config.{name}={value}" for name, value in overrides.items()]
+    flags += [f"--{name}={value}" for name, value in options.items()]
     with pytest.raises(ValueError) as error:
-        rehearse.plan_rehearsal(Arguments(str(config), overrides, {"workdir": str(tmp_path / "w")} | options))
+        rehearse.main([f"--config={config}", f"--workdir={tmp_path / 'w'}", *flags])
     assert told in str(error.value) and isinstance(error.value, BadInput)
 
 
 def test_the_training_gets_all_that_it_was_given(config, tmp_path):
     options = {"workdir": str(tmp_path / "w"), "skip-data": "1:3", "coordinator": "h:1", "num_processes": "2"}
     options |= {"init_from": "runs/a", "allow_change": "optim.peak_lr", "run_dir_mode": "0750"}
-    arguments = Arguments(str(config), {"seed": "7", "checkpoint.keep_last": "9"}, options | {"process_id": "1"})
-    one = rehearse.plan_rehearsal(arguments)
+    flags = [f"--config={config}", "--config.seed=7", "--config.checkpoint.keep_last=9", "--process_id=1"]
+    flags += [f"--{name}={value}" for name, value in options.items()]
+    one = rehearse.plan_rehearsal(parse(flags, rehearse.RehearseFlags))
     assert not one.is_first and one.name == "-1" and one.cfg.checkpoint.keep_last == 9
     assert {"--config.seed=7", "--config.checkpoint.keep_last=1", "--skip-data=1:3", "--process_id=1"} <= set(
         one.command
@@ -239,4 +242,4 @@ def test_the_training_gets_all_that_it_was_given(config, tmp_path):
 
 def test_every_flag_of_training_is_taken_or_left_out_on_purpose():
     ours = {"stop_after", "replay"}  # the rehearsal's own, and what begins with decisions of another run
-    assert set(start.FLAGS) - ours <= set(rehearse.PASSED_ON)
+    assert set(flags_of(RunOptions)) - ours - {"steal_lock"} <= set(rehearse.PASSED_ON)

@@ -199,8 +199,8 @@ def test_help_begins_with_an_example(capsys):
         (["--workdir=w", "--chat", "--num_samples=2"], "leave it out"),
         (["--workdir=w", "--interactive", "--json"], "--json is for texts that are written without anybody"),
         (["--workdir=w", "--system=x"], "--system is for --chat"),
-        (["--workdir=w", "--promt=a"], "did you mean --prompts"),
-        (["--workdir=w", "--compute_dtype=int4"], "--compute_dtype='int4' is not one of float32"),
+        (["--workdir=w", "--promt=a"], "did you mean --prompt?"),
+        (["--workdir=w", "--compute_dtype=int4"], "--compute_dtype=int4 must be float32, bfloat16 or float16"),
     ],
 )
 def test_bad_input_is_told_in_a_line(flags, wanted):

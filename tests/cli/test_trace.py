@@ -14,8 +14,9 @@ from jaxscale import config, main, schema
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import trace
-from jaxscale.command_line import parse_arguments
+from jaxscale.command_line import parse
 from jaxscale.data.pipeline import open_data
+from jaxscale.main import TrainFlags
 from jaxscale.run.opening import open_run
 from jaxscale.run.resume_checks import check_same_past
 from jaxscale.system.exits import Exit, Stop
@@ -300,12 +301,12 @@ def test_a_run_goes_on_with_a_mixture_that_changes_ahead(home, run, tmp_path, ca
 
 
 def test_skip_data_is_shorthand_for_the_setting():
-    parse = lambda *flags: config.with_flags(parse_arguments(["--config=x", *flags], ("skip-data",)))
-    assert parse("--skip-data=3:5,9:10")["data.skip_batches"] == ((3, 5), (9, 10))
-    assert parse() == {}
+    overrides = lambda *flags: config.with_flags(parse(["--config=x", *flags], TrainFlags))
+    assert overrides("--skip-data=3:5,9:10")["data.skip_batches"] == ((3, 5), (9, 10))
+    assert overrides() == {}
     for flags, message in (
         (["--skip-data=3-5"], "must be ranges of batches"),
         (["--skip-data=3:5", "--config.data.skip_batches=((1,2),)"], "say the same thing"),
     ):
         with pytest.raises(ValueError, match=message):
-            parse(*flags)
+            overrides(*flags)

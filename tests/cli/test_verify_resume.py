@@ -14,7 +14,7 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import nest
 from jaxscale.cli import compare_runs, verify_resume
-from jaxscale.cli.child import Child
+from jaxscale.cli.attempt import Child
 from jaxscale.command_line import Arguments
 from jaxscale.system.exits import Exit, Stop
 

@@ -11,7 +11,6 @@ from shell_blocks import ROOT
 
 from jaxscale import cli, config
 from jaxscale.cli import prepare
-from jaxscale.command_line import Arguments
 
 STANDS_FOR_A_CONFIG = ("FILE", "CONFIG.py", "...")
 WITHOUT_SETTINGS = ("completion", "ckpt", "report", "watch", "trace", "supervise")
@@ -88,8 +87,8 @@ def check_settings(verb: str, flags: list[str]) -> None:
     argument = argument.partition(",runs/")[0]  # a run that a reader has, and this check has not
     place = f"{ROOT / path}{':' if argument else ''}{argument}"
     if verb == "prepare":
-        source = dict(flag[2:].split("=", 1) for flag in flags if flag.startswith("--input="))
-        prepare.load_recipe(Arguments(place if file else "", values, source))
+        source = next((flag.removeprefix("--input=") for flag in flags if flag.startswith("--input=")), None)
+        prepare.load_recipe(place if file else "", values, source)
     else:
         config.load_config(place, values)
 

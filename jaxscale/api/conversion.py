@@ -1,0 +1,181 @@
+"""convert: models of other tools in and out."""
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale import schema, units
+from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.command_line import flag
+from jaxscale.config import RunConfig
+from jaxscale.data.config import DataConfig
+from jaxscale.interop import hub, tokenizer_files
+from jaxscale.interop.exporting import FORMATS, config_of, export_step, open_step
+from jaxscale.interop.importing import import_tensors, prepare_workdir
+from jaxscale.interop.incoming import Incoming, open_incoming
+from jaxscale.monitor.runinfo import run_info
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+from jaxscale.system.redact import redacted
+
+OUT_ONLY = ("step", "dtype", "shard_bytes", "push", "ema")
+SHARD_BYTES = 5_000_000_000  # what the Hub takes well in one file
+LONGEST_ROW = 4096  # tokens, of the config that is written for a model that can read more
+Say = Callable[[str], None]
+MakeProgress = Callable[[str], Callable[..., None]]
+
+silent: Say = lambda line: None
+no_progress: MakeProgress = lambda what: lambda *counts, **more: None
+
+
+def bytes_of(name: str, text: str) -> int:
+    """A number of bytes. Raises BadInput if the text is none."""
+    try:
+        size = float(text)
+    except ValueError:
+        size = 0.0
+    if not 1 <= size < 1e15:
+        raise BadInput(f"--{name}={text} must be a number of bytes, such as 5e9")
+    return int(size)
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """What comes in (from_) or goes out (to), and how; the flags of `jaxscale convert`."""
+
+    from_: str | None = flag(
+        None,
+        "a Hugging Face model: config.json and safetensors, one file or many. Local or gs://. Or an adapter of PEFT's: "
+        "adapter_config.json and adapter_model.safetensors. Or OWNER/NAME, or its address at huggingface.co: fetched "
+        "from the Hub (extra: hub), the safetensors alone; HF_TOKEN in the environment for what is not public",
+        "FOLDER",
+        name="from",
+    )
+    revision: str | None = flag(None, "with that: a commit, a branch or a tag; main unless given", "NAME")
+    base: str | None = flag(
+        None,
+        "the model that the adapter is for; else the local folder that its adapter_config.json names. With --to: the "
+        "name that is written there; else what the run began with",
+        "FOLDER",
+    )
+    workdir: str = flag("", "with --from: the new work folder. With --to: the run whose weights go out", "FOLDER")
+    to: str | None = flag(None, "where the Hugging Face model goes; a new folder, local or gs://", "FOLDER")
+    step: int | None = flag(None, "the step to export; the newest unless given", "N", least=0)
+    adapter: bool = flag(
+        False, "with --from: keep the adapter beside the weights; with --to: export the adapters alone"
+    )
+    ema: bool = flag(False, "export the average of the weights, where the run keeps one")
+    dtype: str | None = flag(
+        None, "or float32: of the exported tensors; adapters are float32 unless told otherwise", "bfloat16"
+    )
+    shard_bytes: int | None = flag(None, "of tensors in one file, at most", "5e9", read=bytes_of)
+    push: str | None = flag(None, "send the finished folder to the Hub; a new repository is private", "OWNER/NAME")
+
+
+def convert(options: ConvertOptions, say: Say = silent, progress: MakeProgress = no_progress) -> dict[str, Any]:
+    """A Hugging Face model as a work folder, or a work folder's weights as one, and what was done: `jaxscale convert`.
+
+    A conversion that was killed goes on where it was. progress: of a part's name, what hears of the bytes done.
+    """
+    if (options.from_ is None) == (options.to is None):
+        raise BadInput("convert needs --from=FOLDER to bring a model in, or --to=FOLDER to take one out, one of them")
+    if not options.workdir:
+        raise BadInput("convert needs --workdir=FOLDER, the work folder; see jaxscale convert --help")
+    if options.to:
+        return take_out(options, say, progress)
+    if wrong := [name for name in OUT_ONLY if getattr(options, name) not in (None, False)]:
+        raise BadInput(f"--{wrong[0]} is for an export, with --to; it says nothing with --from")
+    return bring_in(options, say, progress)
+
+
+def bring_in(flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
+    """Hugging Face's folder as a work folder."""
+    workdir = flags.workdir
+    model = hub.fetch(flags.from_, flags.revision, "--from")
+    base = hub.fetch(flags.base, None, "--base") if flags.base else None
+    found = open_incoming(model.folder if model else flags.from_, base.folder if base else flags.base, flags.adapter)
+    fetched = next((one for one in (model, base) if one and one.folder == found.name), None)
+    cfg, files = found.cfg, found.files
+    folder, journal = prepare_workdir(workdir, found.identity)
+    config = run_config(found, folder)
+    made = {
+        "from": fetched.name if fetched else found.name,
+        "model_type": found.family.model_type,
+        "kept": found.kept,
+        "left_out": found.left_out,
+    }
+    made |= {"revision": fetched.revision} if fetched else {}
+    made |= {"identity": found.identity} | ({"adapter": found.adapter} if found.adapter else {})
+    if generation := tokenizer_files.read_object(files.get(tokenizer_files.GENERATION, b"")):
+        made["generation"] = generation
+    run = {"config": schema.to_dict(config), "step": 0, "data": None, "ancestry": [], "converted": made, **run_info()}
+    run = redacted(run)
+    written(lambda: tokenizer_files.bring_in(files, folder), folder)
+    written(lambda: paths.write_json(folder / "config.json", run), folder)
+    done = import_tensors(folder, journal, found.pairs, found.tensors, run, progress("convert"))
+    for note in found.notes:
+        say(f"{found.name}: {note}")
+    tell_odd(found, done.not_finite, say)
+    record = {"workdir": workdir, "model_type": found.family.model_type, "num_params": cfg.num_params, "config": made}
+    return record | dataclasses.asdict(done)
+
+
+def run_config(found: Incoming, folder: Any) -> RunConfig:
+    """The config of the work folder: the model, and what its tokenizer is. What is trained with it is another run's."""
+    longest = found.cfg.max_seq_len or found.kept.get("max_position_embeddings") or LONGEST_ROW
+    seq_len = max(2, min(int(longest), LONGEST_ROW))
+    main = tokenizer_files.main_file(found.files)
+    kept_at = folder / tokenizer_files.FOLDER
+    data = {"tokenizer": os.fspath(kept_at / tokenizer_files.kept_name(main)) if main else ""}
+    rows = dict(seq_len=seq_len, batch_tokens=seq_len, train_tokens=seq_len)
+    return RunConfig(model=found.cfg, lora=found.lora, **rows, data=schema.from_dict(DataConfig, data))
+
+
+def tell_odd(found: Incoming, not_finite: tuple[str, ...], say: Say) -> None:
+    """Says what a person should know of the source."""
+    if not_finite:
+        say(f"WARNING: {', '.join(not_finite[:3])} of {found.name}: NaN or infinity among its values")
+    if not tokenizer_files.main_file(found.files):
+        missing = tokenizer_files.missing_tokenizer(found.files, paths.as_path(found.name))
+        say(f"no tokenizer was brought along: {missing}")
+
+
+def take_out(flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[str, Any]:
+    """A step's weights as Hugging Face's folder, or its adapters as PEFT's."""
+    adapter = flags.adapter
+    if flags.base and not adapter:
+        raise BadInput("--base says which model an adapter is for; give --adapter too")
+    if flags.revision:
+        raise BadInput("--revision is of a model of the Hub that comes in, with --from")
+    if adapter and flags.shard_bytes:
+        raise BadInput("--shard_bytes divides the files of a model; PEFT reads an adapter from one")
+    to, dtype = flags.to, flags.dtype or ("float32" if adapter else "bfloat16")
+    if dtype not in FORMATS:
+        raise BadInput(f"--dtype={dtype} must be {units.or_list(FORMATS)}")
+    if flags.push:
+        hub.check_push(flags.push, to)
+    workdir = paths.absolute(flags.workdir)
+    checkpoints = Checkpoints(workdir / "checkpoints", CheckpointConfig())
+    what = "ema" if flags.ema else "params"
+    step, source = open_step(checkpoints, flags.step, what, adapter, flags.base)
+    texts = tokenizer_files.of_run(workdir, source.run)
+    config = source.adapter or config_of(source, dtype, texts.end_ids)
+    files = {name: text for name, text in texts.files.items() if not (adapter and name == tokenizer_files.GENERATION)}
+    push = lambda folder: hub.push_folder(folder, flags.push, f"jaxscale: step {step}, {dtype}")
+    done = export_step(
+        source,
+        to,
+        dtype=dtype,
+        shard_bytes=int(1e14) if adapter else flags.shard_bytes or SHARD_BYTES,
+        texts=files,
+        config=config,
+        on_bytes=progress(f"step {step}"),
+        **({"send": push} if flags.push else {}),
+    )
+    for note in texts.notes:
+        say(note)
+    record = {"to": to, "step": step, "dtype": dtype, "model_type": source.family.model_type}
+    return record | dataclasses.asdict(done)

@@ -1,0 +1,50 @@
+"""prepare: raw text to token shards."""
+
+import errno
+import os
+import pathlib
+from typing import Any
+
+from jaxscale.corpus.prepare import engine
+from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.joins import Executor
+from jaxscale.corpus.prepare.local import LocalExecutor
+from jaxscale.corpus.prepare.outcome import FACTS, PAGE
+from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.publish import publish
+from jaxscale.data.manifest import NAME as MANIFEST
+from jaxscale.data.manifest import read_manifest
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.paths import is_remote
+
+
+def prepare(
+    recipe: PrepareConfig,
+    output: str,
+    *,
+    work_dir: str | None = None,
+    keep_work: bool = False,
+    executor: Executor | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """The manifest of the token shards that a recipe makes: `jaxscale prepare`. Killed, the same call goes on.
+
+    Args: output: a folder, or gs://BUCKET/FOLDER with work_dir, the local folder in which it is made. keep_work: leaves
+    that there. executor: where the work is done; all cores of this machine unless given.
+    """
+    if is_remote(output) and work_dir is None:
+        raise BadInput(f"output={output} is remote; give work_dir=FOLDER, a local one with room for all shards")
+    if executor is None:
+        with LocalExecutor(os.cpu_count() or 1) as own:
+            return prepare(recipe, output, work_dir=work_dir, keep_work=keep_work, executor=own, progress=progress)
+    folder, progress = pathlib.Path(work_dir or output).expanduser(), progress or Progress()
+    try:
+        engine.prepare(engine.make_plan(recipe), folder, executor, progress, keep_work=keep_work)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Stop(Exit.STORAGE, f"{folder} is full; make room, and run the same command again to go on") from None
+        raise
+    if is_remote(output):
+        progress.say(f"copying to {output}")
+        publish(folder, output, beside=(FACTS, PAGE))
+    return read_manifest(folder / MANIFEST).content

@@ -1,0 +1,246 @@
+"""evaluate: what is measured of a model, and the record of it in a work folder."""
+
+import dataclasses
+import datetime
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxscale import schema
+from jaxscale.api import Trained
+from jaxscale.api.writing import opened, silent
+from jaxscale.checkpoint.cause import written
+from jaxscale.command_line import whole_number
+from jaxscale.eval.config import (
+    NAME,
+    ChoiceEval,
+    ClozeEval,
+    Evals,
+    NamedEval,
+    TextEval,
+    check_names,
+    setting_name,
+)
+from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks
+from jaxscale.eval.named import GROUP, Evaluator, check_files, open_evaluators
+from jaxscale.eval.text import Reading
+from jaxscale.eval.tokens import Tokens, open_documents, token_metrics
+from jaxscale.inference import (
+    LoadedModel,
+    check_tokenizer,
+    make_generator,
+    make_scorer,
+)
+from jaxscale.monitor.records import append
+from jaxscale.reporting import make_evals_page
+from jaxscale.reporting.history import read_history
+from jaxscale.run.resume_checks import check_same_evals
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+
+LEAST = {"limit": 1, "context": 2, "stride": 1, "batch_tokens": 1, "num_fewshot": 0}
+BATCH_TOKENS = 16384
+GENERATED_AT_ONCE = 8  # texts that lm-eval's tasks have written at a time
+Measure = Callable[[LoadedModel], dict[str, float]]
+Record = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be measured of a model, and how; None where the model or its run decides."""
+
+    evals: Evals  # none, and no tasks: those of the run's own config
+    tasks: tuple[str, ...] = ()  # of lm-eval
+    limit: int | None = None
+    context: int | None = None
+    stride: int | None = None
+    batch_tokens: int = BATCH_TOKENS
+    num_fewshot: int | None = None
+    include_path: str | None = None
+    chat: bool = False
+
+
+def check_request(request: Request, named: Callable[[str, NamedEval], str] | None = None) -> None:
+    """Raises BadInput for a number out of range, a name of no use, a file that is not there, and without lm-eval."""
+    if request.tasks:
+        check_installed()
+    for name, least in LEAST.items():
+        if (number := getattr(request, name)) is not None:
+            whole_number(name, str(number), least)
+    check_names(request.evals)
+    check_files(request.evals, named or flag_name)
+
+
+def flag_name(name: str, settings: NamedEval) -> str:
+    """'--text wiki', for messages."""
+    return f"--{settings.kind} {name}"
+
+
+def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None]) -> Measure:
+    """model -> metrics of all that is asked for. Raises BadInput for data and models that do not fit it."""
+    reading = reading_of(model, request.context or model.seq_len)
+    if reading.context > model.seq_len:
+        say(f"{reading.context} tokens are read at a time; the model was trained on rows of {model.seq_len}")
+    own = not request.evals and not request.tasks
+    evals, named = (own_evals(model, request), setting_name) if own else (request.evals, flag_name)
+    several = jax.process_count() > 1  # which must not find other text in a file than the first one does
+    evaluators = open_evaluators(evals, reading, named, hold=several)
+    check_same_evals(evaluators)
+    for one in evaluators:
+        say(f"{one.name}: {one.summary}")
+    scorer = make_scorer(model, batch_tokens=request.batch_tokens)
+    tasks = lm_eval_measure(request, model, reading, scorer) if request.tasks else lambda model: {}
+    return lambda model: measure_all(evaluators, scorer, model) | tasks(model)
+
+
+def reading_of(model: LoadedModel, context: int) -> Reading:
+    """How the model reads text. Raises BadInput for a model that cannot, and for a context that is too long."""
+    check_context(model, context)
+    check_tokenizer(model)
+    return Reading.of(model.kept.tokenizer, context)
+
+
+def check_context(model: LoadedModel, context: int) -> None:
+    """Raises BadInput for a model that does not read from left to right, and for more tokens than it can read."""
+    if model.cfg.kind != "decoder":
+        raise BadInput(f"model.name={model.cfg.name!r} does not read from left to right; llama and gpt2 do")
+    limit = model.cfg.max_seq_len
+    if limit is not None and context > limit:
+        raise BadInput(f"--context={context} is longer than the model can read, max_seq_len={limit}")
+
+
+def own_evals(model: LoadedModel, request: Request) -> Evals:
+    """The evaluators of the run's own config, by the limit that is asked for. Raises BadInput where it has none."""
+    evals = schema.convert(model.run.get("config", {}).get("evals") or {}, Evals, GROUP)
+    if not evals:
+        raise BadInput("nothing to measure: the config has no evals; give --text, --choice, --cloze or --lm_eval")
+    limit = {"limit": request.limit} if request.limit else {}
+    return {name: dataclasses.replace(settings, **limit) for name, settings in evals.items()}
+
+
+def measure_all(evaluators: Sequence[Evaluator], scorer, model: LoadedModel) -> dict[str, float]:
+    """The metrics of all evaluators."""
+    return {name: value for one in evaluators for name, value in one.metrics(scorer, model.params).items()}
+
+
+def lm_eval_measure(request: Request, model: LoadedModel, reading: Reading, scorer) -> Measure:
+    """model -> metrics of lm-eval's tasks; what is compiled for the first step serves all."""
+    generators = {}
+
+    def open_generator(params, rows: int, longest: int):
+        if (rows, longest) not in generators:
+            generators[rows, longest] = make_generator(model, batch=rows, longest=longest)
+        return dataclasses.replace(generators[rows, longest], params=params)
+
+    numbers = dict(limit=request.limit, num_fewshot=request.num_fewshot)
+    how = dict(folder=request.include_path, chat=request.chat)
+    how |= {name: number for name, number in numbers.items() if number is not None}
+
+    def measure(model: LoadedModel) -> dict[str, float]:
+        opened = lambda rows, longest: open_generator(model.params, rows, longest)
+        served = Served(reading, model.kept, scorer, model.params, opened, GENERATED_AT_ONCE)
+        found = run_tasks(served, request.tasks, **how)
+        told = {name: value for name, value in found.items() if math.isfinite(value) or "_stderr" not in name}
+        return {f"{GROUP}/{name}": value for name, value in told.items()}
+
+    return measure
+
+
+def record_of(model: LoadedModel, metrics: Mapping[str, float]) -> Record:
+    """A line of evals.jsonl: the step, what was measured when, and the metrics; of an average under evals_ema/."""
+    group = f"{GROUP}_ema" if model.what == "ema" else GROUP
+    named = {f"{group}{name.removeprefix(GROUP)}": value for name, value in metrics.items()}
+    time = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    return {"step": model.step, "what": model.what, "time": time, **named}
+
+
+def as_line(record: Record) -> str:
+    """The record as JSON, null in place of what is not finite."""
+    finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps({name: finite(value) for name, value in record.items()}, allow_nan=False)
+
+
+def save_record(workdir: Any, record: Record) -> None:
+    """Adds the line to WORKDIR/evals.jsonl and draws WORKDIR/evals.html anew."""
+    file = workdir / "evals.jsonl"
+    append(file, f"{as_line(record)}\n".encode())
+    paths.write_text_atomic(workdir / "evals.html", make_evals_page(read_history(workdir)))
+
+
+def by_name(record: Record) -> dict[str, dict[str, float]]:
+    """{evaluator: {metric: value}}, of an average as 'NAME (average)'."""
+    found: dict[str, dict[str, float]] = {}
+    for full, value in record.items():
+        group, _, rest = full.partition("/")
+        name, _, metric = rest.rpartition("/")
+        if group in (GROUP, f"{GROUP}_ema") and name:
+            found.setdefault(name if group == GROUP else f"{name} (average)", {})[metric] = value
+    return found
+
+
+def evaluate(
+    model: str | Trained | LoadedModel,
+    *,
+    text: Mapping[str, str] | None = None,
+    choice: Mapping[str, str] | None = None,
+    cloze: Mapping[str, str] | None = None,
+    tokens: Mapping[str, Tokens] | None = None,
+    lm_eval: str | Sequence[str] = (),
+    chat: bool = False,
+    limit: int = 0,
+    stride: int = 0,
+    context: int | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    save: bool = False,
+) -> dict[str, dict[str, float]]:
+    """{name: metrics} of a model: `jaxscale evaluate`. Without anything to measure, what the run's own config names.
+
+    Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. tokens: {name: token
+    files, or a list of documents as ids}, perplexity without a tokenizer. lm_eval: its tasks; chat: their questions are
+    put by the model's chat template. limit: items of each file, 0 for all. stride, context: tokens. save: into the work
+    folder too, for the report.
+    """
+    if chat and not lm_eval:
+        raise BadInput("chat=True is for the tasks of lm_eval; name some, or leave it out")
+    for name, given in dict(text=text, choice=choice, cloze=cloze, tokens=tokens).items():
+        if given is not None and not isinstance(given, Mapping):
+            raise BadInput(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
+    evals = {name: TextEval(files=files, limit=limit, stride=stride) for name, files in (text or {}).items()}
+    for kind, given in ((ChoiceEval, choice), (ClozeEval, cloze)):
+        for name, file in (given or {}).items():
+            if name in evals:
+                raise BadInput(f"{name!r} is the name of two evaluators; call one of them something else")
+            evals[name] = kind(file=file, limit=limit)
+    tasks = (lm_eval,) if isinstance(lm_eval, str) else tuple(lm_eval)
+    request = Request(
+        evals, tasks, limit=limit or None, stride=stride or None, context=context, batch_tokens=batch_tokens, chat=chat
+    )
+    check_request(request, lambda name, settings: f"{settings.kind}[{name!r}]")
+    loaded = opened(model)
+    metrics = {} if tokens and not evals and not tasks else make_measure(request, loaded, silent)(loaded)
+    record = record_of(loaded, metrics | measure_tokens(request, loaded, tokens or {}))
+    if save and jax.process_index() == 0:
+        workdir = paths.as_path(loaded.path).parent.parent
+        written(lambda: save_record(workdir, record), workdir)
+    return by_name(record)
+
+
+def measure_tokens(request: Request, model: LoadedModel, tokens: Mapping[str, Tokens]) -> dict[str, float]:
+    """The metrics of token ids. Raises BadInput for what is none, and for names that are taken."""
+    context = request.context or model.seq_len
+    stride = request.stride or max(context // 2, 1)
+    check_context(model, context)
+    if stride > context:
+        raise BadInput(f"stride={stride} is more than the {context} tokens that the model reads")
+    found, scorer = {}, make_scorer(model, batch_tokens=request.batch_tokens)
+    for name, given in tokens.items():
+        where = f"tokens[{name!r}]"
+        if name in request.evals or not NAME.fullmatch(name):
+            raise BadInput(f"{where}: another evaluator has that name, or it is not of letters, digits, _ . and -")
+        documents = open_documents(where, given, model.cfg.vocab_size, request.limit or 0)
+        told = token_metrics(where, documents(), scorer, model.params, context, stride)
+        found |= {f"{GROUP}/{name}/{metric}": value for metric, value in told.items()}
+    return found

@@ -1,0 +1,60 @@
+"""plan and preflight: what a run costs and whether it fits, before any chip is held."""
+
+import pathlib
+from collections.abc import Callable
+
+from jaxscale.ahead import preflight as compiled
+from jaxscale.ahead.kept import find_kept
+from jaxscale.ahead.report import Report
+from jaxscale.config import RunConfig
+from jaxscale.planning.machine import HERE, measured_machine, open_machine
+from jaxscale.planning.measured import Measured, measured_file, newest_machine, read_measured
+from jaxscale.planning.plan import RunPlan, Wishes, make_plan
+from jaxscale.planning.topology import Topology, open_topology
+from jaxscale.system.exits import BadInput
+
+DEFAULT_WISHES = Wishes()
+
+
+def plan(cfg: RunConfig, topology: str, wishes: Wishes = DEFAULT_WISHES) -> RunPlan:
+    """What a run costs on a machine, by arithmetic: `jaxscale plan`. Nothing is compiled.
+
+    Args: topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. wishes: price, deadline, budget and what else is known.
+    """
+    machine, measured = machine_of(topology)
+    kept = None if machine.name == HERE else find_kept(cfg, machine.name)
+    return make_plan(cfg, machine, wishes, measured=measured, kept=kept)
+
+
+def machine_of(topology: str | None) -> tuple[Topology, list[Measured]]:
+    """(the machine that a topology names, what was measured on it if it is this one)."""
+    if topology is None:
+        raise BadInput("--topology must be given, such as --topology=v5p:4x4x8, --topology=h100:8x8 or here")
+    if topology != HERE:
+        return open_machine(topology), []
+    measured = newest_machine(read_measured())
+    if not measured:
+        raise BadInput(
+            f"--topology=here: {measured_file()} has no measurement of this machine; run: jaxscale bench step --save"
+        )
+    return measured_machine(measured[-1]), measured
+
+
+def preflight(
+    cfg: RunConfig,
+    topology: str,
+    *,
+    name: str = "run",
+    fresh: bool = False,
+    save_executable: str | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """The training step compiled for chips that need not be here: does it fit: `jaxscale preflight`.
+
+    Args: name: of the config, in the report. fresh: compile again what was compiled before. save_executable: a file for
+    the compiled step.
+    """
+    file = None if save_executable is None else pathlib.Path(save_executable)
+    return compiled.preflight(
+        cfg, open_topology(topology), config_name=name, keep=not fresh, save_executable=file, say=say
+    )

@@ -1,0 +1,76 @@
+"""report: the page about a run, or about several."""
+
+import dataclasses
+import html
+import math
+import time
+from collections.abc import Sequence
+
+from jaxscale import units
+from jaxscale.api import Trained
+from jaxscale.checkpoint.cause import reached, short_cause, written
+from jaxscale.reporting import make_page
+from jaxscale.reporting.history import History, read_history
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput
+
+FRAME_PIXELS = 720  # height of a report in a notebook
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report:
+    """The page of `jaxscale report`, shown whole where a notebook shows the value of a cell."""
+
+    page: str  # HTML, without anything from elsewhere
+    name: str
+    height: int = FRAME_PIXELS  # of the frame in a notebook, pixels
+
+    def save(self, path: str) -> str:
+        """Writes the page to a file, local or gs://, and gives back its path."""
+        written(lambda: paths.write_text_atomic(path, self.page), path)
+        return path
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, whose styles and scripts touch nothing else of the notebook."""
+        return (
+            f'<iframe srcdoc="{html.escape(self.page)}" sandbox="allow-scripts" title="{html.escape(self.name)}" '
+            f'style="width:100%;height:{self.height}px;border:0"></iframe>'
+        )
+
+    def __repr__(self) -> str:
+        return f"<report of {self.name}, {units.size(len(self.page.encode()))}; .save(FILE) keeps it>"
+
+
+def report(*runs: str | Trained, price: float | None = None, height: int = FRAME_PIXELS) -> Report:
+    """The page about a run, or several beside each other: `jaxscale report`. The value of a cell is shown whole.
+
+    Args: price: dollars an hour of one chip. height: of the frame in the notebook, pixels.
+    """
+    if not runs:
+        raise BadInput("report needs a work folder; more than one are compared")
+    workdirs, hourly = [str(run) for run in runs], None if price is None else price_of("price", str(price))
+    return Report(make_page(read_all(workdirs), price=hourly, now=time.time()), ", ".join(workdirs), height)
+
+
+def price_of(name: str, text: str) -> float:
+    """Dollars. Raises BadInput if the text is no amount of money."""
+    try:
+        price = float(text.removeprefix("$"))
+    except ValueError:
+        price = math.nan
+    if not (math.isfinite(price) and price >= 0):
+        raise BadInput(f"--{name}={text} must be dollars for one hour of one chip, such as 4.20")
+    return price
+
+
+def read_all(workdirs: Sequence[str]) -> list[History]:
+    """The runs. Raises BadInput for a folder that holds none, Stop (STORAGE) for a bucket that cannot be reached."""
+    return [read_one(workdir) for workdir in workdirs]
+
+
+def read_one(workdir: str) -> History:
+    """The run in one folder."""
+    try:
+        return reached(lambda: read_history(workdir), workdir)
+    except OSError as error:
+        raise BadInput(f"workdir={workdir} cannot be read: {short_cause(error)}") from None

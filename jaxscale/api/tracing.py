@@ -1,0 +1,183 @@
+"""trace: the documents that a step of a run has trained on, or the steps that saw a document."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxscale import schema
+from jaxscale.checkpoint.choosing import newest_to_read
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config import RunConfig
+from jaxscale.data.batch import tokens_hash
+from jaxscale.data.ledger import Entry, Ledger
+from jaxscale.data.mixture import Mixture, same_past
+from jaxscale.data.order import ORDER, Ranges, batch_index, merge_skips, step_of
+from jaxscale.data.pipeline import Corpus, open_data
+from jaxscale.monitor.events import read_events
+from jaxscale.monitor.records import read_records
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop, tell
+from jaxscale.training.decisions import Decisions, decisions_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A run whose documents can be listed."""
+
+    ledger: Ledger
+    total_steps: int
+    done: int  # steps, as far as the last checkpoint and metrics.jsonl tell
+    hashes: dict[int, str]  # of the batch of a step, as metrics.jsonl has it
+
+
+def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
+    """The run in a work folder.
+
+    Raises BadInput where there is none, Stop(CHECKPOINT_CORRUPT) where none of its checkpoints can be believed, and
+    Stop(DATA_MISMATCH) where the data are not those of the run.
+    """
+    folder = paths.as_path(workdir)
+    if not (folder / "config.json").exists():
+        raise BadInput(f"--workdir={workdir} holds no config.json: it is not the folder of a run")
+    written = paths.read_json(folder / "config.json")
+    cfg = schema.from_dict(RunConfig, schema.merge(written["config"], overrides))
+    checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
+    decisions = decisions_of(read_events(folder))
+    pending = decisions.pending  # what lies behind its step is moved away by the next start
+    step = newest_to_read(checkpoints, tell, before=pending.to + 1 if pending else None)
+    recorded = checkpoints.read_run(step)["data"] if step is not None else None
+    corpus = open_data(
+        cfg.data, seq_len=cfg.seq_len, vocab_size=cfg.model.vocab_size, seed=cfg.seed, say=lambda _: None
+    )
+    total_steps = written["budget"]["total_steps"]
+    skipped, mixture = reckoned(cfg, corpus, recorded, step or 0, total_steps, decisions.with_recorded(recorded))
+    hashes = {n: found for n, found in hashes_of(folder).items() if not pending or n < pending.to}
+    done = max(step or 0, 1 + max(hashes, default=-1))
+    return Traced(Ledger(corpus, corpus.batches(cfg.rows_per_step, mixture), skipped), total_steps, done, hashes)
+
+
+def reckoned(
+    cfg: RunConfig,
+    corpus: Corpus,
+    recorded: dict[str, Any] | None,
+    step: int,
+    total_steps: int,
+    decisions: Decisions,
+) -> tuple[Ranges, Mixture | None]:
+    """(skipped batches, mixture) as run.open_run has them: what the last checkpoint, of `step`, has recorded, and what
+    the newest start and the run's rewinds have changed ahead of it.
+
+    Raises Stop(DATA_MISMATCH) where that would give other batches to the steps up to the checkpoint.
+    """
+    before = [tuple(part) for part in recorded["skipped"]] if recorded else []
+    if recorded and (recorded["fingerprint"], recorded.get("order")) != (corpus.fingerprint, ORDER):
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"the data are not those of the run: fingerprint {corpus.fingerprint[:16]} now, "
+            f"{recorded['fingerprint'][:16]} then; bring the old data back (or the release that made the order)",
+        )
+    skipped = merge_skips(before, [*cfg.data.skip_batches, *decisions.skip_batches], step)
+    num_batches = batch_index(total_steps - 1, skipped) + 1
+    mixture = corpus.plan_mixture(cfg.rows_per_step, total_steps, num_batches, detours=decisions.detours)
+    rows = (batch_index(step - 1, before) + 1) * cfg.rows_per_step if step else 0
+    if recorded and not same_past(recorded.get("mixture"), mixture.record() if mixture else None, rows):
+        raise Stop(
+            Exit.DATA_MISMATCH,
+            f"data.mixture and data.max_epochs of config.json give other rows to the {step} steps that are done than "
+            "the checkpoint has recorded; bring back the config.json of the run's last start (or the release it ran)",
+        )
+    return skipped, mixture
+
+
+def hashes_of(folder: Any) -> dict[int, str]:
+    """{step: the hash of its batch} from metrics.jsonl."""
+    records = read_records(folder / "metrics.jsonl")
+    hashed = (record for record in records if "tokens_hash" in record and isinstance(record.get("step"), int))
+    return {record["step"] - 1: str(record["tokens_hash"]) for record in hashed}
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A part of a document in a batch."""
+
+    step: int | None  # that trains on the batch; None for a batch that is skipped
+    batch: int
+    done: bool  # whether the run has done the step
+    entry: Entry
+    text: str | None = None
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """Plain data."""
+        found = {"step": self.step, "batch": self.batch, "done": self.done, **dataclasses.asdict(self.entry)}
+        return found | ({} if self.text is None else {"text": self.text})
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What was asked for: the pieces of a step's batch, or every piece of a document."""
+
+    run: Traced
+    pieces: Iterator[Piece]
+    step: int | None = None  # of a batch: None where it is skipped
+    batch: int | None = None  # None for a document
+    hash_now: str = ""  # of the batch, where metrics.jsonl has another: the step trained on something else
+
+
+def trace(
+    workdir: str,
+    *,
+    step: int | None = None,
+    batch: int | None = None,
+    document: str | None = None,
+    row: int | None = None,
+    characters: int = 200,
+    moved: Mapping[str, str] | None = None,
+) -> Trace:
+    """The documents that a step of a run trains on, or the steps that see a document: `jaxscale trace`.
+
+    Args: step, batch: counted from 0. document: ID, FILE:OFFSET or SHARD.bin:NUMBER. row: of the batch; else all
+    rows. characters: of each text; 0: none. moved: settings of the data, {NAME: VALUE}, where they lie elsewhere now.
+    Raises: BadInput, and Stop for checkpoints or data that are not those of the run.
+    """
+    if sum(value is not None for value in (step, batch, document)) != 1:
+        raise BadInput("give one of --step, --batch and --doc")
+    run = open_run_folder(str(workdir), dict(moved or {}))
+    if document is not None:
+        return Trace(run, sights(run, document))
+    step, n = step_and_batch(run, step, batch, row or 0)
+    now = tokens_hash(run.ledger.batches.batch(n)) if step in run.hashes else ""
+    return Trace(run, contents(run, step, n, row, characters), step, n, now if run.hashes.get(step, now) != now else "")
+
+
+def step_and_batch(run: Traced, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:
+    """(step, or None for a skipped batch, batch) of either.
+
+    Raises BadInput for one behind the end of the run, and for a row that no batch has.
+    """
+    rows = run.ledger.batches.rows_per_batch
+    if row >= rows:
+        raise BadInput(f"--row={row} is not among the {rows} rows of a batch; give 0 to {rows - 1}")
+    name, number = ("batch", batch) if step is None else ("step", step)
+    last = run.total_steps - 1 if name == "step" else run.ledger.batch_of(run.total_steps - 1)
+    if number > last:
+        raise BadInput(
+            f"--{name}={number} lies behind the end of the run, which has {run.total_steps} steps by its config.json; "
+            f"give 0 to {last}"
+        )
+    return (number, run.ledger.batch_of(number)) if name == "step" else (step_of(number, run.ledger.skipped), number)
+
+
+def contents(run: Traced, step: int | None, n: int, row: int | None, characters: int) -> Iterator[Piece]:
+    """Yields each piece of a batch, which `step` trains on, or of one row."""
+    tokens_BT = run.ledger.tokens(n) if characters else None
+    for entry in run.ledger.batch(n):
+        if row is None or entry.row == row:
+            text = run.ledger.text(entry, tokens_BT, characters) if characters else None
+            yield Piece(step, n, step is not None and step < run.done, entry, text)
+
+
+def sights(run: Traced, document: str) -> Iterator[Piece]:
+    """Yields each time that a step sees the document."""
+    for step, entry in run.ledger.steps_of(document, run.total_steps):
+        yield Piece(step, run.ledger.batch_of(step), step < run.done, entry)

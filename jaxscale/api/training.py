@@ -1,0 +1,60 @@
+"""train: a run in a work folder, to completion."""
+
+from collections.abc import Mapping, Sequence
+
+from jaxscale import schema
+from jaxscale.api import Trained
+from jaxscale.checkpoint.branch import open_source
+from jaxscale.checkpoint.cause import reached
+from jaxscale.config import RunConfig
+from jaxscale.hosts import cluster
+from jaxscale.planning.check import check_machine
+from jaxscale.reporting.history import read_history
+from jaxscale.run.opening import open_run, train_to_completion
+from jaxscale.run.options import RunOptions, step_of
+from jaxscale.run.resume_checks import allowed_names, has_begun
+from jaxscale.run.services import run_services
+from jaxscale.system.exits import BadInput
+from jaxscale.system.process import files_as
+from jaxscale.training.stopping import terminated_well
+
+
+def train(
+    cfg: RunConfig,
+    workdir: str,
+    *,
+    stop_after: int | None = None,
+    allow_change: Sequence[str] = (),
+    steal_lock: bool = False,
+) -> Trained:
+    """The folder of the run, trained to its end: `jaxscale train`, in this process.
+
+    A run that has begun goes on from its newest checkpoint, and one that is complete is left as it is. Interrupting the
+    cell saves, and raises Stop with exit code 10: the same call goes on. In a notebook progress is a bar.
+
+    Args: cfg: of load_config. workdir: local or gs://. stop_after: leave after this step, the horizon stays as it is.
+    allow_change: settings in which a run that goes on may differ from how it began.
+    Raises: BadInput and Stop as `jaxscale train` ends with their codes.
+    """
+    options = RunOptions(
+        stop_after=None if stop_after is None else step_of("stop_after", str(stop_after)),
+        allow_change=allowed_names(",".join(allow_change)) if allow_change else (),
+        steal_lock=steal_lock,
+    )
+    if not isinstance(cfg, RunConfig):
+        raise BadInput(f"cfg={cfg!r} is no config; train(load_config(FILE), WORKDIR) is how a file is trained")
+    train_in(str(workdir), cfg, options, {})
+    rows = read_history(workdir).rows
+    latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
+    latest.pop("step", None)  # of the last line of metrics: training may have ended between two
+    return Trained(str(workdir), open_source(str(workdir), named="workdir").step, latest)
+
+
+def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[str, str]) -> None:
+    """Trains in a work folder to completion. flags: cluster.FLAGS; where there are none, the cluster is asked."""
+    place = cluster.find_own_place(flags)
+    facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
+    with terminated_well(), files_as(options.mode), cluster.joined(place, facts, flags) as team:
+        check_machine(cfg, begun=reached(lambda: has_begun(workdir), workdir))
+        with run_services(cfg, workdir, options, team) as services:
+            train_to_completion(open_run(cfg, workdir, team, services=services, options=options))
