@@ -181,7 +181,14 @@ class Exporter:
 
 
 @contextlib.contextmanager
-def exporting(cfg: ExportConfig, workdir: Any, note: Note, say: Callable[[str], None], primary: bool) -> Iterator[Note]:
+def exporting(
+    cfg: ExportConfig,
+    workdir: Any,
+    note: Note,
+    say: Callable[[str], None],
+    primary: bool,
+    make_exporter: Callable[..., Exporter] = Exporter,
+) -> Iterator[Note]:
     """Gives the run's note, which has steps exported as they are saved; waits for the last one at a good end.
 
     Raises: BadInput, before anything is trained, if what is exported could not be pushed.
@@ -191,7 +198,7 @@ def exporting(cfg: ExportConfig, workdir: Any, note: Note, say: Callable[[str], 
         return
     if cfg.push_to:
         hub.check_push(cfg.push_to, paths.absolute(workdir))
-    exporter = Exporter(cfg, workdir, note, say)
+    exporter = make_exporter(cfg, workdir, note, say)
     exporter.take_up()
     try:
         yield exporter.note

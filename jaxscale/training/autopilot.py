@@ -37,7 +37,7 @@ class Rewound(Exception):
 
 
 class Pilot(NamedTuple):
-    """What an Autopilot is made of, by run.py."""
+    """What an Autopilot is made of, by run/assembly.py."""
 
     recovery: RecoveryConfig
     guard: GuardConfig

@@ -95,19 +95,27 @@ def test_the_step_stays_pinned_while_it_is_exported_and_nobody_waits(tmp_path):
     assert again.started[-1] == 30 and pinned_steps(tmp_path / "checkpoints") == {40}
 
 
-def test_the_end_of_a_run_waits_for_its_export_and_a_crash_does_not(tmp_path, monkeypatch):
-    made = []
-    monkeypatch.setattr("jaxscale.interop.periodic.Exporter.command", lambda self, step: made.append(step) or ["true"])
-    cfg = ExportConfig(every_steps=2)
-    with exporting(cfg, tmp_path, lambda *a, **k: None, print, primary=True) as note:
+def test_the_end_of_a_run_waits_for_its_export_and_a_crash_does_not(tmp_path):
+    made, cfg = [], ExportConfig(every_steps=2)
+
+    class Quick(Exporter):
+        def command(self, step):
+            made.append(step)
+            return ["true"]
+
+    class Slow(Exporter):
+        def command(self, step):
+            return ["sleep", "60"]
+
+    with exporting(cfg, tmp_path, lambda *a, **k: None, print, primary=True, make_exporter=Quick) as note:
         note("saved", 2)
         note("saved", 3)
     assert made[-1] == 3 and not [t for t in threading.enumerate() if t.name == "export"]
     ended = time.monotonic()
-    monkeypatch.setattr("jaxscale.interop.periodic.Exporter.command", lambda self, step: ["sleep", "60"])
-    with pytest.raises(KeyError), exporting(cfg, tmp_path, lambda *a, **k: None, print, primary=True) as note:
-        note("saved", 4)
-        raise KeyError
+    with pytest.raises(KeyError):
+        with exporting(cfg, tmp_path, lambda *a, **k: None, print, primary=True, make_exporter=Slow) as note:
+            note("saved", 4)
+            raise KeyError
     assert time.monotonic() - ended < 30
     with exporting(cfg, tmp_path, made.append, print, primary=False) as note:
         assert note == made.append  # the others of a run export nothing

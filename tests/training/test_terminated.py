@@ -80,14 +80,22 @@ def test_a_run_that_is_told_to_end_leaves_with_10_and_goes_on(command, tmp_path,
 
 
 @pytest.mark.fault("F37")
-def test_an_export_that_is_waited_for_ends_with_the_run_that_is_told_to(tmp_path, monkeypatch):
+def test_an_export_that_is_waited_for_ends_with_the_run_that_is_told_to(tmp_path):
     (tmp_path / "checkpoints").mkdir()
-    monkeypatch.setattr(Exporter, "command", lambda self, step: ["sleep", "60"])
     children = []
-    real = Exporter.give_up
-    monkeypatch.setattr(Exporter, "give_up", lambda self: (real(self), children.append(self.child)))
+
+    class Slow(Exporter):
+        def command(self, step):
+            return ["sleep", "60"]
+
+        def give_up(self):
+            super().give_up()
+            children.append(self.child)
+
     told = lambda line: threading.Timer(0.3, signal.raise_signal, (signal.SIGTERM,)).start()
     with pytest.raises(Terminated), terminated_well():
-        with exporting(ExportConfig(every_steps=1), tmp_path, lambda *a, **k: None, told, primary=True) as note:
+        with exporting(
+            ExportConfig(every_steps=1), tmp_path, lambda *a, **k: None, told, primary=True, make_exporter=Slow
+        ) as note:
             note("saved", 1)
     assert children[0].wait(10) == -signal.SIGKILL
