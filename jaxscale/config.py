@@ -64,31 +64,8 @@ class RunConfig:
     export: ExportConfig = setting(ExportConfig, read_if="export.every_steps")
 
     def __post_init__(self):
-        if self.seq_len < 2:
-            raise BadInput(f"seq_len={self.seq_len} must be at least 2")
-        check_objective(self)
-        check_clean_source(self)
-        longest = self.model.max_seq_len
-        if longest and self.row_lengths.row > longest:
-            made = "" if self.row_lengths.row == self.seq_len else f", which makes rows of {self.row_lengths.row},"
-            raise BadInput(f"seq_len={self.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
-        check_ema(self)
-        check_export(self)
-        check_lora(self)
-        check_evals(self)
-        rows, rest = divmod(self.tokens_per_step, self.seq_len)
-        if rest or not rows:
-            nearest = max(1, round(self.tokens_per_step / self.seq_len)) * self.seq_len
-            raise BadInput(
-                f"batch_tokens={self.batch_tokens} is no whole number of rows of seq_len={self.seq_len}; try {nearest}"
-            )
-        if rows % self.train.num_microbatches:
-            raise BadInput(
-                f"train.num_microbatches={self.train.num_microbatches} does not divide the {rows} rows of a batch; "
-                f"it may be {or_list(divisors(rows))}"
-            )
-        for name, amount in (("train_tokens", self.train_tokens), ("optim.warmup_tokens", self.optim.warmup_tokens)):
-            units.parse(name, amount)
+        for check in CHECKS:
+            check(self)
 
     @property
     def tokens_per_step(self) -> int:
@@ -111,6 +88,37 @@ class RunConfig:
         rows = self.row_lengths
         flops = self.model.flops_per_token(rows.row, rows.encoder) * rows.row / self.seq_len
         return flops + lora_flops(self.model, self.lora) if self.lora.on else flops
+
+
+def check_row_length(cfg: RunConfig) -> None:
+    """Raises BadInput for rows of one token, and for rows longer than the model can read."""
+    if cfg.seq_len < 2:
+        raise BadInput(f"seq_len={cfg.seq_len} must be at least 2")
+    longest = cfg.model.max_seq_len
+    if longest and cfg.row_lengths.row > longest:
+        made = "" if cfg.row_lengths.row == cfg.seq_len else f", which makes rows of {cfg.row_lengths.row},"
+        raise BadInput(f"seq_len={cfg.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
+
+
+def check_batch(cfg: RunConfig) -> None:
+    """Raises BadInput unless a batch is whole rows, and a microbatch too."""
+    rows, rest = divmod(cfg.tokens_per_step, cfg.seq_len)
+    if rest or not rows:
+        nearest = max(1, round(cfg.tokens_per_step / cfg.seq_len)) * cfg.seq_len
+        raise BadInput(
+            f"batch_tokens={cfg.batch_tokens} is no whole number of rows of seq_len={cfg.seq_len}; try {nearest}"
+        )
+    if rows % cfg.train.num_microbatches:
+        raise BadInput(
+            f"train.num_microbatches={cfg.train.num_microbatches} does not divide the {rows} rows of a batch; "
+            f"it may be {or_list(divisors(rows))}"
+        )
+
+
+def check_amounts(cfg: RunConfig) -> None:
+    """Raises BadInput for an amount of training in no known unit. Its size follows from the data: resolve_budget."""
+    for name, amount in (("train_tokens", cfg.train_tokens), ("optim.warmup_tokens", cfg.optim.warmup_tokens)):
+        units.parse(name, amount)
 
 
 def check_objective(cfg: RunConfig) -> None:
@@ -184,6 +192,14 @@ def check_evals(cfg: RunConfig) -> None:
     if cfg.evals and cfg.model.kind != "decoder":
         decoders = or_list(names_of("decoder"))
         raise BadInput(f"evals are of decoders, and model.name={cfg.model.name!r} is none; use {decoders}")
+
+
+# Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. What needs devices is
+# checked in build.py (check_layout), what needs files in data/checks.py, what needs the work folder in run/start.py.
+CHECKS = (
+    check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora, check_evals,
+    check_batch, check_amounts,
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import ast
 import functools
 import pathlib
+import re
 
 import pytest
 
@@ -13,6 +14,20 @@ ROOMS = {
     "reporting": 3, "corpus": 3.5, "models": 4, "checkpoint": 5, "sampling": 5, "interop": 6, "eval": 6, "training": 7,
     "config": 8, "build": 9, "inference": 9, "planning": 9.5, "ahead": 10, "run": 11, "api": 12, "cli": 13, "main": 14,
 }  # fmt: skip
+# The parts of a room, the lowest first; what is not named stands above them. A folder imports lower ones only.
+PARTS = {
+    "text": {"config": 0, "document": 0, "sources": 1, "tokenizer": 1, "chat": 2},
+    "data": {"batch": 0, "config": 0, "objective_config": 0, "objectives": 1},
+    "corpus": {"curate": 0, "prepare": 1},
+    "ops": {"config": 0, "attention": 1},
+    "monitor": {"config": 0, "spikes": 0, "health": 1, "sinks": 1},
+    "interop": {"families": 0},
+}
+SETTINGS = re.compile(r"jaxscale/(\w+/)*(\w+_)?config\.py")  # files that hold settings, and load no machinery
+LIGHT = {"schema", "units", "conditions", "unread", "command_line", "system"}  # what they may import besides each other
+# Its settings are checked by the very rules that they set: what it puts for personal data must not look like some.
+BESIDE_MACHINERY = {"jaxscale/corpus/curate/pii.py"}
+MOST_LOADED = {"jaxscale.config": 41, "jaxscale.build": 92}  # of our files, with those that they import in turn
 # May be imported inside a function: each is slow to load or not always installed.
 HEAVY = {
     "apache_beam", "array_record", "datasets", "etils", "fsspec", "ftfy", "gcsfs", "gigatoken", "google", "grain",
@@ -30,6 +45,11 @@ def modules():
 
 
 parsed = functools.cache(ast.parse)
+nodes = functools.cache(lambda tree: tuple(ast.walk(tree)))
+BY_NAME = {"import_module", "resolve_name"}
+# These import by name what somebody asks for: a verb, or a function of the Python interface. All else lies below them.
+DOORS = {"jaxscale/__init__.py", "jaxscale/cli/__init__.py"}
+NAMED_MODULE = re.compile(r"(jaxscale(?:\.[a-z_0-9]+)+)(?::\w+)?")
 
 
 def imports(tree, file):
@@ -50,6 +70,60 @@ def imports(tree, file):
         elif not isinstance(node, ast.expr):  # none of which holds an import
             inside = inside or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
             waiting += [(child, inside) for child in ast.iter_child_nodes(node)]
+
+
+def named_modules(tree):
+    """Yields (dotted module, line) for text that names a module, where modules are imported by name."""
+    if not any(isinstance(node, ast.Attribute) and node.attr in BY_NAME for node in nodes(tree)):
+        return
+    for node in nodes(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if (found := NAMED_MODULE.fullmatch(node.value)) and file_of(found[1]):
+                yield found[1], node.lineno
+
+
+def file_of(module):
+    """The file of our module, or None for a name that is none."""
+    path = ROOT / module.replace(".", "/")
+    return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.exists()), None)
+
+
+def direct_imports(module):
+    """Our modules that the module imports at its top, packages on the way included."""
+    tree = parsed(file_of(module).read_text(encoding="utf-8"))
+    names = [name for name, _, inside in imports(tree, relative(file_of(module))) if not inside]
+    names += [name for name, _ in named_modules(tree) if SETTINGS.fullmatch(relative(file_of(name)))]
+    starts = [name.split(".")[:length] for name in names for length in range(1, name.count(".") + 2)]
+    return {".".join(start) for start in starts if start[0] == "jaxscale" and file_of(".".join(start))}
+
+
+def loaded_by(module):
+    """Our modules that are loaded with this one, itself included."""
+    found, waiting = set(), [module]
+    while waiting:
+        if (name := waiting.pop()) not in found:
+            found.add(name)
+            waiting += direct_imports(name)
+    return found
+
+
+def looks_up_in_room(own, module):
+    """Whether a file imports a part of its own room that stands above its own, or beside it."""
+    room, _, rest = own.partition("/")
+    other = module.split(".")[2:3]
+    if room not in PARTS or room_of(module) != room or not other:
+        return False
+    mine, theirs = rest.split("/")[0].removesuffix(".py"), other[0]
+    if mine == theirs:
+        return False
+    below, above = (PARTS[room].get(part, 9) for part in (theirs, mine))
+    return below > above or below == above and bool({mine, theirs} & folders_of(room))
+
+
+@functools.cache
+def folders_of(room):
+    """Names of the folders in a room."""
+    return {path.name for path in (ROOT / "jaxscale" / room).iterdir() if path.is_dir()}
 
 
 def room_of(module):
@@ -76,9 +150,12 @@ def wrong_imports(source, file):
     own = room_of(file.removesuffix(".py").replace("/", "."))
     if own is not None and own not in ROOMS:
         return [f"{file}:1: room {own!r} has no number in ROOMS; give it one"]
-    found = []
-    for module, line, inside in imports(parsed(source), file):
+    found, tree = [], parsed(source)
+    named = [] if file in DOORS else [(*one, False) for one in named_modules(tree)]
+    for module, line, inside in [*imports(tree, file), *named]:
         room = room_of(module)
+        if own is not None and looks_up_in_room(file.removeprefix("jaxscale/"), module):
+            found.append(f"{file}:{line}: imports {module}, a part of its room that is not below it (PARTS)")
         if room not in (None, own):
             if room not in ROOMS:
                 found.append(f"{file}:{line}: imports {module}, and room {room!r} has no number in ROOMS")
@@ -103,7 +180,7 @@ def unsafe_loads(source, file):
         parts = tuple(module.split("."))
         if parts[0] in UNPICKLERS or parts[:2] in LOADERS:
             found.append(f"{file}:{line}: imports {module}, which can run code out of a file")
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RUNNERS:
             found.append(f"{file}:{node.lineno}: calls {node.func.id}()")
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -120,7 +197,7 @@ def swallowed_defects(source, file):
     tree, found = parsed(source), []
     ours = {node.name for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     ours |= {name.rpartition(".")[2] for name, *_ in imports(tree, file) if room_of(name) is not None}
-    for block in ast.walk(tree):
+    for block in nodes(tree):
         if not isinstance(block, ast.Try):
             continue
         raised = {id(node.exc) for node in ast.walk(block) if isinstance(node, ast.Raise)}
@@ -147,6 +224,60 @@ def relative(path):
 def test_rooms_import_only_rooms_below_them():
     found = [line for path in modules() for line in wrong_imports(path.read_text(encoding="utf-8"), relative(path))]
     assert not found, "\n" + "\n".join(found)
+
+
+def heavy_settings(source, file):
+    """One line for each setting that stands beside machinery, and for each import of settings that would load some."""
+    tree = parsed(source)
+    calls = [node.func for node in nodes(tree) if isinstance(node, ast.Call)]
+    has_settings = any(isinstance(call, ast.Name) and call.id == "setting" for call in calls)
+    if not SETTINGS.fullmatch(file):
+        allowed = file in (*BESIDE_MACHINERY, "jaxscale/schema.py")
+        return [f"{file}: has settings; they belong into its room's config.py"] if has_settings and not allowed else []
+    found = []
+    for module, line, _ in imports(tree, file):
+        owner = next((name for name in (module, module.rpartition(".")[0]) if file_of(name)), "")
+        if module.split(".")[0] in ("jax", "flax", "optax"):
+            found.append(f"{file}:{line}: imports {module}, which settings need not")
+        elif room_of(module) not in (None, *LIGHT) and file != "jaxscale/config.py":
+            target = relative(file_of(owner))
+            if not SETTINGS.fullmatch(target) and target not in BESIDE_MACHINERY:
+                found.append(f"{file}:{line}: imports {module}; settings import other settings only")
+    return found
+
+
+def test_settings_stand_in_files_that_load_no_machinery():
+    found = [line for path in modules() for line in heavy_settings(path.read_text(encoding="utf-8"), relative(path))]
+    assert not found, "\n" + "\n".join(found)
+
+
+@pytest.mark.parametrize("module, most", MOST_LOADED.items())
+def test_what_a_module_loads_stays_little(module, most):
+    loaded = loaded_by(module)
+    assert len(loaded) <= most, f"{module} loads {len(loaded)} of our files: {sorted(loaded)}"
+
+
+def test_reading_a_config_loads_neither_jax_nor_flax():
+    names = {name.split(".")[0] for module in loaded_by("jaxscale.config") for name in tops(module)}
+    assert not names & {"jax", "jaxlib", "flax", "optax", "orbax", "tensorstore"}
+
+
+def tops(module):
+    """What the module imports at its top."""
+    file = file_of(module)
+    return [name for name, _, inside in imports(parsed(file.read_text(encoding="utf-8")), relative(file)) if not inside]
+
+
+@pytest.mark.parametrize(
+    "file, source",
+    [
+        ("jaxscale/training/guard.py", "x: int = setting(1)"),
+        ("jaxscale/training/config.py", "import jax"),
+        ("jaxscale/data/objective_config.py", "from jaxscale.data.batch import Batch"),
+    ],
+)
+def test_settings_beside_machinery_are_seen(file, source):
+    assert len(heavy_settings(source, file)) == 1
 
 
 @pytest.mark.fault("H1")
@@ -197,6 +328,13 @@ def test_configs_do_not_import_the_package():
         ("jaxscale/misc.py", "", "room 'misc' has no number"),
         ("jaxscale/data/packing.py", "import jax.numpy as jnp", "data is numpy only"),
         ("jaxscale/__init__.py", "from jaxscale import schema", "the package itself imports room 'schema'"),
+        (
+            "jaxscale/optim/adam.py",
+            "importlib.import_module('jaxscale.data.batch')",
+            "imports jaxscale.data.batch of room",
+        ),
+        ("jaxscale/data/batch.py", "import jaxscale.data.objectives", "that is not below it"),
+        ("jaxscale/text/sources/x.py", "from jaxscale.text.tokenizer import base", "that is not below it"),
     ],
 )
 def test_an_import_that_looks_up_or_sideways_is_named(file, source, told):

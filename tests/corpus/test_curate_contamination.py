@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.corpus.curate import hashes
-from jaxscale.corpus.curate.contamination import ContaminationConfig, make_contamination
+from jaxscale.corpus.curate.config import ContaminationConfig
+from jaxscale.corpus.curate.contamination import make_contamination
 from jaxscale.corpus.curate.evaluation import load_evaluation, make_index, may_hold
 from jaxscale.corpus.curate.hashes import mix
 from jaxscale.text.document import Document

@@ -5,14 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.exact import (
-    ExactConfig,
-    LineConfig,
-    cut_lines,
-    drop_documents,
-    make_exact_sketch,
-    make_line_sketch,
-)
+from jaxscale.corpus.curate.config import ExactConfig, LineConfig
+from jaxscale.corpus.curate.exact import cut_lines, drop_documents, make_exact_sketch, make_line_sketch
 from jaxscale.corpus.prepare.join import duplicate_pairs, of_block, parts, write_sketch
 from jaxscale.text.document import Document
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxscale.corpus.curate.config import NearConfig
 from jaxscale.corpus.curate.hashes import word_hashes
 from jaxscale.corpus.curate.minhash import (
-    NearConfig,
     bands_and_rows,
     choose_bands,
     detection_curve,

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.substring import SubstringConfig, make_substring, repeated_passages
+from jaxscale.corpus.curate.config import SubstringConfig
+from jaxscale.corpus.curate.substring import make_substring, repeated_passages
 from jaxscale.text.document import Document
 
 pytest.importorskip("pydivsufsort", reason="repeated passages need the extra jaxscale[prepare]")

@@ -14,7 +14,8 @@ pytest.importorskip("py3langid", reason="py3langid (jaxscale[prepare]) is not in
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
 from jaxscale.corpus.curate import langid
-from jaxscale.corpus.curate.langid import DOUBT, REASON, LanguageConfig, identify, make_language
+from jaxscale.corpus.curate.config import LanguageConfig
+from jaxscale.corpus.curate.langid import DOUBT, REASON, identify, make_language
 from jaxscale.text.document import Document
 
 CORPORA = pathlib.Path(__file__).parents[2] / ".." / "shared" / "corpora"

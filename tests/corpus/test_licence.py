@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxscale.corpus.curate.licence import DENIED, NOT_ALLOWED, UNKNOWN, LicenceConfig, make_licence
+from jaxscale.corpus.curate.config import LicenceConfig
+from jaxscale.corpus.curate.licence import DENIED, NOT_ALLOWED, UNKNOWN, make_licence
 from jaxscale.text.document import Document
 
 

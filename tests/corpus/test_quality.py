@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.c4 import C4Config, make_c4
-from jaxscale.corpus.curate.fineweb import FineWebConfig, make_fineweb
-from jaxscale.corpus.curate.gopher import GopherConfig, make_gopher
-from jaxscale.corpus.curate.repetition import RepetitionConfig, make_repetition
+from jaxscale.corpus.curate.c4 import make_c4
+from jaxscale.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
+from jaxscale.corpus.curate.fineweb import make_fineweb
+from jaxscale.corpus.curate.gopher import make_gopher
+from jaxscale.corpus.curate.repetition import make_repetition
 from jaxscale.schema import from_dict, to_dict
 from jaxscale.text.document import Document
 

@@ -12,10 +12,11 @@ import subprocess
 import pytest
 from english import english_documents
 
-from jaxscale.corpus.curate.c4 import C4Config, make_c4
-from jaxscale.corpus.curate.fineweb import FineWebConfig, make_fineweb
-from jaxscale.corpus.curate.gopher import GopherConfig, make_gopher
-from jaxscale.corpus.curate.repetition import RepetitionConfig, make_repetition
+from jaxscale.corpus.curate.c4 import make_c4
+from jaxscale.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
+from jaxscale.corpus.curate.fineweb import make_fineweb
+from jaxscale.corpus.curate.gopher import make_gopher
+from jaxscale.corpus.curate.repetition import make_repetition
 from jaxscale.text.document import Document
 
 pytestmark = pytest.mark.peer

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.repair import CONTROL, EMPTY, INVALID, TOO_LONG, RepairConfig, make_repair, repair
+from jaxscale.corpus.curate.config import RepairConfig
+from jaxscale.corpus.curate.repair import CONTROL, EMPTY, INVALID, TOO_LONG, make_repair, repair
 from jaxscale.text.document import Document
 
 PLAIN = RepairConfig(mojibake=False)

@@ -9,14 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.corpus.curate import repetition
+from jaxscale.corpus.curate.config import RepetitionConfig
 from jaxscale.corpus.curate.english import words_of
-from jaxscale.corpus.curate.repetition import (
-    RepetitionConfig,
-    make_repetition,
-    repeated_characters,
-    said_again,
-    sequences,
-)
+from jaxscale.corpus.curate.repetition import make_repetition, repeated_characters, said_again, sequences
 from jaxscale.corpus.curate.words import text_stats
 from jaxscale.text.document import Document
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxscale.corpus.curate.toxicity import LISTED, TOO_TOXIC, ToxicityConfig, make_counter, make_toxicity, read_words
+from jaxscale.corpus.curate.config import ToxicityConfig
+from jaxscale.corpus.curate.toxicity import LISTED, TOO_TOXIC, make_counter, make_toxicity, read_words
 from jaxscale.text.document import Document
 
 MILD, RUDE = Document("The harvest was good this year."), Document("You are a stupid bloody idiot, shut up you moron!")

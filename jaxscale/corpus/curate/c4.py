@@ -12,8 +12,8 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from jaxscale.corpus.curate.config import C4Config
 from jaxscale.corpus.curate.english import cut
-from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each
 
@@ -21,28 +21,6 @@ TERMINAL = (".", "?", "!", '"', "'")
 CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
 POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 SENTENCE_ENDS = frozenset(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧᙮᠃᠉꓿܀܁܂߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class C4Config:
-    """The rules of arXiv:1910.10683, section 2.2; None or False switches one off. A line taken out is an edit."""
-
-    terminal_punctuation: bool = setting(True, "keep only lines that end in . ! ? or a quotation mark, not in ...")
-    min_line_words: int | None = setting(3, "keep only lines of at least so many words")
-    max_word_length: int | None = setting(1000, "keep only lines without a longer word")
-    javascript: bool = setting(True, "keep only lines that do not say JavaScript")
-    policies: bool = setting(True, "keep only lines that do not speak of cookies, privacy policy or terms of use")
-    citations: bool = setting(True, "take out [1], [edit] and [citation needed]")
-    lorem_ipsum: bool = setting(True, "drop a document that says lorem ipsum in a line that would be kept")
-    curly_bracket: bool = setting(True, "drop a document with { in a line that would be kept")
-    min_sentences: int | None = setting(5, "drop a document of which fewer sentences are left")
-    bad_words: str | None = setting(None, "local file, one word or phrase a line: drop a document with one of them")
-
-    def __post_init__(self):
-        for name in ("min_line_words", "max_word_length", "min_sentences"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadInput(f"{name}={value} must be at least 1, or None for no such rule")
 
 
 def make_c4(cfg: C4Config) -> Stage:

@@ -7,46 +7,14 @@ document that is cut more than ten times. Unlike there, a sequence that many tra
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from jaxscale.corpus.curate.config import ContaminationConfig
 from jaxscale.corpus.curate.evaluation import Evaluation, load_evaluation, may_hold
 from jaxscale.corpus.curate.hashes import hash_words, ngram_groups, ngram_hashes, word_spans
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ContaminationConfig:
-    """What is done about evaluation items that are in the training text."""
-
-    files: tuple[str, ...] = setting((), "evaluation files: .jsonl, .txt (also .gz), .parquet, .arrow; globs allowed")
-    fields: tuple[str, ...] = setting(
-        (), "fields of an item to look for, such as question; none given: all that are text"
-    )
-    action: Literal["drop", "cut"] = setting(
-        "drop", "drop the document, or cut the words that match and what is around"
-    )
-    ngram_words: int = setting(13, "words in a row that make a match")
-    short_words: int | None = setting(
-        8, "an item too short for a match is looked for whole if it has so many words; none: never"
-    )
-    min_item_share: float = setting(0.0, "an item counts only if this share of its word sequences is in the document")
-    cut_characters: int = setting(200, "cut so many characters before and after a match too")
-    min_piece_characters: int = setting(200, "of what is left between cuts, keep pieces of at least so many characters")
-    max_cuts: int = setting(10, "drop a document that would be cut in more places than this")
-
-    def __post_init__(self):
-        if self.ngram_words < 2:
-            raise BadInput(f"ngram_words={self.ngram_words} must be 2 or more; 13 is usual, 8 is strict")
-        if self.short_words is not None and not 1 <= self.short_words:
-            raise BadInput(f"short_words={self.short_words} must be 1 or more, or none; few words match everywhere")
-        if not 0 <= self.min_item_share <= 1:
-            raise BadInput(f"min_item_share={self.min_item_share} must be from 0 to 1")
-        if min(self.cut_characters, self.min_piece_characters, self.max_cuts) < 0:
-            raise BadInput("cut_characters, min_piece_characters and max_cuts must be 0 or more")
 
 
 class Hits(NamedTuple):

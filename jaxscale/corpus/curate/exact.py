@@ -9,35 +9,11 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxscale.corpus.curate.config import ExactConfig, LineConfig
 from jaxscale.corpus.curate.hashes import Sketch, line_hashes, text_hash
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome
 
 MAX_LINES = 1 << 24  # of a document: an item number has that much room; lines beyond are left as they are
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ExactConfig:
-    """Exact duplicates of whole documents. Whitespace is never compared."""
-
-    lower: bool = setting(False, "take upper and lower case for the same")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LineConfig:
-    """Repeated lines: of all copies in the corpus only the first is kept. Whitespace is never compared."""
-
-    min_line_characters: int = setting(100, "leave shorter lines alone; characters that are no whitespace")
-    lower: bool = setting(False, "take upper and lower case for the same")
-    min_document_characters: int = setting(200, "drop a document that lost lines and has fewer characters left")
-
-    def __post_init__(self):
-        if self.min_line_characters < 1 or self.min_document_characters < 0:
-            raise BadInput(
-                f"min_line_characters={self.min_line_characters} must be 1 or more, "
-                f"min_document_characters={self.min_document_characters} 0 or more"
-            )
 
 
 def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], Sketch]:

@@ -1,35 +1,12 @@
 """FineWeb's own rules (Penedo et al., arXiv:2406.17557, section 3.6): lists, menus and lines that were said before."""
 
-import dataclasses
-
-from jaxscale.corpus.curate.gopher import check_fraction
+from jaxscale.corpus.curate.config import FineWebConfig
 from jaxscale.corpus.curate.repetition import said_again
 from jaxscale.corpus.curate.words import stats_of
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Stage, each, outcome_of
 
 # ends of a sentence in the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29
 TERMINAL = tuple(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧។៕᙮᠃᠉꓿܀܁܂؞؝߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FineWebConfig:
-    """The thresholds of arXiv:2406.17557; None switches a rule off. Blank lines are not counted as lines."""
-
-    min_punctuated_lines: float | None = setting(0.12, "drop if a smaller part of the lines ends a sentence")
-    max_short_lines: float | None = setting(0.67, "drop if a larger part of the lines is short")
-    short_line: int = setting(30, "characters of the longest short line")
-    max_duplicate_line_chars: float | None = setting(0.01, "drop if repeated lines hold more of the characters")
-    max_newlines_per_word: float | None = setting(0.3, "drop if there are more line ends for each word")
-
-    def __post_init__(self):
-        for name in ("min_punctuated_lines", "max_short_lines", "max_duplicate_line_chars"):
-            check_fraction(name, getattr(self, name))
-        if self.short_line < 0:
-            raise BadInput(f"short_line={self.short_line} must be at least 0")
-        if self.max_newlines_per_word is not None and self.max_newlines_per_word < 0:
-            raise BadInput(f"max_newlines_per_word={self.max_newlines_per_word} must be at least 0, or None")
 
 
 def make_fineweb(cfg: FineWebConfig) -> Stage:

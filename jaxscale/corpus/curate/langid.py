@@ -13,11 +13,11 @@ import functools
 import math
 import unicodedata
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.schema import setting
+from jaxscale.corpus.curate.config import LanguageConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
 from jaxscale.text.sources.part import PREPARE, needs
@@ -28,32 +28,6 @@ UNKNOWN = "und"  # ISO 639-2's code for "undetermined": a text without any featu
 CHUNK = 1024  # documents stepped together: enough to hide numpy's cost per call, few enough for the cache
 SCALE = 1024
 NEXT_BITS = 32  # of a table entry: the next row's place; the feature lies above
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LanguageConfig:
-    """Which languages are kept. The language and its probability are noted on every document that is."""
-
-    keep: tuple[str, ...] = setting(
-        (), "ISO 639 codes of the languages that are kept, such as ('en', 'de'); empty: all"
-    )
-    min_probability: float = setting(0.0, "a document whose language is less probable than this is dropped; 0: none is")
-    head_chars: int = setting(
-        400,
-        "how many characters at its start a document is judged by: of 5,000 English web and book documents, 99.55% "
-        "were right with 200, 99.71% with 400, 99.88% with 600, and the cost grows in proportion; 0: the whole text",
-    )
-    known: Literal["overwrite", "trust"] = setting(
-        "overwrite", "a document whose file names its language: identify it all the same, or take the file's word"
-    )
-
-    def __post_init__(self):
-        if not 0 <= self.min_probability <= 1:
-            raise BadInput(f"min_probability={self.min_probability} must lie from 0 to 1")
-        if self.head_chars < 0:
-            raise BadInput(f"head_chars={self.head_chars} must be a number of characters, or 0 for the whole text")
-        if any(code != code.lower() or not code for code in self.keep):
-            raise BadInput(f"keep={self.keep} must hold lower-case ISO 639 codes such as 'en'")
 
 
 class LanguageModel(NamedTuple):

@@ -1,13 +1,11 @@
 """Which documents their licence lets in. The field stays with the document, so that the shards can account for it."""
 
-import dataclasses
 import functools
 import re
 from collections.abc import Sequence
 from fnmatch import translate
-from typing import Literal
 
-from jaxscale.schema import setting
+from jaxscale.corpus.curate.config import LicenceConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each, outcome_of
 
@@ -15,26 +13,6 @@ DENIED = "licence: denied"
 NOT_ALLOWED = "licence: not among the allowed"
 UNKNOWN = "licence: unknown"
 UNSAID = ("", "unknown", "none", "null", "n/a", "noassertion", "other")  # SPDX's NOASSERTION, and what files write
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LicenceConfig:
-    """Which licences are let in, by the name that the file gives: compared without case, * and ? stand for anything."""
-
-    allow: tuple[str, ...] = setting(
-        (), "licences that are kept, such as ('cc-by-*', 'mit'); empty: all that are not denied"
-    )
-    deny: tuple[str, ...] = setting(
-        (), "licences that are dropped even if they are allowed, such as ('*-nc-*', '*-nd-*')"
-    )
-    unknown: Literal["keep", "drop", "stop"] = setting(
-        "keep", "a document that names no licence (or 'unknown', 'none', 'other'): keep or drop it, or stop and name it"
-    )
-
-    def __post_init__(self):
-        for name in ("allow", "deny"):
-            if any(not pattern.strip() for pattern in getattr(self, name)):
-                raise BadInput(f"{name}={getattr(self, name)} holds an empty name; say what becomes of it by `unknown`")
 
 
 def spelt(licence: str) -> str:

@@ -6,7 +6,6 @@ those that agree in all rows of a band are candidates, which has the probability
 Motwani, 1998; Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, 3.4). The join verifies them.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -14,43 +13,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from jaxscale.corpus.curate.config import NearConfig
 from jaxscale.corpus.curate.hashes import MULTIPLIER, Sketch, hash_words, mix, ngram_hashes, ngram_table
-from jaxscale.schema import setting
-from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
 from jaxscale.text.sources.part import needs
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NearConfig:
-    """Near duplicates: what counts as one, and how hard they are searched for."""
-
-    threshold: float = setting(0.75, "drop a document whose n-grams have this Jaccard similarity to those of another")
-    ngram_words: int = setting(5, "words in an n-gram")
-    permutations: int = setting(128, "numbers in a signature; the standard error of J is at most 0.5 / its root")
-    bands: int | None = setting(None, "bands of the signature; none: chosen from the threshold")
-    rows: int | None = setting(None, "numbers in a band; none: chosen from the threshold")
-    miss_weight: float = setting(
-        0.95, "where bands are chosen, how much a miss counts; a false candidate counts the rest"
-    )
-    seed: int = setting(1, "of the random orders")
-
-    def __post_init__(self):
-        if not 0 < self.threshold <= 1:
-            raise BadInput(f"threshold={self.threshold} must be above 0 and at most 1: it is a Jaccard similarity")
-        if self.ngram_words < 1 or self.permutations < 1:
-            raise BadInput(f"ngram_words={self.ngram_words} and permutations={self.permutations} must be 1 or more")
-        if not 0 < self.miss_weight < 1:
-            raise BadInput(f"miss_weight={self.miss_weight} must be between 0 and 1")
-        if not 0 <= self.seed < 1 << 64:
-            raise BadInput(f"seed={self.seed} must be 0 or more and below 2^64")
-        if (self.bands is None) != (self.rows is None):
-            raise BadInput(f"bands={self.bands} and rows={self.rows} are given together, or neither")
-        if self.bands is not None and (min(self.bands, self.rows) < 1 or self.bands * self.rows > self.permutations):
-            raise BadInput(
-                f"bands={self.bands} of rows={self.rows} need {self.bands * self.rows} numbers of a signature "
-                f"that has permutations={self.permutations}; give fewer, each 1 or more"
-            )
 
 
 def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], Sketch]:

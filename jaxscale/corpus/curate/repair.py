@@ -8,9 +8,8 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable
-from typing import Literal
 
-from jaxscale.schema import setting
+from jaxscale.corpus.curate.config import RepairConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage, each
 from jaxscale.text.sources.part import PREPARE, needs
@@ -39,32 +38,6 @@ ROUNDS = 4  # what one repair brings together may be what another mends: rarely 
 INVALID = "repair: invalid text"
 TOO_LONG = "repair: document too long"
 EMPTY = "repair: nothing left"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RepairConfig:
-    """What is mended in a text, and how long it may be. What is mended or left out is counted by its kind."""
-
-    normalise: Literal["NFC", "NFKC", "off"] = setting(
-        "NFC", "Unicode normal form; NFKC also unfolds ligatures and wide letters"
-    )
-    mojibake: bool = setting(True, "undo wrong decodings with ftfy where their marks show ('Ã©', 'â€™')")
-    invalid: Literal["repair", "drop", "stop"] = setting(
-        "repair",
-        "a text with control characters, half surrogates or U+FFFD, the mark of bytes that were none: take the "
-        "characters out, drop the document, or stop and name it",
-    )
-    max_chars: int = setting(5_000_000, "longest document; 0: any")
-    long_document: Literal["drop", "cut"] = setting("drop", "a longer document: drop it, or keep its beginning")
-    max_line_chars: int = setting(100_000, "longest line; 0: any")
-    long_line: Literal["drop", "cut", "split"] = setting(
-        "drop", "a longer line: drop the line, keep its beginning, or split it at spaces into lines that fit"
-    )
-
-    def __post_init__(self):
-        for name in ("max_chars", "max_line_chars"):
-            if getattr(self, name) < 0:
-                raise BadInput(f"{name}={getattr(self, name)} must be a number of characters, or 0 for no limit")
 
 
 def suspicious(text: str) -> tuple[str, bool]:

@@ -6,57 +6,18 @@ few enough characters, no longer one can break its rule. So a bound is
 taken for many documents at once, and only suspects are counted exactly.
 """
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxscale.corpus.curate.gopher import check_fraction
+from jaxscale.corpus.curate.config import RepetitionConfig
 from jaxscale.corpus.curate.words import TextStats, stats_of
-from jaxscale.schema import setting
 from jaxscale.text.document import Document, Outcome, Stage, outcome_of
 
 GROUP_WORDS, MAX_GROUP = 1 << 13, 1 << 10  # of a group of documents that are looked at together
 OWNER_BITS = np.uint64(10)  # MAX_GROUP documents
 # sequences are told apart by a polynomial over the words' hashes; its base is 2**64 over the golden ratio, and odd
 POWERS = {width: np.uint64(pow(0x9E3779B97F4A7C15, width, 1 << 64)) for width in (1, 2, 4, 8)}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RepetitionConfig:
-    """The thresholds of arXiv:2112.11446, table A1; None switches a rule off. Characters are of the whole text."""
-
-    max_duplicate_lines: float | None = setting(0.30, "drop if a larger part of the lines occurred before")
-    max_duplicate_paragraphs: float | None = setting(0.30, "drop if a larger part of the paragraphs occurred before")
-    max_duplicate_line_chars: float | None = setting(0.20, "drop if repeated lines hold more of the characters")
-    max_duplicate_paragraph_chars: float | None = setting(0.20, "drop if repeated paragraphs hold more of them")
-    max_top_2gram: float | None = setting(0.20, "drop if the most frequent pair of words holds more of the characters")
-    max_top_3gram: float | None = setting(0.18, "the same for three words")
-    max_top_4gram: float | None = setting(0.16, "the same for four words")
-    max_duplicate_5gram: float | None = setting(
-        0.15, "drop if repeated sequences of 5 words hold more of the characters"
-    )
-    max_duplicate_6gram: float | None = setting(0.14, "the same for 6 words")
-    max_duplicate_7gram: float | None = setting(0.13, "the same for 7 words")
-    max_duplicate_8gram: float | None = setting(0.12, "the same for 8 words")
-    max_duplicate_9gram: float | None = setting(0.11, "the same for 9 words")
-    max_duplicate_10gram: float | None = setting(0.10, "the same for 10 words")
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            check_fraction(field.name, getattr(self, field.name))
-
-    @property
-    def top(self) -> list[tuple[int, float]]:
-        """(words, threshold) of the rules for the most frequent sequence that are on."""
-        pairs = ((2, self.max_top_2gram), (3, self.max_top_3gram), (4, self.max_top_4gram))
-        return [(n, most) for n, most in pairs if most is not None]
-
-    @property
-    def duplicate(self) -> list[tuple[int, float]]:
-        """(words, threshold) of the rules for repeated sequences that are on."""
-        pairs = ((n, getattr(self, f"max_duplicate_{n}gram")) for n in range(5, 11))
-        return [(n, most) for n, most in pairs if most is not None]
 
 
 def make_repetition(cfg: RepetitionConfig) -> Stage:

@@ -11,28 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxscale.schema import setting
+from jaxscale.corpus.curate.config import SubstringConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
 from jaxscale.text.sources.part import needs
 
 SEPARATOR = 0xFF  # a byte that UTF-8 never has
 MAX_BLOCK_BYTES = 1 << 30  # suffix arrays are int32
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SubstringConfig:
-    """Passages that are repeated letter for letter within a block of about 16 MB."""
-
-    min_bytes: int = setting(200, "cut passages of at least this many bytes that were there before, in UTF-8")
-    min_document_characters: int = setting(200, "drop a document that lost passages and has fewer characters left")
-
-    def __post_init__(self):
-        if self.min_bytes < 8 or self.min_document_characters < 0:
-            raise BadInput(
-                f"min_bytes={self.min_bytes} must be 8 or more (50 tokens are about 200), "
-                f"min_document_characters={self.min_document_characters} 0 or more"
-            )
 
 
 def make_substring(cfg: SubstringConfig) -> Stage:

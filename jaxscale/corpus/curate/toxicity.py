@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-from jaxscale.schema import setting
+from jaxscale.corpus.curate.config import ToxicityConfig
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document, Outcome, Stage
@@ -20,25 +20,6 @@ LISTED = "toxicity: words of the list"
 # Scripts that are written without spaces between words (Chinese, Japanese, Thai, Lao, Khmer, Burmese).
 UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 WORD = re.compile(r"\w+")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ToxicityConfig:
-    """The score column "toxicity", and what it leads to."""
-
-    score: bool = setting(True, "note alt-profanity-check's probability as the score column 'toxicity'")
-    max_score: float | None = setting(None, "a document with a higher score is dropped; none: the score is only noted")
-    head_chars: int = setting(0, "how many characters at its start a document is scored by; 0: the whole text")
-    word_list: str = setting("", "file of words and phrases, one a line, # before remarks; empty: no list")
-    max_listed: int = setting(0, "a document with more different entries of the list than this is dropped")
-
-    def __post_init__(self):
-        if self.max_score is not None and not 0 <= self.max_score <= 1:
-            raise BadInput(f"max_score={self.max_score} must lie from 0 to 1, or be none")
-        if self.max_score is not None and not self.score:
-            raise BadInput(f"max_score={self.max_score} needs score=True")
-        if self.head_chars < 0 or self.max_listed < 0:
-            raise BadInput(f"head_chars={self.head_chars} and max_listed={self.max_listed} must be 0 or more")
 
 
 def predict(texts: Sequence[str]) -> list[float]:

@@ -2,34 +2,38 @@
 
 import dataclasses
 import difflib
-from pathlib import Path
 from typing import ClassVar
 
-from jaxscale.corpus.curate.c4 import C4Config
-from jaxscale.corpus.curate.contamination import ContaminationConfig
-from jaxscale.corpus.curate.evaluation import matching
-from jaxscale.corpus.curate.exact import ExactConfig, LineConfig
-from jaxscale.corpus.curate.fineweb import FineWebConfig
-from jaxscale.corpus.curate.gopher import GopherConfig
-from jaxscale.corpus.curate.langid import LanguageConfig
-from jaxscale.corpus.curate.licence import LicenceConfig
-from jaxscale.corpus.curate.minhash import NearConfig
+from jaxscale.corpus.curate.config import (
+    C4Config,
+    ContaminationConfig,
+    ExactConfig,
+    FineWebConfig,
+    GopherConfig,
+    LanguageConfig,
+    LicenceConfig,
+    LineConfig,
+    NearConfig,
+    RepairConfig,
+    RepetitionConfig,
+    SubstringConfig,
+    ToxicityConfig,
+)
 from jaxscale.corpus.curate.pii import PIIConfig
-from jaxscale.corpus.curate.repair import RepairConfig
-from jaxscale.corpus.curate.repetition import RepetitionConfig
-from jaxscale.corpus.curate.substring import SubstringConfig
-from jaxscale.corpus.curate.toxicity import ToxicityConfig
-from jaxscale.corpus.prepare.passes import JOINS
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import Globs, ReadConfig
-from jaxscale.text.tokenizer.about import naming_files
 from jaxscale.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
 
 STAGES = (
     "repair", "language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "licence", "toxicity", "substring",
     "decontaminate", "pii",
 )  # fmt: skip
+
+
+JOINS = ("exact_dedup", "line_dedup", "near_dedup")  # they compare all documents, so a pass ends before them
+
+
 TRAINED = "train"  # as tokenizer.name
 
 
@@ -145,13 +149,6 @@ class PrepareConfig:
     def globs(self) -> Globs:
         """The files of each source."""
         return {name: source.files for name, source in self.sources.items()}
-
-    def beside(self) -> list[str]:
-        """Files that the recipe reads beside the sources, and whose content decides what comes out."""
-        own = [] if self.tokenizer.is_trained or self.tokenizer.name == "bytes" else [self.tokenizer.name]
-        own += [str(path) for name in own for path in naming_files(Path(name).expanduser())]
-        words = [self.c4.bad_words, self.toxicity.word_list]
-        return [*own, *(map(str, matching(self.decontaminate.files))), *(path for path in words if path)]
 
     def reading(self, source: str) -> ReadConfig:
         """How the files of a source are read."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from jaxscale import schema
+from jaxscale.corpus.curate.evaluation import matching
 from jaxscale.corpus.prepare import fertility
 from jaxscale.corpus.prepare.blocks import read_table
 from jaxscale.corpus.prepare.config import PrepareConfig, TokenizerConfig
@@ -36,7 +37,7 @@ from jaxscale.text.sources.decode import is_repair
 from jaxscale.text.sources.files import SourceFile, list_files
 from jaxscale.text.sources.part import Part
 from jaxscale.text.sources.read import parts
-from jaxscale.text.tokenizer.about import NO_BOS
+from jaxscale.text.tokenizer.about import NO_BOS, naming_files
 from jaxscale.text.tokenizer.base import Tokenizer
 from jaxscale.text.tokenizer.config import special_names
 from jaxscale.text.tokenizer.load import tokenizer_problem
@@ -70,9 +71,18 @@ def make_plan(cfg: PrepareConfig) -> Plan:
         "format": FORMAT,
         "recipe": schema.to_dict(cfg),
         "files": [[*file, *stamp(file.path)] for file in files],
-        "read beside": [[path, file_sha256(path)] for path in cfg.beside()],
+        "read beside": [[path, file_sha256(path)] for path in read_beside(cfg)],
     }
     return Plan(cfg, hash_of(made_from), pieces, plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained))
+
+
+def read_beside(cfg: PrepareConfig) -> list[str]:
+    """Files that the recipe reads beside the sources, and whose content decides what comes out."""
+    name = cfg.tokenizer.name
+    own = [] if cfg.tokenizer.is_trained or name == "bytes" else [name]
+    own += [str(path) for name in own for path in naming_files(pathlib.Path(name).expanduser())]
+    words = [cfg.c4.bad_words, cfg.toxicity.word_list]
+    return [*own, *map(str, matching(cfg.decontaminate.files)), *(path for path in words if path)]
 
 
 def bos_problems(cfg: TokenizerConfig) -> list[str]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-JOINS = ("exact_dedup", "line_dedup", "near_dedup")  # they compare all documents, so a pass ends before them
+from jaxscale.corpus.prepare.config import JOINS
 
 
 class Pass(NamedTuple):

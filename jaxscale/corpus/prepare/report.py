@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxscale import schema, units
-from jaxscale.corpus.curate.minhash import NearConfig, detection_table
+from jaxscale.corpus.curate.config import NearConfig
+from jaxscale.corpus.curate.minhash import detection_table
 from jaxscale.corpus.prepare.fertility import Row
 from jaxscale.corpus.prepare.tally import Sample, Tally
 from jaxscale.corpus.prepare.warnings import find_warnings

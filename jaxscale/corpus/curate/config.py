@@ -1,0 +1,317 @@
+"""Settings of the stages of curation, but for those of personal data, which pii.py checks by its own rules."""
+
+import dataclasses
+from typing import Literal
+
+from jaxscale.schema import setting
+from jaxscale.system.exits import BadInput
+
+
+def check_fraction(name: str, value: float | None) -> None:
+    """Raises BadInput unless the threshold is from 0 to 1, or None."""
+    if value is not None and not 0 <= value <= 1:
+        raise BadInput(f"{name}={value} must be from 0 to 1, or None for no such rule")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepairConfig:
+    """What is mended in a text, and how long it may be. What is mended or left out is counted by its kind."""
+
+    normalise: Literal["NFC", "NFKC", "off"] = setting(
+        "NFC", "Unicode normal form; NFKC also unfolds ligatures and wide letters"
+    )
+    mojibake: bool = setting(True, "undo wrong decodings with ftfy where their marks show ('Ã©', 'â€™')")
+    invalid: Literal["repair", "drop", "stop"] = setting(
+        "repair",
+        "a text with control characters, half surrogates or U+FFFD, the mark of bytes that were none: take the "
+        "characters out, drop the document, or stop and name it",
+    )
+    max_chars: int = setting(5_000_000, "longest document; 0: any")
+    long_document: Literal["drop", "cut"] = setting("drop", "a longer document: drop it, or keep its beginning")
+    max_line_chars: int = setting(100_000, "longest line; 0: any")
+    long_line: Literal["drop", "cut", "split"] = setting(
+        "drop", "a longer line: drop the line, keep its beginning, or split it at spaces into lines that fit"
+    )
+
+    def __post_init__(self):
+        for name in ("max_chars", "max_line_chars"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)} must be a number of characters, or 0 for no limit")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LanguageConfig:
+    """Which languages are kept. The language and its probability are noted on every document that is."""
+
+    keep: tuple[str, ...] = setting(
+        (), "ISO 639 codes of the languages that are kept, such as ('en', 'de'); empty: all"
+    )
+    min_probability: float = setting(0.0, "a document whose language is less probable than this is dropped; 0: none is")
+    head_chars: int = setting(
+        400,
+        "how many characters at its start a document is judged by: of 5,000 English web and book documents, 99.55% "
+        "were right with 200, 99.71% with 400, 99.88% with 600, and the cost grows in proportion; 0: the whole text",
+    )
+    known: Literal["overwrite", "trust"] = setting(
+        "overwrite", "a document whose file names its language: identify it all the same, or take the file's word"
+    )
+
+    def __post_init__(self):
+        if not 0 <= self.min_probability <= 1:
+            raise BadInput(f"min_probability={self.min_probability} must lie from 0 to 1")
+        if self.head_chars < 0:
+            raise BadInput(f"head_chars={self.head_chars} must be a number of characters, or 0 for the whole text")
+        if any(code != code.lower() or not code for code in self.keep):
+            raise BadInput(f"keep={self.keep} must hold lower-case ISO 639 codes such as 'en'")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RepetitionConfig:
+    """The thresholds of arXiv:2112.11446, table A1; None switches a rule off. Characters are of the whole text."""
+
+    max_duplicate_lines: float | None = setting(0.30, "drop if a larger part of the lines occurred before")
+    max_duplicate_paragraphs: float | None = setting(0.30, "drop if a larger part of the paragraphs occurred before")
+    max_duplicate_line_chars: float | None = setting(0.20, "drop if repeated lines hold more of the characters")
+    max_duplicate_paragraph_chars: float | None = setting(0.20, "drop if repeated paragraphs hold more of them")
+    max_top_2gram: float | None = setting(0.20, "drop if the most frequent pair of words holds more of the characters")
+    max_top_3gram: float | None = setting(0.18, "the same for three words")
+    max_top_4gram: float | None = setting(0.16, "the same for four words")
+    max_duplicate_5gram: float | None = setting(
+        0.15, "drop if repeated sequences of 5 words hold more of the characters"
+    )
+    max_duplicate_6gram: float | None = setting(0.14, "the same for 6 words")
+    max_duplicate_7gram: float | None = setting(0.13, "the same for 7 words")
+    max_duplicate_8gram: float | None = setting(0.12, "the same for 8 words")
+    max_duplicate_9gram: float | None = setting(0.11, "the same for 9 words")
+    max_duplicate_10gram: float | None = setting(0.10, "the same for 10 words")
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            check_fraction(field.name, getattr(self, field.name))
+
+    @property
+    def top(self) -> list[tuple[int, float]]:
+        """(words, threshold) of the rules for the most frequent sequence that are on."""
+        pairs = ((2, self.max_top_2gram), (3, self.max_top_3gram), (4, self.max_top_4gram))
+        return [(n, most) for n, most in pairs if most is not None]
+
+    @property
+    def duplicate(self) -> list[tuple[int, float]]:
+        """(words, threshold) of the rules for repeated sequences that are on."""
+        pairs = ((n, getattr(self, f"max_duplicate_{n}gram")) for n in range(5, 11))
+        return [(n, most) for n, most in pairs if most is not None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GopherConfig:
+    """The thresholds of arXiv:2112.11446; None switches a rule off. A mark by itself is a word, but not a plain one."""
+
+    min_words: int | None = setting(50, "drop a document of fewer plain words")
+    max_words: int | None = setting(100_000, "drop a document of more plain words")
+    min_word_length: float | None = setting(3.0, "drop if plain words have fewer characters on average")
+    max_word_length: float | None = setting(10.0, "drop if plain words have more characters on average")
+    max_symbol_ratio: float | None = setting(0.1, "drop if there are more hash signs, or ellipses, for each word")
+    max_bullet_lines: float | None = setting(0.9, "drop if a larger part of the lines begins with a bullet")
+    max_ellipsis_lines: float | None = setting(0.3, "drop if a larger part of the lines ends in an ellipsis")
+    min_alphabetic_words: float | None = setting(0.8, "drop if a smaller part of the words has a letter")
+    min_stop_words: int | None = setting(2, "drop if fewer of stop_words are in it")
+    stop_words: tuple[str, ...] = setting(
+        ("the", "be", "to", "of", "and", "that", "have", "with"), "words that running English has (lower case)"
+    )
+
+    def __post_init__(self):
+        for name in ("max_symbol_ratio", "max_bullet_lines", "max_ellipsis_lines", "min_alphabetic_words"):
+            check_fraction(name, getattr(self, name))
+        for low, high in (("min_words", "max_words"), ("min_word_length", "max_word_length")):
+            least, most = getattr(self, low), getattr(self, high)
+            for name, value in ((low, least), (high, most)):
+                if value is not None and value < 0:
+                    raise BadInput(f"{name}={value} must be at least 0, or None for no such rule")
+            if least is not None and most is not None and least > most:
+                raise BadInput(f"{low}={least} is above {high}={most}: every document would be dropped")
+        if self.min_stop_words is not None and not 0 <= self.min_stop_words <= len(self.stop_words):
+            raise BadInput(
+                f"min_stop_words={self.min_stop_words} must be at least 0 and at most the {len(self.stop_words)} words "
+                "of stop_words, or None for no such rule"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class C4Config:
+    """The rules of arXiv:1910.10683, section 2.2; None or False switches one off. A line taken out is an edit."""
+
+    terminal_punctuation: bool = setting(True, "keep only lines that end in . ! ? or a quotation mark, not in ...")
+    min_line_words: int | None = setting(3, "keep only lines of at least so many words")
+    max_word_length: int | None = setting(1000, "keep only lines without a longer word")
+    javascript: bool = setting(True, "keep only lines that do not say JavaScript")
+    policies: bool = setting(True, "keep only lines that do not speak of cookies, privacy policy or terms of use")
+    citations: bool = setting(True, "take out [1], [edit] and [citation needed]")
+    lorem_ipsum: bool = setting(True, "drop a document that says lorem ipsum in a line that would be kept")
+    curly_bracket: bool = setting(True, "drop a document with { in a line that would be kept")
+    min_sentences: int | None = setting(5, "drop a document of which fewer sentences are left")
+    bad_words: str | None = setting(None, "local file, one word or phrase a line: drop a document with one of them")
+
+    def __post_init__(self):
+        for name in ("min_line_words", "max_word_length", "min_sentences"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadInput(f"{name}={value} must be at least 1, or None for no such rule")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FineWebConfig:
+    """The thresholds of arXiv:2406.17557; None switches a rule off. Blank lines are not counted as lines."""
+
+    min_punctuated_lines: float | None = setting(0.12, "drop if a smaller part of the lines ends a sentence")
+    max_short_lines: float | None = setting(0.67, "drop if a larger part of the lines is short")
+    short_line: int = setting(30, "characters of the longest short line")
+    max_duplicate_line_chars: float | None = setting(0.01, "drop if repeated lines hold more of the characters")
+    max_newlines_per_word: float | None = setting(0.3, "drop if there are more line ends for each word")
+
+    def __post_init__(self):
+        for name in ("min_punctuated_lines", "max_short_lines", "max_duplicate_line_chars"):
+            check_fraction(name, getattr(self, name))
+        if self.short_line < 0:
+            raise BadInput(f"short_line={self.short_line} must be at least 0")
+        if self.max_newlines_per_word is not None and self.max_newlines_per_word < 0:
+            raise BadInput(f"max_newlines_per_word={self.max_newlines_per_word} must be at least 0, or None")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LicenceConfig:
+    """Which licences are let in, by the name that the file gives: compared without case, * and ? stand for anything."""
+
+    allow: tuple[str, ...] = setting(
+        (), "licences that are kept, such as ('cc-by-*', 'mit'); empty: all that are not denied"
+    )
+    deny: tuple[str, ...] = setting(
+        (), "licences that are dropped even if they are allowed, such as ('*-nc-*', '*-nd-*')"
+    )
+    unknown: Literal["keep", "drop", "stop"] = setting(
+        "keep", "a document that names no licence (or 'unknown', 'none', 'other'): keep or drop it, or stop and name it"
+    )
+
+    def __post_init__(self):
+        for name in ("allow", "deny"):
+            if any(not pattern.strip() for pattern in getattr(self, name)):
+                raise BadInput(f"{name}={getattr(self, name)} holds an empty name; say what becomes of it by `unknown`")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ToxicityConfig:
+    """The score column "toxicity", and what it leads to."""
+
+    score: bool = setting(True, "note alt-profanity-check's probability as the score column 'toxicity'")
+    max_score: float | None = setting(None, "a document with a higher score is dropped; none: the score is only noted")
+    head_chars: int = setting(0, "how many characters at its start a document is scored by; 0: the whole text")
+    word_list: str = setting("", "file of words and phrases, one a line, # before remarks; empty: no list")
+    max_listed: int = setting(0, "a document with more different entries of the list than this is dropped")
+
+    def __post_init__(self):
+        if self.max_score is not None and not 0 <= self.max_score <= 1:
+            raise BadInput(f"max_score={self.max_score} must lie from 0 to 1, or be none")
+        if self.max_score is not None and not self.score:
+            raise BadInput(f"max_score={self.max_score} needs score=True")
+        if self.head_chars < 0 or self.max_listed < 0:
+            raise BadInput(f"head_chars={self.head_chars} and max_listed={self.max_listed} must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExactConfig:
+    """Exact duplicates of whole documents. Whitespace is never compared."""
+
+    lower: bool = setting(False, "take upper and lower case for the same")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineConfig:
+    """Repeated lines: of all copies in the corpus only the first is kept. Whitespace is never compared."""
+
+    min_line_characters: int = setting(100, "leave shorter lines alone; characters that are no whitespace")
+    lower: bool = setting(False, "take upper and lower case for the same")
+    min_document_characters: int = setting(200, "drop a document that lost lines and has fewer characters left")
+
+    def __post_init__(self):
+        if self.min_line_characters < 1 or self.min_document_characters < 0:
+            raise BadInput(
+                f"min_line_characters={self.min_line_characters} must be 1 or more, "
+                f"min_document_characters={self.min_document_characters} 0 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NearConfig:
+    """Near duplicates: what counts as one, and how hard they are searched for."""
+
+    threshold: float = setting(0.75, "drop a document whose n-grams have this Jaccard similarity to those of another")
+    ngram_words: int = setting(5, "words in an n-gram")
+    permutations: int = setting(128, "numbers in a signature; the standard error of J is at most 0.5 / its root")
+    bands: int | None = setting(None, "bands of the signature; none: chosen from the threshold")
+    rows: int | None = setting(None, "numbers in a band; none: chosen from the threshold")
+    miss_weight: float = setting(
+        0.95, "where bands are chosen, how much a miss counts; a false candidate counts the rest"
+    )
+    seed: int = setting(1, "of the random orders")
+
+    def __post_init__(self):
+        if not 0 < self.threshold <= 1:
+            raise BadInput(f"threshold={self.threshold} must be above 0 and at most 1: it is a Jaccard similarity")
+        if self.ngram_words < 1 or self.permutations < 1:
+            raise BadInput(f"ngram_words={self.ngram_words} and permutations={self.permutations} must be 1 or more")
+        if not 0 < self.miss_weight < 1:
+            raise BadInput(f"miss_weight={self.miss_weight} must be between 0 and 1")
+        if not 0 <= self.seed < 1 << 64:
+            raise BadInput(f"seed={self.seed} must be 0 or more and below 2^64")
+        if (self.bands is None) != (self.rows is None):
+            raise BadInput(f"bands={self.bands} and rows={self.rows} are given together, or neither")
+        if self.bands is not None and (min(self.bands, self.rows) < 1 or self.bands * self.rows > self.permutations):
+            raise BadInput(
+                f"bands={self.bands} of rows={self.rows} need {self.bands * self.rows} numbers of a signature "
+                f"that has permutations={self.permutations}; give fewer, each 1 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SubstringConfig:
+    """Passages that are repeated letter for letter within a block of about 16 MB."""
+
+    min_bytes: int = setting(200, "cut passages of at least this many bytes that were there before, in UTF-8")
+    min_document_characters: int = setting(200, "drop a document that lost passages and has fewer characters left")
+
+    def __post_init__(self):
+        if self.min_bytes < 8 or self.min_document_characters < 0:
+            raise BadInput(
+                f"min_bytes={self.min_bytes} must be 8 or more (50 tokens are about 200), "
+                f"min_document_characters={self.min_document_characters} 0 or more"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContaminationConfig:
+    """What is done about evaluation items that are in the training text."""
+
+    files: tuple[str, ...] = setting((), "evaluation files: .jsonl, .txt (also .gz), .parquet, .arrow; globs allowed")
+    fields: tuple[str, ...] = setting(
+        (), "fields of an item to look for, such as question; none given: all that are text"
+    )
+    action: Literal["drop", "cut"] = setting(
+        "drop", "drop the document, or cut the words that match and what is around"
+    )
+    ngram_words: int = setting(13, "words in a row that make a match")
+    short_words: int | None = setting(
+        8, "an item too short for a match is looked for whole if it has so many words; none: never"
+    )
+    min_item_share: float = setting(0.0, "an item counts only if this share of its word sequences is in the document")
+    cut_characters: int = setting(200, "cut so many characters before and after a match too")
+    min_piece_characters: int = setting(200, "of what is left between cuts, keep pieces of at least so many characters")
+    max_cuts: int = setting(10, "drop a document that would be cut in more places than this")
+
+    def __post_init__(self):
+        if self.ngram_words < 2:
+            raise BadInput(f"ngram_words={self.ngram_words} must be 2 or more; 13 is usual, 8 is strict")
+        if self.short_words is not None and not 1 <= self.short_words:
+            raise BadInput(f"short_words={self.short_words} must be 1 or more, or none; few words match everywhere")
+        if not 0 <= self.min_item_share <= 1:
+            raise BadInput(f"min_item_share={self.min_item_share} must be from 0 to 1")
+        if min(self.cut_characters, self.min_piece_characters, self.max_cuts) < 0:
+            raise BadInput("cut_characters, min_piece_characters and max_cuts must be 0 or more")
