@@ -15,7 +15,7 @@ from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
 from jaxscale.monitor.health.finding import is_harmless
 from jaxscale.reporting.history import is_finite, reached_step
 from jaxscale.reporting.json_lines import as_dict
-from jaxscale.reporting.silence import patience_seconds
+from jaxscale.reporting.status import patience_seconds
 from jaxscale.system.exits import meaning
 from jaxscale.system.redact import shown
 

@@ -2,14 +2,13 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jaxscale.reporting import heat, plots
-from jaxscale.reporting.columns import smooth
+from jaxscale.reporting.axes import Axis, smooth
+from jaxscale.reporting.heat import HeatMap, draw_heat
 from jaxscale.reporting.history import History, Row, is_number, series_of
-from jaxscale.reporting.plots import Line, Mark, Plot, color_of
-from jaxscale.reporting.ticks import Axis
+from jaxscale.reporting.plots import Line, Mark, Plot, color_of, draw
 from jaxscale.reporting.words import marks
 
 SMOOTHED_FROM = 80  # points; below it every one is seen
@@ -29,18 +28,15 @@ class Canvas:
         """True for a page of one run."""
         return len(self.histories) == 1
 
-    def add(self, plot: Plot) -> str:
-        """The plot's HTML; '' where it has no point."""
-        if not plot.drawn:
+    def add(self, plot: Plot | HeatMap) -> str:
+        """The figure's HTML; '' for a plot without a point."""
+        if isinstance(plot, HeatMap):
+            html, data = draw_heat(plot, self.across, len(self.data))
+        elif not plot.drawn:
             return ""
-        plot = plot if self.single else dataclasses.replace(plot, named=True)
-        html, data = plots.draw(plot, self.across, len(self.data))
-        self.data.append(data)
-        return html
-
-    def heat(self, title: str, unit: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]) -> str:
-        """A heat map's HTML."""
-        html, data = heat.draw_heat(title, unit, steps, rows, self.across, len(self.data))
+        else:
+            plot = plot if self.single else dataclasses.replace(plot, named=True)
+            html, data = draw(plot, self.across, len(self.data))
         self.data.append(data)
         return html
 

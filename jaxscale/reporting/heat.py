@@ -2,25 +2,32 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxscale.reporting.plots import HEIGHT, WIDTH, short, x_labels
+from jaxscale.reporting.axes import Axis
+from jaxscale.reporting.plots import HEIGHT, WIDTH, Figure, left_label, short
 from jaxscale.reporting.text import escape, plain
-from jaxscale.reporting.ticks import Axis
 
 LEVELS = 12  # colours h0 to h11 of the style
 MOST_COLUMNS = 240
 
 
-def draw_heat(
-    title: str, unit: str, steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], across: Axis, number: int
-) -> tuple[str, dict[str, Any]]:
-    """(the figure as HTML, what the script needs of it). rows: values at the steps, by name; first at the bottom.
+class HeatMap(NamedTuple):
+    """What is drawn. rows: values at the steps, by name; first at the bottom."""
+
+    title: str
+    unit: str
+    steps: Sequence[int]
+    rows: Mapping[str, Sequence[float | None]]
+
+
+def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
+    """(the figure as HTML, what the script needs of it).
 
     Colours are logarithmic between the lowest and the highest positive value. Of more steps than fit, each column has
     the value that is farthest from the row's median, so that one step's outlier is seen.
     """
-    kept, cells = columns_of(steps, rows)
+    kept, cells = columns_of(heat.steps, heat.rows)
     positive = [value for row in cells.values() for value in row if value is not None and value > 0]
     low, high = (min(positive), max(positive)) if positive else (1.0, 1.0)
     paths: dict[int, list[str]] = {}
@@ -36,23 +43,19 @@ def draw_heat(
     drawn = "".join(f'<path class="h{level}" d="{"".join(parts)}"/>' for level, parts in sorted(paths.items()))
     names = list(cells)
     every = max(1, math.ceil(len(names) / 12))
-    left = "".join(
-        f'<span class="ty" style="top:{100 * (1 - (i + 0.5) / len(names)):.2f}%">{escape(names[i])}</span>'
-        for i in range(0, len(names), every)
-    )
+    left = "".join(left_label(1 - (i + 0.5) / len(names), names[i]) for i in range(0, len(names), every))
     scale = "".join(f'<i class="h{level}"></i>' for level in range(LEVELS))
-    words = f"{title}: {len(names)} rows, {len(steps)} steps, from {plain(low)} to {plain(high)}"
-    html = (
-        f'<figure class="plot heat wide" data-number="{number}"><figcaption>'
-        f'<b>{escape(title)}</b> <span class="unit">{escape(", ".join(filter(None, (unit, "colours logarithmic"))))}'
-        "</span>"
+    legend = (
         f'<span class="legend"><span class="scale">{escape(plain(low))} {scale} {escape(plain(high))}</span></span>'
-        f'</figcaption><div class="area" tabindex="0" role="img" aria-label="{escape(words)}">'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{drawn}</svg>'
-        f"{left}{x_labels(across)}</div></figure>"
     )
+    unit = ", ".join(filter(None, (heat.unit, "colours logarithmic")))
+    words = f"{heat.title}: {len(names)} rows, {len(heat.steps)} steps, from {plain(low)} to {plain(high)}"
+    figure = Figure("plot heat wide", heat.title, unit, legend, words, drawn, left)
     values = [[None if value is None else float(f"{value:.4g}") for value in row] for row in cells.values()]
-    return html, {"x": [across.low, across.high], "heat": {"x": kept, "names": names, "v": values}}
+    return figure.html(across, number), {
+        "x": [across.low, across.high],
+        "heat": {"x": kept, "names": names, "v": values},
+    }
 
 
 def columns_of(

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.reporting.canvas import Canvas, across_of, tokens_per_step
-from jaxscale.reporting.cost import cost_fact, price_words
 from jaxscale.reporting.evals import eval_plots, eval_table
 from jaxscale.reporting.history import History
 from jaxscale.reporting.json_lines import as_dict, as_list
 from jaxscale.reporting.script import SCRIPT
 from jaxscale.reporting.sections import Section, left_out, plot_sections
-from jaxscale.reporting.status import Status, status_of
+from jaxscale.reporting.status import Status, cost_fact, price_words, status_of
 from jaxscale.reporting.style import style
 from jaxscale.reporting.tables import (
     Cell,

@@ -1,4 +1,4 @@
-"""One plot as SVG: lines, bands and marks over the steps of a run. Readable without the script, which only adds zoom.
+"""One figure as HTML and SVG: lines, bands and marks over the steps of a run. It needs no script; that adds the zoom.
 
 The drawing is stretched to whatever width there is, while strokes and text keep their size: lines do not scale their
 stroke, and what is written stands beside the drawing as HTML.
@@ -8,9 +8,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.reporting.columns import thin_columns
+from jaxscale.reporting.axes import Axis, axis_over, size_ticks, thin_columns
 from jaxscale.reporting.text import NUMBERS, escape, tick_texts
-from jaxscale.reporting.ticks import Axis, axis_over, size_ticks
 
 WIDTH, HEIGHT = 1000, 400  # of the drawing's own coordinates
 COLUMNS = 700  # about the pixels of a plot: what is drawn
@@ -113,17 +112,39 @@ def draw(plot: Plot, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
         notes.append(f"{amount} above the axis; the largest is {NUMBERS[plot.numbers](max(beyond))}.")
     if plot.log and (hidden := sum(value <= 0 for value in seen)):
         notes.append(f"{hidden} points are 0 or less, which a logarithmic axis does not have.")
-    note = f'<p class="note">{escape(" ".join(notes))}</p>' if notes else ""
-    html = (
-        f'<figure class="plot{" wide" if plot.wide else ""}" data-number="{number}"><figcaption>'
-        f"<b>{escape(plot.title)}</b> "
-        f'<span class="unit">{escape(plot.axis_unit)}</span>{legend(plot)}</figcaption>'
-        f'<div class="area" tabindex="0" role="img" aria-label="{escape(summary(plot))}">'
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
-        f'<path class="grid" d="{grid_path(plot, up)}"/>{marks}{"".join(lines)}</svg>{labels(plot, across, up)}</div>'
-        f"{note}</figure>"
-    )
-    return html, script_data(plot, across, up)
+    drawn = f'<path class="grid" d="{grid_path(plot, up)}"/>{marks}{"".join(lines)}'
+    kind, words, left = "plot wide" if plot.wide else "plot", summary(plot), left_labels(plot, up)
+    figure = Figure(kind, plot.title, plot.axis_unit, legend(plot), words, drawn, left, " ".join(notes))
+    return figure.html(across, number), script_data(plot, across, up)
+
+
+class Figure(NamedTuple):
+    """What every figure is made of, a plot of lines as well as a heat map."""
+
+    kind: str  # classes of the style
+    title: str
+    unit: str
+    legend: str  # HTML
+    words: str  # for who cannot see it
+    drawn: str  # SVG
+    left: str  # HTML of the labels beside it
+    note: str = ""
+
+    def html(self, across: Axis, number: int) -> str:
+        """The figure."""
+        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
+        return (
+            f'<figure class="{self.kind}" data-number="{number}"><figcaption>'
+            f'<b>{escape(self.title)}</b> <span class="unit">{escape(self.unit)}</span>{self.legend}</figcaption>'
+            f'<div class="area" tabindex="0" role="img" aria-label="{escape(self.words)}">'
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{self.drawn}</svg>'
+            f"{self.left}{x_labels(across)}</div>{note}</figure>"
+        )
+
+
+def left_label(top: float, text: str) -> str:
+    """What is written beside the drawing. top: 0 at its upper end, 1 at the lower."""
+    return f'<span class="ty" style="top:{100 * top:.2f}%">{escape(text)}</span>'
 
 
 def of_the_axis(plot: Plot, line: Line, across: Axis) -> Sequence[float]:
@@ -173,14 +194,10 @@ def grid_path(plot: Plot, up: Axis) -> str:
     return "".join(f"M0 {y_of(at, up)}H{WIDTH}" for at in ticks_of(plot, up))
 
 
-def labels(plot: Plot, across: Axis, up: Axis) -> str:
-    """What is written at the ticks of both axes."""
+def left_labels(plot: Plot, up: Axis) -> str:
+    """What is written at the ticks of the axis of values."""
     ticks = ticks_of(plot, up)
-    left = "".join(
-        f'<span class="ty" style="top:{100 * (1 - up.place(at)):.2f}%">{escape(text)}</span>'
-        for at, text in zip(ticks, tick_texts(ticks, plot.numbers))
-    )
-    return left + x_labels(across)
+    return "".join(left_label(1 - up.place(at), text) for at, text in zip(ticks, tick_texts(ticks, plot.numbers)))
 
 
 def x_labels(across: Axis) -> str:

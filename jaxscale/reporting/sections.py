@@ -7,6 +7,7 @@ from jaxscale import units
 from jaxscale.monitor.health.speed_rules import OTHER_WORK
 from jaxscale.reporting.canvas import Canvas, grouped, history_label, tokens_per_step
 from jaxscale.reporting.evals import evals_section
+from jaxscale.reporting.heat import HeatMap
 from jaxscale.reporting.history import History
 from jaxscale.reporting.plots import Band, Line, Plot, color_of, with_points
 from jaxscale.reporting.sources import data_table, is_of_source
@@ -268,7 +269,7 @@ def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: s
     if len(names) >= HEAT_FROM:
         rows = [row for row in history.rows if any(name in row for name in names)]
         values = {label(name): [row.get(name) for row in rows] for name in names}
-        return canvas.heat(title, unit, [row["step"] for row in rows], values)
+        return canvas.add(HeatMap(title, unit, [row["step"] for row in rows], values))
     lines = [Line(label(name), *history.series(name), color_of(i)) for i, name in enumerate(names)]
     return canvas.add(Plot(title=title, unit=unit, lines=lines, log=True, marks=canvas.marks()))
 

@@ -9,7 +9,7 @@ from typing import Any
 from jaxscale.reporting.history import KNOWN, LEDGERS, OTHERS
 from jaxscale.reporting.local_server import LocalHandler, LocalServer
 from jaxscale.reporting.page import POLICY, SERVED
-from jaxscale.reporting.silence import QUIET_SECONDS
+from jaxscale.reporting.status import QUIET_SECONDS
 from jaxscale.reporting.text import escape
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Stop, tell

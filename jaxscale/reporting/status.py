@@ -1,20 +1,23 @@
-"""Where a run stands: state, time, what is left, and what it costs."""
+"""Where a run stands: state, time, what is left, when it counts as silent, and what it costs, also in words."""
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxscale import units
 from jaxscale.hardware import Price, find_chip
 from jaxscale.monitor.goodput import goodput_of
-from jaxscale.reporting.history import History, Row, is_number
+from jaxscale.reporting.history import History, Row, is_finite, is_number
 from jaxscale.reporting.json_lines import as_dict
-from jaxscale.reporting.silence import patience_seconds
-from jaxscale.reporting.text import clock, time_of
+from jaxscale.reporting.text import NONE, clock, money, time_of
 from jaxscale.system.exits import Exit, meaning
 
 MEASURING = ("validation_seconds", "evals_seconds")  # time of the loop that is no training
-RECENT = 20  # reports over which the speed is taken
+RECENT = 20  # reports over which the speed, and their distance, are taken
+QUIET_SECONDS = 180.0  # saves, validation and a bucket's uploads lie between two lines
+RECORDS = 10  # or as long as so many of them take
+STARTING_SECONDS = 3600.0  # before the first one, while it compiles: the default of hang.compile_seconds
 BEGINS = ("started", "resumed")
 OWN = "as given by --price"
 
@@ -153,3 +156,42 @@ def recent(rows: Sequence[Row], name: str) -> float | None:
             if len(found) == RECENT:
                 break
     return statistics.median(found) if found else None
+
+
+def patience_seconds(records: Sequence[Mapping[str, Any]], began_at: int) -> float:
+    """Seconds without a line after which a run is silent. began_at: the step that its last start went on from."""
+    own = [record for record in records if "loss" in record and (record.get("step") or 0) > began_at][-RECENT:]
+    if not own:
+        return STARTING_SECONDS
+    first = own[0]["step"] if len(own) > 1 else began_at
+    stride = (own[-1]["step"] - first) / max(len(own) - 1, 1)
+    times = [record["step_seconds"] for record in own if is_finite(record.get("step_seconds"))]
+    return max(QUIET_SECONDS, RECORDS * stride * (statistics.median(times) if times else 0.0))
+
+
+def cost_fact(status: Status) -> tuple[str, str, str]:
+    """(name, amount, more): 'no price' where none is known."""
+    name = "cost so far"
+    if status.price is None:
+        return (name, "no price", f"of {status.chip} is known") if status.chip else (name, NONE, "")
+    known = status.state != "finished" and status.cost_to_end is not None
+    return name, money(status.cost), f"{money(status.cost_to_end)} in all at its end" if known else ""
+
+
+def price_words(statuses: Sequence[Status]) -> str:
+    """Which prices the cost rests on, and how to give another; '' where nothing is known of the chips."""
+    told = list(dict.fromkeys(line for status in statuses if (line := price_line(status))))
+    given = any(status.price and not status.price.date for status in statuses)
+    way_out = "" if given else " --price=DOLLARS gives what an hour of one chip really costs."
+    return f"Cost: {'; '.join(told)}.{way_out}" if told else ""
+
+
+def price_line(status: Status) -> str:
+    """'TPU v5p at $4.20 a chip-hour, list price of 2025 (SOURCE)'."""
+    if not status.chip:
+        return ""
+    if status.price is None:
+        return f"no price of {status.chip} is known"
+    price = status.price
+    origin = f"list price of {price.date} ({price.source})" if price.date else price.source
+    return f"{status.chip} at {money(price.dollars_per_hour)} a chip-hour, {origin}"

@@ -11,15 +11,14 @@ from made_run import BEGAN, CANARY, event, make_run, written_at
 from jaxscale.hardware import CHIPS
 from jaxscale.monitor.goodput import goodput_of
 from jaxscale.reporting import make_page
+from jaxscale.reporting.axes import Axis, axis_over, linear_ticks, log_ticks, size_ticks, smooth, thin_columns
 from jaxscale.reporting.canvas import Canvas, across_of
-from jaxscale.reporting.columns import smooth, thin_columns
 from jaxscale.reporting.history import History, read_history
 from jaxscale.reporting.plots import Line, Plot, draw
 from jaxscale.reporting.sections import sources
 from jaxscale.reporting.status import status_of
 from jaxscale.reporting.tables import goodput_table
 from jaxscale.reporting.text import escape, json_block, plain, tick_texts
-from jaxscale.reporting.ticks import Axis, axis_over, linear_ticks, log_ticks, size_ticks
 from jaxscale.reporting.words import in_words, incidents, marks
 
 V5P = CHIPS["TPU v5"].price

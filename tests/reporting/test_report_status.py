@@ -5,11 +5,9 @@ import os
 
 import pytest
 
-from jaxscale.reporting.cost import cost_fact
 from jaxscale.reporting.history import History
 from jaxscale.reporting.serve import Pages
-from jaxscale.reporting.silence import QUIET_SECONDS, STARTING_SECONDS, patience_seconds
-from jaxscale.reporting.status import status_of
+from jaxscale.reporting.status import QUIET_SECONDS, STARTING_SECONDS, cost_fact, patience_seconds, status_of
 
 BEGAN = 1_790_000_000.0
 
