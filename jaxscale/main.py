@@ -9,19 +9,16 @@ huge pages for its memory; JAXSCALE_HUGE_PAGES=0 leaves that out.
 import dataclasses
 
 from jaxscale import config
-from jaxscale.api.training import train_in
-from jaxscale.checkpoint.cause import reached
 from jaxscale.cli import run_verb
 from jaxscale.command_line import config_name, flag, parse
 from jaxscale.config import RunConfig
 from jaxscale.help_text import page_of, show_help
-from jaxscale.hosts import cluster
+from jaxscale.hosts.place import HostFlags
 from jaxscale.run.options import RunOptions
-from jaxscale.run.resume_checks import recorded_settings
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainFlags(RunOptions, cluster.HostFlags):
+class TrainFlags(RunOptions, HostFlags):
     """The flags of `jaxscale train`."""
 
     config: str = flag("", "a file with get_config(); FILE.py:TEXT hands TEXT to it", "FILE")
@@ -50,9 +47,11 @@ def main(argv: list[str]) -> int:
         show_help(HELP, RunConfig, arguments.topic)
         return 0
     workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
-    recorded = lambda: reached(lambda: recorded_settings(workdir), workdir)
-    cfg = config.load_config(arguments.config, config.with_flags(arguments), recorded)
-    train_in(workdir, cfg, arguments.flags, arguments.options)
+    from jaxscale.api.training import (
+        train_file,  # imports JAX, which reads its environment then: run_verb sets it first
+    )
+
+    train_file(arguments.config, config.with_flags(arguments), workdir, arguments.flags, arguments.options)
     return 0
 
 

@@ -12,7 +12,7 @@ from jaxscale.monitor import records
 from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
 from jaxscale.reporting.json_lines import read_lines
-from jaxscale.run.options import last_measured
+from jaxscale.run.replay import last_measured
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.records import parse_record

@@ -1,18 +1,19 @@
 """train: a run in a work folder, to completion."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxscale import schema
 from jaxscale.api import Trained
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.cause import reached
-from jaxscale.config import RunConfig
+from jaxscale.config import RunConfig, load_config
 from jaxscale.hosts import cluster
 from jaxscale.planning.check import check_machine
 from jaxscale.reporting.history import read_history
 from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.run.options import RunOptions, step_of
-from jaxscale.run.resume_checks import allowed_names, has_begun
+from jaxscale.run.options import RunOptions, allowed_names, step_of
+from jaxscale.run.resume_checks import has_begun, recorded_settings
 from jaxscale.run.services import run_services
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import files_as
@@ -48,6 +49,14 @@ def train(
     latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}
     latest.pop("step", None)  # of the last line of metrics: training may have ended between two
     return Trained(str(workdir), open_source(str(workdir), named="workdir").step, latest)
+
+
+def train_file(
+    file: str, overrides: Mapping[str, Any], workdir: str, options: RunOptions, flags: Mapping[str, str]
+) -> None:
+    """Trains what a config file describes in a work folder to completion. flags: as of train_in."""
+    recorded = lambda: reached(lambda: recorded_settings(workdir), workdir)
+    train_in(workdir, load_config(file, overrides, recorded), options, flags)
 
 
 def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[str, str]) -> None:

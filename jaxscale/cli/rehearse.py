@@ -38,7 +38,7 @@ from jaxscale.command_line import Arguments, config_name, flag, parse
 from jaxscale.help_text import page_of, show_help
 from jaxscale.hosts import cluster
 from jaxscale.planning.tables import table
-from jaxscale.run.resume_checks import allowed_names
+from jaxscale.run.options import allowed_names
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.process import files_as, folder_mode

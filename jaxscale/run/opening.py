@@ -15,7 +15,8 @@ from jaxscale.eval.named import check_files
 from jaxscale.hosts.agree import check_shared
 from jaxscale.monitor.events import Events
 from jaxscale.run.assembly import OpenedRun, assemble, make_parts, open_evals
-from jaxscale.run.options import DEFAULT_OPTIONS, RunOptions, complete_rewind, read_decisions, with_replayed
+from jaxscale.run.options import DEFAULT_OPTIONS, RunOptions
+from jaxscale.run.replay import complete_rewind, read_decisions, with_replayed
 from jaxscale.run.resume_checks import check_position, check_same_run
 from jaxscale.run.start import RunFolder, Start, resolve_start
 from jaxscale.run.startup_log import log_program, log_resume

@@ -1,25 +1,42 @@
-"""Run options: what a start is asked for beyond its config; with the decisions that a run has recorded, and replays."""
+"""Run options: what a start is asked for beyond its config."""
 
 import dataclasses
-from collections.abc import Callable
+import difflib
 from typing import Any
 
-from jaxscale.checkpoint.cause import written
-from jaxscale.checkpoint.choosing import newest_to_read
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale import schema
 from jaxscale.command_line import flag
 from jaxscale.config import RunConfig
-from jaxscale.data.order import normalise
-from jaxscale.hosts.agree import agreed
-from jaxscale.monitor.abandoned import abandon
-from jaxscale.monitor.events import read_events
-from jaxscale.monitor.records import read_records
-from jaxscale.run.changes import changes_of
-from jaxscale.run.resume_checks import allowed_names, check_same_run
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.exits import BadInput
 from jaxscale.system.process import folder_mode
-from jaxscale.training.decisions import Decisions, GoneBack, deciding, decisions_of
+
+# The rows of each step follow from these: with another value, the position in the data would mean other rows.
+NEVER = ("seed", "seq_len", "batch_tokens")
+
+
+def allowed_names(text: str | None) -> tuple[str, ...]:
+    """The settings, or groups of them, that --allow_change names. Raises BadInput for one that may never change."""
+    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
+    known = {part for name, *_ in schema.describe(RunConfig) for part in groups_of(name)}
+    for name in names:
+        if name in NEVER:
+            raise BadInput(
+                f"--allow_change={name}: which rows each step reads follows from {name}, so that a run cannot go on "
+                "with another; begin another --workdir"
+            )
+        if name not in known:
+            leaf = {other.rpartition(".")[2]: other for other in sorted(known, reverse=True)}
+            close = difflib.get_close_matches(name, known, n=1) or [leaf[n] for n in [name] if n in leaf]
+            hint = f"; did you mean {close[0]}?" if close else "; write names as in --config.NAME, with commas between"
+            raise BadInput(f"--allow_change={name} is no setting{hint}")
+    return names
+
+
+def groups_of(name: str) -> list[str]:
+    """'optim.peak_lr' -> ['optim', 'optim.peak_lr']."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def step_of(name: str, text: str) -> int:
@@ -67,78 +84,3 @@ class RunOptions:
 
 
 DEFAULT_OPTIONS = RunOptions()
-
-
-def read_decisions(folder: Any) -> Decisions:
-    """What the run in the folder has decided so far, as the first process reads it."""
-    return decisions_of(agreed(lambda: deciding(read_events(folder))))
-
-
-def complete_rewind(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
-    """Moves away what was saved and measured after the step that the run rewinds to; doing it again does no harm.
-
-    All processes call it together.
-    """
-    checkpoints.set_aside_after(rewind.to, "rewound")
-    agreed(lambda: written(lambda: abandon(folder, rewind.to, rewind.number), folder))
-
-
-def with_replayed(
-    cfg: RunConfig, folder: Any, old_workdir: str, log: Callable[[str], None]
-) -> tuple[RunConfig, Decisions]:
-    """(cfg with the batches that another run skipped, what that run decided).
-
-    Raises BadInput where there is no other run, Stop(CONFIG_MISMATCH) where it cannot be repeated with cfg, and
-    Stop(CHECKPOINT_CORRUPT) where none of its checkpoints tells what it skipped.
-    """
-    old = paths.as_path(old_workdir)
-    if same_folder(old, folder):
-        raise BadInput(f"--replay={old_workdir} is the workdir itself; give the replay another --workdir")
-    if not (old / "config.json").exists():
-        raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
-    check_same_run(cfg, old, None)
-    written = paths.read_json(old / "config.json")
-    if names := ", ".join(
-        dict.fromkeys(change["name"] for change in changes_of(written) if change.get("alters", True))
-    ):
-        raise Stop(
-            Exit.CONFIG_MISMATCH,
-            f"--replay={old_workdir}: that run went on with other settings than it began with ({names}), of which its "
-            "numbers depend, and a replay has one config for all its steps; it cannot be replayed",
-        )
-    decisions = read_decisions(old)
-    pending = decisions.pending
-    checkpoints = Checkpoints(old / "checkpoints", cfg.checkpoint)
-    newest = newest_to_read(checkpoints, log, before=pending.to + 1 if pending else None)
-    recorded = checkpoints.read_run(newest)["data"] if newest is not None else {"skipped": []}
-    ranges = normalise(
-        [*recorded["skipped"], *written["config"]["data"]["skip_batches"], *decisions.skip_batches]
-        + [*cfg.data.skip_batches]
-    )
-    decisions = decisions.up_to(pending.to) if pending else decisions
-    last = pending.to if pending else max(newest or 0, agreed(lambda: last_measured(old)), *decisions.skipped, 0)
-    decisions = decisions.with_recorded(recorded)._replace(last_step=last)
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, skip_batches=ranges)), decisions
-
-
-def check_same_length(total_steps: int, old_workdir: str) -> None:
-    """Raises Stop(CONFIG_MISMATCH) where the run that is to be replayed has another number of steps."""
-    old_steps = paths.read_json(paths.as_path(old_workdir) / "config.json")["budget"]["total_steps"]
-    if old_steps != total_steps:
-        raise Stop(
-            Exit.CONFIG_MISMATCH,
-            f"--replay={old_workdir}: that run has {old_steps} steps and this one {total_steps}, so that their "
-            "learning rates differ; set train_tokens as it was there, and leave early by --stop_after",
-        )
-
-
-def same_folder(one: Any, other: Any) -> bool:
-    """True if two paths lead to one folder, links followed where there are any."""
-    whole = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
-    return whole(one).rstrip("/") == whole(other).rstrip("/")
-
-
-def last_measured(folder: Any) -> int:
-    """The last step in metrics.jsonl; 0 if there is none."""
-    steps = (record.get("step") for record in read_records(folder / "metrics.jsonl"))
-    return max((int(step) for step in steps if isinstance(step, (int, float))), default=0)

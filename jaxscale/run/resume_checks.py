@@ -1,7 +1,6 @@
 """Resume checks: is the run in the work folder the one that config and data describe, and which changes are allowed?"""
 
 import contextlib
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,34 +17,15 @@ from jaxscale.data.remote import Unwritable
 from jaxscale.eval.named import Evaluator
 from jaxscale.hosts.agree import agreed
 from jaxscale.run.changes import Change
+from jaxscale.run.options import NEVER, groups_of
 from jaxscale.system import paths
 from jaxscale.system.bucket import Forbidden
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.training.decisions import Decisions
 from jaxscale.unread import unread
 
-# The rows of each step follow from these: with another value, the position in the data would mean other rows.
-NEVER = ("seed", "seq_len", "batch_tokens")
 SHOWN = 8  # differences listed one by one
 DATA_SECONDS = 24 * 3600.0  # the first process may still be tokenising when another is done
-
-
-def allowed_names(text: str | None) -> tuple[str, ...]:
-    """The settings, or groups of them, that --allow_change names. Raises BadInput for one that may never change."""
-    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
-    known = {part for name, *_ in schema.describe(RunConfig) for part in groups_of(name)}
-    for name in names:
-        if name in NEVER:
-            raise BadInput(
-                f"--allow_change={name}: which rows each step reads follows from {name}, so that a run cannot go on "
-                "with another; begin another --workdir"
-            )
-        if name not in known:
-            leaf = {other.rpartition(".")[2]: other for other in sorted(known, reverse=True)}
-            close = difflib.get_close_matches(name, known, n=1) or [leaf[n] for n in [name] if n in leaf]
-            hint = f"; did you mean {close[0]}?" if close else "; write names as in --config.NAME, with commas between"
-            raise BadInput(f"--allow_change={name} is no setting{hint}")
-    return names
 
 
 def has_begun(workdir: str) -> bool:
@@ -61,12 +41,6 @@ def recorded_settings(workdir: str) -> dict[str, Any]:
 def recorded_run(folder: Any) -> dict[str, Any]:
     """What config.json of the folder holds; {} where there is none."""
     return paths.read_json(folder / "config.json") if (folder / "config.json").exists() else {}
-
-
-def groups_of(name: str) -> list[str]:
-    """'optim.peak_lr' -> ['optim', 'optim.peak_lr']."""
-    parts = name.split(".")
-    return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
 def check_same_run(

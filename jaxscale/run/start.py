@@ -11,7 +11,8 @@ from jaxscale.data.mixture import Detour, Mixture
 from jaxscale.data.order import Ranges, batch_index
 from jaxscale.data.pipeline import Corpus
 from jaxscale.run.changes import Change
-from jaxscale.run.options import RunOptions, check_same_length, read_decisions
+from jaxscale.run.options import RunOptions
+from jaxscale.run.replay import check_same_length, read_decisions
 from jaxscale.run.resume_checks import (
     check_hosts_agree,
     check_same_data,

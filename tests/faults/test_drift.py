@@ -18,7 +18,8 @@ from jaxscale.data.shards import ShardWriter
 from jaxscale.run import resume_checks as same_run
 from jaxscale.run.changes import record_changes
 from jaxscale.run.opening import open_run
-from jaxscale.run.resume_checks import allowed_names, check_same_run, version_changes
+from jaxscale.run.options import allowed_names
+from jaxscale.run.resume_checks import check_same_run, version_changes
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.text.tokenizer.bytes import ByteTokenizer
 from jaxscale.unread import unread

@@ -1,0 +1,95 @@
+"""What a run has decided before, its rewinds and skipped batches, and the replay of another run's decisions."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.choosing import newest_to_read
+from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.config import RunConfig
+from jaxscale.data.order import normalise
+from jaxscale.hosts.agree import agreed
+from jaxscale.monitor.abandoned import abandon
+from jaxscale.monitor.events import read_events
+from jaxscale.monitor.records import read_records
+from jaxscale.run.changes import changes_of
+from jaxscale.run.resume_checks import check_same_run
+from jaxscale.system import paths
+from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.training.decisions import Decisions, GoneBack, deciding, decisions_of
+
+
+def read_decisions(folder: Any) -> Decisions:
+    """What the run in the folder has decided so far, as the first process reads it."""
+    return decisions_of(agreed(lambda: deciding(read_events(folder))))
+
+
+def complete_rewind(rewind: GoneBack, folder: Any, checkpoints: Checkpoints) -> None:
+    """Moves away what was saved and measured after the step that the run rewinds to; doing it again does no harm.
+
+    All processes call it together.
+    """
+    checkpoints.set_aside_after(rewind.to, "rewound")
+    agreed(lambda: written(lambda: abandon(folder, rewind.to, rewind.number), folder))
+
+
+def with_replayed(
+    cfg: RunConfig, folder: Any, old_workdir: str, log: Callable[[str], None]
+) -> tuple[RunConfig, Decisions]:
+    """(cfg with the batches that another run skipped, what that run decided).
+
+    Raises BadInput where there is no other run, Stop(CONFIG_MISMATCH) where it cannot be repeated with cfg, and
+    Stop(CHECKPOINT_CORRUPT) where none of its checkpoints tells what it skipped.
+    """
+    old = paths.as_path(old_workdir)
+    if same_folder(old, folder):
+        raise BadInput(f"--replay={old_workdir} is the workdir itself; give the replay another --workdir")
+    if not (old / "config.json").exists():
+        raise BadInput(f"--replay={old_workdir} holds no config.json: it is not the folder of a run")
+    check_same_run(cfg, old, None)
+    written = paths.read_json(old / "config.json")
+    if names := ", ".join(
+        dict.fromkeys(change["name"] for change in changes_of(written) if change.get("alters", True))
+    ):
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"--replay={old_workdir}: that run went on with other settings than it began with ({names}), of which its "
+            "numbers depend, and a replay has one config for all its steps; it cannot be replayed",
+        )
+    decisions = read_decisions(old)
+    pending = decisions.pending
+    checkpoints = Checkpoints(old / "checkpoints", cfg.checkpoint)
+    newest = newest_to_read(checkpoints, log, before=pending.to + 1 if pending else None)
+    recorded = checkpoints.read_run(newest)["data"] if newest is not None else {"skipped": []}
+    ranges = normalise(
+        [*recorded["skipped"], *written["config"]["data"]["skip_batches"], *decisions.skip_batches]
+        + [*cfg.data.skip_batches]
+    )
+    decisions = decisions.up_to(pending.to) if pending else decisions
+    last = pending.to if pending else max(newest or 0, agreed(lambda: last_measured(old)), *decisions.skipped, 0)
+    decisions = decisions.with_recorded(recorded)._replace(last_step=last)
+    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, skip_batches=ranges)), decisions
+
+
+def check_same_length(total_steps: int, old_workdir: str) -> None:
+    """Raises Stop(CONFIG_MISMATCH) where the run that is to be replayed has another number of steps."""
+    old_steps = paths.read_json(paths.as_path(old_workdir) / "config.json")["budget"]["total_steps"]
+    if old_steps != total_steps:
+        raise Stop(
+            Exit.CONFIG_MISMATCH,
+            f"--replay={old_workdir}: that run has {old_steps} steps and this one {total_steps}, so that their "
+            "learning rates differ; set train_tokens as it was there, and leave early by --stop_after",
+        )
+
+
+def same_folder(one: Any, other: Any) -> bool:
+    """True if two paths lead to one folder, links followed where there are any."""
+    whole = lambda path: str(paths.absolute(path) if paths.is_remote(path) else paths.absolute(path).resolve())
+    return whole(one).rstrip("/") == whole(other).rstrip("/")
+
+
+def last_measured(folder: Any) -> int:
+    """The last step in metrics.jsonl; 0 if there is none."""
+    steps = (record.get("step") for record in read_records(folder / "metrics.jsonl"))
+    return max((int(step) for step in steps if isinstance(step, (int, float))), default=0)
