@@ -34,7 +34,7 @@ class Totals:
         return {"wall_seconds": round(wall, 3), **seconds, **steps, "goodput": round(good, 4)}
 
 
-class Ledger:
+class SuperviseLedger:
     """Appends lines to a file. What cannot be written yet, as before the run has made its folder, is kept for later.
 
     A ledger that cannot be written is told once and stops nothing.

@@ -22,8 +22,7 @@ from jaxscale.planning import cost
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
 from jaxscale.planning.speed import PUBLISHED
-from jaxscale.planning.text import plan_lines
-from jaxscale.planning.text_proposal import proposal_lines
+from jaxscale.planning.text import plan_lines, proposal_lines
 from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.paths import write_json, write_text_atomic
 

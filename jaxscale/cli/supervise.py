@@ -21,7 +21,7 @@ from typing import Any
 from jaxscale import units
 from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Attempt
-from jaxscale.cli.ledger import Ledger, Totals
+from jaxscale.cli.ledger import SuperviseLedger, Totals
 from jaxscale.cli.progress import Progress, look
 from jaxscale.command_line import config_name, flag, parse
 from jaxscale.help_text import page_of, show_help
@@ -137,7 +137,7 @@ class Supervisor:
         command: Sequence[str],
         workdir: Any,
         policy: Policy,
-        ledger: Ledger,
+        ledger: SuperviseLedger,
         say: Callable[[str], None],
         draw: Callable[[], float] = random.random,
     ):
@@ -268,7 +268,7 @@ def main(argv: list[str]) -> int:
     if command[0].startswith("--"):
         command = [sys.executable, "-m", "jaxscale.cli", "train", *command]
     workdir = flags.workdir or workdir_of(command)
-    ledger = Ledger(flags.ledger or default_ledger(workdir, command), say=tell)
+    ledger = SuperviseLedger(flags.ledger or default_ledger(workdir, command), say=tell)
     return Supervisor(command, workdir, flags, ledger, say=tell).supervise()
 
 

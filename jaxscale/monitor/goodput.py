@@ -1,6 +1,6 @@
 """Where the wall time of a run went: compiling, restoring, waiting for data, saving, looking, steps, lost steps.
 
-A start keeps a Ledger, which the watchdog's phases are charged to as they begin and end; what no phase covers is
+A start keeps a TimeLedger, which the watchdog's phases are charged to as they begin and end; what no phase covers is
 `other`, so that the kinds sum to the wall time. Its numbers are in each record of metrics.jsonl and in the event that
 ends a start; `goodput_of` adds up the starts of a work folder, and what lies between them is `idle`.
 """
@@ -37,7 +37,7 @@ class Frame:
     seconds: float = 0.0  # of its own, without the phases in it
 
 
-class Ledger:
+class TimeLedger:
     """The seconds of one start by kind, which sum to its wall time. Phases of other threads block no step: left out."""
 
     def __init__(

@@ -7,7 +7,7 @@ import math
 from typing import NamedTuple
 
 
-class Run(NamedTuple):
+class PublishedRun(NamedTuple):
     """What one published run used."""
 
     name: str
@@ -21,21 +21,21 @@ GPT3 = "arXiv:2005.14165, table 2.1"
 LLAMA2 = "arXiv:2307.09288, section 2.2"
 DEEPSEEK = "arXiv:2401.02954, table 2"
 RUNS = (
-    Run("GPT-3 Small", 125e6, 6.0e-4, 0.5e6, GPT3),
-    Run("GPT-3 Medium", 350e6, 3.0e-4, 0.5e6, GPT3),
-    Run("GPT-3 Large", 760e6, 2.5e-4, 0.5e6, GPT3),
-    Run("TinyLlama", 1.1e9, 4.0e-4, 2e6, "arXiv:2401.02385"),
-    Run("GPT-3 XL", 1.3e9, 2.0e-4, 1e6, GPT3),
-    Run("GPT-3 2.7B", 2.7e9, 1.6e-4, 1e6, GPT3),
-    Run("GPT-3 6.7B", 6.7e9, 1.2e-4, 2e6, GPT3),
-    Run("Llama 2 7B", 7e9, 3.0e-4, 4e6, LLAMA2),
-    Run("DeepSeek 7B", 7e9, 4.2e-4, 2304 * 4096, DEEPSEEK),
-    Run("GPT-3 13B", 13e9, 1.0e-4, 2e6, GPT3),
-    Run("Llama 2 13B", 13e9, 3.0e-4, 4e6, LLAMA2),
-    Run("DeepSeek 67B", 67e9, 3.2e-4, 4608 * 4096, DEEPSEEK),
-    Run("Llama 2 70B", 70e9, 1.5e-4, 4e6, LLAMA2),
-    Run("GPT-3", 175e9, 0.6e-4, 3.2e6, GPT3),
-    Run("Llama 3 405B", 405e9, 8.0e-5, 16e6, "arXiv:2407.21783, section 3.4.1"),
+    PublishedRun("GPT-3 Small", 125e6, 6.0e-4, 0.5e6, GPT3),
+    PublishedRun("GPT-3 Medium", 350e6, 3.0e-4, 0.5e6, GPT3),
+    PublishedRun("GPT-3 Large", 760e6, 2.5e-4, 0.5e6, GPT3),
+    PublishedRun("TinyLlama", 1.1e9, 4.0e-4, 2e6, "arXiv:2401.02385"),
+    PublishedRun("GPT-3 XL", 1.3e9, 2.0e-4, 1e6, GPT3),
+    PublishedRun("GPT-3 2.7B", 2.7e9, 1.6e-4, 1e6, GPT3),
+    PublishedRun("GPT-3 6.7B", 6.7e9, 1.2e-4, 2e6, GPT3),
+    PublishedRun("Llama 2 7B", 7e9, 3.0e-4, 4e6, LLAMA2),
+    PublishedRun("DeepSeek 7B", 7e9, 4.2e-4, 2304 * 4096, DEEPSEEK),
+    PublishedRun("GPT-3 13B", 13e9, 1.0e-4, 2e6, GPT3),
+    PublishedRun("Llama 2 13B", 13e9, 3.0e-4, 4e6, LLAMA2),
+    PublishedRun("DeepSeek 67B", 67e9, 3.2e-4, 4608 * 4096, DEEPSEEK),
+    PublishedRun("Llama 2 70B", 70e9, 1.5e-4, 4e6, LLAMA2),
+    PublishedRun("GPT-3", 175e9, 0.6e-4, 3.2e6, GPT3),
+    PublishedRun("Llama 3 405B", 405e9, 8.0e-5, 16e6, "arXiv:2407.21783, section 3.4.1"),
 )
 NEAR = 2.5  # sizes within this factor are compared with
 
@@ -44,17 +44,17 @@ WARMUP_STEPS = 2000  # arXiv:2307.09288, section 2.2; 8,000 at 405B: arXiv:2407.
 WARMUP_FROM_PARAMS = 1e9  # below it the published runs vary too much to be a rule
 
 
-def near_runs(params: float) -> list[Run]:
+def near_runs(params: float) -> list[PublishedRun]:
     """The published runs of about this size; [] where there are none."""
     return [run for run in RUNS if 1 / NEAR <= run.params / params <= NEAR]
 
 
-def linear_rule(run: Run, batch_tokens: float) -> float:
+def linear_rule(run: PublishedRun, batch_tokens: float) -> float:
     """A run's rate for another batch, by the rule for SGD: as the batch (arXiv:1706.02677)."""
     return run.peak_lr * batch_tokens / run.batch_tokens
 
 
-def square_root_rule(run: Run, batch_tokens: float) -> float:
+def square_root_rule(run: PublishedRun, batch_tokens: float) -> float:
     """A run's rate for another batch, by the rule for Adam: as the root of the batch (arXiv:2205.10287)."""
     return run.peak_lr * (batch_tokens / run.batch_tokens) ** 0.5
 

@@ -15,7 +15,7 @@ from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.interop.periodic import exporting
 from jaxscale.monitor.config import MonitorConfig, parse_steps
 from jaxscale.monitor.events import NAME, Events, Note
-from jaxscale.monitor.goodput import Ledger, own_age_seconds
+from jaxscale.monitor.goodput import TimeLedger, own_age_seconds
 from jaxscale.monitor.profile import Profiler
 from jaxscale.monitor.records import renew
 from jaxscale.monitor.telemetry import Telemetry, reader_for
@@ -36,7 +36,7 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
     A start that is refused leaves no trace in the folder. Raises: Stop (LOCK_HELD) where another run is in it.
     """
     primary = jax.process_index() == 0
-    ledger = Ledger(age_seconds=own_age_seconds())
+    ledger = TimeLedger(age_seconds=own_age_seconds())
     events = Events(workdir, primary=primary)
     lock = RunLock(
         workdir, cfg.lock, steal=options.steal_lock, primary=primary, note=events.note, say=team, mode=options.mode
@@ -62,7 +62,7 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
 
 
 @contextlib.contextmanager
-def ending_noted(events: Events, ledger: Ledger) -> Iterator[None]:
+def ending_noted(events: Events, ledger: TimeLedger) -> Iterator[None]:
     """Writes the event that a run has stopped, with its exit code and reason, however the block ends."""
     code, why = 0, "done"
     try:

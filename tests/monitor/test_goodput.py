@@ -13,7 +13,7 @@ from jaxscale.hosts.config import HangConfig
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
-from jaxscale.monitor.goodput import KINDS, Ledger, goodput_of, iso_time, own_age_seconds
+from jaxscale.monitor.goodput import KINDS, TimeLedger, goodput_of, iso_time, own_age_seconds
 from jaxscale.monitor.writers import open_records
 from jaxscale.reporting.history import read_history
 
@@ -30,7 +30,7 @@ class Clock:
 
 def make(age_seconds=0.0):
     clock = Clock()
-    ledger = Ledger(age_seconds=age_seconds, clock=clock, wall_clock=lambda: clock.now + 1_700_000_000)
+    ledger = TimeLedger(age_seconds=age_seconds, clock=clock, wall_clock=lambda: clock.now + 1_700_000_000)
     return clock, ledger, Watchdog(None, HangConfig(), observers=(ledger,)).phase
 
 
@@ -207,7 +207,7 @@ def test_a_rewind_and_a_kill_leave_no_second_out(tmp_path):
     metrics = tmp_path / "metrics.jsonl"
 
     def begin(step):
-        ledger = Ledger(age_seconds=2.0, clock=clock, wall_clock=clock)
+        ledger = TimeLedger(age_seconds=2.0, clock=clock, wall_clock=clock)
         facts = ledger.take_up(tmp_path)
         if step:
             open_records(metrics, step, clock)  # as the writer does, before it is noted

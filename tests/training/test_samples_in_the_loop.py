@@ -10,7 +10,7 @@ import tiny
 from jaxscale.cli.compilations import CompileLog
 from jaxscale.hosts.config import HangConfig
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.monitor.goodput import Ledger
+from jaxscale.monitor.goodput import TimeLedger
 from jaxscale.reporting.history import read_history
 from jaxscale.run.opening import open_run
 from jaxscale.training import loop
@@ -61,7 +61,7 @@ def test_a_run_that_is_sampled_is_the_same_bit_for_bit_and_its_samples_are_of_th
 
 @pytest.mark.soak
 def test_one_program_writes_all_samples_and_its_time_is_neither_a_steps_nor_the_throughputs(tmp_path, files):
-    ledger = Ledger()
+    ledger = TimeLedger()
     run = open_tiny(tmp_path / "run", files, {"sample.every_steps": 2})
     watchdog = Watchdog(None, HangConfig(), observers=(ledger,))
     write, took = run.sample, []
