@@ -203,7 +203,7 @@ def test_a_crash_report_holds_the_traceback_and_no_secret(leak, tmp_path):
         f"def main(argv):\n    {LEAKS[leak]}\nrun_and_exit(main)\n"
     )
     (tmp_path / "leak.py").write_text(code)
-    env = os.environ | {"HF_TOKEN": CANARY, "PYTHONPATH": str(pathlib.Path(redaction.__file__).parent.parent)}
+    env = os.environ | {"HF_TOKEN": CANARY, "PYTHONPATH": str(pathlib.Path(redaction.__file__).parent.parent.parent)}
     done = subprocess.run([sys.executable, tmp_path / "leak.py"], env=env, capture_output=True, text=True, timeout=60)
     told = done.stdout + done.stderr
     assert CANARY not in told and HIDDEN in told
