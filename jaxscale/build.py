@@ -32,8 +32,8 @@ from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.compiler_options import CompilerOptions, check_options, compiler_options
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.offload import check_host_memory, on_host
-from jaxscale.sharding.place import is_axes, replicated, tree_shardings
 from jaxscale.sharding.rules import axis_size
+from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
 from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.ema import init_ema

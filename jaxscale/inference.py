@@ -25,7 +25,7 @@ from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh, mesh_layout
-from jaxscale.sharding.place import replicated
+from jaxscale.sharding.shardings import replicated
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Tokenizer

@@ -20,7 +20,7 @@ from jaxscale.hardware import find_chip
 from jaxscale.monitor.memory import memory_metrics
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.planning.check import check_machine
-from jaxscale.sharding.place import local_rows, put_rows
+from jaxscale.sharding.shardings import local_rows, put_rows
 from jaxscale.system.exits import BadInput
 
 # Two sizes at which plain JAX, PyTorch and other trainers are easily set up alike: Llama, untied, AdamW, clip 1.

@@ -22,7 +22,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import mesh_shape
-from jaxscale.sharding.place import put_rows
+from jaxscale.sharding.shardings import put_rows
 from jaxscale.system.exits import BadInput
 
 NUM_DEVICES = 8

@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 
 from jaxscale.data.batch import Batch
 from jaxscale.data.bins import pack_bins
-from jaxscale.sharding.place import put_rows
+from jaxscale.sharding.shardings import put_rows
 
 LEAST_ROW = 32  # tokens; a longer row has twice as many, and so on: few shapes, and few programs
 

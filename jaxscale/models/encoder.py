@@ -25,7 +25,7 @@ from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
 from jaxscale.ops.taps import ATTENTION, MLP
-from jaxscale.sharding.place import Gather
+from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 STD = 0.02  # of every matrix and table, as in BERT

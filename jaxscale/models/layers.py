@@ -13,7 +13,7 @@ from jaxscale.models.config import ModelConfig
 from jaxscale.models.lora import join_adapters
 from jaxscale.models.remat import remat_policy
 from jaxscale.ops.taps import BLIND, Blind
-from jaxscale.sharding.place import Gather, whole_already
+from jaxscale.sharding.shardings import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
 

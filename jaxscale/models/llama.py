@@ -19,7 +19,7 @@ from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import rms_norm_heads
 from jaxscale.ops.rope import Rotation, make_rotation, rotate, stretched
 from jaxscale.ops.taps import ATTENTION, MLP
-from jaxscale.sharding.place import Gather
+from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 HEAD_STD = 0.02  # GPT-2's: the first loss is near log(vocabulary)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from jaxscale.models.config import LoraConfig, adapted
 from jaxscale.ops.adapted import RANK, Adapted
-from jaxscale.sharding.place import Gather
+from jaxscale.sharding.shardings import Gather
 
 A, B = "_lora_a", "_lora_b"  # behind the name of the matrix
 IS_ADAPTER = re.compile(rf"({A}|{B})$")

@@ -15,7 +15,7 @@ from jaxscale.models.config import NO_LORA, LoraConfig, ModelConfig
 from jaxscale.models.lora import add_adapters, frozen_but_adapters
 from jaxscale.ops.adapted import adapting
 from jaxscale.ops.kernels import Kernels
-from jaxscale.sharding.place import Gather, whole_already
+from jaxscale.sharding.shardings import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
 
 

@@ -25,8 +25,8 @@ from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.taps import BLIND, Blind
 from jaxscale.sharding.batch_axes import BatchAxes, make_batch_axes
 from jaxscale.sharding.offload import device_zeros, fetch_outside_blocks, fetch_then
-from jaxscale.sharding.place import batch_sharding, check_divides, tree_shardings, whole_already
 from jaxscale.sharding.rules import RULES, Rules
+from jaxscale.sharding.shardings import batch_sharding, check_divides, tree_shardings, whole_already
 from jaxscale.sharding.tensor_axis import TensorAxis, make_tensor_axis
 from jaxscale.system.exits import BadInput
 

@@ -22,7 +22,7 @@ from jaxscale.ops.attention.scope import Scope
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.taps import ACROSS, ATTENTION, MLP
-from jaxscale.sharding.place import Gather
+from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 

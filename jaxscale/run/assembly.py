@@ -30,8 +30,8 @@ from jaxscale.run.changes import find_jump, jump_lines, record_changes
 from jaxscale.run.resume_checks import check_same_evals, recorded_run, version_changes
 from jaxscale.run.start import Log, RunFolder, Start
 from jaxscale.run.startup_log import Sample, finish, sample_of_run
-from jaxscale.sharding.place import put_rows, replicated
 from jaxscale.sharding.rules import RULES
+from jaxscale.sharding.shardings import put_rows, replicated
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import redacted

@@ -25,8 +25,8 @@ from jaxscale.ops.precision import with_precision
 from jaxscale.sampling.cache import AXES, Cache, Continuing, Recording, filled, num_slots
 from jaxscale.sampling.choose import choose
 from jaxscale.sampling.config import Sampling
-from jaxscale.sharding.place import replicated
 from jaxscale.sharding.rules import partition_spec
+from jaxscale.sharding.shardings import replicated
 from jaxscale.sharding.tensor_axis import WholeRows, make_tensor_axis
 from jaxscale.system.exits import BadInput
 

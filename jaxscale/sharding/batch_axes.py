@@ -1,7 +1,6 @@
-"""The batch axes by hand: a device computes on its own rows, gathers the weights it needs, and sums its gradients.
+"""Data and FSDP parallelism inside shard_map: all-gather weights, reduce-scatter and all-reduce gradients.
 
-The partitioner would decide by itself when to gather and when to sum: it sums over the data axis once per microbatch,
-where once per step is enough.
+Left to itself, the SPMD partitioner all-reduces over the data axis once per microbatch; once per step is enough.
 """
 
 import dataclasses
@@ -18,21 +17,21 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from jaxscale.sharding import tensor_axis
-from jaxscale.sharding.place import is_axes
 from jaxscale.sharding.rules import Placement, Rules, names_of
+from jaxscale.sharding.shardings import is_axes
 from jaxscale.sharding.tiles import from_scatter, on_tpu, to_scatter
 from jaxscale.sharding.torus import Groups, gather_along, link_stages, scatter_along
 
 GATHERED = "gathered"  # the name of gathered weights for remat policies: never to be kept for the backward pass
-Cut = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes that cut it)
+Partition = tuple[tuple[int, tuple[str, ...]], ...]  # (dimension, mesh axes it is sharded over)
 
 
 @dataclasses.dataclass(frozen=True)
-class Travel:
-    """How weights and their gradients travel.
+class Communication:
+    """How weights and gradients are communicated.
 
-    dtype: in which gradients do and are summed. stages: of mesh axes along several links, the devices that share each.
-    tiled: arrays lie in tiles, as in a TPU's memory.
+    dtype: of gradients, in which they are summed. stages: of a mesh axis with several links, the devices that share
+    each. tiled: arrays lie in tiles, as in a TPU's memory.
     """
 
     dtype: Any
@@ -42,16 +41,16 @@ class Travel:
 
 @dataclasses.dataclass(frozen=True)
 class BatchAxes:
-    """Mesh axes of more than one device along which rows are cut. With none every method leaves things as they are."""
+    """Mesh axes of more than one device that shard the rows of a batch. With none, every method is the identity."""
 
     mesh: Mesh
     rules: Rules
     axes: tuple[str, ...]
-    travel: Travel
+    communication: Communication
 
     @property
     def num_shards(self) -> int:
-        """Parts that a batch is cut into."""
+        """Shards of a batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def shard_map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -66,51 +65,53 @@ class BatchAxes:
             check_vma=False,  # which axes a result varies over is for us to know: custom gradients hide it from jax
         )
 
-    def among(self, place: Placement) -> tuple[str, ...]:
-        """Those of these axes that a placement names."""
+    def batch_axes_in(self, place: Placement) -> tuple[str, ...]:
+        """The batch axes that a placement names."""
         return tuple(name for name in names_of(place) if name in self.axes)
 
-    def cut(self, axes: tuple[str, ...], rules: Mapping[str, Placement]) -> Cut:
-        """The dimensions of an array with these logical axes that the rules cut along these mesh axes."""
-        return tuple((d, names) for d, axis in enumerate(axes) if (names := self.among(rules[axis])))
+    def partition(self, axes: tuple[str, ...], rules: Mapping[str, Placement]) -> Partition:
+        """The dimensions of an array with these logical axes that the rules shard over the batch axes."""
+        return tuple((d, names) for d, axis in enumerate(axes) if (names := self.batch_axes_in(rules[axis])))
 
     def gather(self, w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
-        """A weight whole, its gradient back in parts: cast to `dtype` before it travels. As it is where nothing is cut.
+        """The all-gathered weight, cast to `dtype` first; its gradient is reduce-scattered. Unsharded: as it is.
 
-        Where gradients travel in a wider type the result has that type, and still only the values of `dtype`.
+        If the communication dtype is wider the result has that dtype, and still only the values of `dtype`.
         """
-        cut = self.cut(axes, self.rules.params)
-        if not cut:
+        partition = self.partition(axes, self.rules.params)
+        if not partition:
             return w
         narrow = jnp.dtype(dtype)
-        return checkpoint_name(_gather(cut, narrow, self.travel, w), GATHERED)
+        return checkpoint_name(_gather(partition, narrow, self.communication, w), GATHERED)
 
     def reduce_each(self, grads: Any, axes: Any) -> Any:
-        """float32 gradients of one microbatch, scattered where the rules cut gradients and not parameters (ZeRO-2)."""
+        """float32 gradients of one microbatch, reduce-scattered where only gradients are sharded (ZeRO-2)."""
         rules = self.rules
         return self.map(lambda g, a: self.scatter(g, self.missing(a, rules.grads, rules.params)), grads, axes)
 
     def reduce_last(self, grads: Any, axes: Any) -> Any:
-        """float32 gradients of all microbatches, summed over all devices and cut as the moments are."""
+        """float32 gradients of all microbatches, reduced over all devices, with the moments' sharding."""
 
         def reduce(grad, a):
             grad = self.scatter(grad, self.missing(a, self.rules.moments, self.rules.grads))
-            done = {name for _, names in self.cut(a, self.rules.moments) for name in names}
+            done = {name for _, names in self.partition(a, self.rules.moments) for name in names}
             rest = tuple(name for name in self.axes if name not in done)
             if not any(tensor_axis.AXIS in names_of(self.rules.params[axis]) for axis in a):
                 rest += (tensor_axis.AXIS,)  # each device had its own positions or heads of it
             rest = tuple(name for name in rest if self.mesh.shape[name] > 1)
-            return lax.psum(grad.astype(self.travel.dtype), rest).astype(jnp.float32) if rest else grad
+            return lax.psum(grad.astype(self.communication.dtype), rest).astype(jnp.float32) if rest else grad
 
         return self.map(reduce, grads, axes)
 
-    def missing(self, axes: tuple[str, ...], rules: Mapping[str, Placement], done: Mapping[str, Placement]) -> Cut:
-        """What the rules cut and `done` does not."""
-        return tuple(part for part in self.cut(axes, rules) if part not in self.cut(axes, done))
+    def missing(
+        self, axes: tuple[str, ...], rules: Mapping[str, Placement], done: Mapping[str, Placement]
+    ) -> Partition:
+        """What the rules shard and `done` does not."""
+        return tuple(part for part in self.partition(axes, rules) if part not in self.partition(axes, done))
 
-    def scatter(self, grad: jax.Array, cut: Cut) -> jax.Array:
-        """The device's own part of the sum over the axes of the cut."""
-        return scattered(grad, cut, self.travel).astype(jnp.float32) if cut else grad
+    def scatter(self, grad: jax.Array, partition: Partition) -> jax.Array:
+        """The device's own shard of the sum over the axes of the partition."""
+        return reduce_scatter(grad, partition, self.communication).astype(jnp.float32) if partition else grad
 
     def map(self, f: Callable, grads: Any, axes: Any) -> Any:
         """f(gradient, its logical axes) over two trees; where there is no gradient, an empty subtree stays."""
@@ -131,45 +132,45 @@ class BatchAxes:
 
 
 def make_batch_axes(mesh: Mesh, rules: Rules, reduce_dtype: Any = jnp.float32) -> BatchAxes:
-    """The axes of this mesh that cut rows."""
+    """The axes of this mesh that shard rows."""
     axes = tuple(name for name in names_of(rules.params["act_batch"]) if mesh.shape[name] > 1)
     stages = tuple((name, link_stages(mesh, name)) for name in axes)
-    return BatchAxes(mesh, rules, axes, Travel(jnp.dtype(reduce_dtype), stages, on_tpu(mesh)))
+    return BatchAxes(mesh, rules, axes, Communication(jnp.dtype(reduce_dtype), stages, on_tpu(mesh)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gather(cut: Cut, dtype: Any, travel: Travel, w: jax.Array) -> jax.Array:
+def _gather(partition: Partition, dtype: Any, communication: Communication, w: jax.Array) -> jax.Array:
     w = w.astype(dtype)
-    for dimension, names in cut:
+    for dimension, names in partition:
         for name in reversed(names):
-            w = gather_along(w, name, dimension, dict(travel.stages)[name])
-    return w.astype(jnp.promote_types(dtype, travel.dtype))
+            w = gather_along(w, name, dimension, dict(communication.stages)[name])
+    return w.astype(jnp.promote_types(dtype, communication.dtype))
 
 
-def _gather_forward(cut, dtype, travel, w):
-    return _gather(cut, dtype, travel, w), jnp.zeros((), w.dtype)
+def _gather_forward(partition, dtype, communication, w):
+    return _gather(partition, dtype, communication, w), jnp.zeros((), w.dtype)
 
 
-def _gather_backward(cut, dtype, travel, like_w, grad):
-    return (scattered(grad, cut, travel).astype(like_w.dtype),)
+def _gather_backward(partition, dtype, communication, like_w, grad):
+    return (reduce_scatter(grad, partition, communication).astype(like_w.dtype),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
 
 
-def scattered(x: jax.Array, cut: Cut, travel: Travel) -> jax.Array:
-    """This device's part of the sum of x over the axes of the cut, in the type that it travels in.
+def reduce_scatter(x: jax.Array, partition: Partition, communication: Communication) -> jax.Array:
+    """This device's shard of the sum of x over the axes of the partition, in the communication dtype.
 
-    What is cut lies outermost in memory first: along the innermost axis XLA:TPU pads the parts to 128 lanes, and sums
-    the last stage whole on every device (libtpu 0.0.51 for v5e, 2026-11-21).
+    The sharded dimension lies outermost in memory first: along the innermost axis XLA:TPU pads the parts to 128 lanes,
+    and sums the last stage whole on every device (libtpu 0.0.51 for v5e, 2026-11-21).
     """
-    x = x.astype(travel.dtype)
-    for dimension, names in cut:
+    x = x.astype(communication.dtype)
+    for dimension, names in partition:
         x = jnp.moveaxis(x, dimension, 0)
         shape = x.shape[1:]
-        x = to_scatter(x) if travel.tiled else x
+        x = to_scatter(x) if communication.tiled else x
         x = with_layout_constraint(x, Layout(tuple(range(x.ndim))))
         for name in names:
-            x = scatter_along(x, name, 0, dict(travel.stages)[name])
+            x = scatter_along(x, name, 0, dict(communication.stages)[name])
         x = jnp.moveaxis(from_scatter(x, shape), 0, dimension)
     return x

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jaxscale.sharding.place import Gather
+from jaxscale.sharding.shardings import Gather
 from jaxscale.system.exits import BadInput
 
 HOST = "pinned_host"  # JAX's name for memory of the host that a device copies to and from by itself

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 
 from jaxscale.data.batch import Batch
-from jaxscale.sharding.place import local_rows, put_rows
+from jaxscale.sharding.shardings import local_rows, put_rows
 
 CLOSE_SECONDS = 10.0
 

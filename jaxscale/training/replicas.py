@@ -21,8 +21,8 @@ from jaxscale import units
 from jaxscale.checkpoint.fingerprint import fingerprint
 from jaxscale.checkpoint.record import named_leaves
 from jaxscale.data.batch import Batch
-from jaxscale.sharding.place import replicated
 from jaxscale.sharding.rules import Rules
+from jaxscale.sharding.shardings import replicated
 from jaxscale.system import faults
 from jaxscale.training.state import TrainState
 from jaxscale.training.step import TrainStep

@@ -23,7 +23,7 @@ from jaxscale.ops.taps import POSITIONS, WATCHED, Seen
 from jaxscale.optim.streamed import is_masked
 from jaxscale.sharding.batch_axes import BatchAxes
 from jaxscale.sharding.offload import is_on_host
-from jaxscale.sharding.place import is_axes
+from jaxscale.sharding.shardings import is_axes
 from jaxscale.sharding.tensor_axis import TensorAxis
 from jaxscale.training import guard
 from jaxscale.training.state import TrainState

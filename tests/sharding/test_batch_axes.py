@@ -44,8 +44,8 @@ def spread_gradients(rules, mesh, reduce_dtype="float32", stages=None):
     mesh = make_mesh(MeshConfig(**{"fsdp": 1} | mesh))
     batch_axes = make_batch_axes(mesh, RULES[rules], reduce_dtype)
     if stages:
-        travel = dataclasses.replace(batch_axes.travel, stages=tuple(stages.items()))
-        batch_axes = dataclasses.replace(batch_axes, travel=travel)
+        communication = dataclasses.replace(batch_axes.communication, stages=tuple(stages.items()))
+        batch_axes = dataclasses.replace(batch_axes, communication=communication)
 
     def gradients(params, x_BD):
         loss, grads = jax.value_and_grad(summed)(params, x_BD, batch_axes.gather)

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.planning.machine import open_machine
-from jaxscale.sharding.batch_axes import make_batch_axes, scattered
+from jaxscale.sharding.batch_axes import make_batch_axes, reduce_scatter
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES
@@ -41,14 +41,14 @@ def test_a_part_of_it_is_a_part_of_the_array(shape, scattered_shape):
 @pytest.mark.parametrize("shape", [(16, 151 * LANES), (16, 16, 24), (16, 16, 4, 24), (16, 24)], ids=str)
 def test_devices_get_the_same_parts_of_the_same_sums(shape, dimension):
     mesh = make_mesh(MeshConfig(fsdp=8))
-    travel = make_batch_axes(mesh, RULES["zero3"]).travel
+    communication = make_batch_axes(mesh, RULES["zero3"]).communication
     cut = ((dimension, ("fsdp",)),)
     out = P(*[None] * dimension, "fsdp")
     x = np.random.default_rng(0).normal(size=(8, *shape)).astype(np.float32)
 
     def sums(tiled):
-        how = dataclasses.replace(travel, tiled=tiled)
-        scatter = lambda x: scattered(x[0], cut, how)
+        how = dataclasses.replace(communication, tiled=tiled)
+        scatter = lambda x: reduce_scatter(x[0], cut, how)
         spread = jax.shard_map(scatter, mesh=mesh, in_specs=P("fsdp"), out_specs=out, check_vma=False)
         return jax.jit(spread)(x)
 
@@ -58,10 +58,10 @@ def test_devices_get_the_same_parts_of_the_same_sums(shape, dimension):
 
 def test_only_a_tpu_has_tiles():
     cpus = make_mesh(MeshConfig(fsdp=8))
-    assert not on_tpu(cpus) and not make_batch_axes(cpus, RULES["zero3"]).travel.tiled
+    assert not on_tpu(cpus) and not make_batch_axes(cpus, RULES["zero3"]).communication.tiled
     for name, tiled in (("v5e:2x4", True), ("h100:1x8", False)):
         mesh = make_mesh(MeshConfig(fsdp=8), open_machine(name).devices)
-        assert on_tpu(mesh) == make_batch_axes(mesh, RULES["zero3"]).travel.tiled == tiled
+        assert on_tpu(mesh) == make_batch_axes(mesh, RULES["zero3"]).communication.tiled == tiled
 
 
 def test_tiles_in_groups_of_a_middling_size():

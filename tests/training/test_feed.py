@@ -9,8 +9,8 @@ import tiny
 
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.place import batch_sharding
 from jaxscale.sharding.rules import TENSOR
+from jaxscale.sharding.shardings import batch_sharding
 from jaxscale.training.feed import Feed
 
 

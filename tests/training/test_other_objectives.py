@@ -14,7 +14,7 @@ from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
 from jaxscale.data.batch import tokens_hash
 from jaxscale.data.pipeline import open_data
-from jaxscale.sharding.place import put_rows
+from jaxscale.sharding.shardings import put_rows
 from jaxscale.training.tokens_seen import tokens_seen
 
 TEXT = "".join(f"{i} sheep and {i + 1} goats went up the hill. " for i in range(40))

@@ -8,8 +8,8 @@ import tiny
 from jaxscale.data.batch import hash_text, tokens_hash
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.place import batch_sharding
 from jaxscale.sharding.rules import RULES
+from jaxscale.sharding.shardings import batch_sharding
 from jaxscale.training.tokens_seen import tokens_seen
 
 

@@ -1,4 +1,4 @@
-"""Placing arrays: shardings for whole trees, and the rows of a batch."""
+"""Shardings of whole trees and of batches, and how the rows of a batch get onto the devices."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
