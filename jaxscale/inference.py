@@ -30,7 +30,7 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Tokenizer
 from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
-from jaxscale.text.tokenizer.kept import KeptTokenizer, open_kept
+from jaxscale.text.tokenizer.saved import SavedTokenizer, open_saved
 
 DEFAULT_MESH = MeshConfig()
 
@@ -48,7 +48,7 @@ class LoadedModel:
     path: str  # of the checkpoint
     run: Mapping[str, Any]  # what the checkpoint records of its run: config, data, versions
     sharded: ShardedModel
-    kept: KeptTokenizer | None  # the tokenizer with what its folder says of texts
+    kept: SavedTokenizer | None  # the tokenizer with what its folder says of texts
     what: str = "params"  # or "ema"
 
 
@@ -79,7 +79,7 @@ def open_model(
     lora = schema.convert(config.get("lora") or {}, LoraConfig, "lora")  # none in a record of an older program
     sharded = shard_model(cfg, make_mesh(mesh), config.get("rules", "zero3"), lora=lora)
     workdir = source.checkpoints.directory.parent
-    kept = open_kept(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
+    kept = open_saved(workdir, config.get("data", {}), converted=bool(run.get("converted")), named=tokenizer)
     if kept is not None and not fits(kept.tokenizer, cfg.vocab_size):
         raise BadInput(
             f"{kept.tokenizer.name} has {kept.tokenizer.vocab_size} ids, and the model of {source} only "

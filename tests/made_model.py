@@ -11,8 +11,8 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import resolve_budget
 from jaxscale.system import paths
-from jaxscale.text.tokenizer.kept import keep_tokenizer
 from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.saved import save_tokenizer
 
 
 def make_workdir(folder, overrides=None, steps=(3,), scale=1.0):
@@ -32,5 +32,5 @@ def make_workdir(folder, overrides=None, steps=(3,), scale=1.0):
         checkpoints.save(step, state._replace(params=params, ema=ema), resolved | {"step": step}, wait=True)
     checkpoints.close()
     paths.write_json(pathlib.Path(folder) / "config.json", resolved)
-    keep_tokenizer(load_tokenizer("bytes"), folder)
+    save_tokenizer(load_tokenizer("bytes"), folder)
     return program

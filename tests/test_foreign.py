@@ -23,7 +23,7 @@ pytestmark = pytest.mark.fault("H17")
 DEEP = '{"step": 1, "a": ' + "[" * 100_000 + "]" * 100_000 + "}"
 OWN = {  # read what this program, or a library of ours, has just made
     "jaxscale/checkpoint/record.py", "jaxscale/checkpoint/saver.py", "jaxscale/cli/bench_against.py",
-    "jaxscale/cli/rehearsal.py", "jaxscale/interop/text_begin.py", "jaxscale/text/chat/confined.py",
+    "jaxscale/cli/rehearsal.py", "jaxscale/interop/post_processor.py", "jaxscale/text/chat/sandbox.py",
     "jaxscale/text/chat/jinja.py", "jaxscale/data/header.py", "jaxscale/text/tokenizer/bpe.py",
     "jaxscale/text/tokenizer/huggingface.py", "jaxscale/hosts/agree.py", "jaxscale/hosts/reports.py",
     "jaxscale/hosts/wire.py",

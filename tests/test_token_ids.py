@@ -17,7 +17,7 @@ from jaxscale.data.checks import tokenizer_problems
 from jaxscale.data.config import DataConfig
 from jaxscale.interop import tokenizer_files
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.asking import open_asking
+from jaxscale.text.chat.prompts import open_prompts
 
 CONFIG = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=257, hidden_size=16, intermediate_size=24,
@@ -130,7 +130,7 @@ def test_special_tokens_that_only_a_larger_model_has_are_told_and_never_used(wit
     assert jaxscale.sample(model, "a<image>", num_tokens=3, temperature=0.0) is not None  # in a text it is text
     refused = "a text has <image>, which is token id 257 of the tokenizer, and the model has 257 ids"
     with pytest.raises(BadInput, match=refused):
-        open_asking(model.kept, "2026-01-01").ids([{"role": "user", "content": "a"}])
+        open_prompts(model.kept, "2026-01-01").ids([{"role": "user", "content": "a"}])
     config = DataConfig(tokenizer=str(with_more / "run/tokenizer/tokenizer.json"))
     assert tokenizer_problems(config, config.tokenizer, 257) == []
     assert copy.copy(model.tokenizer).vocab_size == 258

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale.corpus.prepare import engine
 from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.joins import Executor
+from jaxscale.corpus.prepare.dedup import Executor
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.outcome import FACTS, PAGE
 from jaxscale.corpus.prepare.progress import Progress

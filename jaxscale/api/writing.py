@@ -19,7 +19,7 @@ from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Timing, own_numbers
 from jaxscale.sampling.text import Written, write_ids, write_texts
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.asking import Message, open_asking
+from jaxscale.text.chat.prompts import Message, open_prompts
 
 DEFAULT_SAMPLING = Sampling()
 SHAPE = 128  # texts are made for a multiple of so many tokens, so that fewer programs are compiled
@@ -94,8 +94,8 @@ def short(text: str) -> str:
 
 
 def asking_of(talk: Talk) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
-    """(messages -> the ids up to where the model's answer begins, the ids that end it). Raises as open_asking does."""
-    asking = open_asking(talk.model.kept, datetime.date.today().isoformat())
+    """(messages -> the ids up to where the model's answer begins, the ids that end it). Raises as open_prompts does."""
+    asking = open_prompts(talk.model.kept, datetime.date.today().isoformat())
     before = [{"role": "system", "content": talk.system}] if talk.system else []
     return lambda messages: asking.ids([*before, *messages]), asking.stop_ids
 

@@ -19,9 +19,9 @@ from jaxscale import schema
 from jaxscale.corpus.curate.minhash import make_near_sketch
 from jaxscale.corpus.prepare.blocks import cut
 from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
+from jaxscale.corpus.prepare.dedup import NEIGHBOURS
 from jaxscale.corpus.prepare.engine import make_plan, prepare
 from jaxscale.corpus.prepare.join import components, duplicate_pairs, signature_reader, verified, write_sketch
-from jaxscale.corpus.prepare.joins import NEIGHBOURS
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.work import make_stage

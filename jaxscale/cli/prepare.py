@@ -15,8 +15,8 @@ from jaxscale.api.corpora import prepare
 from jaxscale.cli import run_verb
 from jaxscale.command_line import config_values, flag, parse
 from jaxscale.corpus.prepare.config import PrepareConfig
+from jaxscale.corpus.prepare.dedup import Executor
 from jaxscale.corpus.prepare.engine import Plan, make_plan
-from jaxscale.corpus.prepare.joins import Executor
 from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.outcome import rewrite_report
 from jaxscale.corpus.prepare.progress import Progress

@@ -12,7 +12,7 @@ from jaxscale.sampling.serve import open_chat
 from jaxscale.sampling.text import Written, write_texts
 from jaxscale.system.exits import BadInput, put, silence_closed_streams
 from jaxscale.system.redact import printable
-from jaxscale.text.chat.asking import Message
+from jaxscale.text.chat.prompts import Message
 
 PORT = 8643
 

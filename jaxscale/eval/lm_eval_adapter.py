@@ -23,9 +23,9 @@ from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Generator
 from jaxscale.sampling.text import write_texts
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.asking import Asking, open_asking
+from jaxscale.text.chat.prompts import ChatPrompts, open_prompts
 from jaxscale.text.tokenizer.about import find_template
-from jaxscale.text.tokenizer.kept import KeptTokenizer
+from jaxscale.text.tokenizer.saved import SavedTokenizer
 
 NEW_TOKENS = 256  # where a task does not say, as lm-eval's own models have it
 INSTALL = "pip install 'jaxscale[lm_eval]'"
@@ -35,7 +35,7 @@ class Served(NamedTuple):
     """A model with all that lm-eval asks of one."""
 
     reading: Reading
-    kept: KeptTokenizer
+    kept: SavedTokenizer
     scorer: Scorer
     params: Any
     open_generator: Callable[[int, int], Generator]  # (rows, longest text) -> generator, compiled once for each
@@ -57,7 +57,7 @@ def check_installed() -> None:
 
 
 def log_likelihoods(
-    served: Served, pairs: Sequence[tuple[str, str]], asking: Asking | None = None
+    served: Served, pairs: Sequence[tuple[str, str]], asking: ChatPrompts | None = None
 ) -> list[tuple[float, bool]]:
     """(log-likelihood, whether it is what greedy decoding writes) of each continuation of its context.
 
@@ -107,7 +107,7 @@ def wish_of(settings: dict[str, Any]) -> Wish:
 
 
 def generated(
-    served: Served, requests: Sequence[tuple[str, dict[str, Any]]], asking: Asking | None = None
+    served: Served, requests: Sequence[tuple[str, dict[str, Any]]], asking: ChatPrompts | None = None
 ) -> list[str]:
     """The text that the model writes behind each context, by its own settings, without the stop text.
 
@@ -156,7 +156,7 @@ def adapter_class() -> type:
         def __init__(self, served: Served):
             super().__init__()
             self.served = served
-            self.asking: Asking | None = None  # once conversations were written: then every context is one
+            self.asking: ChatPrompts | None = None  # once conversations were written: then every context is one
 
         def loglikelihood(self, requests: list, disable_tqdm: bool = False) -> list[tuple[float, bool]]:
             """As log_likelihoods."""
@@ -193,7 +193,7 @@ def adapter_class() -> type:
 
         def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
             """A conversation as text, to be read by text_ids: only the special tokens of the template are whole."""
-            self.asking = self.asking or open_asking(self.served.kept, datetime.date.today().isoformat())
+            self.asking = self.asking or open_prompts(self.served.kept, datetime.date.today().isoformat())
             return self.asking.text(chat_history, add_generation_prompt)
 
     return JaxscaleLM

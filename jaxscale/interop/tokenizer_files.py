@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.interop.counts import check_end_ids
-from jaxscale.interop.text_begin import begin_with
+from jaxscale.interop.post_processor import begin_with
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.about import GENERATION, NO_BOS, NOTE, SPECIAL, TEMPLATE, About, begin_tokens, token_text
@@ -20,9 +20,9 @@ from jaxscale.text.tokenizer.about import SETTINGS as CONFIG
 from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names, faults_of
 from jaxscale.text.tokenizer.bytes import EOS_ID
 from jaxscale.text.tokenizer.fitting import fits, tell_beyond
-from jaxscale.text.tokenizer.kept import FOLDER
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.text.tokenizer.probe import probes
+from jaxscale.text.tokenizer.saved import FOLDER
 from jaxscale.text.tokenizer.split import byte_alphabet
 
 FAST, MODELS, WORDPIECE = "tokenizer.json", ("tokenizer.model", "spiece.model"), "vocab.txt"

@@ -35,7 +35,7 @@ from jaxscale.sharding.shardings import put_rows, replicated
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import redacted
-from jaxscale.text.tokenizer.kept import keep_tokenizer
+from jaxscale.text.tokenizer.saved import save_tokenizer
 from jaxscale.training.autopilot import Pilot
 from jaxscale.training.feed import Feed
 from jaxscale.training.injected import corrupt_batches
@@ -153,7 +153,7 @@ def open_writer(folder: RunFolder, start: Start, record: dict[str, Any]) -> tupl
     if primary:
         written(lambda: paths.write_json(path / "config.json", record), path)
         if corpus.tokenizer is not None:
-            written(lambda: keep_tokenizer(corpus.tokenizer, path, corpus.chat), path)
+            written(lambda: save_tokenizer(corpus.tokenizer, path, corpus.chat), path)
     facts = services.ledger.take_up(path) if services.ledger and primary else {}  # before records are dropped
     diagnosis = None
     if primary and cfg.monitor.health.on:

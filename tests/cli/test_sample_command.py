@@ -20,8 +20,8 @@ from jaxscale.sampling.generator import Timing
 from jaxscale.sampling.text import Written
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.kept import keep_tokenizer
 from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.saved import save_tokenizer
 
 written, told = functools.partial(verbs.printed, sample), functools.partial(verbs.told, sample)
 
@@ -95,7 +95,7 @@ def chat_workdir(workdir, tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat") / "run"
     shutil.copytree(workdir, folder)
     tokenizer = load_tokenizer("bytes")
-    keep_tokenizer(tokenizer, folder, load_template(tokenizer, ChatConfig()).note)
+    save_tokenizer(tokenizer, folder, load_template(tokenizer, ChatConfig()).note)
     return str(folder)
 
 

@@ -23,11 +23,11 @@ from jaxscale.eval.scorer import Span
 from jaxscale.eval.text import Reading
 from jaxscale.inference import make_generator, make_scorer, open_model
 from jaxscale.sampling.config import GREEDY, Sampling
-from jaxscale.text.chat.asking import open_asking
+from jaxscale.text.chat.prompts import open_prompts
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.kept import keep_tokenizer
 from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.saved import save_tokenizer
 
 CONTEXT = 32
 
@@ -36,7 +36,7 @@ CONTEXT = 32
 def served(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     made_model.make_workdir(folder, scale=3.0)
-    keep_tokenizer(load_tokenizer("bytes"), folder, load_template(load_tokenizer("bytes"), ChatConfig()).note)
+    save_tokenizer(load_tokenizer("bytes"), folder, load_template(load_tokenizer("bytes"), ChatConfig()).note)
     model = open_model(str(folder), say=lambda line: None)
     reading = Reading.of(model.kept.tokenizer, CONTEXT)
     open_generator = functools.cache(lambda rows, longest: make_generator(model, batch=rows, longest=longest))
@@ -88,7 +88,7 @@ ASKED = [*b"<|im_start|>user\na<|endoftext|>", 256, *b"<|im_start|>assistant"]
 
 
 def test_the_special_tokens_of_a_chat_template_are_ids_and_those_that_a_task_has_written_are_text(served):
-    asking, reading = open_asking(served.kept, "2026-11-22"), served.reading._replace(begin_ids=(256,))
+    asking, reading = open_prompts(served.kept, "2026-11-22"), served.reading._replace(begin_ids=(256,))
     written = asking.text([QUESTION], True)
     pair = encode_pair(reading, written, "b<|endoftext|>", asking.text_ids)
     assert pair.ids.tolist() == [*ASKED, *b"\nb<|endoftext|>"]  # what begins a text is the template's to write

@@ -10,7 +10,7 @@ from jaxscale.cli import convert
 from jaxscale.interop import tokenizer_files
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.kept import open_kept
+from jaxscale.text.tokenizer.saved import open_saved
 
 pytestmark = pytest.mark.fault("H17")
 ABSURD = 10**9
@@ -122,7 +122,7 @@ def test_an_odd_end_in_a_work_folder_is_one_line(tmp_path, found):
     assert bring_in(tmp_path / "hf", tmp_path / "run") == 0
     (tmp_path / "run" / "tokenizer" / "generation_config.json").write_text(json.dumps({"eos_token_id": found}))
     with pytest.raises(BadInput, match="generation_config.json: eos_token_id=.* must be an id, or a list of ids"):
-        open_kept(tmp_path / "run", {})
+        open_saved(tmp_path / "run", {})
 
 
 def test_an_export_of_a_broken_tokenizer_is_one_line(tmp_path):

@@ -12,8 +12,8 @@ from jaxscale.interop import tokenizer_files
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.about import find_template, read_about
-from jaxscale.text.tokenizer.kept import keep_tokenizer, open_kept
 from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
 
 pytestmark = pytest.mark.fault("H15")
 SECRET = "the content of a file of this machine"
@@ -134,14 +134,14 @@ def test_a_work_folder_that_came_from_elsewhere_is_not_followed_either(tmp_path,
     """Neither by what reads its tokenizer, nor by an export, which would send it on."""
     source = with_tokenizer(tmp_path / "hf", config=SMALL)
     run = tmp_path / "run"
-    keep_tokenizer(load_tokenizer(str(source / "tokenizer.json")), run)
+    save_tokenizer(load_tokenizer(str(source / "tokenizer.json")), run)
     if linked == "file":
         (run / "tokenizer" / "chat_template.jinja").symlink_to(outside(tmp_path))
     else:
         (run / "tokenizer").rename(tmp_path / "home")
         (run / "tokenizer").symlink_to(tmp_path / "home")
     with pytest.raises(BadInput, match="leads out of"):
-        find_template(open_kept(run, {}).about)
+        find_template(open_saved(run, {}).about)
     with pytest.raises(BadInput, match="leads out of"):
         tokenizer_files.of_run(run, {"config": {}})
 
@@ -151,7 +151,7 @@ def test_a_tokenizer_s_neighbours_are_not_copied_into_a_run_through_links(tmp_pa
     tokenizer = load_tokenizer(str(source / "tokenizer.json"))
     (source / "chat_template.jinja").symlink_to(outside(tmp_path))
     with pytest.raises(BadInput, match="leads out of its folder"):
-        keep_tokenizer(tokenizer, tmp_path / "run")
+        save_tokenizer(tokenizer, tmp_path / "run")
     assert not (tmp_path / "run" / "tokenizer" / "chat_template.jinja").exists()
 
 
@@ -202,11 +202,11 @@ def test_a_tokenizer_that_a_person_names_may_be_a_link_to_anywhere(tmp_path, kin
         link.symlink_to(tmp_path / "store" / "abc")
     else:
         link.symlink_to(real)
-    keep_tokenizer(load_tokenizer(str(link)), tmp_path / "run")
-    kept = open_kept(tmp_path / "run", {})
+    save_tokenizer(load_tokenizer(str(link)), tmp_path / "run")
+    kept = open_saved(tmp_path / "run", {})
     found = find_template(kept.about)
     assert kept.tokenizer.encode("a").tolist() == [97] and (found and found[0]) == expected
-    assert open_kept(tmp_path / "none", {}, named=str(link)).tokenizer.name == str(link)
+    assert open_saved(tmp_path / "none", {}, named=str(link)).tokenizer.name == str(link)
 
 
 def test_a_work_folder_s_tokenizer_is_no_link_out_when_it_is_named_either(tmp_path):

@@ -10,10 +10,10 @@ from trained_tokenizers import SENTENCES, TEXT, make_tokenizers
 
 from jaxscale.cli import convert
 from jaxscale.interop import tokenizer_files
-from jaxscale.interop.text_begin import begin_with
+from jaxscale.interop.post_processor import begin_with
 from jaxscale.text.tokenizer.bpe import train_bpe
-from jaxscale.text.tokenizer.kept import keep_tokenizer, open_kept
 from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_an_export_of_a_tuned_model_begins_texts_so_too_and_ends_them_as_before(
     if with_config:
         (tmp_path / "from/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>", "extra": 1}')
     tokenizer = load_tokenizer(str(tmp_path / "from/tokenizer.json"), bos_token=bos_token)
-    keep_tokenizer(tokenizer, tmp_path / "run")
+    save_tokenizer(tokenizer, tmp_path / "run")
     texts = tokenizer_files.of_run(tmp_path / "run", run_with(tokenizer.name, bos_token=bos_token))
     theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
     plain, end = tokenizer.encode("mesh").tolist(), ids["<|endoftext|>"]
@@ -94,7 +94,7 @@ def test_what_the_config_says_over_the_tokenizer_follows_the_run_too(tmp_path, s
     about = {"eos_token": "<|endoftext|>", "bos_token": "<|a|>", "add_bos_token": said}
     (tmp_path / "from/tokenizer_config.json").write_text(json.dumps(about))
     tokenizer = load_tokenizer(str(tmp_path / "from/tokenizer.json"), bos_token=bos_token)
-    keep_tokenizer(tokenizer, tmp_path / "run")
+    save_tokenizer(tokenizer, tmp_path / "run")
     texts = tokenizer_files.of_run(tmp_path / "run", run_with(tokenizer.name, bos_token=bos_token))
     assert json.loads(texts.files["tokenizer_config.json"]) == about | {"add_bos_token": not said}
     theirs = tokenizers.Tokenizer.from_str(texts.files["tokenizer.json"].decode())
@@ -149,7 +149,7 @@ def test_files_come_along_both_ways_as_they_are(tmp_path):
     data = json.loads((tmp_path / "run" / "config.json").read_text())["config"]["data"]
     assert data["tokenizer"] == str(tmp_path / "run" / "tokenizer" / "tokenizer.json")
     assert load_tokenizer(data["tokenizer"]).eos_token == "<|eot|>"
-    assert open_kept(tmp_path / "run", {}).stop_ids == (399, 2)
+    assert open_saved(tmp_path / "run", {}).stop_ids == (399, 2)
     assert convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]) == 0
     for name in (*texts, "tokenizer.json"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
@@ -161,7 +161,7 @@ def test_a_folder_without_generation_config_stops_at_the_ends_of_its_config_json
     (tmp_path / "hf" / "tokenizer.json").write_bytes(made["bpe"].read_bytes())
     assert convert.main([f"--from={tmp_path / 'hf'}", f"--workdir={tmp_path / 'run'}"]) == 0
     learned = load_tokenizer(str(made["bpe"])).eos_id
-    assert open_kept(tmp_path / "run", {}).stop_ids == (learned, 7, 9)
+    assert open_saved(tmp_path / "run", {}).stop_ids == (learned, 7, 9)
     assert convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}"]) == 0
     generation = json.loads((tmp_path / "out" / "generation_config.json").read_text())
     assert generation == {"bos_token_id": 1, "eos_token_id": [7, 9]}

@@ -8,7 +8,7 @@ import pytest
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat import confined
-from jaxscale.text.chat.confined import TemplateProcess, compile_template
+from jaxscale.text.chat.sandbox import TemplateProcess, compile_template
 
 pytest.importorskip("jinja2", reason="the extra chat")
 pytestmark = pytest.mark.fault("H17")

@@ -11,8 +11,8 @@ from jaxscale.cli import prepare
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.text.tokenizer.bpe import train_bpe
-from jaxscale.text.tokenizer.kept import keep_tokenizer, open_kept
 from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
 
 NAME = "<|im_start|>"
 
@@ -70,8 +70,8 @@ def test_each_document_begins_so_the_first_token_of_a_text_is_learned_and_the_wo
     assert START not in batch.targets[batch.weights > 0]
     first = corpus.tokenizer.encode("hi")[0]
     assert (batch.targets[(batch.tokens == START) & (batch.weights > 0)] == first).all()
-    keep_tokenizer(corpus.tokenizer, tmp_path / "run")
-    assert open_kept(tmp_path / "run", {}).tokenizer.begin_ids == (START,)
+    save_tokenizer(corpus.tokenizer, tmp_path / "run")
+    assert open_saved(tmp_path / "run", {}).tokenizer.begin_ids == (START,)
     without = open_corpus(tmp_path, files=str(texts), tokenizer=path, bos_token="none")
     assert START not in without.batches(4).batch(0).tokens and "begin with" not in without.summary
     assert without.fingerprint != corpus.fingerprint
@@ -127,15 +127,15 @@ def test_a_recipe_with_a_begin_that_its_tokenizer_does_not_have_is_refused_befor
 
 def test_a_note_of_before_opens_its_tokenizer_and_another_file_does_not(tmp_path):
     tokenizer = load_tokenizer(folder_of(tmp_path, bos_token=NAME, add_bos_token=True))
-    keep_tokenizer(tokenizer, tmp_path / "run")
+    save_tokenizer(tokenizer, tmp_path / "run")
     note = tmp_path / "run/tokenizer/jaxscale.json"
     bare = load_tokenizer(tokenizer.name, bos_token="none").fingerprint  # as it was when it knew no beginning
     note.write_text(json.dumps(json.loads(note.read_text()) | {"fingerprint": bare, "files": {}}))
-    assert open_kept(tmp_path / "run", {}).tokenizer.begin_ids == (START,)
+    assert open_saved(tmp_path / "run", {}).tokenizer.begin_ids == (START,)
     file = tmp_path / "run/tokenizer/tokenizer.json"
     file.write_text(file.read_text().replace(NAME, "<|im_begin|>"))
     with pytest.raises(ValueError, match="is not the tokenizer that the run was trained with"):
-        open_kept(tmp_path / "run", {})
+        open_saved(tmp_path / "run", {})
 
 
 def test_conversations_follow_the_setting_too(tmp_path):

@@ -9,8 +9,8 @@ import pytest
 from jaxscale.cli import prepare
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
-from jaxscale.text.tokenizer.kept import keep_tokenizer, open_kept
 from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
 
 DOCUMENT, START, TURN = 257, 258, 259  # the ids of chat_tokenizers.SPECIALS
 
@@ -74,8 +74,8 @@ def test_a_row_learns_the_end_that_the_model_stops_at(tmp_path, name, record):
     learned = row.targets[row.weights > 0]
     assert (learned == TURN).any() and DOCUMENT not in learned
     assert "documents end with <|im_end|>" in corpus.summary
-    keep_tokenizer(corpus.tokenizer, tmp_path / "run", corpus.chat)
-    assert open_kept(tmp_path / "run", {}).stop_ids == (TURN,)
+    save_tokenizer(corpus.tokenizer, tmp_path / "run", corpus.chat)
+    assert open_saved(tmp_path / "run", {}).stop_ids == (TURN,)
     # who trains on with what the run kept goes on with the same end
     assert load_tokenizer(str(tmp_path / "run/tokenizer/tokenizer.json")).fingerprint == corpus.tokenizer.fingerprint
     assert open_corpus(tmp_path, **said, eos_token="<|endoftext|>").tokenizer.eos_id == DOCUMENT
@@ -99,9 +99,9 @@ def test_text_among_conversations_begins_as_prompts_do_whatever_file_it_is_in(tm
 
 def test_a_run_that_was_told_another_end_hands_it_on_with_its_tokenizer(tmp_path):
     told = load_tokenizer(folder_of(tmp_path, eos_token="<|im_end|>"), "<|endoftext|>")
-    keep_tokenizer(told, tmp_path / "run")
+    save_tokenizer(told, tmp_path / "run")
     assert load_tokenizer(str(tmp_path / "run/tokenizer/tokenizer.json")).eos_id == DOCUMENT
-    assert open_kept(tmp_path / "run", {}).stop_ids == (DOCUMENT,)
+    assert open_saved(tmp_path / "run", {}).stop_ids == (DOCUMENT,)
 
 
 def test_shards_keep_the_end_though_they_lie_without_the_file_that_named_it(tmp_path):

@@ -15,15 +15,15 @@ import apache_beam as beam
 import numpy as np
 from apache_beam.options.pipeline_options import PipelineOptions
 
+from jaxscale.corpus.prepare.dedup import NEIGHBOURS
 from jaxscale.corpus.prepare.join import group_pairs, item_numbers, open_array, save_whole, signature_reader, verified
-from jaxscale.corpus.prepare.joins import NEIGHBOURS
 from jaxscale.data.verified import remove
 
 PAIRS_IN_FILE = (1 << 10, 1 << 17)  # fewest and most, but for the last
 
 
 class BeamExecutor(contextlib.AbstractContextManager):
-    """A Beam runner as an executor; see joins.Executor."""
+    """A Beam runner as an executor; see dedup.Executor."""
 
     def __init__(self, runner: str, flags: Sequence[str]):
         self.options = lambda: PipelineOptions([f"--runner={runner}", *flags])

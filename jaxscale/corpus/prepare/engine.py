@@ -16,9 +16,9 @@ from jaxscale.corpus.curate.evaluation import matching
 from jaxscale.corpus.prepare import fertility
 from jaxscale.corpus.prepare.blocks import read_table
 from jaxscale.corpus.prepare.config import PrepareConfig, TokenizerConfig
+from jaxscale.corpus.prepare.dedup import Executor, cluster_facts, find_duplicates
 from jaxscale.corpus.prepare.done import mark_done, read_done
 from jaxscale.corpus.prepare.gather import ShardCall, move_out, num_shards, write_shard
-from jaxscale.corpus.prepare.joins import Executor, cluster_facts, find_duplicates
 from jaxscale.corpus.prepare.outcome import rewrite_report, versions, write_outcome
 from jaxscale.corpus.prepare.passes import Pass, plan_passes
 from jaxscale.corpus.prepare.progress import Progress

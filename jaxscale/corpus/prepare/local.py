@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
-from jaxscale.corpus.prepare.joins import local_pair_calls, write_pairs
+from jaxscale.corpus.prepare.dedup import local_pair_calls, write_pairs
 from jaxscale.system.exits import BadInput
 
 WATCH_SECONDS = 1.0
@@ -21,7 +21,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_
 
 
 class LocalExecutor:
-    """All cores of this machine, or as many processes as are wanted; see joins.Executor. To be closed."""
+    """All cores of this machine, or as many processes as are wanted; see dedup.Executor. To be closed."""
 
     def __init__(self, workers: int):
         self.workers = workers

@@ -29,9 +29,9 @@ from jaxscale.corpus.curate.substring import make_substring
 from jaxscale.corpus.curate.toxicity import make_toxicity
 from jaxscale.corpus.prepare.blocks import cut, from_table, read_table, to_table, write_table
 from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
+from jaxscale.corpus.prepare.dedup import apply_joins, sketch_path, write_sketches
 from jaxscale.corpus.prepare.done import mark_done, read_done
 from jaxscale.corpus.prepare.join import signatures_path
-from jaxscale.corpus.prepare.joins import apply_joins, sketch_path, write_sketches
 from jaxscale.corpus.prepare.passes import Pass
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import tokenise_block

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.confined import compile_template
+from jaxscale.text.chat.sandbox import compile_template
 from jaxscale.text.config import ChatConfig
 from jaxscale.text.sources.part import missing_package
 from jaxscale.text.tokenizer.about import About, beside, find_template, read_about, read_source
@@ -35,7 +35,7 @@ class ChatTemplate(NamedTuple):
 
     @property
     def note(self) -> dict[str, Any]:
-        """What keep_tokenizer keeps of it, so that whoever asks the model writes as it was trained."""
+        """What save_tokenizer keeps of it, so that whoever asks the model writes as it was trained."""
         told = {"template": self.source, "variables": dict(self.variables), "today": self.today}
         return told | {"fingerprint": self.fingerprint}
 

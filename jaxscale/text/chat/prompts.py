@@ -11,14 +11,14 @@ from jaxscale.text.chat.spans import marked_spans, pieces_of, write_prompt
 from jaxscale.text.chat.template import ChatTemplate, compiled
 from jaxscale.text.config import ChatConfig
 from jaxscale.text.tokenizer.about import find_template
-from jaxscale.text.tokenizer.kept import KeptTokenizer
+from jaxscale.text.tokenizer.saved import SavedTokenizer
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else the template knows
 WORD = "answer"
 MARK = GUARDS[0]
 
 
-class Asking(NamedTuple):
+class ChatPrompts(NamedTuple):
     """How conversations are put to a model."""
 
     ids: Callable[[Sequence[Message]], list[int]]  # BadInput where the template refuses the messages
@@ -27,7 +27,7 @@ class Asking(NamedTuple):
     stop_ids: tuple[int, ...]  # each ends the model's turn
 
 
-def open_asking(kept: KeptTokenizer, today: str) -> Asking:
+def open_prompts(kept: SavedTokenizer, today: str) -> ChatPrompts:
     """How the model of this tokenizer is asked: as its run wrote conversations, or as the folder's template does.
 
     today: YYYY-MM-DD, for a template that asks for the date, unless the run has noted another.
@@ -56,7 +56,7 @@ def open_asking(kept: KeptTokenizer, today: str) -> Asking:
 
     ends = tuple(tokenizer.special_ids[name] for name in turn_end(template, guard))
     text = lambda messages, answer: written_text(messages, answer, template, guard)
-    return Asking(ids, text, text_ids, tuple(dict.fromkeys((*kept.stop_ids, *ends))))
+    return ChatPrompts(ids, text, text_ids, tuple(dict.fromkeys((*kept.stop_ids, *ends))))
 
 
 def written_text(messages: Sequence[Message], answer: bool, template: ChatTemplate, guard: Guard) -> str:

@@ -35,7 +35,7 @@ BESIDE = (NOTE, SETTINGS, GENERATION, TEMPLATE, SPECIAL)
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptTokenizer:
+class SavedTokenizer:
     """A tokenizer and what its folder says of texts."""
 
     tokenizer: Tokenizer
@@ -43,8 +43,8 @@ class KeptTokenizer:
     about: About = About(None)
 
 
-def keep_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] | None = None) -> None:
-    """Writes WORKDIR/tokenizer/: the tokenizer's files, and what open_kept reads them by; not again if it is there.
+def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] | None = None) -> None:
+    """Writes WORKDIR/tokenizer/: the tokenizer's files, and what open_saved reads them by; not again if it is there.
 
     chat: how conversations were written, if the run is trained on any: ChatTemplate.note.
     """
@@ -86,9 +86,9 @@ def check_noted(about: About, folder: Path) -> None:
             raise BadInput(f"{path} is not the file that the run has kept; bring that one back")
 
 
-def open_kept(
+def open_saved(
     workdir: Any, data: Mapping[str, Any], *, converted: bool = False, named: str = ""
-) -> KeptTokenizer | None:
+) -> SavedTokenizer | None:
     """The tokenizer of a work folder; None where neither the folder nor the settings know one.
 
     data: the run's settings of that name: for a folder without a tokenizer of its own, `tokenizer` names one.
@@ -115,15 +115,15 @@ def open_kept(
     return opened(name, data.get("eos_token") or "", data.get("bos_token", NO_BOS))
 
 
-def opened(name: str, eos_token: str, bos_token: str) -> KeptTokenizer:
+def opened(name: str, eos_token: str, bos_token: str) -> SavedTokenizer:
     """The tokenizer of this name, with what lies beside it."""
     tokenizer = load_tokenizer(name, eos_token, bos_token)
     about = read_about(beside(tokenizer))
-    return KeptTokenizer(tokenizer, end_ids(tokenizer, about), about)
+    return SavedTokenizer(tokenizer, end_ids(tokenizer, about), about)
 
 
-def read_folder(folder: Path) -> KeptTokenizer:
-    """The tokenizer in a local folder. Raises BadInput as open_kept does."""
+def read_folder(folder: Path) -> SavedTokenizer:
+    """The tokenizer in a local folder. Raises BadInput as open_saved does."""
     about = read_about(folder)
     check_noted(about, folder)
     if about.note.get("name") == "bytes":
@@ -139,7 +139,7 @@ def read_folder(folder: Path) -> KeptTokenizer:
         older = lambda: load_tokenizer(str(folder / name), bos_token=NO_BOS).fingerprint
         if noted != tokenizer.fingerprint and noted != older():
             raise BadInput(f"{folder / name} is not the tokenizer that the run was trained with; bring that one back")
-    return KeptTokenizer(tokenizer, end_ids(tokenizer, about), about)
+    return SavedTokenizer(tokenizer, end_ids(tokenizer, about), about)
 
 
 def local_copy(folder: Any) -> Path | None:
