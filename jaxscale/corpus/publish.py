@@ -1,4 +1,4 @@
-"""A prepared set copied from a local folder into a bucket, its manifest last."""
+"""Copies a prepared set from a local folder to a bucket, the manifest last."""
 
 import base64
 import hashlib

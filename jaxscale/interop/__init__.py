@@ -1,1 +1,1 @@
-"""Models of other tools in and out."""
+"""Imports and exports of Hugging Face models, PEFT adapters and tokenizers."""

@@ -1,4 +1,4 @@
-"""adapter_config.json of PEFT (huggingface.co/docs/peft): which matrices have an adapter, of which rank and scale.
+"""PEFT's adapter_config.json (huggingface.co/docs/peft): target modules, rank and scale.
 
 What PEFT would compute by it and we do not is refused by name.
 """

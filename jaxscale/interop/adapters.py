@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT keeps them: added to the matrices of their model, kept beside them, or written from a run's.
+"""PEFT LoRA adapters: merged into their base model, loaded beside it, or exported from a run.
 
 PEFT has A [rank, in] and B [out, rank] of a matrix; ours are their transposes, over the same axes as the matrix.
 Where one matrix of theirs is several of ours (GPT-2's queries, keys and values) its A serves each of these, and those

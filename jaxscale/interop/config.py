@@ -1,4 +1,4 @@
-"""When a run writes its weights for other tools, and in what form."""
+"""Settings of periodic exports of a run."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Numbers of a config.json, held against the tensors that are there before anything is made of them."""
+"""Checks the sizes in a config.json against the tensors before anything is allocated."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""The weights of a checkpoint of ours as a folder that transformers reads, written while one tensor is in memory.
+"""Exports a checkpoint as a folder that transformers loads, with one tensor in memory at a time.
 
 config.json is written last: a folder without one is not finished. What is read is compared with the fingerprints that
 were taken when it was saved, before that.
@@ -43,7 +43,7 @@ KEEPS = dict(params="", ema="; train.ema.decay keeps one")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """What is exported: one step of a run."""
+    """The step of a run that is exported."""
 
     folder: Any  # of the step
     record: Mapping[str, Any]
@@ -205,12 +205,12 @@ def open_leaves(source: Source) -> Leaves:
     """The arrays. Raises Stop (CHECKPOINT_CORRUPT) if their index cannot be read, (STORAGE) if it cannot be reached."""
     try:
         return Leaves(source.folder)
-    except Exception as error:  # whatever TensorStore makes of spoilt bytes
+    except Exception as error:  # whatever TensorStore raises for corrupted bytes
         raise unreadable(source, "its index", error) from None
 
 
 def unreadable(source: Source, what: str, error: Exception) -> Stop:
-    """The error for what cannot be read."""
+    """The error for an array or index that cannot be read."""
     code = Exit.STORAGE if is_trouble(error) else Exit.CHECKPOINT_CORRUPT
     return Stop(code, f"{source.folder}: {what} cannot be read: {short_cause(error)}; export another step")
 
@@ -236,7 +236,7 @@ def write_tensor(
     for name in pair.ours:
         try:
             part, mark = leaves.read(f"{source.what}/{name}", pair.layer, dtype)
-        except Exception as error:  # whatever TensorStore makes of spoilt bytes
+        except Exception as error:  # whatever TensorStore raises for corrupted bytes
             raise unreadable(source, f"{source.what}/{name}", error) from None
         parts.append(part)
         sums[name] = (sums.get(name, 0) + mark) % 2**32

@@ -1,4 +1,4 @@
-"""Folders from and to the Hugging Face Hub. The token comes from the environment alone, and is written nowhere."""
+"""Downloads from and uploads to the Hugging Face Hub. The token is read from the environment alone."""
 
 import dataclasses
 import importlib.util

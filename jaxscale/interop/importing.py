@@ -1,4 +1,4 @@
-"""Hugging Face tensors as a checkpoint of ours: step 0 of a new work folder, written while one tensor is in memory.
+"""Imports Hugging Face tensors as step 0 of a new work folder, with one tensor in memory at a time.
 
 It is complete or not a step at all: arrays, record and lists of files lie in a folder that counts for nothing until
 one act commits it, as when training saves. A killed conversion goes on where its journal says.

@@ -1,4 +1,4 @@
-"""What is brought in: a model of Hugging Face's, as it is or with an adapter of PEFT's, merged or kept beside it."""
+"""Opens what is imported: a Hugging Face model, with a PEFT adapter merged or kept beside it."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ from jaxscale.system.exits import BadInput
 
 @dataclasses.dataclass(frozen=True)
 class Incoming:
-    """All that is known before a tensor is read."""
+    """Everything known about an import before a tensor is read."""
 
     name: str  # of the model's folder
     family: Family

@@ -1,4 +1,4 @@
-"""What a conversion has done so far, written beside what it makes, so that a killed one goes on and repeats nothing."""
+"""The progress journal of a conversion, so that an interrupted one resumes and repeats nothing."""
 
 import fcntl
 import os

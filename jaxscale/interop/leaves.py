@@ -1,4 +1,4 @@
-"""One layer of an array of a checkpoint, read without the others, as one number type, in little memory.
+"""Reads one layer of an array of a checkpoint without the other layers, in little memory.
 
 Training writes an array in pieces that hold the same part of every layer. TensorStore reads a piece whole; here only
 the bytes of the layer are read from the file that holds them, which the index tells: pieces are not compressed.

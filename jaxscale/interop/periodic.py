@@ -1,7 +1,7 @@
-"""Exports while a run trains: a process of its own for each, so that no step waits and no failure reaches the run.
+"""Periodic exports during training: each in a process of its own, so that no step waits and no failure stops the run.
 
-It reads the committed checkpoint from its files, on the CPU, as anybody could. The step is pinned meanwhile, lest the
-run remove it; the pin says that it is an export's, so that a run that was killed takes it up, or away, when it goes on.
+It reads the committed checkpoint from its files, on the CPU. The step is pinned meanwhile, so that the run keeps it;
+the pin says that it is an export's, so that a resumed run finishes the export, or removes the pin.
 """
 
 import contextlib
@@ -131,7 +131,7 @@ class Exporter:
             paths.write_text_atomic(mark, OURS)
 
     def unpin(self, step: int) -> None:
-        """Lets the step go, unless it is pinned by somebody else."""
+        """Unpins the step, unless another process has pinned it."""
         with contextlib.suppress(Exception):  # it stays pinned, and the next start sees to it
             if self.mark(step).read_text() == OURS:
                 fence.ask(self.mark(step))

@@ -1,4 +1,4 @@
-"""Which tensors are read together, and in what pieces our arrays are written: layer by layer, small ones in groups.
+"""Chunk shapes of imported arrays, and which tensors are read together.
 
 A piece is what a restore reads at once, on whatever mesh: it lies in one layer, or holds some whole layers of a small
 array, so that a device that wants a part of an array reads little else, and a bucket is not asked a thousand times.
@@ -47,7 +47,7 @@ def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
 
 
 def piece_shape(shape: Sequence[int], num_bytes: int = PIECE_BYTES) -> tuple[int, ...]:
-    """Of the pieces of an array: its longest axis is halved until a piece has at most so many bytes.
+    """Of the pieces of an array: its longest axis is halved until a piece has at most num_bytes.
 
     Halves of axes are what meshes divide them into, so that a device rarely reads more than its own part.
     """

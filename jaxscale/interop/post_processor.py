@@ -1,4 +1,4 @@
-"""How a tokenizer.json begins texts: its post-processor, read and changed."""
+"""The post-processor of a tokenizer.json: which special tokens begin a text."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""Any bytes of a file, on a disk or in a bucket, read into memory that is there already."""
+"""Byte ranges of a file, on disk or in a bucket, read into a given buffer."""
 
 import concurrent.futures
 import dataclasses

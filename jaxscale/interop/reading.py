@@ -1,4 +1,4 @@
-"""A folder with a Hugging Face model: its config.json and the safetensors files that its index names."""
+"""Opens the folder of a Hugging Face model: config.json and the safetensors files of its index."""
 
 import dataclasses
 import hashlib

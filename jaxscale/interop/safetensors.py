@@ -1,4 +1,4 @@
-"""The safetensors format: 8 bytes with the header's length, a JSON header, then the tensors' bytes without a gap.
+"""The safetensors format: the header's length in 8 bytes, a JSON header, and the tensors' bytes without gaps.
 
 Described at github.com/huggingface/safetensors (README, "Format"). Nothing in a file is run or trusted: every dtype,
 shape and offset is compared with all others and with the file's size before a tensor is read.

@@ -1,4 +1,4 @@
-"""Files that grow from front to back and appear whole: on a disk under another name, in a bucket by chunks."""
+"""The safetensors files of an export, written front to back and published atomically, on disk or in a bucket."""
 
 import base64
 import contextlib
@@ -33,7 +33,7 @@ class Shard:
 
 
 def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS) -> list[Shard]:
-    """The files: tensors in order, up to so many bytes of them in each; a larger tensor has a file of its own.
+    """The files: tensors in order, up to shard_bytes in each; a larger tensor has a file of its own.
 
     Args: single: the name of a file that holds all.
     """

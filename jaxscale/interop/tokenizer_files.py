@@ -1,4 +1,4 @@
-"""The files of a tokenizer, in and out: copied as they came, or made of one of ours so that transformers loads it.
+"""Tokenizer files, imported as they came, or exported so that transformers loads them.
 
 They lie in WORKDIR/tokenizer. A tokenizer that was trained here becomes a tokenizer.json with a tokenizer_config.json
 beside it, which AutoTokenizer reads; it is compared with ours on texts before it is written.
@@ -69,7 +69,7 @@ def bring_in(files: Mapping[str, bytes], workdir: Any) -> None:
 
 
 def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> list[str]:
-    """Lines on the tokenizer among the files. Raises BadInput if a model with so many ids cannot use it."""
+    """Lines on the tokenizer among the files. Raises BadInput if a model with vocab_size ids cannot use it."""
     check_end_ids(read_object(files.get(GENERATION, b"")), vocab_size, str(folder / GENERATION))
     if (main := main_file(files)) is None:
         return []

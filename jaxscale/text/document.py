@@ -1,4 +1,4 @@
-"""A document on its way from raw text to shards, and what a stage of the preparation says of it."""
+"""A document on its way from raw text to shards, and the outcome of a preparation stage for it."""
 
 import dataclasses
 import functools

@@ -258,7 +258,7 @@ def test_a_packed_file_that_is_cut_short_is_named_or_counted(tmp_path, codec):
     path.write_bytes(content)
     assert len(read(path)[0]) == 50_000
     path.write_bytes(content[: len(content) * 4 // 5])
-    way_out = "fetch it anew, or set damaged='skip'"
+    way_out = "fetch it again, or set damaged='skip'"
     with pytest.raises(ValueError, match=f"{path.name} is cut short after .* unpacked bytes, .*; {way_out}"):
         read(path)
     documents, skipped = read(path, damaged="skip")

@@ -1,1 +1,1 @@
-"""Curation: which documents and lines are kept, by rules that are pure functions over documents."""
+"""Curation stages: filters, edits and deduplication sketches, each a pure function of documents."""

@@ -1,4 +1,4 @@
-"""C4's rules (Raffel et al., arXiv:1910.10683, section 2.2): keeps the lines of a page that are sentences.
+"""C4's filter (Raffel et al., arXiv:1910.10683, section 2.2): keeps the lines of a page that are sentences.
 
 Where the paper leaves a choice, its published code decides:
 https://github.com/tensorflow/datasets/blob/master/tensorflow_datasets/text/c4_utils.py
@@ -100,7 +100,7 @@ def c4_outcome(document: Document, cfg: C4Config, bad_words: re.Pattern[str] | N
 
 
 def has_sentences(lines: Sequence[str], least: int) -> bool:
-    """Whether the lines have at least so many sentences; a line that is not blank has one, however it ends."""
+    """Whether the lines have at least `least` sentences; a line that is not blank has one, however it ends."""
     missing = least - sum(not line.isspace() and line != "" for line in lines)
     for line in lines:
         if missing <= 0:

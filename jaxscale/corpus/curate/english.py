@@ -1,4 +1,4 @@
-"""A document's words, split once and shared by all rules of quality: punctuation apart, contractions apart.
+"""English word segmentation shared by all quality filters: punctuation and contractions are split off.
 
 The rules of Gopher, C4 and FineWeb were published with datatrove, whose English words are spaCy's: "don't" is do + n't,
 "state-of-the-art" seven tokens, "(yes)." four. The same split is made here from the rules that spaCy documents

@@ -1,4 +1,4 @@
-"""The word sequences of evaluation files, indexed for a fast search. Items are named FILE:LINE or FILE:ROW, from 1."""
+"""Searchable index of the n-grams in evaluation files. Items are named FILE:LINE or FILE:ROW, from 1."""
 
 import glob
 import os

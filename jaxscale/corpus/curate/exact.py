@@ -1,4 +1,4 @@
-"""Exact duplicates, of whole documents and of lines: what a block brings to the join, and what the join takes from it.
+"""Exact deduplication of documents and of lines: sketches of a block, and what is removed from it.
 
 The first copy in the order of the input is kept. Keys are 64-bit hashes: among n different documents or lines about
 n^2 / 2^65 pairs are taken for copies by chance, that is 0.03 of 1e9 documents and 3 of 1e10 lines.

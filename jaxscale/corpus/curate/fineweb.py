@@ -1,4 +1,4 @@
-"""FineWeb's own rules (Penedo et al., arXiv:2406.17557, section 3.6): lists, menus and lines that were said before."""
+"""FineWeb's filter (Penedo et al., arXiv:2406.17557, section 3.6): lists, menus and duplicate lines."""
 
 from jaxscale.corpus.curate.config import FineWebConfig
 from jaxscale.corpus.curate.repetition import said_again

@@ -1,4 +1,4 @@
-"""Gopher's rules of quality (Rae et al., arXiv:2112.11446, table A1 and section A1.1): is this prose?"""
+"""Gopher's quality filter (Rae et al., arXiv:2112.11446, table A1 and section A1.1)."""
 
 from collections.abc import Sequence
 

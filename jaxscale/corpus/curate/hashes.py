@@ -1,4 +1,4 @@
-"""Hashes of words, word n-grams, lines and whole texts, the same on every machine; what deduplication is made of.
+"""Hashes of words, word n-grams, lines and texts for deduplication, the same on every machine.
 
 A run of characters c_0 c_1 ... hashes to mix(sum V[c_i] * M^i mod 2^64): a polynomial hash (Karp and Rabin, 1987),
 because all runs of a text can then be hashed at once by array operations. It is fast and well spread, but no defence

@@ -1,4 +1,4 @@
-"""Which language a document is in, by py3langid's offline model, stepped for a whole block of documents at once.
+"""Language identification with py3langid's model, vectorized over a block of documents.
 
 The model (Lui and Baldwin, "langid.py", ACL 2012; 97 languages) is a byte automaton whose states emit features, and a
 naive Bayes score over them: log(1 + count) times the feature's log-likelihoods, summed, plus the class priors. The

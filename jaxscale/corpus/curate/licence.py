@@ -1,4 +1,4 @@
-"""Which documents their licence lets in. The field stays with the document, so that the shards can account for it."""
+"""License filter. The license stays with the document, so that shards can account for it."""
 
 import functools
 import re

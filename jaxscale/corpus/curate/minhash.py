@@ -1,4 +1,4 @@
-"""Near duplicates by MinHash: documents whose sets of word n-grams have a large Jaccard similarity.
+"""MinHash sketches for near-duplicates: documents whose n-gram sets have a large Jaccard similarity.
 
 A signature holds, for each of some random orders of all n-grams, the document's smallest one: two documents agree in a
 number with a probability that is their Jaccard similarity J (Broder, 1997). Signatures are cut into bands of rows;

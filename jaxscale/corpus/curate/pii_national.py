@@ -1,4 +1,4 @@
-"""National identity numbers: each country's published form, and its check digit where it has one.
+"""National identity numbers: each country's format and check digit.
 
 Where the proof is weak (a bare row of digits, one check digit), a word such as "SSN" or "Aadhaar" must stand nearby.
 """

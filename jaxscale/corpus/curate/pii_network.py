@@ -1,4 +1,4 @@
-"""E-mail and IP addresses in a text. Both are found from a rare character, so that a text without one costs nothing."""
+"""E-mail and IP addresses, located from a rare character so that other texts cost nothing."""
 
 import ipaddress
 import re

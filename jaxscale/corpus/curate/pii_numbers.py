@@ -1,4 +1,4 @@
-"""Numbers that carry their own proof: payment cards (Luhn's check digit, issuers' ranges) and IBANs (mod 97)."""
+"""Payment cards (Luhn check digit, issuer ranges) and IBANs (mod 97)."""
 
 import re
 from collections.abc import Container, Iterable, Iterator

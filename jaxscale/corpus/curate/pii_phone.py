@@ -1,4 +1,4 @@
-"""Telephone numbers: what is written like one, and what is called one.
+"""Telephone numbers, recognized by their format or by the words around them.
 
 A row of digits is a telephone number by its shape alone if it is written internationally (+ and an assigned country
 code), as in North America (area code and exchange that exist) or with a trunk 0 and in three groups or more. Any other
@@ -41,7 +41,7 @@ DATE = re.compile(
 YEARS = re.compile(r"(?:1[5-9]|20)[0-9]{2}(?:[ /-]{1,3}(?:1[5-9]|20)[0-9]{2})+")
 DOTTED = re.compile(r"[0-9]{1,3}(?:\.[0-9]{1,3}){3}")  # an IP address or a version
 ISBN = re.compile(r"97[89]([ -]?)[0-9](?:[ -]?[0-9]){8}\1[0-9]")
-# Words are looked up in sets: a pattern of a hundred alternatives would be tried anew at every character.
+# Words are looked up in sets: a pattern of a hundred alternatives would be tried again at every character.
 CLOSE_CHARS = 13  # "Phone (private): 467 3395": how far the word that names a number may stand from it
 NEAR_CHARS = 14  # "call 33 93 31": how far a verb may stand from a number of six digits
 

@@ -1,4 +1,4 @@
-"""Text as it should have been: one Unicode form, no control characters, no mojibake, no line of a million characters.
+"""Text repair: one Unicode normal form, no control characters, no mojibake, bounded lines.
 
 Clean text passes three tests that the interpreter makes at memory speed. Only a text that fails one is touched.
 """

@@ -1,4 +1,4 @@
-"""Gopher's rules of repetition (Rae et al., arXiv:2112.11446, table A1): lines, paragraphs, words that are said again.
+"""Gopher's repetition filter (Rae et al., arXiv:2112.11446, table A1): duplicate lines, paragraphs and n-grams.
 
 Two facts keep this cheap for the documents that pass, which are most. A sequence of four words occurs no more often
 than its first two. And each repeated sequence of six to ten words is made of repeated sequences of five: if those cover

@@ -1,4 +1,4 @@
-"""Exact substring duplicates within a block, found by a suffix array and cut but for the first occurrence.
+"""Exact substring deduplication within a block by suffix array; the first occurrence stays.
 
 The method of Lee et al. (arXiv:2107.06499, section 4.1): sort all suffixes; neighbours that share their first K bytes
 are two occurrences of a substring. Of each substring of K bytes that occurs several times, every occurrence but the

@@ -1,4 +1,4 @@
-"""How abusive a text reads, as a score column; dropping by it, or by a list of words, is for those who ask.
+"""Toxicity score column; filtering by it, or by a word list, is optional.
 
 The score is alt-profanity-check's linear model, trained on short comments. On ordinary documents it is above 0.5 for
 9% and above 0.9 for 5%, mostly code and forum text, so that by default nothing is dropped. It takes longer than all

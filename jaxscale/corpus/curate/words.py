@@ -1,4 +1,4 @@
-"""A document's words as arrays: what the rules of quality count, made once for all of them.
+"""Word statistics of documents as arrays, computed once for all quality filters.
 
 Python would need a tenth of a microsecond for each word and again for each thing asked of it. Here the pieces between
 two spaces that are letters or digits with marks before and after, five of six in running text, are cut by arithmetic

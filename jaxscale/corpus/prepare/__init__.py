@@ -1,1 +1,1 @@
-"""Raw files become token shards: stages over blocks of documents, joins between them, and a report of it all."""
+"""Raw files to token shards: stages over blocks of documents, deduplication joins, and a report."""

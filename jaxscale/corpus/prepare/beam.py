@@ -1,4 +1,4 @@
-"""Pieces of work on an Apache Beam runner: Dataflow, Flink, Spark, or the one in this process that tests use.
+"""Runs the tasks of a preparation on Apache Beam: Dataflow, Flink, Spark, or in this process for tests.
 
 The work folder must be one that every worker and this process see under the same path. Pieces are the same functions
 as on one machine, and leave their results in files there, so the set that comes out is the same, byte for byte. The

@@ -1,4 +1,4 @@
-"""Blocks on disk: the documents between two passes of a preparation, as Arrow files that are whole or not there."""
+"""Blocks of documents on disk between passes, as Arrow files written atomically."""
 
 import os
 import pathlib

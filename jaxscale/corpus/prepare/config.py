@@ -1,4 +1,4 @@
-"""Settings of a preparation: the sources, the stages in their order, and what each of them needs."""
+"""Settings of a preparation: sources, stages in order, and the settings of each stage."""
 
 import dataclasses
 import difflib

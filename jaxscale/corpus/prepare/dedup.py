@@ -1,4 +1,4 @@
-"""The joins of a preparation: exact, line and near duplicates, from the sketches of blocks to what each block loses.
+"""Deduplication across blocks: exact, line and near duplicates, from sketches to the documents removed.
 
 work/pass0/000012-00003.near_dedup.npy, .signatures.npy      a block's sketch
 work/joins/0-near_dedup/pairs-00001.npy                      items with a key in common, of one range of keys

@@ -1,4 +1,4 @@
-"""What an earlier process has finished: a `done` file says so, with the sha256 of itself and of every file made.
+"""Completion markers: a `done` file lists the sha256 of itself and of every file that a task wrote.
 
 Whoever is killed leaves no such file, and what has been damaged since is made again.
 """

@@ -1,4 +1,4 @@
-"""The whole of a preparation: passes over the documents, joins between them, shards, and the manifest at the end."""
+"""Runs a preparation: passes over the documents, joins between them, shards, and last the manifest."""
 
 import collections
 import functools
@@ -49,7 +49,7 @@ FORMAT = 1  # raised when the same recipe would give other bytes
 
 
 class Plan(NamedTuple):
-    """What is to be done."""
+    """What a preparation has to do."""
 
     cfg: PrepareConfig
     key: str  # of recipe and input: equal keys, equal output
@@ -120,7 +120,7 @@ def prepare(
 
 
 def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: Executor, progress: Progress) -> None:
-    """Does all the work, and writes the manifest last."""
+    """Runs every pass and join, and writes the manifest last."""
     tally, clusters, blocks = Tally(), [], []
     for number, step in enumerate(plan.passes):
         blocks = run_pass(plan, folder, number, blocks, executor, progress, tally)

@@ -1,4 +1,4 @@
-"""How well a tokenizer fits a text: bytes per token, tokens per word, what it does not know, and what it never uses."""
+"""Tokenizer fertility: bytes per token, tokens per word, unknown tokens and unused vocabulary."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Shards out of tokenised blocks: each takes a range of shuffle keys from every block, in the order of the keys."""
+"""Writes shards from tokenized blocks: each takes a range of shuffle keys from every block."""
 
 import math
 import pathlib
@@ -38,7 +38,7 @@ class ShardCall(NamedTuple):
 
 
 def num_shards(tokens: int, shard_tokens: int) -> int:
-    """How many shards of about shard_tokens hold so many tokens."""
+    """Number of shards of about shard_tokens."""
     return max(1, math.ceil(tokens / shard_tokens))
 
 

@@ -1,4 +1,4 @@
-"""The join over all blocks: items with equal keys, from sorted sketch files on disk, one range of keys at a time.
+"""Sort-merge join over the sketches of all blocks: items with equal keys, one key range at a time.
 
 A block is sketched wherever there is a free process; its file holds (key, item) sorted by key. A partition is a range
 of keys, so it is one slice of every file, and no file is rewritten. What is found depends neither on the number of

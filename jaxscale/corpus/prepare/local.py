@@ -1,4 +1,4 @@
-"""Pieces of work on all cores of this machine, each in a process of its own that ends when we do."""
+"""Runs the tasks of a preparation on all cores of this machine, each in a process that ends with its parent."""
 
 import concurrent.futures
 import itertools

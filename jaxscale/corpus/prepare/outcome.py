@@ -1,4 +1,4 @@
-"""What a preparation leaves beside its shards: report.json, the manifest, and the page made from both."""
+"""Writes report.json, the manifest, and the HTML report of a preparation."""
 
 import contextlib
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""The passes of a preparation: stages between joins, and one more where the tokenizer is trained on what is left."""
+"""Plans the passes of a preparation: stages between joins, and tokenizer training."""
 
 from collections.abc import Sequence
 from typing import Literal, NamedTuple

@@ -1,4 +1,4 @@
-"""One line that says how far a preparation is: documents/s, MB/s, what is dropped, and how long it may still take."""
+"""Progress line of a preparation: documents/s, MB/s, share dropped, and time left."""
 
 import contextlib
 import sys
@@ -14,7 +14,7 @@ LINE_SECONDS = 30.0  # and between two lines where there is none
 
 
 class Progress:
-    """Says what is being done. On a terminal the line is written over, elsewhere there is one every half minute."""
+    """Prints progress: on a terminal one line that is updated, elsewhere a line every half minute."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         self.stream, self.clock = stream or sys.stdout, clock
@@ -49,7 +49,7 @@ class Progress:
         self.write(f"{shown(line)}\n")
 
     def begin(self, title: str, total: int) -> None:
-        """Another thing is done from now on, in `total` pieces."""
+        """Starts a task of `total` pieces."""
         self.end()
         self.title, self.total, self.done = title, total, 0
         self.seen = self.dropped = self.bytes = self.earlier = 0
@@ -60,7 +60,7 @@ class Progress:
             self.say(title)
 
     def add(self, result: Mapping[str, Any] | None) -> None:
-        """A piece is done. result: what work.run returned of it."""
+        """Counts a finished piece. result: what work.run returned."""
         with self.lock:
             self.count(result)
             if self.clock() - self.shown > (SECONDS if self.on_terminal else LINE_SECONDS):
@@ -103,7 +103,7 @@ class Progress:
         return ", ".join(facts)
 
     def end(self) -> None:
-        """The last thing is done."""
+        """Ends the last task."""
         if self.title and (self.total > 1 or self.seen):
             self.wipe()
             seconds = self.clock() - self.since
@@ -111,7 +111,7 @@ class Progress:
         self.title = ""
 
     def write(self, text: str) -> None:
-        """Writes what has been made fit for a terminal."""
+        """Writes text that is safe for a terminal."""
         self.stream.write(text)
         self.stream.flush()
 

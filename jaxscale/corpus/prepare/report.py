@@ -1,4 +1,4 @@
-"""The report of a preparation: one HTML page, in which nothing runs and nothing is loaded from elsewhere."""
+"""The HTML report of a preparation: a self-contained page without scripts."""
 
 import collections
 from collections.abc import Iterable, Mapping, Sequence
@@ -88,7 +88,7 @@ def summary(manifest: Mapping[str, Any], tally: Tally) -> str:
 
 
 def warnings(lines: Sequence[str]) -> str:
-    """What somebody should look at before training on this."""
+    """What to look at before training on this set."""
     if not lines:
         return "<h2>Warnings</h2><p>None.</p>"
     return "<h2>Warnings</h2>" + "".join(f'<div class="warn">{escape(line)}</div>' for line in lines)

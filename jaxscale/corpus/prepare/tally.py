@@ -1,4 +1,4 @@
-"""What happened to the documents: counts by stage, source and reason, a few samples of each; sums that can be added."""
+"""Counts of documents by stage, source and reason, with a few samples; tallies can be merged."""
 
 import hashlib
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A block of documents becomes token ids, in the order of a seeded shuffle over the whole set."""
+"""Tokenizes a block of documents in the order of a seeded shuffle of the whole set."""
 
 import base64
 import functools

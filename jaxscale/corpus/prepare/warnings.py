@@ -1,11 +1,11 @@
-"""What a preparation's counts say that somebody should look at before training on the result."""
+"""Warnings in the report of a preparation: what to look at before training on the result."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxscale.corpus.prepare.tally import Tally
 
-# Rules of thumb of this project, not of a paper: each only asks that somebody looks.
+# Rules of thumb of this project, not of a paper: each only asks for a look.
 LARGE_SOURCE = 0.8  # of all tokens, where there are several sources
 FEW_KEPT, NEARLY_ALL_KEPT = 0.05, 0.98
 MANY_DUPLICATES = 0.3

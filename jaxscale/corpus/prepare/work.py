@@ -1,4 +1,4 @@
-"""One piece of work: a part of the input, or a block of an earlier pass, goes through the stages of a pass.
+"""One task of a preparation: a part of the input, or a block of the previous pass, through the stages of a pass.
 
 Everything here is a function of its call alone, so that it may run in any process, on any machine, and again. What it
 writes is named by the pass, the piece and the block; `done` files are written last, and say what there is.
@@ -58,7 +58,7 @@ assert set(MAKERS) == set(STAGES)
 
 
 class Call(NamedTuple):
-    """A piece of work."""
+    """One task."""
 
     recipe: str  # PrepareConfig as JSON
     folder: str  # of the work
@@ -81,7 +81,7 @@ class Block(NamedTuple):
 
 
 def run(call: Call) -> dict[str, Any]:
-    """Does the piece unless it is done, and returns what its done file says."""
+    """Runs the task unless it is done, and returns the content of its done file."""
     cfg = recipe_of(call.recipe)
     folder = pathlib.Path(call.folder) / f"pass{call.number}"
     done = folder / f"{call.piece:06d}.done.json"
@@ -104,7 +104,7 @@ def run(call: Call) -> dict[str, Any]:
 
 
 def files_of(base: pathlib.Path, step: Pass) -> list[pathlib.Path]:
-    """What a pass leaves of a block."""
+    """The files that a pass writes for a block."""
     if step.ends == "tokens":
         return [pathlib.Path(f"{base}{ending}") for ending in (".ids", ".arrow")]
     sketches = [sketch_path(str(base), join) for join in step.joins]
@@ -136,7 +136,7 @@ def write_block(
     place: tuple[int, int],
     tally: Tally,
 ) -> Block:
-    """Writes what the pass leaves of a block."""
+    """Writes a block as the pass leaves it."""
     if call.step.ends == "tokens":
         tally.add_languages(documents)
         tally.add_written(documents)

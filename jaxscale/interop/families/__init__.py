@@ -1,4 +1,4 @@
-"""Hugging Face models by `model_type`: which settings and tensors of theirs are which of ours.
+"""Hugging Face model families by `model_type`: how their settings and tensors map to ours.
 
 family, cfg, kept = read(json.loads(config_json))     # theirs -> ours
 found = match(family, cfg, names_in_the_files)         # one TensorPair for each tensor, and what is left out
@@ -83,7 +83,7 @@ def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]
         TypeError,
         AttributeError,
         ArithmeticError,
-    ) as error:  # somebody else's file: anything may be there
+    ) as error:  # an untrusted file may hold anything
         raise BadInput(
             f"config.json is not that of a {family.model_type} ({type(error).__name__}: {error}); fetch it again"
         ) from None
@@ -91,7 +91,7 @@ def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]
 
 
 def notes(hf: Mapping[str, Any]) -> list[str]:
-    """What a person should know of a config.json that is read: lines."""
+    """Lines to print about a config.json that is read."""
     family, text = family_of(hf), hf.get("text_config") or {}
     found = unread(family, hf) + unread(FAMILIES[family.goes_out_as or family.model_type], text)
     lines = [f"config.json has {some(found)}, which no {family.model_type} reads: left out"] if found else []

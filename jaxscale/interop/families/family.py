@@ -1,4 +1,4 @@
-"""What a family of Hugging Face models is: its settings and the names of its tensors, one table read both ways.
+"""A family of Hugging Face models: its settings and tensor names, one table for both directions.
 
 A matrix of ours has its input axes first; a torch Linear keeps [out, in], heads and their sizes as one axis.
 """

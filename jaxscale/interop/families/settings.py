@@ -1,4 +1,4 @@
-"""Reading a config.json: what it leaves out, what must be as our models compute it, and RoPE in its two spellings."""
+"""Reads a config.json: defaults, unsupported values, and RoPE in both of its spellings."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Which layers have a sliding window: `layer_types` and what older releases said in its place."""
+"""Sliding-window layers: `layer_types`, and the keys of older releases."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

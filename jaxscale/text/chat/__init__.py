@@ -1,1 +1,1 @@
-"""Conversations and pairs of prompt and completion as documents of which only what the assistant says is learned."""
+"""Fine-tuning data: conversations and prompt-completion pairs as token ids with a loss mask."""

@@ -1,4 +1,4 @@
-"""Written documents as ids, and for each id whether it is learned."""
+"""Token ids and loss mask of a rendered conversation."""
 
 from collections.abc import Sequence
 
@@ -39,7 +39,7 @@ def encode_pieces(tokenizer: Tokenizer, documents: Sequence[Written]) -> list[li
     """The ids of each piece of each document."""
     begins, goes_on = [], []  # texts at a document's beginning, and behind something
     for document in documents:
-        for alone, piece in zip(begin_anew(tokenizer, document), document.pieces):
+        for alone, piece in zip(restarts(tokenizer, document), document.pieces):
             if not piece.special:
                 (begins if alone else goes_on).append(piece.text)
     first, other = iter(tokenizer.encode_many(begins)), iter(encode_behind(tokenizer, goes_on))
@@ -48,10 +48,10 @@ def encode_pieces(tokenizer: Tokenizer, documents: Sequence[Written]) -> list[li
         found = [tokenizer.special_ids[piece.text]] if piece.special else next(first if alone else other)
         return np.asarray(found, np.int32)
 
-    return [list(map(ids, begin_anew(tokenizer, document), document.pieces)) for document in documents]
+    return [list(map(ids, restarts(tokenizer, document), document.pieces)) for document in documents]
 
 
-def begin_anew(tokenizer: Tokenizer, document: Written) -> list[bool]:
+def restarts(tokenizer: Tokenizer, document: Written) -> list[bool]:
     """For each piece, whether its text is encoded as at the beginning of a document."""
     before = [True, *(tokenizer.prefix_after_special and piece.special for piece in document.pieces[:-1])]
     return before[: len(document.pieces)]

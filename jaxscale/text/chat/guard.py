@@ -1,4 +1,4 @@
-"""Keeps the text of messages from being taken for a template's own: the name of a special token in it stays text.
+"""Escapes the names of special tokens in messages, so that text can never become a control token.
 
 Before a template sees a message, each such name in it is broken by a noncharacter that stands nowhere else. What comes
 out of the template is cut at the names that are whole, which only the template can have written; then it is taken out.

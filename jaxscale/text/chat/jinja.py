@@ -1,6 +1,6 @@
-"""Chat templates in Jinja, in a sandbox: they come with a tokenizer that somebody else has made.
+"""The program that renders Jinja chat templates in a sandbox: a template is somebody else's code.
 
-A program of its own, which `confined` starts: a template is a program too, and may never end or want all memory. It
+A program of its own, which `sandbox` starts: a template is a program too, and may never end or want all memory. It
 reads requests and writes answers, a line of JSON each, and is killed by the system where one takes too long.
 
 What a template is given is what Transformers gives it (huggingface.co/docs/transformers/chat_templating):

@@ -1,4 +1,4 @@
-"""What a model is asked with: a conversation up to the beginning of its turn, in the ids that it was trained on."""
+"""Chat prompts for generation: a conversation up to the assistant's turn, as the token ids seen in training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ MARK = GUARDS[0]
 
 
 class ChatPrompts(NamedTuple):
-    """How conversations are put to a model."""
+    """Functions that turn conversations into prompts, for one model."""
 
     ids: Callable[[Sequence[Message]], list[int]]  # BadInput where the template refuses the messages
     text: Callable[[Sequence[Message], bool], str]  # for text_ids; the flag: with what begins the model's turn
@@ -28,7 +28,7 @@ class ChatPrompts(NamedTuple):
 
 
 def open_prompts(kept: SavedTokenizer, today: str) -> ChatPrompts:
-    """How the model of this tokenizer is asked: as its run wrote conversations, or as the folder's template does.
+    """Chat prompts for the model of this tokenizer, formatted as in its run or by its folder's template.
 
     today: YYYY-MM-DD, for a template that asks for the date, unless the run has noted another.
     Raises BadInput where there is no template, or it cannot be read.

@@ -1,4 +1,4 @@
-"""What a JSON record of fine-tuning data says: a conversation, a prompt with its completion, or plain text."""
+"""Parses a JSON record of fine-tuning data: a conversation, a prompt with its completion, or plain text."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class Pair(NamedTuple):
 def parse_record(record: Any, cfg: ChatConfig, text_field: str) -> Chat | Pair:
     """The conversation, pair or plain text that a record holds.
 
-    Raises BadInput, to be read behind the record's place, for one that is none of these.
+    Raises BadInput, a message that follows the record's place, for any other record.
     """
     if not isinstance(record, Mapping):
         raise BadInput(f"is {kind(record)}, not an object")

@@ -1,4 +1,4 @@
-"""Chat templates run in a process of their own, with bounds on memory and time; one process runs all templates."""
+"""Renders chat templates in a subprocess with limits on memory and time; one process serves all templates."""
 
 import contextlib
 import hashlib
@@ -107,7 +107,7 @@ def end_process(process: subprocess.Popen) -> None:
 TEMPLATES = TemplateProcess()
 
 
-def begin_anew() -> None:
+def reset_after_fork() -> None:
     """After a fork: the process is the parent's, and a lock may be held by a thread that is not here."""
     global TEMPLATES
     if isinstance(TEMPLATES.end, weakref.finalize):
@@ -115,7 +115,7 @@ def begin_anew() -> None:
     TEMPLATES = TemplateProcess()
 
 
-os.register_at_fork(after_in_child=begin_anew)
+os.register_at_fork(after_in_child=reset_after_fork)
 
 
 def compile_template(

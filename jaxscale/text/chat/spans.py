@@ -1,4 +1,4 @@
-"""A conversation as text with the spans in it that are learned: what the assistant would be asked to write."""
+"""Renders a conversation with its chat template and finds the spans to learn: the assistant's turns."""
 
 import contextlib
 import re
@@ -59,7 +59,7 @@ def write_chat(chat: Chat, template: ChatTemplate, guard: Guard) -> Written:
     Learned is what follows the prompt of each of the assistant's turns, up to and with the token that ends the turn; or
     what the template itself marks by {% generation %}. Text is cut where a turn of the assistant begins, learned or
     not: there a prompt ends.
-    Raises: BadInput, to be read behind the record's place, where the template does not take the conversation, or
+    Raises: BadInput, a message that follows the record's place, where the template does not take the conversation, or
     writes what came before a turn in another way than when that turn was asked for.
     """
     mark = guard.choose([list(chat.messages), chat.tools])

@@ -1,4 +1,4 @@
-"""The chat template of a tokenizer: found in its folder, or built in."""
+"""The chat template of a tokenizer: from the settings, from its folder, or built in."""
 
 import hashlib
 import importlib.util
@@ -35,7 +35,7 @@ class ChatTemplate(NamedTuple):
 
     @property
     def note(self) -> dict[str, Any]:
-        """What save_tokenizer keeps of it, so that whoever asks the model writes as it was trained."""
+        """What save_tokenizer keeps of it, so that generation formats prompts as training did."""
         told = {"template": self.source, "variables": dict(self.variables), "today": self.today}
         return told | {"fingerprint": self.fingerprint}
 

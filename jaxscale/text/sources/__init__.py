@@ -1,1 +1,1 @@
-"""Reading raw text of every kind, bounded in memory, each document with where it came from."""
+"""Readers of raw text in every format, with bounded memory; each document keeps its origin."""

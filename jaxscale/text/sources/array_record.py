@@ -1,4 +1,4 @@
-"""ArrayRecord files: each record is text, a JSON object, or a tf.train.Example as TensorFlow Datasets writes them."""
+"""ArrayRecord files whose records are text, JSON objects or tf.train.Example, as TensorFlow Datasets writes them."""
 
 import contextlib
 import os
@@ -28,7 +28,7 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
             try:
                 record = reader.read()
             except (IndexError, RuntimeError, ValueError) as error:
-                raise Damaged(f"{path} is broken at record {number:,}: {error}; fetch it anew") from None
+                raise Damaged(f"{path} is broken at record {number:,}: {error}; fetch it again") from None
             if len(record) > cfg.max_line_bytes:
                 skipped["longer than max_line_bytes"] += 1
             elif cfg.record_format == "text":
@@ -74,7 +74,7 @@ def close(reader: Any) -> None:
 
 
 def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """The records in parts of about so many bytes of the file."""
+    """The records in parts of about part_bytes of the file."""
     reader = opened(path, cfg)
     try:
         total = reader.num_records()

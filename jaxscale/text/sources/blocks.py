@@ -1,4 +1,4 @@
-"""The bytes of a file in blocks, unpacked if it is packed, and the lines in them: bounded in memory whatever comes."""
+"""Bytes and lines of a file, decompressed on the fly, in bounded memory."""
 
 import os
 from collections import Counter
@@ -72,7 +72,7 @@ def unpack(path: str, cfg: ReadConfig) -> Iterator[bytes]:
 
 
 def refusal(path: str, unpacked: int, packed: int, setting: str) -> str:
-    """What is said of a file that unpacks to too much."""
+    """The error message for a file that unpacks to too much."""
     return (
         f"{path} is refused: its first {packed:,} bytes unpack to {unpacked:,}, more than {setting} allows; "
         "take it out, or raise that if it is yours"
@@ -146,7 +146,7 @@ def next_line(path: str, place: int, size: int, begin: int = 0) -> int:
 
 
 def cut_parts(path: str, part_bytes: int, find: Callable[[str, int, int, int], int]) -> list[Part]:
-    """The file in parts of about so many bytes. find: next_line, or the like for other places to cut at."""
+    """Parts of about part_bytes. find: next_line, or a function like it for other places to cut at."""
     size = os.path.getsize(path)
     if is_packed(path) or size <= part_bytes:
         return [WHOLE]

@@ -1,4 +1,4 @@
-"""Tables with a column of text: Parquet and Arrow files, a bounded number of rows in memory at a time."""
+"""Text columns of Parquet and Arrow files, a bounded number of rows in memory at a time."""
 
 import contextlib
 from collections import Counter
@@ -209,7 +209,7 @@ def as_words(column: Any) -> list[str]:
 
 
 def parquet_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """The row groups in parts of about so many bytes of text."""
+    """The row groups in parts of about part_bytes of text."""
     with opened(path, cfg) as table:
         parts, begin, held = [], 0, 0
         for group in range(table.metadata.num_row_groups):

@@ -1,4 +1,4 @@
-"""From bytes to text by the policy of the settings: what is no text is skipped, repaired or refused, and counted."""
+"""Decodes bytes to text: invalid documents are skipped, repaired or refused, as the settings say, and counted."""
 
 import codecs
 import re

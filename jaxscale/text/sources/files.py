@@ -1,4 +1,4 @@
-"""Which files a corpus is made of, under names that do not change when it moves."""
+"""The files that globs match, under names that stay the same when a corpus moves."""
 
 import glob
 import os
@@ -121,7 +121,7 @@ def size_of(path: str) -> int | None:
 
 
 def file_stamp(path: str) -> tuple[int, int]:
-    """(bytes, nanoseconds of the last change): a file with another stamp is read anew. (0, 0) for a stream."""
+    """(bytes, nanoseconds of the last change): a file with another stamp is read again. (0, 0) for a stream."""
     if is_stream(path):
         return 0, 0
     if is_saved_dataset(path):

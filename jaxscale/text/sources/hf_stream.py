@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face hub, streamed by the `datasets` library, and those it has saved on this disk."""
+"""Datasets streamed from the Hugging Face Hub, and datasets saved with save_to_disk."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The text of a web page, found by a library: resiliparse (Bevendorff et al. 2018) or trafilatura (Barbaresi 2021)."""
+"""Main text of a web page, by resiliparse (Bevendorff et al. 2018) or trafilatura (Barbaresi 2021)."""
 
 import re
 from collections import Counter

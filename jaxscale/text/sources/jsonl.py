@@ -1,4 +1,4 @@
-"""JSON lines: one object in each line, as .jsonl and .ndjson have it, and .json.gz where Dolma's files are meant."""
+"""JSON Lines files: .jsonl, .ndjson, and .json.gz in the manner of Dolma."""
 
 import contextlib
 import json
@@ -159,7 +159,7 @@ def word_of(record: dict[str, Any], field: str, line: bytes = b"") -> str:
 
 
 def no_text(record: Any, text: Any, cfg: ReadConfig) -> str:
-    """What is wrong with a record in which no text was found."""
+    """Why no text was found in a record."""
     if text is not None:
         return f": field {cfg.text_field!r} is {type(text).__name__}, not text"
     has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
@@ -179,5 +179,5 @@ def at(number: int, part: Part) -> str:
 
 
 def json_parts(path: str, part_bytes: int) -> list[Part]:
-    """The file in parts of about so many bytes, cut at line ends."""
+    """Parts of about part_bytes, cut at line ends."""
     return cut_parts(path, part_bytes, next_line)

@@ -1,4 +1,4 @@
-"""What a part of a file is, its records, and the errors of reading one."""
+"""Parts of a file, the records in one, and the errors of reading them."""
 
 import contextlib
 import urllib.parse
@@ -57,7 +57,7 @@ def missing_package(what: str, package: str, way_out: str = PREPARE) -> BadInput
 
 def refetch(cfg: ReadConfig, rest: str = "") -> str:
     """The way out of a file that cannot be read. rest: what is lost by going on."""
-    return f"fetch it anew, or set {cfg.where}damaged='skip'{rest}"
+    return f"fetch it again, or set {cfg.where}damaged='skip'{rest}"
 
 
 def unreadable(path: str, error: OSError) -> BadInput:

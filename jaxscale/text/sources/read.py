@@ -1,4 +1,4 @@
-"""One door to raw text: a file of any kind gives documents, each with where it came from."""
+"""Reads documents from a file of any supported format, whole or in parts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -81,7 +81,7 @@ def place_of(unit: str, part: Part, offset: int, number: int, start: int) -> str
 
 
 def parts(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """The file in parts of about so many bytes: read_file of one after the other gives the documents of the whole.
+    """Splits the file into parts of about part_bytes; read_file of each in turn gives all of its documents.
 
     Plain text and JSON lines are cut where a document begins, Parquet between row groups, ArrayRecord between records;
     whatever else, and what is packed, is one part.

@@ -1,4 +1,4 @@
-"""Records of evaluation files: the lines of JSON or the rows of a table, each with its name for messages."""
+"""Records of evaluation files (JSON Lines, Parquet, Arrow, text), each with a name for messages."""
 
 import gzip
 import zlib
@@ -135,5 +135,5 @@ def rows(path: Path, batches: Any) -> Iterator[tuple[str, Any]]:
 
 
 def rows_at_once(size: int) -> int:
-    """Rows to unpack together, if each may hold a text of so many bytes."""
+    """Rows to decode together, if each may hold a text of `size` bytes."""
     return min(ROWS_AT_ONCE, max(1, BATCH_BYTES // max(size, 1)))

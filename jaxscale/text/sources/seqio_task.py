@@ -1,4 +1,4 @@
-"""Tasks of seqio (Roberts et al. 2022), among them those over TensorFlow Datasets: read once, in order, as text."""
+"""Examples of seqio tasks (Roberts et al. 2022), TensorFlow Datasets among them, read once and in order."""
 
 import importlib
 import os

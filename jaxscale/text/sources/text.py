@@ -1,4 +1,4 @@
-"""Plain text: a file is one document, or each of its lines or paragraphs is."""
+"""Plain text files: a document is a file, a line or a paragraph."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ def paragraphs(
 
 
 def text_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
-    """The file in parts of about so many bytes, cut where a document begins."""
+    """Parts of about part_bytes, cut where a document begins."""
     find = {"file": next_cut, "line": next_line, "paragraph": next_paragraph}[cfg.text_documents]
     return cut_parts(path, part_bytes, find)
 

@@ -1,4 +1,4 @@
-"""Web pages: WARC files as crawlers write them (ISO 28500, WARC/1.1), WET files with text, and single HTML pages."""
+"""Web pages in WARC files (ISO 28500, WARC/1.1), WET files of extracted text, and single HTML files."""
 
 import zlib
 from collections import Counter

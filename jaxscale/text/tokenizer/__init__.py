@@ -1,1 +1,1 @@
-"""Text to token ids and back, for bytes, tokenizer.json and SentencePiece models, behind one interface."""
+"""Tokenizers behind one interface: bytes, tokenizer.json, WordPiece and SentencePiece models."""

@@ -1,4 +1,4 @@
-"""What the files beside a tokenizer say of texts: how they begin and end, and how a conversation is written."""
+"""The files beside a tokenizer: special tokens, what begins and ends a text, and the chat template."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ NO_BOS = "none"  # as bos_token: nothing begins a document
 
 
 class About(NamedTuple):
-    """What a folder says; each part is {} where its file is not there."""
+    """Contents of a tokenizer's folder; each part is {} where its file is missing."""
 
     folder: Path | None
     settings: Mapping[str, Any] = {}  # tokenizer_config.json, over special_tokens_map.json
@@ -28,7 +28,7 @@ class About(NamedTuple):
 
 
 def read_about(folder: Path | None) -> About:
-    """What a local folder says. Raises BadInput for a file that is not JSON, or no object."""
+    """The contents of a local folder. Raises BadInput for a file that is not JSON, or no object."""
     settings = {**read_object(folder, SPECIAL), **read_object(folder, SETTINGS)}
     return About(folder, settings, read_object(folder, GENERATION), read_object(folder, NOTE))
 
@@ -99,7 +99,7 @@ def end_token(about: About) -> str:
 
 
 def end_ids(tokenizer: Tokenizer, about: About) -> tuple[int, ...]:
-    """The ids that end a text: the end of a document, and those of generation_config.json: none, one or several."""
+    """The ids that end a text: that of a document's end, and those of generation_config.json."""
     found = about.generation.get("eos_token_id")
     more = [] if found is None else found if isinstance(found, list) else [found]
     if not all(type(one) is int and one >= 0 for one in more):

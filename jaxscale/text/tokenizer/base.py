@@ -1,4 +1,4 @@
-"""What every tokenizer here can do, and how one is chosen by the setting `data.tokenizer`."""
+"""The tokenizer interface, special tokens, and the framing of documents with begin and end tokens."""
 
 import contextlib
 import hashlib

@@ -1,4 +1,4 @@
-"""Byte-level BPE trained (arXiv:1508.07909; on bytes as GPT-2), and written as a tokenizer.json."""
+"""Trains byte-level BPE (arXiv:1508.07909; on bytes as GPT-2) and writes it as a tokenizer.json."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""UTF-8 bytes as tokens: nothing to train, nothing to load."""
+"""The byte tokenizer: UTF-8 bytes are token ids; nothing to train or load."""
 
 import hashlib
 import types

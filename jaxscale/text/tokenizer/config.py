@@ -1,4 +1,4 @@
-"""How a tokenizer is trained, and how a tokenizer.json is applied."""
+"""Settings of tokenizer training and of encoding."""
 
 import dataclasses
 from typing import Literal

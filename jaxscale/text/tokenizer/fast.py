@@ -1,4 +1,4 @@
-"""The fastest encoder that gives a byte-level BPE's own ids: gigatoken, else tiktoken, each checked before it is used.
+"""The fastest encoder with identical ids for a byte-level BPE: gigatoken, else tiktoken, each verified before use.
 
 The slow one is the `tokenizers` package, which reads every tokenizer.json. A fast one takes its place only for files of
 a known split pattern, after it gave the same ids for the texts of probe.py; some of the documents are compared too.
@@ -22,8 +22,8 @@ from jaxscale.text.tokenizer.newer import with_newer
 from jaxscale.text.tokenizer.probe import compare, compared_sometimes, probes
 from jaxscale.text.tokenizer.split import PATTERNS, byte_alphabet, split_of
 
-# gigatoken keeps every word it ever saw (about 110 bytes each, measured 2026-11): it is made anew, in about 0.3 s, when
-# the process has grown by so much, or where its size is not known, after so much text.
+# gigatoken keeps every word it ever saw (about 110 bytes each, measured 2026-11): it is created again, in about 0.3 s,
+# when the process has grown by so much, or where its size is not known, after so much text.
 CACHE_BYTES = 512 << 20
 CACHE_TEXT_BYTES = 4 << 30
 CACHE_CHECK_BYTES = 64 << 20  # of text between two looks

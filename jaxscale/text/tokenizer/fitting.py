@@ -1,4 +1,4 @@
-"""A tokenizer beside a model with fewer ids: it may have special tokens that only a larger sibling of the model knows.
+"""A tokenizer whose vocabulary is larger than the embedding table of its model.
 
 Gemma 3's has <image_soft_token>, for which the table of the text-only model has no row; adapters are published with a
 padding token that their model never got. Such an id is never drawn, and a text that comes to one is refused.
@@ -14,14 +14,14 @@ from jaxscale.text.tokenizer.base import Block, Tokenizer
 
 
 def fits(tokenizer: Tokenizer, vocab_size: int) -> bool:
-    """Whether a model with so many ids has all that text, its beginning and its end come to."""
+    """Whether a model with vocab_size ids covers every id of text, and of its begin and end tokens."""
     ends = max(tokenizer.eos_id, *tokenizer.begin_ids, 0)
     of_text = (tokenizer.token_bytes[vocab_size:] > 0) | tokenizer.fallback[vocab_size:]
     return ends < vocab_size and not of_text.any()
 
 
 def tell_beyond(tokenizer: Tokenizer, vocab_size: int) -> str:
-    """A line on the special tokens for which the model has no id, to be read behind the tokenizer's name; '': none."""
+    """A line on the special tokens for which the model has no id, which follows the tokenizer's name; '': none."""
     names = sorted(name for name, i in tokenizer.special_ids.items() if i >= vocab_size)
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     told = f"has special tokens for which the model has no id, and which are never used: {', '.join(names[:3])}{more}"

@@ -1,4 +1,4 @@
-"""Tokenizers in the tokenizer.json format, and WordPiece's vocab.txt, through the `tokenizers` package."""
+"""Tokenizers in the tokenizer.json and vocab.txt formats, by the `tokenizers` package."""
 
 import contextlib
 import functools
@@ -67,10 +67,10 @@ class HuggingFaceTokenizer:
         self.begin_ids = choose_begin(begin_tokens, whole.ids[:first], self.special_ids)
         kind = "vocab.txt" if is_list else "tokenizers"
         self.fingerprint = fingerprint(kind, Path(path), self.eos_id, self.begin_ids)
-        self.prefix_after_special = self._begins_anew()
+        self.prefix_after_special = self._restarts_after_special()
         self.token_bytes, self.fallback = self._count_bytes(json.loads(self._tokenizer.to_str()))
 
-    def _begins_anew(self) -> bool:
+    def _restarts_after_special(self) -> bool:
         """Whether a text behind a special token is encoded as at the beginning of a document."""
         name = next((name for name, i in self.special_ids.items() if i == self.eos_id), "")
         self._tokenizer.encode_special_tokens = False
@@ -149,7 +149,7 @@ class HuggingFaceTokenizer:
 
 
 def check_text(text: str) -> None:
-    """Nothing, if the text can be written as UTF-8. Raises BadInput that shows where it cannot."""
+    """Checks that the text can be encoded as UTF-8. Raises BadInput that shows where it cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

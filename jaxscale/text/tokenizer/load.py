@@ -1,4 +1,4 @@
-"""The tokenizer that the setting `data.tokenizer` names."""
+"""Loads the tokenizer that `data.tokenizer` names."""
 
 import functools
 from pathlib import Path

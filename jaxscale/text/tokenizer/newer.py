@@ -1,4 +1,4 @@
-"""Texts with characters that some encoders know as letters and others do not know yet.
+"""Finds texts with characters so new that encoders disagree on their Unicode category.
 
 Which characters are letters, digits or marks, and so where a text is cut, each package takes from the version of
 Unicode that it was built with: in 2026-11 tokenizers 0.23 and tiktoken 0.14 have 16.0, gigatoken 0.10 has 17.0, and of

@@ -1,4 +1,4 @@
-"""Texts that make two encoders disagree if anything can, to compare a fast one with the slow one before it is used."""
+"""Probe texts that compare a fast encoder with the reference encoder before it is used."""
 
 import zlib
 from collections.abc import Iterable, Sequence
@@ -64,7 +64,7 @@ def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
 
 
 def compare(path: str, name: str, texts: Sequence[str], encode: Encode, exact: Encode) -> None:
-    """Nothing, if the encoder `name` gives the ids of `exact` for every text. Raises BadInput that shows the text."""
+    """Checks that the encoder `name` gives the ids of `exact` for every text. Raises BadInput that shows the text."""
     ours, theirs = encode(texts), exact(texts)
     if np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids):
         return

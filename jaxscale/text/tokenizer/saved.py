@@ -1,4 +1,4 @@
-"""WORKDIR/tokenizer/: the tokenizer of a run beside its checkpoints, so that a moved folder still has text.
+"""The tokenizer saved in WORKDIR/tokenizer/ beside a run's checkpoints, so that a moved folder still has text.
 
 A training run puts a copy of its tokenizer's files there, the chat template that it was trained with, and says in
 `jaxscale.json` what they are. The folder of a converted model has what came with it (tokenizer.json or tokenizer.model,
@@ -36,7 +36,7 @@ BESIDE = (NOTE, SETTINGS, GENERATION, TEMPLATE, SPECIAL)
 
 @dataclasses.dataclass(frozen=True)
 class SavedTokenizer:
-    """A tokenizer and what its folder says of texts."""
+    """A tokenizer and the settings in its folder."""
 
     tokenizer: Tokenizer
     stop_ids: tuple[int, ...] = ()  # each ends a text

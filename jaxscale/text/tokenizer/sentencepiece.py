@@ -1,4 +1,4 @@
-"""SentencePiece models (arXiv:1808.06226): read, and Unigram ones (arXiv:1804.10959) trained."""
+"""Loads SentencePiece models (arXiv:1808.06226) and trains Unigram ones (arXiv:1804.10959)."""
 
 import io
 from collections.abc import Iterable, Iterator, Sequence

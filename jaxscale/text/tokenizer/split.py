@@ -1,4 +1,4 @@
-"""The published patterns that cut a text into words before byte-level BPE, and how a tokenizer.json spells them."""
+"""Pre-tokenization patterns of GPT-2, cl100k and o200k, and how tokenizer.json files spell them."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Training a tokenizer on a sample of the corpus, with one file out: tokenizer.json, or a SentencePiece .model."""
+"""Trains a tokenizer on a sample of the corpus and writes a tokenizer.json or a SentencePiece .model."""
 
 import hashlib
 import heapq
@@ -16,7 +16,7 @@ PIECE_CHARACTERS = 1 << 20  # of a document, sampled as one
 
 
 class Trained(NamedTuple):
-    """What was made."""
+    """The trained tokenizer and how it was made."""
 
     path: str
     trainer: str  # the package and its version

@@ -1,4 +1,4 @@
-"""WordPiece (arXiv:1810.04805): BERT's vocabulary files read, and such a vocabulary trained."""
+"""WordPiece (arXiv:1810.04805): loads BERT's vocab.txt files and trains such vocabularies."""
 
 import dataclasses
 from collections import Counter
@@ -26,7 +26,7 @@ def read_vocab_txt(content: bytes) -> tokenizers.Tokenizer:
     """The tokenizer of a vocab.txt, one piece a line.
 
     The file does not say whether it is for lower-case text: it is if no piece but the special ones has a capital A-Z.
-    Raises: BadInput if [UNK] is missing or a piece stands there twice.
+    Raises: BadInput if [UNK] is missing or a piece is repeated.
     """
     pieces = content.decode().removesuffix("\n").split("\n")
     ids = {piece.removesuffix("\r"): i for i, piece in enumerate(pieces)}
