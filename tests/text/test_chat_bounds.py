@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat import confined
+from jaxscale.text.chat import sandbox
 from jaxscale.text.chat.sandbox import TemplateProcess, compile_template
 
 pytest.importorskip("jinja2", reason="the extra chat")
@@ -39,10 +39,10 @@ WRONG = {
 @pytest.fixture
 def templates(monkeypatch):
     """A process of this test alone, with little time."""
-    monkeypatch.setattr(confined, "SECONDS", 0.5)
-    monkeypatch.setattr(confined, "TEMPLATES", TemplateProcess())
-    yield confined.TEMPLATES
-    confined.TEMPLATES.end()
+    monkeypatch.setattr(sandbox, "SECONDS", 0.5)
+    monkeypatch.setattr(sandbox, "TEMPLATES", TemplateProcess())
+    yield sandbox.TEMPLATES
+    sandbox.TEMPLATES.end()
 
 
 def write(source, messages=MESSAGES):
@@ -69,7 +69,7 @@ def test_a_template_does_not_take_all_time(templates, source):
 @pytest.mark.parametrize("how", ["ignored", "blocked"])
 def test_time_is_bounded_where_the_signal_is_not_wanted(templates, monkeypatch, how):
     """As where libtpu is loaded: what a process ignores or blocks, its children do too."""
-    monkeypatch.setattr(confined, "PATIENCE", 20.0)
+    monkeypatch.setattr(sandbox, "PATIENCE", 20.0)
     before = signal.signal(signal.SIGPROF, signal.SIG_IGN) if how == "ignored" else None
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF}) if how == "blocked" else set()
     try:
