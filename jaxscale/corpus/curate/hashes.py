@@ -44,9 +44,7 @@ def word_hashes(text: str) -> np.ndarray:
     Those are the Unicode categories L, N and M. A word hashes the same whatever stands around it. Lower-casing is
     Unicode's simple one, character by character, and both forms of the small sigma count as one.
     """
-    if len(text) > PIECE:
-        return np.concatenate([runs_of_letters(piece) for piece in pieces(text)])
-    return runs_of_letters(text)
+    return np.concatenate([runs_and_starts(piece)[0] for piece in pieces(text)])
 
 
 def word_hashes_of(texts: Sequence[str]) -> list[np.ndarray]:
@@ -74,11 +72,6 @@ def hash_words(documents: Sequence[Document]) -> list[np.ndarray]:
     for document, words in zip(unknown, word_hashes_of([document.text for document in unknown])):
         document.computed["words"] = words
     return [document.computed["words"] for document in documents]
-
-
-def runs_of_letters(text: str) -> np.ndarray:
-    """uint64[n]: word_hashes of a text that is short enough to be hashed at once."""
-    return runs_and_starts(text)[0]
 
 
 def runs_and_starts(text: str) -> tuple[np.ndarray, np.ndarray]:

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from jaxscale.corpus.curate.config import RepetitionConfig
+from jaxscale.corpus.curate.hashes import MULTIPLIER
 from jaxscale.corpus.curate.words import TextStats, stats_of
 from jaxscale.text.document import Document, Outcome, Stage, outcome_of
 
 GROUP_WORDS, MAX_GROUP = 1 << 13, 1 << 10  # of a group of documents that are looked at together
 OWNER_BITS = np.uint64(10)  # MAX_GROUP documents
-# sequences are told apart by a polynomial over the words' hashes; its base is 2**64 over the golden ratio, and odd
-POWERS = {width: np.uint64(pow(0x9E3779B97F4A7C15, width, 1 << 64)) for width in (1, 2, 4, 8)}
+# sequences are told apart by a polynomial over the words' hashes
+POWERS = {width: np.uint64(pow(MULTIPLIER, width, 1 << 64)) for width in (1, 2, 4, 8)}
 
 
 def make_repetition(cfg: RepetitionConfig) -> Stage:

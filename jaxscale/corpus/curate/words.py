@@ -15,12 +15,13 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxscale.corpus.curate.english import LOWER, MARKS, QUOTES, SIGNS, SPECIAL, cut, words_of
+from jaxscale.corpus.curate.hashes import MULTIPLIER, powers
 from jaxscale.text.document import Document
 
 BATCH_CHARS = 1 << 15  # characters handled at a time: as many as stay in a core's cache
 MAX_REMEMBERED = 1 << 17  # odd pieces; about 30 MB with their tables
 MASK = (1 << 64) - 1
-BASE, MIX = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9  # of a word's hash: a polynomial in BASE, then mixed; both odd
+MIX = 0xBF58476D1CE4E5B9  # of a word's hash: a polynomial in MULTIPLIER, then mixed; both odd
 SPACE, LETTERS, DIGITS, MARK, DOT, OTHER = range(6)  # kinds of characters
 PLAIN, ALPHABETIC = 1, 1 << 20  # a word has a letter or a digit, has a letter: so that one sum counts both
 SPACE_AFTER = re.compile(r"\s")
@@ -31,7 +32,7 @@ def hash_of(word: str) -> int:
     value, power = 0, 1
     for character in word:
         value = value + ord(character) * power & MASK
-        power = power * BASE & MASK
+        power = power * MULTIPLIER & MASK
     value = (value ^ value >> 32) * MIX & MASK
     return value ^ value >> 29
 
@@ -89,12 +90,7 @@ FACTS_OF_KIND = np.array([0, PLAIN | ALPHABETIC, PLAIN, 0, 0, 0])
 ZERO = np.zeros(1, np.int64)
 # characters after which a dot is a word
 ENDS = np.array([*(bool(re.match(f"[0-9{LOWER}]", chr(code))) for code in range(0x500)), False])
-POWERS = np.full(BATCH_CHARS + 64, BASE, np.uint64)
-POWERS[0] = 1
-INVERSES = np.full(BATCH_CHARS + 64, pow(BASE, -1, 1 << 64), np.uint64)
-INVERSES[0] = 1
-np.cumprod(POWERS, out=POWERS)
-np.cumprod(INVERSES, out=INVERSES)
+POWERS, INVERSES = (table[: BATCH_CHARS + 64] for table in powers(BATCH_CHARS + 64))  # of MULTIPLIER
 
 
 @dataclasses.dataclass(frozen=True)

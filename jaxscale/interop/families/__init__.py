@@ -78,12 +78,7 @@ def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]
         cfg = family.read_config(hf)
         cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # numbers that are numbers, and none that is NaN
         told = {**hf, **(hf.get("text_config") or {})}
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        ArithmeticError,
-    ) as error:  # an untrusted file may hold anything
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:  # an untrusted file may hold anything
         raise BadInput(
             f"config.json is not that of a {family.model_type} ({type(error).__name__}: {error}); fetch it again"
         ) from None

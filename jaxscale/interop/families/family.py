@@ -76,9 +76,7 @@ class Family:
     model_type: str  # of its config.json
     architectures: tuple[str, ...]  # that we read; the first is what we write
     read_config: Callable[[Mapping[str, Any]], AnyModelConfig]  # ValueError for what our model does not compute
-    write_config: Callable[
-        [Any], dict[str, Any]
-    ]  # the keys that read_config reads, in the form that every release reads
+    write_config: Callable[[Any], dict[str, Any]]  # the keys that read_config reads, as every release reads them
     rows: tuple[Row, ...]
     keys: tuple[str, ...]  # of a config.json that read_config looks at
     bases: tuple[str, ...] = ("model.",)  # what names of theirs begin with, all but `outside`; the first is written

@@ -10,13 +10,7 @@ from jaxscale.units import or_list
 
 NEAR, FAR = "sliding_attention", "full_attention"  # the types of layers
 ORIGINAL = "original_max_position_embeddings"
-ROPE = (
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "partial_rotary_factor",
-    ORIGINAL,
-)  # all that RoPE is read from
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL)  # all that RoPE reads
 
 
 def merged(defaults: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:

@@ -96,12 +96,8 @@ def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
 
     try:
         with pyarrow.memory_map(path) as mapped:
-            is_file = mapped.read(6) == b"ARROW1"
-            mapped.seek(0)
-            table = pyarrow.ipc.open_file(mapped) if is_file else pyarrow.ipc.open_stream(mapped)
-            names = wanted(table.schema, path, cfg)
-            batches = (table.get_batch(i) for i in range(table.num_record_batches)) if is_file else iter(table)
-            row = 0
+            schema, batches = arrow_batches(mapped)
+            names, row = wanted(schema, path, cfg), 0
             for batch in sound(batches, path, cfg):
                 for first in range(0, batch.num_rows, BATCH_ROWS):
                     yield from batch_rows(batch.slice(first, BATCH_ROWS), names, row + first, path)
@@ -110,6 +106,19 @@ def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
         raise Damaged(f"{path} cannot be read as Arrow: {first_line(error)}; {refetch(cfg)}") from None
+
+
+def arrow_batches(source: Any) -> tuple[Any, Iterator[Any]]:
+    """(schema, record batches) of an open Arrow file or stream; Hugging Face datasets write streams."""
+    import pyarrow
+
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    if not is_file:
+        stream = pyarrow.ipc.open_stream(source)
+        return stream.schema, iter(stream)
+    file = pyarrow.ipc.open_file(source)
+    return file.schema, map(file.get_batch, range(file.num_record_batches))
 
 
 def sound(batches: Iterator[Any], path: str, cfg: ReadConfig) -> Iterator[Any]:

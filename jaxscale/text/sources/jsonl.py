@@ -62,12 +62,8 @@ def record_text(
         refuse(f"{place} is not {record}", cfg, skipped, "not JSON")
         return
     text = field_of(record, cfg.text_field)
-    if (
-        text is not None
-        and not isinstance(text, (str, bytes))
-        or text is None
-        and not has_field(record, cfg.text_field)
-    ):
+    missing = text is None and not has_field(record, cfg.text_field)
+    if missing or text is not None and not isinstance(text, (str, bytes)):
         refuse(f"{place}{no_text(record, text, cfg)}", cfg, skipped, "without text field")
         return
     if isinstance(text, str) and HALF_PAIRS.search(text):  # which JSON can spell, and UTF-8 cannot

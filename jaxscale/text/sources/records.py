@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
+from jaxscale.text.sources.columns import arrow_batches
 
 ROWS_AT_ONCE = 1024
 BATCH_BYTES = 256 << 20  # of rows of a table that are unpacked at once, where each holds the longest text of all
@@ -105,18 +106,10 @@ def parquet_records(path: Path) -> Iterator[tuple[str, Any]]:
 def arrow_records(path: Path) -> Iterator[tuple[str, Any]]:
     """Yields the rows of an Arrow file or stream (Hugging Face datasets write streams)."""
     import pyarrow
-    from pyarrow import ipc
 
     try:
         with pyarrow.OSFile(str(path)) as source:
-            is_file = source.read(6) == b"ARROW1"
-            source.seek(0)
-            if is_file:
-                file = ipc.open_file(source)
-                batches = map(file.get_batch, range(file.num_record_batches))
-            else:
-                batches = ipc.open_stream(source)
-            yield from rows(path, batches)
+            yield from rows(path, arrow_batches(source)[1])
     except pyarrow.ArrowInvalid as error:
         raise BadInput(f"evaluation file {path} is not whole Arrow: {error}") from None
 

@@ -18,7 +18,6 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = EOS_ID
     eos_token = ""
-    special_ids: dict[str, int] = {}
     begin_ids = ()
     fingerprint = hashlib.sha256(b"jaxscale byte tokenizer, end 256").hexdigest()
     token_bytes = np.array([1] * 256 + [0], np.int32)

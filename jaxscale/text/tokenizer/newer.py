@@ -26,12 +26,7 @@ def newer_characters() -> np.ndarray:
     """bool[0x110000]: code points that this Python's Unicode does not know, and those of NEW_IN_17."""
     newer = np.ones(0x110000, bool)
     newer[0xF0000:] = False  # private use
-    for first, end in (
-        (0, 0x34000),
-        (0xE0000, 0xE0200),
-        (0xFFFFE, 0x100000),
-        (0x10FFFE, 0x110000),
-    ):  # no version says anything of the others
+    for first, end in ((0, 0x34000), (0xE0000, 0xE0200), (0xFFFFE, 0x100000), (0x10FFFE, 0x110000)):  # all assigned
         categories = map(unicodedata.category, map(chr, range(first, end)))
         newer[first:end] = np.fromiter((name == "Cn" for name in categories), bool, end - first)
     for first, last in NEW_IN_17:

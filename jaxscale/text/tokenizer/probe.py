@@ -25,25 +25,8 @@ MARKS = "e\u0301 n\u0303o Z\u0351\u0352\u0353a\u0334lgo \u0301lone ﷽ ﬀ Å Å
 CONTROLS = "\x00\x01\x7f\x80\x9f\ufeff\u00ad\u202e\u2066\ufffd\ufffe\uffff\U0010ffff\ue000\u0378\U000e0001 end\x00"
 CODE = "def f(x: int) -> str:\n    if x == 0:\n\t\treturn 'a' * 10  # ok\n\n\n\nclass A_b2C:\n        pass\r\n"
 EDGES = (
-    "",
-    " ",
-    "  ",
-    "\n",
-    "\r\n",
-    "\t ",
-    "a",
-    " a",
-    "a ",
-    "  a",
-    "\n\n  a  \n",
-    "'",
-    "'s",
-    " 's",
-    "1",
-    "é",
-    "字",
-    "\x00",
-)
+    "", " ", "  ", "\n", "\r\n", "\t ", "a", " a", "a ", "  a", "\n\n  a  \n", "'", "'s", " 's", "1", "é", "字", "\x00",
+)  # fmt: skip
 RUNS = ("a" * 300, " " * 300 + "x", "\n" * 99, "1" * 99, "!" * 99, "ab" * 150, "日" * 99, " \n" * 60, "😀" * 40)
 TEXTS = (WORDS, DIGITS, SPACES, SIGNS, SCRIPTS, EMOJI, MARKS, CONTROLS, CODE)
 HASHED_CHARACTERS = 256  # of a document, to choose those that are compared
@@ -80,9 +63,8 @@ def around(text: str, got: np.ndarray, wanted: np.ndarray) -> str:
     same = min(len(got), len(wanted))
     parted = np.flatnonzero(got[:same] != wanted[:same])
     first = int(parted[0]) if len(parted) else same
-    shown = (
-        f"{text!r}" if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]!r}... ({len(text):,} characters)"
-    )
+    long = len(text) > SHOWN_CHARACTERS
+    shown = f"{text[:SHOWN_CHARACTERS]!r}... ({len(text):,} characters)" if long else f"{text!r}"
     ids = [ids[first : first + SHOWN_IDS].tolist() for ids in (got, wanted)]
     return f"the text {shown} from token {first}: {ids[0]} and {ids[1]}"
 

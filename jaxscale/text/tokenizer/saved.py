@@ -133,9 +133,7 @@ def read_folder(folder: Path) -> SavedTokenizer:
         if name is None:
             raise BadInput(f"{folder} holds none of {', '.join(FILES)}; copy the model's tokenizer there")
         tokenizer = load_tokenizer(str(folder / name))
-        noted = about.note.get(
-            "fingerprint", tokenizer.fingerprint
-        )  # in older ones what begins documents did not count
+        noted = about.note.get("fingerprint", tokenizer.fingerprint)  # older ones leave out what begins documents
         older = lambda: load_tokenizer(str(folder / name), bos_token=NO_BOS).fingerprint
         if noted != tokenizer.fingerprint and noted != older():
             raise BadInput(f"{folder / name} is not the tokenizer that the run was trained with; bring that one back")
