@@ -47,6 +47,7 @@ class Attention(nnx.Module):
         self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=STD)
         self.bias_o = constant((D,), ("norm",), 0.0)
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTD, segment_ids_BT):
         project = self.kernels.project
         x_BTD = self.tensor.gather(x_BTD)
@@ -69,6 +70,7 @@ class Mlp(nnx.Module):
         self.down = param(rngs, (F, D), ("mlp", "embed"), std=STD)
         self.bias_down = constant((D,), ("norm",), 0.0)
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD):
         project = self.kernels.project
         h_BTF = with_bias(project("BTD,DF->BTF", self.tensor.gather(x_BTD), self.up[...]), self.bias_up[...])
@@ -139,6 +141,18 @@ class Encoder(nnx.Module):
         keys_B: for dropout.
         """
         cfg = self.cfg
+        x_BTD = self.embed(tokens_BT, positions_BT)
+        keys_LB = None
+        if keys_B is not None and cfg.dropout:
+            keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
+            keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, keys_B, self.tensor)
+        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
+        return run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather, self.kernels.taps)
+
+    @jax.named_scope("embedding")
+    def embed(self, tokens_BT, positions_BT):
+        """The residual stream before the first block, of the device's own positions."""
+        cfg = self.cfg
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
         x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor)
@@ -147,13 +161,7 @@ class Encoder(nnx.Module):
             types_2D = self.gather(self.type_embedding[...], ("position", "embed"), cfg.embed_dtype)
             x_BTD = with_bias(x_BTD, types_2D[0])
         x_BTD = layer_norm(x_BTD, self.scale_embedding[...], self.bias_embedding[...], cfg.norm_eps)
-        x_BTD = x_BTD.astype(cfg.compute_dtype)
-        keys_LB = None
-        if keys_B is not None and cfg.dropout:
-            keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
-            keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, keys_B, self.tensor)
-        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
-        return run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather, self.kernels.taps)
+        return x_BTD.astype(cfg.compute_dtype)
 
     def unembedding(self, h_BTD):
         """(the head's hidden states with a 1 behind each, the embedding table [D, V] with the bias of the logits

@@ -45,6 +45,7 @@ class Attention(nnx.Module):
         self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=0.02 * (2 * cfg.num_layers) ** -0.5)
         self.bias_o = constant((D,), ("norm",), 0.0)
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTD, segment_ids_BT):
         project = self.kernels.project
         x_BTD = self.tensor.gather(x_BTD)
@@ -67,6 +68,7 @@ class Mlp(nnx.Module):
         self.down = param(rngs, (F, D), ("mlp", "embed"), std=0.02 * (2 * cfg.num_layers) ** -0.5)
         self.bias_down = constant((D,), ("norm",), 0.0)
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD):
         project = self.kernels.project
         h_BTF = with_bias(project("BTD,DF->BTF", self.tensor.gather(x_BTD), self.up[...]), self.bias_up[...])
@@ -114,11 +116,7 @@ class Gpt2(nnx.Module):
         keys_B: for dropout.
         """
         cfg = self.cfg
-        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
-        positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), cfg.embed_dtype)
-        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor)
-        x_BTD = x_BTD + lookup(positions_PD, self.tensor.own(positions_BT), cfg.embed_dtype)
-        x_BTD = x_BTD.astype(cfg.compute_dtype)
+        x_BTD = self.embed(tokens_BT, positions_BT)
         keys_LB = None
         if keys_B is not None and cfg.dropout:
             keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
@@ -126,6 +124,15 @@ class Gpt2(nnx.Module):
         run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
         x_BTD = run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather, self.kernels.taps)
         return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], cfg.norm_eps)
+
+    @jax.named_scope("embedding")
+    def embed(self, tokens_BT, positions_BT):
+        """The residual stream before the first block, of the device's own positions."""
+        dtype = self.cfg.embed_dtype
+        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), dtype)
+        positions_PD = self.gather(self.position_embedding[...], ("position", "embed"), dtype)
+        x_BTD = lookup_shared(table_VD, tokens_BT, dtype, self.tensor)
+        return (x_BTD + lookup(positions_PD, self.tensor.own(positions_BT), dtype)).astype(self.cfg.compute_dtype)
 
     def unembedding(self, h_BTD):
         """(h_BTD as it is, the output projection [D, V]: the embedding table, gathered once for all of a loss)."""

@@ -91,6 +91,7 @@ def run_stack(
     return x
 
 
+@jax.named_scope("gather_weights")
 def gather_params(params: Any, gather: Gather, dtype: Any, *, stacked: bool) -> Any:
     """A block's parameters as every device needs them. stacked: their axes begin with that of the layers, now gone."""
     whole = lambda leaf: leaf.replace(gather(leaf.get_value(), leaf.axes[stacked:], dtype))

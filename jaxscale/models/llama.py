@@ -57,6 +57,7 @@ class Attention(nnx.Module):
         elif cfg.qk_norm:
             self.q_norm, self.k_norm = norm_scale(cfg, H), norm_scale(cfg, H)
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
         cfg = self.cfg
         q_BTNH, k_BSKH, v_BSKH = self.projected(self.tensor.gather(x_BTD))
@@ -102,6 +103,7 @@ class Mlp(nnx.Module):
         self.up = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
         self.down = param(rngs, (F, D), ("mlp", "embed"), std=(F * 2 * cfg.num_layers) ** -0.5)
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD):
         project = self.kernels.project
         x_BTD = self.tensor.gather(x_BTD)
@@ -155,10 +157,7 @@ class Llama(nnx.Module):
         No dropout: no keys.
         """
         cfg = self.cfg
-        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
-        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
-        if cfg.scaled_embeddings:
-            x_BTD = x_BTD * jnp.asarray(cfg.embed_dim**0.5, x_BTD.dtype)
+        x_BTD = self.embed(tokens_BT)
         rotation = make_rotation(positions_BT, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
         local_rotation = rotation
         if cfg.local_rope_base is not None:
@@ -173,6 +172,14 @@ class Llama(nnx.Module):
         per_layer = None if cfg.global_every is None else cfg.local_layers
         x_BTD = run_stack(self.blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels.taps)
         return self.kernels.rms_norm(x_BTD, factor(cfg, self.final_norm), cfg.norm_eps)
+
+    @jax.named_scope("embedding")
+    def embed(self, tokens_BT):
+        """The residual stream before the first block, of the device's own positions."""
+        cfg = self.cfg
+        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
+        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
+        return x_BTD * jnp.asarray(cfg.embed_dim**0.5, x_BTD.dtype) if cfg.scaled_embeddings else x_BTD
 
     def unembedding(self, h_BTD):
         """(h_BTD as it is, the output projection [D, V], gathered once for all chunks of a loss)."""

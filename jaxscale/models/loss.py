@@ -69,8 +69,10 @@ def target_scores(model: nnx.Module, batch: Batch) -> tuple[jax.Array, jax.Array
 def logit_factors(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """(the last hidden state of all positions, the output projection or the device's part of it): the logits are their
     product, computed in the former's dtype."""
-    h_BTD, w_DV = model.unembedding(hidden_states(model, batch, keys_B))
-    return model.tensor.gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
+    h_BTD = hidden_states(model, batch, keys_B)
+    with jax.named_scope("loss"):
+        h_BTD, w_DV = model.unembedding(h_BTD)
+        return model.tensor.gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
 
 
 def hidden_states(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> jax.Array:

@@ -40,6 +40,7 @@ class Attention(nnx.Module):
         self.wv = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), fan_in=D)
         self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), fan_in=N * H)
 
+    @jax.named_scope("attention")
     def __call__(self, x_BTD, read_BSD, segments: jax.Array | Scope, *, causal: bool, bias_NTS: jax.Array | None):
         """read_BSD: all positions of the row that is read, or None for the row itself."""
         project = self.kernels.project
@@ -64,6 +65,7 @@ class Mlp(nnx.Module):
         self.up = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
         self.down = param(rngs, (F, D), ("mlp", "embed"), fan_in=F)
 
+    @jax.named_scope("mlp")
     def __call__(self, x_BTD):
         project = self.kernels.project
         x_BTD = self.tensor.gather(x_BTD)
@@ -145,14 +147,19 @@ class T5(nnx.Module):
     def run(self, blocks, run_block, tokens_BT, num_layers: int, scale_D, keys_B: jax.Array | None):
         """The normalised residual stream of tokens after these blocks."""
         cfg = self.cfg
-        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
-        x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
+        x_BTD = self.embed(tokens_BT)
         keys_LB = last_B = None
         if keys_B is not None:
             first_B, last_B, *keys_LB = split_keys(keys_B, num_layers + 2)
             keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, first_B, self.tensor)
         x_BTD = run_stack(blocks, run_block, x_BTD, keys_LB, cfg, self.gather, self.kernels.taps)
         return dropout(self.kernels.rms_norm(x_BTD, scale_D, cfg.norm_eps), cfg.dropout, last_B, self.tensor)
+
+    @jax.named_scope("embedding")
+    def embed(self, tokens_BT):
+        """The residual stream before the first block, of the device's own positions."""
+        table_VD = self.gather(self.embedding[...], ("vocab", "embed"), self.cfg.embed_dtype)
+        return lookup_shared(table_VD, tokens_BT, self.cfg.embed_dtype, self.tensor).astype(self.cfg.compute_dtype)
 
     def relative_bias(self, table_RN, length: int, *, bidirectional: bool):
         """float32[N, length, length]: of the device's own heads."""

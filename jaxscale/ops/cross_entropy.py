@@ -27,6 +27,7 @@ class LossSums(NamedTuple):
     row_nats: jax.Array | None = None  # float32[B]: nats of each row, where asked for
 
 
+@jax.named_scope("loss")
 def token_nats(
     h_BTD: jax.Array,
     w_DV: jax.Array,
@@ -53,6 +54,7 @@ def token_nats(
     return unchunked(nats_nBc, T), unchunked(lse_nBc, T)
 
 
+@jax.named_scope("loss")
 def token_scores(
     h_BTD: jax.Array,
     w_DV: jax.Array,
@@ -81,6 +83,7 @@ def token_scores(
     return unchunked(nats_nBc, T), unchunked(likeliest_nBc, T)
 
 
+@jax.named_scope("loss")
 def summed_cross_entropy(
     h_BTD: jax.Array,
     w_DV: jax.Array,

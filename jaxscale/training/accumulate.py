@@ -62,7 +62,9 @@ def accumulate(
     def sums_of(rows, keys_B):
         (_, parts), grads = jax.value_and_grad(scaled, has_aux=True)(params, rows, keys_B)
         watched = {name: parts.pop(name) for name in (WATCHED,) if name in parts}
-        return (parts, reduction.each(jax.tree.map(lambda grad: grad.astype(jnp.float32), grads))), watched
+        grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
+        with jax.named_scope("reduce_gradients"):
+            return (parts, reduction.each(grads)), watched
 
     if num_microbatches == 1:
         (sums, grads), watched = sums_of(batch, keys_B)
@@ -77,7 +79,8 @@ def accumulate(
             return jax.tree.map(jnp.add, so_far, found), watched
 
         (sums, grads), watched = jax.lax.scan(add, zeros, micro)
-    sums, grads = reduction.sums(sums), reduction.last(grads)
+    with jax.named_scope("reduce_gradients"):
+        sums, grads = reduction.sums(sums), reduction.last(grads)
     tokens = jnp.maximum(sums.pop("real_tokens"), 1.0)
     means = {name: value / tokens for name, value in sums.items()}
     return means | {"real_tokens": tokens} | watched, jax.tree.map(lambda grad: grad / (scale * tokens), grads)

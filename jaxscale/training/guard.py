@@ -57,6 +57,7 @@ def init_guard(window_steps: int = 100) -> Guard:
     return Guard(whole, whole, whole, zeros_W, zeros_W, whole, jnp.ones((), jnp.float32), whole, whole)
 
 
+@jax.named_scope("guard")
 def inspect(
     cfg: GuardConfig,
     state: Guard,

@@ -47,10 +47,11 @@ def make_train_step(
         )
 
         lr_factor = guard.lr_factor(state.guard, state.step)  # below 1 for a while after recovery has cut it
-        updates, opt_state = optimizer.update(
-            grads, state.opt_state, state.params, step=state.step, ok=ok, lr_factor=lr_factor
-        )
-        params = jax.tree.map(add_update, state.params, updates)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(
+                grads, state.opt_state, state.params, step=state.step, ok=ok, lr_factor=lr_factor
+            )
+            params = jax.tree.map(add_update, state.params, updates)
         # A bad step changes nothing. What is on the host was kept, or not, where it was renewed.
         keep_one = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
         keep = lambda new, old: jax.tree.map(keep_one, new, old)
