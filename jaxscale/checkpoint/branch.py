@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale import units
-from jaxscale.checkpoint.choosing import newest_to_read
 from jaxscale.checkpoint.config import ARROW, CheckpointConfig, InitConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import leaf_text, named_leaves
+from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.hosts.agree import agreed
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.lora import is_adapter

@@ -21,9 +21,9 @@ import jax
 
 from jaxscale.checkpoint import folders, restore, write
 from jaxscale.checkpoint.cause import is_trouble, short_cause
-from jaxscale.checkpoint.choosing import tell_lost
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.record import forget_last_good, named_leaves, read_last_good
+from jaxscale.checkpoint.restore import tell_lost
 from jaxscale.checkpoint.retention import CLEAN, read_facts
 from jaxscale.checkpoint.saver import Failures, Job, Reports, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot

@@ -27,9 +27,9 @@ from jaxscale.api.measuring import (
 )
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.cause import written
-from jaxscale.checkpoint.choosing import why_not
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.restore import why_not
 from jaxscale.cli import run_verb
 from jaxscale.cli.evaluate_steps import show_lines, show_table
 from jaxscale.cli.sample import ModelFlags, read_mesh
