@@ -4,7 +4,7 @@ import pytest
 from gcs_emulator import Emulator, Fault
 from gcs_weather import Weather
 
-from jaxscale.checkpoint.cause import is_trouble, short_cause
+from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import bucket, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.storage import ObjectPath
@@ -90,9 +90,9 @@ def test_a_refusal_and_an_outage_are_both_of_the_storage_and_of_a_person(gcs, mo
     gcs.weather = Weather(lacks={"storage.objects.list"})
     with pytest.raises(OSError, match="may not be listed") as refused:
         list(folder.iterdir())
-    assert isinstance(refused.value, BadInput) and is_trouble(refused.value)
-    assert short_cause(refused.value) == "this machine's account lacks the permission storage.objects.list (403)"
+    assert isinstance(refused.value, BadInput) and is_storage_error(refused.value)
+    assert short_reason(refused.value) == "this machine's account lacks the permission storage.objects.list (403)"
     gcs.weather = Weather(down=True)
     with pytest.raises(OSError, match="7 tries in a row failed") as away:
         folder.is_dir()
-    assert is_trouble(away.value) and short_cause(away.value).startswith("gs://bucket/run: 7 tries")
+    assert is_storage_error(away.value) and short_reason(away.value).startswith("gs://bucket/run: 7 tries")

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.files import files_under
 from jaxscale.checkpoint.fingerprint import host_fingerprint
+from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
@@ -229,7 +229,7 @@ class Output:
 
     def failure(self, error: BaseException) -> Stop:
         """The error for what could not be written."""
-        return Stop(Exit.STORAGE, f"{self.folder} cannot be written: {short_cause(error)}; run it again")
+        return Stop(Exit.STORAGE, f"{self.folder} cannot be written: {short_reason(error)}; run it again")
 
 
 class Locations:
@@ -269,9 +269,9 @@ def index_damages(folder: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
                     for _ in entries(base, root, seen=seen):
                         pass
             except Exception as error:  # whatever TensorStore makes of spoilt bytes
-                if is_trouble(error):
+                if is_storage_error(error):
                     raise
-                yield f"{STATE}/{name}", short_cause(error), named_files(str(error))
+                yield f"{STATE}/{name}", short_reason(error), named_files(str(error))
 
 
 def open_base(folder: Any) -> Any:

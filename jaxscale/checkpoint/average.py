@@ -17,11 +17,11 @@ import tensorstore
 
 from jaxscale.checkpoint import array_store, retention
 from jaxscale.checkpoint.array_store import Arrays, Output, boxes, layout_of, read_ahead
-from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, mark_committed, sync_tree
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import RECORD, read_optional, require_record, seal
+from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.checkpoint.verify import list_all_others, require_reachable, verify_folder
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -210,7 +210,7 @@ def open_leaf(arrays: Arrays, step: int, name: str) -> tensorstore.TensorStore:
         return arrays.open(name)
     except Exception as error:  # whatever TensorStore makes of spoilt bytes
         require_reachable(error, f"step {step}")
-        raise damaged(step, name, short_cause(error)) from None
+        raise damaged(step, name, short_reason(error)) from None
 
 
 def next_piece(pieces: Any, step: int, name: str) -> np.ndarray:
@@ -219,7 +219,7 @@ def next_piece(pieces: Any, step: int, name: str) -> np.ndarray:
         return next(pieces)
     except Exception as error:  # whatever TensorStore makes of spoilt bytes
         require_reachable(error, f"step {step}")
-        raise damaged(step, name, short_cause(error)) from None
+        raise damaged(step, name, short_reason(error)) from None
 
 
 def damaged(step: int, name: str, cause: str) -> Stop:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.config import LockConfig
 from jaxscale.checkpoint.lock_stores import FileLock, Holder, Look, Moved, ObjectLock, lives, this_process
+from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.monitor.events import ignore
 from jaxscale.system import fence, paths
 from jaxscale.system.bucket import Changed, Unreachable
@@ -156,7 +156,7 @@ class RunLock:
                 self.lose(error)
                 return
             except Exception as error:  # of the disk or the network: the next renewal may do better
-                self.cause = short_cause(error)
+                self.cause = short_reason(error)
 
     def lose(self, why: Exception | None = None) -> None:
         """Remembers that the folder is no longer ours, once. Nothing is noted in it: the log is another's too."""
@@ -204,7 +204,7 @@ class RunLock:
         except Moved as error:
             self.lose(error)
         except Exception as error:  # of the disk or the network
-            self.cause = short_cause(error)
+            self.cause = short_reason(error)
         finally:
             self.using.release()
 

@@ -20,13 +20,13 @@ from typing import Any
 import jax
 
 from jaxscale.checkpoint import folders, restore, write
-from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.record import forget_last_good, named_leaves, read_last_good
 from jaxscale.checkpoint.restore import tell_lost
 from jaxscale.checkpoint.retention import CLEAN, read_facts
 from jaxscale.checkpoint.saver import Failures, Job, Reports, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
+from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.checkpoint.write import import_orbax
 from jaxscale.hosts.agree import agreed, next_key
 from jaxscale.monitor.events import Note, ignore
@@ -113,8 +113,8 @@ class Checkpoints:
         try:
             return read_facts(self.directory / str(step)).health
         except Exception as error:
-            if is_trouble(error):
-                restore.raise_for(self.directory / str(step), "run", short_cause(error), trouble=True)
+            if is_storage_error(error):
+                restore.raise_for(self.directory / str(step), "run", short_reason(error), trouble=True)
             return None
 
     def last_good(self) -> dict[str, Any] | None:

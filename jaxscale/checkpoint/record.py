@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 
-from jaxscale.checkpoint.cause import is_trouble, reached
 from jaxscale.checkpoint.folders import is_step_name
+from jaxscale.checkpoint.storage_errors import is_storage_error, reached
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.faults import crash_point
@@ -39,7 +39,7 @@ def require_record(folder: Any) -> dict[str, Any]:
         named = str(folder / RECORD)
         raise BadInput(str(error) if named in str(error) else f"{named}: {error}") from None
     except Exception as error:
-        if not (isinstance(error, OSError) or is_trouble(error)):
+        if not (isinstance(error, OSError) or is_storage_error(error)):
             raise
         cause = getattr(error, "strerror", None) or type(error).__name__
         raise BadInput(f"{folder / RECORD} cannot be read: {cause}") from None

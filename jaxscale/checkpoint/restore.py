@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from jaxscale.checkpoint import folders, record
-from jaxscale.checkpoint.cause import clip, is_trouble, short_cause
 from jaxscale.checkpoint.fingerprint import fingerprints
 from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, nest, read_record
+from jaxscale.checkpoint.storage_errors import clip, is_storage_error, short_reason
 from jaxscale.checkpoint.verify import changed_files
 from jaxscale.checkpoint.write import epath, import_orbax
 from jaxscale.hosts.agree import agreed, gathered, next_key
@@ -68,9 +68,9 @@ def changed_files_of(folder: Any, small: bool = False) -> str:
     try:
         mine = [list(found) for found in changed_files(folder, share, shares, small=small)]
     except Exception as error:
-        if not is_trouble(error):
+        if not is_storage_error(error):
             raise
-        mine = [["its files", f"they could not be compared with their list: {short_cause(error)}"]]
+        mine = [["its files", f"they could not be compared with their list: {short_reason(error)}"]]
     told = [found for process in gathered(next_key("files"), mine, RESTORE_SECONDS) for found in process]
     if not told:
         return ""
@@ -84,10 +84,10 @@ def load_record(folder: Any) -> dict[str, Any]:
     try:
         return read_record(folder)
     except Exception as error:
-        trouble = is_trouble(error)
+        trouble = is_storage_error(error)
         if not trouble and not isinstance(error, OSError | ValueError):
             raise
-        cause = clip(str(error)) if type(error) in (ValueError, BadInput) else short_cause(error)
+        cause = clip(str(error)) if type(error) in (ValueError, BadInput) else short_reason(error)
         raise_for(folder, "run", cause, trouble)
 
 
@@ -98,7 +98,7 @@ def read_state(folder: Any, wanted: Mapping[str, Any], partial: bool) -> dict[st
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        raise_for(folder, "state", short_cause(error), is_trouble(error))
+        raise_for(folder, "state", short_reason(error), is_storage_error(error))
 
 
 def raise_for(folder: Any, item: str, cause: str, trouble: bool) -> None:

@@ -8,11 +8,11 @@ import datetime
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.checkpoint.cause import errors_behind, is_trouble, short_cause
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.files import files_under
 from jaxscale.checkpoint.folders import COMMITTED, REMOVED, all_steps, is_step_name, remove_step, remove_tree
 from jaxscale.checkpoint.record import LAST_GOOD, RECORD, read_last_good, read_optional, read_record, require_record
+from jaxscale.checkpoint.storage_errors import errors_behind, is_storage_error, short_reason
 from jaxscale.checkpoint.verify import LISTS, REST
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -48,7 +48,7 @@ def read_facts(folder: Any) -> Facts:
 
 def is_lost(error: Exception) -> bool:
     """True if the record is missing or damaged, and another look will not find it either."""
-    if is_trouble(error) or not isinstance(error, OSError | ValueError):
+    if is_storage_error(error) or not isinstance(error, OSError | ValueError):
         return False
     causes = [link for link in errors_behind(error) if isinstance(link, OSError)]
     return all(isinstance(link, FileNotFoundError | NotADirectoryError | IsADirectoryError) for link in causes)
@@ -183,7 +183,7 @@ def last_good_step(directory: Any) -> int | None:
     except Exception as error:
         if is_lost(error):
             return None
-        raise Stop(Exit.STORAGE, f"{place} cannot be read: {short_cause(error)}; nothing was deleted") from None
+        raise Stop(Exit.STORAGE, f"{place} cannot be read: {short_reason(error)}; nothing was deleted") from None
     return found.get("step") if isinstance(found, dict) else None
 
 
@@ -194,9 +194,9 @@ def delete_step(folder: Any, step: int) -> None:
     except FileNotFoundError:
         return  # training was faster
     except Exception as error:
-        if not isinstance(error, OSError) and not is_trouble(error):
+        if not isinstance(error, OSError) and not is_storage_error(error):
             raise
-        raise Stop(Exit.STORAGE, f"{folder / str(step)} cannot be deleted: {short_cause(error)}") from None
+        raise Stop(Exit.STORAGE, f"{folder / str(step)} cannot be deleted: {short_reason(error)}") from None
 
 
 def sweep(folder: Any) -> None:

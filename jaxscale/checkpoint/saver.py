@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import jax
 
 from jaxscale.checkpoint import folders, retention, verify, write
-from jaxscale.checkpoint.cause import NO_INODES, clip, inodes_told, short_cause, what_to_grant
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.record import describe_leaf, seal, write_last_good
 from jaxscale.checkpoint.snapshot import Snapshot
+from jaxscale.checkpoint.storage_errors import NO_INODES, clip, missing_grant, no_inodes_message, short_reason
 from jaxscale.hosts.agree import gathered
 from jaxscale.monitor.events import Note
 from jaxscale.system import paths
@@ -235,7 +235,7 @@ class Saver:
         except Stop:
             raise
         except Exception as error:
-            self.note("alarm", job.step, cause=f"after the save: {short_cause(error)}")
+            self.note("alarm", job.step, cause=f"after the save: {short_reason(error)}")
 
     def remove_old(self, newest: int) -> None:
         """Removes what need not stay. A step of which nothing can be learnt now stays until it can."""
@@ -255,7 +255,7 @@ class Saver:
         for step in sorted(set(steps) - kept - set(unknown)):
             folders.remove_step(self.directory, step)
         for step, error in unknown.items():
-            self.note("alarm", newest, cause=f"step {step} stays, its record cannot be read: {short_cause(error)}")
+            self.note("alarm", newest, cause=f"step {step} stays, its record cannot be read: {short_reason(error)}")
 
     def fact(self, step: int) -> retention.Facts:
         """What retention asks of a step, read once. Raises what keeps it from being read."""
@@ -276,7 +276,7 @@ class Saver:
         except Stop as error:
             stop, mine = error, [str(error), "Stop"]
         except Exception as error:
-            mine = [short_cause(error), type(error).__name__]
+            mine = [short_reason(error), type(error).__name__]
             if isinstance(error, verify.Damaged | FileExistsError):
                 mine[0] = clip(str(error))
         told = gathered(f"{job.key}/{name}", mine, self.cfg.max_save_seconds)
@@ -289,10 +289,10 @@ class Saver:
 
     def cause_of(self, error: Exception, job: Job) -> str:
         """The cause of a failed save with what it needs and has, and what permission is missing."""
-        cause = str(error.args[0]) if isinstance(error, SaveFailed) else short_cause(error)
-        cause += what_to_grant(cause, self.directory)
+        cause = str(error.args[0]) if isinstance(error, SaveFailed) else short_reason(error)
+        cause += missing_grant(cause, self.directory)
         full = "No space left" in cause or NO_INODES in cause
-        if full and not paths.is_remote(self.directory) and (told := inodes_told(self.directory)):
+        if full and not paths.is_remote(self.directory) and (told := no_inodes_message(self.directory)):
             return told
         try:
             return f"{cause} ({write.room_text(self.directory, write.state_bytes(job.snapshot.leaves.values()))})"

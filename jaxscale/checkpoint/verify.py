@@ -15,10 +15,10 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxscale.checkpoint.array_store import DICT_KEY, TREE, Arrays, Locations, compare_leaf, index_damages, named_files
-from jaxscale.checkpoint.cause import is_trouble, short_cause
 from jaxscale.checkpoint.files import files_under, mark_of
 from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED
 from jaxscale.checkpoint.record import RECORD, is_sealed, read_record, require_record, seal
+from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
@@ -83,7 +83,7 @@ def look_through(folder: Any, on_bytes: Callable[[int], None], finished: bool) -
             cause, size = compare_leaf(arrays, name, *described)
         except Exception as error:  # whatever TensorStore makes of spoilt bytes
             require_reachable(error, folder)
-            cause, size = short_cause(error), 0
+            cause, size = short_reason(error), 0
         if cause:
             damages.append(Damage(name, cause, located.files(name) or named_files(cause)))
         done += size
@@ -96,9 +96,9 @@ def look_through(folder: Any, on_bytes: Callable[[int], None], finished: bool) -
 
 def require_reachable(error: Exception, folder: Any) -> None:
     """Raises Stop (STORAGE) if the error says that nothing could be read, which is no word on what is there."""
-    if is_trouble(error):
+    if is_storage_error(error):
         raise Stop(
-            Exit.STORAGE, f"{folder} cannot be read now: {short_cause(error)}; whether it is whole is not known"
+            Exit.STORAGE, f"{folder} cannot be read now: {short_reason(error)}; whether it is whole is not known"
         ) from None
 
 
@@ -121,7 +121,7 @@ def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[Damage]:
             yield Damage(name, f"its leaves are not those of the record: {', '.join(wrong[:4])}")
     except (OSError, BadInput, KeyError, TypeError, AttributeError) as error:
         require_reachable(error, folder)
-        yield Damage(name, f"it cannot be understood: {short_cause(error)}")
+        yield Damage(name, f"it cannot be understood: {short_reason(error)}")
 
 
 class Damaged(Exception):
@@ -140,9 +140,9 @@ def verify_leaves(folder: Any, leaves: Mapping[str, list], share: int = 0, share
         try:
             wrong, _ = compare_leaf(arrays, name, *leaves[name])
         except Exception as error:
-            if is_trouble(error):
+            if is_storage_error(error):
                 raise
-            raise Damaged(f"{name} cannot be read back: {short_cause(error)}") from error
+            raise Damaged(f"{name} cannot be read back: {short_reason(error)}") from error
         if wrong:
             raise Damaged(f"{name}: {wrong}")
 
@@ -152,7 +152,7 @@ def sealed_record(folder: Any, read: Callable[[Any], dict[str, Any]]) -> dict[st
     try:
         return read(folder)
     except BadInput as error:
-        if is_trouble(error):
+        if is_storage_error(error):
             raise
         raise Damaged(f"its record cannot be read back: {error}") from error
 
@@ -221,7 +221,7 @@ def must_be_listed(folder: Any) -> bool:
     try:
         return "step" in read_record(folder)
     except (OSError, BadInput) as error:
-        if is_trouble(error):
+        if is_storage_error(error):
             raise
         return False  # which is told as damage of the record
 
@@ -231,7 +231,7 @@ def read_list(path: Any) -> dict[str, list] | None:
     try:
         found = paths.read_json(path)
     except (OSError, BadInput) as error:
-        if is_trouble(error):
+        if is_storage_error(error):
             raise
         return None
     return found["files"] if is_sealed(found) else None
@@ -242,9 +242,9 @@ def compare(path: Any, mark: list) -> str:
     try:
         found = mark_of(path)
     except OSError as error:
-        if is_trouble(error):
+        if is_storage_error(error):
             raise
-        return f"it cannot be read: {short_cause(error)}"
+        return f"it cannot be read: {short_reason(error)}"
     if found is None:
         return "it is missing"
     return "" if list(found) == mark else "its md5 is not that of what was written"

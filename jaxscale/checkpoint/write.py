@@ -25,9 +25,9 @@ from typing import Any
 import jax
 
 from jaxscale.checkpoint import folders, verify
-from jaxscale.checkpoint.cause import inodes_told, is_trouble
 from jaxscale.checkpoint.folders import sync_tree
 from jaxscale.checkpoint.record import LAST_GOOD, RECORD, nest, read_record
+from jaxscale.checkpoint.storage_errors import is_storage_error, no_inodes_message
 from jaxscale.hosts.agree import SEEN_SECONDS
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import Exit, Stop
@@ -69,7 +69,7 @@ def holds(folder: Any, record: Mapping[str, Any]) -> bool:
     try:
         return read_record(folder)["sha256"] == record["sha256"]
     except Exception as error:
-        if is_trouble(error):
+        if is_storage_error(error):
             raise
         return False
 
@@ -300,7 +300,7 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
             probe.write(b"x")
     except OSError as error:
         if error.errno not in FULL or not (steps or aside):
-            told = inodes_told(directory) if error.errno == errno.ENOSPC else ""
+            told = no_inodes_message(directory) if error.errno == errno.ENOSPC else ""
             raise Stop(
                 Exit.NO_GO,
                 f"no checkpoint can be written in {directory}: {told or error.strerror or error}; "

@@ -26,7 +26,6 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.checkpoint.average import average_steps
-from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
@@ -41,6 +40,7 @@ from jaxscale.checkpoint.retention import (
     unpin,
     why_kept,
 )
+from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import run_verb
@@ -117,7 +117,7 @@ def main(argv: list[str]) -> int:
         told_by_bucket = isinstance(error, OSError) and paths.is_remote(arguments.flags.workdir)
         if not (told_by_bucket or type(error).__module__.startswith("gcsfs.")):  # which has errors of its own
             raise
-        raise BadInput(f"the bucket refuses: {short_cause(error)}; {NEEDED}") from None
+        raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED}") from None
 
 
 def open_folder(workdir: str) -> Checkpoints:

@@ -26,10 +26,10 @@ from jaxscale.api.measuring import (
     save_record,
 )
 from jaxscale.checkpoint.branch import open_source
-from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.restore import why_not
+from jaxscale.checkpoint.storage_errors import written
 from jaxscale.cli import run_verb
 from jaxscale.cli.evaluate_steps import show_lines, show_table
 from jaxscale.cli.sample import ModelFlags, read_mesh

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.api.reports import price_of, read_all
-from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.storage_errors import written
 from jaxscale.cli import run_verb
 from jaxscale.command_line import flag, parse, port_of
 from jaxscale.help_text import page_of, show_help

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint.cause import reached
+from jaxscale.checkpoint.storage_errors import reached
 from jaxscale.interop import adapter_config
 from jaxscale.interop.adapter_config import AdapterConfig
 from jaxscale.interop.config import HUB_NAME

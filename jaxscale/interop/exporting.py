@@ -14,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxscale import schema
-from jaxscale.checkpoint.cause import is_trouble, short_cause, written
 from jaxscale.checkpoint.files import mark_of
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import digest
 from jaxscale.checkpoint.restore import newest_to_read
+from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, written
 from jaxscale.interop import adapter_config, adapters, families
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.journal import Journal, make_journal

@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxscale.checkpoint import array_store, write
 from jaxscale.checkpoint.array_store import Output, new_layout, tree_of
-from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, mark_committed, remove_tree, sync_tree
 from jaxscale.checkpoint.record import RECORD, seal
+from jaxscale.checkpoint.storage_errors import written
 from jaxscale.checkpoint.verify import Damaged, list_all_others, verify_leaves
 from jaxscale.checkpoint.write import HANDLERS
 from jaxscale.interop.families import TensorPair

@@ -14,9 +14,9 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jaxscale.checkpoint.cause import short_cause
 from jaxscale.checkpoint.folders import is_step_name, remove_tree
 from jaxscale.checkpoint.retention import PINNED
+from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.interop import hub
 from jaxscale.interop.config import ExportConfig
 from jaxscale.interop.exporting import is_finished
@@ -57,7 +57,7 @@ class Exporter:
         try:
             self.pin(step)
         except Exception as error:  # of whatever client a bucket has
-            self.failed(step, short_cause(error))
+            self.failed(step, short_reason(error))
             return
         with self.lock:
             passed, self.waiting = self.waiting, step
@@ -79,7 +79,7 @@ class Exporter:
             try:
                 self.export(step)
             except Exception as error:  # nothing of it may reach the run
-                self.failed(step, short_cause(error))
+                self.failed(step, short_reason(error))
             if not self.ended:
                 self.unpin(step)
 
@@ -96,7 +96,7 @@ class Exporter:
         try:
             self.remove_old(step)
         except Exception as error:  # they take room, and nothing else
-            self.tell("alarm", step, cause=f"an old export could not be removed: {short_cause(error)}")
+            self.tell("alarm", step, cause=f"an old export could not be removed: {short_reason(error)}")
 
     def command(self, step: int) -> list[str]:
         """How the process is started: at the lowest priority, where the system has a command for that."""

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from jaxscale.checkpoint.cause import reached
+from jaxscale.checkpoint.storage_errors import reached
 from jaxscale.interop.ranges import look_at, names_in
 from jaxscale.interop.safetensors import Tensor, read_header
 from jaxscale.system import foreign, paths

@@ -9,7 +9,7 @@ import jax
 
 from jaxscale import schema
 from jaxscale.build import Program
-from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.storage_errors import written
 from jaxscale.config import RunConfig
 from jaxscale.data.config import mixture_names
 from jaxscale.data.ledger import Ledger

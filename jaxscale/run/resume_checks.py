@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxscale import schema
-from jaxscale.checkpoint.cause import is_trouble
+from jaxscale.checkpoint.storage_errors import is_storage_error
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig
 from jaxscale.data.mixture import Mixture, same_past
@@ -100,7 +100,7 @@ def open_same_data(
     except BadInput as error:
         if recorded is None or isinstance(error, Unwritable | Forbidden):
             raise
-        if is_trouble(error):
+        if is_storage_error(error):
             raise Stop(Exit.STORAGE, f"the data of this run cannot be reached: {error}; start again") from error
         raise Stop(Exit.DATA_MISMATCH, f"the data of this run cannot be opened any more: {error}") from error
 

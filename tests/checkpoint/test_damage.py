@@ -13,7 +13,7 @@ import pytest
 from ckpt_states import abstract, assert_same_bits, data_files, flip_bit, restore_newest, stop_of
 
 from jaxscale.checkpoint import restore
-from jaxscale.checkpoint.cause import is_trouble, reached, short_cause
+from jaxscale.checkpoint.storage_errors import is_storage_error, reached, short_reason
 from jaxscale.system.exits import Exit, Stop
 
 
@@ -112,7 +112,7 @@ OfAClient = type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})  # a 
 def test_what_says_nothing_about_the_files_is_told_apart(error, trouble):
     outer = RuntimeError("could not restore")
     outer.__cause__ = error
-    assert is_trouble(outer) == trouble
+    assert is_storage_error(outer) == trouble
 
 
 def test_a_bucket_that_cannot_be_asked_is_one_line_of_a_start():
@@ -196,6 +196,6 @@ def test_failures_print_nothing_but_their_one_line(tmp_path):
 
 
 def test_a_path_with_dots_is_not_taken_for_a_permission():
-    assert short_cause(OSError(5, "Input/output error", "/mnt/storage.fast.disk/x")).startswith("Input/output error: ")
+    assert short_reason(OSError(5, "Input/output error", "/mnt/storage.fast.disk/x")).startswith("Input/output error: ")
     refusal = OSError("Forbidden: trainer@x.iam does not have storage.objects.create access to the object")
-    assert short_cause(refusal) == "this machine's account lacks the permission storage.objects.create (403)"
+    assert short_reason(refusal) == "this machine's account lacks the permission storage.objects.create (403)"

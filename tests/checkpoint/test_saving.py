@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from ckpt_states import abstract, assert_same_bits, make_state, stop_of
 
-from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.storage_errors import written
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 

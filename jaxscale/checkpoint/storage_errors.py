@@ -1,4 +1,4 @@
-"""The true cause of a storage error as one short line; Orbax reports the same through pages of tracebacks."""
+"""Why storage failed, as one short line; Orbax reports the same through pages of tracebacks."""
 
 import errno
 import os
@@ -34,7 +34,7 @@ READ_ONLY = "Read-only file system"
 CLIENTS = ("gcsfs", "aiohttp", "requests", "google")  # whose errors are of the way, and often no OSError
 
 
-def short_cause(error: BaseException) -> str:
+def short_reason(error: BaseException) -> str:
     """The most telling message in the error's chain, one line of at most MAX_LETTERS letters."""
     chain = list(errors_behind(error))
     for link in chain:
@@ -47,7 +47,7 @@ def short_cause(error: BaseException) -> str:
             isinstance(link, OSError)
             and link.errno == errno.ENOSPC
             and link.filename
-            and (told := inodes_told(link.filename))
+            and (told := no_inodes_message(link.filename))
         ):
             return clip(told)
         if isinstance(link, OSError) and link.strerror:
@@ -59,7 +59,7 @@ def short_cause(error: BaseException) -> str:
     return clip(f"{type(root).__name__}: {root}" if str(root).strip() else type(root).__name__)
 
 
-def inodes_told(path: Any) -> str:
+def no_inodes_message(path: Any) -> str:
     """That a local disk has no more files to give, where it counts so; else ''. Only to word an error that is there:
 
     the system calls such a disk full, and some file systems of a network count so and give files all the same.
@@ -92,7 +92,7 @@ def clip(text: str) -> str:
     return line if len(line) <= MAX_LETTERS else line[: MAX_LETTERS - 3] + "..."
 
 
-def is_trouble(error: BaseException) -> bool:
+def is_storage_error(error: BaseException) -> bool:
     """True if the storage could not be reached, or may not be read: it says nothing about what is stored."""
     for link in errors_behind(error):
         if isinstance(link, MemoryError | TimeoutError) or getattr(link, "errno", None) in TROUBLE:
@@ -109,10 +109,10 @@ def reached(ask: Callable[[], T], folder: Any) -> T:
     try:
         return ask()
     except Exception as error:
-        if isinstance(error, Stop) or not paths.is_remote(folder) or not is_trouble(error):
+        if isinstance(error, Stop) or not paths.is_remote(folder) or not is_storage_error(error):
             raise
-        cause = short_cause(error)
-        way_out = what_to_grant(cause, folder) or "; start again when it answers"
+        cause = short_reason(error)
+        way_out = missing_grant(cause, folder) or "; start again when it answers"
         raise Stop(Exit.STORAGE, f"{folder} cannot be reached: {cause}{way_out}") from None
 
 
@@ -121,12 +121,12 @@ def written(write: Callable[[], T], folder: Any) -> T:
     try:
         return reached(write, folder)
     except OSError as error:
-        cause = short_cause(error)
-        way_out = what_to_grant(cause, folder) or "; make room or mend the disk, then start again: nothing is lost"
+        cause = short_reason(error)
+        way_out = missing_grant(cause, folder) or "; make room or mend the disk, then start again: nothing is lost"
         raise Stop(Exit.STORAGE, f"{folder} cannot be written: {cause}{way_out}") from error
 
 
-def what_to_grant(cause: str, directory: Any) -> str:
+def missing_grant(cause: str, directory: Any) -> str:
     """What is to be granted where the cause is that something is not allowed, as the end of a line; else ''."""
     if READ_ONLY in cause:
         return f"; mount {directory} for writing"
