@@ -5,7 +5,7 @@ import json
 import pytest
 from test_threats import files_that_use
 
-from jaxscale.checkpoint.lock_stores import read_holder
+from jaxscale.checkpoint.lock_stores import read_owner
 from jaxscale.data.best_fit import open_plan
 from jaxscale.data.shards import read_header
 from jaxscale.monitor import records
@@ -47,7 +47,7 @@ def test_nested_json_is_told_where_a_file_must_be_good(tmp_path):
         open_plan(tmp_path)
     with pytest.raises(BadInput, match="events.jsonl:1 is no event"):
         read_events(tmp_path)
-    assert read_header(tmp_path / "shard.json") is None and read_holder(DEEP.encode()) is None
+    assert read_header(tmp_path / "shard.json") is None and read_owner(DEEP.encode()) is None
     with pytest.raises(BadInput, match="nested too deeply"):
         strict_loads(DEEP.encode())
 

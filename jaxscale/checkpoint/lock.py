@@ -1,6 +1,6 @@
 """One writer for a run's folder: who comes second is told who is first, and who has lost the folder writes no more.
 
-A holder renews its lock every lease_seconds. It is dead when its kernel says so, or when nothing has been renewed for
+A owner renews its lock every lease_seconds. It is dead when its kernel says so, or when nothing has been renewed for
 three leases: watched by one's own steady clock, or measured by the bucket's, never by comparing those of two machines.
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.checkpoint.config import LockConfig
-from jaxscale.checkpoint.lock_stores import FileLock, Holder, Look, Moved, ObjectLock, lives, this_process
+from jaxscale.checkpoint.lock_stores import FileLock, LockOwner, Look, Moved, ObjectLock, lives, this_process
 from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.monitor.events import ignore
 from jaxscale.system import fence, paths
 from jaxscale.system.bucket import Changed, Unreachable
 from jaxscale.system.exits import Exit, Stop
 
-LEASES = 3  # without a sign of life, after which a holder counts as dead
+LEASES = 3  # without a sign of life, after which a owner counts as dead
 LOOKS = 8  # at a lock during one lease
 JOIN_SECONDS = 5.0  # for a renewal that is under way when the run ends
 USUAL = LockConfig()
@@ -45,14 +45,14 @@ class RunLock:
         mode: int = paths.PRIVATE,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        me: Holder | None = None,
+        me: LockOwner | None = None,
     ):
         self.workdir, self.cfg, self.steal, self.primary = workdir, cfg, steal, primary
         self.note, self.say, self.clock, self.sleep = note, say, clock, sleep
         self.me = dataclasses.replace(me or this_process(), lease_seconds=cfg.lease_seconds)
         self.mode = mode
         self.store: FileLock | ObjectLock | None = None
-        self.taken_from: Holder | None = None  # of whom the lock was when this run began
+        self.taken_from: LockOwner | None = None  # of whom the lock was when this run began
         self.lost: tuple[Exit, str] | None = None  # the line that says so, and the code to leave with
         self.reached, self.cause = clock(), ""  # when the folder was last reached, and why not since
         self.using = threading.Lock()  # one request at a time
@@ -85,7 +85,7 @@ class RunLock:
                 self.store.remove(self.me)
 
     def acquire(self) -> None:
-        """Returns once the lock is ours. Raises Stop (LOCK_HELD) once it is known that its holder lives."""
+        """Returns once the lock is ours. Raises Stop (LOCK_HELD) once it is known that its owner lives."""
         first, since = None, self.clock()
         while True:
             look = self.store.look()
@@ -106,41 +106,41 @@ class RunLock:
                     self.sleep(self.cfg.lease_seconds / LOOKS)
                     continue
             if self.store.replace(self.me, look, steal=self.steal):
-                return self.took_over(look, "stolen" if alive is not False and self.steal else "its holder is gone")
+                return self.took_over(look, "stolen" if alive is not False and self.steal else "its owner is gone")
 
     def alive(self, look: Look) -> bool | None:
-        """Whether the holder is there: True, False, or None where only its next renewal can tell."""
-        if look.holder is None:
+        """Whether the owner is there: True, False, or None where only its next renewal can tell."""
+        if look.owner is None:
             return None
-        living = lives(look.holder, self.me)
-        if look.holder.same_kernel(self.me) and look.guarded is False and living is not True:
+        living = lives(look.owner, self.me)
+        if look.owner.same_kernel(self.me) and look.guarded is False and living is not True:
             return False  # whatever ends a process ends its flock
         return living  # a flock that is held may be that of a child which its trainer left behind
 
     def silence_of(self, look: Look) -> float:
-        """Seconds without a renewal after which the holder counts as dead: by its own lease, or ours if longer."""
-        theirs = look.holder.lease_seconds if look.holder else None
+        """Seconds without a renewal after which the owner counts as dead: by its own lease, or ours if longer."""
+        theirs = look.owner.lease_seconds if look.owner else None
         return LEASES * max(self.cfg.lease_seconds, theirs or 0.0)
 
     def announce_wait(self, look: Look) -> None:
         left = self.silence_of(look) - look.age
         if left > 0:
             self.say(
-                f"{self.workdir} is locked by {look.holder or 'an unknown process'}, of which nothing is known here: "
+                f"{self.workdir} is locked by {look.owner or 'an unknown process'}, of which nothing is known here: "
                 f"it is taken over if that does not renew its lock for {left:.0f} s (at once with --steal_lock)"
             )
 
     def took_over(self, look: Look, why: str) -> None:
         """Says from whom the lock was taken."""
-        self.taken_from = look.holder
-        self.say(f"{self.workdir}: the lock of {look.holder or 'an unknown process'} was taken over: {why}")
-        self.note("lock_stolen", holder=str(look.holder), why=why)
+        self.taken_from = look.owner
+        self.say(f"{self.workdir}: the lock of {look.owner or 'an unknown process'} was taken over: {why}")
+        self.note("lock_stolen", holder=str(look.owner), why=why)
 
     def held(self, look: Look) -> Stop:
         """The error for a folder that another run writes."""
         return Stop(
             Exit.LOCK_HELD,
-            f"{self.workdir} is in use by {look.holder or 'an unknown process'}; stop that run, or choose another "
+            f"{self.workdir} is in use by {look.owner or 'an unknown process'}; stop that run, or choose another "
             "--workdir (--steal_lock takes it from a run that can no longer end by itself)",
         )
 
@@ -169,7 +169,7 @@ class RunLock:
         now = None
         with contextlib.suppress(Exception):  # who it is, is only of interest
             look = self.store.look()
-            now = look.holder if look else None
+            now = look.owner if look else None
         who = f"by {now}" if now else "while this process stood still, or deleted"
         told = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
         self.lost = Exit.LOCK_HELD, told

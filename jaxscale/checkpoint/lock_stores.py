@@ -33,7 +33,7 @@ GONE, STOPPED = "ZXx", "Tt"  # states of a process in /proc
 
 
 @dataclasses.dataclass(frozen=True)
-class Holder:
+class LockOwner:
     """A process at one start. Times are for people: nothing is decided by comparing clocks of two machines."""
 
     token: str
@@ -46,7 +46,7 @@ class Holder:
     beats: int = 0  # renewals so far
     lease_seconds: float | int | None = None  # between two renewals; None: of an older version, which did not say
 
-    def renewed(self) -> "Holder":
+    def renewed(self) -> "LockOwner":
         """The same, one beat later."""
         return dataclasses.replace(self, beats=self.beats + 1)
 
@@ -54,7 +54,7 @@ class Holder:
         """The text of the lock."""
         return json.dumps(dataclasses.asdict(self)).ljust(PADDED - 1).encode() + b"\n"
 
-    def same_kernel(self, other: "Holder") -> bool:
+    def same_kernel(self, other: "LockOwner") -> bool:
         """True if both run under one kernel, which then knows of both."""
         return bool(self.kernel) and self.kernel == other.kernel
 
@@ -62,10 +62,10 @@ class Holder:
         return f"process {self.pid} on {self.host}, started {self.started}"
 
 
-def this_process() -> Holder:
+def this_process() -> LockOwner:
     """The process that asks, with a new token."""
     state = process_state(os.getpid())
-    return Holder(
+    return LockOwner(
         token=secrets.token_hex(16),
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -76,28 +76,30 @@ def this_process() -> Holder:
     )
 
 
-def read_holder(content: bytes) -> Holder | None:
-    """The holder that a lock names; None for anything else, such as a lock that is just being written."""
+def read_owner(content: bytes) -> LockOwner | None:
+    """The owner that a lock names; None for anything else, such as a lock that is just being written."""
     try:
         values = parse_json(content)
-        kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Holder)}
+        kinds: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(LockOwner)}
         values = {"lease_seconds": None} | values
         if set(values) != set(kinds) or not all(isinstance(values[name], kind) for name, kind in kinds.items()):
             return None
-        return Holder(**values)
+        return LockOwner(**values)
     except (BadInput, TypeError):
         return None
 
 
-def lives(holder: Holder, me: Holder, state_of: Callable[[int], tuple[str, int] | None] | None = None) -> bool | None:
-    """True if the holder's process is there and may run, False if it is gone, None if that cannot be told from here.
+def lives(
+    owner: LockOwner, me: LockOwner, state_of: Callable[[int], tuple[str, int] | None] | None = None
+) -> bool | None:
+    """True if the owner's process is there and may run, False if it is gone, None if that cannot be told from here.
 
     A stopped process (SIGSTOP) is neither: whether it will ever go on nobody knows.
     """
-    if not holder.same_kernel(me) or holder.namespace != me.namespace:
+    if not owner.same_kernel(me) or owner.namespace != me.namespace:
         return None
-    state = (state_of or process_state)(holder.pid)
-    if state is None or state[0] in GONE or state[1] != holder.ticks:
+    state = (state_of or process_state)(owner.pid)
+    if state is None or state[0] in GONE or state[1] != owner.ticks:
         return False
     return None if state[0] in STOPPED else True
 
@@ -133,14 +135,14 @@ class Moved(Exception):
 class Look(NamedTuple):
     """A lock at one moment."""
 
-    holder: Holder | None  # None: what is there is no lock of ours, or not yet
+    owner: LockOwner | None  # None: what is there is no lock of ours, or not yet
     version: Any
     guarded: bool | None  # True: a process of this kernel has the file flocked; None: nobody can tell
     age: float  # seconds since it was written, where one clock has measured both ends; else 0
 
 
 class FileLock:
-    """A file `lock`, held open and flocked by its holder."""
+    """A file `lock`, held open and flocked by its owner."""
 
     def __init__(self, folder: pathlib.Path):
         self.path, self.handle = folder / "lock", None
@@ -158,27 +160,27 @@ class FileLock:
             content = os.pread(handle, PADDED, 0)
             version = (os.fstat(handle).st_ino, content)
             taken = flock(handle)
-            return Look(read_holder(content), version, None if taken is None else not taken, 0.0)
+            return Look(read_owner(content), version, None if taken is None else not taken, 0.0)
         finally:
             os.close(handle)  # gives a flock back
 
-    def create(self, holder: Holder) -> bool:
-        """True if the lock is the holder's now, False if there was one."""
+    def create(self, owner: LockOwner) -> bool:
+        """True if the lock is the owner's now, False if there was one."""
         try:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             return False
-        self.keep(handle, holder)
+        self.keep(handle, owner)
         paths.sync_folder(self.path.parent)
         return True
 
-    def replace(self, holder: Holder, look: Look, *, steal: bool) -> bool:
-        """True if the lock is the holder's now, False if it was no longer what the look had seen (unless it is stolen).
+    def replace(self, owner: LockOwner, look: Look, *, steal: bool) -> bool:
+        """True if the lock is the owner's now, False if it was no longer what the look had seen (unless it is stolen).
 
-        It becomes another file, so that nothing its old holder still writes can be seen.
+        It becomes another file, so that nothing its old owner still writes can be seen.
         """
-        own = self.path.with_name(f".lock.{holder.token}")
-        self.keep(os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), holder)
+        own = self.path.with_name(f".lock.{owner.token}")
+        self.keep(os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
         try:
             handle = paths.open_to_write(self.path, os.O_RDWR)
         except FileNotFoundError:
@@ -197,7 +199,7 @@ class FileLock:
                 os.close(handle)
         paths.sync_folder(self.path.parent)
         time.sleep(SETTLE_SECONDS)
-        return self.is_own(holder)
+        return self.is_own(owner)
 
     def look_again(self) -> tuple[int, bytes] | None:
         """The version now, without a flock; None if there is no lock."""
@@ -207,18 +209,18 @@ class FileLock:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def renew(self, holder: Holder) -> None:
-        """Writes the holder's new beat. Raises Changed if the lock is another's."""
-        if not self.is_own(holder):
+    def renew(self, owner: LockOwner) -> None:
+        """Writes the owner's new beat. Raises Changed if the lock is another's."""
+        if not self.is_own(owner):
             raise Changed(str(self.path))
-        os.pwrite(self.handle, holder.content(), 0)
+        os.pwrite(self.handle, owner.content(), 0)
         os.fsync(self.handle)
 
-    def is_own(self, holder: Holder) -> bool:
-        """True if the lock names this holder. Raises Moved if its folder is not where it was."""
+    def is_own(self, owner: LockOwner) -> bool:
+        """True if the lock names this owner. Raises Moved if its folder is not where it was."""
         now = self.look_again()
-        found = read_holder(now[1]) if now else None
-        if found is not None and found.token == holder.token:
+        found = read_owner(now[1]) if now else None
+        if found is not None and found.token == owner.token:
             return True
         if self.place is not None:
             self.check_place(until=time.monotonic() + (DELETING_SECONDS if now is None else 0.0))
@@ -237,20 +239,20 @@ class FileLock:
             raise Moved("deleted")
         raise Moved(f"moved to {os.path.dirname(lock)}")
 
-    def remove(self, holder: Holder) -> None:
+    def remove(self, owner: LockOwner) -> None:
         """Gives the lock back."""
         try:
-            if self.is_own(holder):
+            if self.is_own(owner):
                 self.path.unlink()
         finally:
             self.let_go()
 
-    def keep(self, handle: int, holder: Holder) -> None:
-        """Flocks the open file and writes the holder into it."""
+    def keep(self, handle: int, owner: LockOwner) -> None:
+        """Flocks the open file and writes the owner into it."""
         self.handle, self.place = handle, place_of(self.path.parent)
         while flock(handle) is False:  # whoever looks at the lock has it for a moment
             time.sleep(LOOK_SECONDS)
-        os.pwrite(handle, holder.content(), 0)
+        os.pwrite(handle, owner.content(), 0)
         os.fsync(handle)
 
     def let_go(self) -> None:
@@ -271,52 +273,52 @@ class ObjectLock:
     def look(self, door: Bucket | None = None) -> Look | None:
         """What is there, None if nothing is. The age is measured by the service alone. door: another than its own."""
         found = (door or self.door).look(self.url)
-        return None if found is None else Look(read_holder(found.content), found.generation, None, found.age)
+        return None if found is None else Look(read_owner(found.content), found.generation, None, found.age)
 
-    def create(self, holder: Holder) -> bool:
-        """True if the lock is the holder's now, False if there was one."""
-        return self.write(holder, 0)
+    def create(self, owner: LockOwner) -> bool:
+        """True if the lock is the owner's now, False if there was one."""
+        return self.write(owner, 0)
 
-    def replace(self, holder: Holder, look: Look, *, steal: bool) -> bool:
-        """True if the lock is the holder's now, False if it was no longer what the look had seen: look again."""
-        return self.write(holder, look.version)
+    def replace(self, owner: LockOwner, look: Look, *, steal: bool) -> bool:
+        """True if the lock is the owner's now, False if it was no longer what the look had seen: look again."""
+        return self.write(owner, look.version)
 
-    def renew(self, holder: Holder) -> None:
-        """Writes the holder's new beat, in one try. Raises Changed if the lock is another's."""
-        if not self.write(holder, self.generation, self.once):
+    def renew(self, owner: LockOwner) -> None:
+        """Writes the owner's new beat, in one try. Raises Changed if the lock is another's."""
+        if not self.write(owner, self.generation, self.once):
             raise Changed(self.url)
 
-    def is_own(self, holder: Holder) -> bool:
-        """True if the lock names this holder."""
-        return self.names(holder, self.door)
+    def is_own(self, owner: LockOwner) -> bool:
+        """True if the lock names this owner."""
+        return self.names(owner, self.door)
 
-    def is_own_at_a_glance(self, holder: Holder) -> bool:
+    def is_own_at_a_glance(self, owner: LockOwner) -> bool:
         """As is_own, in one quick try."""
-        return self.names(holder, dataclasses.replace(self.once, silence=QUICK_SECONDS))
+        return self.names(owner, dataclasses.replace(self.once, silence=QUICK_SECONDS))
 
-    def names(self, holder: Holder, door: Bucket) -> bool:
-        """True if the lock, seen through this door, names this holder."""
+    def names(self, owner: LockOwner, door: Bucket) -> bool:
+        """True if the lock, seen through this door, names this owner."""
         found = self.look(door)
-        return found is not None and found.holder is not None and found.holder.token == holder.token
+        return found is not None and found.owner is not None and found.owner.token == owner.token
 
-    def write(self, holder: Holder, generation: int, door: Bucket | None = None) -> bool:
+    def write(self, owner: LockOwner, generation: int, door: Bucket | None = None) -> bool:
         """True if the object of this generation (0: none) is replaced."""
         door = door or self.door
 
         def attempt() -> bool:
             try:
-                self.generation = door.put(self.url, holder.content(), generation)
+                self.generation = door.put(self.url, owner.content(), generation)
                 return True
             except Changed:
                 found = self.look(door)  # perhaps by a try of our own whose answer was lost
-                if found is None or found.holder is None or found.holder.token != holder.token:
+                if found is None or found.owner is None or found.owner.token != owner.token:
                     return False
                 self.generation = found.version
                 return True
 
         return door.patiently(attempt, self.url)
 
-    def remove(self, holder: Holder) -> None:
+    def remove(self, owner: LockOwner) -> None:
         """Gives the lock back, if one try is enough: else it runs out by itself."""
         with contextlib.suppress(Changed, Transient, FileNotFoundError):
             self.door.delete(self.url, self.generation)

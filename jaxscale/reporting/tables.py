@@ -142,7 +142,7 @@ def incident_table(history: History) -> str:
     found, older = incidents(history.events)
     rows = [(Cell(escape(i.when), "t"), n(i.step), Cell(escape(i.what), "w")) for i in found]
     note = f'<p class="left">{older:,} older lines are in events.jsonl.</p>' if older else ""
-    return note + table(("time", "step", "what"), rows, ["trouble" if i.is_storage_error else "" for i in found])
+    return note + table(("time", "step", "what"), rows, ["trouble" if i.is_trouble else "" for i in found])
 
 
 def change_table(history: History) -> str:

@@ -29,7 +29,7 @@ class Incident(NamedTuple):
     when: str
     step: str
     what: str
-    is_storage_error: bool
+    is_trouble: bool
 
 
 def incidents(events: Sequence[Row]) -> tuple[list[Incident], int]:
@@ -48,9 +48,7 @@ def incidents(events: Sequence[Row]) -> tuple[list[Incident], int]:
 
 def incident(event: Row) -> Incident:
     """One event."""
-    return Incident(
-        clock(time_of(event)), step_text(event), shortened(in_words(event), LONGEST), is_storage_error(event)
-    )
+    return Incident(clock(time_of(event)), step_text(event), shortened(in_words(event), LONGEST), is_trouble(event))
 
 
 def shortened(text: str, most: int) -> str:
@@ -182,7 +180,7 @@ def alert_text(event: Row) -> str:
     return "; ".join(part.rstrip(".") for part in parts)
 
 
-def is_storage_error(event: Row) -> bool:
+def is_trouble(event: Row) -> bool:
     """True for what went wrong."""
     if event["event"] == "stopped":
         return event.get("code") not in (Exit.DONE, Exit.PREEMPTED)
@@ -227,7 +225,7 @@ def marks(events: Sequence[Row]) -> list[Mark]:
     """What is marked in the plots: troubles and restarts, the newest MOST_MARKS; alike ones at one step count once."""
     found: dict[tuple[float, str], Mark] = {}
     for event in events:
-        kind = "trouble" if event["event"] in MARKED and is_storage_error(event) else ""
+        kind = "trouble" if event["event"] in MARKED and is_trouble(event) else ""
         kind = "change" if event["event"] in RESTARTS else kind
         if kind and is_number(event.get("step")):
             about = (event["step"], f"{event['event']} {event.get('what')}")

@@ -215,7 +215,7 @@ def test_a_process_that_stood_still_while_its_lock_was_taken_writes_no_more(work
         zombie.stdin.flush()
         assert zombie.wait(60) == Exit.LOCK_HELD
         assert f"was taken over by process {os.getpid()}" in zombie.stderr.read()
-        assert store(workdir).look().holder.pid == os.getpid()  # and its end did not give our lock back
+        assert store(workdir).look().owner.pid == os.getpid()  # and its end did not give our lock back
 
 
 @pytest.mark.fault("F21")
@@ -259,7 +259,7 @@ def test_a_lock_that_was_deleted_is_lost(workdir):
 def test_a_renewed_lock_stays_ours_and_tells_how_often(workdir):
     with lock(workdir, cfg=LockConfig(lease_seconds=0.02)) as held:
         deadline = time.monotonic() + 20
-        while (look := store(workdir).look()) is None or look.holder.beats < 3:  # None: replaced while it was read
+        while (look := store(workdir).look()) is None or look.owner.beats < 3:  # None: replaced while it was read
             assert time.monotonic() < deadline
             time.sleep(0.01)
             held.check()

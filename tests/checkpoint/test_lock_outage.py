@@ -13,7 +13,7 @@ from gcs_weather import CUTS, Weather
 
 from jaxscale.checkpoint.config import LockConfig
 from jaxscale.checkpoint.lock import LEASES, RunLock
-from jaxscale.checkpoint.lock_stores import FileLock, read_holder, this_process
+from jaxscale.checkpoint.lock_stores import FileLock, read_owner, this_process
 from jaxscale.system.exits import Exit, Stop
 
 FAR = dict(host="far", pid=1, kernel="another boot", namespace="pid:[1]")
@@ -127,10 +127,10 @@ def test_a_holder_is_dead_after_three_of_the_longer_lease(tmp_path, theirs, wait
     clock = Steady()
     with quiet(str(tmp_path), clock=clock, sleep=clock.sleep) as held:
         assert waited - 0.1 <= clock.now - 100 <= waited + 3
-        assert FileLock(tmp_path).look().holder.lease_seconds == 20 and held.me.lease_seconds == 20
+        assert FileLock(tmp_path).look().owner.lease_seconds == 20 and held.me.lease_seconds == 20
 
 
 def test_the_lock_of_an_older_version_has_no_lease():
     me = this_process()
     old = {name: value for name, value in dataclasses.asdict(me).items() if name != "lease_seconds"}
-    assert read_holder(json.dumps(old).encode()) == me
+    assert read_owner(json.dumps(old).encode()) == me

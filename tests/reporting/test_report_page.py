@@ -227,17 +227,17 @@ def test_incidents_are_words_and_saves_in_a_row_one_line(run):
     assert older == 0 and "4 checkpoints saved, 13.8 GiB" in lines
     assert any(line.startswith("went back to step 2200, 140 steps are abandoned") for line in lines)
     (alert,) = [one for one in found if "likely" in one.what]
-    assert alert.is_storage_error and alert.what == (
+    assert alert.is_trouble and alert.what == (
         "data starvation: data wait is 31% of the step over 50 reports; likely: a slow disk or network (0.6 s at the "
         "median, 0.004 s before); try: look at the data's storage; raise data.workers"
     )
     (over,) = [one for one in found if one.step == "3,170"]
-    assert not over.is_storage_error and over.what == "data starvation is over: data wait is 0.2% of the step"
+    assert not over.is_trouble and over.what == "data starvation is over: data wait is 0.2% of the step"
     drawn = {mark.step: mark for mark in marks(run.events)}
     assert drawn[3100].kind == "trouble" and "data wait is 31%" in drawn[3100].text and 3170 not in drawn
     busy = event(1, "alert", 4000, what="busy_machine", seen="the machine was busy with other work")
     late = event(1, "alarm", 4000, cause="the save before was still under way", waited=0.015)
-    assert not any(one.is_storage_error for one in incidents([busy, late])[0]) and marks([busy, late]) == []
+    assert not any(one.is_trouble for one in incidents([busy, late])[0]) and marks([busy, late]) == []
     assert in_words(late) == "the save before was still under way; waited 15ms"
     assert len(marks([late | {"waited": 30.0}])) == 1
     assert in_words({"event": "new_kind", "step": 1, "x": 2}) == "new_kind: x 2"

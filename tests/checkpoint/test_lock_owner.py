@@ -3,7 +3,7 @@
 import dataclasses
 import json
 
-from jaxscale.checkpoint.lock_stores import PADDED, lives, read_holder, this_process
+from jaxscale.checkpoint.lock_stores import PADDED, lives, read_owner, this_process
 
 
 def test_what_a_kernel_says_of_a_process():
@@ -15,5 +15,5 @@ def test_what_a_kernel_says_of_a_process():
     assert lives(dataclasses.replace(me, kernel="x"), me) is None
     for letter, expected in (("R", True), ("T", None), ("Z", False)):
         assert lives(me, me, lambda pid, letter=letter: (letter, me.ticks)) is expected
-    assert len(me.content()) == PADDED and read_holder(me.content()) == me
-    assert read_holder(json.dumps({"token": 1}).encode()) is None and read_holder(b"") is None
+    assert len(me.content()) == PADDED and read_owner(me.content()) == me
+    assert read_owner(json.dumps({"token": 1}).encode()) is None and read_owner(b"") is None
