@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale import schema, units
-from jaxscale.checkpoint.cause import written
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.storage_errors import written
 from jaxscale.command_line import flag
 from jaxscale.config import RunConfig
 from jaxscale.data.config import DataConfig

@@ -12,7 +12,7 @@ import jax
 from jaxscale import schema
 from jaxscale.api import Trained
 from jaxscale.api.writing import opened, silent
-from jaxscale.checkpoint.cause import written
+from jaxscale.checkpoint.storage_errors import written
 from jaxscale.command_line import whole_number
 from jaxscale.eval.config import (
     NAME,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jaxscale import units
 from jaxscale.api import Trained
-from jaxscale.checkpoint.cause import reached, short_cause, written
+from jaxscale.checkpoint.storage_errors import reached, short_reason, written
 from jaxscale.reporting import make_page
 from jaxscale.reporting.history import History, read_history
 from jaxscale.system import paths
@@ -73,4 +73,4 @@ def read_one(workdir: str) -> History:
     try:
         return reached(lambda: read_history(workdir), workdir)
     except OSError as error:
-        raise BadInput(f"workdir={workdir} cannot be read: {short_cause(error)}") from None
+        raise BadInput(f"workdir={workdir} cannot be read: {short_reason(error)}") from None

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxscale import schema
-from jaxscale.checkpoint.choosing import newest_to_read
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import tokens_hash
 from jaxscale.data.ledger import Entry, Ledger

@@ -6,7 +6,7 @@ from typing import Any
 from jaxscale import schema
 from jaxscale.api import Trained
 from jaxscale.checkpoint.branch import open_source
-from jaxscale.checkpoint.cause import reached
+from jaxscale.checkpoint.storage_errors import reached
 from jaxscale.config import RunConfig, load_config
 from jaxscale.hosts import cluster
 from jaxscale.planning.check import check_machine

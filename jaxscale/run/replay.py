@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.checkpoint.cause import written
-from jaxscale.checkpoint.choosing import newest_to_read
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.restore import newest_to_read
+from jaxscale.checkpoint.storage_errors import written
 from jaxscale.config import RunConfig
 from jaxscale.data.order import normalise
 from jaxscale.hosts.agree import agreed
