@@ -211,8 +211,8 @@ def open_leaves(source: Source) -> Leaves:
 
 def unreadable(source: Source, what: str, error: Exception) -> Stop:
     """The error for an array or index that cannot be read."""
-    code = Exit.STORAGE if is_trouble(error) else Exit.CHECKPOINT_CORRUPT
-    return Stop(code, f"{source.folder}: {what} cannot be read: {short_cause(error)}; export another step")
+    code = Exit.STORAGE if is_storage_error(error) else Exit.CHECKPOINT_CORRUPT
+    return Stop(code, f"{source.folder}: {what} cannot be read: {short_reason(error)}; export another step")
 
 
 def write_shard(
