@@ -146,8 +146,9 @@ def trace(
     if document is not None:
         return Trace(run, sights(run, document))
     step, n = step_and_batch(run, step, batch, row or 0)
-    now = tokens_hash(run.ledger.batches.batch(n)) if step in run.hashes else ""
-    return Trace(run, contents(run, step, n, row, characters), step, n, now if run.hashes.get(step, now) != now else "")
+    unchanged = not run.ledger.corpus.cfg.transforms  # whose tokens the hashes are of
+    now = tokens_hash(run.ledger.batches.batch(n)) if unchanged and step in run.hashes else ""
+    return Trace(run, contents(run, step, n, row, characters), step, n, now if now and run.hashes[step] != now else "")
 
 
 def step_and_batch(run: Traced, step: int | None, batch: int | None, row: int) -> tuple[int | None, int]:

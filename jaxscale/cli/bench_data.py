@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,13 @@ from jaxscale.corpus.prepare.local import LocalExecutor
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.work import make_stage
 from jaxscale.data.config import DataConfig
-from jaxscale.data.pipeline import open_data
+from jaxscale.data.dataset import import_grain, read_ahead
+from jaxscale.data.pipeline import Corpus, open_data
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
 from jaxscale.text.sources.files import list_files, stdlib_files
 from jaxscale.text.sources.read import read_file
+from jaxscale.training.feed import Feed
 
 CURATION = ("language", "gopher_repetition", "gopher_quality", "c4", "fineweb", "exact_dedup", "near_dedup", "pii")
 FAR_STEP = 1_000_000
@@ -138,28 +140,46 @@ def wall(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def in_turn(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+    """The median of what each gives, one after the other in each round, so that a busy neighbour meets all of them."""
+    found = [{name: measure() for name, measure in measures.items()} for _ in range(rounds)]
+    return {name: statistics.median(values[name] for values in found) for name in measures}
+
+
 def measure_reading(manifest: str, seq_len: int, batch_rows: int, rounds: int) -> dict[str, float]:
     """Packed batches out of shards: tokens/s of one core, seconds to the first batch, and to others far away."""
     cfg = schema.from_dict(DataConfig, {"name": "tokens", "files": manifest, "cache_dir": f"{manifest}-cache"})
-    silent = lambda line: None
-    open_data(cfg, seq_len=seq_len, vocab_size=1 << 20, seed=0, say=silent)  # row plan and hashes are made and kept
-    began = time.perf_counter()
-    corpus = open_data(cfg, seq_len=seq_len, vocab_size=1 << 20, seed=0, say=silent)
+    open_corpus = lambda: open_data(cfg, seq_len=seq_len, vocab_size=1 << 20, seed=0, say=lambda line: None)
+    corpus = open_corpus()  # row plan and hashes are made and kept
     batches = corpus.batches(batch_rows)
-    batches.batch(0)
-    first = time.perf_counter() - began
     num_batches = max(1, min(READ_BATCHES, 4 * len(corpus.train_rows) // batch_rows))
 
-    def read() -> None:
-        for n in range(num_batches):
-            batches.batch(n)
+    def plain(corpus: Corpus, number: int) -> None:
+        reader = corpus.batches(batch_rows)
+        for n in range(number):
+            reader.batch(n)
 
-    read()  # into the page cache
+    def by_grain(corpus: Corpus, number: int) -> None:
+        ahead = read_ahead(corpus.as_grain(batch_rows, number), Feed.AHEAD)
+        for _ in range(number):
+            next(ahead)
+        ahead.close()
+
+    ways = {"plain": plain, "grain": by_grain}
+    import_seconds = wall(import_grain)
+    for way in ways.values():
+        way(corpus, num_batches)  # into the page cache
+    first = in_turn({name: lambda way=way: wall(lambda: way(open_corpus(), 1)) for name, way in ways.items()}, rounds)
+    once = lambda way: num_batches * batch_rows * seq_len / rate(lambda: way(corpus, num_batches), 1)
+    rates = in_turn({name: lambda way=way: once(way) for name, way in ways.items()}, rounds)
     far = [FAR_STEP + 7919 * i for i in range(SEEKS)]  # each in another part of the stream
     half = range(batch_rows // 2, batch_rows)  # the rows of the second of two hosts
     return {
-        "tokens_per_second": num_batches * batch_rows * seq_len / rate(read, rounds),
-        "first_batch_seconds": first,
+        "tokens_per_second": rates["plain"],
+        "grain_tokens_per_second": rates["grain"],
+        "first_batch_seconds": first["plain"],
+        "grain_first_batch_seconds": first["grain"],
+        "grain_import_seconds": import_seconds,
         "seek_seconds": max(wall(lambda n=n: batches.batch(n)) for n in far),
         "other_hosts_seconds": max(wall(lambda n=n: batches.rows(n, half)) for n in reversed(far)),
         "fill": float(np.mean([np.mean(batches.batch(n).segment_ids > 0) for n in range(num_batches)])),
@@ -182,5 +202,10 @@ def data_lines(record: dict[str, Any]) -> list[str]:
         f"  {'reading':<20} {read['tokens_per_second'] / 1e6:,.0f} million tokens/s, {read['fill']:.2%} of positions "
         f"real; first batch {read['first_batch_seconds']:.3f} s after opening, step {FAR_STEP:,} in "
         f"{read['seek_seconds'] * 1e3:.1f} ms, other rows of it in {read['other_hosts_seconds'] * 1e3:.1f} ms"
+    )
+    lines.append(
+        f"  {'by Grain, as a run':<20} {read['grain_tokens_per_second'] / 1e6:,.0f} million tokens/s; first batch "
+        f"{read['grain_first_batch_seconds']:.3f} s after opening; importing Grain took "
+        f"{read['grain_import_seconds']:.2f} s, which a run does in the background"
     )
     return [*lines, OTHERS]

@@ -13,11 +13,12 @@ import jax
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
+from jaxscale.data.dataset import NumberedBatch
 from jaxscale.monitor.writers import Writer
 from jaxscale.planning.check import check_machine
 from jaxscale.run.opening import open_run
 from jaxscale.training import loop
-from jaxscale.training.feed import Fed, Feed
+from jaxscale.training.feed import Feed
 from jaxscale.training.state import TrainState
 
 SAVE_EVERY = 100
@@ -56,7 +57,7 @@ class TimedFeed:
     def __init__(self, feed: Feed, watch: Stopwatch):
         self.feed, self.watch, self.close = feed, watch, feed.close
 
-    def __next__(self) -> Fed:
+    def __next__(self) -> NumberedBatch:
         with self.watch.time("data"):
             return next(self.feed)
 

@@ -1,6 +1,7 @@
 """Settings of the data room."""
 
 import dataclasses
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
 
@@ -57,6 +58,9 @@ OF_RECORDS = dict.fromkeys(
      "max_unpacked_ratio"),
     "data.name=files|chat|hf",
 )  # fmt: skip
+
+
+MODULE_FUNCTION = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,6 +166,12 @@ class DataConfig(ReadConfig):
         may_change=True,
         read_if="data.name!=synthetic",
     )
+    transforms: tuple[str, ...] = setting(
+        (),
+        "functions of your own that change training batches, as MODULE:FUNCTION, in order: function(batch, n, rows) "
+        "gets rows of batch n (a jaxscale.data.batch.Batch of numpy arrays [rows, T]) with their numbers in it, and "
+        "returns them with the same fields, shapes and dtypes, each row made from itself, n and its number alone",
+    )
     skip_batches: tuple[tuple[int, int], ...] = setting(
         (), "batch ranges [from, to) that are never trained on, such as ((1200, 1204),)", may_change=True
     )
@@ -176,6 +186,8 @@ class DataConfig(ReadConfig):
             raise BadInput(f"cache_bytes={self.cache_bytes} must be more than 0")
         if "://" in self.cache_dir:
             raise BadInput(f"cache_dir={self.cache_dir} must be a folder of this machine")
+        if bad := [name for name in self.transforms if not MODULE_FUNCTION.fullmatch(name)]:
+            raise BadInput(f"transforms has {bad[0]!r}; a function is named as MODULE:FUNCTION")
         check_skips(self.skip_batches)
         check_mixture(self.mixture, self.max_epochs)
         if self.name == "chat" and self.objective.name != "next_token":

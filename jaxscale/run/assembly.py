@@ -201,10 +201,10 @@ def open_feed(start: Start, batches: Any, program: Program, first: int, stop: in
         corrupt_batches(batches.rows),
         start.batch_of,
         program.batch_sharding,
+        range(first, stop),
         num_rows=cfg.rows_per_step,
         seq_len=cfg.seq_len,
-        start=first,
-        stop=stop,
+        transforms=start.transforms,
     )
 
 

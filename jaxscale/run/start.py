@@ -7,6 +7,7 @@ from typing import Any
 from jaxscale.checkpoint.branch import Source, open_source
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import Budget, RunConfig, resolve_budget
+from jaxscale.data.dataset import Transform
 from jaxscale.data.mixture import Detour, Mixture
 from jaxscale.data.order import Ranges, batch_index
 from jaxscale.data.pipeline import Corpus
@@ -55,6 +56,7 @@ class Start:
     nothing_to_do: str  # why there is nothing left to train, or ''
     detours: Sequence[Detour] = ()
     mixture: Mixture | None = None
+    transforms: Sequence[Transform] = ()  # of training batches, in order
 
     @property
     def steps_done(self) -> int:
@@ -90,7 +92,8 @@ def resolve_start(folder: RunFolder, step: int | None, corpus: Corpus | None = N
     num_batches = start.batch_of(budget.total_steps - 1) + 1
     mixture = corpus.plan_mixture(cfg.rows_per_step, budget.total_steps, num_batches, detours=detours)
     check_same_past(cfg, mixture, recorded, done, folder.log)
-    return dataclasses.replace(start, detours=detours, mixture=mixture)
+    transforms = corpus.open_transforms(corpus.batches(cfg.rows_per_step, mixture))
+    return dataclasses.replace(start, detours=detours, mixture=mixture, transforms=transforms)
 
 
 def open_corpus(folder: RunFolder, recorded: dict[str, Any] | None) -> Corpus:

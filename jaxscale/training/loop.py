@@ -128,22 +128,22 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
         """Fetches and reports a step's metrics: where the host waits for the devices."""
         # the first step also waits for whichever process compiles the longest
         with phase("compile" if unread.step == run.start_step + 1 else "step", unread.step):
-            pilot.read(unread.step, reporter.report(unread), unread.fed.batch)
+            pilot.read(unread.step, reporter.report(unread), unread.batch)
 
     for step in range(run.start_step, last_step):
         began, now = time.monotonic(), step + 1
         with phase("data", now):
-            fed = next(feed)
+            batch, n = next(feed)
         waited = seconds_since(began)
         state = pilot.steer(step, state)
-        pending = statistics.begin(now, state, fed.batch)
+        pending = statistics.begin(now, state, batch)
         with phase("compile" if step == run.start_step else "step", now):
-            state, metrics = run.train_step(state, fed.batch)
+            state, metrics = run.train_step(state, batch)
         if step == run.start_step:
             checkpoints.prepare(state)  # makes ready what saving needs, while the first step runs
         if unread:
             read(unread)  # of the step before: the device is never idle while the host reads
-        unread = Unread(now, metrics, fed, waited, statistics.end(now, pending))
+        unread = Unread(now, metrics, batch, n, waited, statistics.end(now, pending))
         with phase("step", now):
             checkpoints.poll(now)
             run.services.poll()

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxscale.data.batch import hash_text
+from jaxscale.data.batch import Batch, hash_text
 from jaxscale.monitor.host_load import HostLoad
 from jaxscale.monitor.memory import memory_metrics
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.training.feed import Fed
 
 INTERNAL = ("skipped_in_row", "verdict", "loss_median")  # read by the autopilot
 
@@ -24,7 +23,8 @@ class Unread(NamedTuple):
 
     step: int
     metrics: dict[str, jax.Array]
-    fed: Fed
+    batch: Batch
+    batch_index: int
     waited: float  # seconds for its data
     statistics: Mapping[str, float] = {}  # of it, if they were due
 
@@ -58,7 +58,7 @@ class Reporter(NamedTuple):
             "learning_rate": values.pop("lr"),
             "grad_norm": values.pop("grad_norm"),
             "tokens_seen": step * self.tokens_per_step,
-            "batch_index": unread.fed.batch_index,
+            "batch_index": unread.batch_index,
             "tokens_hash": seen,  # of the global batch, as the devices had it
             "skipped": int(values.pop("skipped")),
             "skipped_total": values.pop("skipped_total"),

@@ -11,6 +11,7 @@ from jaxscale.data import best_fit
 from jaxscale.data.config import DataConfig
 from jaxscale.data.order import batch_index, step_of
 from jaxscale.data.pipeline import open_data
+from jaxscale.system.exits import BadInput
 
 T = 32
 GROUPS = {"letters": "a*.txt", "digits": "d*.txt", "signs": "s*.txt"}
@@ -132,14 +133,69 @@ def test_a_change_of_the_packing_is_a_change_of_the_data(folder, monkeypatch, na
 
 
 def test_grain_sees_the_same_batches(folder):
-    pytest.importorskip("grain")
     corpus = open_corpus(folder)
     batches, dataset = corpus.batches(4), corpus.as_grain(4, num_batches=50)
+    part = corpus.as_grain(4, rows=[3, 1])
     assert len(dataset) == 50
     for n in (0, 3, 49):
-        for ours, theirs in zip(batches.batch(n), dataset[n]):
-            assert ours is None or np.array_equal(ours, theirs)
+        for ours, theirs, rows in zip(batches.batch(n), dataset[n], part[n]):
+            assert ours is None or np.array_equal(ours, theirs) and np.array_equal(ours[[3, 1]], rows)
     assert np.array_equal(next(iter(dataset.to_iter_dataset())).tokens, batches.batch(0).tokens)
+
+
+def add_noise(batch, n, rows):
+    noise = np.stack([np.random.default_rng((n, row)).integers(0, 200, T, np.int32) for row in rows])
+    return batch._replace(tokens=noise)
+
+
+def no_weights(batch, n, rows):
+    return batch._replace(weights=np.zeros_like(batch.weights))
+
+
+def as_integers(batch, n, rows):
+    return batch._replace(weights=batch.weights.astype(np.int32))
+
+
+def by_place(batch, n, rows):
+    return batch._replace(tokens=batch.tokens + np.arange(len(rows), dtype=np.int32)[:, None])
+
+
+def failing(batch, n, rows):
+    raise KeyError("words")
+
+
+def as_dict(batch, n, rows):
+    return batch._asdict()
+
+
+def test_named_transforms_change_the_batches_in_order_and_the_same_on_any_number_of_hosts(folder):
+    names = tuple(f"{__name__}:{function.__name__}" for function in (add_noise, no_weights))
+    corpus, plain = open_corpus(folder, transforms=names), open_corpus(folder)
+    whole, half = corpus.as_grain(4), corpus.as_grain(4, rows=[2, 3])
+    for n in (0, 7):
+        before = plain.batches(4).batch(n)
+        np.testing.assert_array_equal(whole[n].tokens, add_noise(before, n, range(4)).tokens)
+        np.testing.assert_array_equal(whole[n].targets, before.targets)
+        np.testing.assert_array_equal(half[n].tokens, whole[n].tokens[2:])
+        assert not whole[n].weights.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [
+        ("no.such:thing", "no.such cannot be imported"),
+        ("math:nothing", "math has no function nothing"),
+        (f"{__name__}:as_integers", r"changes weights from float32\[2, 32\] to int32\[2, 32\]"),
+        (f"{__name__}:by_place", "gives row 1 other values when it gets it alone"),
+        (f"{__name__}:failing", "fails on batch 0: KeyError: 'words'"),
+        (f"{__name__}:as_dict", "returns dict and not a Batch"),
+    ],
+)
+def test_a_transform_that_is_not_fit_is_named_in_one_line(folder, name, line):
+    with pytest.raises(BadInput, match=f"data.transforms: .*{line}"):
+        open_corpus(folder, transforms=(name,)).as_grain(4)
+    with pytest.raises(BadInput, match="named as MODULE:FUNCTION"):
+        open_corpus(folder, transforms=("no module",))
 
 
 def test_a_batch_that_was_read_is_not_written_again(folder):

@@ -14,9 +14,10 @@ from jaxscale.sharding.shardings import batch_sharding
 from jaxscale.training.feed import Feed
 
 
-def make_feed(read, start=0, stop=5, batch_index=lambda step: step):
+def make_feed(read, start=0, stop=5, batch_index=lambda step: step, transforms=()):
     sharding = batch_sharding(make_mesh(MeshConfig()), TENSOR)
-    return Feed(read, batch_index, sharding, num_rows=16, seq_len=tiny.SEQ_LEN, start=start, stop=stop)
+    shape = dict(num_rows=16, seq_len=tiny.SEQ_LEN)
+    return Feed(read, batch_index, sharding, range(start, stop), transforms=transforms, **shape)
 
 
 def read_packed(n, rows):
@@ -27,15 +28,15 @@ def read_packed(n, rows):
 @pytest.fixture(autouse=True)
 def no_thread_is_left_behind():
     yield
-    assert not [thread for thread in threading.enumerate() if thread.name == "feed"]
+    assert not [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
 def test_batches_come_in_order_and_placed():
     feed = make_feed(read_packed, start=3, stop=6, batch_index=lambda step: step + 10)
-    fed = list(feed)
+    found = list(feed)
     feed.close()
-    assert [item.batch_index for item in fed] == [13, 14, 15]
-    for item, n in zip(fed, (13, 14, 15)):
+    assert [item.batch_index for item in found] == [13, 14, 15]
+    for item, n in zip(found, (13, 14, 15)):
         np.testing.assert_array_equal(item.batch.tokens, tiny.packed_batch(n).tokens)
         assert {shard.data.shape for shard in item.batch.tokens.addressable_shards} == {(2, tiny.SEQ_LEN)}
 
@@ -65,6 +66,39 @@ def test_it_reads_ahead_but_not_without_bound_and_closing_ends_it():
     began = time.monotonic()
     feed.close()
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("ends", [SystemExit, ValueError])
+def test_what_ends_a_transform_ends_the_step_that_needs_its_batch(ends):
+    def transform(batch, n, rows):
+        if n == 1:
+            raise ends("enough")
+        return batch._replace(tokens=batch.tokens + 1)
+
+    feed = make_feed(read_packed, transforms=(transform,))
+    np.testing.assert_array_equal(next(feed).batch.tokens, tiny.packed_batch(0).tokens + 1)
+    with pytest.raises((RuntimeError, ValueError), match="enough"):
+        next(feed)
+    feed.close()
+
+
+def test_closing_leaves_a_read_that_is_stuck_behind(monkeypatch):
+    monkeypatch.setattr("jaxscale.training.feed.CLOSE_SECONDS", 0.2)
+    stuck, go_on = threading.Event(), threading.Event()
+
+    def read(n, rows):
+        stuck.set()
+        go_on.wait(30)
+        return tiny.packed_batch(n)
+
+    feed = make_feed(read)
+    assert stuck.wait(20)
+    began = time.monotonic()
+    feed.close()
+    assert time.monotonic() - began < 10
+    assert all(thread.daemon for thread in threading.enumerate() if "prefetch" in thread.name)
+    go_on.set()
+    feed.close()
 
 
 def test_a_feed_of_no_steps_ends_at_once():

@@ -1,0 +1,175 @@
+"""Batches as a grain.MapDataset, for the feed and for pipelines of users, and the transforms that a config appends."""
+
+import dataclasses
+import functools
+import importlib
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxscale.data.batch import Batch
+from jaxscale.system.exits import BadInput
+
+if TYPE_CHECKING:
+    import grain
+
+ReadRows = Callable[[int, Sequence[int]], Batch]  # (n, rows) -> these rows of batch n, numpy: fields of [rows, T]
+Transform = Callable[[Batch, int, Sequence[int]], Batch]  # (rows, n, their numbers) -> the same rows, changed
+CHECKED_ROWS = 2  # rows of the first batch that each transform is tried on
+
+
+class NumberedBatch(NamedTuple):
+    """A batch, or some of its rows, and its number n."""
+
+    batch: Batch
+    batch_index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepSource:
+    """Element `step` is what that step trains on: a grain.sources.RandomAccessDataSource."""
+
+    read: ReadRows
+    rows: Sequence[int]  # that this process reads of each batch
+    batch_index: Callable[[int], int]  # step -> n
+    num_steps: int
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __getitem__(self, step: int) -> NumberedBatch:
+        n = self.batch_index(int(step))
+        return NumberedBatch(self.read(n, self.rows), n)
+
+    def __repr__(self) -> str:
+        return f"StepSource({self.read!r}, {len(self.rows)} rows)"
+
+
+def import_grain() -> Any:
+    """The package grain: 0.3 s of processor time, 0.15 once Orbax is imported (2026-11-22, grain 0.2.18)."""
+    import grain
+
+    return grain
+
+
+def import_grain_ahead() -> None:
+    """Imports grain in the background, while the devices or the disk keep the main thread waiting."""
+    threading.Thread(target=import_grain, name="import-grain", daemon=True).start()
+
+
+def step_dataset(
+    read: ReadRows,
+    rows: Sequence[int],
+    *,
+    batch_index: Callable[[int], int] = int,
+    num_steps: int = sys.maxsize,
+    transforms: Sequence[Transform] = (),
+) -> "grain.MapDataset":
+    """Element `step` is the NumberedBatch that this step trains on, after the transforms; read by random access."""
+    dataset = import_grain().MapDataset.source(StepSource(read, rows, batch_index, num_steps))
+    for transform in transforms:
+        dataset = dataset.map(functools.partial(transformed, transform=transform, rows=rows))
+    return dataset
+
+
+def read_ahead(dataset: "grain.MapDataset", depth: int) -> "grain.DatasetIterator":
+    """The elements in order, `depth` of them ahead of who asks; reading begins at once. To be closed.
+
+    One thread reads: over memory-mapped files more are slower. It is a daemon, unlike those of Grain's
+    ReadOptions(num_threads=1), for which the end of the process waits, however long a read is stuck.
+    """
+    grain = import_grain()
+    in_order = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
+    iterator = iter(grain.experimental.ThreadPrefetchIterDataset(in_order, prefetch_buffer_size=depth))
+    iterator.start_prefetch()
+    return iterator
+
+
+def transformed(item: NumberedBatch, *, transform: Transform, rows: Sequence[int]) -> NumberedBatch:
+    """The batch after a transform."""
+    try:
+        return item._replace(batch=transform(item.batch, item.batch_index, rows))
+    except Exception:
+        raise
+    except BaseException as error:  # such as SystemExit: Grain's thread would end without a word
+        raise RuntimeError(f"a transform of data.transforms ended with {type(error).__name__}: {error}") from error
+
+
+def open_transforms(names: Sequence[str]) -> tuple[Transform, ...]:
+    """The functions of data.transforms. Raises BadInput naming one that cannot be imported."""
+    return tuple(map(open_transform, names))
+
+
+def open_transform(name: str) -> Transform:
+    """The function MODULE:FUNCTION. Raises BadInput if it cannot be imported."""
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute, None)
+    except Exception as error:  # a module may raise anything while it is imported
+        raise BadInput(f"data.transforms: {module} cannot be imported ({type(error).__name__}: {error})") from error
+    if not callable(found):
+        raise BadInput(f"data.transforms: {module} has no function {attribute}")
+    return found
+
+
+def check_transforms(transforms: Sequence[Transform], names: Sequence[str], batch: Batch) -> None:
+    """Tries each transform on the first rows of batch 0.
+
+    Raises BadInput naming the one that fails, changes which fields there are, a shape or a dtype, or gives a row other
+    values when it gets it alone: a process reads only the rows of its own devices.
+    """
+    rows = list(range(min(CHECKED_ROWS, len(batch.tokens))))
+    before = take(batch, rows)
+    for transform, name in zip(transforms, names, strict=True):
+        try:
+            after, alone = transform(take(before, rows), 0, rows), transform(take(before, rows[-1:]), 0, rows[-1:])
+        except Exception as error:  # theirs: it may be anything
+            raise BadInput(f"data.transforms: {name} fails on batch 0: {type(error).__name__}: {error}") from error
+        if problem := difference(before, after):
+            raise BadInput(f"data.transforms: {name} {problem}; a transform keeps fields, shapes and dtypes")
+        if not all(map(np.array_equal, leaves(take(after, rows[-1:])).values(), leaves(alone).values())):
+            raise BadInput(
+                f"data.transforms: {name} gives row {rows[-1]} other values when it gets it alone; "
+                "make each row from itself, n and its number"
+            )
+        before = after
+
+
+def difference(before: Batch, after: Any) -> str:
+    """What a transform changed that it must keep, in words; '' if nothing."""
+    if not isinstance(after, Batch):
+        return f"returns {type(after).__name__} and not a Batch"
+    old, new = leaves(before), leaves(after)
+    if old.keys() != new.keys():
+        return f"changes the fields {', '.join(sorted(old))} to {', '.join(sorted(new))}"
+    kinds = {name: (kind(old[name]), kind(new[name])) for name in old}
+    changed = [f"{name} from {was} to {now}" for name, (was, now) in kinds.items() if was != now]
+    return f"changes {', '.join(changed)}" if changed else ""
+
+
+def kind(array: Any) -> str:
+    """'int32[2, 512]'."""
+    return f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
+
+
+def leaves(batch: Any, prefix: str = "") -> dict[str, Any]:
+    """{name of the field: array} of all arrays of a batch, the encoder's as 'encoder.tokens'."""
+    found = {}
+    for name, value in batch._asdict().items():
+        if isinstance(value, tuple) and hasattr(value, "_asdict"):
+            found |= leaves(value, f"{prefix}{name}.")
+        elif value is not None:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def take(batch: Any, rows: Sequence[int]) -> Any:
+    """Copies of some rows of a batch."""
+    picked = [
+        None if field is None else take(field, rows) if isinstance(field, tuple) else np.asarray(field)[rows]
+        for field in batch
+    ]
+    return type(batch)(*picked)
