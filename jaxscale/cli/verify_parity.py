@@ -122,7 +122,7 @@ def settings(cfg: RunConfig) -> RunConfig:
     The vocabulary is rounded up, so that 8 devices can share it. Dropout is off, so that the losses tell more.
     """
     model = cfg.model
-    own = {"dropout": 0.0} if hasattr(model, "dropout") else {}
+    own = {"dropout": 0.0} if model.dropout else {}
     model = dataclasses.replace(
         model,
         compute_dtype="float32",

@@ -130,7 +130,7 @@ def test_whatever_changes_the_program_changes_the_key(program, topology, monkeyp
         key("other module"),
         key(place=dataclasses.replace(topology, name="simulated:9")),
         key(made=dataclasses.replace(program, compiler_options=options)),
-        key(made=dataclasses.replace(program, mesh=mesh)),
+        key(made=dataclasses.replace(program, model=dataclasses.replace(program.model, mesh=mesh))),
     ]
     kept = key()
     monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"] + " --xla_dump_to=x")

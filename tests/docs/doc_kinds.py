@@ -119,6 +119,7 @@ def kind_of(text: str) -> Kind | None:
 NOT_SHELL = (
     ("README.md", "step 480/489"),
     ("docs/run_folder.md", "runs/quickstart/"),
+    ("docs/howto/add_model.md", "MODELS = {"),
     ("docs/convert.md", "bytes of the largest tensor"),
     ("docs/convert.md", "c.export = "),
     ("docs/evaluate.md", "docs: loss"),

@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from scripts import LAUNCH, ROOT, manifest, shell
+from scripts import LAUNCH, manifest, shell
 
-from jaxscale.system.exits import ADVICE, STARTED_AGAIN, Exit, may_start_again
+from jaxscale.system.exits import STARTED_AGAIN, Exit, may_start_again
 
 LOOP = 'for code in $(seq 0 255); do may_start_again "$code" && echo "$code"; done; true\n'
 COMMON = ("--name=seven", "--image=registry/jaxscale:1", "--", "--config=c")
@@ -33,16 +33,3 @@ def test_a_jobset_fails_at_all_other_codes_of_ours(topology):
 def test_xpk_starts_again_at_the_same_codes():
     (codes,) = re.findall(r"--restart-on-exit-codes=([\d,]+)", (LAUNCH / "gke" / "xpk.sh").read_text())
     assert [int(code) for code in codes.split(",")] == list(STARTED_AGAIN)  # death by signal by itself
-
-
-def test_the_readme_names_each_code_and_those_that_are_started_again():
-    (text,) = re.findall(r"^Exit codes: (.*?)\. While", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    found = {int(code): "(start again)" in what for code, what in re.findall(r"(\d+) ([^\d]+)", text)}
-    assert found == {int(code): code in STARTED_AGAIN for code in Exit}
-
-
-def test_the_page_tells_each_code_as_it_is():
-    text = (ROOT / "docs" / "survive.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \| (yes|no) \|$", text, re.MULTILINE)
-    found = {int(code): (what.strip(), do.strip(), again == "yes") for code, what, do, again in rows}
-    assert found == {int(code): (*ADVICE[code], may_start_again(code)) for code in Exit}
