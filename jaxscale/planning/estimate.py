@@ -65,8 +65,8 @@ def recomputed_flops(model: ModelConfig, seq_len: int) -> float:
         return 0.0
     sizes, D = activation_sizes(model, 1), model.embed_dim
     costs = {name: 2 * D * sizes[name] for name in (QUERY, KEY, VALUE, MLP_GATE, MLP_UP) if name in sizes}
-    costs[ATTENTION_OUT] = 2 * seq_len * sizes[ATTENTION_OUT]  # two products over half the keys
-    costs[ATTENTION_ADDED] = 2 * D * sizes[ATTENTION_OUT]
+    costs[ATTENTION_OUT] = 2 * seq_len * model.query_width  # two products over half the keys
+    costs[ATTENTION_ADDED] = 2 * D * model.query_width
     held = kept | set(model.remat_offload)
     return float(model.num_layers * sum(cost for name, cost in costs.items() if name not in held))
 

@@ -113,7 +113,7 @@ def activation_bytes(program: Program) -> int:
     width = 4 if model.compute_dtype == "float32" else 2
     tensor = shape["tensor"]
     sizes = activation_sizes(model, tensor)
-    inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + sizes[MLP_UP]
+    inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + model.mlp_dim // tensor
     whole = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
     if program.attention == "xla":  # float32 scores and probabilities of each head
         whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
