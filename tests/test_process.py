@@ -46,3 +46,17 @@ def test_what_is_set_is_what_is_exported(tmp_path):
     environment |= {"XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.stdout == f"{tmp_path / 'jaxscale' / 'compiled'} 0\n", done.stderr
+
+
+def test_more_simulated_devices_than_cores_get_threads_enough(monkeypatch):
+    """With a thread a device, 8 of them stood still in a collective on 2 cores, and XLA ended the process."""
+    monkeypatch.delenv("NPROC", raising=False)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
+    process.use_enough_threads()
+    assert "NPROC" not in os.environ
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=b --xla_force_host_platform_device_count=64")
+    process.use_enough_threads()
+    assert int(os.environ["NPROC"]) >= 256
+    monkeypatch.setenv("NPROC", "3")  # the user's
+    process.use_enough_threads()
+    assert os.environ["NPROC"] == "3"

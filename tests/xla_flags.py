@@ -9,6 +9,9 @@ if version("jaxlib").startswith("0.10."):  # 0.12 does not know it, and ends the
     QUICK += " --xla_cpu_use_fusion_emitters=false"
 
 
+THREADS = "32"  # NPROC: as jaxscale.system.process sets it for 8 simulated devices
+
+
 def xla_flags(devices: int) -> str:
     """A value of XLA_FLAGS for so many simulated devices."""
     return f"{QUICK} --xla_force_host_platform_device_count={devices}"

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from jaxscale.system.exits import BadInput, tell
 from jaxscale.system.paths import PRIVATE, cache_dir, make_private
 
+THREADS_A_DEVICE = 4  # of the pool of XLA:CPU; 2 were enough for what stood still with 1
 HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
 
 
@@ -32,6 +33,19 @@ def prepare() -> None:
     """Sets jax's environment for a program of ours. What the user has set already is left alone."""
     use_huge_pages()  # may start the process again: first, so that nothing is said twice
     keep_compiled_programs()
+    use_enough_threads()
+
+
+def use_enough_threads() -> None:
+    """Gives XLA:CPU threads for all simulated devices, also where these are more than the cores.
+
+    Each waits in a thread of one pool for the others' part of a collective. Independent collectives of one program may
+    be in flight together, and with a thread a device they filled the pool and waited for ever: aborted after 40 s by
+    XLA's "rendezvous", of 8 devices on 2 cores (jax 0.10.2). XLA reads NPROC when its client is made.
+    """
+    devices = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if devices and int(devices[1]) > 1:
+        os.environ.setdefault("NPROC", str(max(os.cpu_count() or 1, THREADS_A_DEVICE * int(devices[1]))))
 
 
 def prepare_ahead() -> None:
