@@ -11,7 +11,8 @@ from gcs_emulator import Emulator, Fault
 from gcs_weather import Weather
 
 from jaxscale.system import paths
-from jaxscale.system.bucket import Changed, Forbidden, Transient, age, missing_permission
+from jaxscale.system.bucket import age
+from jaxscale.system.bucket_errors import Changed, Forbidden, Transient, missing_permission
 from jaxscale.system.storage import OWN_CLIENT, check_environment, open_bucket
 
 URL = "gs://bucket/run/lock"

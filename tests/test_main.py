@@ -27,7 +27,8 @@ from jaxscale.monitor.console import printable
 from jaxscale.run.opening import open_run
 from jaxscale.run.resume_checks import open_same_data
 from jaxscale.system import paths
-from jaxscale.system.bucket import Bucket, Transient
+from jaxscale.system.bucket import Bucket
+from jaxscale.system.bucket_errors import Transient
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training import loop
 

@@ -16,7 +16,7 @@ from jaxscale.checkpoint.lock_stores import FileLock, LockOwner, Look, Moved, Ob
 from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.monitor.events import ignore
 from jaxscale.system import fence, paths
-from jaxscale.system.bucket import Changed, Unreachable
+from jaxscale.system.bucket_errors import Changed, Unreachable
 from jaxscale.system.exits import Exit, Stop
 
 LEASES = 3  # without a sign of life, after which a owner counts as dead

@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jaxscale.system import paths
-from jaxscale.system.bucket import Bucket, Changed, Transient
+from jaxscale.system.bucket import Bucket
+from jaxscale.system.bucket_errors import Changed, Transient
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.storage import open_bucket

@@ -95,10 +95,6 @@ class Checkpoints:
         """All committed steps, ascending, from a fresh look. Unfinished saves and foreign folders do not count."""
         return folders.all_steps(self.directory)
 
-    def is_committed(self, folder: Any) -> bool:
-        """True if the folder is named by a step and holds a checkpoint of ours."""
-        return folders.is_committed(folder)
-
     def newest(self, before: int | None = None, health: str | None = None) -> int | None:
         """The newest step whose record can be believed, below `before` and of that health if given; None if none is."""
         for step in reversed(self.all_steps()):

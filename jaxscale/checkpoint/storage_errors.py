@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from jaxscale.system import paths
-from jaxscale.system.bucket import Forbidden, Unreachable, missing_permission
+from jaxscale.system.bucket_errors import Forbidden, Unreachable, missing_permission
 from jaxscale.system.exits import Exit, Stop
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.files import copy_file, files_under, mark_of
-from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED
+from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED, is_committed
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import RECORD, digest, read_optional, require_record
 from jaxscale.checkpoint.retention import COPIED
@@ -51,7 +51,7 @@ def copy_step(
         paths.make_run_dir(where)
     note, final = destination / COPIED / f"{step}.json", destination / str(step)
     claim = {"from": os.fspath(run), "step": step, "run": run_identity(record), "files": {}}
-    if Checkpoints(destination, CheckpointConfig()).is_committed(final):
+    if is_committed(final):
         found = read_optional(note)
         files = found.get("files", {})
         require_whole(final, step)

@@ -66,77 +66,97 @@ def tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig
     return cached(cfg, made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say, reading), say)
 
 
+class TextShard:
+    """A shard of tokenised text that is being written; several documents are encoded at a time."""
+
+    def __init__(self, folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, reading: Reading):
+        sources = list(dict.fromkeys(file.source for file in files))
+        ids = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+        self.writer = ShardWriter(folder, NAME, **ids, sources=sources, trained=reading.marks)
+        self.files, self.tokenizer, self.reading = files, tokenizer, reading
+        self.documents_of: Counter = Counter()
+        self.contents = {file: hashlib.sha256() for file in files}
+        self.lineage = LineageRows()
+        self.text_bytes = self.waiting_bytes = self.documents = 0
+        self._waiting: list[tuple[SourceFile, Document, Any]] = []
+
+    def add(self, file: SourceFile, document: Document, item: Any) -> bool:
+        """Takes a document, as the reading gave it; True if those that waited were encoded."""
+        self._waiting.append((file, document, item))
+        self.text_bytes += document.size
+        self.waiting_bytes += document.size
+        self.documents += 1
+        if self.waiting_bytes < CHUNK_BYTES:
+            return False
+        self.encode_waiting()
+        return True
+
+    def encode_waiting(self) -> None:
+        """Writes the ids of the documents that wait."""
+        encoded = self.reading.encode([item for *_, item in self._waiting])
+        for (file, document, _), (ids, learned) in zip(self._waiting, encoded):
+            self.writer.add(ids, file.source, learned)
+            self.lineage.add(document)
+            self.documents_of[file] += 1
+            self.contents[file].update(np.asarray(ids, "<u4").tobytes() + END)
+            if learned is not None:
+                self.contents[file].update(np.packbits(learned).tobytes())
+        self._waiting.clear()
+        self.waiting_bytes = 0
+
+    def finish(self, skipped: Counter) -> None:
+        """Writes the shard's header and lineage. skipped: documents that were left out, by reason."""
+        tokenizer = self.tokenizer
+        header = {
+            "tokenizer": {
+                "name": tokenizer.name,
+                "eos_token": tokenizer.eos_token,
+                "begin_tokens": begin_names(tokenizer),
+                "vocab_size": tokenizer.vocab_size,
+                "fingerprint": tokenizer.fingerprint,
+            },
+            "eos_id": tokenizer.eos_id,
+            "text_bytes": self.text_bytes,
+            "skipped": dict(skipped),
+            "files": [
+                {
+                    "name": file.name,
+                    "source": file.source,
+                    "documents": self.documents_of[file],
+                    "sha256": self.contents[file].hexdigest(),  # of its documents' ids, so that a change can be named
+                }
+                for file in self.files
+            ],
+        }
+        self.writer.finish(tokenizer.token_bytes, header, lineage=self.lineage.table())
+
+
 def tokenise(
     folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say, reading: Reading
 ) -> None:
     """Writes the shard of `files` into `folder`."""
-    sources = list(dict.fromkeys(file.source for file in files))
-    ids = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
-    writer = ShardWriter(folder, NAME, **ids, sources=sources, trained=reading.marks)
-    skipped: Counter = Counter()
-    documents_of: Counter = Counter()
-    contents = {file: hashlib.sha256() for file in files}
-    waiting: list[tuple[SourceFile, Document, Any]] = []
-    lineage = LineageRows()
-    text_bytes = waiting_bytes = documents = counted = damaged = 0
+    shard, skipped, counted, damaged = TextShard(folder, files, tokenizer, reading), Counter(), 0, 0
     started = said = time.monotonic()
     say(f"tokenising {count(len(files), 'file')} with {tokenizer.name} (once; then kept in the cache)")
-
-    def encode_waiting() -> None:
-        for (file, document, _), (encoded, learned) in zip(waiting, reading.encode([item for *_, item in waiting])):
-            writer.add(encoded, file.source, learned)
-            lineage.add(document)
-            documents_of[file] += 1
-            contents[file].update(np.asarray(encoded, "<u4").tobytes() + END)
-            if learned is not None:
-                contents[file].update(np.packbits(learned).tobytes())
-        waiting.clear()
-
     try:
         for file in files:
             for document, item in reading.read(file, skipped):
-                size = document.size
-                waiting.append((file, document, item))
-                text_bytes, waiting_bytes, documents = text_bytes + size, waiting_bytes + size, documents + 1
-                if waiting_bytes >= CHUNK_BYTES:
-                    encode_waiting()
-                    waiting_bytes = 0
-                    if (now := time.monotonic()) - said > SAY_SECONDS:
-                        said = now
-                        say(f"  {rates(documents, text_bytes, now - started)}, in {file.name}")
+                if shard.add(file, document, item) and (now := time.monotonic()) - said > SAY_SECONDS:
+                    said = now
+                    say(f"  {rates(shard.documents, shard.text_bytes, now - started)}, in {file.name}")
             if (invalid := skipped["invalid UTF-8"] - counted) and (damaged := damaged + 1) <= DAMAGED_SHOWN:
                 say(f"  {file.path}: {count(invalid, 'document')} skipped, not UTF-8 (see data.invalid_utf8)")
             counted += invalid
-        encode_waiting()
-        if not documents:
+        shard.encode_waiting()
+        if not shard.documents:
             left_out = f" ({describe_skipped(skipped)})" if skipped else ""
             raise BadInput(f"{files[0].path}{' and the other files' * (len(files) > 1)} hold no document{left_out}")
     except BaseException:
-        writer.abandon()
+        shard.writer.abandon()
         raise
-    header = {
-        "tokenizer": {
-            "name": tokenizer.name,
-            "eos_token": tokenizer.eos_token,
-            "begin_tokens": begin_names(tokenizer),
-            "vocab_size": tokenizer.vocab_size,
-            "fingerprint": tokenizer.fingerprint,
-        },
-        "eos_id": tokenizer.eos_id,
-        "text_bytes": text_bytes,
-        "skipped": dict(skipped),
-        "files": [
-            {
-                "name": file.name,
-                "source": file.source,
-                "documents": documents_of[file],
-                "sha256": contents[file].hexdigest(),  # of its documents' ids, so that a change can be named
-            }
-            for file in files
-        ],
-    }
-    writer.finish(tokenizer.token_bytes, header, lineage=lineage.table())
-    say(f"  {rates(documents, text_bytes, time.monotonic() - started)}; skipped: {describe_skipped(skipped) or 'none'}")
+    shard.finish(skipped)
+    told = rates(shard.documents, shard.text_bytes, time.monotonic() - started)
+    say(f"  {told}; skipped: {describe_skipped(skipped) or 'none'}")
 
 
 def scanned(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, say: Say) -> Shard:

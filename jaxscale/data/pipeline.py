@@ -25,10 +25,10 @@ from jaxscale.data.objective_config import NextTokenConfig, ObjectiveConfig
 from jaxscale.data.objectives import apply, apply_with_origin, find_ids, reads_text_in_order
 from jaxscale.data.objectives.ids import SpecialIds, StandIn, stand_in_ids
 from jaxscale.data.order import ORDER, Batches, RowOrder
-from jaxscale.data.packing import DocumentRows, DocumentTable, PackedRows, join_tables
+from jaxscale.data.packing import DocumentRows, DocumentTable, PackedRows
 from jaxscale.data.parts import data_parts, digest
 from jaxscale.data.shards import Shard
-from jaxscale.data.split import hold_out
+from jaxscale.data.split import Division, divide
 from jaxscale.data.synthetic import SyntheticRows
 from jaxscale.data.token_files import common_token_bytes, open_tokens
 from jaxscale.data.verified import of_size
@@ -240,65 +240,30 @@ def assemble(
     """The corpus over the shards for training and those for validation; without the latter, a part of the former."""
     shards = [*trained, *held]
     names = tuple(dict.fromkeys(name for shard in shards for name in shard.header["sources"]))
-    whole = cfg.name == "chat"  # conversations are never cut between training and validation, nor between two rows
-    train, valid, rule = join_tables([shard.table(names) for shard in trained]), None, ""
-    content = [*(shard.fingerprint for shard in trained), "validation", *(shard.fingerprint for shard in held)]
-    if held:
-        valid, rule = join_tables([shard.table(names) for shard in held]), "data.val_files"
-    elif cfg.val_fraction:
-        files = [(file["name"], file["documents"]) for shard in trained for file in shard.header["files"]]
-        train, valid, rule = hold_out(train, files, names, cfg.val_fraction, whole=whole)
-        content += [str(cfg.val_fraction), *(f"{name}:{documents}" for name, documents in files)]
-    fitted = []
-    if whole:
-        train, cut, dropped = fit_rows(train, cfg.chat.too_long, seq_len)
-        if valid is not None:
-            valid, *more = fit_rows(valid, cfg.chat.too_long, seq_len)
-            cut, dropped = cut + more[0], dropped + more[1]
-        content += fitted_content(cfg.chat.too_long, seq_len, dropped)
-        if cut:
-            fitted = [f"{count(cut, 'document')} longer than a row cut (data.chat.too_long)"]
-        if dropped:
-            why = ", what is learned lies behind a row's end" if cfg.chat.too_long == "cut" else ""
-            fitted += [f"{count(dropped, 'document')} longer than a row dropped (data.chat.too_long{why})"]
-    check_lengths(cfg, train, valid, seq_len)
-
-    content += [f"order {ORDER}", cfg.packing]
-    content += [json.dumps(plan_settings(), sort_keys=True)] if cfg.packing == "best_fit" else []
+    parts = divide(cfg, trained, held, names, seq_len)
+    check_lengths(cfg, parts.train, parts.valid, seq_len)
+    if cfg.mixture:
+        tokens = np.bincount(parts.train.source_ids, weights=parts.train.lengths, minlength=len(names))
+        for _, weights in stages_of(cfg.mixture):
+            check_sources("mixture", weights, names, tokens)
+    rules = [json.dumps(plan_settings(), sort_keys=True)] if cfg.packing == "best_fit" else []
+    content = [*parts.content, f"order {ORDER}", cfg.packing, *rules]
     fingerprint = hashlib.sha256("|".join(content).encode(errors="surrogateescape")).hexdigest()
+    groups = len(names) if cfg.mixture else 1
+    train_rows = make_rows(cfg, parts.train, fingerprint, say, seq_len=seq_len, seed=seed, num_groups=groups)
+    valid_rows = None
+    if parts.valid is not None and cfg.name == "chat":
+        make = dict(seq_len=seq_len, seed=VALIDATION_SEED, num_groups=1)
+        valid_rows = make_rows(cfg, parts.valid, f"{fingerprint} validation", say, **make)
+    elif parts.valid is not None:
+        valid_rows = PackedRows(parts.valid, seq_len=seq_len, seed=VALIDATION_SEED)
     settings = {
         "data.packing": cfg.packing,
         "the rules of packing": digest(content[-1:]),
         "the order of rows": str(ORDER),
+        "data.val_fraction": "val_files" if held else str(cfg.val_fraction),
     }
-    settings |= {"data.val_fraction": "val_files" if held else str(cfg.val_fraction)}
     made_with = tokenizer.fingerprint if tokenizer else trained[0].header["tokenizer"]["fingerprint"]
-    groups = len(names) if cfg.mixture else 1
-    if cfg.mixture:
-        tokens = np.bincount(train.source_ids, weights=train.lengths, minlength=len(names))
-        for _, weights in stages_of(cfg.mixture):
-            check_sources("mixture", weights, names, tokens)
-    train_rows = make_rows(cfg, train, fingerprint, say, seq_len=seq_len, seed=seed, num_groups=groups)
-    skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
-    text_bytes = sum(shard.header["text_bytes"] for shard in shards)
-    facts = [
-        f"{count(len(train), 'document')}, {train.num_tokens:,} tokens, {count(len(train_rows), 'row')} of {seq_len}",
-        f"packing {cfg.packing}, {train.num_tokens / (len(train_rows) * seq_len):.2%} of positions real",
-    ]
-    validation = "" if valid is None else f"{count(len(valid), 'document')}, {valid.num_tokens:,} tokens ({rule})"
-    facts += [f"validation {validation}" if validation else "no validation", *fitted]
-    facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
-    facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
-    if begin := tokenizer and "".join(begin_names(tokenizer)):
-        facts += [f"{'prompts and texts' if cfg.name == 'chat' else 'documents'} begin with {begin}"]
-    facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
-    facts += [f"skipped {describe_skipped(skipped)}"] if skipped else []
-    valid_rows = None
-    if valid is not None and whole:
-        make = dict(seq_len=seq_len, seed=VALIDATION_SEED, num_groups=1)
-        valid_rows = make_rows(cfg, valid, f"{fingerprint} validation", say, **make)
-    elif valid is not None:
-        valid_rows = PackedRows(valid, seq_len=seq_len, seed=VALIDATION_SEED)
     return Corpus(
         train_rows=train_rows,
         valid_rows=valid_rows,
@@ -309,37 +274,33 @@ def assemble(
         tokenizer=tokenizer,
         token_bytes=tokenizer.token_bytes if tokenizer else common_token_bytes(shards),
         fingerprint=fingerprint,
-        summary=f"data.{cfg.name}: " + "; ".join(facts),
+        summary=f"data.{cfg.name}: " + "; ".join(facts_of(cfg, parts, shards, tokenizer, len(train_rows), seq_len)),
         shards=tuple(trained),
         parts=data_parts(trained, held, made_with, settings),
     )
 
 
-def fit_rows(table: DocumentTable, too_long: str, seq_len: int) -> tuple[DocumentTable, int, int]:
-    """(the documents as they fit into a row, how many were cut, how many dropped).
-
-    Where long ones are cut, those are dropped of which nothing would be learned.
-    """
-    is_long = table.lengths > seq_len
-    keep = ~is_long
-    if too_long == "cut":
-        keep[is_long] = [learned > 0 for learned in learned_in_row(table, np.flatnonzero(is_long), seq_len)]
-    kept = table.select(keep)
-    fitting = kept.clip(np.zeros_like(kept.lengths), np.minimum(kept.lengths, seq_len))
-    return fitting, int((is_long & keep).sum()), int((~keep).sum())
-
-
-def fitted_content(too_long: str, seq_len: int, dropped: int) -> list[str]:
-    """What of fit_rows goes into the fingerprint of the data: all that decides which rows there are."""
-    return [too_long, str(seq_len), *([f"dropped {dropped}"] if too_long == "cut" and dropped else [])]
-
-
-def learned_in_row(table: DocumentTable, documents: np.ndarray, seq_len: int) -> Iterator[int]:
-    """Yields for each of these conversations how many of its first seq_len tokens are learned, never the first."""
-    marks = [np.memmap(path, np.uint8, mode="r") for path in table.trained]
-    for document in documents:
-        start = int(table.starts[document])
-        yield int(marks[table.file_ids[document]][start + 1 : start + seq_len].sum())
+def facts_of(
+    cfg: DataConfig, parts: Division, shards: Sequence[Shard], tokenizer: Tokenizer | None, num_rows: int, seq_len: int
+) -> list[str]:
+    """What the summary of a corpus says, a phrase each."""
+    train, valid = parts.train, parts.valid
+    facts = [
+        f"{count(len(train), 'document')}, {train.num_tokens:,} tokens, {count(num_rows, 'row')} of {seq_len}",
+        f"packing {cfg.packing}, {train.num_tokens / (num_rows * seq_len):.2%} of positions real",
+        "no validation"
+        if valid is None
+        else f"validation {count(len(valid), 'document')}, {valid.num_tokens:,} tokens ({parts.rule})",
+        *parts.fitted,
+    ]
+    text_bytes = sum(shard.header["text_bytes"] for shard in shards)
+    facts += [f"{text_bytes:,} bytes of text"] if text_bytes else []
+    facts += [f"tokenizer {tokenizer.name if tokenizer else 'not known'}"]
+    if begin := tokenizer and "".join(begin_names(tokenizer)):
+        facts += [f"{'prompts and texts' if cfg.name == 'chat' else 'documents'} begin with {begin}"]
+    facts += [f"documents end with {tokenizer.eos_token}"] if tokenizer and tokenizer.eos_token else []
+    skipped = sum((Counter(shard.header["skipped"]) for shard in shards), Counter())
+    return facts + ([f"skipped {describe_skipped(skipped)}"] if skipped else [])
 
 
 def make_rows(

@@ -1,12 +1,16 @@
 """Which documents are held out for validation: decided by name and place alone, so that it never changes."""
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.packing import DocumentTable
+from jaxscale.data.cache import count
+from jaxscale.data.config import DataConfig
+from jaxscale.data.packing import DocumentTable, join_tables
 from jaxscale.data.permutation import mix
+from jaxscale.data.shards import Shard
 
 FEWEST_DOCUMENTS = 5  # expected from a source; with fewer, chance would decide whether it has any validation
 
@@ -64,3 +68,71 @@ def place_hashes(file_name: str, num_documents: int) -> np.ndarray:
     """uint64[num_documents]: a hash of each document's place in the file."""
     seed = int.from_bytes(hashlib.blake2b(file_name.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
     return mix(np.arange(num_documents, dtype=np.uint64) + np.uint64(seed))
+
+
+class Division(NamedTuple):
+    """The documents of training and of validation."""
+
+    train: DocumentTable
+    valid: DocumentTable | None
+    rule: str  # what validation is
+    content: list[str]  # that the fingerprint of the data is made of
+    fitted: list[str]  # what became of conversations longer than a row, for people
+
+
+def divide(
+    cfg: DataConfig, trained: Sequence[Shard], held: Sequence[Shard], names: Sequence[str], seq_len: int
+) -> Division:
+    """The documents of the shards for training and for validation; without the latter, a part of the former.
+
+    Conversations are never cut between training and validation, nor between two rows.
+    """
+    whole = cfg.name == "chat"
+    train, valid, rule = join_tables([shard.table(names) for shard in trained]), None, ""
+    content = [*(shard.fingerprint for shard in trained), "validation", *(shard.fingerprint for shard in held)]
+    if held:
+        valid, rule = join_tables([shard.table(names) for shard in held]), "data.val_files"
+    elif cfg.val_fraction:
+        files = [(file["name"], file["documents"]) for shard in trained for file in shard.header["files"]]
+        train, valid, rule = hold_out(train, files, names, cfg.val_fraction, whole=whole)
+        content += [str(cfg.val_fraction), *(f"{name}:{documents}" for name, documents in files)]
+    fitted = []
+    if whole:
+        train, cut, dropped = fit_rows(train, cfg.chat.too_long, seq_len)
+        if valid is not None:
+            valid, *more = fit_rows(valid, cfg.chat.too_long, seq_len)
+            cut, dropped = cut + more[0], dropped + more[1]
+        content += fitted_content(cfg.chat.too_long, seq_len, dropped)
+        if cut:
+            fitted = [f"{count(cut, 'document')} longer than a row cut (data.chat.too_long)"]
+        if dropped:
+            why = ", what is learned lies behind a row's end" if cfg.chat.too_long == "cut" else ""
+            fitted += [f"{count(dropped, 'document')} longer than a row dropped (data.chat.too_long{why})"]
+    return Division(train, valid, rule, content, fitted)
+
+
+def fit_rows(table: DocumentTable, too_long: str, seq_len: int) -> tuple[DocumentTable, int, int]:
+    """(the documents as they fit into a row, how many were cut, how many dropped).
+
+    Where long ones are cut, those are dropped of which nothing would be learned.
+    """
+    is_long = table.lengths > seq_len
+    keep = ~is_long
+    if too_long == "cut":
+        keep[is_long] = [learned > 0 for learned in learned_in_row(table, np.flatnonzero(is_long), seq_len)]
+    kept = table.select(keep)
+    fitting = kept.clip(np.zeros_like(kept.lengths), np.minimum(kept.lengths, seq_len))
+    return fitting, int((is_long & keep).sum()), int((~keep).sum())
+
+
+def fitted_content(too_long: str, seq_len: int, dropped: int) -> list[str]:
+    """What of fit_rows goes into the fingerprint of the data: all that decides which rows there are."""
+    return [too_long, str(seq_len), *([f"dropped {dropped}"] if too_long == "cut" and dropped else [])]
+
+
+def learned_in_row(table: DocumentTable, documents: np.ndarray, seq_len: int) -> Iterator[int]:
+    """Yields for each of these conversations how many of its first seq_len tokens are learned, never the first."""
+    marks = [np.memmap(path, np.uint8, mode="r") for path in table.trained]
+    for document in documents:
+        start = int(table.starts[document])
+        yield int(marks[table.file_ids[document]][start + 1 : start + seq_len].sum())

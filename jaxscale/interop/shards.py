@@ -15,7 +15,8 @@ from jaxscale.interop.families import TensorPair
 from jaxscale.interop.reading import WEIGHTS
 from jaxscale.interop.safetensors import encode_header
 from jaxscale.system import paths
-from jaxscale.system.bucket import UPLOAD_CHUNK, Bucket, Transient
+from jaxscale.system.bucket import UPLOAD_CHUNK, Bucket
+from jaxscale.system.bucket_errors import Transient
 from jaxscale.system.exits import BadInput
 from jaxscale.system.storage import open_bucket
 

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.system import fence, paths
-from jaxscale.system.bucket import Bucket, Changed
+from jaxscale.system.bucket import Bucket
+from jaxscale.system.bucket_errors import Changed
 from jaxscale.system.exits import BadInput, Stop
 from jaxscale.system.storage import open_bucket
 

@@ -19,7 +19,7 @@ from jaxscale.hosts.agree import agreed
 from jaxscale.run.changes import Change
 from jaxscale.run.options import NEVER, groups_of
 from jaxscale.system import paths
-from jaxscale.system.bucket import Forbidden
+from jaxscale.system.bucket_errors import Forbidden
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.training.decisions import Decisions
 from jaxscale.unread import unread

@@ -14,7 +14,6 @@ import hashlib
 import http.client
 import json
 import random
-import re
 import ssl
 import time
 import urllib.error
@@ -24,24 +23,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
+from jaxscale.system.bucket_errors import Transient, Unreachable, refusal
 from jaxscale.system.exits import BadInput
 
 T = TypeVar("T")
 GOOGLE = "https://storage.googleapis.com"
-TRANSIENT = {408, 429, 500, 502, 503, 504}  # cloud.google.com/storage/docs/retry-strategy
 ATTEMPTS = 9  # failures in a row without a byte of progress: about two minutes of waiting
 FIRST_WAIT, LONGEST_WAIT, LONGEST_TOLD = 0.5, 32.0, 300.0  # seconds; the last: of a Retry-After that is obeyed
 SILENCE = 60.0  # seconds without a byte after which a connection counts as dead
 PIECE = 1 << 20  # bytes read at once
 UPLOAD_CHUNK = 32 << 20  # a multiple of 256 KiB, as the API wants
-NEEDED = {  # what is done: what it takes, and the least role that has it (cloud.google.com/storage/docs/access-control)
-    "read": ("storage.objects.get", "Storage Object Viewer"),
-    "written": ("storage.objects.create and storage.objects.delete", "Storage Object User"),
-    "listed": ("storage.objects.list", "Storage Object Viewer"),
-    "deleted": ("storage.objects.delete", "Storage Object User"),
-}
-PERMISSION = re.compile(r"storage\.(objects|buckets|folders|managedFolders|multipartUploads)\.[a-zA-Z]+")
-LONGEST_REFUSAL = 1 << 16  # bytes of an answer that are looked through for the name of a permission
 
 
 class Clock(NamedTuple):
@@ -53,26 +44,6 @@ class Clock(NamedTuple):
 
 
 REAL = Clock()
-
-
-class Transient(Exception):
-    """A fault that goes away by itself. wait: seconds that the server asked for."""
-
-    def __init__(self, cause: str, wait: float = 0.0):
-        super().__init__(cause)
-        self.wait = wait
-
-
-class Forbidden(BadInput, OSError):
-    """The machine's account may not do this; the line names the permission that it lacks."""
-
-
-class Unreachable(BadInput, OSError):
-    """The service has not answered in so many tries; a later one may do better."""
-
-
-class Changed(Exception):
-    """The object is not of the generation that was expected."""
 
 
 class Look(NamedTuple):
@@ -305,41 +276,14 @@ class Bucket:
                 yield response
         except urllib.error.HTTPError as error:
             with error:
-                raise self.refusal(error, url, what) from None
+                wait = self.told_wait(error.headers.get("Retry-After", ""))
+                raise refusal(error, url, what, wait) from None
         except urllib.error.URLError as error:
             if isinstance(error.reason, ssl.SSLCertVerificationError):
                 raise BadInput(f"{url}: the server's certificate is not good: {error.reason}") from None
             raise Transient(str(error.reason)) from None
         except (OSError, http.client.HTTPException) as error:
             raise Transient(str(error) or type(error).__name__) from None
-
-    def refusal(self, error: urllib.error.HTTPError, url: str, what: str) -> Exception:
-        """What an answer other than 2xx means."""
-        if error.code in TRANSIENT:
-            return Transient(f"{error.code} {error.reason}", self.told_wait(error.headers.get("Retry-After", "")))
-        if error.code == 404:
-            return FileNotFoundError(f"{url} does not exist (404); look for a wrong name, or publish the set again")
-        if error.code in (401, 403):
-            return self.forbidden(error, url, what)
-        if error.code == 412:
-            return Changed(url)
-        if error.code == 416:
-            return BadInput(f"{url} is shorter than expected: it was replaced since")
-        if error.code == 410:
-            return BadInput(f"{url}: the upload was given up by the service (410); run it again")
-        return BadInput(f"{url} cannot be {what}: the service answers {error.code} {error.reason}")
-
-    def forbidden(self, error: urllib.error.HTTPError, url: str, what: str) -> Forbidden:
-        """The error for 401 and 403: what is missing as the service says it, else as its documentation does."""
-        try:
-            text = error.read(LONGEST_REFUSAL).decode("utf-8", "replace")
-        except (OSError, http.client.HTTPException):
-            text = ""
-        needed, role = NEEDED[what]
-        lack = f"its account needs {missing_permission(text) or needed} there, as the role {role} has"
-        if error.code == 401:
-            lack = "it has no valid credentials: gcloud auth application-default login"
-        return Forbidden(f"{url} may not be {what} by this machine ({error.code}); {lack}")
 
     def told_wait(self, retry_after: str) -> float:
         """Seconds that a Retry-After header asks for: a number, or a date (RFC 9110, section 10.2.3)."""
@@ -387,12 +331,6 @@ def split(url: str) -> tuple[str, str]:
     if not url.startswith("gs://") or not bucket or not name:
         raise BadInput(f"{url} is no gs://BUCKET/NAME")
     return bucket, name
-
-
-def missing_permission(text: str) -> str | None:
-    """The permission that a refusal of the service names, such as storage.objects.create; None if it names none."""
-    found = PERMISSION.search(text.replace("storage.googleapis.com", ""))
-    return found.group() if found else None
 
 
 def age(updated: str, now: str) -> float:

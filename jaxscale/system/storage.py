@@ -22,7 +22,8 @@ import urllib.parse
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from jaxscale.system.bucket import GOOGLE, REAL, SILENCE, Bucket, Clock, Forbidden, Transient
+from jaxscale.system.bucket import GOOGLE, REAL, SILENCE, Bucket, Clock
+from jaxscale.system.bucket_errors import Forbidden, Transient
 from jaxscale.system.exits import BadInput
 
 ENDPOINT = "STORAGE_EMULATOR_HOST"  # the name that gcsfs and Google's own clients read

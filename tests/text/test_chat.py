@@ -8,7 +8,8 @@ import pytest
 
 from jaxscale.data.config import DataConfig
 from jaxscale.data.objective_config import PrefixLmConfig
-from jaxscale.data.pipeline import fitted_content, open_data
+from jaxscale.data.pipeline import open_data
+from jaxscale.data.split import fitted_content
 from jaxscale.text.chat.encode import encode_written
 from jaxscale.text.chat.guard import GUARDS, Guard
 from jaxscale.text.chat.records import Chat, Pair, parse_record

@@ -15,7 +15,7 @@ from jaxscale.ops.config import Mix
 
 def either(near: Callable[..., Any], far: Callable[..., Any], mix: Mix) -> Callable[..., Any]:
     """f(*arrays, local=) with the values of near(*arrays) where `local` is true, else of far(*arrays)."""
-    # The program's text says how often each runs, for who counts its work (planner.hlo_trips).
+    # The program's text says how often each runs, for who counts its work (ahead.hlo_trips).
     scope = f"taken_{mix.near}_of_{mix.layers}"
 
     def run(*arrays: jax.Array, local: bool | np.bool_ | jax.Array) -> Any:

@@ -1,0 +1,73 @@
+"""What a bucket's answers other than success mean, and who may do something about them."""
+
+import http.client
+import re
+import urllib.error
+
+from jaxscale.system.exits import BadInput
+
+TRANSIENT = {408, 429, 500, 502, 503, 504}  # cloud.google.com/storage/docs/retry-strategy
+NEEDED = {  # what is done: what it takes, and the least role that has it (cloud.google.com/storage/docs/access-control)
+    "read": ("storage.objects.get", "Storage Object Viewer"),
+    "written": ("storage.objects.create and storage.objects.delete", "Storage Object User"),
+    "listed": ("storage.objects.list", "Storage Object Viewer"),
+    "deleted": ("storage.objects.delete", "Storage Object User"),
+}
+PERMISSION = re.compile(r"storage\.(objects|buckets|folders|managedFolders|multipartUploads)\.[a-zA-Z]+")
+LONGEST_REFUSAL = 1 << 16  # bytes of an answer that are looked through for the name of a permission
+
+
+class Transient(Exception):
+    """A fault that goes away by itself. wait: seconds that the server asked for."""
+
+    def __init__(self, cause: str, wait: float = 0.0):
+        super().__init__(cause)
+        self.wait = wait
+
+
+class Forbidden(BadInput, OSError):
+    """The machine's account may not do this; the line names the permission that it lacks."""
+
+
+class Unreachable(BadInput, OSError):
+    """The service has not answered in so many tries; a later one may do better."""
+
+
+class Changed(Exception):
+    """The object is not of the generation that was expected."""
+
+
+def refusal(error: urllib.error.HTTPError, url: str, what: str, wait: float) -> Exception:
+    """What an answer other than 2xx means. wait: seconds that it asks for, where the fault may pass."""
+    if error.code in TRANSIENT:
+        return Transient(f"{error.code} {error.reason}", wait)
+    if error.code == 404:
+        return FileNotFoundError(f"{url} does not exist (404); look for a wrong name, or publish the set again")
+    if error.code in (401, 403):
+        return forbidden(error, url, what)
+    if error.code == 412:
+        return Changed(url)
+    if error.code == 416:
+        return BadInput(f"{url} is shorter than expected: it was replaced since")
+    if error.code == 410:
+        return BadInput(f"{url}: the upload was given up by the service (410); run it again")
+    return BadInput(f"{url} cannot be {what}: the service answers {error.code} {error.reason}")
+
+
+def forbidden(error: urllib.error.HTTPError, url: str, what: str) -> Forbidden:
+    """The error for 401 and 403: what is missing as the service says it, else as its documentation does."""
+    try:
+        text = error.read(LONGEST_REFUSAL).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException):
+        text = ""
+    needed, role = NEEDED[what]
+    lack = f"its account needs {missing_permission(text) or needed} there, as the role {role} has"
+    if error.code == 401:
+        lack = "it has no valid credentials: gcloud auth application-default login"
+    return Forbidden(f"{url} may not be {what} by this machine ({error.code}); {lack}")
+
+
+def missing_permission(text: str) -> str | None:
+    """The permission that a refusal of the service names, such as storage.objects.create; None if it names none."""
+    found = PERMISSION.search(text.replace("storage.googleapis.com", ""))
+    return found.group() if found else None
