@@ -66,6 +66,7 @@ ELSEWHERE = {
                      "clean_steps"), "training/autopilot.py"),
     **dict.fromkeys(("every_steps", "max_passing"), "training/replica_watch.py"),
     **dict.fromkeys(("verify", "cache_bytes"), "data/prepared.py"), "skip_batches": "run/resume_checks.py",
+    "transforms": "data/pipeline.py",
     **dict.fromkeys(("variables", "today"), "text/chat/template.py"),
     "max_repeated_share": "data/gate.py", "grad_ratio": "training/guard.py", "name": "run/startup_log.py",
 }  # fmt: skip
