@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from jaxscale.system.exits import BadInput, tell
 from jaxscale.system.paths import PRIVATE, cache_dir, make_private
 
-THREADS_A_DEVICE = 4  # of the pool of XLA:CPU; 2 were enough for what stood still with 1
+THREADS_A_DEVICE = 4  # of the pool of XLA:CPU
 HUGE_PAGES = "glibc.malloc.hugetlb=1"  # malloc asks for huge pages: the arrays of each step fault in less often
 
 
@@ -41,7 +41,8 @@ def use_enough_threads() -> None:
 
     Each waits in a thread of one pool for the others' part of a collective. Independent collectives of one program may
     be in flight together, and with a thread a device they filled the pool and waited for ever: aborted after 40 s by
-    XLA's "rendezvous", of 8 devices on 2 cores (jax 0.10.2). XLA reads NPROC when its client is made.
+    XLA's "rendezvous", of 8 devices on 2 cores (jax 0.10.2). Four threads a device make that rarer and not impossible:
+    on a busy machine it was seen with 16 too. XLA reads NPROC when its client is made.
     """
     devices = re.search(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if devices and int(devices[1]) > 1:
