@@ -24,7 +24,7 @@ CALLS = {
     "ConvertOptions": "jaxscale.api.conversion",
     "convert": "jaxscale.api.conversion",
     "evaluate": "jaxscale.api.measuring",
-    "load_config": "jaxscale.config",
+    "load_config": "jaxscale.config_file",
     "open_model": "jaxscale.inference",
     "plan": "jaxscale.api.planning",
     "preflight": "jaxscale.api.planning",

@@ -21,11 +21,11 @@ from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
-from jaxscale.models.loss import summed_loss
+from jaxscale.models.model import summed_loss
 from jaxscale.models.sharded import ShardedModel, check_fits, shard_model
-from jaxscale.ops.kernels import make_taps
-from jaxscale.ops.precision import with_precision
-from jaxscale.ops.taps import BLIND
+from jaxscale.ops.kernels import make_recorder
+from jaxscale.ops.project import with_precision
+from jaxscale.ops.recorder import NO_RECORDER
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
@@ -38,10 +38,11 @@ from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.ema import init_ema
 from jaxscale.training.injected import corrupt_gradients
-from jaxscale.training.loss_scale import init_loss_scale, is_dynamic
-from jaxscale.training.state import TrainState, init_state, state_axes
+from jaxscale.training.state import TrainState, init_loss_scale, init_state, is_dynamic, state_axes
 from jaxscale.training.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
 from jaxscale.training.step import Gradients, at_state, leaf_name, make_train_step
+
+OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,8 +114,10 @@ class Shardings:
 def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None = None) -> Program:
     """The model, optimizer and step of a config over `devices` (all unless given). Compiles nothing yet."""
     mesh = make_mesh(cfg.mesh, devices)
-    options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh)
+    for check in DEVICE_CHECKS:
+        check(cfg, model)
+    options = choose_options(cfg, mesh)
     updates = make_updates(cfg, budget, model)
     shardings = plan_shardings(cfg, model, updates)
     init = functools.partial(init_train_state, cfg, model, updates)
@@ -129,7 +132,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         count_gated=cfg.data.gate.on,
     )
     statistics = make_statistics_step(
-        make_gradients(cfg, model, updates.groups, shardings, watched=True),
+        make_gradients(cfg, model, updates.groups, shardings, record=True),
         updates.optimizer,
         parameter_groups(model.axes, cfg.model.layer_stacks),
     )
@@ -156,15 +159,14 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
 
 
 def choose_options(cfg: RunConfig, mesh: Mesh) -> CompilerOptions:
-    """What the step is compiled with. Raises BadInput for an option that XLA does not know."""
+    """What the step is compiled with."""
     device = mesh.devices.flat[0]
-    check_options(cfg.compiler, device)
     return compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ)
 
 
 def shard_run_model(cfg: RunConfig, mesh: Mesh) -> ShardedModel:
-    """The model on the mesh. Raises BadInput where the mesh does not divide its arrays, or the rows of a batch."""
-    model = shard_model(
+    """The model on the mesh. Raises BadInput where the mesh does not divide its parameters."""
+    return shard_model(
         cfg.model,
         mesh,
         cfg.rules,
@@ -173,8 +175,6 @@ def shard_run_model(cfg: RunConfig, mesh: Mesh) -> ShardedModel:
         prefix=cfg.row_lengths.prefix,
         reduce_dtype=cfg.train.reduce_dtype,
     )
-    check_layout(cfg, model)
-    return model
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
@@ -201,10 +201,7 @@ def init_train_state(cfg: RunConfig, model: ShardedModel, updates: Updates) -> T
 
 
 def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Shardings:
-    """Shardings of state, gradients and batch by the rule tables; what is offloaded goes to the host's memory.
-
-    Raises BadInput where the config offloads and the devices do not reach the host's memory.
-    """
+    """Shardings of state, gradients and batch by the rule tables; what is offloaded goes to the host's memory."""
     mesh, rules = model.mesh, model.rules
     grads = trainable(tree_shardings(mesh, model.axes, rules.moments), updates.groups)
     state = tree_shardings(mesh, state_axes((), ()), rules.params)._replace(
@@ -212,9 +209,8 @@ def plan_shardings(cfg: RunConfig, model: ShardedModel, updates: Updates) -> Sha
         opt_state=tree_shardings(mesh, moment_axes(updates.optimizer, model.shapes, model.axes), rules.moments),
         ema=init_ema(cfg.train.ema, grads),  # nothing but the step reads it
     )
-    for setting, field in (("offload_moments", "opt_state"), ("offload_params", "params")):
+    for setting, field in OFFLOADED.items():
         if getattr(cfg.optim, setting):
-            check_host_memory(f"optim.{setting}=true", mesh)
             state = state._replace(**{field: on_host(getattr(state, field))})
     return Shardings(state, grads, model.rows_sharding, replicated(mesh))
 
@@ -236,11 +232,11 @@ def with_shardings(shapes: Any, shardings: Any) -> Any:
 
 
 def make_gradients(
-    cfg: RunConfig, model: ShardedModel, groups: Any, shardings: Shardings, *, watched: bool = False
+    cfg: RunConfig, model: ShardedModel, groups: Any, shardings: Shardings, *, record: bool = False
 ) -> Gradients:
     """(state, batch) -> (mean of each named loss, gradients), each device of the mesh on its own rows.
 
-    watched: the means also hold statistics of the activations.
+    record: the means also hold statistics of the activations.
     """
     axes, num_sources = model.batch_axes, len(mixture_names(cfg.data.mixture))
     reduction = Reduction(
@@ -255,10 +251,10 @@ def make_gradients(
         variables = model.differentiable(params)
 
         def loss_fn(trained: Any, batch: Batch, keys_B: jax.Array):
-            taps = make_taps(model.kernels, model.needs, model.tensor) if watched else BLIND
-            whole = model.merge(params, combine(trained, variables), taps=taps)
+            recorder = make_recorder(model.kernels, model.needs, model.tensor) if record else NO_RECORDER
+            whole = model.merge(params, combine(trained, variables), recorder=recorder)
             total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
-            return total, parts | taps.parts()
+            return total, parts | recorder.parts()
 
         means, grads = accumulate(
             loss_fn,
@@ -276,14 +272,26 @@ def make_gradients(
     return corrupt_gradients(at_state(axes.shard_map(gradients, in_specs, out_specs)))
 
 
-def check_layout(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the mesh divides every array, and each microbatch's rows.
+def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput for an option that XLA does not know."""
+    check_options(cfg.compiler, model.mesh.devices.flat[0])
 
-    XLA would compile uneven rows, and copy whole activations between devices at every layer.
-    """
-    mesh, rules = model.mesh, model.rules
-    check_fits(model, rules.moments)  # of the parameters shard_model has checked it
-    tensor, lengths = mesh.shape["tensor"], cfg.row_lengths
+
+def check_moments(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the mesh divides every array of the optimizer; shard_model checks the parameters."""
+    check_fits(model, model.rules.moments)
+
+
+def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput where the config offloads and the devices do not reach the host's memory."""
+    for setting in OFFLOADED:
+        if getattr(cfg.optim, setting):
+            check_host_memory(f"optim.{setting}=true", model.mesh)
+
+
+def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the tensor axis divides the positions of a row."""
+    tensor, lengths = model.mesh.shape["tensor"], cfg.row_lengths
     made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
     if made_rows and any((length or 0) % tensor for length in lengths[:2]):
         raise BadInput(
@@ -297,8 +305,15 @@ def check_layout(cfg: RunConfig, model: ShardedModel) -> None:
             f"seq_len={cfg.seq_len} is not a multiple of mesh.tensor={tensor}, which shares the positions of a row; "
             f"use seq_len={fitting or tensor}, or another mesh"
         )
+
+
+def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the mesh divides the rows of each microbatch.
+
+    XLA would compile uneven rows, and copy whole activations between devices at every layer.
+    """
     rows, parts = cfg.rows_per_step, cfg.train.num_microbatches
-    shards = axis_size("act_batch", rules.params, mesh.shape)
+    shards = axis_size("act_batch", model.rules.params, model.mesh.shape)
     if rows // parts % shards:
         fitting = [part for part in units.divisors(rows) if rows // part % shards == 0]
         way_out = f"use {units.or_list(fitting)}" if fitting else "use fewer devices on data and fsdp"
@@ -306,3 +321,8 @@ def check_layout(cfg: RunConfig, model: ShardedModel) -> None:
             f"train.num_microbatches={parts} leaves {rows // parts} rows for {shards} batch shards (mesh data x fsdp); "
             f"{way_out}, or a batch of {parts * shards} rows: batch_tokens={parts * shards * cfg.seq_len}"
         )
+
+
+# Everything that a config and its devices must agree on, checked once, before anything is compiled; beside it
+# shard_model checks that the mesh divides the parameters. What needs no devices is in config.CHECKS.
+DEVICE_CHECKS = (check_options_known, check_moments, check_positions, check_microbatches, check_offload)

@@ -1,23 +1,16 @@
-"""A verb's flags, declared once in a dataclass, the command line read by them, and the config file that it names."""
+"""A verb's flags, declared once in a dataclass, and the command line read by them."""
 
-import contextlib
 import dataclasses
 import difflib
-import importlib.util
-import os
 import pathlib
-import re
-import sys
-import traceback
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from jaxscale import schema
 from jaxscale.system.exits import BadInput
 
-LONGEST_NAME = 128  # characters of a run's name
 HIGHEST_PORT = 65_535
 MOST_DIGITS = 18  # of a whole number; Python itself refuses to read more than 4,300
 
@@ -76,13 +69,16 @@ class Arguments:
     flags: Any = None  # of the verb's dataclass
     help: bool = False
     topic: str = ""  # what is asked of it: the word behind --help
+    subverb: str = ""  # the first word, of a verb that has verbs of its own
+    words: tuple[str, ...] = ()  # all of this, as it was written
+    behind: tuple[str, ...] = ()  # words behind --, which are for another program
 
 
 def parse(argv: Sequence[str], cls: type = NoFlags, only: Collection[str] | None = None) -> Arguments:
     """--config=FILE, --config.NAME=VALUE and the flags of `cls`, each as --name=value or --name value; '-' may be '_'.
 
     only: the fields of `cls` that may be given here. Raises BadInput for anything else, with the nearest flag there is,
-    and for a value that is none.
+    and for an invalid value.
     """
     known, given, rest = flags_of(cls, only), {}, list(argv)
     while rest:
@@ -93,7 +89,8 @@ def parse(argv: Sequence[str], cls: type = NoFlags, only: Collection[str] | None
             return taken_apart(given, None, help=True, topic=topic)
         name, field = known_flag(name, known) if word.startswith("--") else (name, None)
         if field is None:
-            raise BadInput(f"{word} is not a flag of this command{hint_for(word, name, known)}")
+            elsewhere = "; its other verbs have it" if name in flags_of(cls) else hint_for(word, name, known)
+            raise BadInput(f"{word} is not a flag of this command{elsewhere}")
         if field and kind_of(cls, field) is bool:
             if value not in (("true", "false") if equals else ("",)):
                 raise BadInput(f"--{name}={value} must be true or false; --{name} alone is true")
@@ -132,7 +129,7 @@ def known_flag(name: str, known: dict[str, dataclasses.Field]) -> tuple[str, Any
 
 
 def hint_for(word: str, name: str, known: Collection[str]) -> str:
-    """The way out of a flag that there is not."""
+    """What to write instead of an unknown flag."""
     if not word.startswith("--") or "." in name:
         return "; settings are written --config.NAME=VALUE"
     close = difflib.get_close_matches(name, ["config", *known], n=1)
@@ -173,7 +170,7 @@ def value_of(kind: Any, field: dataclasses.Field, text: str) -> Any:
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """The value of --name as a number. Raises BadInput if it is none, or too small."""
+    """The value of --name as an integer. Raises BadInput if it is not one, or too small."""
     if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS) or int(text) < least:
         raise BadInput(f"--{name}={text} must be a whole number, {least} or more")
     return int(text)
@@ -188,7 +185,7 @@ def file_to_write(name: str, text: str) -> pathlib.Path:
 
 
 def port_of(name: str, text: str) -> int:
-    """A port of this machine, 0 for any free one. Raises BadInput if the text is none."""
+    """A port of this machine, 0 for any free one. Raises BadInput if the text is not a port."""
     port = whole_number(name, text, 0)
     if port > HIGHEST_PORT:
         raise BadInput(f"--{name}={text} is no port; give 0 (any free one) to {HIGHEST_PORT}")
@@ -199,70 +196,3 @@ def flag_list(names: Collection[str]) -> str:
     """'--workdir, --steps'."""
     own = [name for name in names if not name.startswith("config")]
     return ", ".join(f"--{name}" for name in own) or "none other"
-
-
-def config_values(path: str) -> dict[str, Any]:
-    """What the file's get_config returns, as nested plain dicts."""
-    if "://" in path:
-        raise BadInput(f"--config={path} must be a local file: a config is code, and code is not run from a bucket")
-    name, argument = split_argument(path)
-    file = pathlib.Path(name)
-    if not name:
-        raise BadInput("--config must be given, such as --config=configs/quickstart.py")
-    if not file.is_file():
-        near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        close = difflib.get_close_matches(str(file), near, n=1)
-        raise BadInput(f"--config={name} is no file{f'; did you mean {close[0]}?' if close else ''}")
-    spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
-    module = importlib.util.module_from_spec(spec)
-    try:
-        with neighbours_first(file.parent):
-            spec.loader.exec_module(module)
-            if not hasattr(module, "get_config"):
-                raise BadInput("it has no get_config()")
-            values = module.get_config(argument) if argument else module.get_config()
-        values = values.to_dict() if hasattr(values, "to_dict") else values
-        if not isinstance(values, dict):
-            raise BadInput(f"get_config() must return a ConfigDict or a dict, and returned {values!r}")
-    except Exception as error:  # a config is anybody's code: whatever it raises is told in one line
-        kind = "" if type(error) in (ValueError, BadInput) else f"{type(error).__name__}: "
-        told = " ".join(str(error).split())
-        raise BadInput(f"--config={path} cannot be read: {kind}{told}{line_of(error, str(file))}") from None
-    return values
-
-
-def split_argument(path: str) -> tuple[str, str]:
-    """'configs/auto.py:depth=8' as (file, argument). A colon elsewhere belongs to the file's name."""
-    name, mark, argument = path.partition(".py:")
-    return (f"{name}.py", argument) if mark else (path, "")
-
-
-@contextlib.contextmanager
-def neighbours_first(folder: pathlib.Path) -> Iterator[None]:
-    """Lets a config import those beside it, as a script could, wherever the command runs. Leaves nothing behind."""
-    place, known = str(folder.resolve()), set(sys.modules)
-    sys.path.insert(0, place)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(ValueError):  # taken out by the config itself
-            sys.path.remove(place)
-        for name in set(sys.modules) - known:  # another folder's config may have a neighbour of the same name
-            file = getattr(sys.modules[name], "__file__", None)
-            if file and os.path.dirname(file) == place:  # not what lies deeper: that may be an environment
-                del sys.modules[name]
-
-
-def line_of(error: BaseException, file: str) -> str:
-    """' (line 7)': the last line of `file` that the error went through; '' if it went through none."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    return f" (line {lines[-1]})" if lines else ""
-
-
-def config_name(path: str) -> str:
-    """A short name for the work folder: 'configs/auto.py:depth=8' -> 'auto-depth8'."""
-    name, argument = split_argument(path)
-    stem = pathlib.Path(name).stem
-    name = f"{stem}-{argument.replace('=', '')}" if argument else stem
-    plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)  # a folder's name, and never a way into another
-    return plain[:LONGEST_NAME].lstrip(".") or "run"

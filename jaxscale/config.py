@@ -1,13 +1,10 @@
-"""RunConfig: the rooms' own settings side by side, the checks that span them, and how a file and flags become one."""
+"""RunConfig: the rooms' own settings side by side, and the checks that span them."""
 
 import dataclasses
-import re
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from jaxscale import schema, units
+from jaxscale import units
 from jaxscale.checkpoint.config import CheckpointConfig, InitConfig, LockConfig
-from jaxscale.command_line import Arguments, config_values
 from jaxscale.data.config import DataConfig, mixture_names
 from jaxscale.data.objective_config import Lengths, MaskedLmConfig, SpanCorruptionConfig, Ul2Config, row_lengths
 from jaxscale.eval.config import EvalConfig, Evals, check_names
@@ -21,12 +18,8 @@ from jaxscale.sampling.config import SampleConfig
 from jaxscale.schema import setting
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.system.exits import BadInput
-from jaxscale.system.redact import is_secret, redacted
 from jaxscale.training.config import TrainConfig
 from jaxscale.units import divisors, or_list
-from jaxscale.unread import refuse_unread
-
-SKIPPED = re.compile(r"([0-9]+):([0-9]+)")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,8 +187,9 @@ def check_evals(cfg: RunConfig) -> None:
         raise BadInput(f"evals are of decoders, and model.name={cfg.model.name!r} is none; use {decoders}")
 
 
-# Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. What needs devices is
-# checked in build.py (check_layout), what needs files in data/checks.py, what needs the work folder in run/start.py.
+# Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is
+# checked where it stands (__post_init__), what needs devices in build.DEVICE_CHECKS, what needs files in
+# data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
 CHECKS = (
     check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora, check_evals,
     check_batch, check_amounts,
@@ -231,55 +225,3 @@ def resolve_budget(cfg: RunConfig, epoch_tokens: int | None) -> Budget:
     if warmup_steps > total_steps:
         raise BadInput(f"optim.warmup_tokens={cfg.optim.warmup_tokens} is longer than train_tokens={cfg.train_tokens}")
     return Budget(batch, train_tokens, total_steps, warmup_steps)
-
-
-def with_flags(arguments: Arguments) -> dict[str, Any]:
-    """The overrides, with --skip-data=A:B,C:D as data.skip_batches and --init_from=PATH as init.from_path.
-
-    Raises BadInput unless the ranges are written so, and where both a flag and its setting are given.
-    """
-    overrides = dict(arguments.overrides)
-    for flag, name in (("skip-data", "data.skip_batches"), ("init_from", "init.from_path")):
-        if (text := arguments.options.get(flag)) is None:
-            continue
-        if name in overrides:
-            raise BadInput(f"--{flag}={text} and --config.{name} say the same thing; give one of them")
-        overrides[name] = skipped_batches(text) if flag == "skip-data" else text
-    return overrides
-
-
-def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
-    """The ranges of --skip-data."""
-    found = [SKIPPED.fullmatch(part.strip()) for part in text.split(",")]
-    if not all(found):
-        raise BadInput(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
-    return tuple((int(part[1]), int(part[2])) for part in found)
-
-
-def load_config(
-    path: str, overrides: dict[str, Any] | None = None, recorded: Callable[[], Mapping[str, Any]] = dict
-) -> RunConfig:
-    """The RunConfig of a file with get_config(), which returns an ml_collections.ConfigDict, and of overrides by name.
-
-    'configs/auto.py:depth=8' calls get_config('depth=8'). A config is code: it is run, so it must be a local file.
-    recorded: the settings of the run that goes on, which may hold some that nothing reads; else those are refused.
-    """
-    cfg = schema.from_dict(RunConfig, schema.merge(config_values(path), overrides or {}))
-    check_no_secrets(schema.flatten(schema.to_dict(cfg)))
-    refuse_unread(cfg, overrides or {}, recorded)
-    return cfg
-
-
-def check_no_secrets(settings: dict[str, Any]) -> None:
-    """Raises BadInput for a setting that holds a secret: every checkpoint and the command line would show it."""
-    for name, value in settings.items():
-        # eos_token and its like are words of a vocabulary; a token that opens doors is known by its form
-        if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
-            raise BadInput(
-                f"{name} holds a secret, as it is named; libraries read secrets from the environment, where they belong"
-            )
-        if redacted([value, name]) != [value, name]:
-            raise BadInput(
-                f"{name}={value!r} holds a secret, or the value of an environment variable that is named like one; "
-                "libraries read secrets from the environment, where they belong"
-            )

@@ -66,6 +66,18 @@ GOOGLE_CARD = "the card alone, its machine is billed beside it; " + GOOGLE_PRICE
 GOOGLE_DATE = "2026-11-22"  # read then
 LAMBDA = "lambda.ai/instances, one of 8 GPUs, as transcribed by api-evangelist/lambda-labs"
 NEBIUS = "nebius.com/prices, HGX H200, as transcribed by tgarg01/silybench-data"
+H100 = Chip(
+    "H100 SXM", 989.4e12, 80 * 10**9, 3.35e12, "NVIDIA H100 datasheet",
+    ici_bandwidth=450e9, dcn_bandwidth=50e9, int8_flops=1978.9e12, fp8_flops=1978.9e12, links_source=HOPPER_LINKS,
+    fp16_flops=989.4e12, fp32_flops=67e12, watts=700.0,
+    watts_source="NVIDIA H100 datasheet; arXiv:2407.21783, section 3.3.1", price=Price(3.99, "2026-09-20", LAMBDA),
+)  # fmt: skip
+A100 = Chip(
+    "A100 40GB", 312e12, 40 * 10**9, 1.555e12, "NVIDIA A100 datasheet",
+    ici_bandwidth=300e9, dcn_bandwidth=25e9, int8_flops=624e12, links_source=AMPERE_LINKS,
+    fp16_flops=312e12, fp32_flops=19.5e12, watts=400.0, watts_source="NVIDIA A100 datasheet",
+    price=Price(1.99, "2026-09-20", LAMBDA),
+)  # fmt: skip
 CHIPS = {
     "TPU v4": Chip(
         "TPU v4", 275e12, 32 * 2**30, 1.2e12, CLOUD,
@@ -102,17 +114,10 @@ CHIPS = {
         links_source=TPU7X + ": ICI 1200 GB/s both directions, DCN 100 Gb/s, 960 GB for 4 chips",
         devices_per_chip=2,
     ),
-    "NVIDIA H100 80GB HBM3": Chip(
-        "H100 SXM", 989.4e12, 80 * 10**9, 3.35e12, "NVIDIA H100 datasheet",
-        ici_bandwidth=450e9, dcn_bandwidth=50e9, int8_flops=1978.9e12, fp8_flops=1978.9e12, links_source=HOPPER_LINKS,
-        fp16_flops=989.4e12, fp32_flops=67e12, watts=700.0,
-        watts_source="NVIDIA H100 datasheet; arXiv:2407.21783, section 3.3.1", price=Price(3.99, "2026-09-20", LAMBDA),
-    ),
-    "NVIDIA H200": Chip(
-        "H200 SXM", 989.4e12, 141 * 10**9, 4.8e12, "NVIDIA H200 datasheet",
-        ici_bandwidth=450e9, dcn_bandwidth=50e9, int8_flops=1978.9e12, fp8_flops=1978.9e12, links_source=HOPPER_LINKS,
-        fp16_flops=989.4e12, fp32_flops=67e12, watts=700.0, watts_source="NVIDIA H200 datasheet",
-        price=Price(4.50, "2026-09-25", NEBIUS),
+    "NVIDIA H100 80GB HBM3": H100,
+    "NVIDIA H200": dataclasses.replace(
+        H100, name="H200 SXM", hbm_bytes=141 * 10**9, hbm_bandwidth=4.8e12, source="NVIDIA H200 datasheet",
+        watts_source="NVIDIA H200 datasheet", price=Price(4.50, "2026-09-25", NEBIUS),
     ),
     "NVIDIA B200": Chip(
         "B200 SXM", 2250e12, 180 * 10**9, 8.0e12, "glennklockwood.com/garden/processors/B200, HGX at 1,000 W; 180 GB",
@@ -120,17 +125,9 @@ CHIPS = {
         fp16_flops=2250e12, fp32_flops=80e12, watts=1000.0, watts_source="glennklockwood.com/garden/processors/B200",
         price=Price(6.69, "2026-09-20", LAMBDA),
     ),
-    "NVIDIA A100-SXM4-40GB": Chip(
-        "A100 40GB", 312e12, 40 * 10**9, 1.555e12, "NVIDIA A100 datasheet",
-        ici_bandwidth=300e9, dcn_bandwidth=25e9, int8_flops=624e12, links_source=AMPERE_LINKS,
-        fp16_flops=312e12, fp32_flops=19.5e12, watts=400.0, watts_source="NVIDIA A100 datasheet",
-        price=Price(1.99, "2026-09-20", LAMBDA),
-    ),
-    "NVIDIA A100-SXM4-80GB": Chip(
-        "A100 80GB", 312e12, 80 * 10**9, 2.039e12, "NVIDIA A100 datasheet",
-        ici_bandwidth=300e9, dcn_bandwidth=25e9, int8_flops=624e12, links_source=AMPERE_LINKS,
-        fp16_flops=312e12, fp32_flops=19.5e12, watts=400.0, watts_source="NVIDIA A100 datasheet",
-        price=Price(2.79, "2026-09-20", LAMBDA),
+    "NVIDIA A100-SXM4-40GB": A100,
+    "NVIDIA A100-SXM4-80GB": dataclasses.replace(
+        A100, name="A100 80GB", hbm_bytes=80 * 10**9, hbm_bandwidth=2.039e12, price=Price(2.79, "2026-09-20", LAMBDA)
     ),
     "Tesla V100-SXM2-16GB": Chip(
         "V100", 125e12, 16 * 10**9, 0.9e12, "NVIDIA V100 datasheet (float16)",

@@ -1,15 +1,16 @@
-"""What --help prints: a verb's own page, its settings by group, and all of it no wider than the terminal."""
+"""A verb's main(argv): its flags are read, and --help shows its page and settings, no wider than the terminal."""
 
 import dataclasses
 import difflib
 import re
 import shutil
 import textwrap
+import types
 import typing
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from jaxscale import schema
-from jaxscale.command_line import flags_of
+from jaxscale.command_line import Arguments, flags_of, parse
 from jaxscale.system.exits import BadInput, put
 
 UNKNOWN = (120, 24)  # of what is no terminal, where COLUMNS does not say either
@@ -19,6 +20,67 @@ OWN = "run"  # the settings that are in no group
 WHAT = {OWN: "what is in no group", "model": "the model: its family and sizes", "evals": "what is measured on the way"}
 WHAT |= {"sources": "the raw text, by name"}
 FLAG = re.compile(r"( *--.*?\S {2,})\S")  # of a line, up to what it says of the flag
+HELP_WORDS = ("help", "-h", "--help", "--helpfull")
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """main(argv) of a verb, by its flags and page; see `command`."""
+
+    work: Callable[[Arguments], int | None]
+    flags: type
+    page: str
+    settings: type | None
+    subverbs: Mapping[str, Collection[str]]
+    alone: str
+    instead: Mapping[str, "Command"]
+    passes_on: bool
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        """Reads argv and returns the exit code of the work, or shows the page. Raises BadInput as `parse` does."""
+        for word, other in self.instead.items():
+            if word in argv:
+                return other(argv)
+        words, behind = list(argv), ()
+        if self.passes_on and "--" in words:
+            cut = words.index("--")
+            words, behind = words[:cut], tuple(words[cut + 1 :])
+        words, subverb = words or [self.alone] * bool(self.alone), ""
+        if self.subverbs and words[0] in HELP_WORDS:
+            words = ["--help"]
+        elif self.subverbs:
+            default = [self.alone] if words[0].startswith("-") and self.alone in self.subverbs else []
+            subverb, *words = [*default, *words]
+            if subverb not in self.subverbs:
+                verb = self.work.__module__.rpartition(".")[2]
+                raise BadInput(f"jaxscale {verb} has no verb {subverb!r}; it has {', '.join(self.subverbs)}")
+        arguments = parse(words, self.flags, self.subverbs.get(subverb))
+        if arguments.help:
+            show_help(self.page, self.settings, arguments.topic)
+            return 0
+        code = self.work(dataclasses.replace(arguments, subverb=subverb, words=tuple(words), behind=behind))
+        return 0 if code is None else code
+
+
+def command(
+    flags: type,
+    doc: str,
+    *,
+    settings: type | None = None,
+    without: type | None = None,
+    subverbs: Mapping[str, Collection[str]] = types.MappingProxyType({}),
+    alone: str = "",
+    instead: Mapping[str, Command] = types.MappingProxyType({}),
+    passes_on: bool = False,
+) -> Callable[[Callable[[Arguments], int | None]], Command]:
+    """Makes the main(argv) of a verb from a function of its Arguments, which returns an exit code, or None for 0.
+
+    Args: doc: its page, but for the flags. settings: whose groups --help lists too. without: flags that the page does
+    not list one by one. subverbs: {first word: the fields of `flags` that may follow it}. alone: what an empty command
+    line means. instead: flags that lead to another command. passes_on: the words behind -- are another program's.
+    """
+    page = page_of(doc, flags, without)
+    return lambda work: Command(work, flags, page, settings, subverbs, alone, instead, passes_on)
 
 
 def page_of(text: str, flags: type, without: type | None = None) -> str:
@@ -105,7 +167,7 @@ def by_group(cls: type) -> dict[str, list[str]]:
 
 
 def fitted(text: str) -> str:
-    """The text no wider than the terminal: what a flag does stays in its column, paragraphs are filled anew."""
+    """The text no wider than the terminal: flag descriptions stay in their column, paragraphs are refilled."""
     width = max(shutil.get_terminal_size(UNKNOWN).columns, LEAST_WIDTH)
     return "\n".join(line for lines in paragraphs(text) for line in filled(lines, width))
 
@@ -126,7 +188,7 @@ def paragraphs(text: str) -> list[list[str]]:
 
 
 def filled(lines: list[str], width: int) -> list[str]:
-    """The lines as they are where they fit, else filled anew."""
+    """The lines unchanged where they fit, else refilled."""
     if max(map(len, lines)) <= width:
         return lines
     flag = FLAG.match(lines[0])

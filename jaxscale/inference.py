@@ -25,7 +25,6 @@ from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh, mesh_layout
-from jaxscale.sharding.shardings import replicated
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Tokenizer
@@ -71,7 +70,7 @@ def open_model(
     Raises: BadInput for a path without a checkpoint, for a mesh that does not divide the model, and for a tokenizer
     that cannot be read; Stop (CHECKPOINT_CORRUPT) for arrays that are not as they were saved.
     """
-    source = open_source(path, wanted=step, named=named, say=say)
+    source = open_source(path, wanted=step, named=named, log=say)
     if step is not None and source.step != step:
         raise BadInput(f"{named}={path} is step {source.step}, and step {step} is asked for; leave out one of them")
     run = source.record["run"]
@@ -187,14 +186,7 @@ def restore_params(
 
 def make_scorer(model: LoadedModel, *, batch_tokens: int) -> Scorer:
     """Scores the likelihood of token ids, about batch_tokens at a time. It holds no parameters."""
-    sharded = model.sharded
-    return Scorer(
-        step=jax.jit(sharded.target_scores, out_shardings=replicated(model.mesh)),
-        sharding=sharded.rows_sharding,
-        shards=sharded.batch_axes.num_shards,
-        multiple=model.mesh.shape["tensor"],
-        batch_tokens=batch_tokens,
-    )
+    return Scorer.of(model.sharded, batch_tokens)
 
 
 def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:

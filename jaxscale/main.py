@@ -8,11 +8,12 @@ huge pages for its memory; JAXSCALE_HUGE_PAGES=0 leaves that out.
 
 import dataclasses
 
-from jaxscale import config
+from jaxscale import config_file
 from jaxscale.cli import run_verb
-from jaxscale.command_line import config_name, flag, parse
+from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.help_text import page_of, show_help
+from jaxscale.config_file import config_name
+from jaxscale.help_text import command
 from jaxscale.hosts.place import HostFlags
 from jaxscale.run.options import RunOptions
 
@@ -37,22 +38,15 @@ class TrainFlags(RunOptions, HostFlags):
     )
 
 
-FLAGS, HELP = TrainFlags, page_of(__doc__, TrainFlags)
-
-
-def main(argv: list[str]) -> int:
-    """Trains to the end and returns the exit code."""
-    arguments = parse(argv, TrainFlags)
-    if arguments.help:
-        show_help(HELP, RunConfig, arguments.topic)
-        return 0
+@command(TrainFlags, __doc__, settings=RunConfig)
+def main(arguments: Arguments) -> None:
+    """Trains to the end."""
     workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
     from jaxscale.api.training import (
         train_file,  # imports JAX, which reads its environment then: run_verb sets it first
     )
 
-    train_file(arguments.config, config.with_flags(arguments), workdir, arguments.flags, arguments.options)
-    return 0
+    train_file(arguments.config, config_file.with_flags(arguments), workdir, arguments.flags, arguments.options)
 
 
 if __name__ == "__main__":

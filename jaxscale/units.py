@@ -1,4 +1,4 @@
-"""Amounts of training as people write them: tokens, or '2000 steps', '1%', '1 epoch', '512 rows'."""
+"""Amounts as people write and read them: tokens, or '2000 steps', '1%', '1 epoch', '512 rows'; figures and tables."""
 
 import re
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ FORM = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]
 UNITS = {"": "tokens", "token": "tokens", "tokens": "tokens", "step": "steps", "steps": "steps", "%": "%"}
 UNITS |= {"row": "rows", "rows": "rows", "epoch": "epochs", "epochs": "epochs"}
 MOST_TOKENS = 1e18  # of any unit: below the largest int64, and more than there is text
+INDENT = "  "  # of a table
 ROUNDED = 0.9995  # of a unit: from here on three digits say the whole
 
 
@@ -128,3 +129,13 @@ def or_list(choices: Sequence[Any]) -> str:
         return "none"
     *head, last = map(str, choices)
     return f"{', '.join(head)} or {last}" if head else last
+
+
+def table(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = INDENT) -> list[str]:
+    """Rows as indented lines of aligned columns; the columns in `right` are aligned at their end."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines

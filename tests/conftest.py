@@ -9,7 +9,7 @@ import re
 import signal
 import tempfile
 
-from xla_flags import QUICK, THREADS
+from xla_flags import QUICK
 
 flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", ""))
 os.environ["XLA_FLAGS"] = f"{QUICK} {flags} --xla_force_host_platform_device_count=8"  # flags may overrule it
@@ -21,7 +21,6 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # one for all processes of th
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("NPROC", THREADS)
 os.environ["JAXSCALE_HUGE_PAGES"] = "0"
 os.environ.pop("COLUMNS", None)  # the terminal of whoever runs the tests is no part of them
 

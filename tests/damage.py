@@ -15,9 +15,11 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.lineage import lineage_table
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.megatron import index_bytes
-from jaxscale.data.shards import ShardWriter
+from jaxscale.data.shards import ShardWriter, changed, open_shard, shard_files
+from jaxscale.system.digest import file_sha256
+from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 WORDS = "the sea lay still and nobody knew where the wind had gone that morning".split()
 OPENED = dict(seq_len=128, vocab_size=300, seed=0)
@@ -40,6 +42,14 @@ def write_shard(folder: Path, name: str, seed: int, sources=("web", "code")) -> 
     files = [{"name": name, "source": sources[0], "documents": 24}]
     header = {"tokenizer": about, "eos_id": 256, "text_bytes": 1, "skipped": {}, "files": files}
     writer.finish(tokenizer.token_bytes, header, lineage=lineage_table(documents))
+
+
+def verify_shard(path: Path) -> None:
+    """Raises BadInput naming the first file of the shard that is not what its header says."""
+    open_shard(path)
+    for _, file, sha256 in shard_files(path):
+        if file_sha256(file) != sha256:
+            raise BadInput(changed(file))
 
 
 def make_set(folder: Path) -> dict:

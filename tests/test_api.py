@@ -13,7 +13,7 @@ import pytest
 import tiny
 
 import jaxscale
-from jaxscale import config, inference, schema
+from jaxscale import config_file, inference, schema
 from jaxscale.api import measuring, writing
 from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import plan as plan_verb
@@ -50,7 +50,7 @@ def test_a_call_has_jax_keep_its_compiled_programs(monkeypatch, tmp_path):
 
 
 def test_the_calls_are_those_of_the_command_line():
-    assert jaxscale.load_config is config.load_config and jaxscale.open_model is inference.open_model
+    assert jaxscale.load_config is config_file.load_config and jaxscale.open_model is inference.open_model
     assert jaxscale.trace is trace_verb.trace and jaxscale.prepare is prepare_verb.prepare
     assert writing.write_all is sample_verb.write_all and measuring.make_measure is evaluate_verb.make_measure
     assert jaxscale.plan is plan_verb.api.plan

@@ -11,12 +11,12 @@ import pytest
 import tiny
 
 from jaxscale.checkpoint.lock import RunLock
-from jaxscale.config import load_config
+from jaxscale.config_file import load_config
 from jaxscale.monitor.events import Events, read_events
 from jaxscale.run.options import DEFAULT_OPTIONS
 from jaxscale.run.services import run_services
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.system.locks import locked
+from jaxscale.system.paths import locked
 
 MAKE = {
     "a pipe": os.mkfifo,

@@ -10,7 +10,8 @@ import tiny
 from jaxscale import main
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config import with_flags
+from jaxscale.command_line import parse as parse_flags
+from jaxscale.config_file import with_flags
 from jaxscale.run.opening import open_run, train_to_completion
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training import loop
@@ -98,7 +99,7 @@ def test_what_cannot_be_read_ends_the_run_before_anything_is_written_into_its_fo
 
 
 def test_the_flag_is_the_setting(tmp_path):
-    parse = lambda *flags: with_flags(main.parse(["--config=x", *flags], main.TrainFlags))
+    parse = lambda *flags: with_flags(parse_flags(["--config=x", *flags], main.TrainFlags))
     assert parse("--init_from=runs/a") == {"init.from_path": "runs/a"}
     with pytest.raises(ValueError, match="--init_from=a and --config.init.from_path say the same thing"):
         parse("--init_from=a", "--config.init.from_path=b")

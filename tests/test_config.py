@@ -7,8 +7,9 @@ import pytest
 import tiny
 
 from jaxscale import config, schema
-from jaxscale.command_line import NoFlags, config_name, config_values, flag, parse
-from jaxscale.config import RunConfig, load_config, resolve_budget
+from jaxscale.command_line import NoFlags, flag, parse
+from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config_file import config_name, config_values, load_config
 from jaxscale.help_text import describe_settings
 from jaxscale.system.exits import BadInput
 
@@ -137,9 +138,7 @@ def test_an_impossible_combination_is_one_line(overrides, told):
 
 def test_a_required_setting_that_is_missing_is_named():
     values = {name: value for name, value in tiny.VALUES.items() if name != "batch_tokens"}
-    assert "batch_tokens must be given: tokens in a step" in complaint(
-        config.schema.from_dict, config.RunConfig, values
-    )
+    assert "batch_tokens must be given: tokens in a step" in complaint(schema.from_dict, config.RunConfig, values)
 
 
 # The amounts.
@@ -293,12 +292,12 @@ def test_a_run_s_folder_is_named_after_its_config():
 
 
 def test_every_setting_has_a_help_line():
-    missing = [name for name, _, _, text in config.schema.describe(config.RunConfig) if not text]
+    missing = [name for name, _, _, text in schema.describe(config.RunConfig) if not text]
     assert not missing
 
 
 def test_only_the_horizon_the_cadences_and_the_placement_may_change():
-    may = config.schema.changeable(config.RunConfig)
+    may = schema.changeable(config.RunConfig)
     assert {"train_tokens", "mesh", "rules"} <= may
     memory = {"model.remat", "model.remat_save", "model.remat_offload"}  # not what is computed
     memory |= {"optim.offload_moments", "optim.offload_params"}
@@ -312,7 +311,7 @@ def test_only_the_horizon_the_cadences_and_the_placement_may_change():
 
 def test_a_run_config_survives_being_written_down():
     cfg = tiny.config({"optim.groups": [{"pattern": "wq", "lr_multiplier": 2}], "data.skip_batches": [[3, 5]]})
-    assert config.schema.from_dict(config.RunConfig, config.schema.to_dict(cfg)) == cfg
+    assert schema.from_dict(config.RunConfig, schema.to_dict(cfg)) == cfg
     assert dataclasses.replace(cfg, seed=2) != cfg
 
 

@@ -11,7 +11,8 @@ import pytest
 from jaxscale import config, schema, units
 from jaxscale.build import make_program
 from jaxscale.cli.verify_parity import captured_stderr
-from jaxscale.config import load_config, resolve_budget
+from jaxscale.config import resolve_budget
+from jaxscale.config_file import load_config
 from jaxscale.planning.memory import least_memory
 
 ROOT = pathlib.Path(__file__).parent.parent

@@ -13,7 +13,7 @@ from jaxscale import config, main, units
 from jaxscale.data import best_fit
 from jaxscale.models import sharded
 from jaxscale.system.exits import BadInput, Exit, run_and_exit, verdict
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 
 def broadcast(*args, **kwargs):
@@ -55,7 +55,7 @@ def config_file(tmp_path_factory):
         pytest.param(config, "CHECKS", zip_strictly, id="the rules between settings"),
         pytest.param(units, "resolve", read_number, id="the budget"),
         pytest.param(sharded, "make_model", unpack, id="the model, which preflight looks at first"),
-        pytest.param(ByteTokenizer, "encode", look_up, id="the tokenizer"),
+        pytest.param(ByteTokenizer, "encode_block", look_up, id="the tokenizer"),
         pytest.param(best_fit, "pack_window", broadcast, id="packing"),
         pytest.param(best_fit.BestFitRows, "pieces", broadcast, id="a batch, read by the feed's thread"),
     ],

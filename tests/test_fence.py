@@ -27,10 +27,11 @@ OWN = {  # functions that write and do not ask, and why they need not
     "hosts/watchdog.py:remove_if_empty": "its own empty file",
     "hosts/agree.py:check_shared": "its own mark, when a run begins",
     "monitor/tensorboard.py:__init__": "its own file, behind make_folder, which asks",
+    "system/paths.py:locked": "an empty file that is made to be locked",
     "monitor/profile.py:bring": "removes a folder of this machine's /tmp",
 }
 # The verbs on checkpoints, and conversions: programs of their own, in folders that no run writes.
-OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "transfer", "files")}
+OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "transfer")}
 
 
 def raw_writes():

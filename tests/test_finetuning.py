@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -66,6 +67,13 @@ def tuned(folder, base, steps=4, stop_after=None, said=None, **overrides):
     return Checkpoints(folder / "checkpoints", CheckpointConfig())
 
 
+@pytest.fixture(scope="module")
+def adapted(base, tmp_path_factory):
+    """(checkpoints of 4 steps with adapters, what was said), not to be changed."""
+    folder, said = tmp_path_factory.mktemp("adapted") / "tuned", []
+    return tuned(folder, base, said=said, **LORA), said
+
+
 def losses(folder):
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [(record["step"], record["loss"], record["tokens_hash"]) for record in map(json.loads, lines)]
@@ -80,17 +88,18 @@ def leaves(tree):
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in found}
 
 
-def test_a_run_with_adapters_begins_at_the_loss_of_a_full_one_and_goes_on_bit_for_bit(base, tmp_path):
-    straight = tuned(tmp_path / "straight", base, said=(said := []), **LORA)
+def test_a_run_with_adapters_begins_at_the_loss_of_a_full_one_and_goes_on_bit_for_bit(base, adapted, tmp_path):
+    straight, said = adapted
+    folder = straight.directory.parent
     tuned(tmp_path / "killed", base, stop_after=2, **LORA)
     killed = tuned(tmp_path / "killed", base, **LORA)
     tiny.assert_same_bits(restored(straight, 4, LORA), restored(killed, 4, LORA))
-    assert losses(tmp_path / "straight") == losses(tmp_path / "killed")
+    assert losses(folder) == losses(tmp_path / "killed")
     tuned(tmp_path / "full", base)
-    (first, *_), (of_full, *_) = losses(tmp_path / "straight"), losses(tmp_path / "full")
+    (first, *_), (of_full, *_) = losses(folder), losses(tmp_path / "full")
     assert first == of_full  # the same rows, and B is 0
     assert any("parameters in adapters of rank 4 learn" in line for line in said)
-    assert (tmp_path / "straight/tokenizer/chat_template.jinja").read_text().startswith("{% for message in messages %}")
+    assert (folder / "tokenizer/chat_template.jinja").read_text().startswith("{% for message in messages %}")
 
     before = leaves(restored(Checkpoints(base / "checkpoints", CheckpointConfig()), 2, {}).params)
     after = leaves(restored(straight, 4, LORA).params)
@@ -98,8 +107,9 @@ def test_a_run_with_adapters_begins_at_the_loss_of_a_full_one_and_goes_on_bit_fo
     assert all(leaf.any() for name, leaf in after.items() if name.endswith(B))
 
 
-def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, tmp_path, capsys):
-    run = tuned(tmp_path / "tuned", base, **LORA)
+def test_merged_weights_are_a_plain_work_folder_with_the_same_logits(base, adapted, tmp_path, capsys):
+    run = adapted[0]
+    shutil.copytree(run.directory.parent, tmp_path / "tuned")
     assert ckpt.main(["merge_lora", f"--workdir={tmp_path}/tuned", f"--to={tmp_path}/merged"]) == 0
     assert "step 4 with its adapters merged (12 leaves" in capsys.readouterr().out
     assert not verify_folder(tmp_path / "merged/checkpoints/4").damages

@@ -23,10 +23,9 @@ from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.text.chat.encode import encode_written
 from jaxscale.text.chat.guard import Guard
 from jaxscale.text.chat.records import parse_record
-from jaxscale.text.chat.spans import write_chat
+from jaxscale.text.chat.spans import encode_written, write_chat
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
 from jaxscale.text.tokenizer.load import load_tokenizer

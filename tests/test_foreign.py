@@ -9,8 +9,8 @@ from jaxscale.checkpoint.lock_stores import read_owner
 from jaxscale.data.best_fit import open_plan
 from jaxscale.data.shards import read_header
 from jaxscale.monitor import records
-from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
+from jaxscale.monitor.records import abandon
 from jaxscale.reporting.json_lines import read_lines
 from jaxscale.run.replay import last_measured
 from jaxscale.system import paths
@@ -26,7 +26,7 @@ OWN = {  # read what this program, or a library of ours, has just made
     "jaxscale/cli/rehearsal.py", "jaxscale/interop/post_processor.py", "jaxscale/text/chat/sandbox.py",
     "jaxscale/text/chat/jinja.py", "jaxscale/data/header.py", "jaxscale/text/tokenizer/bpe.py",
     "jaxscale/text/tokenizer/huggingface.py", "jaxscale/hosts/agree.py", "jaxscale/hosts/reports.py",
-    "jaxscale/hosts/wire.py",
+    "jaxscale/hosts/roll_call.py",
 }  # fmt: skip
 READERS = {
     "jaxscale/system/foreign.py",

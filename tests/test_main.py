@@ -19,8 +19,10 @@ from xla_flags import xla_flags
 
 from jaxscale import main, schema
 from jaxscale.ahead.compiled import without_compilation_cache
+from jaxscale.build import make_program
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config import RunConfig, load_config
+from jaxscale.config import RunConfig
+from jaxscale.config_file import load_config
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.monitor.console import printable
@@ -62,9 +64,20 @@ def config(home, overrides=None):
     return load_config(str(home / "tiny.py"), overrides)
 
 
+compiled = {}
+
+
+def program(cfg, budget):
+    """The program of a config, made once for all of its runs."""
+    key = repr((cfg, budget))
+    if key not in compiled:
+        compiled[key] = make_program(cfg, budget)
+    return compiled[key]
+
+
 def train(home, workdir, overrides=None, stop_after=None):
     """Trains, or is told to stop by a signal during step `stop_after` (counted from 1)."""
-    run = open_run(config(home, overrides), str(workdir), log=lambda text: None)
+    run = open_run(config(home, overrides), str(workdir), log=lambda text: None, make_program=program)
     steps = [run.start_step]
 
     def train_step(state, batch):
@@ -321,7 +334,7 @@ def test_a_process_that_is_told_to_stop_saves_and_leaves_with_code_10(home, tmp_
                 running.send_signal(signal.SIGTERM)
                 break
         _, told = running.communicate(timeout=60)
-    assert running.returncode == Exit.PREEMPTED == 10
+    assert running.returncode == Exit.PREEMPTED == 10, told
     step = Checkpoints(tmp_path / "run" / "checkpoints", config(home).checkpoint).latest_step()
     assert f"stopped (preempted, exit 10): SIGTERM: saved step {step}" in told and step >= 3
     assert len(told.splitlines()) == 1 and "Traceback" not in told

@@ -48,15 +48,16 @@ def test_what_is_set_is_what_is_exported(tmp_path):
     assert done.stdout == f"{tmp_path / 'jaxscale' / 'compiled'} 0\n", done.stderr
 
 
-def test_more_simulated_devices_than_cores_get_threads_enough(monkeypatch):
-    """With a thread a device, 8 of them stood still in a collective on 2 cores, and XLA ended the process."""
-    monkeypatch.delenv("NPROC", raising=False)
-    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")
-    process.use_enough_threads()
-    assert "NPROC" not in os.environ
+def test_programs_for_several_simulated_devices_are_scheduled_for_memory(monkeypatch):
+    """Scheduled for concurrency, 8 of them stood still in two collectives on 2 cores, and XLA ended the process."""
+    one = "--xla_force_host_platform_device_count=1"
+    monkeypatch.setenv("XLA_FLAGS", one)
+    process.order_collectives()
+    assert os.environ["XLA_FLAGS"] == one
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=b --xla_force_host_platform_device_count=64")
-    process.use_enough_threads()
-    assert int(os.environ["NPROC"]) >= 256
-    monkeypatch.setenv("NPROC", "3")  # the user's
-    process.use_enough_threads()
-    assert os.environ["NPROC"] == "3"
+    process.order_collectives()
+    assert os.environ["XLA_FLAGS"].endswith(f"=64 {process.ORDERED}")
+    users = f"{one}6 --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_DEFAULT"
+    monkeypatch.setenv("XLA_FLAGS", users)
+    process.order_collectives()
+    assert os.environ["XLA_FLAGS"] == users

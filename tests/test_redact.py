@@ -14,7 +14,8 @@ import pytest
 import tiny
 from xla_flags import xla_flags
 
-from jaxscale.config import RunConfig, check_no_secrets, load_config
+from jaxscale.config import RunConfig
+from jaxscale.config_file import check_no_secrets, load_config
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.report import escape

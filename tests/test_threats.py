@@ -11,20 +11,21 @@ import tomllib
 
 import pytest
 import tiny
+from damage import verify_shard
 from test_layers import ROOT, imports, modules, relative
 
 from jaxscale import main
-from jaxscale.command_line import config_name
+from jaxscale.config_file import config_name
 from jaxscale.data.header import sealed
 from jaxscale.data.manifest import parse_manifest, write_manifest
-from jaxscale.data.shards import ShardWriter, open_shard, verify_shard
+from jaxscale.data.shards import ShardWriter, open_shard
 from jaxscale.monitor.writers import json_record
 from jaxscale.reporting import local_server
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop, tell
 from jaxscale.system.process import environment, files_as, folder_mode
 from jaxscale.system.redact import shown
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 
 @functools.cache

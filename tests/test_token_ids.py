@@ -132,7 +132,7 @@ def test_special_tokens_that_only_a_larger_model_has_are_told_and_never_used(wit
     with pytest.raises(BadInput, match=refused):
         open_prompts(model.kept, "2026-01-01").ids([{"role": "user", "content": "a"}])
     config = DataConfig(tokenizer=str(with_more / "run/tokenizer/tokenizer.json"))
-    assert tokenizer_problems(config, config.tokenizer, 257) == []
+    assert tokenizer_problems(config, config.tokenizer, 257, 64) == []
     assert copy.copy(model.tokenizer).vocab_size == 258
 
 

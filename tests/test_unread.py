@@ -17,7 +17,8 @@ import tiny
 from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.conditions import parse
-from jaxscale.config import RunConfig, load_config, resolve_budget
+from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config_file import load_config
 from jaxscale.data.pipeline import open_data
 from jaxscale.main import main
 from jaxscale.monitor import health
@@ -64,11 +65,11 @@ ELSEWHERE = {
                      "plateau_steps", "plateau_ratio", "max_skipped_in_row"), "training/recovery.py"),
     **dict.fromkeys(("cut_factor", "cut_steps", "rewind_margin_steps", "max_rewind_steps", "clean_source",
                      "clean_steps"), "training/autopilot.py"),
-    **dict.fromkeys(("every_steps", "max_passing"), "training/replica_watch.py"),
-    **dict.fromkeys(("verify", "cache_bytes"), "data/prepared.py"), "skip_batches": "run/resume_checks.py",
+    **dict.fromkeys(("every_steps", "max_passing"), "training/replicas.py"),
+    **dict.fromkeys(("verify", "cache_bytes"), "data/token_files.py"), "skip_batches": "run/resume_checks.py",
     "transforms": "data/pipeline.py",
     **dict.fromkeys(("variables", "today"), "text/chat/template.py"),
-    "max_repeated_share": "data/gate.py", "grad_ratio": "training/guard.py", "name": "run/startup_log.py",
+    "max_repeated_share": "data/row_filter.py", "grad_ratio": "training/guard.py", "name": "run/startup_log.py",
 }  # fmt: skip
 # Another value of what is handed on, and read by nobody there.
 OTHER = {

@@ -7,9 +7,7 @@ from importlib.metadata import version
 QUICK = "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
 if version("jaxlib").startswith("0.10."):  # 0.12 does not know it, and ends the process
     QUICK += " --xla_cpu_use_fusion_emitters=false"
-
-
-THREADS = "32"  # NPROC: as jaxscale.system.process sets it for 8 simulated devices
+QUICK += " --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"  # as jaxscale.system.process sets it
 
 
 def xla_flags(devices: int) -> str:

@@ -1,6 +1,6 @@
 """The sums that one does on paper, done right: state of a model by bytes a parameter, batches, GPU-days.
 
-make_plan() of jaxscale.planner counts the state from its shardings instead. These check figures that are often said.
+planning.plan.make_plan() counts the state from its shardings instead. These check figures that are often said.
 """
 
 from typing import NamedTuple

@@ -16,7 +16,7 @@ from generators import by_hand
 from generators.by_hand import FLOAT32, MIXED, NO_MASTER
 from generators.scaling import HOFFMANN
 from generators.words import table
-from jaxscale import config, units
+from jaxscale import config_file, schema, units
 from jaxscale.config import RunConfig
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.hardware import CHIPS, Chip
@@ -24,10 +24,10 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.attention import choose_attention
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning import cost, scaling
-from jaxscale.planning.estimate import recomputed_flops
 from jaxscale.planning.machine import open_machine
-from jaxscale.planning.plan import RunPlan, Wishes, make_plan
-from jaxscale.planning.speed import PUBLISHED
+from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.run_plan import RunPlan
+from jaxscale.planning.speed import PUBLISHED, recomputed_flops
 from jaxscale.sharding.rules import RULES
 from jaxscale.training.config import GuardConfig, LossScaleConfig
 
@@ -68,7 +68,8 @@ def plan_of(name: str, machine: str, network: float = 1.0, **settings: str) -> R
     topology = open_machine(machine)
     slower = (topology.chip.dcn_bandwidth or 0.0) * network or None
     topology = dataclasses.replace(topology, chip=dataclasses.replace(topology.chip, dcn_bandwidth=slower))
-    return make_plan(config.load_config(f"{ROOT}/configs/{name}.py", overrides), topology, Wishes(config_name=name))
+    cfg = config_file.load_config(f"{ROOT}/configs/{name}.py", overrides)
+    return make_plan(cfg, topology, Wishes(config_name=name))
 
 
 def state_of(plan: RunPlan) -> float:
@@ -221,7 +222,7 @@ def setting_count(cls: type) -> str:
 @functools.cache
 def settings_help_of(cls: type) -> tuple[str, ...]:
     """Their names."""
-    return tuple(name for name, *_ in config.schema.describe(cls))
+    return tuple(name for name, *_ in schema.describe(cls))
 
 
 zero = lambda stage: by_hand.bytes_of_device(70e9, tensor=8, pipeline=4, zero_stage=stage, zero_devices=8)

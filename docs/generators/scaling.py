@@ -50,7 +50,7 @@ def case(flops: float, params: float, name: str) -> dict[str, Any]:
         "optimal_params": best,
         "optimal_tokens": scaling.optimal_tokens(best),
         "half_size_tokens": scaling.tokens_for_loss(params / 2, loss, law),
-        "dollars": cost.chip_hours(1, flops / (0.4 * 312e12 * cost.GOODPUT)) * 2.0,
+        "dollars": flops / (0.4 * 312e12 * cost.GOODPUT) / cost.HOUR * 2.0,
     }
 
 

@@ -1,7 +1,6 @@
-"""A step compiled for devices that need not be here, and what the compiler found out; kept on disk, so that the same
-question is answered at once.
+"""Ahead-of-time compilation of the training step for devices that need not be attached, with results cached on disk.
 
-jax's own compilation cache is off meanwhile: what it writes for devices that are not here cannot be read back.
+jax's own compilation cache is off meanwhile: what it writes for devices that are not attached cannot be read back.
 """
 
 import contextlib
@@ -23,6 +22,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.ahead.hlo import Collective, HloFacts, read_hlo
 from jaxscale.build import Program
+from jaxscale.planning import gpu_target
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.compiler_options import VARIABLES
 from jaxscale.system.exits import BadInput
@@ -89,8 +89,7 @@ def compile_ahead(
     executable is written there if the step fits.
     """
     begin = time.monotonic()
-    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
-    key = result_key(lowered.as_text(), program, topology)
+    lowered, key = lower(program, topology)
     lower_seconds = time.monotonic() - begin
     if keep and save_executable is None and (found := read_result(key, say)):
         return found
@@ -106,7 +105,8 @@ def compile_ahead(
     compile_seconds = time.monotonic() - begin
     if shortage is None:
         memory = read_memory(executable.memory_analysis(), topology.platform)
-        facts = read_hlo(executable.as_text(), dict(program.mesh.shape), domains_in_mesh_order(program))
+        islands = link_domains(list(program.mesh.devices.flat))  # XLA numbers devices by their place in the mesh
+        facts = read_hlo(executable.as_text(), dict(program.mesh.shape), islands)
         if save_executable is not None:
             write_executable(executable, save_executable, topology.name)
     today = datetime.date.today().isoformat()
@@ -116,9 +116,10 @@ def compile_ahead(
     return result
 
 
-def domains_in_mesh_order(program: Program) -> list[int]:
-    """The island of fast links of each device, as XLA numbers them: by their place in the flattened mesh."""
-    return link_domains(list(program.mesh.devices.flat))
+def lower(program: Program, topology: Topology) -> tuple[jax.stages.Lowered, str]:
+    """(the training step as StableHLO, the key of its result)."""
+    lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+    return lowered, result_key(lowered.as_text(), program, topology)
 
 
 def read_memory(stats: Any, platform: str) -> Memory:
@@ -193,8 +194,7 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
 
 def reader_digest() -> str:
     """A hash of the code that turns a compiled program into facts, and that describes GPUs to the compiler."""
-    here = pathlib.Path(__file__).parent
-    files = sorted([*here.glob("hlo*.py"), *here.glob("gpu_target*.py")])
+    files = [*sorted(pathlib.Path(__file__).parent.glob("hlo*.py")), pathlib.Path(gpu_target.__file__)]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -10,10 +10,9 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from jaxscale.ahead.hlo_flops import custom_target, kernel_flops, product_flops
+from jaxscale.ahead.hlo_costs import HBM, HOST, custom_target, instruction_traffic, kernel_flops, product_flops
 from jaxscale.ahead.hlo_groups import Layout, Span, make_layout, span_groups
 from jaxscale.ahead.hlo_text import Computation, Instruction, Module, Shape, parse_module
-from jaxscale.ahead.hlo_traffic import HBM, HOST, instruction_traffic
 from jaxscale.ahead.hlo_trips import count_runs
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")

@@ -12,7 +12,7 @@ from jaxscale.ahead.hlo_text import Instruction
 MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\))?\s*\{([^}]*)\}")
 IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 LISTED_GROUPS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
-PAIRS = re.compile(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+PAIRS = r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def make_layout(mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None, n
 def span_groups(instruction: Instruction, layout: Layout) -> Span:
     """What a collective's replica groups or source-target pairs cover."""
     if instruction.opcode.startswith("collective-permute"):
-        groups = parse_pairs(instruction.attributes)
+        groups = np.array(ints(instruction.attribute(PAIRS) or ""), int).reshape(-1, 2)  # (source, target)
     else:
         groups = parse_groups(instruction.attributes, len(layout.positions))
     if groups.size == 0:
@@ -81,13 +81,6 @@ def span_groups(instruction: Instruction, layout: Layout) -> Span:
             sizes.append(length)
     size = math.prod(sizes) if instruction.opcode.startswith("collective-permute") else groups.shape[1]
     return Span(tuple(axes), size, max(len(set(row)) for row in slices.tolist()))
-
-
-def parse_pairs(attributes: str) -> np.ndarray:
-    """The (source, target) pairs of a permute, int[P, 2]."""
-    match = PAIRS.search(attributes)
-    numbers = [int(number) for number in re.findall(r"\d+", match[1])] if match else []
-    return np.array(numbers, int).reshape(-1, 2)
 
 
 def parse_groups(attributes: str, num_devices: int) -> np.ndarray:

@@ -14,8 +14,8 @@ Linear = tuple[int | None, int]
 def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
     """(runs of each computation per step, names of those inside fusions, loops whose trips could not be read).
 
-    Such a loop counts as one trip. A conditional whose name says how often it is true (ops.attention.mixed) counts each
-    branch as often as it is taken; all branches of another count as taken.
+    Such a loop counts as one trip. A conditional whose name says how often it is true (ops.attention.either) counts
+    each branch as often as it is taken; all branches of another count as taken.
     """
     runs = dict.fromkeys(module.computations, 0)
     runs[module.entry] = 1

@@ -4,16 +4,18 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.ahead.compiled import Compiled, compile_ahead
+from jaxscale.ahead.compiled import Compiled, compile_ahead, lower, read_result
 from jaxscale.ahead.report import Report, sum_traffic
 from jaxscale.ahead.roofline import Roofline, roofline
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.planning.check import UNCOUNTED
-from jaxscale.planning.memory import host_bytes, shard_bytes, usable_memory
-from jaxscale.planning.tables import MemoryRow
-from jaxscale.planning.topology import Topology, link_shares
+from jaxscale.planning.measured import Kept
+from jaxscale.planning.memory import MemoryRow, host_bytes, shard_bytes, usable_memory
+from jaxscale.planning.topology import Topology, link_shares, open_topology
 from jaxscale.sharding.mesh import mesh_layout
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import cache_dir
 
 
 def preflight(
@@ -34,6 +36,26 @@ def preflight(
 def ahead_program(cfg: RunConfig, topology: Topology) -> Program:
     """The same program that training makes, for the devices of a topology."""
     return make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), topology.devices)
+
+
+def find_kept(cfg: RunConfig, topology: str) -> Kept | None:
+    """What preflight kept about this very step; None where nothing is, or no package here could tell.
+
+    Compiles nothing. The step is traced to find its name, which takes seconds; nothing is traced where nothing is kept.
+    """
+    if not any((cache_dir() / "preflight").glob("*.json")):
+        return None
+    try:
+        opened = open_topology(topology)
+        program = ahead_program(cfg, opened)
+    except BadInput:  # no libtpu or CUDA plugin here, or a machine that only plan knows
+        return None
+    if (found := read_result(lower(program, opened)[1], print)) is None:
+        return None
+    report = make_report("", program, opened, found)
+    if report.peak_bytes is None or report.roofline is None:
+        return None
+    return Kept(report.peak_bytes, report.roofline.mfu_ceiling, report.date)
 
 
 def make_report(config_name: str, program: Program, topology: Topology, compiled: Compiled) -> Report:

@@ -8,7 +8,8 @@ from jaxscale import units
 from jaxscale.ahead.compiled import Shortage
 from jaxscale.ahead.hlo import Collective
 from jaxscale.ahead.roofline import Roofline
-from jaxscale.planning.tables import INDENT, MemoryRow, table
+from jaxscale.planning.memory import MemoryRow
+from jaxscale.units import INDENT, table
 
 LINKS = {"tpu": ("ICI", "DCN"), "gpu": ("NVLink", "network")}  # the fast links, and those between islands of them
 
@@ -85,25 +86,17 @@ def sum_traffic(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
 
 def report_lines(report: Report) -> list[str]:
     """The whole report for people."""
-    lines = [head_line(report), INDENT + settings_line(report), "", *memory_lines(report)]
+    where = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
+    slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
+    lines = [f"{report.config} on {report.topology}: {where}{slices}; mesh {report.layout}"]
+    lines += [INDENT + " ".join(f"{name}={value}" for name, value in report.settings.items()), ""]
+    lines += memory_lines(report)
     if report.compiled_flops is not None:
         lines += ["", *flops_lines(report), "", *traffic_lines(report)]
     if report.roofline is not None:
         lines += ["", *roofline_lines(report)]
     lines += [f"note: {note}" for note in report.notes]
     return [*lines, "", compiled_line(report), verdict_line(report)]
-
-
-def head_line(report: Report) -> str:
-    """'7b on v5p:2x2x4: 16 TPU v5p on 4 hosts'."""
-    where = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
-    slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
-    return f"{report.config} on {report.topology}: {where}{slices}; mesh {report.layout}"
-
-
-def settings_line(report: Report) -> str:
-    """'rules=zero3 remat=full ...'."""
-    return " ".join(f"{name}={value}" for name, value in report.settings.items())
 
 
 def memory_lines(report: Report) -> list[str]:

@@ -1,7 +1,9 @@
-"""Other layouts of the same run: mesh, remat, microbatches. Guessed at first, then compiled, the best guess first."""
+"""Searches mesh, remat policy and microbatches: estimates every candidate, then compiles the most promising first."""
 
 import dataclasses
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
@@ -11,7 +13,7 @@ from jaxscale.ahead.report import Report
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.models.config import RematName
-from jaxscale.planning.estimate import Estimate, estimate
+from jaxscale.planning.speed import Estimate, estimate
 from jaxscale.planning.topology import Topology
 from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.system.exits import BadInput
@@ -81,23 +83,19 @@ def make_candidates(
 ) -> Iterator[Candidate]:
     """Candidates with their guesses, of all combinations that training would accept."""
     now = mesh_shape(cfg.mesh, len(topology.devices))
-    for mesh in meshes:
+    for mesh, rule, away in itertools.product(meshes, rules, offload):
         # an axis that is -1 goes on taking what is left
         placed = {f"mesh.{a}": n for a, n in mesh.items() if n != now[a] and getattr(cfg.mesh, a) != -1}
         shards = mesh["data"] * mesh["fsdp"]
         parts = [part for part in units.divisors(cfg.rows_per_step) if cfg.rows_per_step // part % shards == 0]
-        for rule in rules if parts else ():
-            for away in offload:
-                changes = placed | changed(cfg, {"rules": rule, "optim.offload_moments": away})
-                program = program_of(cfg, topology, changes | {"train.num_microbatches": parts[0]})
-                if program is None:
-                    continue
-                for settings in remat_settings(cfg):
-                    for part in parts:
-                        more = changed(cfg, settings | {"train.num_microbatches": part})
-                        wanted = with_changes(cfg, changes | more)
-                        guess = estimate(dataclasses.replace(program, cfg=wanted), topology)
-                        yield Candidate(changes | more, wanted, guess)
+        changes = placed | changed(cfg, {"rules": rule, "optim.offload_moments": away})
+        if not parts or not (program := program_of(cfg, topology, changes | {"train.num_microbatches": parts[0]})):
+            continue
+        for settings, part in itertools.product(remat_settings(cfg), parts):
+            more = changed(cfg, settings | {"train.num_microbatches": part})
+            wanted = with_changes(cfg, changes | more)
+            guess = estimate(dataclasses.replace(program, cfg=wanted), topology)
+            yield Candidate(changes | more, wanted, guess)
 
 
 def program_of(cfg: RunConfig, topology: Topology, changes: dict[str, Any]) -> Program | None:
@@ -124,14 +122,7 @@ def with_changes(cfg: RunConfig, changes: dict[str, Any]) -> RunConfig:
 
 def changed(cfg: RunConfig, settings: dict[str, Any]) -> dict[str, Any]:
     """Those settings that differ from the config's."""
-    found = {}
-    for name, value in settings.items():
-        now: Any = cfg
-        for part in name.split("."):
-            now = getattr(now, part)
-        if now != value:
-            found[name] = value
-    return found
+    return {name: value for name, value in settings.items() if operator.attrgetter(name)(cfg) != value}
 
 
 def own_candidate(cfg: RunConfig, topology: Topology) -> Candidate:

@@ -32,7 +32,7 @@ no_progress: MakeProgress = lambda what: lambda *counts, **more: None
 
 
 def bytes_of(name: str, text: str) -> int:
-    """A number of bytes. Raises BadInput if the text is none."""
+    """A number of bytes. Raises BadInput if the text is not a number."""
     try:
         size = float(text)
     except ValueError:
@@ -118,9 +118,9 @@ def bring_in(flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[st
     done = import_tensors(folder, journal, found.pairs, found.tensors, run, progress("convert"))
     for note in found.notes:
         say(f"{found.name}: {note}")
-    tell_odd(found, done.not_finite, say)
+    tell_odd(found, done["not_finite"], say)
     record = {"workdir": workdir, "model_type": found.family.model_type, "num_params": cfg.num_params, "config": made}
-    return record | dataclasses.asdict(done)
+    return record | done
 
 
 def run_config(found: Incoming, folder: Any) -> RunConfig:
@@ -178,4 +178,4 @@ def take_out(flags: ConvertOptions, say: Say, progress: MakeProgress) -> dict[st
     for note in texts.notes:
         say(note)
     record = {"to": to, "step": step, "dtype": dtype, "model_type": source.family.model_type}
-    return record | dataclasses.asdict(done)
+    return record | done

@@ -9,8 +9,8 @@ from jaxscale.corpus.prepare import engine
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.dedup import Executor
 from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.outcome import FACTS, PAGE
 from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.report import FACTS, PAGE
 from jaxscale.corpus.publish import publish
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import read_manifest

@@ -164,7 +164,7 @@ def as_line(record: Record) -> str:
 
 
 def save_record(workdir: Any, record: Record) -> None:
-    """Adds the line to WORKDIR/evals.jsonl and draws WORKDIR/evals.html anew."""
+    """Adds the line to WORKDIR/evals.jsonl and redraws WORKDIR/evals.html."""
     file = workdir / "evals.jsonl"
     append(file, f"{as_line(record)}\n".encode())
     paths.write_text_atomic(workdir / "evals.html", make_evals_page(read_history(workdir)))
@@ -189,25 +189,22 @@ def evaluate(
     cloze: Mapping[str, str] | None = None,
     tokens: Mapping[str, Tokens] | None = None,
     lm_eval: str | Sequence[str] = (),
-    chat: bool = False,
-    limit: int = 0,
-    stride: int = 0,
-    context: int | None = None,
-    batch_tokens: int = BATCH_TOKENS,
     save: bool = False,
+    **how: Any,
 ) -> dict[str, dict[str, float]]:
     """{name: metrics} of a model: `jaxscale evaluate`. Without anything to measure, what the run's own config names.
 
     Args: text: {name: files}, perplexity and bits per byte of each. choice, cloze: {name: file}. tokens: {name: token
-    files, or a list of documents as ids}, perplexity without a tokenizer. lm_eval: its tasks; chat: their questions are
-    put by the model's chat template. limit: items of each file, 0 for all. stride, context: tokens. save: into the work
-    folder too, for the report.
+    files, or a list of documents as ids}, perplexity without a tokenizer. lm_eval: its tasks. save: into the work
+    folder too, for the report. how: of a Request, by name: limit, items of each file, 0 for all; stride, context,
+    batch_tokens: tokens; chat: questions of lm_eval are put by the model's chat template; num_fewshot, include_path.
     """
-    if chat and not lm_eval:
+    if how.get("chat") and not lm_eval:
         raise BadInput("chat=True is for the tasks of lm_eval; name some, or leave it out")
     for name, given in dict(text=text, choice=choice, cloze=cloze, tokens=tokens).items():
         if given is not None and not isinstance(given, Mapping):
             raise BadInput(f"{name}={given!r} must name what it measures: {name}={{'NAME': {given!r}}}")
+    limit, stride = how.get("limit") or 0, how.get("stride") or 0
     evals = {name: TextEval(files=files, limit=limit, stride=stride) for name, files in (text or {}).items()}
     for kind, given in ((ChoiceEval, choice), (ClozeEval, cloze)):
         for name, file in (given or {}).items():
@@ -215,9 +212,7 @@ def evaluate(
                 raise BadInput(f"{name!r} is the name of two evaluators; call one of them something else")
             evals[name] = kind(file=file, limit=limit)
     tasks = (lm_eval,) if isinstance(lm_eval, str) else tuple(lm_eval)
-    request = Request(
-        evals, tasks, limit=limit or None, stride=stride or None, context=context, batch_tokens=batch_tokens, chat=chat
-    )
+    request = Request(evals, tasks, **how | {"limit": limit or None, "stride": stride or None})
     check_request(request, lambda name, settings: f"{settings.kind}[{name!r}]")
     loaded = opened(model)
     metrics = {} if tokens and not evals and not tasks else make_measure(request, loaded, silent)(loaded)
@@ -229,7 +224,7 @@ def evaluate(
 
 
 def measure_tokens(request: Request, model: LoadedModel, tokens: Mapping[str, Tokens]) -> dict[str, float]:
-    """The metrics of token ids. Raises BadInput for what is none, and for names that are taken."""
+    """The metrics of token ids. Raises BadInput for other values, and for names that are taken."""
     context = request.context or model.seq_len
     stride = request.stride or max(context // 2, 1)
     check_context(model, context)

@@ -4,12 +4,12 @@ import pathlib
 from collections.abc import Callable
 
 from jaxscale.ahead import preflight as compiled
-from jaxscale.ahead.kept import find_kept
 from jaxscale.ahead.report import Report
 from jaxscale.config import RunConfig
 from jaxscale.planning.machine import HERE, measured_machine, open_machine
 from jaxscale.planning.measured import Measured, measured_file, newest_machine, read_measured
-from jaxscale.planning.plan import RunPlan, Wishes, make_plan
+from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.run_plan import RunPlan
 from jaxscale.planning.topology import Topology, open_topology
 from jaxscale.system.exits import BadInput
 
@@ -22,7 +22,7 @@ def plan(cfg: RunConfig, topology: str, wishes: Wishes = DEFAULT_WISHES) -> RunP
     Args: topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. wishes: price, deadline, budget and what else is known.
     """
     machine, measured = machine_of(topology)
-    kept = None if machine.name == HERE else find_kept(cfg, machine.name)
+    kept = None if machine.name == HERE else compiled.find_kept(cfg, machine.name)
     return make_plan(cfg, machine, wishes, measured=measured, kept=kept)
 
 

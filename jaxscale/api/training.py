@@ -7,7 +7,8 @@ from jaxscale import schema
 from jaxscale.api import Trained
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.storage_errors import reached
-from jaxscale.config import RunConfig, load_config
+from jaxscale.config import RunConfig
+from jaxscale.config_file import load_config
 from jaxscale.hosts import cluster
 from jaxscale.planning.check import check_machine
 from jaxscale.reporting.history import read_history

@@ -3,11 +3,12 @@
 import dataclasses
 import datetime
 from collections.abc import Callable, Iterator, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 
 from jaxscale.api import Trained
+from jaxscale.command_line import flag
 from jaxscale.inference import (
     LoadedModel,
     check_tokenizer,
@@ -17,12 +18,41 @@ from jaxscale.inference import (
 )
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Timing, own_numbers
-from jaxscale.sampling.text import Written, write_ids, write_texts
+from jaxscale.sampling.text import WriteSettings, Written, write_ids, write_texts
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import Message, open_prompts
 
-DEFAULT_SAMPLING = Sampling()
-SHAPE = 128  # texts are made for a multiple of so many tokens, so that fewer programs are compiled
+SHAPE = 128  # tokens; lengths are rounded up to a multiple of it, so that fewer programs are compiled
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SampleOptions(Sampling):
+    """How text is written: what `sample` takes, and flags of `jaxscale sample`."""
+
+    num_tokens: int = flag(100, "tokens to write, at most", least=1)
+    repetition_penalty: float = flag(1.0, "above 1: tokens that the text has become less likely", "1")
+    stop: tuple[str, ...] = flag((), "a text ends before it; may be given several times", "TEXT")
+    seed: int = flag(0, "same seed, same text, whatever the mesh and the other prompts", least=0)
+    batch: int = flag(8, "texts that are written at a time", least=1)
+    chat: bool = flag(False, "a conversation, by the model's chat template; with --prompt, one answer")
+    system: str | None = flag(None, "chat: what the model is told first", "TEXT")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not all(isinstance(number, int) and number > 0 for number in (self.num_tokens, self.batch)):
+            raise BadInput(f"num_tokens={self.num_tokens} and batch={self.batch} must be whole numbers, 1 or more")
+        if not 0 <= self.seed < 2**32:  # the generator does not tell it from another one
+            raise BadInput(f"seed={self.seed} must be a whole number from 0 to {2**32 - 1}")
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn."""
+        return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)})
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts before which a text ends."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,16 +60,19 @@ class Talk:
     """A model and how it is to write."""
 
     model: LoadedModel
-    sampling: Sampling
-    stops: tuple[str, ...]
-    num_tokens: int
-    seed: int
+    how: SampleOptions
     say: Callable[[str], None]
-    context: int | None = None  # tokens of the longest text, where somebody goes on with it
-    system: str | None = None
 
-    def __post_init__(self):
-        check_seed(self.seed)
+    def write_settings(self, stop_ids: Sequence[int], numbers: Sequence[int] | None = None) -> WriteSettings:
+        """How its texts are written."""
+        return WriteSettings(
+            sampling=self.how.sampling,
+            num_tokens=self.how.num_tokens,
+            stop_ids=stop_ids,
+            stops=self.how.stops,
+            seed=self.how.seed,
+            numbers=numbers,
+        )
 
     def longest_for(self, prompts: Sequence[Sequence[int]], texts: Sequence[str]) -> int:
         """Tokens of the longest text that these prompts become. Raises BadInput for one that cannot be read."""
@@ -50,7 +83,7 @@ class Talk:
                     f"the prompt {short(text)} has {len(prompt)} tokens, and the model reads at most {limit} "
                     "(model.max_seq_len), its own included; shorten it"
                 )
-        longest = max(map(len, prompts)) + self.num_tokens
+        longest = max(map(len, prompts)) + self.how.num_tokens
         if limit is not None and longest > limit:
             self.say(f"texts end at {limit} tokens, all that the model can read (model.max_seq_len)")
         elif longest > self.model.seq_len:
@@ -82,12 +115,6 @@ class Piece:
     done: Written | None = None
 
 
-def check_seed(seed: int) -> None:
-    """Raises BadInput for a seed that the generator does not tell from another one."""
-    if not 0 <= seed < 2**32:
-        raise BadInput(f"seed={seed} must be a whole number from 0 to {2**32 - 1}")
-
-
 def short(text: str) -> str:
     """The beginning of a prompt, for a message."""
     return repr(text if len(text) <= 40 else f"{text[:40]}...")
@@ -96,11 +123,11 @@ def short(text: str) -> str:
 def asking_of(talk: Talk) -> tuple[Callable[[Sequence[Message]], list[int]], tuple[int, ...]]:
     """(messages -> the ids up to where the model's answer begins, the ids that end it). Raises as open_prompts does."""
     asking = open_prompts(talk.model.kept, datetime.date.today().isoformat())
-    before = [{"role": "system", "content": talk.system}] if talk.system else []
+    before = [{"role": "system", "content": talk.how.system}] if talk.how.system else []
     return lambda messages: asking.ids([*before, *messages]), asking.stop_ids
 
 
-def write_all(talk: Talk, texts: Sequence[str], *, num_samples: int, batch: int, chat: bool = False) -> Iterator[Piece]:
+def write_all(talk: Talk, texts: Sequence[str], *, num_samples: int = 1, chat: bool = False) -> Iterator[Piece]:
     """Yields the pieces of each text: all of one prompt's first sample, then its second, ... as they come.
 
     chat: each prompt is what a person says, and the text the answer.
@@ -112,24 +139,14 @@ def write_all(talk: Talk, texts: Sequence[str], *, num_samples: int, batch: int,
         prompts = [asked([{"role": "user", "content": text}]) for text in texts]
     rows = [(prompt, number) for prompt in range(len(prompts)) for number in range(num_samples)]
     numbers = own_numbers([prompts[prompt] for prompt, _ in rows])
-    rows_at_once = min(batch, len(rows))
+    rows_at_once = min(talk.how.batch, len(rows))
     generator = make_generator(model, batch=rows_at_once, longest=talk.longest_for(prompts, texts), say=talk.say)
     for first in range(0, len(rows), rows_at_once):
         some, written = rows[first : first + rows_at_once], []
         of = lambda row: dict(prompt=texts[row[0]], sample=row[1])
-        pieces = write_texts(
-            generator,
-            model.tokenizer,
-            [prompts[prompt] for prompt, _ in some],
-            talk.sampling,
-            num_tokens=talk.num_tokens,
-            stop_ids=stop_ids,
-            stops=talk.stops,
-            seed=talk.seed,
-            numbers=numbers[first : first + rows_at_once],
-            written=written,
-        )
-        for row, piece in pieces:
+        how = talk.write_settings(stop_ids, numbers[first : first + rows_at_once])
+        ids = [prompts[prompt] for prompt, _ in some]
+        for row, piece in write_texts(generator, model.tokenizer, ids, how, written):
             if len(some) == 1:  # several at once would be mixed: they are shown whole
                 yield Piece(text=piece, **of(some[row]))
         for row, one in zip(some, written):
@@ -153,63 +170,44 @@ def sample(model: str | Trained | LoadedModel, prompt: Sequence[Sequence[int]], 
 def sample(
     model: str | Trained | LoadedModel,
     prompt: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]] = "",
-    *,
-    num_tokens: int = 100,
-    temperature: float = DEFAULT_SAMPLING.temperature,
-    top_k: int = DEFAULT_SAMPLING.top_k,
-    top_p: float = DEFAULT_SAMPLING.top_p,
-    min_p: float = DEFAULT_SAMPLING.min_p,
-    repetition_penalty: float = DEFAULT_SAMPLING.repetition_penalty,
-    stop: str | Sequence[str] = (),
-    seed: int = 0,
-    batch: int = 8,
-    chat: bool = False,
-    system: str | None = None,
+    **how: Any,
 ) -> str | list[str] | list[int] | list[list[int]]:
     """What the model writes behind a prompt, or behind each of several: `jaxscale sample`.
 
     Args: model: a work folder (or WORKDIR/checkpoints/STEP), what train gave back, or of open_model, which is read once
-    for many calls. prompt: text, or token ids, behind which ids are written: no tokenizer is needed. chat: a prompt is
-    what a person says, and the text the answer, by the model's chat template.
+    for many calls. prompt: text, or token ids, behind which ids are written: no tokenizer is needed. how: fields of
+    SampleOptions: num_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop (a text or several), seed,
+    batch, chat (a prompt is what a person says, and the text the answer, by the model's chat template), system.
     """
-    if not all(isinstance(number, int) and number > 0 for number in (num_tokens, batch)):
-        raise BadInput(f"num_tokens={num_tokens} and batch={batch} must be whole numbers, 1 or more")
-    if system is not None and not chat:
-        raise BadInput(f"system={system!r} is what a conversation begins with; give chat=True too")
-    loaded = opened(model)
+    options = SampleOptions(**how)
+    if options.system is not None and not options.chat:
+        raise BadInput(f"system={options.system!r} is what a conversation begins with; give chat=True too")
+    talk = Talk(opened(model), options, silent)
     one = isinstance(prompt, str) or len(prompt) and all(isinstance(part, (int, np.integer)) for part in prompt)
     prompts = [prompt] if one else list(prompt)
     if not prompts:
         return []
-    sampling = Sampling(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=repetition_penalty
-    )
-    stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if not any(isinstance(part, str) for part in prompts):
-        if chat or stops:
+        if options.chat or options.stops:
             raise BadInput("chat and stop are for prompts of text; leave them out where prompts are token ids")
-        found = ids_behind(loaded, prompts, sampling, num_tokens, seed, batch)
+        found = ids_behind(talk, prompts)
         return found[0] if one else found
-    check_tokenizer(loaded)
+    check_tokenizer(talk.model)
     if not all(isinstance(part, str) for part in prompts):
         raise BadInput("prompts must be texts, or all of them lists of token ids")
-    talk = Talk(loaded, sampling, stops, num_tokens, seed, silent, system=system)
-    texts = [piece.done.text for piece in write_all(talk, prompts, num_samples=1, batch=batch, chat=chat) if piece.done]
+    texts = [piece.done.text for piece in write_all(talk, prompts, chat=options.chat) if piece.done]
     return texts[0] if one else texts
 
 
-def ids_behind(
-    model: LoadedModel, prompts: Sequence[Sequence[int]], sampling: Sampling, num_tokens: int, seed: int, batch: int
-) -> list[list[int]]:
+def ids_behind(talk: Talk, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     """The ids that the model writes behind each prompt. Raises BadInput for a prompt that is no list of ids."""
     prompts = [id_list(f"prompt[{number}]", prompt) for number, prompt in enumerate(prompts)]
-    longest = Talk(model, sampling, (), num_tokens, seed, silent).longest_for(prompts, list(map(str, prompts)))
-    numbers, rows = own_numbers(prompts), min(batch, len(prompts))
-    generator, found = make_generator(model, batch=rows, longest=longest), []
-    how = dict(num_tokens=num_tokens, stop_ids=stop_ids_of(model), seed=seed)
+    longest = talk.longest_for(prompts, list(map(str, prompts)))
+    numbers, rows = own_numbers(prompts), min(talk.how.batch, len(prompts))
+    generator, found = make_generator(talk.model, batch=rows, longest=longest), []
     for first in range(0, len(prompts), rows):
         some = slice(first, first + rows)
-        found += write_ids(generator, prompts[some], sampling, numbers=numbers[some], **how)
+        found += write_ids(generator, prompts[some], talk.write_settings(stop_ids_of(talk.model), numbers[some]))
     return found
 
 

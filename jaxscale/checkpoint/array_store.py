@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.checkpoint.files import files_under
 from jaxscale.checkpoint.fingerprint import host_fingerprint
+from jaxscale.checkpoint.folders import files_under
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
@@ -102,10 +102,14 @@ Box = tuple[slice, ...]
 
 def boxes(array: Any) -> list[Box]:
     """The pieces in which the array was written, as slices that cover it."""
-    sizes = array.chunk_layout.read_chunk.shape
+    return cut(array.shape, array.chunk_layout.read_chunk.shape or array.shape)
+
+
+def cut(shape: Sequence[int], sizes: Sequence[int]) -> list[Box]:
+    """Pieces of these sizes that cover an array, as slices."""
     ranges = [
         [slice(begin, min(begin + size, length)) for begin in range(0, length, max(size, 1))]
-        for length, size in zip(array.shape, sizes or array.shape)
+        for length, size in zip(shape, sizes, strict=True)
     ]
     return list(itertools.product(*ranges))
 

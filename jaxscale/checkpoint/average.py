@@ -1,26 +1,26 @@
 """The mean of the weights of several steps, written as a checkpoint of weights alone, a piece at a time.
 
 It is kept as its sources are: the same arrays in the same pieces, `_METADATA` with the weights' entries of the newest
-source, and a sealed record. What was averaged stands in the record and in config.json as "average".
+source, and a sealed record. What was averaged stands in the record and in config.json as "average". merge.py writes by
+the same functions.
 """
 
-import contextlib
 import dataclasses
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorstore
 
 from jaxscale.checkpoint import array_store, retention
-from jaxscale.checkpoint.array_store import Arrays, Output, boxes, layout_of, read_ahead
+from jaxscale.checkpoint.array_store import Arrays, Box, Output, boxes, layout_of, read_ahead
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, mark_committed, sync_tree
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import RECORD, read_optional, require_record, seal
+from jaxscale.checkpoint.record import RECORD, read_optional, require_step, seal
 from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.checkpoint.verify import list_all_others, require_reachable, verify_folder
 from jaxscale.system import paths
@@ -29,6 +29,11 @@ from jaxscale.system.faults import crash_point
 
 GROWING = "averaging-"  # never a number, so it never counts as a step
 WEIGHTS = "params"  # the name under which whoever starts from the average looks for it
+AVERAGE = "average"  # under which the record and config.json say what was averaged
+
+LEAVE_OUT = "leave it out"
+
+Combine = Callable[[Box, Iterator[np.ndarray]], np.ndarray]  # (box, its piece in each source) -> the piece to write
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +43,31 @@ class Averaged:
     step: int
     num_leaves: int
     num_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Weights to be computed from steps of a run, and written as the newest of them in a run folder of its own."""
+
+    source: Checkpoints
+    records: Mapping[int, Mapping[str, Any]]  # by step
+    what: str  # the part of the sources' state that has the leaves
+    leaves: Mapping[str, list]  # {'w' for 'params/w': [shape, dtype]}
+    combine: Callable[[str], Combine]  # of a leaf
+    made_as: str  # the name under which config.json says what was made
+    record: Mapping[str, Any]  # to be sealed with the leaves that are written
+    config: Mapping[str, Any] | None  # config.json; None: none is written
+    copied: tuple[str, ...] = ()  # folders of the run that are copied, if it has them
+
+    @property
+    def step(self) -> int:
+        """The newest source."""
+        return max(self.records)
+
+    @property
+    def num_bytes(self) -> int:
+        """What the arrays take."""
+        return sum(leaf_bytes(described) for described in self.leaves.values())
 
 
 def average_steps(
@@ -55,45 +85,63 @@ def average_steps(
     Raises: BadInput if the steps do not fit together or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the
     leaf of a damaged source, (STORAGE) if it cannot be written.
     """
-    steps = sorted(set(steps))
-    records = {step: source_record(source, step) for step in steps}
-    leaves = common_leaves(records, what)
-    destination = prepare_folder(workdir)
-    final = destination / str(steps[-1])
-    growing = final if paths.is_remote(destination) else destination / f"{GROWING}{steps[-1]}"
+    records = {step: require_step(source.directory / str(step), LEAVE_OUT) for step in sorted(set(steps))}
+    leaves, newest, run = common_leaves(records, what), records[max(records)], source.directory.parent
+    made = {"of": os.fspath(run), "what": what, "steps": list(records)}
+    made["records"] = [record["sha256"] for record in records.values()]
+    record = {**newest, "run": newest["run"] | {AVERAGE: made}}
+    if "metrics" in record:  # nobody has evaluated the average
+        record["metrics"] = {}
+    config = run / "config.json"
+    config = paths.read_json(config) | {AVERAGE: made} if config.exists() else None
+    combine = lambda name: lambda box, pieces: mean(pieces, f"{what}/{name}")
+    return write_weights(Recipe(source, records, what, leaves, combine, AVERAGE, record, config), workdir, on_bytes)
+
+
+def mean(pieces: Iterator[np.ndarray], name: str) -> np.ndarray:
+    """The mean in the dtype of the pieces, of which one at a time is read. Raises BadInput for integers that differ."""
+    total = None
+    for count, piece in enumerate(pieces, 1):
+        exact = piece.dtype.kind in "iub"
+        if total is None:
+            total = piece if exact else piece.astype(np.complex128 if piece.dtype.kind == "c" else np.float64)
+        elif not exact:
+            total += piece
+        elif not np.array_equal(total, piece):
+            raise BadInput(f"{name} is {piece.dtype} and not the same in all steps: whole numbers have no mean")
+    if not exact:
+        total /= count
+    return total.astype(piece.dtype, copy=False)
+
+
+def write_weights(recipe: Recipe, workdir: Any, on_bytes: Callable[[int, int], None]) -> Averaged:
+    """Writes the run folder: the arrays, which are checked, config.json, and last the step's name.
+
+    Raises as average_steps does.
+    """
+    run, destination = recipe.source.directory.parent, prepare_folder(workdir, recipe.made_as, recipe.copied)
+    final = destination / str(recipe.step)
+    growing = final if paths.is_remote(destination) else destination / f"{GROWING}{recipe.step}"
     try:
         clear(growing)
-        marks = write_means(source, records, leaves, what, growing, on_bytes)
-        record = make_record(source, records, leaves, marks, what)
-        write_texts(source.directory / str(steps[-1]), growing, record, leaves, what)
-        made = record["run"]["average"]
-        finish(growing, final, destination, lambda: write_config(source.directory.parent, destination.parent, made))
+        marks = write_leaves(recipe, growing, on_bytes)
+        write_texts(recipe, growing, marks)
+        for name in recipe.copied:
+            copy_folder(run / name, destination.parent / name)
+        list_all_others(growing)
+        if damages := verify_folder(growing, finished=False).damages:
+            raise Stop(Exit.STORAGE, f"what was written to {growing} reads back otherwise: {damages[0]}; run it again")
+        if recipe.config is not None:
+            paths.write_json(destination.parent / "config.json", recipe.config)
+        crash_point("average.commit")
+        mark_committed(growing)
+        if growing != final:
+            sync_tree(growing)
+            os.rename(growing, final)
+            paths.sync_folder(destination)
     except OSError as error:
         raise Stop(Exit.STORAGE, f"{growing} cannot be written: {error.strerror or error}; run it again") from None
-    num_bytes = sum(leaf_bytes(described) for described in leaves.values())
-    return Averaged(steps[-1], len(leaves), num_bytes)
-
-
-def finish(growing: Any, final: Any, destination: Any, write_config: Callable[[], None]) -> None:
-    """Checks what was written, writes config.json, and gives the step its name. Raises Stop (STORAGE)."""
-    list_all_others(growing)
-    if damages := verify_folder(growing, finished=False).damages:
-        raise Stop(Exit.STORAGE, f"what was written to {growing} reads back otherwise: {damages[0]}; run it again")
-    write_config()
-    crash_point("average.commit")
-    mark_committed(growing)
-    if not paths.is_remote(final):
-        sync_tree(growing)
-        os.rename(growing, final)
-        paths.sync_folder(destination)
-
-
-def source_record(source: Checkpoints, step: int) -> dict[str, Any]:
-    """The record of a step. Raises Stop (CHECKPOINT_CORRUPT) if it changed."""
-    try:
-        return require_record(source.directory / str(step))
-    except BadInput as error:
-        raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} cannot be read: {error}; leave it out") from None
+    return Averaged(recipe.step, len(recipe.leaves), recipe.num_bytes)
 
 
 def common_leaves(records: Mapping[int, Mapping[str, Any]], what: str) -> dict[str, list]:
@@ -127,7 +175,7 @@ def leaf_bytes(described: Sequence[Any]) -> int:
     return int(np.prod(shape, dtype=np.int64)) * tensorstore.dtype(dtype).numpy_dtype.itemsize
 
 
-def prepare_folder(workdir: Any, made: str = "average", own: Sequence[str] = ()) -> Any:
+def prepare_folder(workdir: Any, made: str, own: Sequence[str]) -> Any:
     """The folder of checkpoints of a new run. Raises BadInput if anything but an unfinished one is there.
 
     made: under which config.json tells what it is. own: other names that one which was killed may have left.
@@ -165,61 +213,67 @@ def clear(folder: Any) -> None:
         paths.make_private(folder)
 
 
-def write_means(
-    source: Checkpoints,
-    records: Mapping[int, Mapping[str, Any]],
-    leaves: Mapping[str, list],
-    what: str,
-    folder: Any,
-    on_bytes: Callable[[int, int], None],
-) -> dict[str, int]:
-    """{leaf: fingerprint} of the means, which are in the folder. Raises as average_steps does."""
-    inputs = {step: Arrays(source.directory / str(step)) for step in records}
-    output = Output(folder)
-    newest = {name: open_leaf(inputs[max(records)], max(records), f"{what}/{name}") for name in leaves}
+def copy_folder(source: Any, target: Any) -> None:
+    """Copies the files of a folder, if it is there."""
+    if source.exists():
+        paths.make_run_dir(target)
+        for path in source.iterdir():
+            (target / path.name).write_bytes(path.read_bytes())
+
+
+def write_leaves(recipe: Recipe, folder: Any, on_bytes: Callable[[int, int], None]) -> dict[str, int]:
+    """{leaf: fingerprint} of the combined leaves, which are in the folder. Raises as average_steps does."""
+    inputs = {step: Arrays(recipe.source.directory / str(step)) for step in recipe.records}
+    output, named = Output(folder), {name: f"{recipe.what}/{name}" for name in recipe.leaves}
+    newest = {name: open_leaf(inputs[recipe.step], recipe.step, named[name]) for name in recipe.leaves}
     targets = output.create({f"{WEIGHTS}/{name}": layout_of(array) for name, array in newest.items()})
-    marks, done, total = {}, 0, sum(leaf_bytes(described) for described in leaves.values())
-    for name, target in zip(leaves, targets):
-        arrays = {step: open_leaf(inputs[step], step, f"{what}/{name}") for step in records}
-        parts = boxes(target)
+    marks, done, total = {}, 0, recipe.num_bytes
+    for name, target in zip(newest, targets):
+        arrays = {step: open_leaf(inputs[step], step, named[name]) for step in recipe.records}
+        combine, parts = recipe.combine(name), boxes(target)
         pieces = read_ahead((array, box) for box in parts for array in arrays.values())
-        seen, marks[name] = dict.fromkeys(records, 0), 0
+        seen, marks[name] = dict.fromkeys(recipe.records, 0), 0
         for box in parts:
-            start = [part.start for part in box]
-            mean = Mean()
-            for step in records:
-                piece = next_piece(pieces, step, f"{what}/{name}")
-                seen[step] += host_fingerprint(piece, start=start, shape=target.shape)
-                mean.add(piece, f"{what}/{name}")
-            value = mean.value(len(records))
-            marks[name] += host_fingerprint(value, start=start, shape=target.shape)
+            place = dict(start=[part.start for part in box], shape=target.shape)
+            value = combine(box, fingerprinted(pieces, seen, named[name], place))
+            marks[name] = (marks[name] + host_fingerprint(value, **place)) % 2**32
             output.write(target, box, value)
             done += value.nbytes
             on_bytes(done, total)
-        for step, record in records.items():
-            if seen[step] % 2**32 != record["leaves"][f"{what}/{name}"][2]:
-                raise damaged(step, f"{what}/{name}", "its bits differ from those that were saved")
-        marks[name] %= 2**32
+        for step, record in recipe.records.items():
+            check_bits(seen[step], record, step, named[name])
     output.commit()
     return marks
 
 
+def fingerprinted(
+    pieces: Iterator[np.ndarray], sums: dict[int, int], name: str, place: Mapping[str, Any]
+) -> Iterator[np.ndarray]:
+    """Yields the piece of each step; its fingerprint at this place is added to the step's sum."""
+    for step in sums:
+        piece = read_source(lambda: next(pieces), step, name)
+        sums[step] += host_fingerprint(piece, **place)
+        yield piece
+
+
 def open_leaf(arrays: Arrays, step: int, name: str) -> tensorstore.TensorStore:
     """The leaf's array. Raises Stop (CHECKPOINT_CORRUPT)."""
+    return read_source(lambda: arrays.open(name), step, name)
+
+
+def read_source(read: Callable[[], Any], step: int, name: str) -> Any:
+    """What read() gives. Raises Stop: CHECKPOINT_CORRUPT, or STORAGE where the storage does not answer."""
     try:
-        return arrays.open(name)
+        return read()
     except Exception as error:  # whatever TensorStore makes of spoilt bytes
         require_reachable(error, f"step {step}")
         raise damaged(step, name, short_reason(error)) from None
 
 
-def next_piece(pieces: Any, step: int, name: str) -> np.ndarray:
-    """The next piece. Raises Stop (CHECKPOINT_CORRUPT) if its bytes cannot be read."""
-    try:
-        return next(pieces)
-    except Exception as error:  # whatever TensorStore makes of spoilt bytes
-        require_reachable(error, f"step {step}")
-        raise damaged(step, name, short_reason(error)) from None
+def check_bits(found: int, record: Mapping[str, Any], step: int, name: str) -> None:
+    """Raises Stop (CHECKPOINT_CORRUPT) if a leaf's fingerprint is not that of its record."""
+    if found % 2**32 != record["leaves"][name][2]:
+        raise damaged(step, name, "its bits differ from those that were saved")
 
 
 def damaged(step: int, name: str, cause: str) -> Stop:
@@ -227,63 +281,23 @@ def damaged(step: int, name: str, cause: str) -> Stop:
     return Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} is damaged: {name}: {cause}; leave that step out")
 
 
-class Mean:
-    """The sum of one piece over the steps."""
-
-    def __init__(self):
-        self.total, self.dtype = None, None
-
-    def add(self, piece: np.ndarray, name: str) -> None:
-        """Takes the piece of one more step. Raises BadInput for whole numbers that differ."""
-        exact = piece.dtype.kind in "iub"
-        if self.total is None:
-            self.dtype = piece.dtype
-            self.total = piece if exact else piece.astype(np.complex128 if piece.dtype.kind == "c" else np.float64)
-        elif not exact:
-            self.total += piece
-        elif not np.array_equal(self.total, piece):
-            raise BadInput(f"{name} is {self.dtype} and not the same in all steps: whole numbers have no mean")
-
-    def value(self, count: int) -> np.ndarray:
-        """The mean in the dtype of the pieces."""
-        if self.total.dtype != self.dtype or self.dtype.kind not in "iub":
-            self.total /= count
-        return self.total.astype(self.dtype, copy=False)
-
-
-def make_record(
-    source: Checkpoints,
-    records: Mapping[int, Mapping[str, Any]],
-    leaves: Mapping[str, list],
-    marks: Mapping[str, int],
-    what: str,
-) -> dict[str, Any]:
-    """The sealed record of the average: that of the newest source with other leaves, and what was averaged."""
-    newest = records[max(records)]
-    made = {"of": os.fspath(source.directory.parent), "what": what, "steps": sorted(records)}
-    made["records"] = [records[step]["sha256"] for step in sorted(records)]
-    content = {key: value for key, value in newest.items() if key != "sha256"}
-    content["run"] = newest["run"] | {"average": made}
-    content["leaves"] = {f"{WEIGHTS}/{name}": [*described, marks[name]] for name, described in leaves.items()}
-    if "metrics" in content:  # nobody has evaluated the average
-        content["metrics"] = {}
-    return seal(content)
-
-
-def write_texts(newest: Any, folder: Any, record: Mapping[str, Any], leaves: Mapping[str, list], what: str) -> None:
+def write_texts(recipe: Recipe, folder: Any, marks: Mapping[str, int]) -> None:
     """Writes what belongs to a step besides its arrays."""
+    newest, what = recipe.source.directory / str(recipe.step), recipe.what
     tree = paths.read_json(newest / array_store.TREE)
     entries = {}
     for entry in tree["tree_metadata"].values():
         keys = [str(part["key"]) for part in entry["key_metadata"]]
-        if "/".join(keys).startswith(f"{what}/") and "/".join(keys).removeprefix(f"{what}/") in leaves:
+        if "/".join(keys).startswith(f"{what}/") and "/".join(keys).removeprefix(f"{what}/") in recipe.leaves:
             renamed = [*WEIGHTS.split("/"), *keys[len(what.split("/")) :]]
             parts = entry["key_metadata"][-len(renamed) :]
             entries[repr(tuple(renamed))] = entry | {
                 "key_metadata": [part | {"key": key} for part, key in zip(parts, renamed, strict=True)]
             }
     write_json(folder / array_store.TREE, tree | {"tree_metadata": entries})
-    write_json(folder / RECORD, record)
+    leaves = {f"{WEIGHTS}/{name}": [*described, marks[name]] for name, described in recipe.leaves.items()}
+    content = {key: value for key, value in recipe.record.items() if key != "sha256"}
+    write_json(folder / RECORD, seal(content | {"leaves": leaves}))
     times, now = read_optional(newest / retention.TIMES), time.time_ns()
     if times:
         times |= {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now, "metrics": {}}
@@ -295,9 +309,3 @@ def write_json(path: Any, value: Any) -> None:
     if not paths.is_remote(path):
         paths.make_private(path.parent)
     paths.write_json(path, value)
-
-
-def write_config(run: Any, folder: Any, made: Mapping[str, Any]) -> None:
-    """Writes config.json as the run has it, and what was averaged, unless it has none."""
-    with contextlib.suppress(FileNotFoundError):
-        paths.write_json(folder / "config.json", paths.read_json(run / "config.json") | {"average": made})

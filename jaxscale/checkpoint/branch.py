@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale import units
 from jaxscale.checkpoint.config import ARROW, CheckpointConfig, InitConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import leaf_text, named_leaves
+from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves
 from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.hosts.agree import agreed
 from jaxscale.models.config import LoraConfig
@@ -75,13 +75,13 @@ def open_source(
     *,
     wanted: int | None = None,
     named: str = "init.from_path",
-    say: Callable[[str], None] = tell,
+    log: Callable[[str], None] = tell,
 ) -> Source:
     """The checkpoint that `path` names: that step, or the newest of a work folder. The same in all processes.
 
     ancestor: the one with which the run began before; then it must be that, step and content. wanted: the step, where
-    the path names none. named: the setting or flag that gave the path, for errors. say: is told of newer steps that
-    cannot be believed and are passed over, and of files that are not as they were.
+    the path names none. named: the setting or flag that gave the path, for errors. log: takes a line about newer steps
+    that cannot be believed and are passed over, and about files that are not as they were.
     Raises BadInput where no checkpoint is there, and Stop (CHECKPOINT_CORRUPT) for one that cannot be read.
     """
     folder = paths.as_path(path)
@@ -99,7 +99,7 @@ def open_source(
         near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
         raise BadInput(f"{named}={path}: step {step} is no checkpoint; {folder} has {units.or_list(near)}")
     if step is None:
-        step = ancestor["step"] if ancestor else newest_to_read(checkpoints, say)
+        step = ancestor["step"] if ancestor else newest_to_read(checkpoints, log)
         if step not in steps:
             raise BadInput(f"{named}={path}: this run began with its step {step}, and that is no longer there")
     source = Source(checkpoints, step, checkpoints.read_record(step))
@@ -108,11 +108,11 @@ def open_source(
             f"{named}={path}: step {step} is not the checkpoint this run began with "
             f"({source.record['sha256'][:16]} now, {ancestor['sha256'][:16]} then); use another --workdir"
         )
-    checkpoints.tell_changed_files(step, say, small=True)
+    checkpoints.log_changed_files(step, log, small=True)
     return source
 
 
-def branch_state(program: Any, cfg: InitConfig, say: Callable[[str], None], source: Source | None = None) -> Any:
+def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], source: Source | None = None) -> Any:
     """The state before step 0 of a run that begins with another's weights, placed as the program wants it.
 
     Each array is read straight into its sharding, and what is drawn at random is given up first where it is replaced,
@@ -137,7 +137,7 @@ def branch_state(program: Any, cfg: InitConfig, say: Callable[[str], None], sour
     if state.ema is not None and not any(name.startswith("ema/") for name in plan.loaded):
         begin_average(leaves, own)
     for line in describe(cfg, source, plan, own):
-        say(line)
+        log(line)
     return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
 
 
@@ -162,7 +162,7 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
             near = nearest(name, [old for new, old in available.items() if new not in own] or available)
             problems.append(f"{name} is not there (nearest: {near})")
             continue
-        old, new = saved[available[name]][:2], describe_wanted(own[name])
+        old, new = saved[available[name]][:2], describe_leaf(own[name])
         axis = vocab_axis(old[0], new[0], source.vocab_size, vocab_size)
         loaded[name] = available[name]
         if old == new:
@@ -172,7 +172,8 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
             continue
         way_out = " (init.resize_vocab=true resizes it)" if old[1] == new[1] and axis is not None else ""
         problems.append(f"{name} is {leaf_text(old)} there and {leaf_text(new)} here{way_out}")
-    unused = [old for new, old in available.items() if new not in loaded and group_of(new) not in unneeded(cfg, own)]
+    keeps_average = any(group_of(name) == "ema" for name in own)  # or that of the checkpoint is not needed
+    unused = [old for new, old in available.items() if new not in loaded and (keeps_average or group_of(new) != "ema")]
     merge = "; jaxscale ckpt merge_lora makes plain weights of it"
     problems += [
         f"{name} is there and has no place here (nearest: {nearest(name, own)}){merge * is_adapter(name)}"
@@ -238,19 +239,9 @@ def receivers(cfg: InitConfig, available: Iterable[str]) -> tuple[str, ...]:
     return {"state": ("params", "opt_state", *(["ema"] * has_average))}.get(cfg.what, ("params",))
 
 
-def unneeded(cfg: InitConfig, own: Iterable[str]) -> tuple[str, ...]:
-    """The groups that may be there without a place here: an average, where this run keeps none."""
-    return () if any(group_of(name) == "ema" for name in own) else ("ema",)
-
-
 def nearest(name: str, names: Iterable[str]) -> str:
     """Up to two of the names that are most like this one."""
     return " or ".join(difflib.get_close_matches(name, list(names), n=2, cutoff=0.3)) or "none"
-
-
-def describe_wanted(leaf: Any) -> list:
-    """[shape, dtype], as a record has them."""
-    return [list(leaf.shape), str(leaf.dtype)]
 
 
 def vocab_axis(old: list[int], new: list[int], old_size: int | None, new_size: int) -> int | None:
@@ -266,8 +257,8 @@ def resized(source: Source, name: str, fresh: jax.Array, own: Any, axis: int, ne
     shape = source.record["leaves"][name][0]
     spec = list(own.sharding.spec) + [None] * (len(shape) - len(own.sharding.spec))
     spec[axis] = None  # the devices that share the vocabulary need not divide its old size
-    place = NamedSharding(own.sharding.mesh, PartitionSpec(*spec), memory_kind=own.sharding.memory_kind)
-    wanted = {name: jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=place)}
+    whole = NamedSharding(own.sharding.mesh, PartitionSpec(*spec), memory_kind=own.sharding.memory_kind)
+    wanted = {name: jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=whole)}
     old = source.checkpoints.restore(source.step, wanted, partial=True)[name]
 
     @functools.partial(jax.jit, out_shardings=own.sharding)

@@ -23,9 +23,14 @@ def fingerprints(leaves: Sequence[Any]) -> list[int]:
     the sum, and with it the sharding, does not matter. One flipped bit is always seen, anything else is missed once in
     about 4e9. The work is one pass over the memory and no copy of it. Python numbers are hashed as text.
     """
-    arrays = [host_words(leaf) if isinstance(leaf, np.ndarray) else leaf for leaf in leaves if hasattr(leaf, "dtype")]
+    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array)]
     sums = iter(np.asarray(sum_leaves(replicated(arrays))(arrays)).tolist() if arrays else ())
-    return [next(sums) if hasattr(leaf, "dtype") else zlib.crc32(repr(leaf).encode()) for leaf in leaves]
+    return [next(sums) if isinstance(leaf, jax.Array) else fingerprint_on_host(leaf) for leaf in leaves]
+
+
+def fingerprint_on_host(leaf: Any) -> int:
+    """Of a numpy array or a Python number; JAX itself would first cut 64-bit types down to 32."""
+    return host_fingerprint(leaf) if hasattr(leaf, "dtype") else zlib.crc32(repr(leaf).encode())
 
 
 def replicated(arrays: Sequence[Any]) -> Any:
@@ -45,9 +50,7 @@ def sum_leaves(out_sharding: Any) -> Any:
 
 def fingerprint(array: jax.Array) -> jax.Array:
     """uint32[]: the sum of the array's words, each mixed with its position."""
-    if jax.typeof(array).memory_space == jax.memory.Space.Host:  # where nothing can be computed
-        array = jax.device_put(array, jax.memory.Space.Device)
-    words = as_words(array)
+    words = as_words(on_device(array))
     position = jnp.zeros(words.shape, jnp.uint32)
     for axis, size in enumerate(words.shape):
         stride = math.prod(words.shape[axis + 1 :]) % 2**32
@@ -56,6 +59,13 @@ def fingerprint(array: jax.Array) -> jax.Array:
     for shift, factor in FINALISER:
         mixed = (mixed ^ (mixed >> shift)) * jnp.uint32(factor)
     return jnp.sum(mixed ^ (mixed >> 16), dtype=jnp.uint32)
+
+
+def on_device(array: jax.Array) -> jax.Array:
+    """The array where it can be computed with."""
+    if jax.typeof(array).memory_space == jax.memory.Space.Host:
+        return jax.device_put(array, jax.memory.Space.Device)
+    return array
 
 
 def as_words(array: jax.Array) -> jax.Array:
@@ -70,13 +80,6 @@ def as_words(array: jax.Array) -> jax.Array:
     if bits >= 32:
         return jax.lax.bitcast_convert_type(array, jnp.uint32)
     return jax.lax.bitcast_convert_type(array, {8: jnp.uint8, 16: jnp.uint16}[bits]).astype(jnp.uint32)
-
-
-def host_words(array: np.ndarray) -> np.ndarray:
-    """The words of a numpy array, as as_words gives them; JAX itself would first cut 64-bit types down to 32."""
-    size = array.dtype.itemsize
-    word, extra = WORDS.get(size, np.uint32), () if size in WORDS else (size // 4,)
-    return np.frombuffer(array.tobytes(), word).reshape(array.shape + extra)
 
 
 def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[int] | None = None) -> int:
@@ -104,13 +107,10 @@ def host_fingerprint(array: Any, *, start: Sequence[int] = (), shape: Sequence[i
 
 
 def host_view(array: np.ndarray) -> np.ndarray:
-    """The words of host_words without a copy, where the array's memory is contiguous."""
-    if not array.flags.c_contiguous:
-        array = np.array(array, order="C")
+    """The words of the array, as as_words gives them, without a copy where its memory is contiguous."""
     size = array.dtype.itemsize
-    word = WORDS.get(size, np.uint32)
-    extra = (size // 4,) if size > 4 else ()
-    return array.reshape(-1).view(word).reshape(array.shape + extra)
+    extra = () if size in WORDS else (size // 4,)
+    return np.ascontiguousarray(array).reshape(-1).view(WORDS.get(size, np.uint32)).reshape(array.shape + extra)
 
 
 def blocks(rows_RN: np.ndarray, bases: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, int]]:

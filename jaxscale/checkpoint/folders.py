@@ -1,11 +1,14 @@
-"""Folders of checkpoints: which are committed steps, which are leftovers, and how one is moved away or removed.
+"""Folders of checkpoints and their files: committed steps, leftovers, what is moved away, removed or copied.
 
 On a disk a step is written under another name, and one rename commits it. An object store has no rename, so there it is
 written in its place and the file commit_success.txt, which comes last, commits it. Every removal goes the other way
 round: first what makes it count, so that a crash in the middle leaves no half of a checkpoint that looks whole.
 """
 
+import base64
+import contextlib
 import datetime
+import hashlib
 import os
 import pathlib
 import re
@@ -13,11 +16,12 @@ import shutil
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale.checkpoint.files import files_under
 from jaxscale.system import fence, paths
-from jaxscale.system.exits import BadInput
+from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
+from jaxscale.system.storage import objects_under, open_bucket
 
+READ_BYTES = 1 << 20
 COMMITTED, COMMIT_TEXT = "commit_success.txt", "committed"  # what is in it is known before it is written, and listed
 OWN_ENTRIES = ("_CHECKPOINT_METADATA", COMMITTED, "state", "run")
 REMOVED = ".orbax-checkpoint-tmp-removed"  # on its way out
@@ -64,22 +68,14 @@ def unfinished_folder(directory: Any, step: int) -> Any:
     return directory / (str(step) if paths.is_remote(directory) else f"{step}{UNFINISHED}")
 
 
-def leftovers(directory: Any) -> Iterator[Any]:
-    """Yields what killed saves and removals have left behind."""
-    if not directory.exists():
-        return
-    for child in list(directory.iterdir()):
-        if LEFTOVER.fullmatch(child.name):
-            yield child
-        elif paths.is_remote(child) and is_step_name(child.name) and not (child / COMMITTED).exists():
-            if any((child / entry).exists() for entry in OWN_ENTRIES):
-                yield child
-
-
 def remove_leftovers(directory: Any) -> None:
     """Removes what killed saves and removals have left behind. To be called while no save is under way."""
-    for folder in leftovers(directory):
-        remove_tree(folder)
+    for child in list(directory.iterdir()) if directory.exists() else ():
+        if LEFTOVER.fullmatch(child.name):
+            remove_tree(child)
+        elif paths.is_remote(child) and is_step_name(child.name) and not (child / COMMITTED).exists():
+            if any((child / entry).exists() for entry in OWN_ENTRIES):
+                remove_tree(child)
 
 
 def remove_step(directory: Any, step: int) -> None:
@@ -103,24 +99,24 @@ def remove_step(directory: Any, step: int) -> None:
 def set_aside(directory: Any, step: int, why: str) -> Any:
     """The new place of a step that must not count any more but is kept: '<why>-<step>-<UTC time>' beside it."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    place = directory / f"{why}-{step}-{now}"
+    target = directory / f"{why}-{step}-{now}"
     number = 1
-    while place.exists():
+    while target.exists():
         number += 1
-        place = directory / f"{why}-{step}-{now}-{number}"
+        target = directory / f"{why}-{step}-{now}-{number}"
     folder = directory / str(step)
     crash_point("set_aside/before")
     fence.ask(folder)
     if paths.is_remote(directory):
-        copy_objects(folder, place)
+        copy_objects(folder, target)
         crash_point("gs/set_aside_half")
         (folder / COMMITTED).unlink(missing_ok=True)
         remove_tree(folder)
     else:
-        folder.rename(place)
+        folder.rename(target)
         paths.sync_folder(directory)
     crash_point("set_aside/after")
-    return place
+    return target
 
 
 def those_set_aside(directory: Any) -> list[Any]:
@@ -131,9 +127,9 @@ def those_set_aside(directory: Any) -> list[Any]:
 def copy_objects(source: Any, target: Any) -> None:
     """Copies what is under a folder of an object store, what commits it last."""
     for name in sorted(files_under(source), key=lambda name: name == COMMITTED):
-        place = target / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        (source / name).copy(place, overwrite=True)
+        copied = target / name
+        copied.parent.mkdir(parents=True, exist_ok=True)
+        (source / name).copy(copied, overwrite=True)
 
 
 def remove_tree(folder: Any) -> None:
@@ -164,3 +160,74 @@ def sync_tree(folder: pathlib.Path) -> None:
             finally:
                 os.close(handle)
         paths.sync_folder(pathlib.Path(parent))
+
+
+def files_under(folder: Any) -> dict[str, int]:
+    """{"state/d/abc": bytes} of every file below a folder; in a bucket by one request for a thousand of them."""
+    if paths.is_remote(folder):
+        return dict(objects_under(os.fspath(folder)))
+    found = {}
+    for root, _, names in os.walk(folder):
+        for name in names:
+            path = os.path.join(root, name)
+            with contextlib.suppress(FileNotFoundError):  # training deletes old steps meanwhile
+                found[os.path.relpath(path, folder).replace(os.sep, "/")] = os.stat(path).st_size
+    return dict(sorted(found.items()))
+
+
+def copy_file(source: Any, target: Any) -> None:
+    """Copies one file, which appears whole. Raises BadInput for a bucket that refuses, OSError's cause as Stop."""
+    try:
+        size = source.stat().st_size
+        if not paths.is_remote(target):
+            paths.make_private(target.parent)
+        with paths.growing_file(target, size) as file:
+            for piece in pieces_of(source, size):
+                file.write(piece)
+        if not paths.is_remote(target):
+            forget(target)
+    except FileNotFoundError as error:
+        raise BadInput(f"{error.filename or error} is gone: training deletes old steps; pin the step first") from None
+    except BadInput:
+        raise  # of a bucket, and an OSError too
+    except OSError as error:
+        raise Stop(Exit.STORAGE, f"{target} cannot be written: {error.strerror or error}; run it again") from None
+
+
+def pieces_of(path: Any, size: int | None = None) -> Iterator[bytes]:
+    """Yields the content of a file a piece at a time; of an object, going on where a connection broke.
+
+    size: of one that may grow meanwhile: no more is read.
+    """
+    if paths.is_remote(path):
+        yield from open_bucket().pieces(os.fspath(path), 0, path.stat().st_size if size is None else size)
+        return
+    with path.open("rb") as file:
+        left = os.fstat(file.fileno()).st_size if size is None else size
+        while piece := file.read(min(READ_BYTES, left)):
+            left -= len(piece)
+            yield piece
+
+
+def forget(path: pathlib.Path) -> None:
+    """Drops the pages of a file that is on the disk from memory, so that reading it back reads the disk."""
+    if hasattr(os, "posix_fadvise"):  # Linux
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def mark_of(path: Any) -> tuple[int, str] | None:
+    """(bytes, md5 in hexadecimal) of a file or object; None if there is none.
+
+    Of an object as the service tells it; of one that was composed of parts, read from its bytes.
+    """
+    try:
+        if paths.is_remote(path) and "md5Hash" in (about := path.metadata()):
+            return int(about["size"]), base64.b64decode(about["md5Hash"]).hex()
+        size, md5 = 0, hashlib.md5(usedforsecurity=False)  # the one hash that object stores tell as well
+        for piece in pieces_of(path):
+            md5.update(piece)
+            size += len(piece)
+    except FileNotFoundError:
+        return None
+    return size, md5.hexdigest()

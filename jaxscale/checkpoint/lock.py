@@ -1,4 +1,4 @@
-"""One writer for a run's folder: who comes second is told who is first, and who has lost the folder writes no more.
+"""One writer for a run's folder: a second process is refused, and one that has lost the folder writes no more.
 
 A owner renews its lock every lease_seconds. It is dead when its kernel says so, or when nothing has been renewed for
 three leases: watched by one's own steady clock, or measured by the bucket's, never by comparing those of two machines.
@@ -28,8 +28,9 @@ USUAL = LockConfig()
 class RunLock:
     """The lock of a work folder, for a `with` block.
 
-    Args: steal: takes it from whoever has it. primary: False for all processes of a run but the first; they have no
-    lock of their own. me, clock: who asks, and a monotonic clock, passed in for tests.
+    Of a run's processes the first one enters it; for the others, and while it is not entered, all questions to it are
+    answered as by a folder that is ours. Args: steal: takes it from whoever has it. me, clock: who asks, and a
+    monotonic clock, passed in for tests.
     Raises: Stop (LOCK_HELD) where another run has it, BadInput where the folder cannot be made or written.
     """
 
@@ -39,18 +40,15 @@ class RunLock:
         cfg: LockConfig = USUAL,
         *,
         steal: bool = False,
-        primary: bool = True,
         note: Callable[..., None] = ignore,
-        say: Callable[[str], None] = print,
-        mode: int = paths.PRIVATE,
+        log: Callable[[str], None] = print,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         me: LockOwner | None = None,
     ):
-        self.workdir, self.cfg, self.steal, self.primary = workdir, cfg, steal, primary
-        self.note, self.say, self.clock, self.sleep = note, say, clock, sleep
+        self.workdir, self.cfg, self.steal = workdir, cfg, steal
+        self.note, self.log, self.clock, self.sleep = note, log, clock, sleep
         self.me = dataclasses.replace(me or this_process(), lease_seconds=cfg.lease_seconds)
-        self.mode = mode
         self.store: FileLock | ObjectLock | None = None
         self.taken_from: LockOwner | None = None  # of whom the lock was when this run began
         self.lost: tuple[Exit, str] | None = None  # the line that says so, and the code to leave with
@@ -60,9 +58,7 @@ class RunLock:
         self.fence = contextlib.ExitStack()
 
     def __enter__(self) -> "RunLock":
-        if not self.primary:
-            return self
-        self.store = open_store(self.workdir, self.say, self.mode)
+        self.store = open_store(self.workdir, self.log)
         if self.store is not None:
             try:
                 self.acquire()
@@ -125,7 +121,7 @@ class RunLock:
     def announce_wait(self, look: Look) -> None:
         left = self.silence_of(look) - look.age
         if left > 0:
-            self.say(
+            self.log(
                 f"{self.workdir} is locked by {look.owner or 'an unknown process'}, of which nothing is known here: "
                 f"it is taken over if that does not renew its lock for {left:.0f} s (at once with --steal_lock)"
             )
@@ -133,7 +129,7 @@ class RunLock:
     def took_over(self, look: Look, why: str) -> None:
         """Says from whom the lock was taken."""
         self.taken_from = look.owner
-        self.say(f"{self.workdir}: the lock of {look.owner or 'an unknown process'} was taken over: {why}")
+        self.log(f"{self.workdir}: the lock of {look.owner or 'an unknown process'} was taken over: {why}")
         self.note("lock_stolen", holder=str(look.owner), why=why)
 
     def held(self, look: Look) -> Stop:
@@ -163,16 +159,16 @@ class RunLock:
         if self.lost is not None:
             return
         if isinstance(why, Moved):
-            told = f"{self.workdir} was {why} while the run trained; nothing was made anew in its place"
-            self.lost = Exit.STORAGE, f"{told}: bring the folder back, or give its new place as --workdir"
+            line = f"{self.workdir} was {why} while the run trained; nothing was made anew in its place"
+            self.lost = Exit.STORAGE, f"{line}: bring the folder back, or give its new place as --workdir"
             return
         now = None
         with contextlib.suppress(Exception):  # who it is, is only of interest
             look = self.store.look()
             now = look.owner if look else None
         who = f"by {now}" if now else "while this process stood still, or deleted"
-        told = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
-        self.lost = Exit.LOCK_HELD, told
+        line = f"the lock of {self.workdir} was taken over {who}; this process has stopped without writing"
+        self.lost = Exit.LOCK_HELD, line
 
     def poll(self) -> None:
         """To be called every step. It looks at no file, unless this process has just stood still for three leases.
@@ -198,7 +194,7 @@ class RunLock:
         if self.lost is not None or not self.using.acquire(blocking=False):
             return
         try:
-            if not self.store.is_own_at_a_glance(self.me):
+            if not self.store.is_own(self.me, quick=True):
                 self.lose()
             self.reached = self.clock()
         except Moved as error:
@@ -227,12 +223,12 @@ class RunLock:
             raise Stop(*self.lost)
 
 
-def open_store(workdir: Any, say: Callable[[str], None], mode: int) -> FileLock | ObjectLock | None:
+def open_store(workdir: Any, log: Callable[[str], None]) -> FileLock | ObjectLock | None:
     """Where the lock of this folder is kept, which is made if it is missing; None for a storage that has no locks."""
-    folder = paths.make_run_dir(workdir, mode)
+    folder = paths.make_run_dir(workdir)
     if not paths.is_remote(workdir):
         return FileLock(folder)
     if str(workdir).startswith("gs://"):
         return ObjectLock(str(workdir))
-    say(f"{workdir}: this kind of storage has no lock; see to it that no other run writes there")
+    log(f"{workdir}: this kind of storage has no lock; see to it that no other run writes there")
     return None

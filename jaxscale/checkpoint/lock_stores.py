@@ -1,7 +1,7 @@
 """Where a lock is kept: a file that the kernel guards too, or an object that is replaced only in a known generation.
 
-Both have look, create, replace, renew, is_own, is_own_at_a_glance and remove. The version of a file is its inode and
-content, that of an object its generation.
+Both have look, create, replace, renew, is_own and remove. The version of a file is its inode and content, that of an
+object its generation.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from jaxscale.system import paths
 from jaxscale.system.bucket import Bucket
-from jaxscale.system.bucket_errors import Changed, Transient
+from jaxscale.system.bucket_errors import Changed, Unreachable
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import parse_json
 from jaxscale.system.storage import open_bucket
@@ -27,6 +27,7 @@ from jaxscale.system.storage import open_bucket
 SETTLE_SECONDS = 0.2  # where two take over at once and the file system has no flock, the later rename wins
 LOOK_SECONDS = 0.01
 DELETING_SECONDS = 2.0  # between the lock and the folder, where somebody removes it with all that is in it
+REMOVE_TRIES = 6  # 16 s of waiting at the most: a lock that stays costs the next run up to three leases
 SILENCE_SECONDS = 20.0  # without a byte from the service, after which a try is given up
 QUICK_SECONDS = 5.0  # the same where a step waits for the answer
 PADDED = 512  # bytes: a renewal writes over the last one in one call, and is never longer or shorter
@@ -54,6 +55,10 @@ class LockOwner:
     def content(self) -> bytes:
         """The text of the lock."""
         return json.dumps(dataclasses.asdict(self)).ljust(PADDED - 1).encode() + b"\n"
+
+    def is_in(self, found: "Look | None") -> bool:
+        """True if the lock that was found names this owner."""
+        return found is not None and found.owner is not None and found.owner.token == self.token
 
     def same_kernel(self, other: "LockOwner") -> bool:
         """True if both run under one kernel, which then knows of both."""
@@ -147,7 +152,7 @@ class FileLock:
 
     def __init__(self, folder: pathlib.Path):
         self.path, self.handle = folder / "lock", None
-        self.place: tuple[int, int] | None = None  # the folder itself, whatever its name, while the lock is held
+        self.folder_id: tuple[int, int] | None = None  # the folder itself, whatever its name, while the lock is held
 
     def look(self) -> Look | None:
         """What is there, None if nothing is. Raises BadInput for what is no file, a link among them."""
@@ -171,7 +176,7 @@ class FileLock:
             handle = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             return False
-        self.keep(handle, owner)
+        self.hold(handle, owner)
         paths.sync_folder(self.path.parent)
         return True
 
@@ -181,7 +186,7 @@ class FileLock:
         It becomes another file, so that nothing its old owner still writes can be seen.
         """
         own = self.path.with_name(f".lock.{owner.token}")
-        self.keep(os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
+        self.hold(os.open(own, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600), owner)
         try:
             handle = paths.open_to_write(self.path, os.O_RDWR)
         except FileNotFoundError:
@@ -192,7 +197,7 @@ class FileLock:
             now = self.look_again()
             if not steal and now != look.version:
                 own.unlink()
-                self.let_go()
+                self.release()
                 return False
             os.replace(own, self.path)
         finally:
@@ -217,21 +222,18 @@ class FileLock:
         os.pwrite(self.handle, owner.content(), 0)
         os.fsync(self.handle)
 
-    def is_own(self, owner: LockOwner) -> bool:
+    def is_own(self, owner: LockOwner, *, quick: bool = False) -> bool:
         """True if the lock names this owner. Raises Moved if its folder is not where it was."""
         now = self.look_again()
-        found = read_owner(now[1]) if now else None
-        if found is not None and found.token == owner.token:
+        if now and owner.is_in(Look(read_owner(now[1]), now, None, 0.0)):
             return True
-        if self.place is not None:
-            self.check_place(until=time.monotonic() + (DELETING_SECONDS if now is None else 0.0))
+        if self.folder_id is not None:
+            self.check_folder(until=time.monotonic() + (DELETING_SECONDS if now is None else 0.0))
         return False
 
-    is_own_at_a_glance = is_own
-
-    def check_place(self, until: float) -> None:
+    def check_folder(self, until: float) -> None:
         """Returns if the folder is still there at that time. Raises Moved once it is not: its files may go first."""
-        while self.place == place_of(self.path.parent):
+        while self.folder_id == folder_id(self.path.parent):
             if time.monotonic() >= until:
                 return
             time.sleep(LOOK_SECONDS)
@@ -246,20 +248,20 @@ class FileLock:
             if self.is_own(owner):
                 self.path.unlink()
         finally:
-            self.let_go()
+            self.release()
 
-    def keep(self, handle: int, owner: LockOwner) -> None:
+    def hold(self, handle: int, owner: LockOwner) -> None:
         """Flocks the open file and writes the owner into it."""
-        self.handle, self.place = handle, place_of(self.path.parent)
+        self.handle, self.folder_id = handle, folder_id(self.path.parent)
         while flock(handle) is False:  # whoever looks at the lock has it for a moment
             time.sleep(LOOK_SECONDS)
         os.pwrite(handle, owner.content(), 0)
         os.fsync(handle)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         if self.handle is not None:
             os.close(self.handle)
-        self.handle = self.place = None
+        self.handle = self.folder_id = None
 
 
 class ObjectLock:
@@ -289,18 +291,9 @@ class ObjectLock:
         if not self.write(owner, self.generation, self.once):
             raise Changed(self.url)
 
-    def is_own(self, owner: LockOwner) -> bool:
-        """True if the lock names this owner."""
-        return self.names(owner, self.door)
-
-    def is_own_at_a_glance(self, owner: LockOwner) -> bool:
-        """As is_own, in one quick try."""
-        return self.names(owner, dataclasses.replace(self.once, silence=QUICK_SECONDS))
-
-    def names(self, owner: LockOwner, door: Bucket) -> bool:
-        """True if the lock, seen through this door, names this owner."""
-        found = self.look(door)
-        return found is not None and found.owner is not None and found.owner.token == owner.token
+    def is_own(self, owner: LockOwner, *, quick: bool = False) -> bool:
+        """True if the lock names this owner. quick: in one try of a few seconds."""
+        return owner.is_in(self.look(dataclasses.replace(self.once, silence=QUICK_SECONDS) if quick else self.door))
 
     def write(self, owner: LockOwner, generation: int, door: Bucket | None = None) -> bool:
         """True if the object of this generation (0: none) is replaced."""
@@ -312,7 +305,7 @@ class ObjectLock:
                 return True
             except Changed:
                 found = self.look(door)  # perhaps by a try of our own whose answer was lost
-                if found is None or found.owner is None or found.owner.token != owner.token:
+                if not owner.is_in(found):
                     return False
                 self.generation = found.version
                 return True
@@ -320,12 +313,13 @@ class ObjectLock:
         return door.patiently(attempt, self.url)
 
     def remove(self, owner: LockOwner) -> None:
-        """Gives the lock back, if one try is enough: else it runs out by itself."""
-        with contextlib.suppress(Changed, Transient, FileNotFoundError):
-            self.door.delete(self.url, self.generation)
+        """Gives the lock back, if a few tries are enough: else it runs out by itself."""
+        door = dataclasses.replace(self.door, attempts=REMOVE_TRIES)
+        with contextlib.suppress(Changed, Unreachable, FileNotFoundError):  # the second if a try's answer was lost
+            door.patiently(lambda: door.delete(self.url, self.generation), self.url)
 
 
-def place_of(folder: pathlib.Path) -> tuple[int, int] | None:
+def folder_id(folder: pathlib.Path) -> tuple[int, int] | None:
     """What the folder is, whatever its name; None if there is none."""
     try:
         found = os.stat(folder)

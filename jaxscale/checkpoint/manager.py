@@ -9,7 +9,6 @@ The step thread only hands over a copy of the state (snapshot.py); a thread writ
 removes what need not stay (saver.py). A save that fails is news for the loop one step later, and is tried again.
 """
 
-import contextlib
 import functools
 import json
 import threading
@@ -22,24 +21,21 @@ import jax
 from jaxscale.checkpoint import folders, restore, write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.record import forget_last_good, named_leaves, read_last_good
-from jaxscale.checkpoint.restore import tell_lost
+from jaxscale.checkpoint.restore import log_lost
 from jaxscale.checkpoint.retention import CLEAN, read_facts
-from jaxscale.checkpoint.saver import Failures, Job, Reports, Saver
+from jaxscale.checkpoint.saver import Failures, Job, Saver
 from jaxscale.checkpoint.snapshot import copy_program, layout, take_snapshot
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.checkpoint.write import import_orbax
 from jaxscale.hosts.agree import agreed, next_key
+from jaxscale.hosts.reports import SharedReports
+from jaxscale.hosts.watchdog import UNWATCHED
 from jaxscale.monitor.events import Note, ignore
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 RETRY_SECONDS = 0.5  # between two attempts at the last save of a run
 ASIDE_SECONDS = 3600.0  # for a step to be moved away: in a bucket every object of it is copied
-
-
-def unwatched(name: str, step: int) -> contextlib.AbstractContextManager[None]:
-    """A phase that nobody watches."""
-    return contextlib.nullcontext()
 
 
 class Checkpoints:
@@ -56,10 +52,10 @@ class Checkpoints:
         *,
         note: Note = ignore,
         may_commit: Callable[[], None] = lambda: None,
-        reports: Reports | None = None,
-        phase: Callable[..., Any] = unwatched,
+        reports: SharedReports | None = None,
+        phase: Callable[..., Any] = UNWATCHED.phase,
     ):
-        """note: is told of every event. may_commit: raises Stop if the run's lock is not ours any more.
+        """note: takes every event. may_commit: raises Stop if the run's lock is not ours any more.
 
         reports: how all processes of a run learn of a failure after the same step; None for a single process. phase:
         the watchdog's, for the thread that saves.
@@ -70,7 +66,7 @@ class Checkpoints:
         self.preparing: threading.Thread | None = None
         self.due, self.postponed = False, False
         self.failed_in_row, self.last_failed = 0, -1
-        self.told: set[int] = set()  # steps whose failure is known here
+        self.reported: set[int] = set()  # steps whose failure is known here
 
     def prepare(self, state: Any = None) -> None:
         """Starts in a thread what the first save needs: Orbax imported (0.5 to 2 s), the copy of `state` compiled."""
@@ -141,15 +137,15 @@ class Checkpoints:
         except restore.Unreadable as error:
             raise self.corrupt(step, *error.args) from error
 
-    def newest_readable(self, say: Callable[[str], None] = print) -> int | None:
+    def newest_readable(self, log: Callable[[str], None] = print) -> int | None:
         """The newest step whose record can be read; None where there never was one. For all processes.
 
         A step whose record is damaged is set aside, as fall_back says.
         """
-        tell_lost(self, say)
-        return self.next_readable(say)
+        log_lost(self, log)
+        return self.next_readable(log)
 
-    def next_readable(self, say: Callable[[str], None]) -> int | None:
+    def next_readable(self, log: Callable[[str], None]) -> int | None:
         """As newest_readable, which says first what is lost."""
         step = agreed(self.latest_step)  # one look at the folder: another host may see a save a moment later
         if step is None:
@@ -157,10 +153,10 @@ class Checkpoints:
         try:
             agreed_record(functools.partial(self.read_record, step))
         except Stop as error:
-            return self.fall_back(step, error, say)
+            return self.fall_back(step, error, log)
         return step
 
-    def fall_back(self, step: int | None, error: Stop, say: Callable[[str], None] = print) -> int:
+    def fall_back(self, step: int | None, error: Stop, log: Callable[[str], None] = print) -> int:
         """The newest readable step below a damaged one, which is moved aside, with a line and an event that say so.
 
         The oldest is left where it is: what was lost is never made up for by beginning anew in silence. For all
@@ -171,27 +167,27 @@ class Checkpoints:
         older = agreed(functools.partial(self.newest, step))
         if older is None:
             raise error
-        place = self.set_aside(step, "damaged")
+        moved = self.set_aside(step, "damaged")
         cause = str(error).removesuffix(self.way_out(step, older))  # it is taken
-        self.note("fallback", step, to=older, cause=cause, moved_to=place)
-        say(f"WARNING: {cause}. It is now {place}; going on from step {older}, {step - older} steps before it")
-        return self.next_readable(say)
+        self.note("fallback", step, to=older, cause=cause, moved_to=moved)
+        log(f"WARNING: {cause}. It is now {moved}; going on from step {older}, {step - older} steps before it")
+        return self.next_readable(log)
 
-    def tell_changed_files(self, step: int, say: Callable[[str], None], small: bool = False) -> None:
+    def log_changed_files(self, step: int, log: Callable[[str], None], small: bool = False) -> None:
         """Says, in an event as well, if files of a step that was restored bit for bit are not as they were written.
 
         small: of a step whose arrays will be read; only the files beside them are looked at. For all processes.
         """
-        if told := restore.changed_files_of(self.directory / str(step), small):
-            self.note("alarm", step, cause=told)
-            say(f"WARNING: {told}")
+        if changed := restore.changed_files_of(self.directory / str(step), small):
+            self.note("alarm", step, cause=changed)
+            log(f"WARNING: {changed}")
 
     def set_aside(self, step: int, why: str) -> str:
         """Moves a step to '<why>-<step>-<UTC time>', where it does not count; the new place. For all processes."""
         self.join()
-        place = agreed(lambda: self.move_away(step, why), ASIDE_SECONDS)
-        self.note("set_aside", step, why=why, place=place)
-        return place
+        moved = agreed(lambda: self.move_away(step, why), ASIDE_SECONDS)
+        self.note("set_aside", step, why=why, place=moved)
+        return moved
 
     def move_away(self, step: int, why: str) -> str:
         """The new place of a step, if the folder is this run's. Raises as may_commit does."""
@@ -207,7 +203,7 @@ class Checkpoints:
             self.set_aside(found, why)
         return later
 
-    def check_room(self, abstract_state: Any, say: Callable[[str], None] = print) -> None:
+    def check_room(self, abstract_state: Any, log: Callable[[str], None] = print) -> None:
         """Says of a run that goes on if not all checkpoints that stay would have room, and how to make some.
 
         Raises Stop (NO_GO) if that is so of a new run, or if checkpoints of this state cannot be written at all.
@@ -216,7 +212,7 @@ class Checkpoints:
         check = functools.partial(write.check_before_run, self.directory, needed, self.cfg.keep_last)
         if warning := agreed(lambda: check(self.all_steps())):
             if jax.process_index() == 0:
-                say(f"WARNING: {warning}")
+                log(f"WARNING: {warning}")
 
     # Saving.
 
@@ -244,7 +240,7 @@ class Checkpoints:
 
         The state may be donated right afterwards. If the save before still runs, the call waits for its end; after
         wait_seconds it starts nothing, and `retry_due` becomes true when that one has ended: training goes on while
-        storage is slow or away. A failure is told by `poll`.
+        storage is slow or away. `poll` reports a failure.
         Args: state: any pytree of arrays and Python numbers. run: plain data that JSON can hold. health: "clean" or
         "suspect". metrics: of this state, such as validation/loss. wait: for the last save of a run: returns when it is
         committed, after several attempts if need be.
@@ -269,7 +265,7 @@ class Checkpoints:
         self.join()
         self.take_failure()
         for attempt in range(1, self.cfg.max_failed_saves + 1):
-            self.told.discard(step)
+            self.reported.discard(step)
             self.start(step, state, run, health, metrics)
             self.join()
             if (failure := self.take_failure()) is None:
@@ -305,9 +301,9 @@ class Checkpoints:
 
     def learn(self, step: int, cause: str) -> None:
         """Takes note of a failed save, once."""
-        if step in self.told:
+        if step in self.reported:
             return
-        self.told.add(step)
+        self.reported.add(step)
         last_saved = -1 if self.saver.last_saved is None else self.saver.last_saved
         self.failed_in_row = 1 if last_saved > self.last_failed else self.failed_in_row + 1
         self.last_failed, self.due = step, True
@@ -328,19 +324,24 @@ class Checkpoints:
             raise self.saver.fatal
 
     def take_failure(self) -> tuple[int, str] | None:
-        """(step, cause) if the last save failed and nobody has been told; it is noted then."""
+        """(step, cause) if the last save failed and has not been reported; it is noted then."""
         failure, self.saver.failure = self.saver.failure, None
-        if failure is None or failure[0] in self.told:
+        if failure is None or failure[0] in self.reported:
             return None
         self.learn(*failure)
         return failure
 
-    def close(self) -> None:
-        """Waits for the save in the background, unless the storage does not answer. Raises as wait does."""
+    def close(self, most_seconds: float | None = None) -> None:
+        """Waits for the save in the background, unless the storage does not answer. Raises as wait does.
+
+        most_seconds: give up on the save after so long, without an error: the caller has one already.
+        """
         if self.preparing is not None:
             self.preparing.join()  # an interpreter that ends while it compiles dies of a signal
         if self.busy and time.monotonic() - self.saver.began > self.cfg.max_save_seconds:
             return  # poll has said so
+        if most_seconds is not None and not self.saver.join(most_seconds):
+            return
         if not self.saver.fatal:
             self.wait()
 

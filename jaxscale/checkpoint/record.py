@@ -11,7 +11,7 @@ import jax
 from jaxscale.checkpoint.folders import is_step_name
 from jaxscale.checkpoint.storage_errors import is_storage_error, reached
 from jaxscale.system import fence, paths
-from jaxscale.system.exits import BadInput
+from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
 
 RECORD = "run/metadata"  # below the folder of a step: Orbax's JSON item of the name `run`
@@ -37,12 +37,22 @@ def require_record(folder: Any) -> dict[str, Any]:
         return read_record(folder)
     except BadInput as error:
         named = str(folder / RECORD)
-        raise BadInput(str(error) if named in str(error) else f"{named}: {error}") from None
+        if named in str(error):
+            raise
+        raise BadInput(f"{named}: {error}") from None
     except Exception as error:
         if not (isinstance(error, OSError) or is_storage_error(error)):
             raise
         cause = getattr(error, "strerror", None) or type(error).__name__
         raise BadInput(f"{folder / RECORD} cannot be read: {cause}") from None
+
+
+def require_step(folder: Any, way_out: str) -> dict[str, Any]:
+    """The record of a step that is to be read. Raises Stop (CHECKPOINT_CORRUPT) that ends with the way out."""
+    try:
+        return require_record(folder)
+    except BadInput as error:
+        raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {folder.name} cannot be read: {error}; {way_out}") from None
 
 
 def what_is_wrong(record: Any, name: str) -> str:
@@ -56,9 +66,9 @@ def what_is_wrong(record: Any, name: str) -> str:
     if not is_step_name(name):
         return ""
     step = int(name)
-    for told in (record.get("step", step), (record.get("run") or {}).get("step", step)):
-        if told != step:
-            return f"it is the record of step {told}: what lies in {name} was moved, copied or linked there"
+    for recorded in (record.get("step", step), (record.get("run") or {}).get("step", step)):
+        if recorded != step:
+            return f"it is the record of step {recorded}: what lies in {name} was moved, copied or linked there"
     return ""
 
 

@@ -1,6 +1,6 @@
 """A checkpoint read back: which step is taken where not all can be believed, and its state on whatever mesh is there.
 
-A state of which one bit differs from what was saved is refused; what is passed over is told.
+A state of which one bit differs from what was saved is refused; what is passed over is logged.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, n
 from jaxscale.checkpoint.storage_errors import clip, is_storage_error, short_reason
 from jaxscale.checkpoint.verify import changed_files
 from jaxscale.checkpoint.write import epath, import_orbax
-from jaxscale.hosts.agree import agreed, gathered, next_key
+from jaxscale.hosts.agree import agreed, gathered, next_key, process_and_count
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 
@@ -44,11 +44,12 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
         failure = [int(stop.code), "", str(stop)]
     except Unreadable as error:
         failure = [0, *error.args]
-    told = gathered(next_key("restore"), failure, RESTORE_SECONDS)  # before the devices are asked, for all or for none
-    for process, found in enumerate(told):
+    # before the devices are asked, for all or for none
+    answers = gathered(next_key("restore"), failure, RESTORE_SECONDS)
+    for process, found in enumerate(answers):
         if found:
             code, item, cause = found
-            cause = f"process {process}: {cause}" if len(told) > 1 else cause
+            cause = f"process {process}: {cause}" if len(answers) > 1 else cause
             raise Stop(Exit(code), cause) if code else Unreadable(item, cause)
     leaves = [restored[name] for name in wanted]
     for name, found in zip(wanted, fingerprints(leaves)):
@@ -64,17 +65,17 @@ def changed_files_of(folder: Any, small: bool = False) -> str:
     process looks at its share of the files, and all call this together. small: before the arrays are read, only the
     files beside them.
     """
-    share, shares = jax.process_index(), jax.process_count()
+    share, shares = process_and_count()
     try:
         mine = [list(found) for found in changed_files(folder, share, shares, small=small)]
     except Exception as error:
         if not is_storage_error(error):
             raise
         mine = [["its files", f"they could not be compared with their list: {short_reason(error)}"]]
-    told = [found for process in gathered(next_key("files"), mine, RESTORE_SECONDS) for found in process]
-    if not told:
+    changed = [found for process in gathered(next_key("files"), mine, RESTORE_SECONDS) for found in process]
+    if not changed:
         return ""
-    (name, cause), more = told[0], f"; and {len(told) - 1} more" if len(told) > 1 else ""
+    (name, cause), more = changed[0], f"; and {len(changed) - 1} more" if len(changed) > 1 else ""
     rest = "jaxscale ckpt verify reads all of it" if small else "every array came back bit for bit"
     return f"{name} in {folder}: {cause}{more}; {rest}, but is the disk well?"
 
@@ -94,7 +95,10 @@ def load_record(folder: Any) -> dict[str, Any]:
 def read_state(folder: Any, wanted: Mapping[str, Any], partial: bool) -> dict[str, Any]:
     """{name: leaf} of a step. Raises as load_record does, and what too little memory raises as it is."""
     try:
-        return read_leaves(folder / "state", wanted, partial)
+        orbax = import_orbax()
+        restore_args = nest({name: restore_arg(orbax, leaf) for name, leaf in wanted.items()})
+        args = orbax.args.PyTreeRestore(item=nest(wanted), restore_args=restore_args, partial_restore=partial)
+        return named_leaves(orbax.PyTreeCheckpointHandler().restore(epath(folder / "state"), args=args))
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
@@ -110,14 +114,6 @@ def raise_for(folder: Any, item: str, cause: str, trouble: bool) -> None:
             "again when the storage answers",
         )
     raise Unreadable(item, cause)
-
-
-def read_leaves(folder: Any, wanted: Mapping[str, Any], partial: bool) -> dict[str, Any]:
-    """{name: leaf} as Orbax brings them back."""
-    orbax = import_orbax()
-    restore_args = {name: restore_arg(orbax, leaf) for name, leaf in wanted.items()}
-    arguments = orbax.args.PyTreeRestore(item=nest(wanted), restore_args=nest(restore_args), partial_restore=partial)
-    return named_leaves(orbax.PyTreeCheckpointHandler().restore(epath(folder), args=arguments))
 
 
 def restore_arg(orbax: Any, leaf: Any) -> Any:
@@ -146,7 +142,7 @@ def check_fit(folder: Any, saved: Mapping, wanted: Mapping, partial: bool) -> No
         )
 
 
-def newest_to_read(checkpoints: Any, say: Callable[[str], None], before: int | None = None) -> int | None:
+def newest_to_read(checkpoints: Any, log: Callable[[str], None], before: int | None = None) -> int | None:
     """The newest step (below `before`) whose record can be believed, for those who only read; None if there is none.
 
     Nothing is moved, and what is passed over is said. For all processes.
@@ -159,7 +155,7 @@ def newest_to_read(checkpoints: Any, say: Callable[[str], None], before: int | N
     for step in steps:
         if step > newest:
             cause = why_not(checkpoints, step).removesuffix(checkpoints.way_out(step, newest))
-            say(f"WARNING: {cause}; step {newest} is taken")
+            log(f"WARNING: {cause}; step {newest} is taken")
     return newest
 
 
@@ -174,7 +170,7 @@ def why_not(checkpoints: Any, step: int) -> str:
     return ""
 
 
-def tell_lost(checkpoints: Any, say: Callable[[str], None]) -> None:
+def log_lost(checkpoints: Any, log: Callable[[str], None]) -> None:
     """Says, in an event as well, if the last good step is gone, is another or lacks its commit mark, or is not known.
 
     In a bucket a step without its mark looks like a save that was killed, and would be removed: it is set aside.
@@ -187,27 +183,27 @@ def tell_lost(checkpoints: Any, say: Callable[[str], None]) -> None:
     if isinstance(good, str):
         cause = f"{good}; which step was saved last is not known from it, and the next save writes it anew"
         checkpoints.note("alarm", None, cause=cause)
-        return say(f"WARNING: {cause}")
+        return log(f"WARNING: {cause}")
     step, newest = good["step"], agreed(checkpoints.latest_step)
     if agreed(lambda: folders.is_committed(directory / str(step))):
         if why_not(checkpoints, step) or checkpoints.read_record(step)["sha256"] == good["sha256"]:
-            return  # what cannot be believed is told when it is opened
+            return  # what cannot be believed is reported when it is opened
         cause = (
             f"step {step} is not the one that was last saved here ({directory / record.LAST_GOOD}): was it copied in"
         )
         checkpoints.note("alarm", step, cause=f"{cause}?")
-        return say(f"WARNING: {cause} from another run?")
+        return log(f"WARNING: {cause} from another run?")
     if newest is not None and agreed(lambda: was_set_aside(directory, good)):
         return
     cause = f"step {step}, the last that was saved whole ({directory / record.LAST_GOOD}), is not there any more"
     if paths.is_remote(directory) and agreed(lambda: (directory / str(step)).exists()):
-        place = checkpoints.set_aside(step, "damaged")
-        cause = f"step {step} was saved whole and has no {folders.COMMITTED} any more; it is now {place}"
+        moved = checkpoints.set_aside(step, "damaged")
+        cause = f"step {step} was saved whole and has no {folders.COMMITTED} any more; it is now {moved}"
     if newest is None:
         way_out = "bring one back from a copy, or name another --workdir"
         raise Stop(Exit.CHECKPOINT_CORRUPT, f"{cause}, and there is no other; {way_out}")
     checkpoints.note("alarm", step, cause=cause)
-    say(f"WARNING: {cause}")
+    log(f"WARNING: {cause}")
 
 
 def was_set_aside(directory: Any, good: Mapping[str, Any]) -> bool:
@@ -216,10 +212,10 @@ def was_set_aside(directory: Any, good: Mapping[str, Any]) -> bool:
     One that was saved anew after that, and is gone, is. Where its record cannot be read, as of a damaged one, it is
     taken for the same.
     """
-    for place in folders.those_set_aside(directory):
-        if place.name.split("-")[1] == str(good["step"]):
+    for moved in folders.those_set_aside(directory):
+        if moved.name.split("-")[1] == str(good["step"]):
             try:
-                same = load_record(place)["sha256"] == good["sha256"]
+                same = load_record(moved)["sha256"] == good["sha256"]
             except Unreadable:
                 same = True
             if same:

@@ -9,8 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.files import files_under
-from jaxscale.checkpoint.folders import COMMITTED, REMOVED, all_steps, is_step_name, remove_step, remove_tree
+from jaxscale.checkpoint.folders import (
+    COMMITTED,
+    REMOVED,
+    all_steps,
+    files_under,
+    is_step_name,
+    remove_step,
+    remove_tree,
+)
 from jaxscale.checkpoint.record import LAST_GOOD, RECORD, read_last_good, read_optional, read_record, require_record
 from jaxscale.checkpoint.storage_errors import errors_behind, is_storage_error, short_reason
 from jaxscale.checkpoint.verify import LISTS, REST
@@ -51,7 +58,9 @@ def is_lost(error: Exception) -> bool:
     if is_storage_error(error) or not isinstance(error, OSError | ValueError):
         return False
     causes = [link for link in errors_behind(error) if isinstance(link, OSError)]
-    return all(isinstance(link, FileNotFoundError | NotADirectoryError | IsADirectoryError) for link in causes)
+    return isinstance(error, FileNotFoundError) or all(
+        isinstance(link, FileNotFoundError | NotADirectoryError | IsADirectoryError) for link in causes
+    )
 
 
 def pinned_steps(directory: Any) -> set[int]:
@@ -68,17 +77,19 @@ def kept_steps(
     facts: Callable[[int], Facts] = lambda step: Facts(CLEAN, None),
     pinned: Iterable[int] = (),
     last_good: int | None = None,
-) -> set[int]:
-    """The steps that stay: by the settings, pinned ones, the last that was verified, and the newest clean one.
+) -> dict[int, str]:
+    """{step: why it stays}: by the settings, pinned ones, the last that was verified, and the newest clean one.
 
     facts: asked only where the answer matters.
     """
     ordered = sorted(steps)
-    kept = set(ordered[-cfg.keep_last :]) | set(pinned) | {last_good}
-    kept |= {step for step in ordered if cfg.keep_every_steps and step % cfg.keep_every_steps == 0}
-    kept |= set(best_steps(ordered, cfg.keep_best, facts))
-    newest_clean = next((step for step in reversed(ordered) if facts(step).health == CLEAN), None)
-    return (kept | {newest_clean}) & set(ordered)
+    clean = next((step for step in reversed(ordered) if facts(step).health == CLEAN), None)
+    why = {clean: "newest clean", last_good: "last good"} | dict.fromkeys(pinned, "pinned")  # a later reason goes first
+    why |= {step: f"best {rank}" for rank, step in enumerate(best_steps(ordered, cfg.keep_best, facts), 1)}
+    if every := cfg.keep_every_steps:
+        why |= {step: f"every {every}" for step in ordered if step % every == 0}
+    why |= dict.fromkeys(ordered[-cfg.keep_last :], f"newest {cfg.keep_last}")
+    return {step: why[step] for step in ordered if step in why}
 
 
 def best_steps(steps: Iterable[int], count: int, facts: Callable[[int], Facts]) -> list[int]:
@@ -157,33 +168,20 @@ def why_kept(facts: Sequence[StepFacts], last_good: int | None, cfg: CheckpointC
     health = lambda fact: None if fact.problem else fact.health or CLEAN
     known = {fact.step: Facts(health(fact), fact.validation_loss) for fact in facts}
     pinned = {fact.step for fact in facts if fact.pinned}
-    best = best_steps(known, cfg.keep_best, known.get)
-    kept = {}
-    for step in sorted(kept_steps(known, cfg, known.get, pinned, last_good) | unread):
-        if step in sorted(known)[-cfg.keep_last :]:
-            kept[step] = f"newest {cfg.keep_last}"
-        elif cfg.keep_every_steps and step % cfg.keep_every_steps == 0:
-            kept[step] = f"every {cfg.keep_every_steps}"
-        elif step in best:
-            kept[step] = f"best {best.index(step) + 1}"
-        elif step in pinned:
-            kept[step] = "pinned"
-        elif step in unread:
-            kept[step] = "its record cannot be read"
-        else:
-            kept[step] = "last good" if step == last_good else "newest clean"
-    return kept
+    kept = kept_steps(known, cfg, known.get, pinned, last_good)
+    kept |= {step: "its record cannot be read" for step in unread if kept.get(step) in (None, "last good")}
+    return dict(sorted(kept.items()))
 
 
 def last_good_step(directory: Any) -> int | None:
     """The newest step that training read back, if it says so. Raises Stop (STORAGE) where that cannot be known."""
-    place = directory / LAST_GOOD
+    path = directory / LAST_GOOD
     try:
-        found = paths.read_json(place)
+        found = paths.read_json(path)
     except Exception as error:
         if is_lost(error):
             return None
-        raise Stop(Exit.STORAGE, f"{place} cannot be read: {short_reason(error)}; nothing was deleted") from None
+        raise Stop(Exit.STORAGE, f"{path} cannot be read: {short_reason(error)}; nothing was deleted") from None
     return found.get("step") if isinstance(found, dict) else None
 
 

@@ -9,7 +9,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
@@ -19,6 +19,7 @@ from jaxscale.checkpoint.record import describe_leaf, seal, write_last_good
 from jaxscale.checkpoint.snapshot import Snapshot
 from jaxscale.checkpoint.storage_errors import NO_INODES, clip, missing_grant, no_inodes_message, short_reason
 from jaxscale.hosts.agree import gathered
+from jaxscale.hosts.reports import SharedReports
 from jaxscale.monitor.events import Note
 from jaxscale.system import paths
 from jaxscale.system.exits import Stop
@@ -43,38 +44,28 @@ class Job:
     metrics: dict[str, float]
 
 
-class Reports(Protocol):
-    """How the processes of a run learn of a failed save: all of them after the same step."""
-
-    def failed(self, step: int, cause: str) -> None:
-        """Says that the save of `step` has failed. In any thread, in as many processes as know of it."""
-
-    def news(self, now_step: int) -> tuple[int, str] | None:
-        """(step, cause) of a save that failed, once; asked after every step, and the same answer in all processes."""
-
-
 class Failures:
-    """The reports of a single process."""
+    """How a single process learns of a failed save; SharedReports is that of several."""
 
     def __init__(self):
         self.lock = threading.Lock()
         self.waiting: list[tuple[int, str]] = []
 
     def failed(self, step: int, cause: str) -> None:
-        """Says that the save of `step` has failed."""
+        """Says that the save of `step` has failed. In any thread."""
         with self.lock:
             self.waiting.append((step, cause))
 
     def news(self, now_step: int) -> tuple[int, str] | None:
-        """(step, cause) of a save that failed, once."""
-        if not self.waiting:  # without the lock: asked after every step
+        """(step, cause) of a save that failed, once; asked after every step."""
+        if not self.waiting:  # without the lock
             return None
         with self.lock:
             return self.waiting.pop(0)
 
 
 class Saver:
-    """Writes one checkpoint after the other in a thread. What it finds out is told by `reports` and `note`."""
+    """Writes one checkpoint after the other in a thread. What it finds out goes to `reports` and `note`."""
 
     def __init__(
         self,
@@ -82,7 +73,7 @@ class Saver:
         cfg: CheckpointConfig,
         note: Note,
         may_commit: Callable[[], None],
-        reports: Reports,
+        reports: Failures | SharedReports,
         phase: Callable[..., Any],
     ):
         self.directory, self.cfg, self.note = directory, cfg, note
@@ -146,7 +137,7 @@ class Saver:
 
         def prepare() -> bool:
             self.may_commit()
-            if folders.is_committed(self.directory / str(step)):  # by a try whose last act was told as a failure
+            if folders.is_committed(self.directory / str(step)):  # though the attempt seemed to fail
                 record.update(record_of(job))
                 if write.holds(self.directory / str(step), record):
                     return True
@@ -211,8 +202,8 @@ class Saver:
             if failed.args[1:] == (DAMAGED,):
                 if jax.process_index() == 0:
                     self.may_commit()
-                    place = folders.set_aside(self.directory, job.step, "damaged")
-                    self.note("set_aside", job.step, why="damaged", place=str(place), cause=str(failed.args[0]))
+                    moved = folders.set_aside(self.directory, job.step, "damaged")
+                    self.note("set_aside", job.step, why="damaged", place=str(moved), cause=str(failed.args[0]))
                 raise
             if jax.process_index() == 0:
                 self.note("alarm", job.step, cause=f"saved, but it could not be read back: {failed.args[0]}")
@@ -252,7 +243,7 @@ class Saver:
         pinned = retention.pinned_steps(self.directory) | {self.last_verified}
         steps = folders.all_steps(self.directory)
         kept = retention.kept_steps(steps, self.cfg, fact, pinned, newest)
-        for step in sorted(set(steps) - kept - set(unknown)):
+        for step in sorted(set(steps) - set(kept) - set(unknown)):
             folders.remove_step(self.directory, step)
         for step, error in unknown.items():
             self.note("alarm", newest, cause=f"step {step} stays, its record cannot be read: {short_reason(error)}")
@@ -279,21 +270,21 @@ class Saver:
             mine = [short_reason(error), type(error).__name__]
             if isinstance(error, verify.Damaged | FileExistsError):
                 mine[0] = clip(str(error))
-        told = gathered(f"{job.key}/{name}", mine, self.cfg.max_save_seconds)
+        results = gathered(f"{job.key}/{name}", mine, self.cfg.max_save_seconds)
         if stop:
             raise stop
-        failed = [(process, *failure) for process, failure in enumerate(told) if isinstance(failure, list)]
+        failed = [(process, *failure) for process, failure in enumerate(results) if isinstance(failure, list)]
         for process, cause, kind in sorted(failed, key=lambda failure: failure[2] != DAMAGED):
-            raise SaveFailed(f"process {process}: {cause}" if len(told) > 1 else cause, kind)
-        return told[0] is True
+            raise SaveFailed(f"process {process}: {cause}" if len(results) > 1 else cause, kind)
+        return results[0] is True
 
     def cause_of(self, error: Exception, job: Job) -> str:
         """The cause of a failed save with what it needs and has, and what permission is missing."""
         cause = str(error.args[0]) if isinstance(error, SaveFailed) else short_reason(error)
         cause += missing_grant(cause, self.directory)
         full = "No space left" in cause or NO_INODES in cause
-        if full and not paths.is_remote(self.directory) and (told := no_inodes_message(self.directory)):
-            return told
+        if full and not paths.is_remote(self.directory) and (message := no_inodes_message(self.directory)):
+            return message
         try:
             return f"{cause} ({write.room_text(self.directory, write.state_bytes(job.snapshot.leaves.values()))})"
         except OSError:

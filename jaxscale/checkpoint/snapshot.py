@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxscale.checkpoint.fingerprint import fingerprint, fingerprints, replicated
+from jaxscale.checkpoint.fingerprint import fingerprint, fingerprint_on_host, on_device, replicated
 
 HOST = "pinned_host"
 
@@ -29,9 +29,10 @@ class Snapshot:
     def prints(self) -> dict[str, int]:
         """{name: fingerprint}; waits for the devices."""
         found = iter(np.asarray(self.device_prints).tolist() if self.device_prints is not None else ())
-        on_host = [leaf for leaf in self.leaves.values() if not isinstance(leaf, jax.Array)]
-        others = iter([fingerprints([leaf])[0] for leaf in on_host])
-        return {name: next(found if isinstance(leaf, jax.Array) else others) for name, leaf in self.leaves.items()}
+        return {
+            name: next(found) if isinstance(leaf, jax.Array) else fingerprint_on_host(leaf)
+            for name, leaf in self.leaves.items()
+        }
 
 
 def take_snapshot(leaves: Mapping[str, Any]) -> Snapshot:
@@ -56,27 +57,20 @@ def layout(arrays: Sequence[Any]) -> tuple:
 @functools.lru_cache(maxsize=8)
 def copy_program(described: tuple) -> Any:
     """The compiled function (arrays) -> (copies, uint32[number of arrays])."""
-    abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype, place in described]
-    places = [resting_place(place) for *_, place in described]
+    abstract = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape, dtype, sharding in described]
+    shardings = [snapshot_sharding(sharding) for *_, sharding in described]
 
     def copy(arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         near = [on_device(array) for array in arrays]
         return [jnp.copy(array) for array in near], jnp.stack([fingerprint(array) for array in near])
 
-    program = jax.jit(copy, out_shardings=(places, replicated(abstract)))
+    program = jax.jit(copy, out_shardings=(shardings, replicated(abstract)))
     return program.lower(abstract).compile()  # here and now, in whichever thread: a jit would compile at its first call
 
 
-def on_device(array: jax.Array) -> jax.Array:
-    """The array where it can be computed with."""
-    if jax.typeof(array).memory_space == jax.memory.Space.Host:
-        return jax.device_put(array, jax.memory.Space.Device)
-    return array
-
-
-def resting_place(place: jax.sharding.Sharding) -> jax.sharding.Sharding:
+def snapshot_sharding(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     """The same sharding in the memory of the host, where the platform tells them apart."""
-    device = next(iter(place.device_set))
+    device = next(iter(sharding.device_set))
     if device.platform == "cpu" or HOST not in {memory.kind for memory in device.addressable_memories()}:
-        return place
-    return place.with_memory_kind(HOST)
+        return sharding
+    return sharding.with_memory_kind(HOST)

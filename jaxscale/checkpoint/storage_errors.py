@@ -47,9 +47,9 @@ def short_reason(error: BaseException) -> str:
             isinstance(link, OSError)
             and link.errno == errno.ENOSPC
             and link.filename
-            and (told := no_inodes_message(link.filename))
+            and (message := no_inodes_message(link.filename))
         ):
-            return clip(told)
+            return clip(message)
         if isinstance(link, OSError) and link.strerror:
             return clip(f"{link.strerror}: {link.filename}" if link.filename else link.strerror)
     for link in chain:
@@ -64,10 +64,10 @@ def no_inodes_message(path: Any) -> str:
 
     the system calls such a disk full, and some file systems of a network count so and give files all the same.
     """
-    place = os.path.abspath(path)
-    while not os.path.exists(place):
-        place = os.path.dirname(place)
-    found = os.statvfs(place)
+    parent = os.path.abspath(path)
+    while not os.path.exists(parent):
+        parent = os.path.dirname(parent)
+    found = os.statvfs(parent)
     if not found.f_files or found.f_favail:  # some file systems do not count them
         return ""
     return f"{NO_INODES} on the disk of {path}: it has room for bytes, and for not one more file; remove some files"

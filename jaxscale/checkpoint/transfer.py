@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.files import copy_file, files_under, mark_of
-from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED, is_committed
+from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED, copy_file, files_under, is_committed, mark_of
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import RECORD, digest, read_optional, require_record
+from jaxscale.checkpoint.record import RECORD, digest, read_optional, require_record, require_step
 from jaxscale.checkpoint.retention import COPIED
 from jaxscale.checkpoint.verify import Damage, changed_files, verify_folder
 from jaxscale.monitor.events import NAME as EVENTS
@@ -45,7 +44,7 @@ def copy_step(
     the destination belongs to another run, cannot be written, or the source is not there (any more).
     """
     run, folder = source.directory.parent, source.directory / str(step)
-    record = read_step(folder)
+    record = require_step(folder, "take another step")
     destination = check_destination(run, record, step, workdir)
     for where in (destination.parent, destination, destination / COPIED):
         paths.make_run_dir(where)
@@ -64,7 +63,7 @@ def copy_step(
     if remote:
         require_whole(folder, step)  # what arrives is compared with this by md5, and not read back
     elif changed := list(changed_files(folder, small=True)):
-        raise damaged(folder, step, [Damage(*told) for told in changed])
+        raise damaged(folder, step, [Damage(*found) for found in changed])
     paths.write_json(note, claim)
     growing = final if remote else destination / f"{GROWING}{step}"
     claim["files"], kept = copy_files(folder, growing, on_bytes)
@@ -81,14 +80,6 @@ def copy_step(
     return Copied(len(sizes), sum(sizes), kept)
 
 
-def read_step(folder: Any) -> dict[str, Any]:
-    """The record of a step that is to be read. Raises Stop (CHECKPOINT_CORRUPT)."""
-    try:
-        return require_record(folder)
-    except BadInput as error:
-        raise Stop(Exit.CHECKPOINT_CORRUPT, f"step {folder.name} cannot be read: {error}; take another step") from None
-
-
 def require_whole(folder: Any, step: int, finished: bool = True) -> None:
     """Raises Stop (CHECKPOINT_CORRUPT) naming what is damaged."""
     if damages := verify_folder(folder, finished=finished).damages:
@@ -98,10 +89,10 @@ def require_whole(folder: Any, step: int, finished: bool = True) -> None:
 def damaged(folder: Any, step: int, damages: Sequence[Damage]) -> Stop:
     """The error for a step, or a copy of it, that is not what was saved."""
     more = f"; and {len(damages) - 2} more" if len(damages) > 2 else ""
-    told = "; ".join(str(damage) for damage in damages[:2])
+    shown = "; ".join(str(damage) for damage in damages[:2])
     return Stop(
         Exit.CHECKPOINT_CORRUPT,
-        f"step {step} in {folder} is damaged: {told}{more}; remove that folder, or copy another step",
+        f"step {step} in {folder} is damaged: {shown}{more}; remove that folder, or copy another step",
     )
 
 

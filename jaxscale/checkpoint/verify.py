@@ -8,15 +8,13 @@ is known. That this list must be there, the record says.
 
 import dataclasses
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from jaxscale.checkpoint.array_store import DICT_KEY, TREE, Arrays, Locations, compare_leaf, index_damages, named_files
-from jaxscale.checkpoint.files import files_under, mark_of
-from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED
+from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED, files_under, forget, mark_of
 from jaxscale.checkpoint.record import RECORD, is_sealed, read_record, require_record, seal
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import paths
@@ -88,9 +86,9 @@ def look_through(folder: Any, on_bytes: Callable[[int], None], finished: bool) -
             damages.append(Damage(name, cause, located.files(name) or named_files(cause)))
         done += size
         on_bytes(done)
-    damages += [Damage(*told) for told in index_damages(folder)]
+    damages += [Damage(*found) for found in index_damages(folder)]
     named = {file for damage in damages for file in (damage.what, *damage.files)}
-    damages += [Damage(*told) for told in changed_files(folder, finished=finished) if told[0] not in named]
+    damages += [Damage(*found) for found in changed_files(folder, finished=finished) if found[0] not in named]
     return Verdict(len(record["leaves"]), done, tuple(damages))
 
 
@@ -134,7 +132,9 @@ def verify_leaves(folder: Any, leaves: Mapping[str, list], share: int = 0, share
     Args: leaves: {name: [shape, dtype, fingerprint]} of its record. share: which of the `shares` this process reads.
     Raises: Damaged with the name of the first leaf that differs or is not there.
     """
-    forget_cached(folder)
+    if not paths.is_remote(folder):
+        for name in files_under(folder):
+            forget(folder / name)
     arrays = Arrays(folder)
     for name in sorted(leaves)[share::shares]:
         try:
@@ -155,19 +155,6 @@ def sealed_record(folder: Any, read: Callable[[Any], dict[str, Any]]) -> dict[st
         if is_storage_error(error):
             raise
         raise Damaged(f"its record cannot be read back: {error}") from error
-
-
-def forget_cached(folder: Any) -> None:
-    """Makes the system read the files from the disk the next time, where it can be asked to."""
-    if paths.is_remote(folder) or not hasattr(os, "posix_fadvise"):
-        return
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            handle = os.open(os.path.join(parent, name), os.O_RDONLY)
-            try:
-                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(handle)
 
 
 def list_own_files(folder: Any, process: int) -> None:
@@ -223,7 +210,7 @@ def must_be_listed(folder: Any) -> bool:
     except (OSError, BadInput) as error:
         if is_storage_error(error):
             raise
-        return False  # which is told as damage of the record
+        return False  # which is reported as damage of the record
 
 
 def read_list(path: Any) -> dict[str, list] | None:

@@ -93,17 +93,17 @@ def array_handler() -> Any:
 def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: int) -> None:
     """Returns when this process's part of the arrays is on the disk. For all processes, after prepare_step."""
     orbax, folder = import_orbax(), folders.unfinished_folder(directory, step)
-    with itself(folder) as place:
+    with itself(folder) as opened:
         fence.ask(folder)
-        array_handler().save(epath(place / "state"), args=orbax.args.PyTreeSave(nest(leaves)))
+        array_handler().save(epath(opened / "state"), args=orbax.args.PyTreeSave(nest(leaves)))
         crash_point("save/arrays")
         fence.ask(folder)
         if not paths.is_remote(directory):
             for part in (f"ocdbt.process_{process}", "array_metadatas"):
-                if (place / "state" / part).exists():
-                    sync_tree(place / "state" / part)
+                if (opened / "state" / part).exists():
+                    sync_tree(opened / "state" / part)
         fence.ask(folder)
-        verify.list_own_files(place, process)
+        verify.list_own_files(opened, process)
     crash_point("save/arrays_synced")
 
 
@@ -130,41 +130,39 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
     may_commit: raises if this process must not write any more. began: time.time() when the save began.
     """
     folder = folders.unfinished_folder(directory, step)
-    with itself(folder) as place:
+    with itself(folder) as opened:
         fence.ask(folder)
-        array_handler().finalize(epath(place / "state"))
+        array_handler().finalize(epath(opened / "state"))
         crash_point("save/finalized")
         fence.ask(folder)
-        describe(place, record, f"Checkpoint commit was successful to {directory / str(step)}", began)
+        describe(opened, record, f"Checkpoint commit was successful to {directory / str(step)}", began)
         fence.ask(folder)
-        verify.list_all_others(place, jax.process_count())
+        verify.list_all_others(opened, jax.process_count())
         crash_point("save/described")
         if not paths.is_remote(directory):
-            folders.mark_committed(place)
-            sync_tree(place)
+            folders.mark_committed(opened)
+            sync_tree(opened)
             crash_point("save/synced")
+    may_commit()
+    crash_point("save/before_commit")
     if paths.is_remote(directory):
-        may_commit()
-        crash_point("save/before_commit")
         folders.mark_committed(folder)
     else:
-        may_commit()
-        crash_point("save/before_commit")
         folder.rename(directory / str(step))
         crash_point("save/renamed")
         paths.sync_folder(directory)
     crash_point("save/after_commit")
 
 
-def describe(place: Any, record: Mapping[str, Any], committed: str, began: float) -> None:
+def describe(opened: Any, record: Mapping[str, Any], committed: str, began: float) -> None:
     """Writes the record, and what stock Orbax looks for beside it."""
-    (place / RECORD).write_text(json.dumps(record))
+    (opened / RECORD).write_text(json.dumps(record))
     crash_point("save/record")
     for item in ("run", "state"):
-        (place / item / folders.COMMITTED).write_text(committed)
+        (opened / item / folders.COMMITTED).write_text(committed)
     about = {"item_handlers": HANDLERS, "metrics": record["metrics"], "performance_metrics": {}, "custom_metadata": {}}
     about |= {"init_timestamp_nsecs": int(began * 1e9), "commit_timestamp_nsecs": time.time_ns()}
-    (place / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
+    (opened / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
 
 
 def wait_for_record(folder: Any) -> dict[str, Any]:
@@ -287,7 +285,7 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
 
     Args: needed: bytes of one. keep: how many stay. steps: those that are there now.
     Raises: Stop (NO_GO) if checkpoints cannot be written in the folder, or if a new run's would not have room. A run
-    that goes on may: a save that fails is told and tried again, while nobody starts one again that was refused.
+    that goes on may: a save that fails is reported and tried again, while nobody starts one again that was refused.
     """
     if paths.is_remote(directory):
         return None  # a bucket has no free space to ask for; that it can be written shows at the first file of the run
@@ -300,10 +298,10 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
             probe.write(b"x")
     except OSError as error:
         if error.errno not in FULL or not (steps or aside):
-            told = no_inodes_message(directory) if error.errno == errno.ENOSPC else ""
+            cause = no_inodes_message(directory) if error.errno == errno.ENOSPC else ""
             raise Stop(
                 Exit.NO_GO,
-                f"no checkpoint can be written in {directory}: {told or error.strerror or error}; "
+                f"no checkpoint can be written in {directory}: {cause or error.strerror or error}; "
                 "give this user the right to write there, or choose another --workdir",
             ) from None
     number = max(1, keep + 2 - len(steps))  # one is being written while those that stay are all still there

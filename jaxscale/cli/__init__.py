@@ -87,14 +87,14 @@ def dispatch(argv: list[str]) -> int:
         return 0
     if verb not in VERBS:
         close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
-        raise BadInput(f"jaxscale has no verb {verb!r}; " + (f"did you mean {close[0]!r}?" if close else verb_list()))
+        hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(VERBS)}"
+        raise BadInput(f"jaxscale has no verb {verb!r}; {hint}")
     return importlib.import_module(VERBS[verb][0]).main(rest)
 
 
 def help_of(verb: str) -> str:
     """The page of a verb, as it is written: --help fits it to the terminal, and has groups of settings behind it."""
-    module = importlib.import_module(VERBS[verb][0])
-    return getattr(module, "HELP", module.__doc__)
+    return importlib.import_module(VERBS[verb][0]).main.page
 
 
 def verbs_help() -> str:
@@ -105,8 +105,3 @@ def verbs_help() -> str:
         lines += [f"{group}:", *(f"  {verb.ljust(width)}  {VERBS[verb][1]}" for verb in verbs), ""]
     lines += ["jaxscale VERB --help tells more, an example first.", "", "exit codes:", codes_help()]
     return "\n".join(lines)
-
-
-def verb_list() -> str:
-    """'it has train, verify'."""
-    return f"it has {', '.join(VERBS)}"

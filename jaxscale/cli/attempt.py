@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxscale.system.exits import BadInput, Exit, Stop
 
@@ -88,26 +88,14 @@ class Child:
         with log.open("ab") as file:
             self.attempt = Attempt(command, env, output=file.fileno())
 
-    def finish(self) -> None:
-        """Waits for the end. Raises Stop with the child's exit code if it is not 0."""
+    def finish(self, *, killed: bool = False) -> None:
+        """Waits for the end, by SIGKILL if `killed`. Raises Stop, with the child's exit code, for another one."""
         code = self.attempt.wait()  # whatever ends the wait, the process is gone
-        if code:
+        if killed and code == 0:
+            raise Stop(Exit.ERROR, "the run ended before it could be killed; give it more --steps")
+        if code != (-signal.SIGKILL if killed else 0):
             known = Exit(code) if code in list(Exit) else Exit.ERROR
             raise Stop(known, f"the run ended with exit {code}: {self.tail()}")
-
-    def kill_when(self, reached: Callable[[], str]) -> str:
-        """Kills the process as soon as reached() says where it is, and returns that. Raises Stop if it ends before."""
-        try:
-            while self.attempt.running():
-                if where := reached():
-                    return where
-                time.sleep(0.001)
-        finally:
-            if self.attempt.running():
-                self.attempt.kill_group()
-                self.attempt.wait()
-        self.finish()
-        raise Stop(Exit.ERROR, "the run ended before it could be killed; give it more --steps")
 
     def tail(self) -> str:
         """The last line of its output."""
@@ -115,8 +103,8 @@ class Child:
         return lines[-1] if lines else f"it printed nothing to {self.log}"
 
 
-def environment(devices: int) -> dict[str, str]:
-    """This process's environment with so many simulated devices for jax."""
+def simulated(devices: int) -> dict[str, str]:
+    """This process's environment, with this number of simulated CPU devices for JAX."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
     flags.append(f"--xla_force_host_platform_device_count={devices}")
     return os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu"}

@@ -15,7 +15,8 @@ The exit code does not depend on speed.
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,9 +33,11 @@ from jaxscale.cli import (
     bench_survive,
     run_verb,
 )
-from jaxscale.command_line import Arguments, config_values, flag, parse, whole_number
+from jaxscale.command_line import Arguments, flag, whole_number
+from jaxscale.config import RunConfig
+from jaxscale.config_file import config_values
 from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.help_text import page_of, show_help
+from jaxscale.help_text import command
 from jaxscale.hosts import cluster
 from jaxscale.planning.check import device_bytes
 from jaxscale.planning.measured import from_record, keep_measured
@@ -93,12 +96,10 @@ class BenchFlags(cluster.HostFlags):
     batch_rows: int = flag(64, "data: rows of a batch", least=2)
 
 
-FLAGS, HELP = BenchFlags, page_of(__doc__, BenchFlags)
-
-ALL = ("config", "settings", "json")
+ALL = ("config", "settings", "json", "save", "against")  # the last two are refused where they say nothing
 SHARED = (*ALL, "spec", "dtype", "steps", "devices")
 SUBVERBS = {
-    "step": (*SHARED, "warmup", "rounds", "save", "against"),
+    "step": (*SHARED, "warmup", "rounds"),
     "loop": SHARED,
     "survive": (*SHARED, "rounds"),
     "statistics": (*SHARED, "rounds"),
@@ -108,27 +109,27 @@ SUBVERBS = {
 }
 
 
-def main(argv: list[str]) -> int:
-    """Measures what argv names, the step if it names nothing, and returns the exit code."""
-    what, *rest = argv if argv and not argv[0].startswith("-") else ["step", *argv]
-    if what not in SUBVERBS:
-        raise BadInput(f"jaxscale bench has nothing called {what!r}; it has {', '.join(SUBVERBS)}")
+@command(BenchFlags, __doc__, subverbs=SUBVERBS, alone="step")
+def main(arguments: Arguments) -> None:
+    """Measures what is named, the step if nothing is."""
+    flags, what = arguments.flags, arguments.subverb
     for name, does in (("save", "keeps what `jaxscale bench step` measured"), ("against", "compares steps")):
-        if what != "step" and any(word.partition("=")[0] == f"--{name}" for word in rest):
+        if what != "step" and getattr(flags, name):
             raise BadInput(f"--{name} {does}: it is for jaxscale bench step")
-    arguments = parse(rest, BenchFlags, SUBVERBS[what])
-    if arguments.help:
-        show_help(HELP)
-        return 0
-    flags = arguments.flags
     if flags.against:
-        against(arguments, rest)
-        return 0
+        against(arguments)
+        return
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
-    measures = dict(step=step, loop=loop, survive=survive, statistics=statistics, sample=sample, data=data)
-    (save_steps if flags.save else (measures | {"collectives": collectives})[what])(arguments)
-    return 0
+    if what == "collectives":
+        collectives(arguments)
+    elif what == "data":
+        record = data(arguments)
+        show(flags, record, bench_data.data_lines(record))
+    elif flags.save:
+        save_steps(arguments)
+    else:
+        show(flags, *measure(what, *bench_step.read_config(arguments), flags))
 
 
 def show(flags: BenchFlags, record: Mapping[str, Any], lines: Iterable[str]) -> None:
@@ -136,70 +137,39 @@ def show(flags: BenchFlags, record: Mapping[str, Any], lines: Iterable[str]) -> 
     put(json.dumps(record) if flags.json else "\n".join(lines))
 
 
-def step(arguments: Arguments) -> dict[str, Any]:
-    """`jaxscale bench step`, and what it measured."""
-    flags = arguments.flags
-    name, cfg = bench_step.read_config(arguments)
-    record = bench_step.measure_step(name, cfg, steps=flags.steps or 6, warmup=flags.warmup)
-    show(flags, record, bench_step.step_lines(record))
-    return record
+def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[dict[str, Any], list[str]]:
+    """(the record of what is measured of a config, the record for people)."""
+    loops = lambda: dict(steps=whole_number("steps", str(flags.steps or 20), 2), rounds=flags.rounds or 5)
+    match what:
+        case "step":
+            record = bench_step.measure_step(name, cfg, steps=flags.steps or 6, warmup=flags.warmup)
+            return record, bench_step.step_lines(record)
+        case "loop":
+            record = bench_loop.measure_loop(cfg, steps=flags.steps or 100)
+            return record, bench_loop.loop_lines(name, record)
+        case "survive":
+            record = bench_survive.measure_survive(cfg, **loops())
+            return record, bench_survive.survive_lines(record)
+        case "statistics":
+            record = bench_statistics.measure_statistics(name, cfg, **loops())
+            return record, bench_statistics.statistics_lines(record)
+    sizes = dict(prompt_tokens=flags.prompt_tokens, num_tokens=flags.num_tokens, batch=flags.rows)
+    record = bench_sample.measure_sample(name, cfg, **sizes)
+    return record, bench_sample.sample_lines(record)
 
 
 def save_steps(arguments: Arguments) -> None:
     """`jaxscale bench step --save`: measures the config or spec, or every spec, and keeps the results."""
     flags = arguments.flags
-    if flags.against:
-        raise BadInput("--save keeps what our step was measured at, and --against compares it; give one of them")
     for spec in [flags.spec] if arguments.config or flags.spec else bench_step.SPECS:
-        record = step(dataclasses.replace(arguments, flags=dataclasses.replace(flags, spec=spec)))
+        one = dataclasses.replace(arguments, flags=dataclasses.replace(flags, spec=spec))
+        record, lines = measure("step", *bench_step.read_config(one), flags)
+        show(flags, record, lines)
         devices = jax.devices()
-        file = keep_measured(
-            from_record(
-                record, platform=devices[0].platform, num_devices=len(devices), memory_bytes=device_bytes(devices) or 0
-            )
-        )
+        about = dict(platform=devices[0].platform, num_devices=len(devices), memory_bytes=device_bytes(devices) or 0)
+        file = keep_measured(from_record(record, **about))
         if not flags.json:
             put(f"  kept in {file}")
-
-
-def loop(arguments: Arguments) -> None:
-    """`jaxscale bench loop`."""
-    name, cfg = bench_step.read_config(arguments)
-    record = bench_loop.measure_loop(cfg, steps=arguments.flags.steps or 100)
-    show(arguments.flags, record, bench_loop.loop_lines(name, record))
-
-
-def survive(arguments: Arguments) -> None:
-    """`jaxscale bench survive`."""
-    _, cfg = bench_step.read_config(arguments)
-    steps, rounds = turns(arguments.flags)
-    record = bench_survive.measure_survive(cfg, steps=steps, rounds=rounds)
-    show(arguments.flags, record, bench_survive.survive_lines(record))
-
-
-def statistics(arguments: Arguments) -> None:
-    """`jaxscale bench statistics`."""
-    name, cfg = bench_step.read_config(arguments)
-    steps, rounds = turns(arguments.flags)
-    record = bench_statistics.measure_statistics(name, cfg, steps=steps, rounds=rounds)
-    show(arguments.flags, record, bench_statistics.statistics_lines(record))
-
-
-def turns(flags: BenchFlags) -> tuple[int, int]:
-    """(steps, rounds) of what compares two loops."""
-    return whole_number("steps", str(flags.steps or 20), 2), flags.rounds or 5
-
-
-def sample(arguments: Arguments) -> None:
-    """`jaxscale bench sample`."""
-    flags = arguments.flags
-    record = bench_sample.measure_sample(
-        *bench_step.read_config(arguments),
-        prompt_tokens=flags.prompt_tokens,
-        num_tokens=flags.num_tokens,
-        batch=flags.rows,
-    )
-    show(flags, record, bench_sample.sample_lines(record))
 
 
 def collectives(arguments: Arguments) -> None:
@@ -213,41 +183,40 @@ def collectives(arguments: Arguments) -> None:
         say(json.dumps(record) if flags.json else "\n".join(bench_collectives.collective_lines(record)))
 
 
-def data(arguments: Arguments) -> None:
-    """`jaxscale bench data`."""
+def data(arguments: Arguments) -> dict[str, Any]:
+    """The record of `jaxscale bench data`."""
     flags, cfg = arguments.flags, None
     if flags.input or flags.recipe:
         values = config_values(flags.recipe) if flags.recipe else {"stages": bench_data.CURATION}
         if flags.input:
             values["sources"] = {"text": {"files": flags.input}}
         cfg = schema.from_dict(PrepareConfig, schema.merge(values, arguments.overrides))
-    record = bench_data.measure_data(cfg, seq_len=flags.seq_len, batch_rows=flags.batch_rows, rounds=flags.rounds or 3)
-    show(flags, record, bench_data.data_lines(record))
+    return bench_data.measure_data(cfg, seq_len=flags.seq_len, batch_rows=flags.batch_rows, rounds=flags.rounds or 3)
 
 
-def against(arguments: Arguments, argv: list[str]) -> None:
+def against(arguments: Arguments) -> None:
     """`jaxscale bench step --against=...`."""
     bench_step.read_config(arguments)  # what is wrong with our own side is said before anything runs
     flags = arguments.flags
+    if flags.save:
+        raise BadInput("--save keeps what our step was measured at, and --against compares it; give one of them")
     commands = [command.strip() for given in flags.against for command in given.split(";;")]
     say = (lambda text: None) if flags.json else put
-    compared = bench_against.compare(own_flags(argv), commands, rounds=flags.rounds or 3, say=say)
-    if flags.json:
-        put(json.dumps(compared | {"ratios": bench_against.ratios(compared)}))
-    else:
-        put(*bench_against.compare_lines(compared))
+    compared = bench_against.compare(own_flags(arguments.words), commands, rounds=flags.rounds or 3, say=say)
+    found = compared | {"ratios": bench_against.ratios(compared)} if flags.json else compared
+    show(flags, found, [] if flags.json else bench_against.compare_lines(compared))
 
 
-def own_flags(argv: list[str]) -> list[str]:
-    """Our side of a comparison: the command without --json and --against."""
-    own, left = [], list(argv)
+def own_flags(argv: Sequence[str]) -> list[str]:
+    """Our side of a comparison: the command that times our step with the same flags and prints one line of JSON."""
+    own, left = [sys.executable, "-m", "jaxscale.cli.bench", "step", "--json"], list(argv)
     while left:
         word = left.pop(0)
         if word == "--against":
             left.pop(0)
         elif word.partition("=")[0] not in ("--against", "--json"):
             own.append(word)
-    return bench_against.our_command(own)
+    return own
 
 
 if __name__ == "__main__":

@@ -6,14 +6,13 @@ import os
 import shlex
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.cli.bench_step import loss_problem
-from jaxscale.planning.tables import table
 from jaxscale.system import process
 from jaxscale.system.exits import BadInput
+from jaxscale.units import table
 
 OURS = "jaxscale"
 SHOWN_STDERR = 300  # characters of the last line that a failed command wrote
@@ -66,7 +65,7 @@ def shell_environment() -> dict[str, str]:
 
 
 def our_environment() -> dict[str, str]:
-    """The same for our own step, compiled anew each time: the first steps of both sides are cold then."""
+    """The same for our own step, without a compilation cache: the first steps of both sides are cold."""
     return {"JAX_ENABLE_COMPILATION_CACHE": "false"} | shell_environment()
 
 
@@ -162,8 +161,3 @@ def number_text(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.4g}"
-
-
-def our_command(argv: Sequence[str]) -> list[str]:
-    """The command that times our step with these arguments and prints one JSON line."""
-    return [sys.executable, "-m", "jaxscale.cli.bench", "step", "--json", *argv]

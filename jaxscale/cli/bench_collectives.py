@@ -4,7 +4,6 @@ import datetime
 import os
 import socket
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxscale import config, schema, units
+from jaxscale import config_file, schema, units
+from jaxscale.cli.bench_timing import median_seconds
 from jaxscale.command_line import Arguments
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
@@ -33,7 +33,7 @@ MEASURES = ("product", "copy", "permute")  # what a process does on its own, and
 def read_mesh(arguments: Arguments) -> MeshConfig:
     """The mesh of --config, with --config.mesh.AXIS=N put in; all devices along fsdp if nothing is said."""
     if arguments.config:
-        return config.load_config(arguments.config, arguments.overrides).mesh
+        return config_file.load_config(arguments.config, arguments.overrides).mesh
     if other := [name for name in arguments.overrides if not name.startswith("mesh.")]:
         raise BadInput(f"--config.{other[0]} needs --config=FILE; without one there is --config.mesh.AXIS=N only")
     values = {name.removeprefix("mesh."): value for name, value in arguments.overrides.items()}
@@ -123,7 +123,7 @@ def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -
     numbers = own_numbers(what, size, mesh.shape[axis])
     place = NamedSharding(mesh, P(MESH_AXES, None))
     x = jax.jit(lambda: jnp.ones((mesh.size, numbers), jnp.float32), out_shardings=place)()
-    return median_seconds(f, x, repeats)
+    return waited_seconds(f, x, repeats)
 
 
 def own_numbers(what: str, size: int, devices: int) -> int:
@@ -131,15 +131,10 @@ def own_numbers(what: str, size: int, devices: int) -> int:
     return size // 4 // (devices if what == "all-gather" else 1)
 
 
-def median_seconds(f: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
-    """The median of so many calls, each waited for, after one that compiles."""
+def waited_seconds(f: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
+    """The median of several calls, each waited for, after one that compiles."""
     jax.block_until_ready(f(jax.block_until_ready(x)))
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        jax.block_until_ready(f(x))
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return median_seconds(lambda: jax.block_until_ready(f(x)), repeats)
 
 
 def wire_bytes(what: str, size: int, devices: int) -> float:
@@ -179,7 +174,7 @@ def time_device(device: jax.Device, repeats: int) -> tuple[float, float]:
     dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
     a_NN = jax.device_put(np.ones((width, width), dtype), device)
     rows = np.ones((16 * MIB // 4,), np.float32)
-    return median_seconds(multiply, a_NN, repeats), median_seconds(lambda x: jax.device_put(x, device), rows, repeats)
+    return waited_seconds(multiply, a_NN, repeats), waited_seconds(lambda x: jax.device_put(x, device), rows, repeats)
 
 
 @jax.jit

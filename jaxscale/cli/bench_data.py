@@ -3,6 +3,7 @@
 Rates are per second of this process's CPU time, so that a busy neighbour changes little; medians of several rounds.
 """
 
+import dataclasses
 import itertools
 import json
 import pathlib
@@ -16,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from jaxscale import schema
-from jaxscale.corpus.curate.minhash import make_near_sketch
+from jaxscale.cli.bench_timing import median_seconds, seconds_of
+from jaxscale.corpus.curate.duplicates import make_near_sketch
 from jaxscale.corpus.prepare.blocks import cut
 from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
 from jaxscale.corpus.prepare.dedup import NEIGHBOURS
@@ -55,7 +57,8 @@ def measure_data(cfg: PrepareConfig | None, *, seq_len: int, batch_rows: int, ro
             "documents": len(documents),
             "megabytes": sum(document.size for document in documents) / 1e6,
             "rounds": rounds,
-            "stages": {name: rate(stage_run(cfg, name, documents), rounds) for name in measured_stages(cfg)},
+            # those that look at a document or block by itself
+            "stages": {name: rate(stage_run(cfg, name, documents), rounds) for name in cfg.stages if name in STAGES},
         }
         record["near_dedup"] = rate(lambda: near_pass(cfg, documents, folder), rounds)
         for name, stages in (("curation", cfg.stages), ("shards", ())):
@@ -82,11 +85,6 @@ def read_all(cfg: PrepareConfig) -> list[Document]:
     return [document for file in files for document in read_file(file, cfg.reading(file.source), Counter())]
 
 
-def measured_stages(cfg: PrepareConfig) -> list[str]:
-    """The recipe's stages that look at a document or block by itself."""
-    return [name for name in cfg.stages if name in STAGES]
-
-
 def stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document]) -> Callable[[], None]:
     """A function that runs a stage over all documents as blocks; what documents remember of their text is forgotten."""
     stage = make_stage(cfg, name)
@@ -101,8 +99,7 @@ def stage_run(cfg: PrepareConfig, name: str, documents: Sequence[Document]) -> C
 
 def forgetful(documents: Sequence[Document]) -> list[Document]:
     """The same documents without what was computed from them."""
-    names = [name for name in Document.__dataclass_fields__]
-    return [Document(**{name: getattr(document, name) for name in names}) for document in documents]
+    return [dataclasses.replace(document) for document in documents]
 
 
 def near_pass(cfg: PrepareConfig, documents: Sequence[Document], folder: str) -> None:
@@ -125,19 +122,7 @@ def make_shards(cfg: PrepareConfig, stages: Sequence[str], folder: str, name: st
 
 def rate(run: Callable[[], None], rounds: int) -> float:
     """Seconds of CPU time that `run` takes: the median."""
-    seconds = []
-    for _ in range(rounds):
-        began = time.process_time()
-        run()
-        seconds.append(time.process_time() - began)
-    return statistics.median(seconds)
-
-
-def wall(run: Callable[[], Any]) -> float:
-    """Seconds that `run` takes by the clock."""
-    began = time.perf_counter()
-    run()
-    return time.perf_counter() - began
+    return median_seconds(run, rounds, time.process_time)
 
 
 def in_turn(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
@@ -166,10 +151,12 @@ def measure_reading(manifest: str, seq_len: int, batch_rows: int, rounds: int) -
         ahead.close()
 
     ways = {"plain": plain, "grain": by_grain}
-    import_seconds = wall(import_grain)
+    import_seconds, _ = seconds_of(import_grain)
     for way in ways.values():
         way(corpus, num_batches)  # into the page cache
-    first = in_turn({name: lambda way=way: wall(lambda: way(open_corpus(), 1)) for name, way in ways.items()}, rounds)
+    first = in_turn(
+        {name: lambda way=way: seconds_of(lambda: way(open_corpus(), 1))[0] for name, way in ways.items()}, rounds
+    )
     once = lambda way: num_batches * batch_rows * seq_len / rate(lambda: way(corpus, num_batches), 1)
     rates = in_turn({name: lambda way=way: once(way) for name, way in ways.items()}, rounds)
     far = [FAR_STEP + 7919 * i for i in range(SEEKS)]  # each in another part of the stream
@@ -180,8 +167,8 @@ def measure_reading(manifest: str, seq_len: int, batch_rows: int, rounds: int) -
         "first_batch_seconds": first["plain"],
         "grain_first_batch_seconds": first["grain"],
         "grain_import_seconds": import_seconds,
-        "seek_seconds": max(wall(lambda n=n: batches.batch(n)) for n in far),
-        "other_hosts_seconds": max(wall(lambda n=n: batches.rows(n, half)) for n in reversed(far)),
+        "seek_seconds": max(seconds_of(lambda n=n: batches.batch(n))[0] for n in far),
+        "other_hosts_seconds": max(seconds_of(lambda n=n: batches.rows(n, half))[0] for n in reversed(far)),
         "fill": float(np.mean([np.mean(batches.batch(n).segment_ids > 0) for n in range(num_batches)])),
     }
 

@@ -6,19 +6,18 @@ import io
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import RunConfig
-from jaxscale.data.dataset import NumberedBatch
 from jaxscale.monitor.writers import Writer
 from jaxscale.planning.check import check_machine
 from jaxscale.run.opening import open_run
 from jaxscale.training import loop
-from jaxscale.training.feed import Feed
+from jaxscale.training.feed import Feed, NumberedBatch
 from jaxscale.training.state import TrainState
 
 SAVE_EVERY = 100
@@ -81,22 +80,12 @@ def measure_loop(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
     that stays on the device, none waited for but the last.
     """
     every, half = min(SAVE_EVERY, steps), -(-steps // 2)
-    cfg = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, save_every_steps=every))
-    # after many steps on one batch any other one looks like a spike
-    guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, guard=guard))
-    check_machine(cfg)
-    with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as name:
-        folder = pathlib.Path(name)
-        run = open_run(cfg, str(folder / "run"), log=lambda text: None)
-        feed = run.open_feed(0, 1)
-        batch = next(feed).batch
-        feed.close()
-        state, warm = run_loop(run, cfg, folder / "warm", run.state, start=0, steps=2)
+    with open_bench(cfg, save_every_steps=every) as bench:
+        run, batch = bench.run, bench.batch
+        state, warm = run_loop(bench, run, "warm", run.state, start=0, steps=2)
         state, first, first_cpu = run_bare(run, state, batch, half)
-        state, looped = run_loop(run, cfg, folder / "loop", state, start=every // 2, steps=steps)
+        state, looped = run_loop(bench, run, "loop", state, start=every // 2, steps=steps)
         _, second, second_cpu = run_bare(run, state, batch, half)
-        run.writer.close()
     bare_step = (first + second) / (2 * half)
     return {
         "config": cfg.model.name,
@@ -116,8 +105,46 @@ def measure_loop(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
     }
 
 
+class Bench(NamedTuple):
+    """What is timed."""
+
+    cfg: RunConfig
+    run: loop.Run
+    batch: Any  # the first, on the devices
+    folder: pathlib.Path  # a temporary one
+
+
+@contextlib.contextmanager
+def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
+    """An open run whose loop saves every `save_every_steps` steps and measures no layer statistics."""
+    # after many steps on one batch any other one looks like a spike
+    guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
+    checkpoint = dataclasses.replace(cfg.checkpoint, save_every_steps=save_every_steps)
+    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, guard=guard), checkpoint=checkpoint)
+    check_machine(cfg)
+    with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as name:
+        folder = pathlib.Path(name)
+        run = open_run(cfg, str(folder / "run"), log=lambda text: None)
+        feed = run.open_feed(0, 1)
+        batch = next(feed).batch
+        feed.close()
+        yield Bench(cfg, dataclasses.replace(run, statistics_every_steps=0), batch, folder)
+        run.writer.close()
+
+
+def loop_pair(
+    bench: Bench, ways: Mapping[str, loop.Run], turn: int, state: TrainState, steps: int
+) -> tuple[TrainState, dict[str, float]]:
+    """(state, {way: seconds of the loop}), one way after the other: who comes first may find a colder machine."""
+    seconds = {}
+    for way in list(ways) if turn % 2 else reversed(ways):
+        state, times = run_loop(bench, ways[way], f"{way}-{turn}", state, start=0, steps=steps)
+        seconds[way] = times.seconds
+    return state, seconds
+
+
 def run_bare(run: loop.Run, state: TrainState, batch: Any, steps: int) -> tuple[TrainState, float, float]:
-    """(state after so many steps on one batch, seconds, processor seconds)."""
+    """(state after `steps` steps on one batch, seconds, processor seconds)."""
     jax.block_until_ready(state)
     began, cpu_began = time.perf_counter(), time.process_time()
     for _ in range(steps):
@@ -127,20 +154,14 @@ def run_bare(run: loop.Run, state: TrainState, batch: Any, steps: int) -> tuple[
 
 
 def run_loop(
-    run: loop.Run,
-    cfg: RunConfig,
-    folder: pathlib.Path,
-    state: TrainState,
-    *,
-    start: int,
-    steps: int,
-    statistics_every_steps: int = 0,
+    bench: Bench, run: loop.Run, name: str, state: TrainState, *, start: int, steps: int
 ) -> tuple[TrainState, LoopTimes]:
     """(state, times) of train.loop over steps [start, start + steps), into a folder of its own.
 
     The clock stops where the loop turns to save the last step, when that step is done: the save that ends every run
     comes once, not every 100 steps.
     """
+    cfg, folder = bench.cfg, bench.folder / name
     folder.mkdir()
     watch, stop = Stopwatch(), start + steps
     writer = Writer(folder, cfg.monitor, stop, start, stream=io.StringIO())
@@ -171,10 +192,9 @@ def run_loop(
             position=position,
             writer=writer,
             finish=lambda state: None,
-            statistics_every_steps=statistics_every_steps,
         )
     )
-    parts = ended["parts"] if saves else watch.seconds  # a segment without a save in its midst tells of the last one
+    parts = ended["parts"] if saves else watch.seconds  # a segment without a save of its own reports the last one
     checkpoints.close()
     return state, LoopTimes(ended["at"] - began, ended["cpu"] - cpu_began, len(saves), parts)
 

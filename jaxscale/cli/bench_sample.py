@@ -1,16 +1,16 @@
 """How fast text is written, with the cache of keys and values and by full passes: `jaxscale bench sample`."""
 
 import dataclasses
-import time
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxscale.cli.bench_timing import seconds_of
 from jaxscale.config import RunConfig
 from jaxscale.models.layers import split_model
 from jaxscale.models.sharded import shard_model
-from jaxscale.ops.precision import with_precision
+from jaxscale.ops.project import with_precision
 from jaxscale.planning.check import check_machine
 from jaxscale.sampling.config import GREEDY
 from jaxscale.sampling.generator import Engine, Generator
@@ -73,13 +73,9 @@ def time_full_pass(engine: Engine, params: Any, tokens_BT: np.ndarray) -> float:
     place = jax.sharding.NamedSharding(engine.sharded.mesh, rows)
     tokens_BT = jax.device_put(tokens_BT.astype(np.int32), place)
     lengths_B = jax.device_put(np.full(len(tokens_BT), tokens_BT.shape[1], np.int32), place)
-    jax.block_until_ready(call(params, tokens_BT, lengths_B))
-    seconds = []
-    for _ in range(FULL_PASSES):
-        began = time.perf_counter()
-        jax.block_until_ready(call(params, tokens_BT, lengths_B))
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    run = lambda: jax.block_until_ready(call(params, tokens_BT, lengths_B))
+    run()  # compiles
+    return min(seconds_of(run)[0] for _ in range(FULL_PASSES))
 
 
 def sample_lines(record: dict[str, Any]) -> list[str]:

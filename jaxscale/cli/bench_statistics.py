@@ -1,23 +1,18 @@
 """What looking at each layer costs: the statistics program beside the step, and the loop with it and without it."""
 
 import dataclasses
-import pathlib
 import statistics
-import tempfile
-import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from jaxscale.cli.bench_loop import run_loop
+from jaxscale.cli.bench_loop import loop_pair, open_bench
+from jaxscale.cli.bench_timing import seconds_of
 from jaxscale.config import RunConfig
-from jaxscale.planning.check import check_machine
-from jaxscale.run.opening import open_run
 from jaxscale.training.statistics import named
 
 WANTED = 0.02  # of the time of all steps
-DEFAULT_EVERY = 100  # told for where a config never looks
+DEFAULT_EVERY = 100  # reported for a config that never measures statistics
 
 
 def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any]:
@@ -27,38 +22,27 @@ def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) ->
     What is compiled once a process is done before, and told apart.
     """
     every = cfg.monitor.statistics_every_steps or DEFAULT_EVERY
-    # after many steps on one batch any other one looks like a spike
-    guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, guard=guard))
-    cfg = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, save_every_steps=0))
-    check_machine(cfg)
-    with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as where:
-        folder = pathlib.Path(where)
-        run = open_run(cfg, str(folder / "run"), log=lambda text: None)
-        program = run.parts.program
+    with open_bench(cfg, save_every_steps=0) as bench:
+        run, batch, program = bench.run, bench.batch, bench.run.parts.program
         compiled, compile_seconds = {}, {}
         for what, function in (("step", program.train_step), ("statistics", program.statistics)):
             lowered = function.lower(program.abstract_state, program.abstract_batch)
             compile_seconds[what], compiled[what] = seconds_of(lowered.compile)
-        feed = run.open_feed(0, 1)
-        batch = next(feed).batch
-        feed.close()
-        state, _ = compiled["step"](run.state, batch)
+        waited = lambda what, state: seconds_of(lambda: jax.block_until_ready(compiled[what](state, batch)))
+        _, (state, _) = waited("step", run.state)
         seen = named(jax.device_get(compiled["statistics"](state, batch)))
-        run = dataclasses.replace(run, train_step=compiled["step"], statistics=compiled["statistics"])
         alone: dict[str, list[float]] = {"step": [], "statistics": []}
         for _ in range(rounds):
-            seconds, (state, _) = seconds_of(lambda: compiled["step"](state, batch))  # noqa: B023
+            seconds, (state, _) = waited("step", state)
             alone["step"].append(seconds)
-            alone["statistics"].append(seconds_of(lambda: compiled["statistics"](state, batch))[0])  # noqa: B023
+            alone["statistics"].append(waited("statistics", state)[0])
+        run = dataclasses.replace(run, train_step=compiled["step"], statistics=compiled["statistics"])
+        ways = {"without": run, "with": dataclasses.replace(run, statistics_every_steps=steps)}
         looped: dict[str, list[float]] = {"without": [], "with": []}
         for turn in range(rounds + 1):  # the first imports and touches what the others find
-            pair = [("without", 0), ("with", steps)]
-            for kind, cadence in pair if turn % 2 else reversed(pair):  # who comes first may find a colder machine
-                place = folder / f"{kind}-{turn}"
-                state, times = run_loop(run, cfg, place, state, start=0, steps=steps, statistics_every_steps=cadence)
-                looped[kind] += [times.seconds] if turn else []
-        run.writer.close()
+            state, found = loop_pair(bench, ways, turn, state, steps)
+            for kind, seconds in found.items():
+                looped[kind] += [seconds] if turn else []
     step, look = (statistics.median(alone[what]) for what in ("step", "statistics"))
     ratios = sorted(of_look / of_step for of_look, of_step in zip(alone["statistics"], alone["step"]))
     added = sorted(seconds - plain for seconds, plain in zip(looped["with"], looped["without"]))
@@ -80,14 +64,6 @@ def measure_statistics(name: str, cfg: RunConfig, *, steps: int, rounds: int) ->
         "device_bytes": {what: peak_bytes(function) for what, function in compiled.items()},
         "devices": f"{program.mesh.size} x {jax.devices()[0].device_kind}",
     }
-
-
-def seconds_of(call: Callable[[], Any]) -> tuple[float, Any]:
-    """(seconds until what it returns is there, what it returns)."""
-    began = time.perf_counter()
-    result = call()
-    jax.block_until_ready(result)
-    return time.perf_counter() - began, result
 
 
 def peak_bytes(compiled: Any) -> int | None:

@@ -9,15 +9,16 @@ from typing import Any
 
 import jax
 
-from jaxscale import config, schema, units
+from jaxscale import config_file, schema, units
 from jaxscale.build import Program, make_program
 from jaxscale.cli.compilations import CompileLog
-from jaxscale.command_line import Arguments, config_name
+from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config_file import config_name
 from jaxscale.data.batch import Batch, stack_rows
-from jaxscale.data.synthetic import SyntheticRows
+from jaxscale.data.rows import SyntheticRows
 from jaxscale.hardware import find_chip
-from jaxscale.monitor.memory import memory_metrics
+from jaxscale.monitor.machine import memory_metrics
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.planning.check import check_machine
 from jaxscale.sharding.shardings import local_rows, put_rows
@@ -61,7 +62,7 @@ def read_config(arguments: Arguments) -> tuple[str, RunConfig]:
     if arguments.config:
         if flags.spec:
             raise BadInput("--spec and --config each name a model; give one of them")
-        return config_name(arguments.config), config.load_config(arguments.config, overrides)
+        return config_name(arguments.config), config_file.load_config(arguments.config, overrides)
     spec = flags.spec or "S"
     if spec not in SPECS:
         raise BadInput(f"--spec={spec} is not known; there is {units.or_list(list(SPECS))}, or --config=FILE")

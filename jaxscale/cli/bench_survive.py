@@ -7,9 +7,7 @@ import dataclasses
 import functools
 import pathlib
 import statistics
-import tempfile
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,11 +17,10 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.fingerprint import fingerprints
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.cli.bench_loop import run_bare, run_loop
+from jaxscale.cli.bench_loop import loop_pair, open_bench, run_bare
+from jaxscale.cli.bench_timing import median_seconds
 from jaxscale.config import RunConfig
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.planning.check import check_machine
-from jaxscale.run.opening import open_run
 from jaxscale.training import guard
 from jaxscale.training.config import GuardConfig
 from jaxscale.training.services import UNATTENDED, Services
@@ -31,45 +28,34 @@ from jaxscale.training.services import UNATTENDED, Services
 WANTED = 0.01  # of a step, all parts together
 WANTED_BLOCKED = 0.1  # seconds
 SAVED_BYTES = 500_000_000
-LEAVES = 25  # of the state that is saved: a small model has so many large arrays
+LEAVES = 25  # of the state that is saved: a small model has this many large arrays
 PHASES = ("data", "step", "step", "step")  # that a step of the loop passes through
 CALLS = 2000
 
 
 def measure_survive(cfg: RunConfig, *, steps: int, rounds: int) -> dict[str, Any]:
     """Seconds of a bare step and of each part, of the loop with and without them, and how long a save blocks."""
-    # after many steps on one batch any other one looks like a spike
-    quiet_guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, guard=quiet_guard))
-    check_machine(cfg)
-    with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as name:
-        folder = pathlib.Path(name)
-        run = open_run(cfg, str(folder / "run"), log=lambda text: None)
-        feed = run.open_feed(0, 1)
-        batch = next(feed).batch
-        feed.close()
-        state, _, _ = run_bare(run, run.state, batch, 2)  # compiled
-        fingerprints(jax.tree.leaves(state))
+    with open_bench(cfg, save_every_steps=0) as bench:
+        run, folder = bench.run, bench.folder
+        state, _, _ = run_bare(run, run.state, bench.batch, 2)  # compiled
+        take = lambda: fingerprints(jax.tree.leaves(state))
+        take()
         parts = {
-            "guard": timed_guard(cfg.train.guard, rounds),
-            "fingerprints of a save": median(lambda: fingerprints(jax.tree.leaves(state)), rounds),
+            "guard": timed_guard(bench.cfg.train.guard, rounds),
+            "fingerprints of a save": median_seconds(take, rounds),
         }
         turns: dict[str, list[float]] = {"bare": [], "without": [], "with": []}
-        with RunLock(folder / "locked", say=lambda text: None) as lock, Watchdog(folder / "locked", cfg.hang) as dog:
-            parts["watchdog"] = median(lambda: pass_phases(dog), CALLS)
-            parts["lock"] = median(lock.poll, CALLS)
+        with RunLock(folder / "locked", log=lambda text: None) as lock, Watchdog(folder / "locked", cfg.hang) as dog:
+            parts["watchdog"] = median_seconds(lambda: pass_phases(dog), CALLS)
+            parts["lock"] = median_seconds(lock.poll, CALLS)
             watched = Services(watchdog=dog, may_commit=lock.check, poll=lock.poll)
-            quiet = dataclasses.replace(cfg, checkpoint=dataclasses.replace(cfg.checkpoint, save_every_steps=0))
+            services = {"without": UNATTENDED, "with": watched}
+            ways = {kind: dataclasses.replace(run, services=found) for kind, found in services.items()}
             for turn in range(rounds):
-                state, seconds, _ = run_bare(run, state, batch, steps)
-                turns["bare"].append(seconds / steps)
-                pair = [("without", UNATTENDED), ("with", watched)]
-                for kind, services in pair if turn % 2 else reversed(pair):  # who comes first may find a colder machine
-                    where = folder / f"{kind}-{turn}"
-                    looped = dataclasses.replace(run, services=services)
-                    state, times = run_loop(looped, quiet, where, state, start=0, steps=steps)
-                    turns[kind].append(times.seconds / steps)
-        run.writer.close()
+                state, bare, _ = run_bare(run, state, bench.batch, steps)
+                state, looped = loop_pair(bench, ways, turn, state, steps)
+                for kind, seconds in (looped | {"bare": bare}).items():
+                    turns[kind].append(seconds / steps)
         blocked, whole = save_times(folder / "saves", rounds)
     found = {kind: statistics.median(seconds) for kind, seconds in turns.items()}
     ratios = sorted(with_all / without - 1 for with_all, without in zip(turns["with"], turns["without"]))
@@ -103,7 +89,7 @@ def timed_guard(cfg: GuardConfig, rounds: int) -> float:
         jax.block_until_ready(held)
 
     run()
-    return median(run, rounds) / calls
+    return median_seconds(run, rounds) / calls
 
 
 def pass_phases(dog: Watchdog) -> None:
@@ -127,16 +113,6 @@ def save_times(folder: pathlib.Path, rounds: int) -> tuple[float, float]:
         whole.append(time.perf_counter() - began)
     checkpoints.close()
     return statistics.median(blocked[1:]), statistics.median(whole[1:])
-
-
-def median(run: Callable[[], Any], times: int) -> float:
-    """Seconds of one call."""
-    seconds = []
-    for _ in range(times):
-        began = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
 
 
 def survive_lines(record: dict[str, Any]) -> list[str]:

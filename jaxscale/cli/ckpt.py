@@ -44,11 +44,11 @@ from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import run_verb
-from jaxscale.command_line import flag, parse, whole_number
-from jaxscale.help_text import page_of, show_help
-from jaxscale.planning.tables import table
+from jaxscale.command_line import Arguments, flag, whole_number
+from jaxscale.help_text import command
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, put, tell
+from jaxscale.units import table
 
 NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
 RULES = ("keep_last", "keep_every_steps", "keep_best")
@@ -78,9 +78,6 @@ class CkptFlags:
     json: bool = flag(False, "one JSON object a line")
 
 
-FLAGS, HELP = CkptFlags, page_of(__doc__, CkptFlags)
-
-
 @dataclasses.dataclass(frozen=True)
 class Request:
     """What a verb works on."""
@@ -91,33 +88,6 @@ class Request:
     def say(self, record: Mapping[str, Any], line: str) -> None:
         """Prints the record or the line for people."""
         put(json.dumps(record) if self.flags.json else line)
-
-
-def main(argv: list[str]) -> int:
-    """Does what the first argument says and returns the exit code."""
-    verb, *rest = argv or ["--help"]
-    if verb in ("-h", "--help", "help"):
-        show_help(HELP)
-        return 0
-    if verb not in VERBS:
-        raise BadInput(f"jaxscale ckpt has no verb {verb!r}; it has {', '.join(VERBS)}")
-    work, own, needed = VERBS[verb]
-    arguments = parse(rest, CkptFlags, ("workdir", "json", *own))
-    if arguments.help:
-        show_help(HELP)
-        return 0
-    for name in ("workdir", *needed):
-        if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
-            raise BadInput(f"ckpt {verb} needs --{name}; see jaxscale ckpt --help")
-    if arguments.config or arguments.overrides:
-        raise BadInput("ckpt takes no --config: what it needs to know stands in the work folder")
-    try:
-        return work(Request(open_folder(arguments.flags.workdir), arguments.flags))
-    except Exception as error:
-        told_by_bucket = isinstance(error, OSError) and paths.is_remote(arguments.flags.workdir)
-        if not (told_by_bucket or type(error).__module__.startswith("gcsfs.")):  # which has errors of its own
-            raise
-        raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED}") from None
 
 
 def open_folder(workdir: str) -> Checkpoints:
@@ -279,7 +249,7 @@ def opened(request: Request, steps: list[int]) -> list[int]:
     """
     for step in steps:
         request.checkpoints.read_record(step)
-        request.checkpoints.tell_changed_files(step, tell, small=True)
+        request.checkpoints.log_changed_files(step, tell, small=True)
     return steps
 
 
@@ -328,7 +298,7 @@ class Progress:
 
 
 STEPS = ("step", "steps")
-SUBVERBS = VERBS = {  # verb: (function, its flags, those it cannot do without)
+VERBS = {  # verb: (function, its flags, those it cannot do without)
     "list": (list_, (), ()),
     "verify": (verify, STEPS, ()),
     "copy": (copy, (*STEPS, "to"), ("to",)),
@@ -338,6 +308,25 @@ SUBVERBS = VERBS = {  # verb: (function, its flags, those it cannot do without)
     "average": (average, (*STEPS, "last", "what", "to"), ("to",)),
     "merge_lora": (merge, (*STEPS, "what", "to"), ("to",)),
 }
+SUBVERBS = {verb: ("workdir", "json", *own) for verb, (_, own, _) in VERBS.items()}
+
+
+@command(CkptFlags, __doc__, subverbs=SUBVERBS, alone="--help")
+def main(arguments: Arguments) -> int:
+    """Does what the first word says and returns the exit code."""
+    work, _, needed = VERBS[arguments.subverb]
+    for name in ("workdir", *needed):
+        if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
+            raise BadInput(f"ckpt {arguments.subverb} needs --{name}; see jaxscale ckpt --help")
+    if arguments.config or arguments.overrides:
+        raise BadInput("ckpt takes no --config: what it needs to know stands in the work folder")
+    try:
+        return work(Request(open_folder(arguments.flags.workdir), arguments.flags))
+    except Exception as error:
+        told_by_bucket = isinstance(error, OSError) and paths.is_remote(arguments.flags.workdir)
+        if not (told_by_bucket or type(error).__module__.startswith("gcsfs.")):  # which has errors of its own
+            raise
+        raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED}") from None
 
 
 if __name__ == "__main__":

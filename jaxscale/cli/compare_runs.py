@@ -18,9 +18,9 @@ from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves, nest
 from jaxscale.monitor.records import read_records
-from jaxscale.planning.tables import table
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, put, run_and_exit
+from jaxscale.units import table
 
 SHOWN_DIFFERENCES = 6
 READ_BYTES = 1 << 30  # of each run at a time
@@ -31,6 +31,7 @@ CLOCKED = (
     "bytes",
     "goodput/",
     "device/",
+    "host_",
 )  # parts of names of metrics that tell of time or of the machine
 
 

@@ -10,24 +10,16 @@ names of settings are completed up to the next dot, those of `prepare` from its 
 import dataclasses
 import importlib
 import re
-import types
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from jaxscale import __version__, cli, schema
 from jaxscale.cli import run_verb
-from jaxscale.command_line import flags_of, parse
+from jaxscale.command_line import Arguments, flags_of
 from jaxscale.config import RunConfig
 from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.help_text import show_help
-from jaxscale.system.exits import BadInput, put
-
-SUBVERBS = ("bash", "zsh")
-
-
-@dataclasses.dataclass(frozen=True)
-class FLAGS:
-    """None but --help."""
+from jaxscale.help_text import Command, command
+from jaxscale.system.exits import put
 
 
 class Verb(NamedTuple):
@@ -38,35 +30,24 @@ class Verb(NamedTuple):
     settings: str  # whose --config.NAME it takes: 'run', 'recipe' or ''
 
 
-def main(argv: list[str]) -> int:
-    """Prints the script and returns the exit code."""
-    if not argv or parse([word for word in argv if word not in SHELLS], FLAGS).help:
-        show_help(__doc__)
-        return 0
-    if len(argv) > 1:
-        raise BadInput(f"give one shell, of {' and '.join(SHELLS)}")
-    put(SHELLS[argv[0]](read_verbs()), end="")
-    return 0
-
-
 def read_verbs() -> dict[str, Verb]:
     """All verbs, by the flags that they declare."""
-    return {verb: read_verb(importlib.import_module(module)) for verb, (module, _) in cli.VERBS.items()}
+    return {verb: read_verb(importlib.import_module(module).main) for verb, (module, _) in cli.VERBS.items()}
 
 
-def read_verb(module: types.ModuleType) -> Verb:
-    """The verbs and flags of a verb's module."""
+def read_verb(main: Command) -> Verb:
+    """The verbs and flags of a verb."""
     flags, settings = ["--help"], ""
-    for name, field in flags_of(module.FLAGS).items():
+    for name, field in flags_of(main.flags).items():
         if name.startswith("config."):
-            settings = "recipe" if module.FLAGS.__name__ == "PrepareFlags" else "run"
+            settings = "recipe" if main.settings is PrepareConfig else "run"
         elif "." in name or name == "config":
-            continue  # a family of names, or told by `settings`
+            continue  # a family of names, or covered by `settings`
         elif field.default is False:
             flags.append(f"--{name}")
         else:
             flags += [f"--{name}"] * bool(field.metadata.get("bare")) + [f"--{name}="]
-    return Verb(tuple(getattr(module, "SUBVERBS", ())), tuple(flags), settings)
+    return Verb(tuple(main.subverbs), tuple(flags), settings)
 
 
 def setting_flags(cls: type) -> list[str]:
@@ -189,6 +170,18 @@ _jaxscale() {
 """
 )
 SHELLS = {"bash": bash, "zsh": zsh}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompletionFlags:
+    """None but --help."""
+
+
+@command(CompletionFlags, __doc__, subverbs=dict.fromkeys(SHELLS, ()), alone="--help")
+def main(arguments: Arguments) -> None:
+    """Prints the script of a shell."""
+    put(SHELLS[arguments.subverb](read_verbs()), end="")
+
 
 if __name__ == "__main__":
     run_verb("completion")

@@ -26,8 +26,8 @@ from jaxscale import units
 from jaxscale.api.conversion import ConvertOptions, convert
 from jaxscale.cli import run_verb
 from jaxscale.cli.ckpt import Progress
-from jaxscale.command_line import flag, parse
-from jaxscale.help_text import page_of, show_help
+from jaxscale.command_line import Arguments, flag
+from jaxscale.help_text import command
 from jaxscale.system.exits import BadInput, put, tell
 
 
@@ -38,15 +38,9 @@ class ConvertFlags(ConvertOptions):
     json: bool = flag(False, "one JSON object at the end")
 
 
-FLAGS, HELP = ConvertFlags, page_of(__doc__, ConvertFlags)
-
-
-def main(argv: list[str]) -> int:
+@command(ConvertFlags, __doc__, alone="--help")
+def main(arguments: Arguments) -> int:
     """Converts and returns the exit code."""
-    arguments = parse(argv, ConvertFlags)
-    if arguments.help or not argv:
-        show_help(HELP)
-        return 0
     flags = arguments.flags
     if arguments.config or arguments.overrides:
         raise BadInput("convert takes no --config: the model's own config.json says what it is")

@@ -9,7 +9,7 @@ import dataclasses
 import re
 import time
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -18,8 +18,10 @@ from jaxscale import schema
 from jaxscale.api.measuring import (
     BATCH_TOKENS,
     Measure,
+    Record,
     Request,
     as_line,
+    by_name,
     check_request,
     make_measure,
     record_of,
@@ -31,22 +33,23 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.restore import why_not
 from jaxscale.checkpoint.storage_errors import written
 from jaxscale.cli import run_verb
-from jaxscale.cli.evaluate_steps import show_lines, show_table
 from jaxscale.cli.sample import ModelFlags, read_mesh
-from jaxscale.command_line import flag, parse, whole_number
+from jaxscale.command_line import Arguments, flag, whole_number
 from jaxscale.eval.config import (
     ChoiceEval,
     ClozeEval,
     Evals,
     TextEval,
 )
-from jaxscale.help_text import page_of, show_help
+from jaxscale.help_text import command
 from jaxscale.hosts import cluster
 from jaxscale.hosts.agree import agreed
 from jaxscale.inference import LoadedModel, at_step, open_model
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, tell
+from jaxscale.units import table
 
+COUNTS = ("documents", "items", "tokens", "bytes", "left_out")
 DATA = {"text": TextEval, "choice": ChoiceEval, "cloze": ClozeEval}
 READING = ("text_field", "text_documents")
 NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9_.-]*)=(.+)")
@@ -95,15 +98,9 @@ class EvaluateFlags(ModelFlags):
     json: bool = flag(False, "a line of JSON for each step")
 
 
-FLAGS, HELP = EvaluateFlags, page_of(__doc__, EvaluateFlags, without=cluster.HostFlags)
-
-
-def main(argv: list[str]) -> int:
+@command(EvaluateFlags, __doc__, without=cluster.HostFlags)
+def main(arguments: Arguments) -> int:
     """Measures what argv names and returns the exit code."""
-    arguments = parse(argv, EvaluateFlags)
-    if arguments.help:
-        show_help(HELP)
-        return 0
     flags, options = arguments.flags, arguments.options
     if arguments.config:
         raise BadInput("evaluate takes no --config: the settings of a model are read from its work folder")
@@ -208,7 +205,7 @@ def chosen_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> list[int |
     workdir = flags.workdir
     if paths.as_path(workdir).name.isdecimal() and not (paths.as_path(workdir) / "checkpoints").exists():
         raise BadInput(f"--workdir={workdir} is one checkpoint; give the work folder for --steps")
-    checkpoints = open_source(workdir, named="--workdir", say=lambda line: None).checkpoints
+    checkpoints = open_source(workdir, named="--workdir", log=lambda line: None).checkpoints
     steps = agreed(checkpoints.all_steps)
     if flags.steps == "all":
         wrong = {step: why for step in steps if (why := why_not(checkpoints, step))}
@@ -220,6 +217,49 @@ def chosen_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> list[int |
         there = ", ".join(map(str, steps))
         raise BadInput(f"--steps={flags.steps}: step {missing[0]} is no checkpoint; there are {there}")
     return sorted(set(wanted))
+
+
+def with_error(metrics: Mapping[str, float], metric: str) -> str:
+    """'1.234 ± 0.012'."""
+    error = metrics.get(f"{metric}_stderr")
+    return f"{metrics[metric]:.4g}" + (f" ± {error:.2g}" if error is not None else "")
+
+
+def measured(metrics: Mapping[str, float]) -> list[str]:
+    """The metrics that are no counts and no errors."""
+    return [name for name in metrics if name not in COUNTS and not name.endswith("_stderr")]
+
+
+def counted(number: int, what: str) -> str:
+    """'1 document', '2 documents', '3 left out'."""
+    return f"{number:,} {what.removesuffix('s') if number == 1 else what.replace('_', ' ')}"
+
+
+def show_lines(record: Record) -> None:
+    """Prints a line for each evaluator of one step."""
+    for name, metrics in by_name(record).items():
+        values = ", ".join(f"{metric} {with_error(metrics, metric)}" for metric in measured(metrics))
+        counts = ", ".join(counted(metrics[count], count) for count in COUNTS if count in metrics)
+        put(f"{name}: {values}" + (f"; {counts}" if counts else ""))
+
+
+def show_table(records: Sequence[Record]) -> None:
+    """Prints a row for each step, a column for each metric but the loss, whose exp stands beside it."""
+    rows = [(str(record["step"]), by_name(record)) for record in records]
+    columns = list(
+        dict.fromkeys(
+            (name, metric)
+            for _, found in rows
+            for name, metrics in found.items()
+            for metric in measured(metrics)
+            if metric != "loss"
+        )
+    )
+    cells = [["step", *(f"{name}/{metric}" for name, metric in columns)]]
+    for step, found in rows:
+        values = [with_error(found[name], metric) if metric in found.get(name, {}) else "-" for name, metric in columns]
+        cells.append([step, *values])
+    put(*table(cells, indent=""))
 
 
 if __name__ == "__main__":

@@ -11,13 +11,13 @@ import math
 import pathlib
 import re
 
-from jaxscale import config, schema
+from jaxscale import config_file, schema
 from jaxscale.api import planning as api
-from jaxscale.cli import run_verb
-from jaxscale.cli.plan_loss import main_loss
-from jaxscale.command_line import Arguments, config_name, file_to_write, flag, parse
+from jaxscale.cli import plan_loss, run_verb
+from jaxscale.command_line import Arguments, file_to_write, flag
 from jaxscale.config import RunConfig
-from jaxscale.help_text import page_of, show_help
+from jaxscale.config_file import config_name
+from jaxscale.help_text import command
 from jaxscale.planning import cost
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
@@ -121,24 +121,16 @@ class PlanFlags:
         )
 
 
-FLAGS, HELP = PlanFlags, page_of(__doc__, PlanFlags)
-
-
-def main(argv: list[str]) -> int:
+@command(PlanFlags, __doc__, settings=RunConfig, instead={"--loss": plan_loss.main})
+def main(arguments: Arguments) -> int:
     """Prints the plan or the proposal and returns the exit code."""
-    if "--loss" in argv:
-        return main_loss(argv)
-    arguments = parse(argv, PlanFlags)
-    if arguments.help:
-        show_help(HELP, RunConfig, arguments.topic)
-        return 0
     flags = arguments.flags
     if not arguments.config:
         return propose(arguments)
     for name in ("flops", "model_size", "write"):
         if name in arguments.options:
             raise BadInput(f"--{name} proposes a model, and --config names one; give one of them")
-    cfg = config.load_config(arguments.config, arguments.overrides)
+    cfg = config_file.load_config(arguments.config, arguments.overrides)
     return answer(cfg, flags, flags.wishes(config_name(arguments.config)))
 
 

@@ -11,20 +11,19 @@ import datetime
 import math
 from typing import Any, NamedTuple
 
-from jaxscale import config, units
-from jaxscale.command_line import flag, parse
+from jaxscale import config_file, schema, units
+from jaxscale.command_line import Arguments, flag
 from jaxscale.config import Budget, RunConfig
-from jaxscale.help_text import page_of, show_help
-from jaxscale.planning import loss_curve
+from jaxscale.help_text import command
 from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget
-from jaxscale.planning.loss_curve import Band, coverage, inside, make_band, shape_of
+from jaxscale.planning.loss_curve import SMOOTHED, Band, coverage, inside, make_band, shape_of
 from jaxscale.planning.loss_law import INTERVAL, LossLaw, Prediction, fit, write_forecast
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put
 
 LEAST_DRAWS = 200
 NO_FLOOR = 0.05  # an E below this part of the least loss
-FAR = 10.0  # times the FLOPs of the largest run: the furthest that docs/loss_law.md tells a trial of is less
+FAR = 10.0  # times the FLOPs of the largest run: docs/loss_law.md reports no trial that far out
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,16 +61,13 @@ class Forecast(NamedTuple):
     largest: tuple[str, float] | None  # the largest run, and how much of its curve all others' forecast of it holds
 
 
-def main_loss(argv: list[str]) -> int:
-    """Prints the forecast and returns the exit code. Raises BadInput for a ladder that allows none."""
-    arguments = parse(argv, ForecastFlags)
-    if arguments.help:
-        show_help(page_of(__doc__, ForecastFlags))
-        return 0
+@command(ForecastFlags, __doc__)
+def main(arguments: Arguments) -> None:
+    """Prints the forecast. Raises BadInput for a ladder that allows none."""
     flags = arguments.flags
     if not flags.runs:
         raise BadInput("--runs must be given, such as --runs='runs/ladder/*' (quoted)")
-    cfg = config.load_config(arguments.config, arguments.overrides)
+    cfg = config_file.load_config(arguments.config, arguments.overrides)
     cfg, budget = target_budget(cfg, flags.tokens)
     ladder = read_ladder(find_runs(flags.runs), cfg, budget, flags.to)
     for folder, why in ladder.left_out:
@@ -83,7 +79,6 @@ def main_loss(argv: list[str]) -> int:
         put(f"all numbers are in {flags.json}")
     if flags.to:
         save(forecast, flags.to, cfg, budget)
-    return 0
 
 
 def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, draws: int, seed: int) -> Forecast:
@@ -208,23 +203,21 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
     folder = paths.make_run_dir(workdir)
     if (folder / "config.json").exists():
         check_same_end(paths.read_json(folder / "config.json"), workdir, cfg, budget)
-    end, bits = forecast.end._asdict(), forecast.ladder.bits_per_nat
+    numbers = as_json(forecast)
     write_forecast(
         folder,
         forecast.law,
-        loss_curve.to_dict(forecast.band),
+        numbers["band"],
         made_from=[rung.name for rung in forecast.ladder.rungs],
         left_out=[short(name) for name, _ in forecast.ladder.left_out],
         made_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         of="loss",  # the training loss, averaged over so much of the run:
-        smoothed_over=loss_curve.SMOOTHED,
-        end=end,
-        end_bits_per_byte={name: bits * value for name, value in end.items()} if bits is not None else None,
+        smoothed_over=SMOOTHED,
+        end=numbers["nats_per_token"],
+        end_bits_per_byte=numbers["bits_per_byte"],
         params=forecast.params,
         train_tokens=forecast.tokens,
-        reach=forecast.law.reach(forecast.params, forecast.tokens, forecast.flops),
-        coverage=forecast.covered,
-        largest_inside=dict([forecast.largest]) if forecast.largest else None,
+        **{name: numbers[name] for name in ("reach", "coverage", "largest_inside")},
     )
     put(f"the band is in {folder / 'forecast.json'}; the report draws it, and leaving it is an alert")
 
@@ -232,7 +225,7 @@ def save(forecast: Forecast, workdir: str, cfg: RunConfig, budget: Budget) -> No
 def check_same_end(recorded: Any, workdir: str, cfg: RunConfig, budget: Budget) -> None:
     """Raises BadInput if the run in the folder is not the one that was forecast."""
     model, steps = recorded.get("config", {}).get("model"), recorded.get("budget", {}).get("total_steps")
-    own = config.schema.to_dict(cfg.model)
+    own = schema.to_dict(cfg.model)
     differ = sorted(name for name, value in own.items() if not model or model.get(name, value) != value)
     if differ or steps != budget.total_steps:
         what = f"model.{differ[0]}" if differ else f"its length, {steps} steps and not {budget.total_steps}"
@@ -254,7 +247,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "reach": forecast.law.reach(forecast.params, forecast.tokens, forecast.flops),
         "law": forecast.law.to_dict(),
         "left_out": [{"run": folder, "why": why} for folder, why in forecast.ladder.left_out],
-        "band": loss_curve.to_dict(forecast.band) if forecast.band else None,
+        "band": forecast.band._asdict() if forecast.band else None,
         "why_no_band": forecast.why_no_band,
         "coverage": forecast.covered,
         "largest_inside": dict([forecast.largest]) if forecast.largest else None,

@@ -11,19 +11,20 @@ import pathlib
 import time
 from collections.abc import Callable
 
-from jaxscale import config
+from jaxscale import config_file
 from jaxscale.ahead import search
 from jaxscale.ahead.preflight import preflight
 from jaxscale.ahead.report import Report, report_lines, summary_rows
 from jaxscale.ahead.search import Candidate, Tried, winner
 from jaxscale.cli import run_verb
-from jaxscale.command_line import config_name, file_to_write, flag, parse
+from jaxscale.command_line import Arguments, file_to_write, flag
 from jaxscale.config import RunConfig
-from jaxscale.help_text import page_of, show_help
-from jaxscale.planning.tables import INDENT
+from jaxscale.config_file import config_name
+from jaxscale.help_text import command
 from jaxscale.planning.topology import Topology, open_topology
 from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.paths import write_json, write_text_atomic
+from jaxscale.units import INDENT
 
 Compile = Callable[[RunConfig], Report]
 
@@ -56,19 +57,13 @@ class PreflightFlags:
     fresh: bool = flag(False, "compiles again what was compiled before (results are kept in the user's cache folder)")
 
 
-FLAGS, HELP = PreflightFlags, page_of(__doc__, PreflightFlags)
-
-
-def main(argv: list[str]) -> int:
+@command(PreflightFlags, __doc__, settings=RunConfig)
+def main(arguments: Arguments) -> int:
     """Prints the report and returns the exit code."""
-    arguments = parse(argv, PreflightFlags)
-    if arguments.help:
-        show_help(HELP, RunConfig, arguments.topic)
-        return 0
     flags = arguments.flags
     if not flags.topology:
         raise BadInput("--topology must be given, such as --topology=v5p:4x4x8 or --topology=h100:8x8")
-    cfg = config.load_config(arguments.config, arguments.overrides)
+    cfg = config_file.load_config(arguments.config, arguments.overrides)
     return answer(cfg, open_topology(flags.topology), flags)
 
 

@@ -8,23 +8,24 @@ Killed at any moment, the same command goes on. Exit code 0: the set is complete
 import dataclasses
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jaxscale import schema
 from jaxscale.api.corpora import prepare
 from jaxscale.cli import run_verb
-from jaxscale.command_line import config_values, flag, parse
+from jaxscale.command_line import Arguments, flag
+from jaxscale.config_file import config_values
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.dedup import Executor
 from jaxscale.corpus.prepare.engine import Plan, make_plan
 from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.outcome import rewrite_report
 from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.report import rewrite_report
 from jaxscale.data.array_record import export_array_record
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.data.manifest import open_set, read_manifest
 from jaxscale.data.megatron import export_megatron
-from jaxscale.help_text import page_of, show_help
+from jaxscale.help_text import command
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import is_remote
 from jaxscale.text.sources.files import size_of
@@ -69,16 +70,9 @@ class PrepareFlags:
     plan: bool = flag(False, "says what would be done, and does nothing")
 
 
-FLAGS, HELP = PrepareFlags, page_of(__doc__, PrepareFlags)
-
-
-def main(argv: list[str]) -> int:
+@command(PrepareFlags, __doc__, settings=PrepareConfig, passes_on=True)
+def main(arguments: Arguments) -> int:
     """Prepares the set and returns the exit code."""
-    own, beam_flags = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    arguments = parse(own, PrepareFlags)
-    if arguments.help:
-        show_help(HELP, PrepareConfig, arguments.topic)
-        return 0
     flags, progress = arguments.flags, Progress()
     output = flags.output
     if not output and not flags.plan:
@@ -97,7 +91,7 @@ def main(argv: list[str]) -> int:
         progress.say(describe(make_plan(recipe)))
         return 0
     check_places(flags)
-    with make_executor(flags, beam_flags) as executor:
+    with make_executor(flags, arguments.behind) as executor:
         made = prepare(
             recipe, output, work_dir=flags.work_dir, keep_work=flags.keep_work, executor=executor, progress=progress
         )
@@ -133,7 +127,7 @@ def check_places(flags: PrepareFlags) -> None:
         )
 
 
-def make_executor(flags: PrepareFlags, beam_flags: list[str]) -> Executor:
+def make_executor(flags: PrepareFlags, beam_flags: Sequence[str]) -> Executor:
     """Where the pieces of work are done."""
     if flags.runner == "local":
         if beam_flags:

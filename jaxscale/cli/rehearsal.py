@@ -90,7 +90,7 @@ class Rehearsal:
     name: str  # of this process among several, for its logs
 
     def start(self, run: str, env: Mapping[str, str] | None = None) -> Child:
-        """The training in FOLDER/run, for so many steps of its real horizon."""
+        """The training in FOLDER/run: the first `steps` steps of its real horizon."""
         flags = [f"--workdir={self.folder / run}", f"--stop_after={self.steps}"]
         return Child([*self.command, *flags], self.log(run), dict(os.environ) | dict(env or {}))
 
@@ -105,7 +105,7 @@ class Watched:
 
     code: int = 0
     seconds: float = 0.0
-    steps: dict[int, float] = dataclasses.field(default_factory=dict)  # when each was told
+    steps: dict[int, float] = dataclasses.field(default_factory=dict)  # when each was reported
 
 
 def watch(child: Child, checkpoints: Checkpoints, steps: int, say: Callable[[str], None]) -> Watched:
@@ -283,10 +283,7 @@ def compare_runs(rehearsal: Rehearsal, report: Report, early: Mapping[int, Any])
     command = [sys.executable, "-m", "jaxscale.cli.compare_runs", *runs, str(rehearsal.steps), str(kept)]
     env = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     child = Child(command, rehearsal.log("compare"), env)
-    try:
-        code = child.attempt.wait()
-    finally:
-        child.attempt.kill_group()
+    code = child.attempt.wait()
     try:
         found = json.loads(child.tail())
         rows, differences = found["rows"], found["differences"]

@@ -19,7 +19,7 @@ import tempfile
 import time
 from typing import Any
 
-from jaxscale import config
+from jaxscale import config_file
 from jaxscale.cli import run_verb
 from jaxscale.cli.rehearsal import (
     LEAST_STEPS,
@@ -34,14 +34,15 @@ from jaxscale.cli.rehearsal import (
     run_straight,
     try_storage,
 )
-from jaxscale.command_line import Arguments, config_name, flag, parse
-from jaxscale.help_text import page_of, show_help
+from jaxscale.command_line import Arguments, flag
+from jaxscale.config_file import config_name
+from jaxscale.help_text import command
 from jaxscale.hosts import cluster
-from jaxscale.planning.tables import table
 from jaxscale.run.options import allowed_names
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.process import files_as, folder_mode
+from jaxscale.units import table
 
 RUNS = ("straight", "killed")
 PASSED_ON = ("skip-data", "init_from", "allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_after is our own
@@ -67,15 +68,9 @@ class RehearseFlags(cluster.HostFlags):
     )
 
 
-FLAGS, HELP = RehearseFlags, page_of(__doc__, RehearseFlags)
-
-
-def main(argv: list[str]) -> int:
+@command(RehearseFlags, __doc__)
+def main(arguments: Arguments) -> int:
     """Rehearses and returns 0 for GO, 3 for NO-GO."""
-    arguments = parse(argv, RehearseFlags)
-    if arguments.help:
-        show_help(HELP)
-        return 0
     with files_as(arguments.flags.mode):
         return carry_out(plan_rehearsal(arguments))
 
@@ -105,7 +100,7 @@ def carry_out(rehearsal: Rehearsal) -> int:
 def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     """What to do. Raises BadInput for what a person has to correct, before anything is started."""
     options = arguments.options
-    cfg = config.load_config(arguments.config, config.with_flags(arguments))
+    cfg = config_file.load_config(arguments.config, config_file.with_flags(arguments))
     workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
     place = cluster.find_own_place(options)
     is_first = place is None or place.is_first

@@ -18,8 +18,8 @@ from jaxscale import units
 from jaxscale.api.reports import price_of, read_all
 from jaxscale.checkpoint.storage_errors import written
 from jaxscale.cli import run_verb
-from jaxscale.command_line import flag, parse, port_of
-from jaxscale.help_text import page_of, show_help
+from jaxscale.command_line import Arguments, flag, port_of
+from jaxscale.help_text import command
 from jaxscale.reporting import make_card, make_page
 from jaxscale.reporting.serve import Pages, open_server
 from jaxscale.system import paths
@@ -52,15 +52,9 @@ class ReportFlags:
     )
 
 
-FLAGS, HELP = ReportFlags, page_of(__doc__, ReportFlags)
-
-
-def main(argv: list[str]) -> int:
+@command(ReportFlags, __doc__)
+def main(arguments: Arguments) -> int:
     """Writes or serves the page and returns the exit code."""
-    arguments = parse(argv, ReportFlags)
-    if arguments.help:
-        show_help(HELP)
-        return 0
     flags = arguments.flags
     if arguments.config or arguments.overrides:
         raise BadInput("a report takes no --config: the settings of a run are read from its work folder")
@@ -88,7 +82,7 @@ def main(argv: list[str]) -> int:
 def serve(workdirs: Sequence[str], price: float | None, port: int) -> int:
     """Serves the page on this machine alone until Ctrl-C."""
     pages = Pages(lambda version: make_page(read_all(workdirs), price=price, version=version), workdirs)
-    pages.page()  # what is wrong with the folders is told now, in one line
+    pages.page()  # errors in the folders are raised now, in one line
     with open_server(pages, port) as server:
         put(f"http://127.0.0.1:{server.server_address[1]}/ for this machine alone; Ctrl-C ends it")
         try:

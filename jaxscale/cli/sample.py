@@ -15,14 +15,13 @@ from typing import Any
 import jax
 
 from jaxscale import schema
-from jaxscale.api.writing import Piece, Talk, check_seed, write_all
+from jaxscale.api.writing import Piece, SampleOptions, Talk, write_all
 from jaxscale.cli import run_verb, sample_chat
-from jaxscale.command_line import flag, parse, port_of
-from jaxscale.help_text import page_of, show_help
+from jaxscale.command_line import Arguments, flag, port_of
+from jaxscale.help_text import command
 from jaxscale.hosts import cluster
 from jaxscale.inference import check_tokenizer, open_model
 from jaxscale.models.config import Dtype
-from jaxscale.sampling.config import Sampling
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, tell
@@ -57,7 +56,7 @@ class ModelFlags(cluster.HostFlags):
 
 
 @dataclasses.dataclass(frozen=True)
-class SampleFlags(ModelFlags, Sampling):
+class SampleFlags(ModelFlags, SampleOptions):
     """The flags of `jaxscale sample`."""
 
     prompt: tuple[str, ...] = flag(
@@ -65,15 +64,8 @@ class SampleFlags(ModelFlags, Sampling):
     )
     prompts: str | None = flag(None, 'many: each line of a .txt, or of a .jsonl as text or as {"prompt": TEXT}', "FILE")
     num_samples: int = flag(1, "texts for each prompt", least=1)
-    num_tokens: int = flag(100, "tokens to write, at most", least=1)
-    repetition_penalty: float = flag(1.0, "above 1: tokens that the text has become less likely", "1")
-    stop: tuple[str, ...] = flag((), "a text ends before it; may be given several times", "TEXT")
-    seed: int = flag(0, "same seed, same text, whatever the mesh and the other prompts", least=0)
-    batch: int = flag(8, "texts that are written at a time", least=1)
     json: bool = flag(False, "a line of JSON for each text")
     interactive: bool = flag(False, "prompts from the terminal, one a line; Ctrl-D ends")
-    chat: bool = flag(False, "a conversation, by the model's chat template; with --prompt, one answer")
-    system: str | None = flag(None, "chat: what the model is told first", "TEXT")
     serve: int | None = flag(
         None,
         f"chat: a page at http://127.0.0.1:PORT for this machine alone; default {sample_chat.PORT}, 0: any free port",
@@ -85,25 +77,10 @@ class SampleFlags(ModelFlags, Sampling):
         None, "interactive, chat: the longest text; default what the model was trained to read", "TOKENS", least=2
     )
 
-    def __post_init__(self):
-        super().__post_init__()
-        check_seed(self.seed)
 
-    @property
-    def sampling(self) -> Sampling:
-        """How tokens are drawn."""
-        return Sampling(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Sampling)})
-
-
-FLAGS, HELP = SampleFlags, page_of(__doc__, SampleFlags, without=cluster.HostFlags)
-
-
-def main(argv: list[str]) -> int:
+@command(SampleFlags, __doc__, without=cluster.HostFlags)
+def main(arguments: Arguments) -> int:
     """Writes what is asked for and returns the exit code."""
-    arguments = parse(argv, SampleFlags)
-    if arguments.help:
-        show_help(HELP)
-        return 0
     flags, options = arguments.flags, arguments.options
     mesh = read_mesh(flags.mesh, arguments.overrides)
     if arguments.config:
@@ -130,11 +107,10 @@ def main(argv: list[str]) -> int:
             say=say,
         )
         check_tokenizer(model)
-        talk = Talk(model, flags.sampling, flags.stop, flags.num_tokens, flags.seed, say)
+        talk = Talk(model, flags, say)
         if talking:
-            talk = dataclasses.replace(talk, context=flags.context, system=flags.system)
-            return sample_chat.converse(talk, chat=flags.chat, prompts=flags.prompt, serve=flags.serve)
-        found = write_all(talk, texts, num_samples=flags.num_samples, batch=flags.batch)
+            return sample_chat.converse(talk, flags.context, prompts=flags.prompt, serve=flags.serve)
+        found = write_all(talk, texts, num_samples=flags.num_samples)
         show = show_json if flags.json else show_text
         show(found, alone=len(texts) * flags.num_samples == 1, silent=jax.process_index() != 0)
     return 0

@@ -17,13 +17,13 @@ from jaxscale.text.chat.prompts import Message
 PORT = 8643
 
 
-def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: int | None) -> int:
-    """Talks until the other side ends it, and returns the exit code."""
-    context = talk.context or talk.model.cfg.max_seq_len or talk.model.seq_len
+def converse(talk: Talk, context: int | None, *, prompts: Sequence[str], serve: int | None) -> int:
+    """Talks until the other side ends it, and returns the exit code. context: tokens of the longest text."""
+    context = context or talk.model.cfg.max_seq_len or talk.model.seq_len
     if context > talk.model.seq_len:
         talk.say(f"texts of up to {context} tokens; the model was trained on rows of {talk.model.seq_len}")
     generator = make_generator(talk.model, batch=1, longest=context, say=talk.say)
-    if not chat:
+    if not talk.how.chat:
         return go_on_from_lines(talk, generator)
     asked, stop_ids = asking_of(talk)
 
@@ -41,8 +41,8 @@ def converse(talk: Talk, *, chat: bool, prompts: Sequence[str], serve: int | Non
         else:
             show_to_person(talk, answer(messages, written))
         talk.tell_speed(generator.timing, written)
-        if written and written[0].tokens >= talk.num_tokens:
-            talk.say(f"the answer is cut at --num_tokens={talk.num_tokens}")
+        if written and written[0].tokens >= talk.how.num_tokens:
+            talk.say(f"the answer is cut at --num_tokens={talk.how.num_tokens}")
         if written and written[0].text:
             messages.append({"role": "assistant", "content": written[0].text})
         else:  # as if it had not been asked
@@ -61,7 +61,7 @@ def go_on_from_lines(talk: Talk, generator: Generator) -> int:
 
 
 def behind(prompt: str, pieces: Iterator[str]) -> Iterator[str]:
-    """Yields the pieces of a text, the prompt before the first: nothing comes before what is told of compiling it."""
+    """Yields the pieces of a text, the prompt before the first: so it is printed after the line on compilation."""
     yield prompt + next(pieces, "")
     yield from pieces
 
@@ -76,8 +76,7 @@ def continued(
             f"this has {len(ids)} tokens, and a text here has at most {generator.engine.longest}; begin anew, write "
             "less, or give --context"
         )
-    how = dict(num_tokens=talk.num_tokens, stop_ids=stop_ids, stops=talk.stops, seed=talk.seed, written=written)
-    for _, piece in write_texts(generator, talk.model.tokenizer, [ids], talk.sampling, **how):
+    for _, piece in write_texts(generator, talk.model.tokenizer, [ids], talk.write_settings(stop_ids), written):
         yield piece
 
 
@@ -92,7 +91,7 @@ def show(pieces: Iterator[str]) -> None:
 
 
 def show_to_person(talk: Talk, pieces: Iterator[str]) -> None:
-    """The same for somebody who goes on afterwards: an error is told, and Ctrl-C ends the text and nothing else."""
+    """The same in a session that goes on: an error is printed, and Ctrl-C ends this text alone."""
     try:
         show(pieces)
     except BadInput as error:

@@ -84,8 +84,3 @@ def changes_text(old: RunConfig, new: RunConfig) -> list[str]:
     changed = changes(old, new)
     lines = [f"  {name}: {was!r} -> {now!r}" for name, (was, now) in changed.items()]
     return ["changed for this proof:", *lines] if lines else ["the config as it is"]
-
-
-def as_flags(changed: dict[str, tuple[Any, Any]]) -> list[str]:
-    """The changes as command-line flags: --config.model.num_layers=2."""
-    return [f"--config.{name}={now}" for name, (_, now) in changed.items()]

@@ -13,19 +13,23 @@ import dataclasses
 import os
 import random
 import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale import units
+from jaxscale.checkpoint.folders import all_steps
 from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import SuperviseLedger, Totals
-from jaxscale.cli.progress import Progress, look
-from jaxscale.command_line import config_name, flag, parse
-from jaxscale.help_text import page_of, show_help
-from jaxscale.hosts import cluster
+from jaxscale.command_line import Arguments, flag
+from jaxscale.config_file import config_name
+from jaxscale.help_text import command
+from jaxscale.hosts.place import FLAGS as HOST_FLAGS
+from jaxscale.hosts.place import find_own_place
+from jaxscale.monitor.records import Record, tail_records
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, tell
 
@@ -50,7 +54,7 @@ class Policy:
     max_backoff_seconds: int = flag(300, "the longest", least=0)
 
     def pause(self, quick_ends: int, draw: float) -> float:
-        """Seconds before the next start, after so many quick ends in a row. draw: from [0, 1)."""
+        """Seconds before the next start, after `quick_ends` quick ends in a row. draw: from [0, 1)."""
         doubled = self.backoff_seconds * 2.0 ** min(max(quick_ends - 1, 0), 30)
         return min(doubled, self.max_backoff_seconds) * (1 - draw / 2)
 
@@ -63,7 +67,51 @@ class SuperviseFlags(Policy):
     ledger: str | None = flag(None, "what it did, a JSON object a line; default WORKDIR/supervise.jsonl", "FILE")
 
 
-FLAGS, HELP = SuperviseFlags, f"{page_of(__doc__, SuperviseFlags)}\nExit codes:\n{codes_help()}"
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """One look at a work folder."""
+
+    saved: dict[int, float]  # committed steps, and when each was written by the clock of the storage
+    logged: int = 0  # the last step in metrics.jsonl
+    last_record: Record | None = None  # of metrics.jsonl, to tell whether anything was added
+    step_seconds: float = 0.0  # median over the last steps; 0: unknown
+    unknown: str = ""  # why the folder could not be read
+
+    @property
+    def newest(self) -> int:
+        """The newest committed step, 0 if there is none."""
+        return max(self.saved, default=0)
+
+    def won(self, before: "Progress") -> bool:
+        """True if a checkpoint is here that was not there before, be it of an earlier step after a rewind."""
+        return bool(set(self.saved.items()) - set(before.saved.items()))
+
+
+def look(workdir: Any) -> Progress:
+    """The progress of the run in `workdir`; empty where there is none yet, with the cause where it cannot be read."""
+    folder = paths.as_path(workdir)
+    try:
+        checkpoints = folder / "checkpoints"
+        saved = {step: written_at(checkpoints / str(step)) for step in all_steps(checkpoints)}
+        records = tail_records(folder / "metrics.jsonl")
+    except Exception as error:  # whatever the storage's client raises: to look is never worth an end
+        return Progress({}, unknown=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+    steps = [record for record in records if "tokens_hash" in record]
+    seconds = [record["step_seconds"] for record in steps if record.get("step_seconds")]
+    return Progress(
+        saved,
+        logged=max((record["step"] for record in steps), default=0),
+        last_record=records[-1] if records else None,
+        step_seconds=statistics.median(seconds) if seconds else 0.0,
+    )
+
+
+def written_at(folder: Any) -> float:
+    """When the record of a step was written; 0.0 where it is missing, as in a damaged step."""
+    try:
+        return (folder / "run" / "metadata").stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +135,7 @@ class Ended:
 
     @property
     def steps_lost(self) -> int:
-        """Logged steps of this attempt that no checkpoint holds: at least so many have to be run again."""
+        """Logged steps of this attempt that no checkpoint holds: at least these have to be run again."""
         if self.code == 0 or self.after.last_record == self.before.last_record:  # it logged nothing
             return 0
         return max(0, self.after.logged - self.after.newest)
@@ -146,7 +194,7 @@ class Supervisor:
         self.totals, self.began = Totals(), time.monotonic()
         self.attempt: Attempt | None = None
         self.asked: list[int] = []  # signals that came to us
-        self.unsent: collections.deque[int] = collections.deque()  # of these, what the command has yet to be told
+        self.unsent: collections.deque[int] = collections.deque()  # of these, not yet sent to the command
 
     def supervise(self) -> int:
         """The exit code to leave with: the command's last one, or 1 if this gave up."""
@@ -253,23 +301,19 @@ class Supervisor:
             self.attempt.signal(PASSED_ON[signal.Signals(self.unsent.popleft())])
 
 
-def main(argv: list[str]) -> int:
+@command(SuperviseFlags, f"{__doc__}\nExit codes:\n{codes_help()}", passes_on=True)
+def main(arguments: Arguments) -> int:
     """Supervises the command behind '--' and returns the exit code."""
-    own, command = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    arguments = parse(own, SuperviseFlags)
-    if arguments.help:
-        show_help(HELP)
-        return 0
+    flags, training = arguments.flags, arguments.behind
     if arguments.config or arguments.overrides:
         raise BadInput("--config belongs to the training: jaxscale supervise -- --config=FILE")
-    if not command:
+    if not training:
         raise BadInput("nothing to supervise; give the training's command: jaxscale supervise -- --config=FILE")
-    flags = arguments.flags
-    if command[0].startswith("--"):
-        command = [sys.executable, "-m", "jaxscale.cli", "train", *command]
-    workdir = flags.workdir or workdir_of(command)
-    ledger = SuperviseLedger(flags.ledger or default_ledger(workdir, command), say=tell)
-    return Supervisor(command, workdir, flags, ledger, say=tell).supervise()
+    if training[0].startswith("--"):
+        training = [sys.executable, "-m", "jaxscale.cli", "train", *training]
+    workdir = flags.workdir or workdir_of(training)
+    ledger = SuperviseLedger(flags.ledger or default_ledger(workdir, training), say=tell)
+    return Supervisor(training, workdir, flags, ledger, say=tell).supervise()
 
 
 def flags_of(command: Sequence[str]) -> dict[str, str]:
@@ -283,7 +327,7 @@ def flags_of(command: Sequence[str]) -> dict[str, str]:
 
 
 def workdir_of(command: Sequence[str]) -> str:
-    """The work folder that the command trains in. Raises BadInput where that cannot be told."""
+    """The work folder that the command trains in. Raises BadInput where that is unknown."""
     flags = flags_of(command)
     if flags.get("workdir"):
         return flags["workdir"]
@@ -296,7 +340,7 @@ def default_ledger(workdir: str, command: Sequence[str]) -> str:
     """WORKDIR/supervise.jsonl; of several processes each has its own, supervise-3.jsonl."""
     flags = flags_of(command)
     try:
-        place = cluster.find_own_place({name: flags[name] for name in cluster.FLAGS if name in flags})
+        place = find_own_place({name: flags[name] for name in HOST_FLAGS if name in flags})
     except BadInput:  # the command itself says what is wrong
         place = None
     number = f"-{place.process_id}" if place is not None and not place.is_first else ""

@@ -19,9 +19,9 @@ import json
 
 from jaxscale.api.tracing import Piece, Trace, trace
 from jaxscale.cli import run_verb
-from jaxscale.command_line import flag, parse
+from jaxscale.command_line import Arguments, flag
 from jaxscale.data.ledger import Entry
-from jaxscale.help_text import page_of, show_help
+from jaxscale.help_text import command
 from jaxscale.system.exits import BadInput, Exit, put, tell
 from jaxscale.system.redact import on_one_line
 
@@ -45,15 +45,11 @@ class TraceFlags:
 
 
 WHAT_WAS_TRAINED_ON = ("data.mixture", "data.max_epochs", "data.skip_batches", "data.objective")  # stays as it was
-FLAGS, HELP = TraceFlags, page_of(__doc__, TraceFlags)
 
 
-def main(argv: list[str]) -> int:
+@command(TraceFlags, __doc__)
+def main(arguments: Arguments) -> int:
     """Prints the list and returns the exit code."""
-    arguments = parse(argv, TraceFlags)
-    if arguments.help:
-        show_help(HELP)
-        return 0
     flags = arguments.flags
     if not flags.workdir or arguments.config:
         raise BadInput("--workdir must be given, the folder of the run, which holds its config")

@@ -11,13 +11,13 @@ import dataclasses
 import sys
 from typing import Literal
 
-from jaxscale import config
+from jaxscale import config_file
 from jaxscale.cli import run_verb, verify_parity, verify_resume
 from jaxscale.cli.shrink import changes_text, is_large, shrink, use_available_data
-from jaxscale.command_line import Arguments, flag, parse
+from jaxscale.command_line import Arguments, flag
 from jaxscale.config import RunConfig
-from jaxscale.help_text import page_of, show_help
-from jaxscale.system.exits import BadInput, Exit, put
+from jaxscale.help_text import command
+from jaxscale.system.exits import Exit, put
 
 SHARED = ("config", "settings", "layers", "small")
 SUBVERBS = {"resume": (*SHARED, "steps", "devices", "workdir"), "parity": SHARED}
@@ -40,19 +40,10 @@ class VerifyFlags:
     )
 
 
-FLAGS, HELP = VerifyFlags, page_of(__doc__, VerifyFlags)
-
-
-def main(argv: list[str]) -> int:
-    """Runs the proof that argv names and returns the exit code."""
-    what, *rest = argv or ["--help"]
-    if what not in (*SUBVERBS, "-h", "--help"):
-        raise BadInput(f"jaxscale verify has no proof {what!r}; it has {', '.join(SUBVERBS)}")
-    arguments = parse(rest if what in SUBVERBS else argv or [what], VerifyFlags, SUBVERBS.get(what))
-    if arguments.help:
-        show_help(HELP)
-        return 0
-    return resume(arguments) if what == "resume" else parity(arguments, rest)
+@command(VerifyFlags, __doc__, subverbs=SUBVERBS, alone="--help")
+def main(arguments: Arguments) -> int:
+    """Runs the proof that is named and returns the exit code."""
+    return (resume if arguments.subverb == "resume" else parity)(arguments)
 
 
 def resume(arguments: Arguments) -> int:
@@ -66,9 +57,9 @@ def resume(arguments: Arguments) -> int:
     return Exit.DONE if done.exact else Exit.ERROR
 
 
-def parity(arguments: Arguments, argv: list[str]) -> int:
+def parity(arguments: Arguments) -> int:
     """`jaxscale verify parity`; starts itself again where jax would not see the simulated devices."""
-    verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli.verify", "parity", *argv])
+    verify_parity.on_simulated_devices([sys.executable, "-m", "jaxscale.cli.verify", "parity", *arguments.words])
     cfg, wanted = prepared(arguments, copies=verify_parity.NUM_DEVICES)
     wanted = verify_parity.settings(wanted)
     put(*changes_text(cfg, wanted))
@@ -79,7 +70,7 @@ def parity(arguments: Arguments, argv: list[str]) -> int:
 
 def prepared(arguments: Arguments, copies: int) -> tuple[RunConfig, RunConfig]:
     """(the user's config, the same as small as it was asked for and with data that can be read here)."""
-    cfg = config.load_config(arguments.config, arguments.overrides)
+    cfg = config_file.load_config(arguments.config, arguments.overrides)
     flags = arguments.flags
     small = is_large(cfg, copies) if flags.small == "auto" else flags.small == "on"
     smaller = shrink(cfg, layers=flags.layers, small=small)

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from jaxscale.build import Program, make_program
+from jaxscale.cli.attempt import simulated
 from jaxscale.cli.compilations import CompileLog
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch
@@ -269,13 +270,7 @@ def on_simulated_devices(command: list[str]) -> None:
 
     The compilation cache is off there, since a program out of the cache gives no warning, and XLA's warnings are on.
     """
-    flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
-    wanted = {
-        "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={NUM_DEVICES}"]),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "TF_CPP_MIN_LOG_LEVEL": "1",
-    }
-    if any(os.environ.get(name) != value for name, value in wanted.items()):
+    wanted = simulated(NUM_DEVICES) | {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    if wanted != dict(os.environ):
         sys.stdout.flush()
-        os.execve(command[0], command, os.environ | wanted)
+        os.execve(command[0], command, wanted)

@@ -1,22 +1,21 @@
 """Proof that killing a run twice and starting it again equals never stopping, bit for bit.
 
 Both runs are the real command in processes of their own. One is left alone. The other is killed with SIGKILL after
-steps that no checkpoint holds, started again, killed while a checkpoint is being written, and started again.
+steps that no checkpoint holds, started again, killed while a checkpoint is being written, and started again. Each kill
+is exact, not a race: a second save waits until the first one is committed, and the process dies at a point of its own
+(system/faults.py).
 """
 
 import dataclasses
-import functools
-import os
 import pathlib
 import shutil
 import sys
 import tempfile
 from collections.abc import Callable
 
-from jaxscale.checkpoint.folders import UNFINISHED
-from jaxscale.cli.attempt import Child, environment
+from jaxscale.cli.attempt import Child, simulated
 from jaxscale.cli.compare_runs import Comparison, checkpoints_of, compare, read_metrics
-from jaxscale.cli.shrink import as_flags, changes
+from jaxscale.cli.shrink import changes
 from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig
 from jaxscale.sharding.config import MeshConfig
@@ -25,11 +24,12 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Stop, put
 
 SAVE_EVERY = 3
-LEAST_STEPS = 4 * SAVE_EVERY  # room for a kill between the first two checkpoints and one in a later save
+LEAST_STEPS = 4 * SAVE_EVERY  # room for a kill behind the second checkpoint and one in the second save after that
+KILLS = {f"step:{2 * SAVE_EVERY + 1}": "", "save/start:2": ", while it began to write the next"}  # point: in words
 
 
 def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
-    """The config of both runs: so many steps, a checkpoint every 3, every step logged, no measurement and no sample."""
+    """The config of both runs: `steps` steps, a checkpoint every 3, every step logged, no measurement and no sample."""
     mesh = cfg.mesh
     try:
         shape = mesh_shape(mesh, devices)
@@ -44,7 +44,9 @@ def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
         batch_tokens=cfg.batch_tokens if rows == cfg.rows_per_step else rows * cfg.seq_len,
         train_tokens=f"{steps} steps",
         optim=dataclasses.replace(cfg.optim, warmup_tokens=f"{SAVE_EVERY} steps"),
-        checkpoint=dataclasses.replace(cfg.checkpoint, save_every_steps=SAVE_EVERY, keep_last=steps),
+        checkpoint=dataclasses.replace(
+            cfg.checkpoint, save_every_steps=SAVE_EVERY, keep_last=steps, wait_seconds=3600
+        ),  # no save is put off
         monitor=dataclasses.replace(cfg.monitor, log_every_steps=1, tensorboard=False, progress="lines"),
         eval=dataclasses.replace(cfg.eval, num_rows=0),
         evals={},
@@ -69,11 +71,11 @@ def verify(
     folder = new_folder(workdir)
     command = [sys.executable, "-m", "jaxscale.cli", "train", f"--config={arguments.config}"]
     command += [f"--config.{name}={value}" for name, value in arguments.overrides.items()]
-    command += as_flags(changes(cfg, wanted))  # later flags win
+    command += [f"--config.{name}={now}" for name, (_, now) in changes(cfg, wanted).items()]  # later flags win
     try:
         say(f"a run of {steps} steps that is left alone")
         start(command, folder / "straight", devices).finish()
-        told, seen = killed_run(command, folder / "killed", steps, devices, say)
+        told, seen = killed_run(command, folder / "killed", devices, say)
     except Stop:
         say(f"the runs are kept in {folder}")
         raise
@@ -98,60 +100,30 @@ def new_folder(workdir: str | None) -> pathlib.Path:
 
 
 def killed_run(
-    command: list[str], workdir: pathlib.Path, steps: int, devices: int, say: Callable[[str], None]
+    command: list[str], workdir: pathlib.Path, devices: int, say: Callable[[str], None]
 ) -> tuple[list[str], list[dict[int, dict]]]:
     """(how the run was killed, the metrics that it had written at each kill), after two kills and a third start."""
     told, seen = [], []
-    for moment in (past_a_checkpoint, while_saving):
+    for point, where in KILLS.items():
         begin = newest(workdir)
-        reached = functools.partial(moment, workdir, unfinished(workdir), begin, steps)
-        where = start(command, workdir, devices).kill_when(reached)
-        told.append(f"from step {begin}: killed {where}")
-        say(f"the same, {told[-1]}")
+        start(command, workdir, devices, JAXSCALE_CRASH_AT=point).finish(killed=True)
         seen.append(read_metrics(workdir))
+        told.append(
+            f"from step {begin}: killed after step {max(seen[-1], default=0)}, checkpoint {newest(workdir)} being the "
+            f"newest{where}"
+        )
+        say(f"the same, {told[-1]}")
     told.append(f"from step {newest(workdir)}: to the end")
     say(f"the same, {told[-1]}")
     start(command, workdir, devices).finish()
     return told, seen
 
 
-def past_a_checkpoint(workdir: pathlib.Path, known: set, begin: int, steps: int) -> str:
-    """Says where the run is if it holds a checkpoint and steps beyond it, else ''."""
-    saved, logged = newest(workdir), last_logged(workdir)
-    lost = saved > begin and logged >= saved + 2
-    return f"after step {logged}, checkpoint {saved} being the newest" if lost else ""
-
-
-def while_saving(workdir: pathlib.Path, known: set, begin: int, steps: int) -> str:
-    """Says where the run is if it has added a checkpoint and is writing the next, or has but one to write, else ''."""
-    fresh, saved = unfinished(workdir) - known, newest(workdir)
-    if saved == begin:
-        return ""
-    if fresh:
-        name = min(name for name, _ in fresh)
-        return f"while it wrote checkpoint {name.split('.')[0]}, {saved} being the newest"
-    return f"after checkpoint {saved}" if saved >= steps - SAVE_EVERY else ""
-
-
-def start(command: list[str], workdir: pathlib.Path, devices: int) -> Child:
+def start(command: list[str], workdir: pathlib.Path, devices: int, **env: str) -> Child:
     """The command in `workdir`, on simulated devices, its output beside it."""
-    return Child([*command, f"--workdir={workdir}"], workdir.with_suffix(".log"), environment(devices))
+    return Child([*command, f"--workdir={workdir}"], workdir.with_suffix(".log"), simulated(devices) | env)
 
 
 def newest(workdir: pathlib.Path) -> int:
     """The newest committed step, or 0."""
     return checkpoints_of(workdir).latest_step() or 0
-
-
-def unfinished(workdir: pathlib.Path) -> set[tuple[str, int]]:
-    """(name, inode) of the folders of saves that are under way or were killed."""
-    try:
-        entries = os.scandir(workdir / "checkpoints")
-        return {(entry.name, entry.inode()) for entry in entries if entry.name.endswith(UNFINISHED)}
-    except FileNotFoundError:
-        return set()
-
-
-def last_logged(workdir: pathlib.Path) -> int:
-    """The last step in metrics.jsonl, or 0."""
-    return max(read_metrics(workdir), default=0)

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 
 from jaxscale.cli import run_verb
 from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
-from jaxscale.command_line import flag, parse
-from jaxscale.help_text import page_of, show_help
+from jaxscale.command_line import Arguments, flag
+from jaxscale.help_text import command
 from jaxscale.monitor.records import Follower
 from jaxscale.reporting.history import is_finite
 from jaxscale.reporting.json_lines import Row, clean_event
@@ -42,9 +42,6 @@ class WatchFlags:
     workdir: str = flag("", "the folder of the run, local or gs://; it is only read", "FOLDER")
     every: int | None = flag(None, "seconds between two looks; default 2, and 15 for a bucket", "SECONDS", least=1)
     once: bool = flag(False, "prints one frame and leaves, as it does where the output is no terminal")
-
-
-FLAGS, HELP = WatchFlags, page_of(__doc__, WatchFlags)
 
 
 class Look:
@@ -98,12 +95,9 @@ def grown(before: list[Row], follow: Follower, most: int, clean: Callable[[Row],
     return (new if again else before + new)[-most:] if new or again else before
 
 
-def main(argv: list[str]) -> int:
+@command(WatchFlags, __doc__)
+def main(arguments: Arguments) -> int:
     """Shows the run until Ctrl-C, or once, and returns the exit code."""
-    arguments = parse(argv, WatchFlags)
-    if arguments.help:
-        show_help(HELP)
-        return 0
     flags, workdir = arguments.flags, arguments.flags.workdir
     if not workdir or arguments.config or arguments.overrides:
         raise BadInput("watch needs --workdir=FOLDER and no --config: what it shows stands in the work folder")
@@ -121,7 +115,7 @@ def main(argv: list[str]) -> int:
 
 
 def show(look: Look, stream: TextIO, every: float) -> None:
-    """Draws frames for ever: a look every so many seconds, and again at once when the terminal changes its size."""
+    """Draws frames until interrupted: every `every` seconds, and at once when the terminal is resized."""
     seen, looked, drawn = None, float("-inf"), None
     while True:
         now, size = time.monotonic(), shutil.get_terminal_size((LEAST_WIDTH, LEAST_HEIGHT))

@@ -12,10 +12,10 @@ from jaxscale import units
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.console import plain_number
 from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
-from jaxscale.monitor.health.finding import is_harmless
 from jaxscale.reporting.history import is_finite, reached_step
 from jaxscale.reporting.json_lines import as_dict
 from jaxscale.reporting.status import patience_seconds
+from jaxscale.reporting.words import incidents
 from jaxscale.system.exits import meaning
 from jaxscale.system.redact import shown
 
@@ -24,18 +24,6 @@ LABEL = 12  # columns
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS = "_.-~=+*#"
 ETA_RECORDS = 50
-BAD = (
-    "alarm",
-    "alert",
-    "spike",
-    "skipped",
-    "save_failed",
-    "rewind",
-    "hang",
-    "replicas_differ",
-    "set_aside",
-    "fallback",
-)
 
 
 class Line(NamedTuple):
@@ -85,7 +73,7 @@ def frame(seen: Seen, now: float, width: int, height: int, *, unicode: bool = Tr
         Line(""),
     ]
     left = height - len(lines) - bool(seen.problem)
-    lines += [Line(words, "red" if kind in BAD else "") for kind, words in event_lines(seen.events, max(left, 1), now)]
+    lines += event_lines(seen.events, max(left, 1), now)
     if seen.problem:
         lines.append(Line(seen.problem, "red"))
     return [Line(cut(shown(line.text).replace("\n", " "), width), line.colour) for line in lines[:height]]
@@ -237,44 +225,18 @@ def goodput_lines(seen: Seen, now: float | None, width: int) -> list[Line]:
     return [Line(first), Line(" " * LABEL + "  ".join(rest))]
 
 
-def event_lines(events: Sequence[Mapping[str, Any]], most: int, now: float) -> list[tuple[str, str]]:
-    """(kind, '12:01:33  saved step 200') of the newest events, the newest last; of another day with its date."""
+def event_lines(events: Sequence[Mapping[str, Any]], most: int, now: float) -> list[Line]:
+    """'12:01:33  step 200: checkpoint saved, 1.2s' of the newest events, newest last; of another day with its date."""
     found, today = [], datetime.datetime.fromtimestamp(now).date()
     for event in events[-most:]:
         when = unix_time(event.get("time"))
         local = None if when is None else datetime.datetime.fromtimestamp(when)
         form = "%H:%M:%S" if local is None or local.date() == today else "%Y-%m-%d %H:%M"
         clock = "??:??:??" if local is None else local.strftime(form)
-        kind = "" if is_harmless(event) else str(event.get("event"))
-        found.append((kind, f"{clock}  {event_words(event)}"))
+        (told,), _ = incidents([event])
+        step = f"step {told.step}: " if told.step else ""
+        found.append(Line(f"{clock}  {step}{told.what}", "red" if told.is_trouble else ""))
     return found
-
-
-def event_words(event: Mapping[str, Any]) -> str:
-    """An event as a person would say it."""
-    kind, step = event.get("event"), event.get("step")
-    at = "" if step is None else f" at step {step}"
-    if kind == "saved":
-        kept = "" if event.get("verified") else ", not read back"
-        return f"saved step {step} in {units.duration(event.get('seconds') or 0.0)}{kept}"
-    if kind in ("started", "resumed"):
-        devices = event.get("devices") or {}
-        return f"{kind}{at} on {devices.get('number', '?')} x {devices.get('kind', '?')}"
-    if kind == "stopped":
-        return f"stopped: {event.get('why') or meaning(int(event.get('code') or 0))}"
-    if kind == "rewind":
-        return f"went back from step {step} to {event.get('to')} ({event.get('why', 'no cause given')})"
-    if kind == "lr_cut":
-        return f"learning rate cut to {event.get('factor')} of it{at}, until step {event.get('until')}"
-    if kind == "alert":
-        what = str(event.get("what") or "").replace("_", " ")
-        kind = "over" if event.get("over") else "note" if is_harmless(event) else "alert"
-        return f"{kind}{at}: {what}: {event.get('seen') or ''}"
-    if kind == "profile":
-        what = "capturing a profile" if event.get("what") == "begun" else "profile written"
-        return f"{what} of step {step}: {event.get('place')}"
-    told = next((str(event[name]) for name in ("seen", "cause", "why", "what", "verdict") if event.get(name)), "")
-    return f"{str(kind).replace('_', ' ')}{at}" + (f": {told}" if told else "")
 
 
 def eta_seconds(training: Sequence[Mapping], total: int) -> float | None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jaxscale.data.manifest import NAME, check_manifest
-from jaxscale.data.prepared import read_remote_manifest
+from jaxscale.data.token_files import read_remote_manifest
 from jaxscale.system.bucket import Bucket
 from jaxscale.system.exits import BadInput
 from jaxscale.system.storage import open_bucket

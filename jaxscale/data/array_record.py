@@ -5,22 +5,18 @@ Grain asks for group_size:1, without which each read of a record unpacks its nei
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxscale.data.cache import NAME, Say, cached, stamp
+from jaxscale.data.cache import NAME, cached, stamp
 from jaxscale.data.config import DataConfig
+from jaxscale.data.header import listed, untold_header
 from jaxscale.data.remote import map_ids
 from jaxscale.data.shards import Shard, ShardWriter
+from jaxscale.data.verified import Say
 from jaxscale.system.exits import BadInput
-from jaxscale.text.sources.array_record import is_array_record, load_package
+from jaxscale.text.sources.array_record import load_package
 from jaxscale.text.sources.files import SourceFile
-
-if TYPE_CHECKING:
-    import pyarrow
-
-__all__ = ["array_record_shard", "export_array_record", "import_array_record", "is_array_record", "read_records"]
 
 OPTIONS = "group_size:1,uncompressed"  # ids are dense: compressing them costs more than it saves
 AT_ONCE = 4096  # records read or written together
@@ -76,52 +72,31 @@ def array_record_shard(
     if eos_id is None:
         raise BadInput(f"{file.path} does not tell where documents end; set data.eos_id, or data.tokenizer")
     made_from = {"array record": [*file, *stamp(file.path)], "dtype": dtype, "eos_id": eos_id, "vocab": vocab_size}
-    make = dict(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id, source=file.source)
-    return cached(cfg, made_from, lambda folder: import_array_record([Path(file.path)], folder, NAME, **make), say)
+    make = dict(dtype=dtype, vocab_size=vocab_size, eos_id=eos_id)
+    return cached(cfg, made_from, lambda folder: import_array_record(file, folder, **make), say)
 
 
-def import_array_record(
-    paths: Sequence[Path],
-    folder: Path,
-    name: str,
-    *,
-    dtype: str,
-    vocab_size: int,
-    eos_id: int,
-    source: str,
-    token_bytes: np.ndarray | None = None,
-    header: dict[str, Any] | None = None,
-    lineage: "pyarrow.Table | None" = None,
-) -> None:
-    """Writes the documents of ArrayRecord files of ids as the shard NAME in `folder`.
+def import_array_record(file: SourceFile, folder: Path, *, dtype: str, vocab_size: int, eos_id: int) -> None:
+    """Writes the documents of an ArrayRecord file of ids as a shard in `folder`.
 
-    Args: dtype: of the ids in the records, which the files do not tell. eos_id: put after each document that does not
+    Args: dtype: of the ids in the records, which the file does not tell. eos_id: put after each document that does not
     end with it.
-    Raises: BadInput naming file and record for one that is no whole number of ids, or an id beyond the vocabulary.
+    Raises: BadInput naming the record that is no whole number of ids, or has an id beyond the vocabulary.
     """
     itemsize = np.dtype(dtype).itemsize
-    writer = ShardWriter(folder, name, vocab_size=vocab_size, eos_id=eos_id, sources=[source])
-    files = []
+    writer = ShardWriter(folder, NAME, vocab_size=vocab_size, eos_id=eos_id, sources=[file.source])
     try:
-        for path in paths:
-            before = writer.num_documents
-            for number, record in enumerate(read_records(path)):
-                if len(record) % itemsize:
-                    raise BadInput(f"{path}: record {number:,} of {len(record):,} bytes is no whole number of {dtype}")
-                ids = np.frombuffer(record, np.dtype(dtype).newbyteorder("<"))
-                try:
-                    writer.add(ids[:-1] if len(ids) and ids[-1] == eos_id else ids, source)
-                except BadInput as error:
-                    raise BadInput(f"{path}: record {number:,}: {error}") from None
-            files.append({"name": Path(path).name, "source": source, "documents": writer.num_documents - before})
+        for number, record in enumerate(read_records(Path(file.path))):
+            place = f"{file.path}: record {number:,}"
+            if len(record) % itemsize:
+                raise BadInput(f"{place} of {len(record):,} bytes is no whole number of {dtype}")
+            ids = np.frombuffer(record, np.dtype(dtype).newbyteorder("<"))
+            try:
+                writer.add(ids[:-1] if len(ids) and ids[-1] == eos_id else ids, file.source)
+            except BadInput as error:
+                raise BadInput(f"{place}: {error}") from None
     except BaseException:
         writer.abandon()
         raise
-    about = {
-        "tokenizer": {"name": "", "eos_token": "", "vocab_size": vocab_size, "fingerprint": ""},
-        "eos_id": eos_id,
-        "text_bytes": 0,
-        "skipped": {},
-        "files": files,
-    }
-    writer.finish(token_bytes, {**about, **(header or {})}, lineage)
+    entry = listed(file._replace(name=Path(file.path).name), writer.num_documents)
+    writer.finish(None, untold_header(entry, eos_id, vocab_size))

@@ -38,19 +38,14 @@ class Batch(NamedTuple):
     encoder: Any = None  # EncoderInput, where the model has an encoder that these rows are decoded from
 
 
-def stack_rows(rows: Sequence[Batch]) -> Batch:
-    """Single rows of [T] as one batch of [rows, T]. All of them have the same fields."""
-    return stack_fields(rows)
-
-
-def stack_fields(rows: Sequence[Any]) -> Any:
-    """Named tuples of arrays, of None and of such tuples again as one, each array with the rows as its first axis."""
+def stack_rows(rows: Sequence[Any]) -> Any:
+    """Single rows of [T] as one batch of [rows, T]. All have the same fields, some of which are tuples again."""
     columns = []
     for column in zip(*rows, strict=True):
         if any((field is None) != (column[0] is None) for field in column):
             raise BadInput("some rows of a batch have a prefix or an encoder's input and some have none")
         nested = isinstance(column[0], tuple)
-        columns.append(None if column[0] is None else stack_fields(column) if nested else np.stack(column))
+        columns.append(None if column[0] is None else stack_rows(column) if nested else np.stack(column))
     return type(rows[0])(*columns)
 
 

@@ -187,9 +187,6 @@ class BestFitRows(DocumentRows):
         self._unchanged.check_unopened(self._plan_files)
         return open_plan(self.folder)
 
-    def __repr__(self) -> str:
-        return f"BestFitRows(seq_len={self.seq_len}, {self.folder.name})"
-
     def pieces(self, rows: np.ndarray) -> Pieces:
         """What the rows int64[m] are made of."""
         T, plan = self.seq_len, self._plan
@@ -214,11 +211,6 @@ class BestFitRows(DocumentRows):
         """int64: the rows that hold a piece of the table's document, in order. Looks through all documents."""
         pieces = np.flatnonzero(self._plan.documents == document)
         return self._plan.first.searchsorted(pieces, side="right") - 1
-
-    @property
-    def fill(self) -> float:
-        """The part of all positions that holds a token."""
-        return self.num_tokens / (len(self) * self.seq_len)
 
 
 def plan_settings(**settings: Any) -> dict[str, Any]:

@@ -8,31 +8,29 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.header import VERSION
-from jaxscale.data.lineage import LineageRows
+from jaxscale.data.header import VERSION, listed, tokenizer_header, untold_header
+from jaxscale.data.lineage import join_lineages, lineage_table
 from jaxscale.data.reading import Reading, make_reading
 from jaxscale.data.remote import Unwritable
 from jaxscale.data.shards import Shard, ShardWriter, expect_whole, open_shard, write_index
-from jaxscale.data.verified import HASHED, remove, stamp_of
+from jaxscale.data.verified import HASHED, Say, remove, stamp_of
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import Unreadable, open_regular
-from jaxscale.system.locks import locked
-from jaxscale.system.paths import cache_dir, make_private, write_json
+from jaxscale.system.paths import cache_dir, locked, make_private, write_json
 from jaxscale.text.config import read_settings
 from jaxscale.text.document import Document
 from jaxscale.text.sources.decode import REPAIRED, is_repair
 from jaxscale.text.sources.files import SourceFile, file_stamp
 from jaxscale.text.sources.part import unreadable
-from jaxscale.text.tokenizer.base import Tokenizer, begin_names
+from jaxscale.text.tokenizer.base import Tokenizer
 
-Say = Callable[[str], None]
 Opened = TypeVar("Opened")
 
 CHUNK_BYTES = 4 << 20  # of text given to the tokenizer at once: enough for all cores, little enough for any memory
@@ -66,97 +64,72 @@ def tokenised(files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig
     return cached(cfg, made_from, lambda folder: tokenise(folder, files, tokenizer, cfg, say, reading), say)
 
 
-class TextShard:
-    """A shard of tokenised text that is being written; several documents are encoded at a time."""
-
-    def __init__(self, folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, reading: Reading):
-        sources = list(dict.fromkeys(file.source for file in files))
-        ids = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
-        self.writer = ShardWriter(folder, NAME, **ids, sources=sources, trained=reading.marks)
-        self.files, self.tokenizer, self.reading = files, tokenizer, reading
-        self.documents_of: Counter = Counter()
-        self.contents = {file: hashlib.sha256() for file in files}
-        self.lineage = LineageRows()
-        self.text_bytes = self.waiting_bytes = self.documents = 0
-        self._waiting: list[tuple[SourceFile, Document, Any]] = []
-
-    def add(self, file: SourceFile, document: Document, item: Any) -> bool:
-        """Takes a document, as the reading gave it; True if those that waited were encoded."""
-        self._waiting.append((file, document, item))
-        self.text_bytes += document.size
-        self.waiting_bytes += document.size
-        self.documents += 1
-        if self.waiting_bytes < CHUNK_BYTES:
-            return False
-        self.encode_waiting()
-        return True
-
-    def encode_waiting(self) -> None:
-        """Writes the ids of the documents that wait."""
-        encoded = self.reading.encode([item for *_, item in self._waiting])
-        for (file, document, _), (ids, learned) in zip(self._waiting, encoded):
-            self.writer.add(ids, file.source, learned)
-            self.lineage.add(document)
-            self.documents_of[file] += 1
-            self.contents[file].update(np.asarray(ids, "<u4").tobytes() + END)
-            if learned is not None:
-                self.contents[file].update(np.packbits(learned).tobytes())
-        self._waiting.clear()
-        self.waiting_bytes = 0
-
-    def finish(self, skipped: Counter) -> None:
-        """Writes the shard's header and lineage. skipped: documents that were left out, by reason."""
-        tokenizer = self.tokenizer
-        header = {
-            "tokenizer": {
-                "name": tokenizer.name,
-                "eos_token": tokenizer.eos_token,
-                "begin_tokens": begin_names(tokenizer),
-                "vocab_size": tokenizer.vocab_size,
-                "fingerprint": tokenizer.fingerprint,
-            },
-            "eos_id": tokenizer.eos_id,
-            "text_bytes": self.text_bytes,
-            "skipped": dict(skipped),
-            "files": [
-                {
-                    "name": file.name,
-                    "source": file.source,
-                    "documents": self.documents_of[file],
-                    "sha256": self.contents[file].hexdigest(),  # of its documents' ids, so that a change can be named
-                }
-                for file in self.files
-            ],
-        }
-        self.writer.finish(tokenizer.token_bytes, header, lineage=self.lineage.table())
-
-
 def tokenise(
     folder: Path, files: Sequence[SourceFile], tokenizer: Tokenizer, cfg: DataConfig, say: Say, reading: Reading
 ) -> None:
-    """Writes the shard of `files` into `folder`."""
-    shard, skipped, counted, damaged = TextShard(folder, files, tokenizer, reading), Counter(), 0, 0
+    """Writes the shard of `files` into `folder`. Several documents are encoded at a time."""
+    make = dict(vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id, trained=reading.marks)
+    writer = ShardWriter(folder, NAME, sources=list(dict.fromkeys(file.source for file in files)), **make)
+    skipped, counts, contents = Counter(), Counter(), {file: hashlib.sha256() for file in files}
+    lineage, waiting, text_bytes, waiting_bytes = [], [], 0, 0
+
+    def write_waiting() -> None:
+        encoded = reading.encode([item for *_, item in waiting])
+        for (file, _, _), (ids, learned) in zip(waiting, encoded):
+            writer.add(ids, file.source, learned)
+            counts[file] += 1
+            contents[file].update(np.asarray(ids, "<u4").tobytes() + END)
+            if learned is not None:
+                contents[file].update(np.packbits(learned).tobytes())
+        lineage.append(lineage_table([document for _, document, _ in waiting]))
+        waiting.clear()
+
     started = said = time.monotonic()
     say(f"tokenising {count(len(files), 'file')} with {tokenizer.name} (once; then kept in the cache)")
     try:
-        for file in files:
-            for document, item in reading.read(file, skipped):
-                if shard.add(file, document, item) and (now := time.monotonic()) - said > SAY_SECONDS:
+        for file, document, item in read_documents(files, reading, skipped, say):
+            waiting.append((file, document, item))
+            text_bytes, waiting_bytes = text_bytes + document.size, waiting_bytes + document.size
+            if waiting_bytes >= CHUNK_BYTES:
+                write_waiting()
+                waiting_bytes = 0
+                if (now := time.monotonic()) - said > SAY_SECONDS:
                     said = now
-                    say(f"  {rates(shard.documents, shard.text_bytes, now - started)}, in {file.name}")
-            if (invalid := skipped["invalid UTF-8"] - counted) and (damaged := damaged + 1) <= DAMAGED_SHOWN:
-                say(f"  {file.path}: {count(invalid, 'document')} skipped, not UTF-8 (see data.invalid_utf8)")
-            counted += invalid
-        shard.encode_waiting()
-        if not shard.documents:
+                    say(f"  {rates(writer.num_documents, text_bytes, now - started)}, in {file.name}")
+        write_waiting()
+        if not writer.num_documents:
             left_out = f" ({describe_skipped(skipped)})" if skipped else ""
             raise BadInput(f"{files[0].path}{' and the other files' * (len(files) > 1)} hold no document{left_out}")
     except BaseException:
-        shard.writer.abandon()
+        writer.abandon()
         raise
-    shard.finish(skipped)
-    told = rates(shard.documents, shard.text_bytes, time.monotonic() - started)
-    say(f"  {told}; skipped: {describe_skipped(skipped) or 'none'}")
+    # The hash of each file is that of its documents' ids, so that a change can be named.
+    parts = [listed(file, counts[file]) | {"sha256": contents[file].hexdigest()} for file in files]
+    about = {"tokenizer": tokenizer_header(tokenizer, tokenizer.name), "eos_id": tokenizer.eos_id}
+    header = {**about, "text_bytes": text_bytes, "skipped": dict(skipped), "files": parts}
+    writer.finish(tokenizer.token_bytes, header, join_lineages(lineage))
+    progress = rates(writer.num_documents, text_bytes, time.monotonic() - started)
+    say(f"  {progress}; skipped: {describe_skipped(skipped) or 'none'}")
+
+
+def read_documents(
+    files: Sequence[SourceFile], reading: Reading, skipped: Counter, say: Say
+) -> Iterator[tuple[SourceFile, Document, Any]]:
+    """Yields (file, document, what encode takes) of all files, and names those with documents that are not UTF-8."""
+    counted = damaged = 0
+    for file in files:
+        for document, item in reading.read(file, skipped):
+            yield file, document, item
+        if (invalid := skipped["invalid UTF-8"] - counted) and (damaged := damaged + 1) <= DAMAGED_SHOWN:
+            say(f"  {file.path}: {count(invalid, 'document')} skipped, not UTF-8 (see data.invalid_utf8)")
+        counted += invalid
+
+
+def raw_dtype(cfg: DataConfig, vocab_size: int) -> str:
+    """Type of the ids in a .bin without a header."""
+    if cfg.token_dtype != "auto":
+        return cfg.token_dtype
+    return "uint16" if vocab_size - 1 <= np.iinfo(np.uint16).max else "uint32"
 
 
 def scanned(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, say: Say) -> Shard:
@@ -173,41 +146,47 @@ def scanned(file: SourceFile, dtype: str, eos_id: int | None, cfg: DataConfig, s
             f"{path} is no file of uint16 ids: every second one of its first is 0; set data.token_dtype=uint32"
         )
     made_from = {"bin": [*file, *stamp(path)], "dtype": dtype, "eos_id": eos_id}
-    return cached(cfg, made_from, lambda folder: scan(folder, file, dtype, eos_id, say), say)
+    return cached(cfg, made_from, lambda folder: index_raw(folder, file, dtype, eos_id, say), say)
 
 
-def scan(folder: Path, file: SourceFile, dtype: str, eos_id: int | None, say: Say) -> None:
-    """Writes into `folder` the index of a raw .bin, which stays where it is."""
+def index_raw(
+    folder: Path,
+    file: SourceFile,
+    dtype: str,
+    eos_id: int | None,
+    say: Say,
+    offsets: np.ndarray | None = None,
+    negative_from: int = 1 << 64,
+) -> None:
+    """Writes into `folder` the index of a raw .bin, which stays where it is.
+
+    Args: offsets: int64[documents + 1], where documents begin, and the end; None: each ends at eos_id.
+    negative_from: ids from here on stand for negative numbers. Raises BadInput for one of those.
+    """
     before = stamp_of(file.path)
-    ids = open_ids(file.path, dtype)
-    say(f"reading {file.path} once, to find its documents ({len(ids):,} tokens)")
+    ids = open_ids(file.path, dtype) if before[0] else np.zeros(0, dtype)
+    why = "to find its documents" if offsets is None else "to know its ids"
+    say(f"reading {file.path} once, {why} ({len(ids):,} tokens)")
     sha256, largest, ends = hashlib.sha256(), 0, [np.zeros(1, np.int64)]
     for start in range(0, len(ids), SCAN_TOKENS):
         part = np.asarray(ids[start : start + SCAN_TOKENS])
         sha256.update(part)
+        if part.min() < 0 or part.max() >= negative_from:
+            raise BadInput(f"{file.path} holds negative ids: it is no file of token ids")
         largest = max(largest, int(part.max()))
-        if eos_id is not None:
+        if offsets is None and eos_id is not None:
             ends.append(np.flatnonzero(part == eos_id) + start + 1)
-    offsets = np.concatenate(ends)
-    if offsets[-1] != len(ids):
-        offsets = np.append(offsets, len(ids))
+    if offsets is None:
+        offsets = np.concatenate(ends)
+        if offsets[-1] != len(ids):
+            offsets = np.append(offsets, len(ids))
+        if eos_id is not None and len(offsets) == 2:
+            say(f"  the end token {eos_id} does not divide it: the whole file is one document (see data.eos_id)")
     documents = len(offsets) - 1
-    if eos_id is not None and documents == 1:
-        say(f"  the end token {eos_id} does not divide it: the whole file is one document (see data.eos_id)")
-    header = {
-        "bin": file.path,
-        "dtype": dtype,
-        "num_tokens": len(ids),
-        "max_id": largest,
-        "tokenizer": {"name": "", "eos_token": "", "vocab_size": 0, "fingerprint": ""},
-        "eos_id": eos_id,
-        "text_bytes": 0,
-        "skipped": {},
-        "files": [{"name": file.name, "source": file.source, "documents": documents}],
-    }
-    source_ids = np.zeros(documents, "<u2")
+    header = {"bin": file.path, "dtype": dtype, "num_tokens": len(ids), "max_id": largest}
+    header |= untold_header(listed(file, documents), eos_id)
     sums = {"bin": sha256.hexdigest()}
-    write_index(folder / NAME, offsets.astype("<i8"), source_ids, None, sums, [file.source], header)
+    write_index(folder / NAME, offsets.astype("<i8"), np.zeros(documents, "<u2"), None, sums, [file.source], header)
     write_json(folder / HASHED, {str(Path(file.path)): [*before, sums["bin"]]})
 
 
@@ -236,10 +215,10 @@ def cached(cfg: DataConfig, made_from: dict[str, Any], make: Callable[[Path], No
         expect_whole([path], cfg, root, say)
         return shard
 
-    return kept(root, "tokens", made_from, make, open_whole, say)
+    return open_cached(root, "tokens", made_from, make, open_whole, say)
 
 
-def kept(
+def open_cached(
     root: Path,
     kind: str,
     made_from: dict[str, Any],
@@ -281,7 +260,7 @@ def kept(
 def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable[[Path], None]) -> Path:
     """The folder KIND-(sha256 of `made_from`), made beside it and renamed if it is not there.
 
-    So a folder under its final name was whole: whoever is killed leaves only a folder that nobody looks into, and of
+    So a folder under its final name was whole: a process that is killed leaves only a folder that is never read, and of
     two that make the same one, the second to finish throws its own away.
     """
     key = hashlib.sha256(json.dumps([VERSION, made_from], sort_keys=True).encode()).hexdigest()[:32]
@@ -309,7 +288,7 @@ def made_folder(root: Path, kind: str, made_from: dict[str, Any], make: Callable
 
 
 def remove_leftovers(root: Path) -> None:
-    """Deletes what processes of this machine left half made when they were killed."""
+    """Deletes half-made folders of this machine's killed processes."""
     mine = f"-{socket.gethostname()}-"
     for folder in root.glob(f"making-*{mine}*"):
         try:
@@ -317,11 +296,11 @@ def remove_leftovers(root: Path) -> None:
         except ProcessLookupError:
             shutil.rmtree(folder, ignore_errors=True)
         except (ValueError, PermissionError):
-            pass  # not ours to judge
+            pass  # not known to be dead
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """(bytes, nanoseconds of the last change): a file with another stamp is tokenised anew; a stream has (0, 0)."""
+    """(bytes, nanoseconds of the last change): a file with another stamp is tokenised again; a stream has (0, 0)."""
     try:
         return file_stamp(path)
     except OSError as error:

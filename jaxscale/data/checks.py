@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxscale.data.array_record import is_array_record
-from jaxscale.data.cache import cache_folder, count
+from jaxscale.data.cache import cache_folder, count, raw_dtype
 from jaxscale.data.config import DataConfig
 from jaxscale.data.header import read_header
 from jaxscale.data.manifest import NAME as MANIFEST
@@ -14,9 +13,10 @@ from jaxscale.data.manifest import SHOWN, is_manifest
 from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.data.objectives import find_ids
 from jaxscale.data.packing import DocumentTable
-from jaxscale.data.prepared import prepared_problems
+from jaxscale.data.token_files import prepared_problems
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import Globs
+from jaxscale.text.sources.array_record import is_array_record
 from jaxscale.text.sources.files import (
     STREAMS,
     SourceFile,
@@ -44,7 +44,7 @@ def check_data(cfg: DataConfig, seq_len: int, vocab_size: int) -> list[str]:
         problems += token_file_problems(cfg, files, everything, seq_len, vocab_size)
     name = cfg.tokenizer or ("" if cfg.name == "tokens" else "bytes")
     if name:
-        problems += tokenizer_problems(cfg, name, vocab_size) or objective_problems(cfg, name, vocab_size, seq_len)
+        problems += tokenizer_problems(cfg, name, vocab_size, seq_len)
     folder = cache_folder(cfg)
     if folder.exists() and not folder.is_dir():
         problems.append(f"data.cache_dir={folder} is a file; name a folder")
@@ -75,11 +75,11 @@ def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFi
         files, problems = stdlib_files(), []
         if not files:
             problems = ["data.name='stdlib': this Python comes without the source of its library; set data.files"]
-    elif is_empty(cfg.files):
+    elif not cfg.files:
         return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
     else:
         files, problems = list_files(named(cfg.files, cfg.name), "data.files", "text")
-    if is_empty(cfg.val_files):
+    if not cfg.val_files:
         return (files, []), problems
     val_files, more = list_files(named(cfg.val_files, cfg.name), "data.val_files", "validation")
     if twice := sorted({file.path for file in files} & {file.path for file in val_files}):
@@ -87,8 +87,8 @@ def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFi
     return (files, val_files), problems + more
 
 
-def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int) -> list[str]:
-    """What is wrong with the tokenizer, alone and for this model."""
+def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:
+    """What is wrong with the tokenizer, alone, for this model and for the objective."""
     if problem := tokenizer_problem(name):
         return [problem]
     try:
@@ -100,12 +100,6 @@ def tokenizer_problems(cfg: DataConfig, name: str, vocab_size: int) -> list[str]
             f"data.tokenizer={name} has ids up to {tokenizer.vocab_size - 1}, but the model has model.vocab_size="
             f"{vocab_size}; set it to {tokenizer.vocab_size} or more"
         ]
-    return []
-
-
-def objective_problems(cfg: DataConfig, name: str, vocab_size: int, seq_len: int) -> list[str]:
-    """Why the objective cannot do with the ids of its settings and of this tokenizer, which can be loaded."""
-    tokenizer = load_tokenizer(name, cfg.eos_token, cfg.bos_token)
     try:
         find_ids(cfg.objective, tokenizer, tokenizer.token_bytes, vocab_size, seq_len)
     except BadInput as error:
@@ -166,13 +160,6 @@ def vocabulary_problem(path: str, max_id: int, vocab_size: int) -> str:
     )
 
 
-def raw_dtype(cfg: DataConfig, vocab_size: int) -> str:
-    """Type of the ids in a .bin without a header."""
-    if cfg.token_dtype != "auto":
-        return cfg.token_dtype
-    return "uint16" if vocab_size - 1 <= np.iinfo(np.uint16).max else "uint32"
-
-
 def named(globs: Globs, name: str) -> Globs:
     """The globs; where data.name is 'hf', names of the hub get its scheme and saved data sets stay paths."""
     if name != "hf":
@@ -182,8 +169,3 @@ def named(globs: Globs, name: str) -> Globs:
     if isinstance(globs, tuple):
         return tuple(named(inner, name) for inner in globs)
     return globs if globs.startswith(STREAMS) or is_saved_dataset(globs) else f"hf://{globs}"
-
-
-def is_empty(globs: Globs) -> bool:
-    """True if no file is named."""
-    return not globs

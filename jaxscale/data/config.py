@@ -21,7 +21,7 @@ MixtureSetting = dict[str, float | dict[str, float]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GateConfig:
+class RowFilterConfig:
     """Limits beyond which a row weighs nothing. Shares are of the row's real tokens, from 0 to 1."""
 
     on: bool = setting(
@@ -143,7 +143,7 @@ class DataConfig(ReadConfig):
         may_change=True,
         read_if="data.mixture",
     )
-    gate: GateConfig = setting(GateConfig, read_if="data.gate.on")
+    gate: RowFilterConfig = setting(RowFilterConfig, read_if="data.gate.on")
     chat: ChatConfig = setting(ChatConfig, read_if="data.name=chat")
     objective: ObjectiveConfig = setting(NextTokenConfig)
     verify: Literal["size", "hash", "always"] = setting(

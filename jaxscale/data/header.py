@@ -9,6 +9,8 @@ from jaxscale.system.digest import json_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import Unreadable, cannot_read, parse_json
 from jaxscale.system.paths import read_bytes
+from jaxscale.text.sources.files import SourceFile
+from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 
 FORMAT, VERSION = "jaxscale-tokens", 2
 OLDER = 1  # the same without the header's own sum
@@ -30,6 +32,28 @@ OWN = "json"  # among the sums: that of the header without it
 SHA256 = re.compile(r"[0-9a-f]{64}")
 WAY_OUT = "delete the folder to have it made again, or bring the file back"
 DTYPES = ("uint8", "uint16", "uint32", "int64")  # written are the middle two; files of others may have the rest
+
+
+def tokenizer_header(tokenizer: Tokenizer, name: str) -> dict[str, Any]:
+    """A header's 'tokenizer'."""
+    return {
+        "name": name,
+        "eos_token": tokenizer.eos_token,
+        "begin_tokens": begin_names(tokenizer),
+        "vocab_size": tokenizer.vocab_size,
+        "fingerprint": tokenizer.fingerprint,
+    }
+
+
+def listed(file: SourceFile, documents: int) -> dict[str, Any]:
+    """An entry of a header's 'files'."""
+    return {"name": file.name, "source": file.source, "documents": documents}
+
+
+def untold_header(file: dict[str, Any], eos_id: int | None, vocab_size: int = 0) -> dict[str, Any]:
+    """What a header says of a file of ids that does not tell its tokenizer. file: its entry in 'files'."""
+    tokenizer = {"name": "", "eos_token": "", "vocab_size": vocab_size, "fingerprint": ""}
+    return {"tokenizer": tokenizer, "eos_id": eos_id, "text_bytes": 0, "skipped": {}, "files": [file]}
 
 
 def sealed(header: dict[str, Any]) -> bytes:
@@ -93,11 +117,12 @@ def check_header(path: Path, header: dict[str, Any]) -> None:
 
 def is_listed(file: Any) -> bool:
     """True for an entry of 'files'."""
-    return (
-        isinstance(file, dict)
-        and all(type(file.get(key)) is kind for key, kind in FILE.items())
-        and file["documents"] >= 0
-    )
+    return isinstance(file, dict) and all(is_good(file.get(key), kind) for key, kind in FILE.items())
+
+
+def is_good(value: Any, kind: type) -> bool:
+    """True for a value of this kind; a number is never less than 0."""
+    return type(value) is kind and (kind is not int or value >= 0)
 
 
 def check_seal(path: Path, header: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ class Entry:
 
 
 class Ledger:
-    """The books of a run. Opening one reads nothing but the corpus's indexes."""
+    """Maps steps to documents and documents to steps. Opening one reads the corpus's indexes alone."""
 
     def __init__(self, corpus: Corpus, batches: Batches, skipped: Iterable[Sequence[int]] = ()):
         """batches: of the run, with its mixture. skipped: its skipped ranges of batches, as its checkpoint has them."""
@@ -84,7 +84,7 @@ class Ledger:
         return [self.name(number) for number, _ in tokens.most_common()]
 
     def name(self, number: int) -> str:
-        """A document of the table, for people: one line, whatever its file is called."""
+        """One line that names a document of the table, whatever characters its file's name has."""
         path, place, _ = self.place(number)
         source = self.corpus.source_names[self._rows.table.source_ids[number]]
         file, first = file_of(self._shards[path], place)
@@ -105,7 +105,7 @@ class Ledger:
         return self.batches.text(n).tokens
 
     def steps_of(self, document: str, stop: int) -> list[tuple[int, Entry]]:
-        """(step, the piece) for every sight of a document in the steps below `stop`, in order.
+        """(step, the piece) for every occurrence of a document in the steps below `stop`, in order.
 
         document: its id, FILE:OFFSET or SHARD:NUMBER; all that are named so count. Raises BadInput if there is none,
         or none in training.

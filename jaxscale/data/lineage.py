@@ -6,7 +6,6 @@ id        string              the file's own name for it, or empty; so too url, 
 score.X   float32             one column for each score that a stage has added; null where a document has none
 """
 
-import dataclasses
 import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,13 @@ def lineage_table(documents: Sequence["Document"]) -> "pyarrow.Table":
     for name in sorted(set().union(*scores)):
         columns[f"score.{name}"] = pyarrow.array([score.get(name) for score in scores], pyarrow.float32())
     return canonical(pyarrow.table(columns))
+
+
+def join_lineages(tables: Sequence["pyarrow.Table"]) -> "pyarrow.Table":
+    """The rows of at least one table, in order."""
+    import pyarrow
+
+    return pyarrow.concat_tables(tables, promote_options="default").unify_dictionaries()
 
 
 def canonical(table: "pyarrow.Table") -> "pyarrow.Table":
@@ -90,28 +96,3 @@ def parse_lineage(content: bytes, columns: Sequence[str] | None = None) -> "pyar
             return file.read(columns=columns, use_threads=False)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise BadInput(f"it is no Parquet file: {error}") from None
-
-
-class LineageRows:
-    """Collects the lineage of documents as they come; their texts are not kept."""
-
-    def __init__(self):
-        self._waiting: list[Document] = []
-        self._tables: list[pyarrow.Table] = []
-
-    def add(self, document: "Document") -> None:
-        """Appends the row of a document."""
-        self._waiting.append(dataclasses.replace(document, text=""))
-        if len(self._waiting) >= ROW_GROUP:
-            self._flush()
-
-    def table(self) -> "pyarrow.Table":
-        """The table of all rows."""
-        import pyarrow
-
-        self._flush()
-        return pyarrow.concat_tables(self._tables, promote_options="default").unify_dictionaries()
-
-    def _flush(self) -> None:
-        self._tables.append(lineage_table(self._waiting))
-        self._waiting = []

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.header import ENDINGS, SHA256
+from jaxscale.data.header import ENDINGS, SHA256, is_good
 from jaxscale.data.shards import Shard, open_shard, read_token_bytes, shard_files, write_synced
 from jaxscale.data.verified import damaged, hashed
 from jaxscale.system.digest import file_sha256
@@ -34,7 +34,7 @@ CONTENT = {
 SHARD = {"name": str, "tokens": int, "documents": int, "files": dict, **COUNTS}
 PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")  # never a path: a manifest may come from anywhere
 WAY_OUT = "prepare the set again, or bring the file back"
-SHOWN = 3  # problems told one by one
+SHOWN = 3  # problems listed one by one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,7 +176,7 @@ def is_manifest(path: str) -> bool:
     try:
         content = read_json(path)
     except (OSError, BadInput):
-        return Path(path).name == NAME  # torn or gone: whoever reads it will tell
+        return Path(path).name == NAME  # torn or gone: reading it raises
     return isinstance(content, dict) and content.get("format") == FORMAT
 
 
@@ -219,11 +219,6 @@ def parse_manifest(path: str, content: Any) -> Manifest:
     return Manifest(path, {**content, "tokenizer": {"file": None, **tokenizer}})
 
 
-def is_good(value: Any, kind: type) -> bool:
-    """True for a value of this kind; a number is never less than 0."""
-    return type(value) is kind and (kind is not int or value >= 0)
-
-
 def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
     """What a set holds, of what each of its shards does."""
     return {
@@ -236,7 +231,7 @@ def totals(entries: Sequence[Mapping[str, Any]]) -> dict[str, int]:
 
 def is_listed_file(entry: Any) -> bool:
     """True for {"bytes": a size, "sha256": 64 hexadecimal digits}."""
-    if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or entry["bytes"] < 0:
+    if not isinstance(entry, dict) or not is_good(entry.get("bytes"), int):
         return False
     return isinstance(entry.get("sha256"), str) and bool(SHA256.fullmatch(entry["sha256"]))
 
@@ -321,10 +316,10 @@ def open_set(manifest: Manifest, place: Callable[[str], str] | None = None) -> l
         if (docs := f"{name}{ENDINGS['docs']}") in files:
             parts["docs"] = functools.partial(place, docs)
         shard = open_shard(Path(header_path), with_token_bytes=False, parts=parts)
-        told = [shard.header[key] for key in ("num_tokens", "num_documents", "max_id", "text_bytes")]
+        found = [shard.header[key] for key in ("num_tokens", "num_documents", "max_id", "text_bytes")]
         listed = [entry[key] for key in ("tokens", "documents", "max_id", "text_bytes")]
         is_other = shard.fingerprint != entry["fingerprint"] or shard.header["bin"] != f"{name}.bin"
-        if is_other or told != listed:
+        if is_other or found != listed:
             raise BadInput(f"{header_path} is not the shard that {manifest.path} lists; {WAY_OUT}")
         if listed_table := files.get(table := f"{name}{ENDINGS['token_bytes']}"):
             if listed_table["sha256"] not in tables:

@@ -7,7 +7,6 @@ The .idx, version 1 (Megatron-LM, megatron/core/datasets/indexed_dataset.py), al
     and in multimodal sets int8[sequences], the mode of each.
 """
 
-import hashlib
 import os
 import struct
 from collections.abc import Sequence
@@ -16,15 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.cache import NAME, Say, cached, open_ids, stamp
+from jaxscale.data.cache import cached, index_raw, stamp
 from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
-from jaxscale.data.shards import Shard, expect_size, write_index, write_synced
-from jaxscale.data.verified import HASHED, stamp_of
+from jaxscale.data.shards import Shard, expect_size, write_synced
+from jaxscale.data.verified import Say
 from jaxscale.system.digest import READ_BYTES
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import open_regular
-from jaxscale.system.paths import write_json
 from jaxscale.text.sources.files import SourceFile
 
 MAGIC, VERSION = b"MMIDIDX\0\0", 1
@@ -34,7 +32,6 @@ TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: 
 SAME_BITS = {1: "uint8", 2: "uint8", 3: "uint16", 4: "uint32", 5: "int64", 8: "uint16"}
 CODES = {"uint8": 1, "uint16": 8, "uint32": 4, "int64": 5}  # no uint32 there: int32 has the ids below 2**31
 SIGNED_END = {2: 2**7, 3: 2**15, 4: 2**31, 5: 2**63}  # ids from here on are negative ones
-SCAN_TOKENS = 1 << 24
 
 
 class MegatronIndex(NamedTuple):
@@ -122,12 +119,7 @@ def megatron_shard(file: SourceFile, cfg: DataConfig, say: Say) -> Shard:
     """
     idx, path = Path(file.path).with_suffix(".idx"), str(Path(file.path).with_suffix(".bin"))
     made_from = {"megatron": [path, file.name, file.source, *stamp(str(idx)), *stamp(path)], "eos_id": cfg.eos_id}
-    return cached(
-        cfg,
-        made_from,
-        lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say),
-        say,
-    )
+    return cached(cfg, made_from, lambda folder: scan_megatron(folder, file._replace(path=path), idx, cfg, say), say)
 
 
 def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, say: Say) -> None:
@@ -139,31 +131,7 @@ def scan_megatron(folder: Path, file: SourceFile, idx: Path, cfg: DataConfig, sa
         raise BadInput(f"{idx} is a multimodal set; only text is read")
     dtype, offsets = SAME_BITS[index.code], index.offsets
     expect_size(file.path, int(offsets[-1]) * np.dtype(dtype).itemsize)
-    say(f"reading {file.path} once, to know its ids ({int(offsets[-1]):,} tokens)")
-    before = stamp_of(file.path)
-    ids = open_ids(file.path, dtype) if offsets[-1] else np.zeros(0, dtype)
-    sha256, largest = hashlib.sha256(), 0
-    for start in range(0, len(ids), SCAN_TOKENS):
-        part = np.asarray(ids[start : start + SCAN_TOKENS])
-        sha256.update(part)
-        if part.min() < 0 or part.max() >= SIGNED_END.get(index.code, 2**64):
-            raise BadInput(f"{file.path} holds negative ids: it is no file of token ids")
-        largest = max(largest, int(part.max()))
-    documents = len(offsets) - 1
-    header = {
-        "bin": file.path,
-        "dtype": dtype,
-        "num_tokens": int(offsets[-1]),
-        "max_id": largest,
-        "tokenizer": {"name": "", "eos_token": "", "vocab_size": 0, "fingerprint": ""},
-        "eos_id": cfg.eos_id,
-        "text_bytes": 0,
-        "skipped": {},
-        "files": [{"name": file.name, "source": file.source, "documents": documents}],
-    }
-    sums = {"bin": sha256.hexdigest()}
-    write_index(folder / NAME, offsets, np.zeros(documents, "<u2"), None, sums, [file.source], header)
-    write_json(folder / HASHED, {str(Path(file.path)): [*before, sums["bin"]]})
+    index_raw(folder, file, dtype, cfg.eos_id, say, offsets, SIGNED_END.get(index.code, 1 << 64))
 
 
 def export_megatron(shards: Sequence[Shard], base: Path) -> None:

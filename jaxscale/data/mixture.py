@@ -58,7 +58,7 @@ class Mixture:
     names: tuple[str, ...]  # of the G sources
     stages: tuple[Stage, ...]
     lines: tuple[str, ...] = ()  # what people should know of it
-    told_names: tuple[str, ...] = ()  # mixture_names of the setting
+    reported_names: tuple[str, ...] = ()  # mixture_names of the setting
 
     @functools.cached_property
     def _starts(self) -> np.ndarray:
@@ -73,9 +73,9 @@ class Mixture:
         return np.stack(before)
 
     @functools.cached_property
-    def _told(self) -> np.ndarray:
+    def _numbers(self) -> np.ndarray:
         """int64[G]; a source that the setting does not name has no rows, and no number."""
-        return np.array([self.told_names.index(name) if name in self.told_names else -1 for name in self.names])
+        return np.array([self.reported_names.index(name) if name in self.reported_names else -1 for name in self.names])
 
     def locate(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(source, how many of its rows came before) of each place int64[m] of the stream."""
@@ -89,9 +89,9 @@ class Mixture:
             turns[here] = self._before[number, found] + cycles * pattern.counts_G[found] + pattern.turns_L[rest]
         return sources, turns
 
-    def told(self, places: np.ndarray) -> np.ndarray:
+    def source_numbers(self, places: np.ndarray) -> np.ndarray:
         """The number, in mixture_names of the setting, of the source of each place."""
-        return self._told[self.locate(places)[0]]
+        return self._numbers[self.locate(places)[0]]
 
     def find(self, source: int, turns: np.ndarray) -> np.ndarray:
         """The places of a source's rows: the inverse of locate. Raises BadInput for one that never comes."""
@@ -117,10 +117,10 @@ class Mixture:
 
 
 def from_record(record: Sequence[Sequence[Any]], names: Sequence[str]) -> Mixture:
-    """The mixture of which this is the record. names: of the sources, in the corpus's order, and as losses are told."""
+    """The mixture of this record. names: of the sources, in the corpus's order, and as losses are reported."""
     counts = [np.array([named.get(name, 0) for name in names], np.int64) for _, named in record]
     stages = [Stage(int(first), pattern_of(counts_G)) for (first, _), counts_G in zip(record, counts)]
-    return Mixture(tuple(names), tuple(stages), told_names=tuple(names))
+    return Mixture(names, tuple(stages), reported_names=tuple(names))
 
 
 def same_past(recorded: Sequence[Sequence[Any]] | None, now: Sequence[Sequence[Any]] | None, rows: int) -> bool:
@@ -130,7 +130,7 @@ def same_past(recorded: Sequence[Sequence[Any]] | None, now: Sequence[Sequence[A
 
 
 def pattern_of(counts_G: np.ndarray) -> Pattern:
-    """The pattern in which each source has so many places."""
+    """The pattern in which each source has its count of places."""
     sources_L = spread(counts_G)
     each_L_G = (sources_L[:, None] == np.arange(len(counts_G))).astype(np.int64)
     before = np.concatenate([np.zeros_like(each_L_G[:1]), np.cumsum(each_L_G, axis=0)])
@@ -186,8 +186,7 @@ def plan_mixture(
     mixture: MixtureSetting,
     max_epochs: Mapping[str, float],
     *,
-    names: Sequence[str],
-    sizes: Sequence[int],
+    sizes: Mapping[str, int],
     seq_len: int,
     rows_per_batch: int,
     total_steps: int,
@@ -196,17 +195,20 @@ def plan_mixture(
 ) -> Mixture:
     """The stages of a run, with one more wherever a source has used up its epochs and leaves its share to the others.
 
-    Args: sizes: rows of each source. total_steps: what '80%' refers to. num_batches: batches up to the run's end.
+    Args: sizes: {source: its rows}. total_steps: what '80%' refers to. num_batches: batches up to the run's end.
     detours: stages of one source in between.
     Raises: BadInput for a source that is not there, and where all have used up their epochs before the end.
     """
     batch_tokens = seq_len * rows_per_batch
     for _, weights in stages_of(mixture):
-        check_sources("mixture", weights, names, sizes)
-    check_sources("max_epochs", max_epochs, names, sizes)
-    known = dict(batch_tokens=batch_tokens, train_tokens=total_steps * batch_tokens, epoch_tokens=sum(sizes) * seq_len)
+        check_sources("mixture", weights, sizes)
+    check_sources("max_epochs", max_epochs, sizes)
+    names = tuple(sizes)
+    known = dict(
+        batch_tokens=batch_tokens, train_tokens=total_steps * batch_tokens, epoch_tokens=sum(sizes.values()) * seq_len
+    )
     starts = with_detours(start_batches(mixture, seq_len=seq_len, **known), detours)
-    caps = {names.index(name): int(number * sizes[names.index(name)]) for name, number in max_epochs.items()}
+    caps = {names.index(name): int(number * sizes[name]) for name, number in max_epochs.items()}
     ends = [start for start, _ in starts[1:]] + [max(num_batches, starts[-1][0] + 1)]
     stages: list[Stage] = []
     lines, taken = [], np.zeros(len(names), np.int64)
@@ -237,9 +239,9 @@ def plan_mixture(
             stages.append(Stage(row, pattern))
             taken = taken + pattern.taken(stop - row)
             row = stop
-    epochs = ", ".join(f"{name} {rows / size:.3g}" for name, rows, size in zip(names, taken, sizes) if rows)
+    epochs = ", ".join(f"{name} {rows / size:.3g}" for (name, size), rows in zip(sizes.items(), taken) if rows)
     lines.append(f"epochs of each source in this run: {epochs}")
-    return Mixture(tuple(names), tuple(stages), tuple(lines), mixture_names(mixture))
+    return Mixture(names, tuple(stages), tuple(lines), mixture_names(mixture))
 
 
 def start_batches(mixture: MixtureSetting, **known: int) -> list[tuple[int, Weights]]:
@@ -273,17 +275,17 @@ def with_detours(starts: list[tuple[int, Weights]], detours: Sequence[Detour]) -
 
 def realised(pattern: Pattern, names: Sequence[str], weights_G: np.ndarray) -> str:
     """The shares that the whole numbers of a pattern give: 'web 0.7, code 0.3'; with the wish where it differs."""
-    told, L = [], len(pattern.sources_L)
+    shares, L = [], len(pattern.sources_L)
     for name, count, wish in zip(names, pattern.counts_G, weights_G / weights_G.sum()):
         if count:
             given = f"{name} {count / L:.5g}"
-            told.append(given if f"{wish:.5g}" == f"{count / L:.5g}" else f"{given} (wished {wish:.5g})")
-    return f"{', '.join(told)}, exact in every {L} rows"
+            shares.append(given if f"{wish:.5g}" == f"{count / L:.5g}" else f"{given} (wished {wish:.5g})")
+    return f"{', '.join(shares)}, exact in every {L} rows"
 
 
-def check_sources(setting: str, named: Mapping[str, float], names: Sequence[str], sizes: Sequence[int]) -> None:
+def check_sources(setting: str, named: Mapping[str, float], sizes: Mapping[str, int]) -> None:
     """Raises BadInput for a name that is no source of the training data."""
-    having = [name for name, size in zip(names, sizes) if size]
+    having = [name for name, size in sizes.items() if size]
     if unknown := [name for name in named if name not in having]:
         raise BadInput(
             f"data.{setting} names {unknown[0]!r}, which is no source of the training data; there are "

@@ -51,12 +51,9 @@ LAYOUT_HELP = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SpanCorruptionConfig:
-    """T5's: 15% of the tokens in spans of 3 on average."""
+class DenoisingConfig:
+    """What all objectives have that cut spans out of rows."""
 
-    name: Literal["span_corruption"] = setting("span_corruption", "which objective this is")
-    noise_density: float = setting(0.15, "part of a row's tokens that is cut out")
-    mean_span: float = setting(3.0, "mean length of a span [tokens]")
     layout: Layout = setting("encoder_decoder", LAYOUT_HELP)
     multiple_of: int = setting(1, "rows are filled up to multiples of this, with padding")
     first_sentinel_id: int | None = setting(None, "id of the first sentinel; none: the tokenizer's sentinels")
@@ -76,8 +73,22 @@ class SpanCorruptionConfig:
     )
 
     def __post_init__(self):
+        for name in ("multiple_of", "num_sentinels"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SpanCorruptionConfig(DenoisingConfig):
+    """T5's: 15% of the tokens in spans of 3 on average."""
+
+    name: Literal["span_corruption"] = setting("span_corruption", "which objective this is")
+    noise_density: float = setting(0.15, "part of a row's tokens that is cut out")
+    mean_span: float = setting(3.0, "mean length of a span [tokens]")
+
+    def __post_init__(self):
         check_denoiser(self.noise_density, self.mean_span)
-        check_rows(self.multiple_of, self.num_sentinels)
+        super().__post_init__()
 
 
 def check_denoiser(noise_density: float, mean_span: float) -> None:
@@ -86,13 +97,6 @@ def check_denoiser(noise_density: float, mean_span: float) -> None:
         raise BadInput(f"noise_density={noise_density} must lie between 0 and 1")
     if mean_span < 1:
         raise BadInput(f"mean_span={mean_span} must be at least 1 token")
-
-
-def check_rows(multiple_of: int, num_sentinels: int) -> None:
-    """Raises BadInput for a multiple or a number below 1."""
-    for name, value in (("multiple_of", multiple_of), ("num_sentinels", num_sentinels)):
-        if value < 1:
-            raise BadInput(f"{name}={value} must be at least 1")
 
 
 class Amount(NamedTuple):
@@ -132,7 +136,7 @@ PAPER = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ul2Config:
+class Ul2Config(DenoisingConfig):
     """Short spans (R), a text's end (S), or much of it (X): one denoiser a row, by weight (arXiv:2205.05131, 3.1).
 
     Each document of the row begins with the token of the mode, which takes the place of the mark at the end of inputs.
@@ -143,26 +147,10 @@ class Ul2Config:
         PAPER, "(mode R, S or X; noise density; mean span, 0: one span, a document's end; weight of the draw) of each"
     )
     mode_ids: dict[str, int] = setting({}, "id of each mode's token: {'R': 5, 'S': 6, 'X': 7}; text never has them")
-    layout: Layout = setting("encoder_decoder", LAYOUT_HELP)
-    multiple_of: int = setting(1, "rows are filled up to multiples of this, with padding")
-    first_sentinel_id: int | None = setting(None, "id of the first sentinel; none: the tokenizer's sentinels")
-    num_sentinels: int = setting(
-        100,
-        "with first_sentinel_id: how many there are, one for each span of a document",
-        read_if="data.objective.first_sentinel_id!=none",
-    )
-    sentinel_step: Literal[-1, 1] = setting(
-        1, "from one sentinel's id to the next; T5's own go down", read_if="data.objective.first_sentinel_id!=none"
-    )
     end_id: int | None = setting(None, "id that ends the targets of a document; none: the tokenizer's end")
-    start_id: int | None = setting(
-        None,
-        "id that a decoder reads first; none: end_id. T5 has its padding, 0",
-        read_if="data.objective.layout=encoder_decoder",
-    )
 
     def __post_init__(self):
-        check_rows(self.multiple_of, self.num_sentinels)
+        super().__post_init__()
         if not self.denoisers:
             raise BadInput("denoisers is empty; leave it out for the paper's seven")
         for mode, noise_density, mean_span, weight in self.denoisers:
@@ -185,7 +173,7 @@ class Denoiser:
     mode: str = ""  # whose token begins the inputs, in place of a mark at their end
 
 
-def denoisers(cfg: SpanCorruptionConfig | Ul2Config) -> tuple[Denoiser, ...]:
+def denoisers(cfg: DenoisingConfig) -> tuple[Denoiser, ...]:
     """Those that the settings mix."""
     if isinstance(cfg, SpanCorruptionConfig):
         return (Denoiser(cfg.noise_density, cfg.mean_span),)
@@ -200,7 +188,7 @@ class Lengths(NamedTuple):
     prefix: bool = False  # whether rows have one
 
 
-def denoised_lengths(cfg: SpanCorruptionConfig | Ul2Config, seq_len: int) -> Lengths:
+def denoised_lengths(cfg: DenoisingConfig, seq_len: int) -> Lengths:
     """The least that hold what any of the denoisers makes of a row of seq_len tokens."""
     fill = lambda length: -(-length // cfg.multiple_of) * cfg.multiple_of
     pairs = [corrupted_lengths(seq_len, amount(seq_len, d.noise_density, d.mean_span)) for d in denoisers(cfg)]
@@ -212,11 +200,8 @@ def denoised_lengths(cfg: SpanCorruptionConfig | Ul2Config, seq_len: int) -> Len
 ObjectiveConfig = NextTokenConfig | PrefixLmConfig | MaskedLmConfig | SpanCorruptionConfig | Ul2Config
 
 
-Denoising = SpanCorruptionConfig | Ul2Config
-
-
 def row_lengths(cfg: ObjectiveConfig, seq_len: int) -> Lengths:
     """Of the rows that the objective makes of packed rows of seq_len tokens."""
-    if isinstance(cfg, Denoising):
+    if isinstance(cfg, DenoisingConfig):
         return denoised_lengths(cfg, seq_len)
     return Lengths(seq_len, prefix=isinstance(cfg, PrefixLmConfig))

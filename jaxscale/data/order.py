@@ -1,6 +1,5 @@
 """Which rows make up batch n: a pure function of the seed and n, and the list of batches never trained on."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -8,19 +7,14 @@ import numpy as np
 
 from jaxscale.data.batch import Batch
 from jaxscale.data.config import check_skips
-from jaxscale.data.gate import Gate
 from jaxscale.data.mixture import Mixture
 from jaxscale.data.permutation import permuted, unpermuted
+from jaxscale.data.row_filter import RowFilter
 from jaxscale.system.exits import BadInput
 
 ORDER = 2  # another number where the same settings give other batches; 1 was the order of Grain's shuffle
-Transform = Callable[[Batch, int, Sequence[int]], Batch]
+Transform = Callable[[Batch, int, Sequence[int]], Batch]  # (rows, n, their numbers) -> the same rows, changed
 Ranges = tuple[tuple[int, int], ...]
-
-
-def as_they_are(batch: Batch, n: int, row_indices: Sequence[int]) -> Batch:
-    """The transform that changes nothing."""
-    return batch
 
 
 class RowOrder:
@@ -90,13 +84,17 @@ class Batches:
     LOCATED = 1024  # rows
 
     def __init__(
-        self, order: RowOrder, rows_per_batch: int, gate: Gate | None = None, transform: Transform = as_they_are
+        self,
+        order: RowOrder,
+        rows_per_batch: int,
+        row_filter: RowFilter | None = None,
+        transform: Transform | None = None,
     ):
-        """rows_per_batch: of the whole batch, over all hosts. gate: which rows weigh nothing, by their text.
+        """rows_per_batch: of the whole batch, over all hosts. row_filter: which rows weigh nothing, by their text.
 
         transform(rows, n, row_indices): what becomes of these rows of batch n.
         """
-        self.order, self.rows_per_batch, self.gate, self.transform = order, rows_per_batch, gate, transform
+        self.order, self.rows_per_batch, self.row_filter, self.transform = order, rows_per_batch, row_filter, transform
         self._together = max(1, self.LOCATED // rows_per_batch)  # batches
         self._recent: tuple[int, Any] = (-1, None)  # of any thread, replaced whole
 
@@ -109,8 +107,8 @@ class Batches:
         located, sources, first = self.whereabouts(n)
         chosen = [first + int(row) for row in row_indices]
         text = self.order.rows.read(located, chosen)
-        made = self.transform(text, n, row_indices)
-        if self.gate is not None and (bad := self.gate(text, located, chosen)).any():
+        made = text if self.transform is None else self.transform(text, n, row_indices)
+        if self.row_filter is not None and (bad := self.row_filter(text, located, chosen)).any():
             made = made._replace(weights=np.where(bad[:, None], np.float32(0), made.weights))
         if sources is not None:
             sources_BT = np.empty(made.tokens.shape, np.int32)
@@ -123,7 +121,7 @@ class Batches:
         return self.rows(n, range(self.rows_per_batch))
 
     def text(self, n: int) -> Batch:
-        """The packed rows of batch n as they are before the transform and the gate: fields of [rows_per_batch, T]."""
+        """The packed rows of batch n as they are before transform and row filter: fields of [rows_per_batch, T]."""
         located, _, first = self.whereabouts(n)
         return self.order.rows.read(located, range(first, first + self.rows_per_batch))
 
@@ -133,21 +131,17 @@ class Batches:
         return self.order.row_numbers(np.arange(first, first + self.rows_per_batch))
 
     def whereabouts(self, n: int) -> tuple[Any, np.ndarray | None, int]:
-        """(what located gives for the batches around n, and where among it batch n begins)."""
+        """(where the rows of the batches around n lie, the source of each in a mixture, where among them n begins)."""
         part, batch = divmod(int(n), self._together)
-        return (*self.located(part), batch * self.rows_per_batch)
-
-    def located(self, part: int) -> tuple[Any, np.ndarray | None]:
-        """(where the rows of batches [part * together, (part + 1) * together) lie, the source of each in a mixture)."""
         known, found = self._recent
         if known != part:
             size = self._together * self.rows_per_batch
             places = np.arange(part * size, (part + 1) * size)
             mixture = self.order.mixture
-            sources = None if mixture is None else mixture.told(places).astype(np.int32)
+            sources = None if mixture is None else mixture.source_numbers(places).astype(np.int32)
             found = self.order.rows.locate(self.order.row_numbers(places)), sources
             self._recent = (part, found)
-        return found
+        return (*found, batch * self.rows_per_batch)
 
     def __getstate__(self) -> dict:
         return self.__dict__ | {"_recent": (-1, None)}
@@ -209,12 +203,3 @@ def without(ranges: Ranges, removed: Ranges) -> Ranges:
             cut += [(start, min(stop, gap_start)), (max(start, gap_stop), stop)]
         ranges = tuple((start, stop) for start, stop in cut if start < stop)
     return ranges
-
-
-def document_order(num_documents: int, seed: int | str) -> np.ndarray:
-    """int64[num_documents]: a permutation that depends on the seed and the count alone, whatever the numpy version.
-
-    numpy promises the raw output of Philox for good, but not the method of Generator.permutation.
-    """
-    key = int.from_bytes(hashlib.blake2b(f"document order {seed}".encode(), digest_size=16).digest(), "little")
-    return np.argsort(np.random.Philox(key=key).random_raw(num_documents), kind="stable")

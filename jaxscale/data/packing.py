@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from jaxscale.data.batch import Batch
-from jaxscale.data.order import document_order
 from jaxscale.data.remote import map_ids
 from jaxscale.data.rows import Located, Pieces, TokenFiles, broken_piece, locate, read_rows
 from jaxscale.data.verified import Expected, Unchanged
@@ -92,11 +91,6 @@ class DocumentRows(abc.ABC):
         return {key: value for key, value in self.__dict__.items() if key not in MADE_ANEW}
 
     @functools.cached_property
-    def num_tokens(self) -> int:
-        """Tokens of all documents; the rows hold each once."""
-        return self.table.num_tokens
-
-    @functools.cached_property
     def _unchanged(self) -> Unchanged:
         return Unchanged(self.table.expected)
 
@@ -170,6 +164,15 @@ def group_members(table: DocumentTable, num_groups: int) -> list[np.ndarray]:
     return [np.flatnonzero(real & (table.source_ids == group)) for group in range(num_groups)]
 
 
+def document_order(num_documents: int, seed: int | str) -> np.ndarray:
+    """int64[num_documents]: a permutation that depends on the seed and the count alone, whatever the numpy version.
+
+    numpy promises the raw output of Philox for good, but not the method of Generator.permutation.
+    """
+    key = int.from_bytes(hashlib.blake2b(f"document order {seed}".encode(), digest_size=16).digest(), "little")
+    return np.argsort(np.random.Philox(key=key).random_raw(num_documents), kind="stable")
+
+
 class PackedRows(DocumentRows):
     """`concat`: row r holds tokens [r T, (r + 1) T) of the stream; its targets are the next tokens of the stream.
 
@@ -187,12 +190,6 @@ class PackedRows(DocumentRows):
         self.group_rows = np.concatenate([[0], np.cumsum(-(-tokens // seq_len))])
         shifts = self.group_rows[:-1] * seq_len - (np.cumsum(tokens) - tokens)  # a group begins with a row
         self._begins = np.cumsum(lengths) - lengths + np.repeat(shifts, [len(order) for order in orders])
-
-    def __repr__(self) -> str:
-        digest = hashlib.blake2b(digest_size=8)
-        for array in (self.table.starts[self._order], self.table.file_ids[self._order], self._begins):
-            digest.update(np.ascontiguousarray(array).tobytes())
-        return f"PackedRows(seq_len={self.seq_len}, seed={self.seed}, {digest.hexdigest()})"
 
     def pieces(self, rows: np.ndarray) -> Pieces:
         """What the rows int64[m] are made of."""

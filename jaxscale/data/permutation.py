@@ -34,12 +34,12 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 def permuted(indices: ArrayLike, size: int, key: str) -> np.ndarray:
     """int64 of the same shape: where the permutation of range(size) that belongs to `key` sends each index."""
-    return walked(indices, size, functools.partial(forwards, key=key))
+    return walked(indices, size, functools.partial(rounds, key=key))
 
 
 def unpermuted(places: ArrayLike, size: int, key: str) -> np.ndarray:
     """The inverse: unpermuted(permuted(i, size, key), size, key) == i."""
-    return walked(places, size, functools.partial(backwards, key=key))
+    return walked(places, size, functools.partial(rounds, key=key, inverse=True))
 
 
 def walked(indices: ArrayLike, size: int, step: Callable[[Halves, int, int], Halves]) -> np.ndarray:
@@ -61,26 +61,15 @@ def walked(indices: ArrayLike, size: int, step: Callable[[Halves, int, int], Hal
     return found.astype(np.int64).reshape(indices.shape)
 
 
-def forwards(halves: Halves, a: int, b: int, *, key: str) -> Halves:
-    """All rounds: each adds to one half a hash of the other."""
-    low, high = halves
-    for number, salt in enumerate(round_keys(key)):
-        if number % 2:
-            high = (high + mix(low + salt) % np.uint64(b)) % np.uint64(b)
-        else:
-            low = (low + mix(high + salt) % np.uint64(a)) % np.uint64(a)
-    return low, high
-
-
-def backwards(halves: Halves, a: int, b: int, *, key: str) -> Halves:
-    """The rounds undone, the last one first."""
-    low, high = halves
-    for number, salt in reversed(list(enumerate(round_keys(key)))):
-        if number % 2:
-            high = (high + np.uint64(b) - mix(low + salt) % np.uint64(b)) % np.uint64(b)
-        else:
-            low = (low + np.uint64(a) - mix(high + salt) % np.uint64(a)) % np.uint64(a)
-    return low, high
+def rounds(halves: Halves, a: int, b: int, *, key: str, inverse: bool = False) -> Halves:
+    """All rounds: each adds to one half a hash of the other. inverse: undoes them, the last one first."""
+    halves, sizes, keys = list(halves), (np.uint64(a), np.uint64(b)), list(enumerate(round_keys(key)))
+    for number, salt in reversed(keys) if inverse else keys:
+        half = number % 2
+        size = sizes[half]
+        added = mix(halves[1 - half] + salt) % size
+        halves[half] = (halves[half] + (size - added if inverse else added)) % size
+    return halves[0], halves[1]
 
 
 @functools.lru_cache(maxsize=1024)

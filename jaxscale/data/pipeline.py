@@ -8,28 +8,26 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxscale.data.batch import Batch, padding_row, stack_rows
 from jaxscale.data.best_fit import BestFitRows, plan_settings, write_plan
-from jaxscale.data.cache import cache_folder, count, describe_skipped, kept, tokenised
+from jaxscale.data.cache import cache_folder, count, describe_skipped, open_cached, tokenised
 from jaxscale.data.checks import check_data, check_lengths, corpus_files, vocabulary_problem
 from jaxscale.data.config import DataConfig, stages_of
-from jaxscale.data.dataset import Transform, check_transforms, open_transforms, step_dataset
-from jaxscale.data.gate import make_gate
+from jaxscale.data.dataset import Transform, check_transforms, map_dataset, open_transform, read_batch
 from jaxscale.data.mixture import Detour, Mixture, check_sources, plan_mixture
-from jaxscale.data.objective_config import NextTokenConfig, ObjectiveConfig
 from jaxscale.data.objectives import apply, apply_with_origin, find_ids, reads_text_in_order
 from jaxscale.data.objectives.ids import SpecialIds, StandIn, stand_in_ids
 from jaxscale.data.order import ORDER, Batches, RowOrder
 from jaxscale.data.packing import DocumentRows, DocumentTable, PackedRows
-from jaxscale.data.parts import data_parts, digest
+from jaxscale.data.row_filter import make_row_filter
+from jaxscale.data.rows import SyntheticRows
 from jaxscale.data.shards import Shard
 from jaxscale.data.split import Division, divide
-from jaxscale.data.synthetic import SyntheticRows
 from jaxscale.data.token_files import common_token_bytes, open_tokens
 from jaxscale.data.verified import of_size
 from jaxscale.system.exits import BadInput
@@ -44,6 +42,8 @@ if TYPE_CHECKING:
 
 VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
 VALIDATION_ROWS_SYNTHETIC = 4096
+DIGITS = 16  # of a hash: enough to tell two versions of one file apart
+MOST_PARTS = 2000  # files and shards that are named one by one in each checkpoint; of more, their sources are
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,11 +59,10 @@ class Corpus:
     tokenizer: Tokenizer | None
     token_bytes: np.ndarray | None  # int32[vocabulary]: bytes of text that each id stands for
     fingerprint: str  # equal wherever the same tokens are divided the same way
-    summary: str  # one line for people
+    summary: str  # one line for the log
     shards: tuple[Shard, ...] = ()  # that the training rows are read from
-    objective: ObjectiveConfig = NextTokenConfig()
-    ids: SpecialIds | None = None  # that the objective needs
-    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the fingerprint, see parts.py
+    ids: SpecialIds | None = None  # that data.objective needs
+    parts: Mapping[str, str] = dataclasses.field(default_factory=dict)  # of the fingerprint, see data_parts
     chat: Mapping[str, Any] | None = None  # how conversations were written: ChatTemplate.note
 
     @property
@@ -77,15 +76,15 @@ class Corpus:
         return dict(zip(self.source_names, np.diff(self.train_rows.group_rows).tolist()))
 
     def batches(self, rows_per_batch: int, mixture: Mixture | None = None) -> Batches:
-        """The endless training batches, each epoch shuffled anew.
+        """The endless training batches, each epoch in another order.
 
         mixture: of plan_mixture; else that of the settings as for a run of one epoch, without caps.
         """
         if self.cfg.mixture and mixture is None:
             mixture = self.plan_mixture(rows_per_batch, max(1, len(self.train_rows) // rows_per_batch), capped=False)
-        gate = make_gate(self.cfg.gate, self.tokenizer) if self.shards else None
-        transform = functools.partial(apply, self.objective, self.ids, seed=self.seed)
-        return Batches(RowOrder(self.train_rows, self.seed, mixture), rows_per_batch, gate, transform)
+        row_filter = make_row_filter(self.cfg.gate, self.tokenizer) if self.shards else None
+        transform = functools.partial(apply, self.cfg.objective, self.ids, seed=self.seed)
+        return Batches(RowOrder(self.train_rows, self.seed, mixture), rows_per_batch, row_filter, transform)
 
     def plan_mixture(
         self,
@@ -96,7 +95,7 @@ class Corpus:
         capped: bool = True,
         detours: Sequence[Detour] = (),
     ) -> Mixture | None:
-        """The stages of a run of so many steps; None where the settings have no mixture.
+        """The stages of a run of `total_steps` steps; None where the settings have no mixture.
 
         num_batches: up to the end of the run, those that it skips counted too. detours: of its rewinds.
         Raises BadInput as the function does.
@@ -106,8 +105,7 @@ class Corpus:
         return plan_mixture(
             self.cfg.mixture,
             self.cfg.max_epochs if capped else {},
-            names=self.source_names,
-            sizes=list(self.rows_of_sources.values()),
+            sizes=self.rows_of_sources,
             seq_len=self.seq_len,
             rows_per_batch=rows_per_batch,
             total_steps=total_steps,
@@ -129,14 +127,14 @@ class Corpus:
         """
         batches = self.batches(rows_per_batch, mixture)
         rows = range(rows_per_batch) if rows is None else rows
-        transforms = self.open_transforms(batches)
-        dataset = step_dataset(batches.rows, rows, num_steps=num_batches, transforms=transforms)
-        return dataset.map(lambda item: item.batch)
+        return map_dataset(
+            functools.partial(read_batch, batches.rows, rows, self.open_transforms(batches)), num_batches
+        )
 
     def open_transforms(self, batches: Batches) -> tuple[Transform, ...]:
         """The functions of data.transforms, tried on the first batch. Raises BadInput naming one that is unfit."""
         names = self.cfg.transforms
-        transforms = open_transforms(names)
+        transforms = tuple(map(open_transform, names))
         if transforms:
             check_transforms(transforms, names, batches.batch(0))
         return transforms
@@ -157,9 +155,9 @@ class Corpus:
             nowhere = [np.zeros(self.seq_len, np.int32)] * missing
             sources = np.stack([self.valid_rows.row_sources(row) for row in part] + nowhere)
             places = [*part, *range(-missing, 0)]
-            batch, origin = apply_with_origin(self.objective, self.ids, batch, 0, places, VALIDATION_SEED)
+            batch, origin = apply_with_origin(self.cfg.objective, self.ids, batch, 0, places, VALIDATION_SEED)
             sources = np.take_along_axis(sources, origin, axis=1)
-            is_told = self.token_bytes is not None and reads_text_in_order(self.objective)
+            is_told = self.token_bytes is not None and reads_text_in_order(self.cfg.objective)
             sizes = self.token_bytes[batch.targets] if is_told else np.zeros_like(batch.targets)
             yield batch, sources, np.where(batch.weights > 0, sizes, 0).astype(np.int32)
 
@@ -182,7 +180,7 @@ def open_data(
     if problems := check_data(cfg, seq_len, vocab_size):
         raise BadInput(problems[0])
     if cfg.name == "synthetic":
-        return with_objective(synthetic_corpus(cfg, seq_len=seq_len, vocab_size=vocab_size, seed=seed), vocab_size)
+        return synthetic_corpus(cfg, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
     files, val_files = corpus_files(cfg)[0]
     if cfg.name == "tokens":
         shards, val_shards, tokenizer = open_tokens(cfg, files, val_files, vocab_size, say)
@@ -202,10 +200,7 @@ def open_data(
     for shard in [*shards, *val_shards]:
         if shard.header["max_id"] >= vocab_size:
             raise BadInput(vocabulary_problem(shard.place, shard.header["max_id"], vocab_size))
-    corpus = with_objective(assemble(cfg, shards, val_shards, tokenizer, seq_len, seed, say), vocab_size)
-    if cfg.name != "chat":
-        return corpus
-    return dataclasses.replace(corpus, chat=load_template(tokenizer, cfg.chat).note)
+    return assemble(cfg, shards, val_shards, tokenizer, say, seq_len=seq_len, vocab_size=vocab_size, seed=seed)
 
 
 def unpinned(files: Sequence[SourceFile], shard: Shard) -> list[str]:
@@ -219,23 +214,16 @@ def unpinned(files: Sequence[SourceFile], shard: Shard) -> list[str]:
     ]
 
 
-def with_objective(corpus: Corpus, vocab_size: int) -> Corpus:
-    """The corpus whose batches are made for its objective. Raises BadInput where an id that it needs is unknown."""
-    cfg, tokenizer = corpus.cfg, corpus.tokenizer
-    if tokenizer is None:
-        tokenizer = stand_in_ids(vocab_size) if cfg.name == "synthetic" else StandIn("unknown", cfg.eos_id)
-    ids = find_ids(cfg.objective, tokenizer, corpus.token_bytes, vocab_size, corpus.seq_len)
-    return dataclasses.replace(corpus, objective=cfg.objective, ids=ids)
-
-
 def assemble(
     cfg: DataConfig,
     trained: Sequence[Shard],
     held: Sequence[Shard],
     tokenizer: Tokenizer | None,
-    seq_len: int,
-    seed: int,
     say: Callable[[str], None],
+    *,
+    seq_len: int,
+    vocab_size: int,
+    seed: int,
 ) -> Corpus:
     """The corpus over the shards for training and those for validation; without the latter, a part of the former."""
     shards = [*trained, *held]
@@ -245,7 +233,7 @@ def assemble(
     if cfg.mixture:
         tokens = np.bincount(parts.train.source_ids, weights=parts.train.lengths, minlength=len(names))
         for _, weights in stages_of(cfg.mixture):
-            check_sources("mixture", weights, names, tokens)
+            check_sources("mixture", weights, dict(zip(names, tokens)))
     rules = [json.dumps(plan_settings(), sort_keys=True)] if cfg.packing == "best_fit" else []
     content = [*parts.content, f"order {ORDER}", cfg.packing, *rules]
     fingerprint = hashlib.sha256("|".join(content).encode(errors="surrogateescape")).hexdigest()
@@ -263,6 +251,8 @@ def assemble(
         "the order of rows": str(ORDER),
         "data.val_fraction": "val_files" if held else str(cfg.val_fraction),
     }
+    token_bytes = tokenizer.token_bytes if tokenizer else common_token_bytes(shards)
+    known = tokenizer or StandIn("unknown", cfg.eos_id)
     made_with = tokenizer.fingerprint if tokenizer else trained[0].header["tokenizer"]["fingerprint"]
     return Corpus(
         train_rows=train_rows,
@@ -272,12 +262,48 @@ def assemble(
         seed=seed,
         source_names=names,
         tokenizer=tokenizer,
-        token_bytes=tokenizer.token_bytes if tokenizer else common_token_bytes(shards),
+        token_bytes=token_bytes,
         fingerprint=fingerprint,
         summary=f"data.{cfg.name}: " + "; ".join(facts_of(cfg, parts, shards, tokenizer, len(train_rows), seq_len)),
         shards=tuple(trained),
+        ids=find_ids(cfg.objective, known, token_bytes, vocab_size, seq_len),
         parts=data_parts(trained, held, made_with, settings),
+        chat=load_template(tokenizer, cfg.chat).note if cfg.name == "chat" else None,
     )
+
+
+def data_parts(
+    trained: Sequence[Shard], held: Sequence[Shard], tokenizer: str, settings: dict[str, str]
+) -> dict[str, str]:
+    """{readable name: hash or value} of everything that the fingerprint of a corpus is made of.
+
+    Args: tokenizer: its fingerprint, '' where it is not known. settings: those that decide which rows there are.
+    """
+    pieces = [*pieces_of(trained, ""), *pieces_of(held, "validation ")]
+    if len(pieces) > MOST_PARTS:
+        pieces = [(f"source {source}", source, mark) for _, source, mark in pieces]
+    sums: dict[str, list[str]] = {}
+    for name, _, mark in pieces:
+        sums.setdefault(name, []).append(mark)
+    found = {name: marks[0][:DIGITS] if len(marks) == 1 else digest(marks) for name, marks in sums.items()}
+    return {"the tokenizer": tokenizer[:DIGITS], **found, **settings}
+
+
+def pieces_of(shards: Sequence[Shard], prefix: str) -> Iterator[tuple[str, str, str]]:
+    """(name, source, hash) of each text file, or of each shard that does not know of which files it is made."""
+    for shard in shards:
+        files = shard.header["files"]
+        if files and all("sha256" in file for file in files):
+            for file in files:
+                yield f"{prefix}file {file['name']}", file["source"], file["sha256"]
+        else:
+            name = PurePath(shard.header["bin"]).stem
+            yield f"{prefix}shard {name}", ", ".join(shard.header["sources"]), shard.fingerprint
+
+
+def digest(marks: Sequence[str]) -> str:
+    """One hash for several, in their order."""
+    return hashlib.sha256("|".join(marks).encode()).hexdigest()[:DIGITS]
 
 
 def facts_of(
@@ -324,7 +350,7 @@ def make_rows(
     made_from = plan_settings(fingerprint=fingerprint, **make)
     cache = cache_folder(cfg)
     open_rows = lambda folder: BestFitRows(table, folder, seq_len=seq_len, cache=cache, verify=cfg.verify, say=say)
-    return kept(cache, "rows", made_from, lambda folder: write_plan(folder, table, **make), open_rows, say)
+    return open_cached(cache, "rows", made_from, lambda folder: write_plan(folder, table, **make), open_rows, say)
 
 
 def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> Corpus:
@@ -340,5 +366,6 @@ def synthetic_corpus(cfg: DataConfig, *, seq_len: int, vocab_size: int, seed: in
         tokenizer=None,
         token_bytes=None,
         fingerprint=f"synthetic-{vocab_size}-order-{ORDER}",
+        ids=find_ids(cfg.objective, stand_in_ids(vocab_size), None, vocab_size, seq_len),
         summary=f"data.synthetic: uniform ids below {vocab_size:,}; its loss cannot fall below log(vocabulary)",
     )

@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.conversations import read_samples
-from jaxscale.text.chat.encode import encode_written
+from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.guard import Guard
-from jaxscale.text.chat.template import load_template
+from jaxscale.text.chat.records import Chat, Pair, parse_record
+from jaxscale.text.chat.spans import NO_TURN, Written, encode_written, write_chat, write_pair
+from jaxscale.text.chat.template import ChatTemplate, load_template
 from jaxscale.text.document import Document
-from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.sources.read import read_file
+from jaxscale.text.sources.blocks import read_blocks, read_lines
+from jaxscale.text.sources.files import SourceFile, unpacked_name
+from jaxscale.text.sources.jsonl import BYTE_ORDER_MARK, NO_JSON, loads, refuse, second_look, word_of
+from jaxscale.text.sources.read import JSON_LINES, read_file, readable
 from jaxscale.text.tokenizer.base import Tokenizer
 
 VERSION = 2  # of how conversations become ids: another number where the same records would give others
@@ -48,8 +51,83 @@ def make_reading(tokenizer: Tokenizer, cfg: DataConfig, say: Callable[[str], Non
     names = sorted(tokenizer.special_ids.items())
     made_from = json.dumps([VERSION, template.fingerprint, template.begin, names, settings], sort_keys=True)
     return Reading(
-        lambda file, skipped: iter(read_samples(file, cfg, template, guard, skipped)),
+        lambda file, skipped: read_samples(file, cfg, template, guard, skipped),
         lambda items: encode_written(tokenizer, items),
         marks=True,
         fingerprint=hashlib.sha256(made_from.encode()).hexdigest(),
     )
+
+
+def read_samples(
+    file: SourceFile, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter
+) -> Iterator[tuple[Document, Written]]:
+    """Yields the documents of a file in order; what is left out is counted. Files that are not JSON lines are text.
+
+    Raises: BadInput naming file and line for a malformed record, where cfg says to stop; for an unreadable file.
+    """
+    if not unpacked_name(file.path).endswith(JSON_LINES):
+        for document in read_file(file, cfg, skipped):
+            yield document, write_pair(Pair("", document.text), template.begin)
+        return
+    with readable(file.path, cfg, skipped):
+        for offset, number, line, record in records(file.path, cfg, skipped):
+            written = write_record(record, f"{file.path} line {number}", cfg, template, guard, skipped)
+            if written is None:
+                continue
+            document = Document(
+                written.text, file.source, file.name, offset, word_of(record, cfg.id_field, line),
+                word_of(record, cfg.url_field, line), word_of(record, cfg.licence_field, line) or cfg.licence,
+            )  # fmt: skip
+            if document.size > cfg.max_document_bytes:
+                skipped["longer than max_document_bytes"] += 1
+                continue
+            yield document, written
+
+
+def records(path: str, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[int, int, bytes, object]]:
+    """Yields (byte, number of the line, the line, what it holds) of each line with an object that can be read."""
+    for offset, number, line in read_lines(read_blocks(path, cfg), cfg.max_line_bytes, skipped):
+        try:
+            record = loads(line)
+        except NO_JSON:
+            record = second_look(line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line, cfg, skipped)
+        if record is None:
+            continue
+        if isinstance(record, bytes):
+            message = f"{path} line {number} is not UTF-8; repair it, or set data.invalid_utf8='repair'"
+            if cfg.invalid_utf8 == "stop":
+                raise BadInput(message)
+            skipped["invalid UTF-8"] += 1
+        elif isinstance(record, Exception):
+            refuse(f"{path} line {number} is not {record}", cfg, skipped, "not JSON")
+        else:
+            yield offset, number, line, record
+
+
+def write_record(
+    record: object, place: str, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter
+) -> Written | None:
+    """The record as a document, or None if it was left out and counted. Raises BadInput beginning with place."""
+    try:
+        found = parse_record(record, cfg.chat, cfg.text_field)
+        if isinstance(found, Chat):
+            if not any(found.learned):
+                skipped[NO_TURN] += 1
+                return None
+            written = write_chat(found, template, guard)
+        else:
+            if not found.completion:
+                skipped["empty completion"] += 1
+                return None
+            written = write_pair(found, template.begin)
+        written.text.encode()  # half a surrogate pair, which JSON can spell
+    except UnicodeEncodeError:
+        skipped["invalid UTF-8"] += 1
+        return None
+    except BadInput as error:
+        refuse(f"{place} {error}", cfg, skipped, "not as told")
+        return None
+    if not written.end_learned and not any(piece.learned for piece in written.pieces):
+        skipped[NO_TURN] += 1
+        return None
+    return written

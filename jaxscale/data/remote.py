@@ -20,27 +20,25 @@ import socket
 import threading
 import urllib.parse
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.verified import remove
+from jaxscale.data.verified import Say, remove
 from jaxscale.system.bucket import Bucket
 from jaxscale.system.digest import READ_BYTES, file_sha256
 from jaxscale.system.exits import BadInput
-from jaxscale.system.locks import locked
-from jaxscale.system.paths import make_private, sync_folder
+from jaxscale.system.paths import locked, make_private, sync_folder
 from jaxscale.system.storage import open_bucket
 
-WRONG_HASHES = 3  # whole downloads that may arrive damaged before it is told
+WRONG_HASHES = 3  # damaged downloads before giving up
 COMING = ".part-"  # no file of a set begins with a dot
-Say = Callable[[str], None]
 
 
 class Unwritable(BadInput):
-    """The folder for what can be made again takes nothing: no word on the data."""
+    """The cache folder cannot be written, which says nothing about the data."""
 
 
 class ShardCache:
@@ -63,7 +61,7 @@ class ShardCache:
 
     @property
     def bucket(self) -> Bucket:
-        """The door to the buckets, opened at the first use."""
+        """The client of the buckets, opened at the first use."""
         with self._guard:
             self._bucket = self._bucket or open_bucket()
             return self._bucket
@@ -190,7 +188,7 @@ class ShardCache:
         (self._using.add if line[0] == "+" else self._using.discard)(line[1:])
 
     def release(self, sha256: str) -> None:
-        """Lets the file go when room is needed."""
+        """Allows the file to be evicted when room is needed."""
         if sha256 not in self._using:
             return
         with locked(self.folder / "lock"), self._guard:
@@ -198,7 +196,7 @@ class ShardCache:
                 self._write_use(f"-{sha256}")
 
     def close(self) -> None:
-        """Lets everything go."""
+        """Releases everything."""
         with self._guard:
             for ids in self._mapped.values():
                 ids.drop()
@@ -250,7 +248,7 @@ class RemoteIds:
         return self._ids is not None
 
     def drop(self) -> None:
-        """Lets go of the file."""
+        """Drops the mapping."""
         self._ids = None
 
 

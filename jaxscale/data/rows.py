@@ -1,12 +1,14 @@
-"""Rows of T tokens out of pieces of documents: where the pieces lie, and how they are read."""
+"""Rows of T tokens: out of pieces of documents, where these lie and how they are read; or drawn at random."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.data.batch import Batch
+from jaxscale.data.batch import Batch, stack_rows
 
+SYNTHETIC_ROWS = 1 << 24  # an epoch; large enough that no run meets a row twice
 OpenIds = Callable[[str, str], Any]  # (path, dtype) -> what gives the ids of the file in slices
 
 
@@ -138,3 +140,38 @@ def broken_piece(located: Located, chosen: Sequence[int], files: TokenFiles) -> 
                     "bring it back and start again"
                 )
     return ""
+
+
+class SyntheticRows:
+    """Rows of tokens drawn uniformly from [0, vocab_size), each from its own (seed, row) key. Picklable.
+
+    For throughput: it needs no file and no tokenizer.
+    """
+
+    def __init__(self, *, seq_len: int, vocab_size: int, seed: int, num_rows: int = SYNTHETIC_ROWS):
+        self.seq_len, self.vocab_size, self.seed, self.num_rows = seq_len, vocab_size, seed, num_rows
+        digest = hashlib.blake2b(f"synthetic tokens {seed}".encode(), digest_size=8).digest()
+        self._key = int.from_bytes(digest, "little")
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, row: int) -> Batch:
+        """Row `row` as a Batch of [T]: one document, every target counts."""
+        T, row = self.seq_len, int(row) % self.num_rows
+        raw = np.random.Philox(key=self._key + (row << 64)).random_raw(T // 2 + 1).view(np.uint32)[: T + 1]
+        drawn = ((raw.astype(np.uint64) * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int32)
+        ones_T = np.ones(T, np.int32)
+        return Batch(drawn[:-1], drawn[1:], np.arange(T, dtype=np.int32), ones_T, np.ones(T, np.float32))
+
+    def locate(self, rows: np.ndarray) -> np.ndarray:
+        """The rows themselves: they are nowhere but in their numbers."""
+        return rows
+
+    def read(self, located: np.ndarray, chosen: Sequence[int]) -> Batch:
+        """Some of the located rows, by their places among them: a Batch of [len(chosen), T]."""
+        return stack_rows([self[located[place]] for place in chosen])
+
+    def row_sources(self, row: int) -> np.ndarray:
+        """int32[T]: there is one source, 0."""
+        return np.zeros(self.seq_len, np.int32)

@@ -20,13 +20,13 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from jaxscale.data.config import DataConfig
 from jaxscale.data.header import ENDINGS, FORMAT, VERSION, WAY_OUT, read_header, sealed
 from jaxscale.data.lineage import lineage_bytes, parse_lineage
 from jaxscale.data.packing import DocumentTable
 from jaxscale.data.verified import HASHED, Expected, damaged, expected, remembered
-from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
 from jaxscale.system.foreign import cannot_read, check_regular, open_regular
 
@@ -60,7 +60,7 @@ class Shard(NamedTuple):
 
     @property
     def place(self) -> str:
-        """Where its ids are, for people."""
+        """Where its ids are, for messages."""
         return self.bin_path.partition("#")[0] if "://" in self.bin_path else self.bin_path
 
     def table(self, source_names: Sequence[str]) -> DocumentTable:
@@ -96,8 +96,7 @@ class ShardWriter:
         if not 0 <= eos_id < vocab_size:
             raise BadInput(f"the end token {eos_id} is not among the {vocab_size:,} ids of the vocabulary")
         self._base, self._dtype, self._vocab_size = Path(folder) / name, dtype_for(vocab_size - 1), vocab_size
-        self._eos_id, self._eos = eos_id, np.array([eos_id], self._dtype).tobytes()
-        self._sources = list(sources)
+        self._eos_id, self._sources = eos_id, list(sources)
         self._bin = open(f"{self._base}.bin", "wb")  # noqa: SIM115 - closed by finish
         self._marks = open(f"{self._base}.trained", "wb") if trained else None  # noqa: SIM115
         self._sha256, self._marks_sha256 = hashlib.sha256(), hashlib.sha256()
@@ -115,89 +114,53 @@ class ShardWriter:
         return len(self._document_sources)
 
     def add(self, ids: np.ndarray, source: str, trained: np.ndarray | None = None) -> None:
-        """Appends one document and its end token. Raises BadInput for an id that the vocabulary does not have.
+        """Appends one document and its end token. Raises BadInput as add_block does, or for an unknown source.
 
         trained: bool[ids + 1], for the end token too, where the writer keeps marks.
         """
+        if source not in self._sources:
+            raise BadInput(f"{self._base}: source {source!r} is none of {self._sources}")
+        self.add_block(np.append(ids, self._eos_id), [len(ids) + 1], [self._sources.index(source)], trained)
+
+    def add_block(
+        self, ids: np.ndarray, lengths: ArrayLike, sources: ArrayLike, trained: np.ndarray | None = None
+    ) -> None:
+        """Appends many documents with one write, each with the end token as its last id.
+
+        Args: ids: of all documents, one after the other. lengths: ids of each. sources: number of the source of each.
+        trained: bool[ids], where the writer keeps marks.
+        Raises: BadInput for an id that the vocabulary does not have, for lengths and sources that do not fit.
+        """
         assert (trained is None) == (self._marks is None), "marks are for every document of a shard or for none"
-        largest = self._largest(ids, lambda place: self.num_documents)
-        number = self._source_number(source)
-        content = ids.astype(self._dtype).tobytes() + self._eos
-        self._bin.write(content)
+        ids, lengths, sources = np.asarray(ids), np.asarray(lengths, np.int64), np.asarray(sources, np.int64)
+        if ids.ndim != 1 or lengths.ndim != 1 or (lengths < 1).any() or int(lengths.sum()) != len(ids):
+            raise BadInput(f"{self._base}: {len(ids):,} ids are not the {len(lengths):,} documents that lengths tells")
+        if len(sources) != len(lengths) or (sources >= len(self._sources)).any() or (sources < 0).any():
+            raise BadInput(
+                f"{self._base}: {len(sources):,} source numbers for {len(lengths):,} documents, sources {self._sources}"
+            )
+        if not len(lengths):
+            return
+        ends, largest = np.cumsum(lengths), int(ids.max())
+        if largest >= self._vocab_size or (ids.dtype.kind != "u" and int(ids.min()) < 0):
+            place = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
+            document = self.num_documents + int(ends.searchsorted(place, side="right"))
+            raise BadInput(
+                f"token id {int(ids[place])} in document {document:,} of {self._base}.bin is not among the "
+                f"{self._vocab_size:,} ids of the vocabulary; the text was encoded with another tokenizer"
+            )
+        if not (ids[ends - 1] == self._eos_id).all():
+            raise BadInput(f"{self._base}: a document does not end with the end token {self._eos_id}")
+        content = np.ascontiguousarray(ids, self._dtype)
+        self._bin.write(content.data)
         self._sha256.update(content)
         if trained is not None:
             marks = np.asarray(trained, np.uint8).tobytes()
             self._marks.write(marks)
             self._marks_sha256.update(marks)
         self._max_id = max(self._max_id, largest)
-        self._ends.append(self._ends[-1] + len(ids) + 1)
-        self._document_sources.append(number)
-
-    def add_block(
-        self, ids: np.ndarray, lengths: np.ndarray, sources: str | Sequence[str] | np.ndarray, *, ended: bool = False
-    ) -> None:
-        """Appends many documents with one write, the end token after each.
-
-        Args: ids: of all documents, one after the other. lengths: ids of each. sources: the name of the one they are
-        all of, or a name or a number (into the writer's sources) for each. ended: each document's last id already is
-        its end token, and its length counts it.
-        Raises: BadInput for an id that the vocabulary does not have, for lengths and sources that do not fit.
-        """
-        assert self._marks is None, "documents with marks are added one by one"
-        ids, lengths = np.asarray(ids), np.asarray(lengths, np.int64)
-        if ids.ndim != 1 or lengths.ndim != 1 or (lengths < int(ended)).any() or int(lengths.sum()) != len(ids):
-            raise BadInput(f"{self._base}: {len(ids):,} ids are not the {len(lengths):,} documents that lengths tells")
-        if not len(lengths):
-            return
-        numbers = self._source_numbers(sources, len(lengths))
-        ends = np.cumsum(lengths if ended else lengths + 1)
-        largest = self._largest(
-            ids, lambda place: self.num_documents + int(np.cumsum(lengths).searchsorted(place, side="right"))
-        )
-        if ended:
-            if not (ids[ends - 1] == self._eos_id).all():
-                raise BadInput(f"{self._base}: a document does not end with the end token {self._eos_id}")
-            content = np.ascontiguousarray(ids, self._dtype)
-        else:
-            content, is_id = np.empty(ends[-1], self._dtype), np.ones(ends[-1], bool)
-            is_id[ends - 1] = False
-            content[is_id] = ids
-            content[ends - 1] = self._eos_id
-        self._bin.write(content.data)
-        self._sha256.update(content)
-        self._max_id = max(self._max_id, largest)
         self._ends.frombytes((ends + self._ends[-1]).tobytes())
-        self._document_sources.frombytes(numbers.tobytes())
-
-    def _largest(self, ids: np.ndarray, document_at: Callable[[int], int]) -> int:
-        """The largest id, or 0; BadInput for one outside the vocabulary. document_at: which one an id is of."""
-        if not len(ids):
-            return 0
-        largest = int(ids.max())
-        if largest >= self._vocab_size or (ids.dtype.kind != "u" and int(ids.min()) < 0):
-            place = int(np.flatnonzero((ids < 0) | (ids >= self._vocab_size))[0])
-            raise BadInput(
-                f"token id {int(ids[place])} in document {document_at(place):,} of {self._base}.bin is not among the "
-                f"{self._vocab_size:,} ids of the vocabulary; the text was encoded with another tokenizer"
-            )
-        return largest
-
-    def _source_number(self, name: str) -> int:
-        if name not in self._sources:
-            raise BadInput(f"{self._base}: source {name!r} is none of {self._sources}")
-        return self._sources.index(name)
-
-    def _source_numbers(self, sources: str | Sequence[str] | np.ndarray, documents: int) -> np.ndarray:
-        """uint16[documents] out of what add_block takes."""
-        if isinstance(sources, str):
-            return np.full(documents, self._source_number(sources), np.uint16)
-        if not isinstance(sources, np.ndarray) or sources.dtype.kind not in "iu":
-            sources = np.array([self._source_number(str(name)) for name in sources], np.uint16)
-        if len(sources) != documents or (sources >= len(self._sources)).any() or (sources < 0).any():
-            raise BadInput(
-                f"{self._base}: {len(sources):,} source numbers for {documents:,} documents, sources {self._sources}"
-            )
-        return sources.astype(np.uint16)
+        self._document_sources.frombytes(sources.astype(np.uint16).tobytes())
 
     def finish(
         self, token_bytes: np.ndarray | None, header: dict[str, Any], lineage: "pyarrow.Table | None" = None
@@ -308,15 +271,10 @@ def shard_files(path: Path) -> Iterator[tuple[str, str, str]]:
         yield name, str(base.parent / header["bin"]) if name == "bin" else f"{base}{ENDINGS[name]}", sha256
 
 
-def verify_shard(path: Path) -> None:
-    """Reads every file of the shard whole; raises BadInput naming the first that is not what the header says."""
-    open_shard(path)  # sizes and sense, at no cost
-    for _, file, sha256 in shard_files(path):
-        expect_sha256(file, sha256)
-
-
 def expect_whole(paths: Iterable[Path], cfg: DataConfig, cache: Path, say: Callable[[str], None]) -> None:
-    """Raises BadInput as verify_shard does, as far as data.verify asks for it; a shard's lineage may be missing."""
+    """Raises BadInput naming the first file that its shard's header does not describe, as far as data.verify asks for
+    it; a shard's lineage may be missing.
+    """
     folders: dict[Path, dict[str, str]] = {}
     for path in paths if cfg.verify != "size" else ():
         files = {file: sha256 for name, file, sha256 in shard_files(path) if name != "docs" or os.path.lexists(file)}
@@ -386,12 +344,6 @@ def expect_size(path: str, size: int) -> None:
     if (actual := status.st_size) != size:
         what = "cut short" if actual < size else "too long"
         raise BadInput(f"{path} has {actual:,} bytes where its header says {size:,}: it is {what}; {WAY_OUT}")
-
-
-def expect_sha256(path: str, sha256: str) -> None:
-    """Raises BadInput unless the file holds what was written into it."""
-    if file_sha256(path) != sha256:
-        raise BadInput(changed(path))
 
 
 def changed(path: str) -> str:

@@ -39,8 +39,9 @@ def hold_out(
         hashes = np.concatenate([place_hashes(name, number) for name, number in files])
         for source in np.flatnonzero(is_short):
             own = np.flatnonzero(table.source_ids == source)
+            number = min(max(1, round(len(own) * fraction)), len(own) - 1) if len(own) else 0
             held[own] = False
-            held[own[np.argsort(hashes[own], kind="stable")[: fewest_held(len(own), fraction)]]] = True
+            held[own[np.argsort(hashes[own], kind="stable")[:number]]] = True
         kept = np.where(held, 0, table.lengths)
         rule = f"{fraction:.3g} of the documents, by a hash of their names"
         return table.clip(np.zeros_like(kept), kept), table.clip(kept, table.lengths - kept), rule
@@ -59,11 +60,6 @@ def held_out(file_name: str, num_documents: int, fraction: float) -> np.ndarray:
     return place_hashes(file_name, num_documents) < np.uint64(min(int(fraction * 2**64), 2**64 - 1))
 
 
-def fewest_held(documents: int, fraction: float) -> int:
-    """How many of a few documents are held out."""
-    return min(max(1, round(documents * fraction)), documents - 1) if documents else 0
-
-
 def place_hashes(file_name: str, num_documents: int) -> np.ndarray:
     """uint64[num_documents]: a hash of each document's place in the file."""
     seed = int.from_bytes(hashlib.blake2b(file_name.encode(errors="surrogateescape"), digest_size=8).digest(), "little")
@@ -77,7 +73,7 @@ class Division(NamedTuple):
     valid: DocumentTable | None
     rule: str  # what validation is
     content: list[str]  # that the fingerprint of the data is made of
-    fitted: list[str]  # what became of conversations longer than a row, for people
+    fitted: list[str]  # messages: what became of conversations longer than a row
 
 
 def divide(

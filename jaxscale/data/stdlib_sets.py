@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from jaxscale.command_line import flag, parse
-from jaxscale.help_text import page_of, show_help
+from jaxscale.command_line import Arguments, flag
+from jaxscale.help_text import command
 from jaxscale.system.exits import BadInput, put, run_and_exit
 from jaxscale.system.paths import write_text_atomic
 from jaxscale.text.sources.files import stdlib_files
 
-HELD_OUT = 10  # every so many-th module is kept from training
+HELD_OUT = 10  # one module of this many is held out
 WRONG = 3  # wrong answers beside the right one
 SHORTEST, LONGEST = 12, 160  # characters of an answer: less says nothing, more is no line
 
@@ -49,18 +49,14 @@ class Flags:
     )
 
 
-def main(argv: list[str]) -> int:
-    """Writes the sets and returns the exit code."""
-    arguments = parse(argv, Flags)
-    if arguments.help or not argv:
-        show_help(page_of(__doc__, Flags))
-        return 0
+@command(Flags, __doc__, alone="--help")
+def main(arguments: Arguments) -> None:
+    """Writes the sets."""
     if not arguments.flags.output:
         raise BadInput("--output must be given: the folder for the sets")
     folder = pathlib.Path(arguments.flags.output)
     counts = write_sets(folder, arguments.flags.most_bytes)
     put(f"{folder}: " + ", ".join(f"{count} lines in {name}" for name, count in counts.items()))
-    return 0
 
 
 def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str, int]:
@@ -84,7 +80,7 @@ def write_sets(folder: pathlib.Path, most_bytes: int | None = None) -> dict[str,
 
 
 def read_sources(most_bytes: int | None) -> dict[str, str]:
-    """{module: source} in an order that is as good as random, up to so many bytes."""
+    """{module: source} in a pseudorandom order, at most `most_bytes` of them."""
     found, size = {}, 0
     for file in sorted(stdlib_files(), key=lambda file: digest(file.name)):
         try:

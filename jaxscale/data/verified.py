@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.foreign import Unreadable, is_of_storage
-from jaxscale.system.locks import locked
-from jaxscale.system.paths import make_private, read_json, write_json
+from jaxscale.system.paths import locked, make_private, read_json, write_json
 
 HASH_THREADS = 4  # hashlib leaves the interpreter to others; more would only wait for the disk
 HASHED = "hashed.json"  # in a cached folder: what of its files was hashed while it was made
@@ -57,7 +56,7 @@ def damaged(
 
     Args: files: {path: sha256}, whose sizes were looked at. name: what they are together, a path: what was found good
     under this name is remembered in `cache`, even where another file is not, so that a large set is not read twice. A
-    cache that cannot be written only costs another reading. say: is told of waiting, and of a reading that takes long.
+    cache that cannot be written only costs another reading. say: gets lines on waiting and long readings.
     remember: False to read everything now. known: what was found good elsewhere, as `remembered` has it.
     Raises: Unreadable naming a file that the storage does not give.
     """
@@ -70,7 +69,7 @@ def damaged(
             stack.enter_context(locked(cache / f"verified-{key}.lock", waiting))
         stamps: dict[str, Any] = {}
         for path, sha256 in files.items():
-            with contextlib.suppress(OSError):  # told when it is read
+            with contextlib.suppress(OSError):  # reported when it is read
                 stamps[path] = [*stamp_of(path), sha256]
         before = {**(known or {}), **remembered(memory)}
         new = [path for path in files if not remember or path not in stamps or before.get(path) != stamps[path]]
@@ -203,7 +202,7 @@ class Unchanged:
                 same = sha256 == known.sha256
         except (OSError, BadInput) as error:
             if not is_of_storage(error):
-                return  # whoever opens it will tell
+                return  # opening it raises
             raise Stop(Exit.STORAGE, f"{path} cannot be read any more: {error}; start again when it can") from None
         if not same:
             raise Stop(

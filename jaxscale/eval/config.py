@@ -30,10 +30,10 @@ class TextEval(ReadConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChoiceEval:
-    """Questions with answers to choose from (PIQA, SciQ, ARC, own): accuracy, also normalised by length."""
+class ItemEval:
+    """What is measured on items of a file."""
 
-    kind: Literal["choice"] = setting("choice", "what is measured")
+    kind: Literal["choice", "cloze"]
     file: str = setting(help=".jsonl (also .gz), .parquet or .arrow, or a glob of them")
     every_steps: int = setting(1000, EVERY)
     limit: int = setting(0, "items; 0: all")
@@ -43,16 +43,17 @@ class ChoiceEval:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ClozeEval:
+class ChoiceEval(ItemEval):
+    """Questions with answers to choose from (PIQA, SciQ, ARC, own): accuracy, also normalised by length."""
+
+    kind: Literal["choice"] = setting("choice", "what is measured")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ClozeEval(ItemEval):
     """Texts whose end is to be guessed (LAMBADA, own): accuracy and perplexity of the target."""
 
     kind: Literal["cloze"] = setting("cloze", "what is measured")
-    file: str = setting(help=".jsonl (also .gz), .parquet or .arrow, or a glob of them")
-    every_steps: int = setting(1000, EVERY)
-    limit: int = setting(0, "items; 0: all")
-
-    def __post_init__(self):
-        check_numbers(self, "every_steps", "limit")
 
 
 NamedEval = TextEval | ChoiceEval | ClozeEval

@@ -5,6 +5,7 @@ The class is registered there under the name `jaxscale`. Its three kinds of requ
 """
 
 import contextlib
+import dataclasses
 import datetime
 import functools
 import importlib.util
@@ -16,15 +17,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxscale.eval.pairs import encode_pair, span_of
+from jaxscale.eval.choice import encode_pair, span_of
 from jaxscale.eval.scorer import Scorer, Scores
 from jaxscale.eval.text import Reading, document_spans
 from jaxscale.sampling.config import Sampling
 from jaxscale.sampling.generator import Generator
-from jaxscale.sampling.text import write_texts
+from jaxscale.sampling.text import WriteSettings, write_texts
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import ChatPrompts, open_prompts
-from jaxscale.text.tokenizer.about import find_template
+from jaxscale.text.tokenizer.load import find_template
 from jaxscale.text.tokenizer.saved import SavedTokenizer
 
 NEW_TOKENS = 256  # where a task does not say, as lm-eval's own models have it
@@ -40,14 +41,6 @@ class Served(NamedTuple):
     params: Any
     open_generator: Callable[[int, int], Generator]  # (rows, longest text) -> generator, compiled once for each
     rows: int  # texts that are written at a time
-
-
-class Wish(NamedTuple):
-    """How one text is to be written."""
-
-    sampling: Sampling
-    num_tokens: int
-    stops: tuple[str, ...]
 
 
 def check_installed() -> None:
@@ -89,7 +82,7 @@ def rolling_log_likelihoods(served: Served, texts: Sequence[str]) -> list[float]
     return sums
 
 
-def wish_of(settings: dict[str, Any]) -> Wish:
+def write_settings(settings: dict[str, Any]) -> WriteSettings:
     """A task's generation_kwargs as ours; greedy unless it says do_sample. Raises BadInput for what is not known."""
     settings = dict(settings)
     stops = settings.pop("until", None) or ()
@@ -103,7 +96,7 @@ def wish_of(settings: dict[str, Any]) -> Wish:
     if not draws:
         given = {"repetition_penalty": given.get("repetition_penalty", 1.0), "temperature": 0.0}
     sampling = Sampling(**{"temperature": 1.0} | given)
-    return Wish(sampling, num_tokens, tuple(stop for stop in stops if stop))
+    return WriteSettings(sampling=sampling, num_tokens=num_tokens, stops=tuple(stop for stop in stops if stop))
 
 
 def generated(
@@ -115,9 +108,9 @@ def generated(
     """
     reading, stop_ids = served.reading, asking.stop_ids if asking else served.kept.stop_ids
     ids_of = (lambda text: asking.text_ids(text, "")) if asking else functools.partial(prompt_ids, reading)
-    groups: dict[Wish, list[int]] = defaultdict(list)
+    groups: dict[WriteSettings, list[int]] = defaultdict(list)
     for number, (_, settings) in enumerate(requests):
-        groups[wish_of(settings)].append(number)
+        groups[write_settings(settings)].append(number)
     texts = [""] * len(requests)
     for wish, numbers in groups.items():
         room = reading.context - wish.num_tokens
@@ -129,8 +122,8 @@ def generated(
         for first in range(0, len(numbers), served.rows):
             some, written = numbers[first : first + served.rows], []
             ids = [prompts[number] for number in some]
-            how = dict(num_tokens=wish.num_tokens, stop_ids=stop_ids, stops=wish.stops, numbers=some)
-            for _ in write_texts(generator, reading.tokenizer, ids, wish.sampling, written=written, **how):
+            how = dataclasses.replace(wish, stop_ids=stop_ids, numbers=some)
+            for _ in write_texts(generator, reading.tokenizer, ids, how, written):
                 pass
             for number, one in zip(some, written):
                 texts[number] = one.text

@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding
 
 from jaxscale.data.batch import Batch
 from jaxscale.data.bins import pack_bins
-from jaxscale.sharding.shardings import put_rows
+from jaxscale.models.sharded import ShardedModel
+from jaxscale.sharding.shardings import put_rows, replicated
 
 LEAST_ROW = 32  # tokens; a longer row has twice as many, and so on: few shapes, and few programs
 
@@ -66,6 +67,17 @@ class Scorer:
     shards: int  # that rows are cut into
     multiple: int  # of a row's length
     batch_tokens: int  # about as many are read at a time
+
+    @classmethod
+    def of(cls, model: ShardedModel, batch_tokens: int) -> "Scorer":
+        """Of a model on its mesh, compiled for each row length when it is first met."""
+        return cls(
+            step=jax.jit(model.target_scores, out_shardings=replicated(model.mesh)),
+            sharding=model.rows_sharding,
+            shards=model.batch_axes.num_shards,
+            multiple=model.mesh.shape["tensor"],
+            batch_tokens=batch_tokens,
+        )
 
     def rows_of(self, row_tokens: int) -> int:
         """Rows that are read at a time."""

@@ -94,13 +94,12 @@ def read_documents(files: Iterable[SourceFile], cfg: ReadConfig, limit: int, ski
                 return
 
 
-def encoded(documents: Iterable[Document], tokenizer: Tokenizer) -> Iterator[Block]:
-    """Yields documents in ids, bounded in memory."""
+def in_blocks(documents: Iterable[tuple[np.ndarray, int]]) -> Iterator[Block]:
+    """Yields (ids, bytes) of documents in blocks, bounded in memory."""
     held, tokens = [], 0
     for document in documents:
-        ids = tokenizer.encode(document.text)
-        held.append((ids, document.size))
-        tokens += len(ids)
+        held.append(document)
+        tokens += len(document[0])
         if tokens >= TOKENS_AT_ONCE:
             yield held
             held, tokens = [], 0
@@ -153,7 +152,8 @@ class TextSet:
             skipped.update(self.left_out)
             yield from self.held
             return
-        yield from encoded(read_documents(self.files, self.read, self.limit, skipped), self.reading.tokenizer)
+        documents = read_documents(self.files, self.read, self.limit, skipped)
+        yield from in_blocks((self.reading.tokenizer.encode(one.text), one.size) for one in documents)
 
     def measure(self, scorer: Scorer, params: Any, skipped: Counter) -> list[Measured]:
         """Each document that has a token. Raises BadInput where there is none."""

@@ -10,7 +10,7 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
 from jaxscale.data.token_files import open_tokens
 from jaxscale.eval.scorer import Scorer
-from jaxscale.eval.text import TOKENS_AT_ONCE, measure_documents, summarise_text
+from jaxscale.eval.text import in_blocks, measure_documents, summarise_text
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import Globs
 from jaxscale.text.sources.files import list_files
@@ -68,21 +68,10 @@ def token_metrics(
 
     Raises: BadInput where no document has two ids.
     """
-    measured, held, tokens = [], [], 0
-
-    def measure() -> None:
-        nonlocal held, tokens
-        measured.extend(measure_documents(held, scorer, params, context, stride))
-        held, tokens = [], 0
-
-    for document in documents:
-        ids = np.asarray(document, np.int32)
-        held.append((ids[:1], ids[1:], 0))
-        tokens += len(ids)
-        if tokens >= TOKENS_AT_ONCE:
-            measure()
-    if held:
-        measure()
+    measured = []
+    for block in in_blocks((np.asarray(document, np.int32), 0) for document in documents):
+        begun = [(ids[:1], ids[1:], size) for ids, size in block]
+        measured += measure_documents(begun, scorer, params, context, stride)
     if not measured:
         raise BadInput(f"{name} has no document of two tokens or more: nothing is predicted")
     return summarise_text(measured)

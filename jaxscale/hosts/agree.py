@@ -3,6 +3,7 @@
 jax offers its client only under a private name, which Orbax uses as well; here it is used in this file alone.
 """
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -22,10 +23,7 @@ BOARD = "jaxscale/board"
 ALREADY, NOTHING, LATE = "ALREADY_EXISTS", "NOT_FOUND", "DEADLINE_EXCEEDED"  # how the service's errors begin
 
 
-class Count:
-    """Numbers agreements, so that all processes give the n-th one the same key."""
-
-    number = 0
+numbers = itertools.count(1)  # of agreements, so that all processes give the n-th one the same key
 
 
 def agreed(decide: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
@@ -71,6 +69,11 @@ def waited(client: Any, key: str, seconds: float) -> str | None:
     return line
 
 
+def process_and_count() -> tuple[int, int]:
+    """The number of this process, and how many there are; touches no device where JAX's processes are not connected."""
+    return (0, 1) if distributed.global_state.client is None else (jax.process_index(), jax.process_count())
+
+
 def gathered(key: str, mine: Any, seconds: float = WAIT_SECONDS) -> list[Any]:
     """What each process gave under this key, in their order: the same list for all, once all have given theirs.
 
@@ -78,9 +81,10 @@ def gathered(key: str, mine: Any, seconds: float = WAIT_SECONDS) -> list[Any]:
     ending of its own for each use. mine: plain data that JSON can hold. seconds: how long the slowest may take.
     Raises: TimeoutError that names the process that said nothing.
     """
-    if jax.process_count() == 1:
+    index, count = process_and_count()
+    if count == 1:
         return [mine]
-    client, index, count = distributed.global_state.client, jax.process_index(), jax.process_count()
+    client = distributed.global_state.client
     deadline = time.monotonic() + seconds
 
     def get(name: str, whom: int) -> Any:
@@ -92,23 +96,22 @@ def gathered(key: str, mine: Any, seconds: float = WAIT_SECONDS) -> list[Any]:
     if index:
         client.key_value_set(f"{key}/from/{index}", json.dumps(mine))
         deadline += ALL_SECONDS  # the first process waits for the slowest, and only then speaks
-        told = get("all", 0)
+        answer = get("all", 0)
     else:
         try:
-            told = {"all": [mine, *(get(f"from/{other}", other) for other in range(1, count))]}
+            answer = {"all": [mine, *(get(f"from/{other}", other) for other in range(1, count))]}
         except TimeoutError as error:
-            told = {"late": str(error)}
-        client.key_value_set(f"{key}/all", json.dumps(told))
+            answer = {"late": str(error)}
+        client.key_value_set(f"{key}/all", json.dumps(answer))
         client.key_value_delete(f"{key}/from")  # all of them; the service would keep them for as long as the run lasts
-    if "late" in told:
-        raise TimeoutError(told["late"])
-    return told["all"]
+    if "late" in answer:
+        raise TimeoutError(answer["late"])
+    return answer["all"]
 
 
 def next_key(name: str) -> str:
     """A key that no earlier agreement had. To be called in the main thread, at the same place in all processes."""
-    Count.number += 1
-    return f"jaxscale/{name}/{Count.number}"
+    return f"jaxscale/{name}/{next(numbers)}"
 
 
 def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
@@ -166,23 +169,6 @@ class Keys:
                 raise
             return None
 
-    def wait(self, key: str, seconds: float) -> str | None:
-        """The line as soon as there is one, or None after so long."""
-        try:
-            return self.client.blocking_key_value_get(key, max(1, round(seconds * 1000)))
-        except jax.errors.JaxRuntimeError as error:
-            if LATE not in str(error):
-                raise
-            return None
-
-    def below(self, folder: str) -> dict[str, str]:
-        """{last part of the key: line} of all keys in a folder."""
-        return {key.rpartition("/")[2]: line for key, line in self.client.key_value_dir_get(folder)}
-
-    def forget(self, folder: str) -> None:
-        """Removes all keys in a folder."""
-        self.client.key_value_delete(folder)
-
 
 class Board:
     """One line that all processes can read, written by whoever is first."""
@@ -197,8 +183,3 @@ class Board:
     def read(self) -> str | None:
         """The line, or None."""
         return self.keys.read(BOARD)
-
-
-def open_board() -> Board | None:
-    """The board of this run; None for a single process, which needs none."""
-    return Board() if jax.process_count() > 1 else None

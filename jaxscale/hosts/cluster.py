@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from jaxscale.hosts.backstop import linger_on_abort
-from jaxscale.hosts.place import FLAGS, HostFlags, Place, find_place, number, tpu_metadata
+from jaxscale.hosts.place import FLAGS, HostFlags, Place, find_own_place, number
 from jaxscale.hosts.roll_call import SECONDS, call_roll, interface
 from jaxscale.hosts.watch import HEARTBEAT_SECONDS, Watch
 from jaxscale.system.exits import Exit, Stop, put, silence_closed_streams, tell, verdict
@@ -28,11 +28,6 @@ SAME_VARIABLES = ("JAX_PLATFORMS", "XLA_FLAGS", "LIBTPU_INIT_ARGS")  # where the
 
 
 __all__ = ["FLAGS", "HostFlags", "Place", "Team", "find_own_place", "joined"]
-
-
-def find_own_place(flags: Mapping[str, str]) -> Place | None:
-    """The place of this process among several, from its flags and its cluster; None where it is alone."""
-    return find_place(flags, os.environ, tpu_metadata())
 
 
 class Team:
@@ -51,7 +46,7 @@ class Team:
             self.watch.tell_hang(line)
 
     def on_hang(self, heard: Callable[[str], None]) -> None:
-        """heard(line) is called, in a thread, when another process has told of a hang."""
+        """heard(line) is called, in a thread, when another process has reported a hang."""
         if self.watch:
             self.watch.heard_hang = heard
 

@@ -16,16 +16,16 @@ ENDS = {"preempted": "TRUE", "maintenance-event": "TERMINATE"}
 
 
 class Maintenance:
-    """Calls told(what) once, in a thread, when the machine is about to go; entered while somebody can act on it.
+    """Calls announce(what) once, in a thread, when the machine is about to go; entered while somebody can act on it.
 
     What the server said already at the first question is no news: a run that is started again on a machine with a
     date for its end would otherwise leave at once, again and again.
     """
 
     def __init__(
-        self, told: Callable[[str], None], env: Mapping[str, str] = os.environ, poll_seconds: float = POLL_SECONDS
+        self, announce: Callable[[str], None], env: Mapping[str, str] = os.environ, poll_seconds: float = POLL_SECONDS
     ):
-        self.told, self.poll_seconds, self.server = told, poll_seconds, metadata_server(env)
+        self.announce, self.poll_seconds, self.server = announce, poll_seconds, metadata_server(env)
         self.over = threading.Event()
 
     def __enter__(self) -> "Maintenance":
@@ -42,7 +42,7 @@ class Maintenance:
         while not self.over.wait(self.poll_seconds):
             now = self.announced()
             if news := sorted(now - known):
-                return self.told(f"the machine is about to be taken away ({news[0]})")
+                return self.announce(f"the machine is about to be taken away ({news[0]})")
             known = now
 
     def announced(self) -> set[str]:

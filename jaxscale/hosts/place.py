@@ -86,6 +86,11 @@ def find_place(
     return found if found and found.num_processes > 1 else None
 
 
+def find_own_place(flags: Mapping[str, str]) -> Place | None:
+    """The place of this process among several, from its flags and its cluster; None where it is alone."""
+    return find_place(flags, os.environ, tpu_metadata())
+
+
 def from_flags(flags: Mapping[str, str]) -> Place | None:
     """From --coordinator, --num_processes and --process_id; --num_processes=1 alone means: this process only."""
     given = {name: flags[name] for name in FLAGS[:3] if name in flags}
@@ -230,7 +235,7 @@ def number(name: str, text: str) -> int:
 def tpu_metadata(env: Mapping[str, str] = os.environ) -> Callable[[str], str | None] | None:
     """How to ask for an attribute of this machine, where it looks like a Cloud TPU VM; None elsewhere."""
     server = env.get("GCE_METADATA_IP", "metadata.google.internal")
-    return (lambda attribute: ask_metadata(server, attribute)) if is_tpu_machine(env) else None
+    return (lambda attribute: ask_instance(server, f"attributes/{attribute}")) if is_tpu_machine(env) else None
 
 
 def is_tpu_machine(env: Mapping[str, str]) -> bool:
@@ -241,14 +246,9 @@ def is_tpu_machine(env: Mapping[str, str]) -> bool:
 
 
 def metadata_server(env: Mapping[str, str]) -> str | None:
-    """Where the events of this machine are told: as GCE_METADATA_HOST says, or on a Cloud TPU VM; None elsewhere."""
+    """What announces events of this machine: GCE_METADATA_HOST, or that of a Cloud TPU VM; None elsewhere."""
     named = env.get("GCE_METADATA_HOST")
     return named or (env.get("GCE_METADATA_IP", "metadata.google.internal") if is_tpu_machine(env) else None)
-
-
-def ask_metadata(server: str, attribute: str) -> str | None:
-    """An attribute of this virtual machine, or None where the server has none, or there is no server."""
-    return ask_instance(server, f"attributes/{attribute}")
 
 
 def ask_instance(server: str, name: str) -> str | None:

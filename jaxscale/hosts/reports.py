@@ -1,4 +1,4 @@
-"""Saves that failed, told to the training threads of all processes at the same step.
+"""Failed saves, reported to the training threads of all processes at the same step.
 
 A save is the work of all processes, and each of them learns in its saving thread that it failed, but not at the same
 moment. The training threads hear of it at one step, so that all retry, or give up, alike.
@@ -25,14 +25,14 @@ class SharedReports:
         self.process = jax.process_index() if process is None else process
         self.count = jax.process_count() if count is None else count
         self.root = root or next_key("saves")
-        self.told = 0  # failures that all have heard of
-        self.own: list[int] = []  # steps of failures here that are not told yet
+        self.reported = 0  # failures that all processes have heard of
+        self.own: list[int] = []  # steps of failures here that are not reported yet
         self.lock = threading.Lock()
 
     def failed(self, step: int, cause: str) -> None:
         """A save of this step has failed. From any thread, in as many processes as know of it.
 
-        What failed only because another had failed is no cause: the first one that was told stays.
+        What failed only because another had failed is no cause: the first one that was reported stays.
         """
         name = f"process {self.process} of {self.count}"
         self.keys.post(f"{self.root}/failed/{step}", cause if cause.startswith("process ") else f"{name}: {cause}")
@@ -45,7 +45,7 @@ class SharedReports:
         To be asked by the training thread after each step, when the metrics of the step before it have been read.
         Raises: Stop (PEER_LOST) in a process that was too far ahead to hear it in time.
         """
-        key = f"{self.root}/news/{self.told}"
+        key = f"{self.root}/news/{self.reported}"
         with self.lock:
             mine = self.own[0] if self.own else None
         if mine is not None:
@@ -63,12 +63,7 @@ class SharedReports:
             )
         if now_step < when:
             return None
-        self.told += 1
+        self.reported += 1
         with self.lock:
             self.own = [other for other in self.own if other != step]
         return step, cause
-
-
-def open_reports() -> SharedReports | None:
-    """The reports of this run; None for a single process, which needs none."""
-    return SharedReports() if jax.process_count() > 1 else None

@@ -1,9 +1,12 @@
 """The roll call: before jax waits for anybody, every process says that it is there, and what it is about to run.
 
+Messages between processes are JSON objects, one a line over TCP; the connections notice a dead machine, and stay open.
+
 jax by itself waits in silence for a process that never comes, and hangs where two processes run different programs.
 """
 
 import ipaddress
+import json
 import os
 import selectors
 import socket
@@ -12,13 +15,59 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.hosts.place import Place
-from jaxscale.hosts.wire import Wire
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 SECONDS = 300.0  # machines of a slice start minutes apart
 AFTER_A_PROBLEM = 10.0  # seconds for the others to come and show theirs, once one does not fit
 ANSWER_SECONDS = 20.0  # beyond the roll call's own, for an answer to be on its way
 SHOWN = 8  # missing processes or differing facts that are named
+LONGEST = 1 << 20  # bytes of a message: whoever sends more is none of ours
+SEND_SECONDS = 5
+# A machine without power answers nothing: found out after 3 + 2 x 2 s. The kernel answers for a process that is busy.
+KEEPALIVE = {"TCP_KEEPIDLE": 3, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2, "TCP_USER_TIMEOUT": 7_000}
+
+
+class Wire:
+    """A connection to one other process."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock, self.buffer = sock, b""
+        sock.settimeout(SEND_SECONDS)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in KEEPALIVE.items():
+            if hasattr(socket, name):  # Linux has them all
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def fileno(self) -> int:
+        """For select."""
+        return self.sock.fileno()
+
+    def send(self, **message: Any) -> bool:
+        """True if the message went out; False where nobody is there any more."""
+        try:
+            self.sock.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> list[dict[str, Any]] | None:
+        """The messages that have come whole, once select says there is something; None when the other end is gone."""
+        try:
+            data = self.sock.recv(1 << 16)
+        except OSError:
+            return None
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        if not data or len(self.buffer) > LONGEST:
+            return None
+        try:
+            messages = [json.loads(line) for line in lines]
+        except ValueError:
+            return None
+        return messages if all(isinstance(message, dict) for message in messages) else None
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self.sock.close()
 
 
 def call_roll(place: Place, facts: Mapping[str, Any], seconds: float = SECONDS) -> dict[int, tuple[Wire, str]]:
@@ -95,8 +144,8 @@ def difference(place: Place, own: Mapping, facts: Mapping[str, str], other: Mapp
         return f"this number is taken by {known}; give every process its own"
     theirs = other["facts"]
     names = [name for name in sorted(facts | theirs) if facts.get(name) != theirs.get(name)]
-    told = [f"{name} is {theirs.get(name)!r} there and {facts.get(name)!r} on process 0" for name in names[:SHOWN]]
-    return "; ".join(told)
+    differing = [f"{name} is {theirs.get(name)!r} there and {facts.get(name)!r} on process 0" for name in names[:SHOWN]]
+    return "; ".join(differing)
 
 
 def listed(names: list[str]) -> str:
@@ -141,16 +190,16 @@ def answer(place: Place, hello: dict, facts: Mapping[str, str], seconds: float) 
             cause = error.strerror or str(error)
             time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
             continue
-        told = hear(wire, seconds + ANSWER_SECONDS) if wire.send(**hello, facts=facts) else None
-        if told is None:
+        reply = hear(wire, seconds + ANSWER_SECONDS) if wire.send(**hello, facts=facts) else None
+        if reply is None:
             cause = "the connection ended without an answer"
             wire.close()
             time.sleep(0.2)
-        elif told.get("roll") == "complete":
+        elif reply.get("roll") == "complete":
             return {0: (wire, place.name(0))}
         else:
             wire.close()
-            raise Stop(Exit(told.get("code", Exit.ERROR)), str(told.get("line")))
+            raise Stop(Exit(reply.get("code", Exit.ERROR)), str(reply.get("line")))
     raise Stop(
         Exit.PEER_LOST,
         f"roll call: after {seconds:g} s, missing {place.name(0)} at port {place.port + 1}, which calls the roll: "

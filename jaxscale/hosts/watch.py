@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from jaxscale.hosts.place import Place
-from jaxscale.hosts.wire import Wire
+from jaxscale.hosts.roll_call import Wire
 from jaxscale.system.exits import INTERRUPTED, Exit, silence_closed_streams, tell
 
 GRACE_SECONDS = 5.0  # where one has stopped with an error, the others may be about to stop with the same

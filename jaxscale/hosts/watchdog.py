@@ -34,7 +34,7 @@ PhaseName = Literal["compile", "restore", "data", "step", "save", "eval", "stati
 
 
 class Observer(Protocol):
-    """Who is told of the phases of all threads, in the thread that each belongs to."""
+    """What takes the phases of all threads, in the thread that each belongs to."""
 
     def entered(self, name: str, step: int | None = None) -> None:
         """A phase begins."""
@@ -52,7 +52,7 @@ class Others(Protocol):
         """Tells all others that this process ends because of a hang."""
 
     def on_hang(self, heard: Callable[[str], None]) -> None:
-        """heard(line) is called when another one has told so."""
+        """heard(line) is called when another one has reported a hang."""
 
 
 def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
@@ -92,7 +92,7 @@ class Watchdog:
         if self.entered:
             threading.Thread(target=self.work, name="watchdog", daemon=True).start()
             if self.others:
-                self.others.on_hang(lambda line: self.bark(line, told=True))
+                self.others.on_hang(lambda line: self.bark(line, elsewhere=True))
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -108,16 +108,11 @@ class Watchdog:
             self.stacks = None
 
     def phase(self, name: PhaseName, step: int | None = None) -> "Phase":
-        """A block of this thread that must end, or call beat(), within the budget of its name.
+        """A block of this thread that must end within the budget of its name.
 
         A phase within another stops that one's time. step: which one it belongs to, for who reads the stacks.
         """
         return Phase(self, name, self.budgets[name] or math.inf, step)
-
-    def beat(self) -> None:
-        """The phase that this thread is in has got on: its time begins anew."""
-        if phase := self.phases.get(threading.get_ident()):
-            phase.deadline = time.monotonic() + phase.budget
 
     def work(self) -> None:
         """Looks again and again whether a phase is overdue, and puts off the end that the kernel would bring."""
@@ -153,15 +148,15 @@ class Watchdog:
                 self.backstop = Backstop(self.stacks)
                 self.put_off(phase)
 
-    def bark(self, line: str, phase: "Phase | None" = None, *, told: bool = False) -> None:
-        """Ends the process: the line, word to the others, the stacks, the event. told: it is another's hang."""
+    def bark(self, line: str, phase: "Phase | None" = None, *, elsewhere: bool = False) -> None:
+        """Ends the process: the line, word to the others, the stacks, the event. elsewhere: it is another's hang."""
         if not self.barked.acquire(blocking=False):
             return
         if backstop := self.backstop:
             backstop.end_at(time.monotonic() + LAST_SECONDS)
         where = self.stacks.name if self.stacks else "none, for no phase had begun"
         tell(f"stopped (hang, exit {int(Exit.HANG)}): {line}; stacks of all threads: {where}")
-        if self.others and not told:
+        if self.others and not elsewhere:
             self.others.tell_hang(line)
         with contextlib.suppress(Exception):  # another process has the folder, or its disk fails
             if self.stacks:
@@ -207,10 +202,6 @@ class Phase:
             self.watchdog.phases[self.thread] = self.outer
         for observer in self.watchdog.observers:
             observer.left()
-
-    def beat(self) -> None:
-        """This phase has got on: its time begins anew."""
-        self.deadline = time.monotonic() + self.budget
 
 
 UNWATCHED = Watchdog(None, HangConfig())  # phases without a watchdog

@@ -62,17 +62,17 @@ class AdapterConfig:
         return is_among(self.targets, module)
 
 
-def read(told: Mapping[str, Any]) -> AdapterConfig:
+def read(values: Mapping[str, Any]) -> AdapterConfig:
     """The file's object. Raises BadInput for what it should not hold, and for what we do not compute."""
     for key, allowed in ALLOWED.items():
-        if key in told and told[key] not in allowed:
+        if key in values and values[key] not in allowed:
             known = " or ".join(repr(value) for value in allowed)
-            raise BadInput(f"{FILE}: {key}={repr(told[key])[:80]} is not supported; it may be {known}")
-    for key, value in told.items():
+            raise BadInput(f"{FILE}: {key}={repr(values[key])[:80]} is not supported; it may be {known}")
+    for key, value in values.items():
         if key not in READ | WITHOUT_EFFECT and value not in (None, False, "", [], {}, ()):
             raise BadInput(f"{FILE}: {key}={repr(value)[:80]} is not supported; merge it with PEFT's merge_and_unload")
-    rank, alpha = told.get("r", 8), told.get("lora_alpha", 8)
-    ranks, alphas = told.get("rank_pattern") or {}, told.get("alpha_pattern") or {}
+    rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
+    ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     for key, table in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
         if not isinstance(table, dict):
             raise BadInput(f"{FILE}: {key} is no table of patterns; fetch it again")
@@ -82,13 +82,13 @@ def read(told: Mapping[str, Any]) -> AdapterConfig:
     for value in (alpha, *alphas.values()):
         if type(value) not in (int, float) or not math.isfinite(value):
             raise BadInput(f"{FILE}: an alpha is {str(value)[:80]}, and must be a number")
-    base = told.get("base_model_name_or_path")
+    base = values.get("base_model_name_or_path")
     found = AdapterConfig(
         rank=rank,
         alpha=float(alpha),
-        rslora=told.get("use_rslora") is True,
-        targets=modules(told, "target_modules"),
-        exclude=modules(told, "exclude_modules"),
+        rslora=values.get("use_rslora") is True,
+        targets=modules(values, "target_modules"),
+        exclude=modules(values, "exclude_modules"),
         ranks=ranks,
         alphas=alphas,
         base=base if isinstance(base, str) and base else None,
@@ -98,9 +98,9 @@ def read(told: Mapping[str, Any]) -> AdapterConfig:
     return found
 
 
-def modules(told: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
+def modules(values: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     """A pattern, or names; () where nothing is said."""
-    value = told.get(key)
+    value = values.get(key)
     if value is None or isinstance(value, str):
         return value or ()
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):

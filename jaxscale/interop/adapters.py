@@ -5,6 +5,7 @@ Where one matrix of theirs is several of ours (GPT-2's queries, keys and values)
 of ours go out side by side, in as many times the rank.
 """
 
+import collections
 import dataclasses
 import hashlib
 import re
@@ -46,8 +47,8 @@ class Adapter:
     @property
     def identity(self) -> str:
         """sha256 of what it says and of where its tensors lie."""
-        told = [[t.name, t.file.name, t.file.size, t.file.version, t.start] for t in self.tensors.values()]
-        return hashlib.sha256(repr((self.config, sorted(told))).encode()).hexdigest()
+        located = [[t.name, t.file.name, t.file.size, t.file.version, t.start] for t in self.tensors.values()]
+        return hashlib.sha256(repr((self.config, sorted(located))).encode()).hexdigest()
 
 
 def open_adapter(name: str) -> Adapter | None:
@@ -81,7 +82,8 @@ def adapted(adapter: Adapter, family: Family, cfg: AnyModelConfig, base: Mapping
         if name in names and module == HEAD and not same_bytes(base[f"{HEAD}.weight"], adapter.tensors[name]):
             raise BadInput(f"{where}: {name} is another matrix than {HEAD}.weight of the base; is it of another model?")
         known |= {name} if module == HEAD else set()
-    others = {name for name in names - known if not of_left_out(family, name)}
+    module_of = lambda name: name.removeprefix(OUTER).removesuffix(OF_A).removesuffix(OF_B)
+    others = {name for name in names - known if not matches_any(f"{module_of(name)}.weight", family.left_out)}
     if missing := sorted(name for name in known - names if not name.endswith(OF_BASE)):
         raise BadInput(f"{where} has no {some(missing)}; fetch it again")
     if others:
@@ -114,12 +116,6 @@ def matrices(family: Family, cfg: AnyModelConfig, base: str) -> dict[str, Tensor
         for pair in pairs
         if pair.row.inputs and pair.theirs.endswith(".weight") and "embedding" not in pair.ours[0]
     }
-
-
-def of_left_out(family: Family, name: str) -> bool:
-    """Whether a tensor belongs to a part of the model that the family leaves out."""
-    module = name.removeprefix(OUTER).removesuffix(OF_A).removesuffix(OF_B)
-    return matches_any(f"{module}.weight", family.left_out)
 
 
 def out_in(pair: TensorPair) -> tuple[int, int]:
@@ -156,9 +152,9 @@ def merged_tensors(
     for pair in matched:
         if module := of_leaf.get((pair.ours, pair.layer)):
             a, b = (adapter.tensors[f"{OUTER}{module}{ending}"] for ending in (OF_A, OF_B))
-            told = {field.name: getattr(merged[pair.theirs], field.name) for field in dataclasses.fields(Tensor)}
+            fields = {field.name: getattr(merged[pair.theirs], field.name) for field in dataclasses.fields(Tensor)}
             merged[pair.theirs] = Merged(
-                **told, a=a, b=b, scale=adapter.config.scale_of(module), turned=pair.row.turned
+                **fields, a=a, b=b, scale=adapter.config.scale_of(module), turned=pair.row.turned
             )
     return merged
 
@@ -212,9 +208,7 @@ def start_of_run(
     if len(scales) > 1:
         raise BadInput(f"--adapter: {adapter.folder} has several ranks or scales, and {way_out}")
     ((rank, scale),) = scales
-    layers: dict[str, int] = {}
-    for pair in found.values():
-        layers[leaf_name(pair)] = layers.get(leaf_name(pair), 0) + 1
+    layers = collections.Counter(without_layer(pair.ours[0]) for pair in found.values())
     for name, number in layers.items():
         if not name.startswith("blocks/"):
             raise BadInput(f"--adapter: {adapter.folder} adapts {name}, and a run adapts the blocks; merge it instead")
@@ -226,11 +220,6 @@ def start_of_run(
     names = sorted({name for pair in found.values() for name in map(without_layer, pair.ours)})
     targets = tuple(re.escape(name.removeprefix("blocks/").replace("/", ".")) + "$" for name in names)
     return LoraConfig(rank=rank, alpha=scale * rank, targets=targets), pairs
-
-
-def leaf_name(pair: TensorPair) -> str:
-    """The first of our names, whatever its layer."""
-    return without_layer(pair.ours[0])
 
 
 def without_layer(name: str) -> str:

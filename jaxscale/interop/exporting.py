@@ -8,25 +8,25 @@ import contextlib
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from jaxscale import schema
-from jaxscale.checkpoint.files import mark_of
+from jaxscale.checkpoint.folders import mark_of
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import digest
 from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, written
 from jaxscale.interop import adapter_config, adapters, families
 from jaxscale.interop.families import TensorPair
-from jaxscale.interop.journal import Journal, make_journal
+from jaxscale.interop.journal import Journal, open_journal
 from jaxscale.interop.leaves import Leaves
 from jaxscale.interop.pieces import array_shapes, in_order
 from jaxscale.interop.reading import CONFIG, INDEX, WEIGHTS
-from jaxscale.interop.safetensors import DTYPES
-from jaxscale.interop.shards import Shard, growing_file, index_of, plan_shards
+from jaxscale.interop.safetensors import DTYPES, encode_header
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
 from jaxscale.system import paths
@@ -34,6 +34,7 @@ from jaxscale.system.exits import BadInput, Exit, Stop, tell
 from jaxscale.system.faults import crash_point
 
 JOURNAL = ".converting.json"
+MANY = "model-{:05d}-of-{:05d}.safetensors"  # as transformers names them
 BLOCK_BYTES = 32 << 20  # of a tensor, put into their order at one time
 FORMATS = {"bfloat16": DTYPES["BF16"], "float32": DTYPES["F32"]}
 Format = Literal["bfloat16", "float32"]
@@ -60,14 +61,13 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True)
-class Exported:
-    """What was written."""
+class Shard:
+    """A file of the export."""
 
-    num_tensors: int
-    num_files: int
-    num_bytes: int
-    kept_bytes: int  # of them that an earlier, killed export had written already
-    pushed: str = ""  # where it was sent to
+    name: str
+    pairs: tuple[TensorPair, ...]
+    header: bytes
+    num_bytes: int  # of the whole file
 
 
 def open_step(
@@ -85,7 +85,7 @@ def open_step(
         raise BadInput(f"--step={step}: there is no such step; there are {', '.join(map(str, steps))}")
     step = newest_to_read(checkpoints, tell) if step is None else step
     record = checkpoints.read_record(step)
-    checkpoints.tell_changed_files(step, tell, small=True)
+    checkpoints.log_changed_files(step, tell, small=True)
     values = record["run"].get("config", {}).get("model")
     if values is None:
         raise BadInput(f"step {step} does not say which model it is of; it was not saved by a run")
@@ -117,8 +117,8 @@ def open_step(
 
 def origin_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
     """What is recorded of the Hugging Face model that a run's weights come from: model_type, kept; {} where of none."""
-    told = (run.get("converted") or {}, *(run.get("ancestry") or ()))
-    return next((one for one in told if "model_type" in one or "kept" in one), {})
+    origins = (run.get("converted") or {}, *(run.get("ancestry") or ()))
+    return next((one for one in origins if "model_type" in one or "kept" in one), {})
 
 
 def check_leaves(record: Mapping[str, Any], pairs: Sequence[TensorPair], what: What, step: int) -> None:
@@ -128,9 +128,9 @@ def check_leaves(record: Mapping[str, Any], pairs: Sequence[TensorPair], what: W
         raise BadInput(f"step {step} has no {what}{KEEPS[what]}")
     shapes = array_shapes(pairs)
     for name, shape in shapes.items():
-        told = leaves.get(f"{what}/{name}")
-        if told is None or told[:2] != [list(shape), "float32"]:
-            there = "missing" if told is None else f"{told[1]}{told[0]}"
+        saved = leaves.get(f"{what}/{name}")
+        if saved is None or saved[:2] != [list(shape), "float32"]:
+            there = "missing" if saved is None else f"{saved[1]}{saved[0]}"
             raise BadInput(f"step {step}: {what}/{name} is {there}, and by its config it is float32{list(shape)}")
     if extra := sorted(n for n in leaves if n.startswith(f"{what}/") and n.removeprefix(f"{what}/") not in shapes):
         raise BadInput(f"step {step} has {extra[0]}, for which its config has no place")
@@ -146,10 +146,11 @@ def export_step(
     config: Mapping[str, Any],
     on_bytes: Callable[[int, int, int], None] = lambda done, total, kept: None,
     send: Callable[[Any], str] = lambda folder: "",
-) -> Exported:
-    """Writes the folder. Args: texts: files of the tokenizer and the like. config: of config.json. send: takes the
-    folder once all is in it, and gives an address; what it raises leaves the journal, so that the same command, run
-    again, comes to it again.
+) -> dict[str, Any]:
+    """Writes the folder and returns what was written; kept_bytes of it by an earlier, killed export.
+
+    Args: texts: files of the tokenizer and the like. config: of config.json. send: takes the folder once all is in it,
+    and gives an address; what it raises leaves the journal, so that the same command, run again, comes to it again.
 
     Raises: BadInput if the folder holds something else, Stop (CHECKPOINT_CORRUPT) naming an array that is not what
     was saved, (STORAGE) if the folder cannot be written.
@@ -160,10 +161,11 @@ def export_step(
     folder, journal = prepare_folder(to, source, shards, dtype)
     with contextlib.closing(journal):
         total, done, kept = sum(shard.num_bytes for shard in shards), 0, 0
-        leaves = open_leaves(source)
+        with reading(source, "its index"):
+            leaves = Leaves(source.folder)
         for shard in shards:
-            told = journal.done.get(shard.name)
-            if told and mark_of(folder / shard.name) == tuple(told["mark"]):
+            noted = journal.done.get(shard.name)
+            if noted and mark_of(folder / shard.name) == tuple(noted["mark"]):
                 kept += shard.num_bytes
                 done += shard.num_bytes
                 continue
@@ -184,7 +186,8 @@ def export_step(
         written(lambda: paths.write_bytes_atomic(folder / names[1], as_json(config)), folder)
         pushed = send(folder)
         journal.remove()
-        return Exported(len(source.pairs), len(shards), total, kept, pushed)
+        counts = dict(num_tensors=len(source.pairs), num_files=len(shards), num_bytes=total)
+        return counts | dict(kept_bytes=kept, pushed=pushed)
 
 
 def prepare_folder(to: Any, source: Source, shards: Sequence[Shard], dtype: str) -> tuple[Any, Journal]:
@@ -192,27 +195,23 @@ def prepare_folder(to: Any, source: Source, shards: Sequence[Shard], dtype: str)
     folder = paths.absolute(to)
     plan = [[shard.name, shard.num_bytes, [pair.theirs for pair in shard.pairs]] for shard in shards]
     identity = digest([source.record["sha256"], source.what, dtype, plan])
-    journal = make_journal(folder, JOURNAL, identity, f"--to={to}")
-    paths.make_run_dir(folder)
-    if written(journal.begin, folder):
+    journal, resumed = open_journal(folder, JOURNAL, identity, f"--to={to}")
+    if resumed:
         for path in [path for path in folder.iterdir() if path.name.startswith(".model")]:
             if path.name.endswith(".tmp"):  # of a file that was being written
                 path.unlink()
     return folder, journal
 
 
-def open_leaves(source: Source) -> Leaves:
-    """The arrays. Raises Stop (CHECKPOINT_CORRUPT) if their index cannot be read, (STORAGE) if it cannot be reached."""
+@contextlib.contextmanager
+def reading(source: Source, what: str) -> Iterator[None]:
+    """Raises Stop (CHECKPOINT_CORRUPT) if an array or index cannot be read inside, (STORAGE) if it is out of reach."""
     try:
-        return Leaves(source.folder)
+        yield
     except Exception as error:  # whatever TensorStore raises for corrupted bytes
-        raise unreadable(source, "its index", error) from None
-
-
-def unreadable(source: Source, what: str, error: Exception) -> Stop:
-    """The error for an array or index that cannot be read."""
-    code = Exit.STORAGE if is_storage_error(error) else Exit.CHECKPOINT_CORRUPT
-    return Stop(code, f"{source.folder}: {what} cannot be read: {short_reason(error)}; export another step")
+        code = Exit.STORAGE if is_storage_error(error) else Exit.CHECKPOINT_CORRUPT
+        reason = f"{what} cannot be read: {short_reason(error)}; export another step"
+        raise Stop(code, f"{source.folder}: {reason}") from None
 
 
 def write_shard(
@@ -220,7 +219,7 @@ def write_shard(
 ) -> tuple[list, dict[str, int]]:
     """([bytes, md5] of the file, {leaf: what its layers in this file add to its fingerprint})."""
     sums: dict[str, int] = {}
-    with growing_file(path, shard.num_bytes) as file:
+    with paths.growing_file(path, shard.num_bytes) as file:
         file.write(shard.header)
         for pair in shard.pairs:
             write_tensor(file, pair, source, leaves, dtype, sums)
@@ -234,10 +233,8 @@ def write_tensor(
     """Writes one tensor, and gives it up on return: the only large thing in memory. Args: sums: are added to."""
     parts = []
     for name in pair.ours:
-        try:
+        with reading(source, f"{source.what}/{name}"):
             part, mark = leaves.read(f"{source.what}/{name}", pair.layer, dtype)
-        except Exception as error:  # whatever TensorStore raises for corrupted bytes
-            raise unreadable(source, f"{source.what}/{name}", error) from None
         parts.append(part)
         sums[name] = (sums.get(name, 0) + mark) % 2**32
     tensor = pair.to_theirs(parts)
@@ -250,11 +247,7 @@ def write_tensor(
 
 def check_sums(source: Source, journal: Journal) -> None:
     """Raises Stop (CHECKPOINT_CORRUPT) naming an array of which one bit is not what was saved."""
-    found: dict[str, int] = {}
-    for told in journal.done.values():
-        for name, mark in told["sums"].items():
-            found[name] = (found.get(name, 0) + mark) % 2**32
-    for name, mark in found.items():
+    for name, mark in journal.fingerprints("sums").items():
         if mark != source.record["leaves"][f"{source.what}/{name}"][2]:
             raise Stop(
                 Exit.CHECKPOINT_CORRUPT,
@@ -288,3 +281,37 @@ def as_json(value: Any) -> bytes:
 def is_finished(folder: Any) -> bool:
     """True if the folder holds an export that came to its end."""
     return any((folder / name).exists() for name in (CONFIG, adapter_config.FILE)) and not (folder / JOURNAL).exists()
+
+
+def plan_shards(pairs: Sequence[TensorPair], dtype: np.dtype, shard_bytes: int, single: str = WEIGHTS) -> list[Shard]:
+    """The files: tensors in order, up to shard_bytes in each; a larger tensor has a file of its own.
+
+    Args: single: the name of a file that holds all.
+    """
+    groups: list[list[TensorPair]] = [[]]
+    filled = 0
+    for pair in pairs:
+        size = tensor_bytes(pair, dtype)
+        if groups[-1] and filled + size > shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(pair)
+        filled += size
+    shards = []
+    for number, group in enumerate(groups, 1):
+        name = single if len(groups) == 1 else MANY.format(number, len(groups))
+        header = encode_header({pair.theirs: (dtype, pair.their_shape) for pair in group})
+        shards.append(Shard(name, tuple(group), header, len(header) + sum(tensor_bytes(pair, dtype) for pair in group)))
+    return shards
+
+
+def tensor_bytes(pair: TensorPair, dtype: np.dtype) -> int:
+    """Of one tensor of theirs."""
+    return math.prod(pair.their_shape) * dtype.itemsize
+
+
+def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
+    """What model.safetensors.index.json says."""
+    total = sum(shard.num_bytes - len(shard.header) for shard in shards)
+    places = {pair.theirs: shard.name for shard in shards for pair in shard.pairs}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}

@@ -124,6 +124,6 @@ def push_folder(folder: Any, name: str, message: str) -> str:
             repo_id=name, folder_path=os.fspath(folder), commit_message=message, ignore_patterns=[PRIVATE]
         )
     except Exception as error:  # of whatever client the package has below it
-        told = f"{folder} is whole, and {name} on the Hub did not take it: {cause(error)}; run the same command again"
-        raise Stop(Exit.STORAGE, told) from None
+        why = f"{folder} is whole, and {name} on the Hub did not take it: {cause(error)}; run the same command again"
+        raise Stop(Exit.STORAGE, why) from None
     return str(getattr(done, "commit_url", done))

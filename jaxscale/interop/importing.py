@@ -5,10 +5,9 @@ one act commits it, as when training saves. A killed conversion goes on where it
 """
 
 import contextlib
-import dataclasses
+import math
 import os
 import pathlib
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,16 +15,16 @@ from typing import Any
 import numpy as np
 
 from jaxscale.checkpoint import array_store, write
-from jaxscale.checkpoint.array_store import Output, new_layout, tree_of
+from jaxscale.checkpoint.array_store import Output, cut, new_layout, tree_of
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.folders import COMMITTED, UNFINISHED, mark_committed, remove_tree, sync_tree
+from jaxscale.checkpoint.folders import COMMITTED, mark_committed, remove_tree, sync_tree, unfinished_folder
 from jaxscale.checkpoint.record import RECORD, seal
 from jaxscale.checkpoint.storage_errors import written
 from jaxscale.checkpoint.verify import Damaged, list_all_others, verify_leaves
 from jaxscale.checkpoint.write import HANDLERS
 from jaxscale.interop.families import TensorPair
-from jaxscale.interop.journal import Journal, make_journal
-from jaxscale.interop.pieces import OURS, PREFIX, Unit, array_shapes, chunk_shapes, cut, in_order, plan_units
+from jaxscale.interop.journal import Journal, open_journal
+from jaxscale.interop.pieces import OURS, PREFIX, array_shapes, chunk_shapes, in_order, plan_units
 from jaxscale.interop.safetensors import DTYPES, Tensor
 from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
@@ -37,29 +36,12 @@ BFLOAT16 = DTYPES["BF16"]
 OnBytes = Callable[[int, int, int], None]  # (bytes done, bytes in all, of the done those of an earlier start)
 
 
-@dataclasses.dataclass(frozen=True)
-class Imported:
-    """What was written."""
-
-    num_leaves: int
-    num_bytes: int
-    kept_bytes: int  # of them that an earlier, killed conversion had written already
-    not_finite: tuple[str, ...]  # tensors with a NaN or infinity
-
-
 def prepare_workdir(workdir: Any, identity: str) -> tuple[Any, Journal]:
     """(the work folder, its journal). Raises BadInput if anything but this conversion is in the folder."""
     folder = paths.absolute(workdir)
-    journal = make_journal(folder, JOURNAL, identity, f"--workdir={workdir}")
-    for place in (folder, folder / "checkpoints"):
-        paths.make_run_dir(place)
-    written(journal.begin, folder)
+    journal, _ = open_journal(folder, JOURNAL, identity, f"--workdir={workdir}")
+    paths.make_run_dir(folder / "checkpoints")
     return folder, journal
-
-
-def growing_folder(folder: Any) -> Any:
-    """Where the step lies before it counts: under another name on a disk, in its place in a bucket."""
-    return folder / "checkpoints" / (str(STEP) if paths.is_remote(folder) else f"{STEP}{UNFINISHED}")
 
 
 def import_tensors(
@@ -69,14 +51,16 @@ def import_tensors(
     tensors: Mapping[str, Tensor],
     run: Mapping[str, Any],
     on_bytes: OnBytes = lambda done, total, kept: None,
-) -> Imported:
-    """Writes the tensors as step 0 of the work folder. Args: run: what the record says beside the arrays.
+) -> dict[str, Any]:
+    """Writes the tensors as step 0 of the work folder and returns what was written.
 
+    kept_bytes are of an earlier, killed start; not_finite are tensors with a NaN or infinity.
+    Args: run: what the record says beside the arrays.
     Raises: BadInput for a file that cannot be read as its header says, Stop (STORAGE) if it cannot be written.
     """
     shapes = array_shapes(pairs)
-    total = sum(int(np.prod(shape, dtype=np.int64)) * OURS.itemsize for shape in shapes.values())
-    growing, final = growing_folder(folder), folder / "checkpoints" / str(STEP)
+    total = sum(math.prod(shape) for shape in shapes.values()) * OURS.itemsize
+    growing, final = unfinished_folder(folder / "checkpoints", STEP), folder / "checkpoints" / str(STEP)
     with contextlib.closing(journal):
         if not (final / COMMITTED).exists():
             if not journal.done or not growing.exists():  # nothing there is known to be of this conversion
@@ -94,7 +78,7 @@ def import_tensors(
         else:
             kept, odd = total, odd_ones(journal.done)
         journal.remove()
-        return Imported(len(shapes), total, kept, tuple(odd))
+        return dict(num_leaves=len(shapes), num_bytes=total, kept_bytes=kept, not_finite=tuple(odd))
 
 
 def check_room(folder: Any, needed: int) -> None:
@@ -107,8 +91,7 @@ def check_room(folder: Any, needed: int) -> None:
 
 def clear(growing: Any) -> None:
     """An empty folder, whatever a conversion that was killed before it had written anything has left."""
-    if growing.exists():
-        growing.rmtree() if paths.is_remote(growing) else shutil.rmtree(growing)
+    remove_tree(growing)
     if not paths.is_remote(growing):
         paths.make_private(growing / array_store.STATE)
 
@@ -127,23 +110,19 @@ def write_units(
     made = output.create({f"{PREFIX}{name}": new_layout(shapes[name], chunks[name], OURS) for name in shapes})
     arrays = dict(zip(shapes, made, strict=True))
     done = kept = 0
-    for unit in plan_units(pairs):
-        size = sum(int(np.prod(shape, dtype=np.int64)) for pair in unit.pairs for shape in pair.our_shapes)
-        done += size * OURS.itemsize
-        if unit.name in journal.done:
-            kept += size * OURS.itemsize
+    for part, unit in plan_units(pairs).items():
+        size = sum(math.prod(shape) for pair in unit for shape in pair.our_shapes) * OURS.itemsize
+        done += size
+        if part in journal.done:
+            kept += size
             continue
         marks, odd = write_unit(unit, tensors, output, arrays, chunks)
-        journal.note(unit.name, {"marks": marks, "odd": odd})
+        journal.note(part, {"marks": marks, "odd": odd})
         if output.transaction is None:
             settle(output, journal)
         on_bytes(done, total, kept)
     settle(output, journal)
-    found = dict.fromkeys(shapes, 0)
-    for unit in plan_units(pairs):
-        for name, mark in journal.done[unit.name]["marks"].items():
-            found[name] = (found[name] + mark) % 2**32
-    return found, kept, odd_ones(journal.done)
+    return journal.fingerprints("marks"), kept, odd_ones(journal.done)
 
 
 def settle(output: Output, journal: Journal) -> None:
@@ -156,63 +135,34 @@ def settle(output: Output, journal: Journal) -> None:
 
 def odd_ones(done: Mapping[str, Any]) -> list[str]:
     """The tensors with a NaN or infinity, by the journal."""
-    return sorted(name for told in done.values() for name in told["odd"])
+    return sorted(name for noted in done.values() for name in noted["odd"])
 
 
 def write_unit(
-    unit: Unit,
+    unit: Sequence[TensorPair],
     tensors: Mapping[str, Tensor],
     output: Output,
     arrays: Mapping[str, Any],
     chunks: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, int], list[str]]:
-    """({leaf: what these layers add to its fingerprint}, tensors that are not finite)."""
-    marks: dict[str, int] = {}
-    if len(unit.pairs) == 1:
-        odd = [unit.pairs[0].theirs] if not write_layer(unit.pairs[0], tensors, output, arrays, chunks, marks) else []
-        return marks, odd
-    odd, first, together = [], unit.pairs[0].layer, {name: [] for name in unit.pairs[0].ours}
-    for pair in unit.pairs:
-        parts = [widened(leaf) for leaf in pair.to_ours(tensors[pair.theirs].read())]
-        for name, part in zip(pair.ours, parts, strict=True):
-            together[name].append(part)
-        odd += [] if all(np.isfinite(part).all() for part in parts) else [pair.theirs]
-    for name, parts in together.items():
-        value = np.stack(parts)
-        place = (slice(first, first + len(parts)), *(slice(0, size) for size in value.shape[1:]))
-        marks[name] = put(output, arrays[name], place, value)
-    return marks, odd
+    """({leaf: what these layers add to its fingerprint}, tensors that are not finite).
 
-
-def write_layer(
-    pair: TensorPair,
-    tensors: Mapping[str, Tensor],
-    output: Output,
-    arrays: Mapping[str, Any],
-    chunks: Mapping[str, tuple[int, ...]],
-    marks: dict[str, int],
-) -> bool:
-    """True if all of a tensor is finite. It is written piece by piece, and given up on return: the only large one.
-
-    Args: marks: to which the fingerprints are added.
+    A tensor with a unit of its own is written piece by piece, and given up on return: the only large one.
     """
-    finite, layer = True, pair.layer
-    for name, leaf in zip(pair.ours, pair.to_ours(tensors[pair.theirs].read()), strict=True):
+    marks, finite, first = {}, np.ones(len(unit), bool), unit[0].layer
+    layers = [pair.to_ours(tensors[pair.theirs].read()) for pair in unit]
+    for name, leaves in zip(unit[0].ours, zip(*layers, strict=True), strict=True):
+        values = np.stack([in_order(leaf) for leaf in leaves]) if len(leaves) > 1 else leaves[0]
+        lead = () if first is None else (slice(first, first + len(leaves)),)
         total = 0
-        for box in cut(leaf.shape, chunks[name] if layer is None else chunks[name][1:]):
-            value = widened(leaf[box])
-            finite = finite and bool(np.isfinite(value).all())
-            place = box if layer is None else (slice(layer, layer + 1), *box)
-            total += put(output, arrays[name], place, value if layer is None else value[None])
+        for box in cut(leaves[0].shape, chunks[name][len(lead) :]):
+            value, place = widened(values[(..., *box)]), (*lead, *box)
+            finite &= np.isfinite(value).reshape(len(finite), -1).all(axis=1)
+            value = value.reshape([side.stop - side.start for side in place])
+            total += host_fingerprint(value, start=[side.start for side in place], shape=arrays[name].shape)
+            output.write(arrays[name], place, value)
         marks[name] = total % 2**32
-    return finite
-
-
-def put(output: Output, array: Any, place: tuple[slice, ...], value: np.ndarray) -> int:
-    """Writes a piece; what it adds to the fingerprint of its array."""
-    mark = host_fingerprint(value, start=[part.start for part in place], shape=array.shape)
-    output.write(array, place, value)
-    return mark
+    return marks, [pair.theirs for pair, is_finite in zip(unit, finite) if not is_finite]
 
 
 def widened(values: np.ndarray) -> np.ndarray:
@@ -230,7 +180,7 @@ def complete(growing: Any, final: Any, leaves: Mapping[str, list], run: Mapping[
     Raises: Damaged if an array is not what was written.
     """
     began = time.time_ns()
-    write_json(growing / array_store.TREE, tree_of({name: told[0] for name, told in leaves.items()}))
+    write_json(growing / array_store.TREE, tree_of({name: leaf[0] for name, leaf in leaves.items()}))
     record = seal({"step": STEP, "run": dict(run), "leaves": dict(leaves), "health": "clean", "metrics": {}})
     write_json(growing / RECORD, record)
     for item in ("run", "state"):

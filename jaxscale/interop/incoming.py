@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.interop import adapters, families, tokenizer_files
-from jaxscale.interop.counts import check_counts, check_end_ids
 from jaxscale.interop.families import Family, Match, TensorPair
 from jaxscale.interop.pieces import check_tensors
-from jaxscale.interop.reading import Checkpoint, open_checkpoint
+from jaxscale.interop.reading import check_counts, check_end_ids, open_checkpoint
 from jaxscale.interop.safetensors import Tensor, same_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import NO_LORA, LoraConfig
@@ -70,7 +69,7 @@ def open_incoming(name: str, base: str | None = None, keep: bool = False) -> Inc
 
 def open_model(name: str, named: str) -> Incoming:
     """The model in a folder. Args: named: the flag that gave it."""
-    found: Checkpoint = open_checkpoint(name, named)
+    found = open_checkpoint(name, named)
     try:
         families.family_of(found.config)
         check_counts(found.config, found.tensors)

@@ -8,19 +8,24 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.checkpoint.record import read_optional
+from jaxscale.checkpoint.storage_errors import written
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
 REMOTE_SECONDS = 5.0  # between two writes to a bucket, which takes about one a second of the same object
 
 
-def make_journal(folder: Any, name: str, identity: str, flag: str) -> "Journal":
-    """The journal of the folder that a flag gave. Raises BadInput if anything but this conversion is in there."""
+def open_journal(folder: Any, name: str, identity: str, flag: str) -> tuple["Journal", bool]:
+    """(the journal of the folder that a flag gave, whether this very conversion was begun before).
+
+    Raises BadInput if anything but this conversion is in there.
+    """
     journal = Journal(folder / name, identity)
     there = [path.name for path in folder.iterdir()] if folder.exists() and not journal.path.exists() else []
     if there:
         raise BadInput(f"{flag} is in use, it holds {min(there)}; name a new folder")
-    return journal
+    paths.make_run_dir(folder)
+    return journal, written(journal.begin, folder)
 
 
 class Journal:
@@ -85,6 +90,14 @@ class Journal:
         """Writes down what is done."""
         paths.write_json(self.path, {"what": self.identity, "done": self.done})
         self.written = time.monotonic()
+
+    def fingerprints(self, key: str) -> dict[str, int]:
+        """{leaf: its fingerprint}: the sum of what the parts that are done have noted under the key."""
+        found: dict[str, int] = {}
+        for noted in self.done.values():
+            for name, mark in noted[key].items():
+                found[name] = (found.get(name, 0) + mark) % 2**32
+        return found
 
     def remove(self) -> None:
         """Ends the journal: the result speaks for itself."""

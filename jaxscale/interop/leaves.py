@@ -56,35 +56,27 @@ class Leaves:
         sizes = array.chunk_layout.read_chunk.shape
         key = ".".join(str(side.start // size) for side, size in zip(box, sizes)) or "0"
         found = self.located.get(f"{stored_name(name)}/{key}")
-        whole = tuple(sizes)  # the last pieces of an axis are as long in the file, whatever the array needs
-        if found is None or not is_plain(array) or found[2] != math.prod(whole) * OURS.itemsize:
-            wanted = box if layer is None else (slice(layer, layer + 1), *box[1:])
+        lead = () if layer is None else (slice(layer, layer + 1),)
+        inner, bound = tuple(sizes)[len(lead) :], box[len(lead) :]
+        # the last pieces of an axis are as long in the file, whatever the array needs
+        if found is None or not is_plain(array) or found[2] != math.prod(sizes) * OURS.itemsize:
+            wanted = (*lead, *bound)
             yield wanted, array[wanted].read().result()
             return
         file, offset, _ = found
-        axes = 0 if layer is None else 1  # those of which one entry is taken
-        first = 0 if layer is None else layer - box[0].start
-        inner = whole[axes:]
-        begin = offset + first * math.prod(inner) * OURS.itemsize
-        rows = inner[0] if inner else 1
-        row_shape = inner[1:]
-        row_bytes = math.prod(row_shape) * OURS.itemsize
+        begin = offset + (layer - box[0].start if lead else 0) * math.prod(inner) * OURS.itemsize
+        rows = bound[0].stop - bound[0].start if inner else 1
+        row_bytes = math.prod(inner[1:]) * OURS.itemsize
         step = max(1, READ_BYTES // max(row_bytes, 1))
-        bound = box[axes:]
-        last = bound[0].stop - bound[0].start if inner else 1  # rows that the array has of the piece
-        for row in range(0, last, step):
-            count = min(step, last - row, rows - row)
-            values = np.empty((count, *row_shape), OURS)
+        for row in range(0, rows, step):
+            count = min(step, rows - row)
+            values = np.empty((count, *inner[1:]) if inner else (), OURS)
             self.file(file).read_into(begin + row * row_bytes, values.reshape(-1).view(np.uint8))
-            if not inner:
-                yield box if layer is None else (slice(layer, layer + 1),), values.reshape((1,) * axes)
-                return
-            values = values[(slice(None), *(slice(0, side.stop - side.start) for side in bound[1:]))]
-            part = (slice(bound[0].start + row, bound[0].start + row + count), *bound[1:])
-            if layer is None:
-                yield part, values
-            else:
-                yield (slice(layer, layer + 1), *part), values[None]
+            part = lead
+            if inner:
+                values = values[(slice(None), *(slice(0, side.stop - side.start) for side in bound[1:]))]
+                part = (*lead, slice(bound[0].start + row, bound[0].start + row + count), *bound[1:])
+            yield part, values[None] if lead else values
 
     def file(self, name: str) -> File:
         """A file of the step, looked at once."""

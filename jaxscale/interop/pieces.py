@@ -4,14 +4,12 @@ A piece is what a restore reads at once, on whatever mesh: it lies in one layer,
 array, so that a device that wants a part of an array reads little else, and a bucket is not asked a thousand times.
 """
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from jaxscale.checkpoint.array_store import Box
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.safetensors import DTYPES, Tensor, how_to_widen
 from jaxscale.system.exits import BadInput
@@ -20,18 +18,6 @@ PREFIX = "params/"  # before our names, in a checkpoint
 OURS = np.dtype("<f4")  # parameters are float32 in our checkpoints
 PIECE_BYTES = 32 << 20
 TILE = 256  # entries of each of two axes: 2.3 times as fast as numpy's own copy of a turned matrix (one core, 2026-11)
-
-
-@dataclasses.dataclass(frozen=True)
-class Unit:
-    """Layers of the same row that lie in the same pieces: what is read, written and noted as done together."""
-
-    pairs: tuple[TensorPair, ...]
-
-    @property
-    def name(self) -> str:
-        """In the journal."""
-        return f"{self.pairs[0].theirs}+{len(self.pairs) - 1}"
 
 
 def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
@@ -46,13 +32,13 @@ def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
     return {name: (layers[name], *shape) if name in layers else shape for name, shape in shapes.items()}
 
 
-def piece_shape(shape: Sequence[int], num_bytes: int = PIECE_BYTES) -> tuple[int, ...]:
-    """Of the pieces of an array: its longest axis is halved until a piece has at most num_bytes.
+def piece_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of the pieces of an array: its longest axis is halved until a piece has at most PIECE_BYTES.
 
     Halves of axes are what meshes divide them into, so that a device rarely reads more than its own part.
     """
     sizes = list(shape)
-    while math.prod(sizes) * OURS.itemsize > num_bytes and max(sizes) > 1:
+    while math.prod(sizes) * OURS.itemsize > PIECE_BYTES and max(sizes) > 1:
         axis = sizes.index(max(sizes))
         sizes[axis] = -(-sizes[axis] // 2)
     return tuple(sizes)
@@ -76,31 +62,19 @@ def chunk_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
     return chunks
 
 
-def plan_units(pairs: Sequence[TensorPair]) -> list[Unit]:
-    """All pairs, row by row and layer by layer, in groups that fill pieces."""
+def plan_units(pairs: Sequence[TensorPair]) -> dict[str, list[TensorPair]]:
+    """{name in the journal: layers of a row that lie in the same pieces}: read, written and noted as done together."""
     rows: dict[tuple[str, ...], list[TensorPair]] = {}
     for pair in pairs:
         rows.setdefault(pair.ours, []).append(pair)
-    units = []
+    units = {}
     for row in rows.values():
         row = sorted(row, key=lambda pair: pair.layer or 0)
         assert [pair.layer for pair in row] in ([None], list(range(len(row)))), f"layers are missing of {row[0].ours}"
-        units += [Unit(tuple(group)) for group in batched(row, layers_together(row[0]))]
+        size = layers_together(row[0])
+        for group in (row[begin : begin + size] for begin in range(0, len(row), size)):
+            units[f"{group[0].theirs}+{len(group) - 1}"] = group
     return units
-
-
-def batched(items: Sequence, size: int) -> Iterator[Sequence]:
-    """Consecutive groups of at most `size`."""
-    return (items[begin : begin + size] for begin in range(0, len(items), size))
-
-
-def cut(shape: Sequence[int], sizes: Sequence[int]) -> list[Box]:
-    """The pieces of these sizes that cover an array."""
-    ranges = [
-        [slice(begin, min(begin + size, length)) for begin in range(0, length, max(size, 1))]
-        for length, size in zip(shape, sizes, strict=True)
-    ]
-    return list(itertools.product(*ranges))
 
 
 def check_tensors(pairs: Sequence[TensorPair], tensors: Mapping[str, Tensor]) -> None:

@@ -73,10 +73,10 @@ class File:
 def look_at(path: Any) -> File:
     """The file as it is now. Raises FileNotFoundError, or BadInput where a bucket refuses, or foreign.real_file."""
     if paths.is_remote(path):
-        told = open_bucket().metadata(os.fspath(path))
-        if told is None:
+        metadata = open_bucket().metadata(os.fspath(path))
+        if metadata is None:
             raise FileNotFoundError(2, "no such object", os.fspath(path))
-        return File(path, int(told["size"]), str(told["generation"]))
+        return File(path, int(metadata["size"]), str(metadata["generation"]))
     stat = foreign.real_file(path).stat()
     return File(path, stat.st_size, str(stat.st_mtime_ns))
 

@@ -1,12 +1,17 @@
-"""Opens the folder of a Hugging Face model: config.json and the safetensors files of its index."""
+"""Opens the folder of a Hugging Face model: config.json and the safetensors files of its index.
+
+The sizes in config.json are compared with the tensors before anything is allocated by them.
+"""
 
 import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.checkpoint.storage_errors import reached
+from jaxscale.interop.config import HUB_NAME
 from jaxscale.interop.ranges import look_at, names_in
 from jaxscale.interop.safetensors import Tensor, read_header
 from jaxscale.system import foreign, paths
@@ -14,7 +19,15 @@ from jaxscale.system.exits import BadInput
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # torch's: reading one can run what it holds
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+LAYERS = ("num_hidden_layers", "n_layer")  # each has tensors of its own
+MOST_LAYERS = 4096  # the deepest published models have about 130
+SIZES = (  # each is an axis of some tensor, or divides one
+    "vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "num_attention_heads", "n_head",
+    "num_key_value_heads", "head_dim", "n_positions",
+)  # fmt: skip
+TOKENS = ("max_position_embeddings", "sliding_window")
+LONGEST = 1 << 31  # tokens: no model reads so many
+END_IDS = ("bos_token_id", "eos_token_id")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +42,10 @@ class Checkpoint:
     @property
     def identity(self) -> str:
         """sha256 of where its tensors lie, and of the version of each file: what makes it another one."""
-        told = [
+        located = [
             [t.name, t.file.name, t.file.size, t.file.version, t.kind, t.shape, t.start] for t in self.tensors.values()
         ]
-        return hashlib.sha256(json.dumps([self.config, sorted(told)], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([self.config, sorted(located)], sort_keys=True).encode()).hexdigest()
 
 
 def open_checkpoint(name: str, named: str = "--from") -> Checkpoint:
@@ -54,16 +67,16 @@ def open_checkpoint(name: str, named: str = "--from") -> Checkpoint:
     return Checkpoint(folder, config, find_tensors(f"{named}={name}", folder, files), files)
 
 
-def find_tensors(told: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
-    """{name: tensor} of all that the folder's index tells of, or of its one file. told: the flag with the folder."""
+def find_tensors(flag: str, folder: Any, files: dict[str, int]) -> dict[str, Tensor]:
+    """{name: tensor} of all that the folder's index tells of, or of its one file. flag: the flag with the folder."""
     if INDEX not in files:
         if WEIGHTS in files:
             return headers(folder, [WEIGHTS])[WEIGHTS]
         if pickled := [file for file in files if file.endswith(PICKLED) and file != "training_args.bin"]:
-            raise BadInput(f"{told} has {pickled[0]}, which {unpickled(str(folder))}")
+            raise BadInput(f"{flag} has {pickled[0]}, which {unpickled(str(folder))}")
         others = [file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
         there = f"; there is {others[0]}" if others else ""
-        raise BadInput(f"{told} has neither {WEIGHTS} nor {INDEX}{there}")
+        raise BadInput(f"{flag} has neither {WEIGHTS} nor {INDEX}{there}")
     places = read_object(folder, INDEX, files).get("weight_map")
     where = f"{folder / INDEX}: weight_map"
     if not isinstance(places, dict) or not places:
@@ -113,3 +126,48 @@ def unpickled(name: str) -> str:
         'python -c "from transformers import AutoModelForCausalLM as m, AutoTokenizer as t; '
         f'{made}", then --from=FOLDER'
     )
+
+
+def check_counts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Raises BadInput for a number that no model with these tensors can have."""
+    whole = [tensor.shape for tensor in tensors.values() if tensor.stop > tensor.start]  # others may have any shape
+    longest = max((size for shape in whole for size in shape), default=0)
+    rules = [
+        (LAYERS, min(len(tensors), MOST_LAYERS), f"there are {len(tensors):,} tensors"),
+        (SIZES, longest, f"the longest axis of a tensor has {longest:,}"),
+        (TOKENS, LONGEST, "no model reads so many"),
+    ]
+    inner = config.get("text_config")
+    for group in (config, inner if isinstance(inner, Mapping) else {}):
+        for names, most, why in rules:
+            for name in names:
+                check_count(name, group.get(name), most, why)
+
+
+def check_count(name: str, value: Any, most: int, why: str) -> None:
+    """Raises BadInput unless it is a whole number from 1 to `most`, or not told."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise BadInput(f"config.json: {name}={short(value)} must be a whole number, 1 or more")
+    if value > most:
+        raise BadInput(f"config.json: {name}={short(value)} is too much: {why}; fetch it again")
+
+
+def check_end_ids(config: Mapping[str, Any], vocab_size: int, where: str) -> None:
+    """Raises BadInput for a bos_token_id or eos_token_id that is no id, or no list of ids, of such a vocabulary."""
+    for name in END_IDS:
+        value = config.get(name)
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            if type(one) is not int or not 0 <= one < vocab_size:
+                raise BadInput(
+                    f"{where}: {name}={short(value)} must be an id from 0 to {vocab_size - 1}, or a list of them"
+                )
+
+
+def short(value: Any) -> str:
+    """A value for a message: a hostile one may be long."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 200:
+        return f"a number of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

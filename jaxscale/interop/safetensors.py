@@ -104,12 +104,12 @@ def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def entry(file: File, name: str, told: Any, begin: int) -> Tensor:
+def entry(file: File, name: str, described: Any, begin: int) -> Tensor:
     """A tensor as the header tells of it. begin: where the tensors' bytes begin."""
     where = f"{clip(name)!r}"
-    if not isinstance(told, dict) or set(told) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
         raise broken(file, f"{where} is not described by dtype, shape and data_offsets alone")
-    kind, shape, offsets = told["dtype"], told["shape"], told["data_offsets"]
+    kind, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if kind not in DTYPES and kind not in OTHERS:
         raise broken(file, f"{where} has dtype {clip(str(kind))!r}, which is none of {', '.join([*DTYPES, *OTHERS])}")
     if not is_sizes(shape) or len(shape) > MOST_AXES:
@@ -153,11 +153,11 @@ def clip(text: str) -> str:
 
 def encode_header(tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]]) -> bytes:
     """Everything before the tensors' bytes, of a file that holds these one behind the other, in their order."""
-    told: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers reads no file without it
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers reads no file without it
     end = 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        told[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(told, separators=(",", ":")).encode()
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % ALIGNMENT)
     return len(text).to_bytes(LENGTH_BYTES, "little") + text

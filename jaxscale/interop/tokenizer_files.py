@@ -11,17 +11,26 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxscale.interop.counts import check_end_ids
 from jaxscale.interop.post_processor import begin_with
+from jaxscale.interop.reading import check_end_ids
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.about import GENERATION, NO_BOS, NOTE, SPECIAL, TEMPLATE, About, begin_tokens, token_text
-from jaxscale.text.tokenizer.about import SETTINGS as CONFIG
 from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names, faults_of
-from jaxscale.text.tokenizer.bytes import EOS_ID
+from jaxscale.text.tokenizer.fast import probes
 from jaxscale.text.tokenizer.fitting import fits, tell_beyond
-from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.probe import probes
+from jaxscale.text.tokenizer.load import (
+    EOS_ID,
+    GENERATION,
+    NO_BOS,
+    NOTE,
+    SPECIAL,
+    TEMPLATE,
+    About,
+    begin_tokens,
+    load_tokenizer,
+    token_text,
+)
+from jaxscale.text.tokenizer.load import SETTINGS as CONFIG
 from jaxscale.text.tokenizer.saved import FOLDER
 from jaxscale.text.tokenizer.split import byte_alphabet
 
@@ -80,8 +89,8 @@ def check_works(files: Mapping[str, bytes], vocab_size: int, folder: Any) -> lis
             tokenizer = load_tokenizer(str(pathlib.Path(scratch) / main))
             tokenizer.decode(tokenizer.encode(PROBE))
         except BadInput as error:
-            told = str(error).replace("data.tokenizer=", "").replace(scratch, str(folder))
-            raise BadInput(f"{told}; mend it, or take {main} away to convert the weights alone") from None
+            message = str(error).replace("data.tokenizer=", "").replace(scratch, str(folder))
+            raise BadInput(f"{message}; mend it, or take {main} away to convert the weights alone") from None
     if not fits(tokenizer, vocab_size):
         raise BadInput(
             f"{folder / main} has {tokenizer.vocab_size} ids, and the model of config.json only {vocab_size}: they do "
@@ -124,8 +133,8 @@ def with_generation(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 def end_ids(files: Mapping[str, bytes]) -> dict[str, Any]:
     """{bos_token_id, eos_token_id, pad_token_id} as generation_config.json has them, else as the tokenizer does."""
-    told = read_object(files.get(GENERATION, b""))
-    found = {name: told[name] for name in END_IDS if name in told}
+    generation = read_object(files.get(GENERATION, b""))
+    found = {name: generation[name] for name in END_IDS if name in generation}
     if "eos_token_id" not in found and FAST in files:
         made = as_fast(files[FAST])
         for which in ("bos_token", "eos_token"):
@@ -191,8 +200,8 @@ def with_learned_end(files: dict[str, bytes], eos_token: str) -> Texts:
     A chat model's folder may name the end of a turn alone, and a run on documents learns another.
     """
     ends = end_ids(files)
-    told = ends.get("eos_token_id")
-    known = told if isinstance(told, list) else [] if told is None else [told]
+    stops = ends.get("eos_token_id")
+    known = stops if isinstance(stops, list) else [] if stops is None else [stops]
     learned = as_fast(files[FAST]).token_to_id(eos_token) if eos_token else None
     if learned is None or learned in known:
         return Texts(files, (), ends)
@@ -217,10 +226,10 @@ def begun(texts: Texts, begin: Sequence[str] | None) -> Texts:
             content = begin_with(begin, files[FAST].decode())
     is_right = content is None and (main not in MODELS or model_begin(files[main]) == tuple(begin))
     about = read_object(files.get(CONFIG, b""))
-    told = begin_tokens(About(None, about), "")
+    declared = begin_tokens(About(None, about), "")
     if begin and main == FAST:
         ends["bos_token_id"] = as_fast(files[FAST]).token_to_id(begin[0])
-    if is_right and told in (None, tuple(begin)):
+    if is_right and declared in (None, tuple(begin)):
         return Texts(files, texts.notes, ends)
     if content is not None:
         files[FAST] = content.encode()
@@ -254,24 +263,24 @@ def loaded(files: dict[str, bytes], main: str, eos_token: str, seq_len: int | No
         place = pathlib.Path(scratch) / main
         place.write_bytes(files[main])
         tokenizer = load_tokenizer(str(place), eos_token)
-        if main == FAST:
-            return made_for(tokenizer, files[FAST].decode(), eos_token, seq_len, files)
         if main == WORDPIECE:
             from jaxscale.text.tokenizer.wordpiece import read_vocab_txt
 
-            return made_for(tokenizer, read_vocab_txt(files[main]).to_str(), eos_token, seq_len, files)
-        return made_for(tokenizer, unigram(str(place)), eos_token, seq_len, files)
+            text = read_vocab_txt(files[main]).to_str()
+        else:
+            text = files[FAST].decode() if main == FAST else unigram(str(place))
+        return made_for(tokenizer, text, eos_token, seq_len, files)
 
 
 def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: int | None, files: dict) -> Texts:
     """The files with a tokenizer.json of this text and a tokenizer_config.json, if its ids are the tokenizer's own."""
     ends = {"bos_token_id": None, "eos_token_id": int(tokenizer.eos_id)}
-    if text is None or not same_ids(tokenizer, text):
-        told = "transformers has no tokenizer that gives the ids of this SentencePiece model; the .model goes along"
-        return Texts(files, (told,), ends)
     import tokenizers
 
-    made = tokenizers.Tokenizer.from_str(text)
+    made = None if text is None else tokenizers.Tokenizer.from_str(text)
+    if made is None or not same_ids(tokenizer, made):
+        note = "transformers has no tokenizer that gives the ids of this SentencePiece model; the .model goes along"
+        return Texts(files, (note,), ends)
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     about |= {"eos_token": eos_token or made.id_to_token(int(tokenizer.eos_id))}
     about |= {"model_max_length": seq_len} if seq_len else {}
@@ -279,11 +288,8 @@ def made_for(tokenizer: Tokenizer, text: str | None, eos_token: str, seq_len: in
     return Texts(made_files | files, (), ends)
 
 
-def same_ids(tokenizer: Tokenizer, text: str) -> bool:
-    """True if the tokenizer.json gives the ids of ours for every probe, and the texts back."""
-    import tokenizers
-
-    made = tokenizers.Tokenizer.from_str(text)
+def same_ids(tokenizer: Tokenizer, made: Any) -> bool:
+    """True if what a tokenizer.json made gives the ids of ours for every probe, and the texts back."""
     made.encode_special_tokens = True
     made.no_truncation()
     made.no_padding()

@@ -1,4 +1,5 @@
-"""The models by name. A new model is one file and one line of MODELS; see docs/howto/add_model.md.
+"""The models by name. A new model is one file, or two with its settings apart, and one line of MODELS; see
+docs/howto/add_model.md.
 
 Settings are loaded with this package and need neither JAX nor Flax; a module is loaded when a model is made of it.
 """

@@ -15,6 +15,8 @@ BLOCK_INPUT = "block_input"  # the residual stream as a block finds it: the leas
 QUERY, KEY, VALUE = "query", "key", "value"  # as attention reads them: rotated and normalised where the model does that
 ATTENTION_ADDED = "attention_added"  # what attention adds to the residual stream
 MLP_GATE, MLP_UP = "mlp_gate", "mlp_up"  # before the non-linearity. What comes out of the MLP no gradient needs.
+ACTIVATIONS = (BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_UP)
+GATED_ACTIVATIONS = (*ACTIVATIONS[:-1], MLP_GATE, MLP_UP)
 
 RematName = Literal["none", "full", "attention", "qkv", "minimal", "dots", "save"]
 # Policies that are lists of names. "save" reads model.remat_save; "none" and "dots" are no lists.
@@ -162,6 +164,24 @@ class ModelConfig:
     def mlp_residuals(self) -> tuple[tuple[str, NumberKind], ...]:
         """Arrays of mlp_dim numbers per token that an MLP keeps for its backward pass: (what it is, of which type)."""
         return ("result", "operand"), ("before the non-linearity", "compute")
+
+
+class BiasedConfig(ModelConfig):
+    """Of models with LayerNorm, biases, learned positions and heads that share embed_dim, as GPT-2 and BERT."""
+
+    norm_residuals: ClassVar[tuple[NumberKind, ...]] = ("float32", "float32")  # LayerNorm: before and after its scale
+    activation_names: ClassVar[tuple[str, ...]] = ACTIVATIONS
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "max_seq_len", "mlp_dim")
+        if self.embed_dim % self.num_heads:
+            raise BadInput(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.embed_dim // self.num_heads
 
 
 def check_positive(cfg: ModelConfig, *names: str) -> None:

@@ -3,25 +3,14 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from jaxscale.models.config import (
-    ATTENTION_ADDED,
-    BLOCK_INPUT,
-    KEY,
-    MLP_UP,
-    QUERY,
-    VALUE,
-    Kind,
-    ModelConfig,
-    NumberKind,
-    check_positive,
-)
-from jaxscale.ops.config import ATTENTION_OUT, AttentionNeeds
+from jaxscale.models.config import BiasedConfig, Kind, NumberKind
+from jaxscale.ops.config import AttentionNeeds
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EncoderConfig(ModelConfig):
+class EncoderConfig(BiasedConfig):
     """BERT; the base model is 12 layers of width 768 with 12 heads over 512 positions and 30522 tokens."""
 
     name: Literal["encoder"] = setting("encoder", "which model this is")
@@ -32,23 +21,11 @@ class EncoderConfig(ModelConfig):
     norm_eps: float = setting(1e-12, "added to the variance in norms")
 
     kind: ClassVar[Kind] = "encoder"
-    norm_residuals: ClassVar[tuple[NumberKind, ...]] = ("float32", "float32")  # LayerNorm: before and after its scale
-    activation_names: ClassVar[tuple[str, ...]] = (
-        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_UP
-    )  # fmt: skip
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive(self, "max_seq_len", "mlp_dim")
-        if self.embed_dim % self.num_heads:
-            raise BadInput(f"embed_dim={self.embed_dim} must be a multiple of num_heads={self.num_heads}")
         if self.num_token_types < 0:
             raise BadInput(f"num_token_types={self.num_token_types} must not be negative")
-
-    @property
-    def head_dim(self) -> int:
-        """Size of one head."""
-        return self.embed_dim // self.num_heads
 
     @property
     def matmul_params(self) -> int:

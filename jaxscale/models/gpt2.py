@@ -4,76 +4,31 @@ B batch  T query position  S key position  D embed  N heads  H head dim  F mlp  
 """
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_UP, QUERY, VALUE
+from jaxscale.models.config import BLOCK_INPUT
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import (
+    STD,
+    BiasedAttention,
+    BiasedMlp,
     constant,
+    drop_embeddings,
     dropout,
     make_stack,
     param,
     run_stack,
     settle_together,
     split_keys,
-    with_bias,
 )
 from jaxscale.ops.activation import gelu_tanh
 from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import layer_norm
-from jaxscale.ops.taps import ATTENTION, MLP
+from jaxscale.ops.recorder import ATTENTION, MLP
 from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
-
-
-class Attention(nnx.Module):
-    """Causal attention within each packed document, with biases."""
-
-    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
-        D, N = cfg.embed_dim, cfg.num_heads
-        H = D // N
-        self.kernels, self.tensor = kernels, tensor
-        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=0.02)
-        self.wk = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=0.02)
-        self.wv = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=0.02)
-        self.bias_q = constant((N, H), ("heads", "head_dim"), 0.0)
-        self.bias_k = constant((N, H), ("heads", "head_dim"), 0.0)
-        self.bias_v = constant((N, H), ("heads", "head_dim"), 0.0)
-        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=0.02 * (2 * cfg.num_layers) ** -0.5)
-        self.bias_o = constant((D,), ("norm",), 0.0)
-
-    @jax.named_scope("attention")
-    def __call__(self, x_BTD, segment_ids_BT):
-        project = self.kernels.project
-        x_BTD = self.tensor.gather(x_BTD)
-        q_BTNH = checkpoint_name(with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...]), QUERY)
-        k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
-        v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
-        out_BTNH = self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT)  # named ATTENTION_OUT within
-        added_BTD = with_bias(self.tensor.scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), self.bias_o[...])
-        return checkpoint_name(added_BTD, ATTENTION_ADDED)
-
-
-class Mlp(nnx.Module):
-    """Two products with a GELU between (its tanh form, as GPT-2 had it)."""
-
-    def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
-        D, F = cfg.embed_dim, 4 * cfg.embed_dim
-        self.kernels, self.tensor = kernels, tensor
-        self.up = param(rngs, (D, F), ("embed", "mlp"), std=0.02)
-        self.bias_up = constant((F,), ("mlp",), 0.0)
-        self.down = param(rngs, (F, D), ("mlp", "embed"), std=0.02 * (2 * cfg.num_layers) ** -0.5)
-        self.bias_down = constant((D,), ("norm",), 0.0)
-
-    @jax.named_scope("mlp")
-    def __call__(self, x_BTD):
-        project = self.kernels.project
-        h_BTF = with_bias(project("BTD,DF->BTF", self.tensor.gather(x_BTD), self.up[...]), self.bias_up[...])
-        h_BTF = gelu_tanh(checkpoint_name(h_BTF, MLP_UP))
-        return with_bias(self.tensor.scatter(project("BTF,FD->BTD", h_BTF, self.down[...])), self.bias_down[...])
 
 
 class Block(nnx.Module):
@@ -83,19 +38,20 @@ class Block(nnx.Module):
         D = cfg.embed_dim
         self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
         self.scale_attention, self.bias_attention = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
-        self.attention = Attention(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        make = dict(out_std=STD * (2 * cfg.num_layers) ** -0.5, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.attention = BiasedAttention(cfg, causal=True, **make)
         self.scale_mlp, self.bias_mlp = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
-        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.mlp = BiasedMlp(cfg, gelu_tanh, **make)  # its tanh form, as GPT-2 had it
 
     def __call__(self, x_BTD, segment_ids_BT, keys_B: jax.Array | None):
-        cfg, see = self.cfg, self.kernels.taps.see
+        cfg, sow = self.cfg, self.kernels.recorder.sow
         key_attention, key_mlp = (None, None) if keys_B is None else split_keys(keys_B, 2)
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         h_BTD = layer_norm(x_BTD, self.scale_attention[...], self.bias_attention[...], cfg.norm_eps)
-        added_BTD = see(ATTENTION, self.attention(h_BTD, segment_ids_BT))
+        added_BTD = sow(ATTENTION, self.attention(h_BTD, segment_ids_BT))
         x_BTD = x_BTD + dropout(added_BTD, cfg.dropout, key_attention, self.tensor)
         h_BTD = layer_norm(x_BTD, self.scale_mlp[...], self.bias_mlp[...], cfg.norm_eps)
-        return x_BTD + dropout(see(MLP, self.mlp(h_BTD)), cfg.dropout, key_mlp, self.tensor)
+        return x_BTD + dropout(sow(MLP, self.mlp(h_BTD)), cfg.dropout, key_mlp, self.tensor)
 
 
 class Gpt2(nnx.Module):
@@ -104,7 +60,7 @@ class Gpt2(nnx.Module):
     def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
         self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
-        self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=0.02)
+        self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=STD)
         self.position_embedding = param(rngs, (cfg.max_seq_len, D), ("position", "embed"), std=0.01)  # as GPT-2's code
         make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
@@ -116,13 +72,9 @@ class Gpt2(nnx.Module):
         keys_B: for dropout.
         """
         cfg = self.cfg
-        x_BTD = self.embed(tokens_BT, positions_BT)
-        keys_LB = None
-        if keys_B is not None and cfg.dropout:
-            keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
-            keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, keys_B, self.tensor)
+        x_BTD, keys_LB = drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, cfg, self.tensor)
         run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
-        x_BTD = run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather, self.kernels.taps)
+        x_BTD = run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather, self.kernels.recorder)
         return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], cfg.norm_eps)
 
     @jax.named_scope("embedding")

@@ -1,20 +1,43 @@
-"""What all models share: parameters with logical axes, and a stack of layers that is scanned or unrolled."""
+"""What all models share: parameters with logical axes, a stack of layers that is scanned or unrolled, and what it keeps
+between the forward and the backward pass.
+
+Models mark their activations with jax.ad_checkpoint.checkpoint_name under the names of models/config.py; a remat policy
+keeps some of them on the device, moves some to the host's memory, and lets the rest be computed again.
+"""
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.models.config import ModelConfig
+from jaxscale.models.config import (
+    ATTENTION_ADDED,
+    KEY,
+    MLP_UP,
+    QUERY,
+    SAVED,
+    VALUE,
+    BiasedConfig,
+    ModelConfig,
+    RematName,
+)
 from jaxscale.models.lora import join_adapters
-from jaxscale.models.remat import remat_policy
-from jaxscale.ops.taps import BLIND, Blind
+from jaxscale.ops.config import ATTENTION_OUT
+from jaxscale.ops.kernels import Kernels
+from jaxscale.ops.project import PRODUCT
+from jaxscale.ops.recorder import NO_RECORDER, Recorder
+from jaxscale.sharding.batch_axes import GATHERED
+from jaxscale.sharding.offload import HOST
 from jaxscale.sharding.shardings import Gather, whole_already
-from jaxscale.sharding.tensor_axis import ONE, TensorAxis
+from jaxscale.sharding.tensor_axis import AXIS, ONE, TensorAxis
+
+STD = 0.02  # of every matrix and table of GPT-2 and BERT
 
 
 def param(
@@ -53,13 +76,13 @@ def run_stack(
     per_layer: Any,
     cfg: ModelConfig,
     gather: Gather,
-    taps: Blind = BLIND,
+    recorder: Recorder = NO_RECORDER,
 ) -> jax.Array:
     """x after all blocks: apply(block, x, layer_input) -> x, each under the remat policy of the config.
 
     per_layer: a tree with a leading axis of num_layers (random keys, say), or None. gather: brings the weights of one
-    block together just before it runs, and again before its backward pass. taps: given what they saw of each layer, and
-    what they ask to have in it.
+    block together just before it runs, and again before its backward pass. recorder: takes the
+    intermediates of each layer, and gives each what it has for it.
     """
 
     def wrap(f: Callable) -> Callable:
@@ -69,12 +92,12 @@ def run_stack(
         return jax.checkpoint(f, policy=policy, prevent_cse=not cfg.scan_layers)
 
     def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any, held: Any) -> tuple[jax.Array, Any]:
-        taps.begin_layer(held)
+        recorder.begin_layer(held)
         whole = gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
         x = apply(nnx.merge(graphdef, whole), x, extra)
-        return x, taps.end_layer(x)
+        return x, recorder.end_layer(x)
 
-    held = taps.layers()
+    held = recorder.layers()
     if not cfg.scan_layers:
         seen = []
         for layer, block in enumerate(blocks):
@@ -82,13 +105,58 @@ def run_stack(
             run = wrap(functools.partial(run_layer, graphdef))
             x, of_layer = run(params, x, *jax.tree.map(operator.itemgetter(layer), (per_layer, held)))
             seen.append(of_layer)
-        taps.end_stack(jax.tree.map(lambda *layers: jnp.stack(layers), *seen))
+        recorder.end_stack(jax.tree.map(lambda *layers: jnp.stack(layers), *seen))
         return x
     graphdef, params = nnx.split(blocks)
     run = wrap(functools.partial(run_layer, graphdef))
-    x, seen = jax.lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, (params, per_layer, held))
-    taps.end_stack(seen)
+    x, seen = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, (params, per_layer, held))
+    recorder.end_stack(seen)
     return x
+
+
+def all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
+    """A policy of jax.checkpoint: everything is kept but weights that were gathered or fetched from the host, and what
+    is only their cast."""
+    if any(getattr(one, "memory_space", None) == jax.memory.Space.Host for one in inputs):
+        return False
+    inside = getattr(params.get("call_jaxpr"), "eqns", ())  # of a function with a gradient of its own
+    gathers = any(gathers_weight(one.primitive, one.params) for one in inside) or gathers_weight(primitive, params)
+    return not gathers and primitive is not lax.convert_element_type_p and params.get("name") != GATHERED
+
+
+def gathers_weight(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """True for a gather over the batch axes; over the tensor axis it is activations that are gathered."""
+    return primitive is lax.all_gather_p and params["axis_name"] != (AXIS,)
+
+
+def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ...]) -> Callable[..., Any]:
+    """The policy of jax.checkpoint.
+
+    A name in `offload` goes to the host's memory, also where the policy would keep it on the device. No policy keeps
+    weights that were gathered from other devices: of a whole model they would fill each of them.
+    """
+    if remat == "none":
+        return all_but_gathered
+    if remat == "dots":
+        return jax.checkpoint_policies.save_only_these_names(PRODUCT)
+    kept = [name for name in (save if remat == "save" else SAVED[remat]) if name not in offload]
+    if offload:
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=kept,
+            names_which_can_be_offloaded=list(offload),
+            offload_src="device",
+            offload_dst=HOST,
+        )
+    else:
+        policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    if ATTENTION_OUT not in kept:
+        return policy
+    return lambda primitive, *args, **params: kept_by_kernel(primitive) or policy(primitive, *args, **params)
+
+
+def kept_by_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of jax.checkpoint: whether this is cuDNN's forward pass, whose two results are not ours to name."""
+    return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
 @jax.named_scope("gather_weights")
@@ -108,7 +176,7 @@ def settle_together(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
     return x, w
 
 
-settle_together.defvjp(lambda x, w: ((x, w), None), lambda _, grads: jax.lax.optimization_barrier(grads))
+settle_together.defvjp(lambda x, w: ((x, w), None), lambda _, grads: lax.optimization_barrier(grads))
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef, dict, dict]:
@@ -160,3 +228,72 @@ def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorA
 def with_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     """x plus a bias along its last axes, in x's dtype."""
     return x + bias.astype(x.dtype).reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+
+
+class BiasedAttention(nnx.Module):
+    """Attention within each packed document, with biases, as in GPT-2 and BERT. out_std: of the output projection."""
+
+    def __init__(
+        self, cfg: BiasedConfig, *, causal: bool, out_std: float, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis
+    ):
+        D, N, H = cfg.embed_dim, cfg.num_heads, cfg.head_dim
+        self.kernels, self.tensor, self.causal = kernels, tensor, causal
+        self.wq = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
+        self.wk = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
+        self.wv = param(rngs, (D, N, H), ("embed", "heads", "head_dim"), std=STD)
+        self.bias_q = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.bias_k = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.bias_v = constant((N, H), ("heads", "head_dim"), 0.0)
+        self.wo = param(rngs, (N, H, D), ("heads", "head_dim", "embed"), std=out_std)
+        self.bias_o = constant((D,), ("norm",), 0.0)
+
+    @jax.named_scope("attention")
+    def __call__(self, x_BTD, segment_ids_BT):
+        project = self.kernels.project
+        x_BTD = self.tensor.gather(x_BTD)
+        q_BTNH = checkpoint_name(with_bias(project("BTD,DNH->BTNH", x_BTD, self.wq[...]), self.bias_q[...]), QUERY)
+        k_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wk[...]), self.bias_k[...]), KEY)
+        v_BSNH = checkpoint_name(with_bias(project("BSD,DNH->BSNH", x_BTD, self.wv[...]), self.bias_v[...]), VALUE)
+        how = {} if self.causal else {"causal": False}  # not every kernel can be asked for the latter
+        out_BTNH = self.kernels.attend(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, **how)  # named ATTENTION_OUT within
+        added_BTD = with_bias(self.tensor.scatter(project("BTNH,NHD->BTD", out_BTNH, self.wo[...])), self.bias_o[...])
+        return checkpoint_name(added_BTD, ATTENTION_ADDED)
+
+
+class BiasedMlp(nnx.Module):
+    """Two products with biases and an activation between. out_std: of the second."""
+
+    def __init__(
+        self,
+        cfg: BiasedConfig,
+        activate: Callable[[jax.Array], jax.Array],
+        *,
+        out_std: float,
+        rngs: nnx.Rngs,
+        kernels: Kernels,
+        tensor: TensorAxis,
+    ):
+        D, F = cfg.embed_dim, cfg.mlp_dim
+        self.kernels, self.tensor, self.activate = kernels, tensor, activate
+        self.up = param(rngs, (D, F), ("embed", "mlp"), std=STD)
+        self.bias_up = constant((F,), ("mlp",), 0.0)
+        self.down = param(rngs, (F, D), ("mlp", "embed"), std=out_std)
+        self.bias_down = constant((D,), ("norm",), 0.0)
+
+    @jax.named_scope("mlp")
+    def __call__(self, x_BTD):
+        project = self.kernels.project
+        h_BTF = with_bias(project("BTD,DF->BTF", self.tensor.gather(x_BTD), self.up[...]), self.bias_up[...])
+        h_BTF = self.activate(checkpoint_name(h_BTF, MLP_UP))
+        return with_bias(self.tensor.scatter(project("BTF,FD->BTD", h_BTF, self.down[...])), self.bias_down[...])
+
+
+def drop_embeddings(
+    x_BTD: jax.Array, keys_B: jax.Array | None, cfg: ModelConfig, tensor: TensorAxis
+) -> tuple[jax.Array, jax.Array | None]:
+    """(the embeddings after dropout, a random key for each layer and row). As they are, and None, without dropout."""
+    if keys_B is None or not cfg.dropout:
+        return x_BTD, None
+    keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
+    keys_LB = jnp.stack(keys_LB)
+    return dropout(x_BTD, cfg.dropout, keys_B, tensor), keys_LB

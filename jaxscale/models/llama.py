@@ -17,8 +17,8 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import rms_norm_heads
+from jaxscale.ops.recorder import ATTENTION, MLP
 from jaxscale.ops.rope import Rotation, make_rotation, rotate, stretched
-from jaxscale.ops.taps import ATTENTION, MLP
 from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
@@ -126,12 +126,12 @@ class Block(nnx.Module):
         self.mlp_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
 
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
-        see = self.kernels.taps.see
+        sow = self.kernels.recorder.sow
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         added_BTD = self.attention(self.normalised(x_BTD, self.attention_norm), rotation, segment_ids_BT, local)
-        x_BTD = x_BTD + see(ATTENTION, self.normalised(added_BTD, self.attention_out_norm))
+        x_BTD = x_BTD + sow(ATTENTION, self.normalised(added_BTD, self.attention_out_norm))
         added_BTD = self.mlp(self.normalised(x_BTD, self.mlp_norm))
-        return x_BTD + see(MLP, self.normalised(added_BTD, self.mlp_out_norm))
+        return x_BTD + sow(MLP, self.normalised(added_BTD, self.mlp_out_norm))
 
     def normalised(self, x_BTD, scale: nnx.Param | None):
         """x_BTD as it is where there is no norm."""
@@ -170,7 +170,7 @@ class Llama(nnx.Module):
             return block(x_BTD, turned, segment_ids_BT, local)
 
         per_layer = None if cfg.global_every is None else cfg.local_layers
-        x_BTD = run_stack(self.blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels.taps)
+        x_BTD = run_stack(self.blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels.recorder)
         return self.kernels.rms_norm(x_BTD, factor(cfg, self.final_norm), cfg.norm_eps)
 
     @jax.named_scope("embedding")

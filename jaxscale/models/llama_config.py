@@ -5,19 +5,8 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxscale.models.config import (
-    ATTENTION_ADDED,
-    BLOCK_INPUT,
-    KEY,
-    MLP_GATE,
-    MLP_UP,
-    QUERY,
-    VALUE,
-    ModelConfig,
-    NumberKind,
-    check_positive,
-)
-from jaxscale.ops.config import ATTENTION_OUT, AttentionNeeds, Mix, RopeScaling
+from jaxscale.models.config import GATED_ACTIVATIONS, ModelConfig, NumberKind, check_positive
+from jaxscale.ops.config import AttentionNeeds, Mix, RopeScaling
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
@@ -63,9 +52,7 @@ class LlamaConfig(ModelConfig):
     tied_embeddings: bool = setting(False, "true: the embedding table is also the output projection")
 
     gated_mlp: ClassVar[bool] = True
-    activation_names: ClassVar[tuple[str, ...]] = (
-        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP
-    )  # fmt: skip
+    activation_names: ClassVar[tuple[str, ...]] = GATED_ACTIVATIONS
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,8 +1,13 @@
 """Adapters of low rank beside matrices of the blocks (LoRA, arXiv:2106.09685): what is learned while the rest stays.
 
+The correction is a product beside that of the weight: x W + scale (x A) B. Adding A B to W first would be fewer
+operations forward, but backward it asks for the gradient of all of W, a third of a training step's operations, which a
+weight that is frozen spares; and it holds a second W.
+
 L layers  R rank
 """
 
+import dataclasses
 import math
 import re
 import zlib
@@ -14,12 +19,50 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.models.config import LoraConfig, adapted
-from jaxscale.ops.adapted import RANK, Adapted
+from jaxscale.ops.project import Project, contracted_axes
 from jaxscale.sharding.shardings import Gather
 
+RANK = "lora_rank"  # the logical axis between A and B
 A, B = "_lora_a", "_lora_b"  # behind the name of the matrix
 IS_ADAPTER = re.compile(rf"({A}|{B})$")
 KEY = zlib.crc32(b"lora")  # folded into the model's key, so that the rest is drawn as without adapters
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A weight with its adapter, in the place of the weight alone."""
+
+    weight: jax.Array
+    a: jax.Array  # the weight's contracted axes, then the rank
+    b: jax.Array  # the rank, then the weight's other axes
+    scale: float = dataclasses.field(metadata=dict(static=True))
+
+    def __getitem__(self, index: Any) -> "Adapted":
+        """Itself, for models write weight[...]."""
+        assert index is ..., "an adapted weight is used whole"
+        return self
+
+
+def adapting(project: Project) -> Project:
+    """`project`, which takes adapted weights too."""
+
+    def run(spec: str, x: jax.Array, w: Any) -> jax.Array:
+        if not isinstance(w, Adapted):
+            return project(spec, x, w)
+        down, up = side_specs(spec)
+        return project(spec, x, w.weight) + project(up, w.scale * project(down, x, w.a), w.b)
+
+    return run
+
+
+def side_specs(spec: str) -> tuple[str, str]:
+    """The two products of the adapter: 'BTNH,NHD->BTD' gives 'BTNH,NHr->BTr' and 'BTr,rD->BTD'."""
+    count = contracted_axes(spec)
+    inputs, output = spec.replace(" ", "").split("->")
+    x_axes, w_axes = inputs.split(",")
+    kept = x_axes[: len(x_axes) - count]
+    return f"{x_axes},{w_axes[:count]}r->{kept}r", f"{kept}r,r{w_axes[count:]}->{output}"
 
 
 def is_adapter(name: str) -> bool:

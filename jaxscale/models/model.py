@@ -1,19 +1,24 @@
-"""Models made of their settings, and their logits.
+"""Models made of their settings, their logits, and the training objective on a batch: cross-entropy of its targets and
+named auxiliary losses, as sums over tokens.
 
 A model has hidden(tokens, positions, segment_ids, keys), which is the residual stream, and unembedding(h), which is
 (h, the output projection).
 """
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxscale.data.batch import Batch
 from jaxscale.models import model_class
 from jaxscale.models.config import NO_LORA, LoraConfig, ModelConfig
-from jaxscale.models.lora import add_adapters, frozen_but_adapters
-from jaxscale.ops.adapted import adapting
+from jaxscale.models.lora import adapting, add_adapters, frozen_but_adapters
+from jaxscale.ops.attention.xla import narrowed
+from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_scores
 from jaxscale.ops.kernels import Kernels
 from jaxscale.sharding.shardings import Gather, whole_already
 from jaxscale.sharding.tensor_axis import ONE, TensorAxis
@@ -60,3 +65,64 @@ def unembed(model: nnx.Module, h: jax.Array) -> jax.Array:
     h, w_DV = h.astype(cfg.embed_dtype), w_DV.astype(cfg.embed_dtype)
     out = model.tensor.gather_last(jnp.einsum("...D,DV->...V", h, w_DV, preferred_element_type=jnp.float32))
     return out if cfg.logit_softcap is None else cfg.logit_softcap * jnp.tanh(out / cfg.logit_softcap)
+
+
+def summed_loss(
+    model: nnx.Module,
+    batch: Batch,
+    keys_B: jax.Array | None,
+    aux_weights: Mapping[str, float],
+    num_sources: int = 0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(what is minimised, its named parts), float32[] sums over the tokens with weight: the caller divides once.
+
+    num_sources: of the mixture that batch.sources numbers; then source_nats and source_tokens, float32[num_sources],
+    are among the parts.
+    """
+    sums = summed_cross_entropy(
+        *logit_factors(model, batch, keys_B),
+        batch.targets,
+        batch.weights,
+        loss_settings(model, z_loss=float(aux_weights.get("z_loss", 0.0)), per_row=num_sources > 0),
+    )
+    parts = {"loss": sums.nats} | ({"z_loss": sums.z} if "z_loss" in aux_weights else {})
+    if num_sources:
+        per_source = lambda values_B: jax.ops.segment_sum(values_B, batch.sources[:, 0], num_sources)
+        parts["source_nats"] = per_source(sums.row_nats)
+        parts["source_tokens"] = per_source(jnp.sum(batch.weights, axis=1))
+    return sums.total, parts
+
+
+def token_losses(model: nnx.Module, batch: Batch) -> jax.Array:
+    """Cross-entropy of each target, float32[B, T] [nats]; where the weight is 0 it means nothing."""
+    return token_nats(*logit_factors(model, batch, None), batch.targets, loss_settings(model))[0]
+
+
+def target_scores(model: nnx.Module, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """(cross-entropy of each target [nats], whether no token is likelier than it), [B, T], nothing where the weight
+    is 0: nats 0 and true, so that both can be summed up."""
+    factors = logit_factors(model, batch, None)
+    nats_BT, likeliest_BT = token_scores(*factors, batch.targets, loss_settings(model))
+    return jnp.where(batch.weights > 0, nats_BT, 0.0), likeliest_BT | (batch.weights == 0)
+
+
+def loss_settings(model: nnx.Module, **more: Any) -> LossSettings:
+    """The model's own, and more of them."""
+    cfg = model.cfg
+    return LossSettings(chunk_tokens=cfg.loss_chunk_tokens, softcap=cfg.logit_softcap, tensor=model.tensor, **more)
+
+
+def logit_factors(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """(the last hidden state of all positions, the output projection or the device's part of it): the logits are their
+    product, computed in the former's dtype."""
+    h_BTD = hidden_states(model, batch, keys_B)
+    with jax.named_scope("loss"):
+        h_BTD, w_DV = model.unembedding(h_BTD)
+        return model.tensor.gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV
+
+
+def hidden_states(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
+    """model.hidden of a batch, with the prefix and the encoder's input that it may have."""
+    segments = narrowed(batch.segment_ids, batch.prefix)
+    encoded = {} if batch.encoder is None else {"encoder": batch.encoder}
+    return model.hidden(batch.tokens, batch.positions, segments, keys_B, **encoded)

@@ -16,13 +16,12 @@ from jaxscale.data.batch import Batch
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import NO_LORA, LoraConfig
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.loss import target_scores, token_losses
-from jaxscale.models.model import make_model
+from jaxscale.models.model import make_model, target_scores, token_losses
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import Kernels, choose_kernels, with_taps
-from jaxscale.ops.precision import with_precision
+from jaxscale.ops.kernels import Kernels, choose_kernels, with_recorder
+from jaxscale.ops.project import with_precision
 from jaxscale.ops.quantized import with_matmul_dtype
-from jaxscale.ops.taps import BLIND, Blind
+from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.sharding.batch_axes import BatchAxes, make_batch_axes
 from jaxscale.sharding.offload import device_zeros, fetch_outside_blocks, fetch_then
 from jaxscale.sharding.rules import RULES, Rules
@@ -45,13 +44,13 @@ class ShardedModel:
     batch_axes: BatchAxes
     tensor: TensorAxis
 
-    def init(self, key: jax.Array, *, tensor: TensorAxis | None = None, taps: Blind = BLIND) -> nnx.Module:
-        """A new model. tensor: how the devices of that axis share a row, None: as in training. taps: what looks on."""
+    def init(self, key: jax.Array, *, tensor: TensorAxis | None = None, recorder: Recorder = NO_RECORDER) -> nnx.Module:
+        """A new model. tensor: how the devices of that axis share a row, None: as in training."""
         gather = self.batch_axes.gather if self.batch_axes.axes else whole_already
         return make_model(
             self.cfg,
             key=key,
-            kernels=self.kernels if taps is BLIND else with_taps(self.kernels, taps),
+            kernels=self.kernels if recorder is NO_RECORDER else with_recorder(self.kernels, recorder),
             gather=fetch_then(gather) if self.offloaded else gather,
             tensor=tensor or self.tensor,
             lora=self.lora,
@@ -92,15 +91,15 @@ class ShardedModel:
         return device_zeros(params) if self.offloaded else params
 
     def merge(
-        self, params: Any, variables: Any = None, *, tensor: TensorAxis | None = None, taps: Blind = BLIND
+        self, params: Any, variables: Any = None, *, tensor: TensorAxis | None = None, recorder: Recorder = NO_RECORDER
     ) -> nnx.Module:
         """The model with these parameters, in a function that each device of the mesh computes on its own shards.
 
-        variables: differentiable(params), where a gradient is taken. tensor, taps: as for init.
+        variables: differentiable(params), where a gradient is taken. tensor, recorder: as for init.
         """
         graphdef = self.abstract[0]
-        if tensor is not None or taps is not BLIND:
-            init = functools.partial(self.init, tensor=tensor, taps=taps)
+        if tensor is not None or recorder is not NO_RECORDER:
+            init = functools.partial(self.init, tensor=tensor, recorder=recorder)
             graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
         variables = self.differentiable(params) if variables is None else variables
         return merge_model(graphdef, fetch_outside_blocks(params, variables) if self.offloaded else variables)

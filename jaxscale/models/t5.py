@@ -18,10 +18,10 @@ from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, 
 from jaxscale.models.layers import constant, dropout, make_stack, param, run_stack, settle_together, split_keys
 from jaxscale.models.t5_config import T5Config
 from jaxscale.ops.activation import gelu_tanh
-from jaxscale.ops.attention.scope import Scope
+from jaxscale.ops.attention.xla import Scope
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
-from jaxscale.ops.taps import ACROSS, ATTENTION, MLP
+from jaxscale.ops.recorder import ACROSS, ATTENTION, MLP
 from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
@@ -91,18 +91,18 @@ class Block(nnx.Module):
         self.mlp_norm, self.mlp = constant((D,), ("norm",), 1.0), Mlp(cfg, **make)
 
     def __call__(self, x_BTD, segment_ids_BT, bias_NTS, keys_B, read_BSD=None, across: Scope | None = None):
-        cfg, norm, see = self.cfg, self.kernels.rms_norm, self.kernels.taps.see
+        cfg, norm, sow = self.cfg, self.kernels.rms_norm, self.kernels.recorder.sow
         keys = (None, None, None) if keys_B is None else split_keys(keys_B, 3)
         drop = lambda added_BTD, key_B: dropout(added_BTD, cfg.dropout, key_B, self.tensor)
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         h_BTD = norm(x_BTD, self.attention_norm[...], cfg.norm_eps)
         added_BTD = self.attention(h_BTD, None, segment_ids_BT, causal=self.decodes, bias_NTS=bias_NTS)
-        x_BTD = x_BTD + drop(see(ATTENTION, added_BTD), keys[0])
+        x_BTD = x_BTD + drop(sow(ATTENTION, added_BTD), keys[0])
         if self.decodes:
             h_BTD = norm(x_BTD, self.across_norm[...], cfg.norm_eps)
             added_BTD = self.across(h_BTD, read_BSD, across, causal=False, bias_NTS=None)
-            x_BTD = x_BTD + drop(see(ACROSS, added_BTD), keys[1])
-        return x_BTD + drop(see(MLP, self.mlp(norm(x_BTD, self.mlp_norm[...], cfg.norm_eps))), keys[2])
+            x_BTD = x_BTD + drop(sow(ACROSS, added_BTD), keys[1])
+        return x_BTD + drop(sow(MLP, self.mlp(norm(x_BTD, self.mlp_norm[...], cfg.norm_eps))), keys[2])
 
 
 class T5(nnx.Module):
@@ -152,7 +152,7 @@ class T5(nnx.Module):
         if keys_B is not None:
             first_B, last_B, *keys_LB = split_keys(keys_B, num_layers + 2)
             keys_LB, x_BTD = jnp.stack(keys_LB), dropout(x_BTD, cfg.dropout, first_B, self.tensor)
-        x_BTD = run_stack(blocks, run_block, x_BTD, keys_LB, cfg, self.gather, self.kernels.taps)
+        x_BTD = run_stack(blocks, run_block, x_BTD, keys_LB, cfg, self.gather, self.kernels.recorder)
         return dropout(self.kernels.rms_norm(x_BTD, scale_D, cfg.norm_eps), cfg.dropout, last_B, self.tensor)
 
     @jax.named_scope("embedding")

@@ -3,20 +3,8 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-from jaxscale.models.config import (
-    ATTENTION_ADDED,
-    BLOCK_INPUT,
-    KEY,
-    MLP_GATE,
-    MLP_UP,
-    QUERY,
-    VALUE,
-    Kind,
-    ModelConfig,
-    NumberKind,
-    check_positive,
-)
-from jaxscale.ops.config import ATTENTION_OUT, AttentionNeeds
+from jaxscale.models.config import GATED_ACTIVATIONS, Kind, ModelConfig, NumberKind, check_positive
+from jaxscale.ops.config import AttentionNeeds
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
@@ -39,9 +27,7 @@ class T5Config(ModelConfig):
     norm_eps: float = setting(1e-6, "added to the mean square in norms")
 
     kind: ClassVar[Kind] = "encoder_decoder"
-    activation_names: ClassVar[tuple[str, ...]] = (
-        BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP
-    )  # fmt: skip
+    activation_names: ClassVar[tuple[str, ...]] = GATED_ACTIVATIONS
 
     @property
     def decoder_layers(self) -> int:

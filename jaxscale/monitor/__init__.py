@@ -1,1 +1,1 @@
-"""What a run says of itself: metrics, console, throughput, memory, versions. Host side, plain numbers in, no jax."""
+"""Metrics, events, progress and health alerts of a run, its throughput, memory and versions. On the host, no jax."""

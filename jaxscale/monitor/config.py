@@ -9,7 +9,7 @@ reported on others in docs/health_table.md.
 import dataclasses
 import math
 import re
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -19,8 +19,7 @@ RULES = (
     "activations", "attention_logits", "busy_machine", "starvation", "slow_step", "utilisation_drop", "memory_creep",
     "overfitting", "source_jump", "forecast",
 )  # fmt: skip
-
-
+PARTS = ("flat_drop", "plateau_drop", "data_wait", "speed_drop", "memory_rise", "overfit_rise", "branch_low")
 RANGE = re.compile(r"([0-9]+):([0-9]+)")
 
 
@@ -43,155 +42,93 @@ def parse_steps(text: str | None) -> Steps | None:
     return Steps(int(found[1]), int(found[2]))
 
 
+def threshold(default: Any, help: str, *rules: str) -> Any:
+    """A setting of HealthConfig that these rules read."""
+    return setting(default, help, may_change=True, read_if=" or ".join(f".off!={rule}" for rule in rules))
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Alerts about the run's own numbers, in words. They change nothing in what is trained."""
+    """Alerts about the run's own numbers, in words. They change nothing in what is trained.
+
+    spike_ratio and grad_ratio are not those of train.guard, which decides by its own which steps are applied: there a
+    norm is measured against optim.clip_norm, here against the run's own median.
+    """
 
     on: bool = setting(True, "watch the metrics, and say what is wrong and what to try", may_change=True)
     off: tuple[str, ...] = setting((), f"rules that are silent: {', '.join(RULES)}", may_change=True)
-    spike_ratio: float = setting(
+    spike_ratio: float = threshold(
         1.5,
         "a loss so many times the median of the records before it, in two records, is a spike (common rules "
         "have 1.5, 2 and 3: from 2 on one record is enough)",
-        may_change=True,
-        read_if=".off!=spike",
+        "spike",
     )
-    spike_sigma: float = setting(
+    spike_sigma: float = threshold(
         8.0,
         "and so many robust standard deviations above it, lest noise at small batches count; twice as many count alone",
-        may_change=True,
-        read_if=".off!=spike",
+        "spike",
     )
-    divergence_ratio: float = setting(
-        1.05,
-        "a smoothed loss that stays so many times above its lowest has diverged",
-        may_change=True,
-        read_if=".off!=divergence",
+    divergence_ratio: float = threshold(
+        1.05, "a smoothed loss that stays so many times above its lowest has diverged", "divergence"
     )
-    flat_drop: float = setting(
-        0.02,
-        "a loss that has fallen by less than this part of itself once the rate is up is flat",
-        may_change=True,
-        read_if=".off!=flat_start",
+    flat_drop: float = threshold(
+        0.02, "a loss that has fallen by less than this part of itself once the rate is up is flat", "flat_start"
     )
-    plateau_drop: float = setting(
+    plateau_drop: float = threshold(
         0.01,
-        "a loss that surely falls by less than this part over the last half of the run is a plateau (a common "
-        "rule: its second half is at least 0.99 of its first)",
-        may_change=True,
-        read_if=".off!=plateau",
+        "a loss that surely falls by less than this part over the last half of the run is a plateau (a common"
+        " rule: its second half is at least 0.99 of its first)",
+        "plateau",
     )
-    plateau_records: int = setting(
-        100, "records before a plateau is looked for", may_change=True, read_if=".off!=plateau"
+    plateau_records: int = threshold(100, "records before a plateau is looked for", "plateau")
+    oscillation_ratio: float = threshold(
+        3.0, "swings of the loss, so many times as wide as they were, are an oscillation", "oscillation"
     )
-    oscillation_ratio: float = setting(
-        3.0,
-        "swings of the loss, so many times as wide as they were, are an oscillation",
-        may_change=True,
-        read_if=".off!=oscillation",
-    )
-    grad_norm: float = setting(
+    grad_norm: float = threshold(
         100.0,
-        "a gradient norm above it alerts (0.1 to 10 counts as normal; another common rule, 3 times the clip norm, lies "
-        "within that and is shown alone)",
-        may_change=True,
-        read_if=".off!=explosion",
+        "a gradient norm above it alerts (0.1 to 10 counts as normal; another common rule, 3 times the clip "
+        "norm, lies within that and is shown alone)",
+        "explosion",
     )
-    grad_ratio: float = setting(
-        10.0,
-        "and so does one so many times its own median, in two records",
-        may_change=True,
-        read_if=".off!=explosion",
-    )
-    activation_high: float = setting(
-        100.0,
-        "largest healthy RMS of a layer's activations",
-        may_change=True,
-        read_if=".off!=activations",
-    )
-    activation_low: float = setting(
-        0.01,
-        "smallest healthy RMS of a layer's activations",
-        may_change=True,
-        read_if=".off!=activations",
-    )
-    branch_low: float = setting(
+    grad_ratio: float = threshold(10.0, "and so does one so many times its own median, in two records", "explosion")
+    activation_high: float = threshold(100.0, "largest healthy RMS of a layer's activations", "activations")
+    activation_low: float = threshold(0.01, "smallest healthy RMS of a layer's activations", "activations")
+    branch_low: float = threshold(
         1e-3,
         "smallest healthy RMS of what attention or the MLP of a layer adds, as a part of the RMS behind the layer",
-        may_change=True,
-        read_if=".off!=activations",
+        "activations",
     )
-    attention_logit: float = setting(
-        1000.0,
-        "largest healthy attention logit; QK-Clip holds them at 100 (arXiv:2507.20534)",
-        may_change=True,
-        read_if=".off!=attention_logits",
+    attention_logit: float = threshold(
+        1000.0, "largest healthy attention logit; QK-Clip holds them at 100 (arXiv:2507.20534)", "attention_logits"
     )
-    data_wait: float = setting(
-        0.1,
-        "a larger part of the step spent waiting for data is starvation",
-        may_change=True,
-        read_if=".off!=starvation",
+    data_wait: float = threshold(0.1, "a larger part of the step spent waiting for data is starvation", "starvation")
+    slow_ratio: float = threshold(2.0, "steps so many times as long as the run's median are slow", "slow_step")
+    speed_drop: float = threshold(
+        0.2, "a throughput that stays lower by this part than it was has dropped", "utilisation_drop", "busy_machine"
     )
-    slow_ratio: float = setting(
-        2.0,
-        "steps so many times as long as the run's median are slow",
-        may_change=True,
-        read_if=".off!=slow_step",
-    )
-    speed_drop: float = setting(
-        0.2,
-        "a throughput that stays lower by this part than it was has dropped",
-        may_change=True,
-        read_if=".off!=utilisation_drop or .off!=busy_machine",
-    )
-    speed_seconds: float = setting(
+    speed_seconds: float = threshold(
         60.0,
         "time for which a wait or a slow step must last to be told",
-        may_change=True,
-        read_if=".off!=starvation or .off!=slow_step or .off!=utilisation_drop or .off!=busy_machine",
+        "starvation",
+        "slow_step",
+        "utilisation_drop",
+        "busy_machine",
     )
-    memory_rise: float = setting(
-        0.05,
-        "a steady rise of memory by this part, and by 1 GiB, is told",
-        may_change=True,
-        read_if=".off!=memory_creep",
-    )
-    overfit_rise: float = setting(
+    memory_rise: float = threshold(0.05, "a steady rise of memory by this part, and by 1 GiB, is told", "memory_creep")
+    overfit_rise: float = threshold(
         0.01,
         "a validation loss that is higher than its lowest by this part three times in a row is told",
-        may_change=True,
-        read_if=".off!=overfitting",
+        "overfitting",
     )
-    source_ratio: float = setting(
-        1.25,
-        "a source's loss so many times its median has jumped",
-        may_change=True,
-        read_if=".off!=source_jump",
-    )
+    source_ratio: float = threshold(1.25, "a source's loss so many times its median has jumped", "source_jump")
 
     def __post_init__(self):
         if unknown := [name for name in self.off if name not in RULES]:
             raise BadInput(f"off={unknown} names no rule; the rules are {', '.join(RULES)}")
-        for name in (
-            "spike_ratio",
-            "divergence_ratio",
-            "oscillation_ratio",
-            "grad_ratio",
-            "slow_ratio",
-            "source_ratio",
-        ):
+        for name in [field.name for field in dataclasses.fields(self) if field.name.endswith("_ratio")]:
             if getattr(self, name) <= 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be above 1: it multiplies what is usual")
-        for name in (
-            "flat_drop",
-            "plateau_drop",
-            "data_wait",
-            "speed_drop",
-            "memory_rise",
-            "overfit_rise",
-            "branch_low",
-        ):
+        for name in PARTS:
             if not 0 < getattr(self, name) < 1:
                 raise BadInput(f"{name}={getattr(self, name)} must be a part, between 0 and 1")
         for name in ("spike_sigma", "grad_norm", "attention_logit"):

@@ -1,4 +1,4 @@
-"""What a person sees: a one-line progress bar on a terminal, and plain lines elsewhere."""
+"""Progress on the console: a one-line bar on a terminal, an output of the cell in a notebook, plain lines elsewhere."""
 
 import collections
 import os
@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from jaxscale import units
-from jaxscale.system.redact import printable, redact
+from jaxscale.system.redact import in_html, printable, redact, shown
 
+Display = Callable[..., Any]  # IPython.display.display
 Style = Literal["bar", "lines", "off"]
 VALIDATION = "validation/"  # metrics under this name are printed on a line of their own
 EVALS = re.compile(r"evals/(.+/(?:bits_per_byte|acc|acc_norm|perplexity))")  # and so are these, of named evaluators
@@ -34,6 +35,8 @@ class Console:
     A reader that goes away (a closed terminal, `| head`) silences the console and does not end the run.
     """
 
+    seconds_between_draws = 0.1
+
     def __init__(
         self,
         style: Style,
@@ -44,13 +47,13 @@ class Console:
     ):
         self.style, self.total_steps, self.clock, self.width = style, total_steps, clock, width
         self.stream: TextIO | None = stream or sys.stdout
-        self.bar, self.latest, self.drawn_at = "", {}, float("-inf")
+        self.bar, self.latest, self.drawn_at, self.step = "", {}, float("-inf"), 0
         self.seen: collections.deque[tuple[int, float]] = collections.deque(maxlen=ETA_WINDOW)
 
     def tick(self, step: int) -> None:
-        """Moves the bar to `step`, at most ten times a second; plain lines wait for metrics."""
-        now = self.clock()
-        if self.style == "bar" and now - self.drawn_at >= 0.1:
+        """Moves the bar to `step`, a few times a second at most; plain lines wait for metrics."""
+        self.step, now = step, self.clock()
+        if self.style == "bar" and now - self.drawn_at >= self.seconds_between_draws:
             self.draw(step, now)
 
     def metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -95,17 +98,21 @@ class Console:
         seconds_per_step = (last_time - first_time) / (last_step - first_step)
         return f"eta {units.duration((self.total_steps - step) * seconds_per_step)}"
 
-    def draw(self, step: int, now: float) -> None:
-        """Draws the bar over itself, cut to the width of the terminal so that it never wraps."""
+    def progress(self, step: int, left: str, fill: Callable[[float], str] = lambda done: "") -> tuple[float, str]:
+        """(the part of the steps that is done, ' 51% 10200/20000  loss 2.314  12.3K tok/s  MFU n/a  LEFT')."""
         done = min(max(step / max(self.total_steps, 1), 0.0), 1.0)
-        unicode = "utf" in (getattr(self.stream, "encoding", None) or "").lower()
-        full, empty = ("█", "·") if unicode else ("#", ".")
-        filled = int(done * 20)
-        parts = [f"{done:4.0%} {full * filled}{empty * (20 - filled)} {step}/{self.total_steps}"]
+        parts = [f"{done:4.0%} {fill(done)}{step}/{self.total_steps}"]
         if "loss" in self.latest:
             parts.append(training_values(self.latest, names=("loss", "tokens_per_second", "mfu")))
-        parts.append(self.eta(step))
-        self.bar, self.drawn_at = "  ".join(parts)[: max(self.width() - 1, 1)], now
+        return done, "  ".join([*parts, left])
+
+    def draw(self, step: int, now: float) -> None:
+        """Draws the bar over itself, cut to the width of the terminal so that it never wraps."""
+        unicode = "utf" in (getattr(self.stream, "encoding", None) or "").lower()
+        full, empty = ("█", "·") if unicode else ("#", ".")
+        fill = lambda done: f"{full * int(done * 20)}{empty * (20 - int(done * 20))} "
+        _, text = self.progress(step, self.eta(step), fill)
+        self.bar, self.drawn_at = text[: max(self.width() - 1, 1)], now
         self.emit(f"\r{self.bar}\x1b[K")
 
     def emit(self, text: str) -> None:
@@ -118,6 +125,66 @@ class Console:
             self.stream.flush()
         except OSError:
             self.stream = None  # nobody is reading any more; metrics.jsonl still has everything
+
+
+class Shown:
+    """The bar of a notebook at one moment: HTML, and text for what has no HTML."""
+
+    def __init__(self, done: float, text: str):
+        self.done, self.text = done, text
+
+    def _repr_html_(self) -> str:
+        style = "width:16em;vertical-align:middle"
+        return (
+            f'<div style="font-family:monospace;font-size:90%"><progress max="1" value="{self.done:.4f}" '
+            f'style="{style}"></progress> {in_html(self.text)}</div>'
+        )
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class NotebookConsole(Console):
+    """A console whose bar is an output of the cell, drawn again in its place."""
+
+    seconds_between_draws = 0.25  # each is a message to the browser
+
+    def __init__(self, display: Display, *settings: Any):
+        super().__init__("bar", *settings)
+        self.display, self.handle, self.began = display, None, self.clock()
+
+    def draw(self, step: int, now: float) -> None:
+        """Draws the bar over itself."""
+        self.step, self.drawn_at = step, now
+        left = self.eta(step) if step < self.total_steps else f"in {units.duration(now - self.began)}"
+        done, text = self.progress(step, left)
+        bar = Shown(done, shown(text))
+        if self.handle is None:
+            self.handle = self.display(bar, display_id=True)
+        else:
+            self.handle.update(bar)
+
+    def close(self) -> None:
+        """Leaves the bar as it is at the end."""
+        if self.handle is not None:
+            self.draw(self.step, self.clock())
+            self.handle = None
+
+
+def find_display() -> Display | None:
+    """What shows things in the notebook that this process computes for; None elsewhere. Imports nothing."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython else None
+    return ipython.display.display if getattr(shell, "kernel", None) is not None else None
+
+
+def open_console(
+    style: Style, total_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+) -> Console:
+    """The console of this style; a bar in a notebook is one of the notebook's own."""
+    if style == "bar" and (display := find_display()):
+        return NotebookConsole(display, total_steps, stream, clock)
+    return Console(style, total_steps, stream, clock)
 
 
 def training_values(

@@ -234,6 +234,28 @@ def write_lines(path: Any, lines: Iterable[bytes]) -> None:
     paths.write_bytes_atomic(path, b"".join(line + b"\n" for line in lines))
 
 
+def abandon(workdir: Any, to_step: int, rewind: int) -> int:
+    """Moves the lines of metrics.jsonl after to_step, which a rewind has given up, to abandoned.jsonl; how many.
+
+    Each gets "rewind": the number of the rewind that it was lost by. Done again after a crash, it moves nothing twice.
+    """
+    folder = paths.as_path(workdir)
+    kept, moved = [], []
+    for line, record in read_lines(folder / "metrics.jsonl"):
+        if not isinstance(step := record.get("step"), (int, float)):
+            continue  # the next start of the metrics would drop it too
+        if step > to_step:
+            moved.append(json.dumps({"rewind": rewind} | record).encode())
+        else:
+            kept.append(line)
+    if moved:
+        before = [line for line, _ in read_lines(folder / "abandoned.jsonl")]
+        known = set(before)
+        write_lines(folder / "abandoned.jsonl", [*before, *(line for line in moved if line not in known)])
+        write_lines(folder / "metrics.jsonl", kept)
+    return len(moved)
+
+
 class RecordFile:
     """A file that a run appends records to: on the disk once `write` returns; a thread brings them to a bucket.
 

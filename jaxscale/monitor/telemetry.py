@@ -1,4 +1,4 @@
-"""What the devices say of themselves: utilisation, power, temperature. Asked by a thread of its own, now and then.
+"""Telemetry of the devices: utilisation, power, temperature. A thread of its own polls them.
 
 `device/utilisation` is the part of the time in which a device did anything at all, so that one kernel on one of its
 units counts as full use. It says nothing of how much was computed, and is never MFU, which counts the model's FLOPs.
@@ -10,6 +10,7 @@ sample period in which the accelerator was processing). A TPU tells neither powe
 
 import math
 import os
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -62,15 +63,10 @@ class Telemetry:
 def reader_for(platform: str) -> Read | None:
     """What reads the devices of a platform that jax names 'gpu' or 'tpu'; None where there is nothing to ask."""
     if platform == "gpu":
-        return read_nvidia if on_path(QUERY[0]) else None
+        return read_nvidia if shutil.which(QUERY[0]) else None
     if platform == "tpu":
         return tpu_reader()
     return None
-
-
-def on_path(program: str) -> bool:
-    """True if there is such a program."""
-    return any(os.access(os.path.join(folder, program), os.X_OK) for folder in os.get_exec_path())
 
 
 def read_nvidia() -> dict[str, float]:

@@ -22,13 +22,8 @@ class Throughput:
         leaves_out: Callable[[], bool] = lambda: False,
     ):
         """leaves_out: whether the step that has just finished counts for nothing, as while a profile is captured."""
-        self.leaves_out = leaves_out
-        self.flops_per_token, self.peak_flops, self.num_chips, self.clock = (
-            flops_per_token,
-            peak_flops,
-            num_chips,
-            clock,
-        )
+        self.flops_per_token, self.peak_flops, self.num_chips = flops_per_token, peak_flops, num_chips
+        self.clock, self.leaves_out = clock, leaves_out
         self.compiled = False  # whether a step was done
         self.start()
 

@@ -47,14 +47,9 @@ class Uploader:
         self.pieces: list[str] = []
         self.version = self.sent = 0  # of the text that there is, and of that which the object holds
         self.failures, self.failing_since, self.due = 0, 0.0, 0.0
-        self.told: str | None = None
+        self.problem: str | None = None  # why the object is behind, in one line; None while all may well become well
         self.ended = False  # nothing more is sent
         self.changed, self.thread = threading.Condition(), None
-
-    @property
-    def problem(self) -> str | None:
-        """Why the object is behind, in one line; None while all is well or may well become so."""
-        return self.told
 
     def put(self, text: str) -> None:
         """The object is to hold this text. Never waits."""
@@ -109,7 +104,7 @@ class Uploader:
                 self.write(text.encode())
             except (Taken, Stop) as error:  # Stop: the folder is no longer this process's
                 with self.changed:
-                    self.told, self.ended = str(error), True
+                    self.problem, self.ended = str(error), True
                     self.changed.notify_all()
             except Exception as error:  # of whatever client it is: nothing here may end the thread
                 self.failed(error)
@@ -117,7 +112,7 @@ class Uploader:
                 pause = max(self.every_seconds, len(text) / BYTES_PER_SECOND if self.every_seconds else 0.0)
                 with self.changed:
                     self.sent, self.due = version, self.clock() + pause
-                    self.failures, self.told = 0, None
+                    self.failures, self.problem = 0, None
                     self.changed.notify_all()
 
     def failed(self, error: Exception) -> None:
@@ -129,7 +124,7 @@ class Uploader:
                 self.failing_since = now
             refused = isinstance(error, (ValueError, FileNotFoundError))  # no right, or no bucket
             if refused or now - self.failing_since >= QUIET_SECONDS:
-                self.told = f"{self.path} is behind and tried again: {' '.join(str(error).split())}"
+                self.problem = f"{self.path} is behind and tried again: {' '.join(str(error).split())}"
             longest = min(FIRST_WAIT * 2 ** min(self.failures - 1, 10), LONGEST_WAIT)
             self.due = now + max(getattr(error, "wait", 0.0), longest * random.uniform(0.5, 1.0))
 

@@ -1,4 +1,4 @@
-"""The one door for metrics: metrics.jsonl, TensorBoard and the console get the same numbers at the same step."""
+"""The metrics writer: metrics.jsonl, TensorBoard, the console and other services get the same numbers at each step."""
 
 import io
 import math
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple, TextIO
 from jaxscale import units
 from jaxscale.monitor.alerts import Diagnosis
 from jaxscale.monitor.config import MonitorConfig
-from jaxscale.monitor.console import choose_style
-from jaxscale.monitor.notebook import find_display, open_console
+from jaxscale.monitor.console import choose_style, find_display, open_console
 from jaxscale.monitor.records import Damage, Record, RecordFile, append, lines_of, read_lines, write_lines
 from jaxscale.monitor.sinks import Sink, open_sinks
 from jaxscale.monitor.tensorboard import Scalars
@@ -83,6 +82,7 @@ class Writer:
         """
         if not self.primary:
             return
+        plain_value = lambda value: value.item() if hasattr(value, "item") else value  # of arrays of one number
         plain = redacted({name: plain_value(value) for name, value in (metrics | self.vitals()).items()})
         record = json_record(step, plain)
         self.lines.write(record)
@@ -209,8 +209,3 @@ def json_record(step: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
     if nonfinite:
         record["nonfinite"] = nonfinite
     return record
-
-
-def plain_value(value: Any) -> Any:
-    """A Python number, text, bool or None; arrays of one number are turned into it."""
-    return value.item() if hasattr(value, "item") else value

@@ -5,7 +5,9 @@ The positions are taken in chunks along T, so that rows of a sharded batch stay 
 B batch  T position  D embed  V vocab  c positions of a chunk  M = B * c rows of a chunk's product
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -27,60 +29,60 @@ class LossSums(NamedTuple):
     row_nats: jax.Array | None = None  # float32[B]: nats of each row, where asked for
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossSettings:
+    """What is fixed of a loss before it is compiled."""
+
+    chunk_tokens: int  # whose logits exist at one time; at least one position of every row
+    softcap: float | None = None  # c: logits become c * tanh(logits / c)
+    tensor: TensorAxis = ONE  # the devices among which the columns of w are shared
+    z_loss: float = 0.0  # coefficient of z in LossSums.total
+    per_row: bool = False  # whether LossSums has the nats of each row
+
+
 @jax.named_scope("loss")
 def token_nats(
-    h_BTD: jax.Array,
-    w_DV: jax.Array,
-    targets_BT: jax.Array,
-    *,
-    chunk_tokens: int,
-    softcap: float | None = None,
-    tensor: TensorAxis = ONE,
+    h_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, cfg: LossSettings
 ) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy in nats, logsumexp of the logits), each float32 [B, T]; for evaluation.
 
-    h is multiplied in its own dtype (w is cast to it), everything after in float32. chunk_tokens: tokens whose logits
-    exist at one time, at least one position of every row. softcap: logits become softcap * tanh(logits / softcap).
-    tensor: the devices among which the columns of w are shared.
+    h is multiplied in its own dtype (w is cast to it), everything after in float32.
     """
-    w_DV = w_DV.astype(h_BTD.dtype)
 
-    def one_chunk(chunk):
-        h_BcD, targets_Bc = chunk
-        return chunk_nats(chunk_logits(h_BcD, w_DV, softcap), tensor.own_ids(targets_Bc, w_DV.shape[1]), tensor)
+    def one_chunk(logits_BcV, own_Bc):
+        return chunk_nats(logits_BcV, own_Bc, cfg.tensor)
 
-    T = h_BTD.shape[1]
-    nats_nBc, lse_nBc = lax.map(one_chunk, (chunked(h_BTD, chunk_tokens), chunked(targets_BT, chunk_tokens)))
-    return unchunked(nats_nBc, T), unchunked(lse_nBc, T)
+    return over_chunks(one_chunk, h_BTD, w_DV, targets_BT, cfg)
 
 
 @jax.named_scope("loss")
 def token_scores(
-    h_BTD: jax.Array,
-    w_DV: jax.Array,
-    targets_BT: jax.Array,
-    *,
-    chunk_tokens: int,
-    softcap: float | None = None,
-    tensor: TensorAxis = ONE,
+    h_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, cfg: LossSettings
 ) -> tuple[jax.Array, jax.Array]:
-    """(cross-entropy in nats, float32; whether no token is likelier than the target, bool), each [B, T].
+    """(cross-entropy in nats, float32; whether no token is likelier than the target, bool), each [B, T]."""
 
-    Arguments as in token_nats.
-    """
+    def one_chunk(logits_BcV, own_Bc):
+        nats_Bc, _ = chunk_nats(logits_BcV, own_Bc, cfg.tensor)
+        found_Bc1 = jnp.take_along_axis(logits_BcV, own_Bc[..., None], axis=-1, mode="fill", fill_value=-jnp.inf)
+        top_Bc = cfg.tensor.max(jnp.max(logits_BcV, axis=-1))
+        return nats_Bc, cfg.tensor.max(found_Bc1[..., 0]) >= top_Bc
+
+    return over_chunks(one_chunk, h_BTD, w_DV, targets_BT, cfg)
+
+
+def over_chunks(
+    f: Callable, h_BTD: jax.Array, w_DV: jax.Array, targets_BT: jax.Array, cfg: LossSettings
+) -> tuple[jax.Array, jax.Array]:
+    """f(logits_BcV, targets as columns of these logits) -> two arrays [B, c], for all positions: [B, T]."""
     w_DV = w_DV.astype(h_BTD.dtype)
 
     def one_chunk(chunk):
         h_BcD, targets_Bc = chunk
-        logits_BcV, own_Bc = chunk_logits(h_BcD, w_DV, softcap), tensor.own_ids(targets_Bc, w_DV.shape[1])
-        nats_Bc, _ = chunk_nats(logits_BcV, own_Bc, tensor)
-        found_Bc1 = jnp.take_along_axis(logits_BcV, own_Bc[..., None], axis=-1, mode="fill", fill_value=-jnp.inf)
-        top_Bc = tensor.max(jnp.max(logits_BcV, axis=-1))
-        return nats_Bc, tensor.max(found_Bc1[..., 0]) >= top_Bc
+        return f(chunk_logits(h_BcD, w_DV, cfg.softcap), cfg.tensor.own_ids(targets_Bc, w_DV.shape[1]))
 
-    T = h_BTD.shape[1]
-    nats_nBc, likeliest_nBc = lax.map(one_chunk, (chunked(h_BTD, chunk_tokens), chunked(targets_BT, chunk_tokens)))
-    return unchunked(nats_nBc, T), unchunked(likeliest_nBc, T)
+    chunks = tuple(chunked(array, cfg.chunk_tokens) for array in (h_BTD, targets_BT))
+    first_nBc, second_nBc = lax.map(one_chunk, chunks)
+    return unchunked(first_nBc, h_BTD.shape[1]), unchunked(second_nBc, h_BTD.shape[1])
 
 
 @jax.named_scope("loss")
@@ -89,32 +91,26 @@ def summed_cross_entropy(
     w_DV: jax.Array,
     targets_BT: jax.Array,
     weights_BT: jax.Array,
-    *,
-    chunk_tokens: int,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    tensor: TensorAxis = ONE,
-    per_row: bool = False,
+    cfg: LossSettings,
 ) -> LossSums:
     """Sums over all tokens. Differentiated, it forms the gradients of h and w with each chunk's logits in the forward
     pass, so no logits are computed twice; that of w is accumulated in float32. targets and weights have no gradient.
 
-    Arguments as in token_nats. z_loss: coefficient of z in `total`. Where w is shared, the gradient of h is the
-    device's part of a sum. per_row: also the nats of each row.
+    Arguments as in token_nats. Where w is shared, the gradient of h is the device's part of a sum.
     """
-    fixed = (chunk_tokens, float(z_loss), softcap, tensor, per_row)
-    total, *sums = _summed(*fixed, h_BTD, w_DV, targets_BT, weights_BT)
+    total, *sums = _summed(cfg, h_BTD, w_DV, targets_BT, weights_BT)
     return LossSums(total, *jax.tree.map(lax.stop_gradient, sums))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _summed(chunk_tokens, z_loss, softcap, tensor, per_row, h_BTD, w_DV, targets_BT, weights_BT):
-    nats_BT, lse_BT = token_nats(h_BTD, w_DV, targets_BT, chunk_tokens=chunk_tokens, softcap=softcap, tensor=tensor)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _summed(cfg, h_BTD, w_DV, targets_BT, weights_BT):
+    nats_BT, lse_BT = token_nats(h_BTD, w_DV, targets_BT, cfg)
     nats, z = jnp.sum(nats_BT * weights_BT), jnp.sum(lse_BT * lse_BT * weights_BT)
-    return nats + z_loss * z, nats, z, jnp.sum(nats_BT * weights_BT, axis=1) if per_row else None
+    return nats + cfg.z_loss * z, nats, z, jnp.sum(nats_BT * weights_BT, axis=1) if cfg.per_row else None
 
 
-def _forward(chunk_tokens, z_loss, softcap, tensor, per_row, h_BTD, w_DV, targets_BT, weights_BT):
+def _forward(cfg, h_BTD, w_DV, targets_BT, weights_BT):
+    tensor, softcap, z_loss, per_row = cfg.tensor, cfg.softcap, cfg.z_loss, cfg.per_row
     w_cast_DV = w_DV.astype(h_BTD.dtype)
 
     def one_chunk(sums, chunk):
@@ -137,13 +133,13 @@ def _forward(chunk_tokens, z_loss, softcap, tensor, per_row, h_BTD, w_DV, target
 
     rows_B = jnp.zeros(h_BTD.shape[0], F32) if per_row else None
     zeros = (jnp.zeros((), F32), jnp.zeros((), F32), rows_B, jnp.zeros(w_DV.shape, F32))
-    chunks = tuple(chunked(array, chunk_tokens) for array in (h_BTD, targets_BT, weights_BT))  # padding weighs 0
+    chunks = tuple(chunked(array, cfg.chunk_tokens) for array in (h_BTD, targets_BT, weights_BT))  # padding weighs 0
     (nats, z, rows_B, dw_DV), dh_nBcD = lax.scan(one_chunk, zeros, chunks)
     saved = (unchunked(dh_nBcD, h_BTD.shape[1]), dw_DV, jnp.zeros((), w_DV.dtype))
     return (nats + z_loss * z, nats, z, rows_B), saved
 
 
-def _backward(chunk_tokens, z_loss, softcap, tensor, per_row, saved, cotangents):
+def _backward(cfg, saved, cotangents):
     dh_BTD, dw_DV, like_w = saved
     scale = cotangents[0].astype(F32) / lift(dh_BTD.dtype)
     return (dh_BTD.astype(F32) * scale).astype(dh_BTD.dtype), (dw_DV * scale).astype(like_w.dtype), None, None

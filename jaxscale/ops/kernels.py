@@ -7,13 +7,12 @@ from collections.abc import Callable
 import jax
 
 from jaxscale.ops.activation import geglu_tanh, swiglu
-from jaxscale.ops.attention import Attend, choose_attention, xla
+from jaxscale.ops.attention import Attend, choose_attention, either, xla
 from jaxscale.ops.attention.largest import EXACT, largest_score, score_bound
-from jaxscale.ops.attention.mixed import either
 from jaxscale.ops.config import AttentionName, AttentionNeeds
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
-from jaxscale.ops.taps import BLIND, Blind, Taps
+from jaxscale.ops.recorder import NO_RECORDER, Recorder, StatisticsRecorder
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 
@@ -28,10 +27,10 @@ class Kernels:
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
     geglu_tanh: Callable[[jax.Array, jax.Array], jax.Array] = geglu_tanh
-    taps: Blind = BLIND  # what a statistics program looks at activations with
+    recorder: Recorder = NO_RECORDER  # of intermediates, for a statistics program
 
 
-PLAIN = Kernels(attend=xla.attend, attention="xla", project=einsum_project)
+PLAIN = Kernels(attend=xla.make_attend(), attention="xla", project=einsum_project)
 
 
 def choose_kernels(
@@ -46,16 +45,16 @@ def choose_kernels(
     return Kernels(attend=attend, attention=resolved, why_plain=why_plain, project=project)
 
 
-def make_taps(kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis) -> Taps:
-    """Taps for one trace of a model with these kernels: the largest scores where they are known, or else a bound."""
+def make_recorder(kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis) -> StatisticsRecorder:
+    """A recorder for one trace of a model with these kernels: of the largest scores if they are known, else a bound."""
     if kernels.attention in EXACT:
         largest = functools.partial(largest_score, window=needs.window)
         if needs.mixed is not None:
             largest = either(largest, largest_score, needs.mixed)
-        return Taps("attention_logit_max", largest, tensor)
-    return Taps("attention_logit_bound", score_bound, tensor)
+        return StatisticsRecorder("attention_logit_max", largest, tensor)
+    return StatisticsRecorder("attention_logit_bound", score_bound, tensor)
 
 
-def with_taps(kernels: Kernels, taps: Blind) -> Kernels:
-    """The kernels, looked at: the same values."""
-    return dataclasses.replace(kernels, taps=taps, attend=taps.around(kernels.attend))
+def with_recorder(kernels: Kernels, recorder: Recorder) -> Kernels:
+    """The kernels with a recorder: the same values."""
+    return dataclasses.replace(kernels, recorder=recorder, attend=recorder.wrap_attention(kernels.attend))

@@ -1,4 +1,4 @@
-"""Products of activations with weights, as einsum writes them and as XLA:CPU runs them fast.
+"""Products of activations with weights, as einsum writes them and as XLA:CPU runs them fast, and their precision.
 
 M rows of x  C contracted size  O output size of the weight
 """
@@ -13,8 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 Project = Callable[[str, jax.Array, jax.Array], jax.Array]  # (einsum spec, activation, weight) -> activation
-
-
+PRECISIONS = {"tf32": "tensorfloat32", "highest": "highest"}  # of settings, as jax has them
 PRODUCT = "product"  # the name of every projection's result, for remat policies
 
 
@@ -121,3 +120,16 @@ def separate_on_cpu(x: jax.Array) -> jax.Array:
     On TPUs a barrier costs the product's own array: 0.5 GiB in the loss of a 7B (libtpu 0.0.51 for v5e, 2026-11-21).
     """
     return lax.platform_dependent(x, cpu=lax.optimization_barrier, default=lambda x: x)
+
+
+def with_precision(name: str, f: Callable) -> Callable:
+    """f, traced so that float32 products have this precision, 'default', 'tf32' or 'highest': backward passes too."""
+    if name == "default":
+        return f
+
+    @functools.wraps(f)
+    def precise(*args, **kwargs):
+        with jax.default_matmul_precision(PRECISIONS[name]):
+            return f(*args, **kwargs)
+
+    return precise

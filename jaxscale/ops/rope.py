@@ -66,8 +66,3 @@ rotate.defvjp(_rotate_forward, _rotate_backward)
 def stretched(rotation: Rotation, factor: float) -> Rotation:
     """The rotation that also makes its vectors longer, without a rounding of its own."""
     return Rotation(*(factor * part_BTh for part_BTh in rotation))
-
-
-def rope(x_BTNH: jax.Array, positions_BT: jax.Array, base: float, scaling: RopeScaling | None = None) -> jax.Array:
-    """x rotated by its positions, in x.dtype. `make_rotation` and `rotate` are its halves, for use in many layers."""
-    return rotate(x_BTNH, make_rotation(positions_BT, x_BTNH.shape[-1], base, scaling))

@@ -17,7 +17,7 @@ NO_DECAY_AXES = {"norm", "position"}  # scales and biases along the model width,
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """What one parameter's updates are made with."""
+    """What one parameter's updates are made with: a leaf of a tree, as JAX sees it."""
 
     name: str
     lr_multiplier: float
@@ -89,16 +89,13 @@ def is_exempt(name: str, axes: tuple[str, ...]) -> bool:
 
 def frozen_mask(assigned: Any) -> Any:
     """A tree of bools, True where the parameter never changes."""
-    return jax.tree.map(lambda group: group.frozen, assigned, is_leaf=lambda leaf: isinstance(leaf, Group))
+    return jax.tree.map(lambda group: group.frozen, assigned)
 
 
 def group_table(shapes: Mapping, specs: Mapping, assigned: Any) -> list[tuple[str, str, str, str, str]]:
     """Rows (parameter, shape, dtype, sharding, group) for the start of a run."""
-    is_group = lambda leaf: isinstance(leaf, Group)
     rows = []
-    leaves = zip(
-        jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), jax.tree.leaves(assigned, is_leaf=is_group)
-    )
+    leaves = zip(jax.tree_util.tree_leaves_with_path(shapes), jax.tree.leaves(specs), jax.tree.leaves(assigned))
     for (path, shape), sharding, group in leaves:
         axes = tuple(sharding.spec)
         place = ", ".join("-" if axis is None else axis if isinstance(axis, str) else "*".join(axis) for axis in axes)

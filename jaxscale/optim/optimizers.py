@@ -80,21 +80,19 @@ def scale_by_lr(schedule: Schedule, groups: Any) -> optax.GradientTransformation
 
 def map_with_groups(f: Callable, groups: Any, *trees: Any) -> Any:
     """f(leaf, ..., group) over trees of parameters; leaves masked out by optax are passed by."""
-    is_group = lambda leaf: isinstance(leaf, Group)
 
     def one(group: Group, *leaves):
         return leaves[0] if is_masked(leaves[0]) else f(*leaves, group)
 
-    flat_groups, treedef = jax.tree.flatten(groups, is_leaf=is_group)
+    flat_groups, treedef = jax.tree.flatten(groups)
     flat = [jax.tree.leaves(tree, is_leaf=is_masked) for tree in trees]
     return jax.tree.unflatten(treedef, [one(*leaves) for leaves in zip(flat_groups, *flat, strict=True)])
 
 
 def trainable(tree: Any, groups: Any) -> Any:
     """The trainable part of a tree like the parameters: frozen ones, which get no gradients, become MaskedNodes."""
-    is_group = lambda leaf: isinstance(leaf, Group)
     keep = lambda group, leaf: optax.MaskedNode() if group.frozen else leaf
-    return jax.tree.map(keep, groups, tree, is_leaf=is_group)
+    return jax.tree.map(keep, groups, tree)
 
 
 def combine(trained: Any, params: Any) -> Any:
@@ -118,7 +116,7 @@ def moment_axes(optimizer: optax.GradientTransformation, params: Any, axes_tree:
         transform_non_params=lambda _: Axes(()),
         is_leaf=is_masked,
     )
-    return jax.tree.map(lambda box: box.axes, mapped, is_leaf=lambda leaf: isinstance(leaf, Axes))
+    return jax.tree.map(lambda box: box.axes, mapped)
 
 
 @dataclasses.dataclass(frozen=True)

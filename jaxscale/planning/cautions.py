@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from jaxscale import units
 from jaxscale.hardware import Chip
-from jaxscale.planning import cost, published, scaling
+from jaxscale.planning import cost, scaling
 
 
 class Caution(NamedTuple):
@@ -28,13 +28,13 @@ def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2:
             f"set optim.warmup_tokens='{math.ceil(least)} steps' or more",
             "arXiv:1910.04209",
         )
-    published_less = warmup_tokens < published.WARMUP_TOKENS and warmup_steps < published.WARMUP_STEPS
-    if params >= published.WARMUP_FROM_PARAMS and published_less:
+    published_less = warmup_tokens < scaling.WARMUP_TOKENS and warmup_steps < scaling.WARMUP_STEPS
+    if params >= scaling.WARMUP_FROM_PARAMS and published_less:
         return Caution(
             f"the warmup of {warmup_steps} steps ({units.count(warmup_tokens)} tokens) is short for this size",
-            f"published runs of 1B parameters and more warmed up over {units.count(published.WARMUP_TOKENS)} tokens "
-            f"or {published.WARMUP_STEPS:,} steps",
-            f"set optim.warmup_tokens='{published.WARMUP_STEPS} steps'",
+            f"published runs of 1B parameters and more warmed up over {units.count(scaling.WARMUP_TOKENS)} tokens "
+            f"or {scaling.WARMUP_STEPS:,} steps",
+            f"set optim.warmup_tokens='{scaling.WARMUP_STEPS} steps'",
             "arXiv:2005.14165, appendix B; arXiv:2307.09288, section 2.2",
         )
     return None
@@ -43,17 +43,17 @@ def warmup_too_short(params: float, warmup_steps: int, warmup_tokens: float, b2:
 def rate_range(params: float, tokens: float, batch_tokens: float) -> tuple[cost.Range, list[str]]:
     """(learning rates that published runs and formulas span for this size and batch, a line for each of them)."""
     rates, lines = [], []
-    for run in published.near_runs(params):
-        linear, root = published.linear_rule(run, batch_tokens), published.square_root_rule(run, batch_tokens)
+    for run in scaling.near_runs(params):
+        linear, root = scaling.linear_rule(run, batch_tokens), scaling.square_root_rule(run, batch_tokens)
         rates += [run.peak_lr, linear, root]
         lines.append(
             f"{run.name}: {run.peak_lr:.2g} at {units.count(run.batch_tokens)} tokens; for this batch {root:.2g} by "
             f"the square-root rule, {linear:.2g} by the linear rule ({run.source})"
         )
     for rate, text in (
-        (published.rate_by_flops(scaling.train_flops(params, tokens)), "0.3118 C^-0.125 (arXiv:2401.02954)"),
-        (published.rate_by_params(params), "0.003239 - 0.0001395 ln N (arXiv:2001.08361)"),
-        (published.rate_by_size(params, tokens), "1.79 N^-0.713 D^0.307 (arXiv:2503.04715)"),
+        (scaling.rate_by_flops(scaling.train_flops(params, tokens)), "0.3118 C^-0.125 (arXiv:2401.02954)"),
+        (scaling.rate_by_params(params), "0.003239 - 0.0001395 ln N (arXiv:2001.08361)"),
+        (scaling.rate_by_size(params, tokens), "1.79 N^-0.713 D^0.307 (arXiv:2503.04715)"),
     ):
         if rate is not None:
             rates.append(rate)
@@ -107,13 +107,13 @@ def horizon_too_far(schedule_tokens: float, tokens: float, decay: str, limit: st
 def batch_too_large(params: float, tokens: float, batch_tokens: float) -> Caution | None:
     """A batch beyond the critical one at the loss that the run is expected to end with; before, it is smaller still."""
     loss = scaling.fitted_loss(params, tokens)
-    if loss is None or batch_tokens <= (critical := published.critical_batch(loss)):
+    if loss is None or batch_tokens <= (critical := scaling.critical_batch(loss)):
         return None
     return Caution(
         f"a batch of {units.count(batch_tokens)} tokens is beyond the critical batch",
         f"2.1e8 L^-4.8 = {units.count(critical)} tokens at the loss of {loss:.2f} nats where it would end; larger "
         "batches save steps and cost tokens. A newer fit of the best batch, 0.58 D^0.571, says "
-        f"{units.count(published.batch_by_tokens(tokens))}",
+        f"{units.count(scaling.batch_by_tokens(tokens))}",
         f"set batch_tokens to about {units.count(critical)}, or begin with a smaller batch",
         "arXiv:1812.06162; arXiv:2001.08361, figure 10; arXiv:2503.04715",
     )

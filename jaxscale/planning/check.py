@@ -1,4 +1,4 @@
-"""All that can be known to be wrong before anything is compiled, found together: mesh, kernel, data, memory."""
+"""Checks before anything is compiled, with all problems reported together: mesh, kernel, data, memory."""
 
 import dataclasses
 import os
@@ -40,9 +40,8 @@ def check_machine(cfg: RunConfig, begun: bool = False) -> None:
 def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str], bool]:
     """(one line a problem, whether the state fits in memory)."""
     findings = check_hosts() + missing_packages(cfg.monitor.writers)
-    if kernels := check_kernels(
-        cfg.model, devices[0].platform, prefix=cfg.row_lengths.prefix
-    ):  # what follows can be told with another kernel
+    kernels = check_kernels(cfg.model, devices[0].platform, prefix=cfg.row_lengths.prefix)
+    if kernels:  # the other checks can be made with another kernel
         cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, attention="auto"))
     findings += kernels + [f"{DATA}{line}" for line in check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)]
     program = None

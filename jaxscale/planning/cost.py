@@ -42,16 +42,6 @@ def chips(number: float) -> str:
     return f"{units.digits(number)} chip{'s' * (number != 1)}"
 
 
-def tokens_per_second(mfu: float, peak_flops: float, num_devices: int, flops_per_token: float) -> float:
-    """Of all devices together: MFU x peak x devices / FLOPs per token."""
-    return mfu * peak_flops * num_devices / flops_per_token
-
-
-def chip_hours(num_chips: float, wall_seconds: float) -> float:
-    """Hours that are paid for."""
-    return num_chips * wall_seconds / HOUR
-
-
 def flops_for_dollars(dollars: float, price: float, chip_peak_flops: float, mfu: float, goodput: float) -> float:
     """Operations of training that so many dollars buy."""
     return dollars / price * HOUR * chip_peak_flops * mfu * goodput
@@ -62,9 +52,9 @@ def megawatt_hours(watts: float, num_chips: float, wall_seconds: float, pue: flo
     return watts * num_chips * wall_seconds / HOUR * pue / 1e6
 
 
-def mean_seconds_between_failures(num_chips: float, per_chip_hour: float = FAILURES_PER_CHIP_HOUR) -> float:
+def mean_seconds_between_failures(num_chips: float) -> float:
     """Between interruptions of the whole run, each chip failing on its own."""
-    return HOUR / (num_chips * per_chip_hour)
+    return HOUR / (num_chips * FAILURES_PER_CHIP_HOUR)
 
 
 def best_save_interval(save_seconds: float, between_failures: float) -> float:
@@ -85,11 +75,6 @@ def kept_checkpoints(total_steps: int, save_every: int, keep_last: int, keep_eve
     made = max(1, math.ceil(total_steps / save_every) if save_every else 1)
     for_good = total_steps // keep_every if keep_every else 0
     return min(made, keep_last + for_good + keep_best)
-
-
-def storage_dollars_per_month(num_bytes: float) -> float:
-    """What a month of standard storage costs (GB of 10**9 bytes)."""
-    return num_bytes / 1e9 * STORAGE_DOLLARS_PER_GB_MONTH
 
 
 def bytes_per_token_id(vocab_size: int) -> int:

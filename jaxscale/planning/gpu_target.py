@@ -1,4 +1,4 @@
-"""What XLA's GPU compiler must know of a card that is not here, as the text of its GpuTargetConfigProto."""
+"""GpuTargetConfigProto texts, which describe a card that is not attached to XLA's GPU compiler."""
 
 import dataclasses
 

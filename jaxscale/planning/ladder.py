@@ -24,6 +24,10 @@ LOSS, BITS = "validation/loss", "validation/bits_per_byte"
 RATE_OFF = 0.01  # relative; a logged rate further from its schedule's is another schedule's
 ROSE = 1.1  # times the lowest smoothed training loss: an end above it is no end of a healthy run
 WARM = 2.0  # times the warmup: points of a constant rate before that tell of the warmup
+COMPARED = (
+    "seq_len", "model.name", "model.vocab_size", "data.name", "data.files", "data.val_files", "data.val_fraction",
+    "data.tokenizer", "data.bos_token", "data.packing", "data.mixture", "data.objective",
+)  # fmt: skip
 WARMUP_OFF = 0.03  # difference of two warmups, as parts of their runs, that one shape of curve can have
 
 
@@ -41,17 +45,14 @@ class Schedule(NamedTuple):
         return f"{self.decay}{part}{end}, warmup {self.warmup:.1%}"
 
     def ends_as(self, other: "Schedule") -> bool:
-        """True if ends of both can be compared: all but the warmup is the same."""
-        return self.decay == other.decay and self.decay_fraction == other.decay_fraction and close(self, other)
+        """True if ends of both can be compared: all but the warmup is the same, the last rate of a decay to 1%."""
+        if (self.decay, self.decay_fraction) != (other.decay, other.decay_fraction):
+            return False
+        return self.decay == "constant" or math.isclose(self.final, other.final, rel_tol=0.01, abs_tol=1e-6)
 
     def runs_as(self, other: "Schedule") -> bool:
         """True if whole curves of both can be."""
         return self.ends_as(other) and abs(self.warmup - other.warmup) <= WARMUP_OFF
-
-
-def close(one: Schedule, other: Schedule) -> bool:
-    """True if both end at the same part of their peak, to 1%; without a decay that is all one."""
-    return one.decay == "constant" or math.isclose(one.final, other.final, rel_tol=0.01, abs_tol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,21 +193,8 @@ def settings_of(history: History) -> tuple[RunConfig, Budget]:
 
 def comparable(cfg: RunConfig) -> dict[str, Any]:
     """What must be the same for two held-out losses to be comparable: the text, the tokens, the rows, the question."""
-    data = cfg.data
-    return {
-        "seq_len": cfg.seq_len,
-        "model.name": cfg.model.name,
-        "model.vocab_size": cfg.model.vocab_size,
-        "data.name": data.name,
-        "data.files": schema.to_dict(data.files),
-        "data.val_files": schema.to_dict(data.val_files),
-        "data.val_fraction": data.val_fraction,
-        "data.tokenizer": data.tokenizer,
-        "data.bos_token": data.bos_token,
-        "data.packing": data.packing,
-        "data.mixture": schema.to_dict(data.mixture),
-        "data.objective": schema.to_dict(data.objective),
-    }
+    values = schema.to_dict(cfg)
+    return {name: schema.look_up(values, name) for name in COMPARED}
 
 
 def told(value: Any) -> str:

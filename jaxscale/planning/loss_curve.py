@@ -8,10 +8,10 @@ averaged over the ladder, and as wide as another run's would fall.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit  # scipy comes with jax
+from scipy.special import stdtrit
 
 from jaxscale.planning.ladder import Rung, Schedule
 from jaxscale.planning.loss_law import INTERVAL, Prediction
@@ -110,8 +110,3 @@ def inside(band: Band, rung: Rung) -> float | None:
         return None
     losses = np.exp(curve) * rung.loss
     return float(np.mean((losses >= np.array(band.low)) & (losses <= np.array(band.high))))
-
-
-def to_dict(band: Band) -> dict[str, Any]:
-    """The columns of forecast.json."""
-    return {name: list(values) for name, values in band._asdict().items()}

@@ -7,10 +7,10 @@ for threads, ten times that (2026-11-22, scipy 1.17, two cores). A test holds bo
 
 import math
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from scipy.optimize import minimize  # scipy comes with jax
+from scipy.optimize import minimize
 
 DELTA = 1e-3  # of the Huber loss, in log L: arXiv:2203.15556, appendix D.3
 # Where published exponents lie, .28 to .37 (arXiv:2203.15556, arXiv:2404.10102), and twice as far to either side.
@@ -37,15 +37,15 @@ class Problem(NamedTuple):
     losses: np.ndarray  # float64[starts, points]: Huber losses of the starts
 
     @classmethod
-    def of(cls, params: Sequence[float], tokens: Sequence[float], losses: Sequence[float], form: Form) -> "Problem":
-        """The problem of these points."""
-        x = np.log({"both": [params, tokens], "params": [params], "tokens": [tokens]}[form])
-        centre = x.mean(axis=1)
-        x, target = x - centre[:, None], np.log(losses)
+    def of(cls, points: Sequence[Any], form: Form) -> "Problem":
+        """The problem of these loss_law.Points."""
+        names = {"both": ("params", "tokens"), "params": ("params",), "tokens": ("tokens",)}[form]
+        x = np.log([[getattr(point, name) for point in points] for name in names])
+        centre, target = x.mean(axis=1), np.log([point.loss for point in points])
+        x = x - centre[:, None]
         starts = grid(len(x), float(np.exp(target.min())), float(np.exp(target.mean())))
-        terms = starts[:, 1 : 1 + len(x), None] - starts[:, 1 + len(x) :, None] * x
-        told = np.logaddexp.reduce([np.broadcast_to(starts[:, :1], terms[:, 0].shape), *terms.swapaxes(0, 1)])
-        return cls(x, centre, target, form, starts, huber((told - target) / DELTA)[0])
+        off = np.logaddexp.reduce(log_terms(starts, x), axis=1) - target
+        return cls(x, centre, target, form, starts, huber(off / DELTA))
 
     @property
     def powers(self) -> int:
@@ -127,20 +127,12 @@ class Problem(NamedTuple):
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(losses [draws], their gradients [draws, p], positive curvatures [draws, p, p]), p = 1 + 2 powers."""
         powers = self.powers
-        exponents = thetas[:, 1 + powers :]
-        parts = np.concatenate(
-            [
-                np.broadcast_to(thetas[:, :1, None], (len(thetas), 1, len(self.target))),
-                thetas[:, 1 : 1 + powers, None] - exponents[:, :, None] * self.x,
-            ],
-            axis=1,
-        )
-        told = np.logaddexp.reduce(parts, axis=1)
-        shares = np.exp(parts - told[:, None])
-        off = (told - self.target) / DELTA
-        huber_losses, pulls_off = huber(off)[0], (exponents - pulls) / PULL_WIDTH
+        parts = log_terms(thetas, self.x)
+        fitted = np.logaddexp.reduce(parts, axis=1)
+        shares = np.exp(parts - fitted[:, None])
+        off, pulls_off = (fitted - self.target) / DELTA, (thetas[:, 1 + powers :] - pulls) / PULL_WIDTH
         slopes = np.concatenate([shares, -shares[:, 1:] * self.x], axis=1) / DELTA  # of each point, [draws, p, points]
-        losses = (huber_losses * weights).sum(1) + 0.5 * (pulls_off**2).sum(1)
+        losses = (huber(off) * weights).sum(1) + 0.5 * (pulls_off**2).sum(1)
         gradients = np.einsum("rpn,rn->rp", slopes, np.clip(off, -1, 1) * weights)
         gradients[:, 1 + powers :] += pulls_off / PULL_WIDTH
         curves = (slopes * (weights / np.maximum(np.abs(off), 1))[:, None]) @ slopes.swapaxes(1, 2)
@@ -150,22 +142,8 @@ class Problem(NamedTuple):
 
     def loss_and_slope(self, theta: np.ndarray, weights: np.ndarray, pull: np.ndarray) -> tuple[float, np.ndarray]:
         """The weighted sum of Huber losses, in units of delta, and of the pull; and its gradient."""
-        powers = self.powers
-        exponents = theta[1 + powers :]
-        parts = np.empty((1 + powers, len(self.target)))
-        parts[0] = theta[0]
-        parts[1:] = theta[1 : 1 + powers, None] - exponents[:, None] * self.x
-        highest = parts.max(axis=0)
-        shares = np.exp(parts - highest)
-        total = shares.sum(axis=0)
-        shares /= total
-        losses, slopes = huber((highest + np.log(total) - self.target) / DELTA)
-        slopes = slopes * weights / DELTA
-        off = (exponents - pull) / PULL_WIDTH
-        slope = np.empty_like(theta)
-        slope[: 1 + powers] = shares @ slopes
-        slope[1 + powers :] = -(shares[1:] * self.x) @ slopes + off / PULL_WIDTH
-        return float(losses @ weights + 0.5 * off @ off), slope
+        losses, slopes, _ = self.model(theta[None], weights[None], pull[None])
+        return float(losses[0]), slopes[0]
 
     def terms(self, theta: np.ndarray) -> tuple[float, float, float, float, float]:
         """E, A, B, alpha, beta as they are written, counted from N = D = 1; 0 for what the form does not have."""
@@ -177,9 +155,13 @@ class Problem(NamedTuple):
 
     def off(self, theta: np.ndarray) -> np.ndarray:
         """What the points lie off the law, in log L, float64[points]."""
-        powers = self.powers
-        terms = theta[1 : 1 + powers, None] - theta[1 + powers :, None] * self.x
-        return self.target - np.logaddexp.reduce([np.full(len(self.target), theta[0]), *terms])
+        return self.target - np.logaddexp.reduce(log_terms(theta[None], self.x)[0])
+
+
+def log_terms(thetas: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """float64[draws, 1 + powers, points]: log of E and of each term at each point."""
+    slopes, x = np.pad(thetas[:, 1 + len(x) :], ((0, 0), (1, 0))), np.pad(x, ((1, 0), (0, 0)))
+    return thetas[:, : len(x), None] - slopes[:, :, None] * x
 
 
 def grid(powers: int, least: float, mean: float) -> np.ndarray:
@@ -197,7 +179,7 @@ def grid(powers: int, least: float, mean: float) -> np.ndarray:
     return np.array(found)
 
 
-def huber(off: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(Huber losses with delta 1, their slopes)."""
+def huber(off: np.ndarray) -> np.ndarray:
+    """Huber losses with delta 1; their slopes are `off` between -1 and 1."""
     size = np.abs(off)
-    return np.where(size <= 1, 0.5 * off * off, size - 0.5), np.clip(off, -1, 1)
+    return np.where(size <= 1, 0.5 * off * off, size - 0.5)

@@ -136,7 +136,7 @@ def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0) -> LossLaw:
     """
     points = tuple(points)
     form, line = choose_form(points)
-    problem = problem_of(points, form)
+    problem = Problem.of(points, form)
     theta = problem.best()
     # Weights of the Bayesian bootstrap (Rubin 1981): unlike drawing whole runs, no draw lacks a size altogether.
     rng, names = np.random.default_rng(seed), list(dict.fromkeys(run_of(points)))
@@ -154,11 +154,6 @@ def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0) -> LossLaw:
         left_out_error=left_out_error(points, form),
         line=line,
     )
-
-
-def problem_of(points: Sequence[Point], form: Form) -> Problem:
-    """What is minimised for these points."""
-    return Problem.of([p.params for p in points], [p.tokens for p in points], [p.loss for p in points], form)
 
 
 def run_of(points: Sequence[Point]) -> list[str]:
@@ -212,7 +207,7 @@ def left_out_error(points: Sequence[Point], form: Form) -> float | None:
             return None
     except BadInput:
         return None
-    problem = problem_of(rest, form)
+    problem = Problem.of(rest, form)
     law = Terms(*problem.terms(problem.best()))
     return math.log(largest.loss / law.loss(largest.params, largest.tokens))
 

@@ -1,26 +1,17 @@
-"""A machine that is planned for: stand-ins for its devices, so that neither they nor their compiler need be here.
+"""Stand-in devices for a machine to plan for, so that neither its devices nor their compiler are needed.
 
-They carry what mesh and shardings ask of a device (places, hosts, slices), so that layouts are those of training.
+They have what mesh and shardings read of a device (coordinates, hosts, slices), so that layouts are those of training.
 """
 
 import dataclasses
 import math
-import re
 from typing import Any, NamedTuple
 
 from jaxscale.hardware import CHIPS, Chip, find_chip
 from jaxscale.planning.measured import Measured
-from jaxscale.planning.topology import CARDS_PER_HOST, FAMILIES, MAX_HOSTS, Topology, TopologyName, parse_topology
+from jaxscale.planning.topology import PLANNED, Topology, TopologyName, parse_topology
 from jaxscale.sharding.offload import HOST
-from jaxscale.system.exits import BadInput
 
-# Cards that can be planned for, and that the compiler ahead has no description of.
-PLANNED_ONLY = {
-    "b200": "NVIDIA B200",
-    "v100": "Tesla V100-SXM2-16GB",
-    "t4": "Tesla T4",
-    "l4": "NVIDIA L4",
-}
 HERE = "here"
 
 
@@ -28,6 +19,17 @@ class MemoryKind(NamedTuple):
     """A memory that a device reaches, as JAX names it."""
 
     kind: str
+
+
+class NoClient:
+    """The client of devices that are not here: JAX asks which of them are this process's before it places on a host."""
+
+    def process_index(self) -> int:
+        """The number of no process."""
+        return -1
+
+
+NO_CLIENT = NoClient()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,7 @@ class StandIn:
     slice_index: int
     coords: tuple[int, ...]
     core_on_chip: int = 0
-    client: None = None
+    client: NoClient = NO_CLIENT
 
     def addressable_memories(self) -> list[MemoryKind]:
         """The device's own memory, and the host's where offloading was compiled for (TPU)."""
@@ -53,36 +55,13 @@ def open_machine(text: str) -> Topology:
 
     Raises BadInput, in one line with the nearest that works, for an unknown chip or a shape that is not made.
     """
-    if found := re.fullmatch(rf"({'|'.join(PLANNED_ONLY)})(?::(\d+)(?:x(\d+))?)?", text.strip().lower()):
-        return cards(f"{found[1]}:", PLANNED_ONLY[found[1]], *card_counts(text, found))
-    try:
-        name = parse_topology(text)
-    except BadInput as error:
-        more = f"; plan also knows {', '.join(PLANNED_ONLY)}" if "no chip is called" in str(error) else ""
-        raise BadInput(f"{error}{more}") from None
-    kind = FAMILIES[name.family].device_kind
-    if name.platform == "gpu":
-        return cards(f"{name.family}:", kind, *name.shape)
-    return slices(name, kind)
-
-
-def card_counts(text: str, found: re.Match) -> tuple[int, int]:
-    """(hosts, cards of each) of a name such as b200:4x8. Raises BadInput where they cannot be."""
-    if not found[2]:
-        raise BadInput(f"topology {text!r}: how many? write {found[1]}:1x8, {found[1]}:8x8")
-    hosts, of_host = (int(found[2]), int(found[3])) if found[3] else (1, int(found[2]))
-    if not (1 <= hosts <= MAX_HOSTS and 1 <= of_host <= CARDS_PER_HOST):
-        raise BadInput(
-            f"topology {text!r}: a host holds 1 to {CARDS_PER_HOST} cards, and {MAX_HOSTS} hosts are the most; write "
-            f"{found[1]}:8x8"
-        )
-    return hosts, of_host
-
-
-def cards(prefix: str, kind: str, hosts: int, of_host: int) -> Topology:
-    """Hosts of GPUs."""
-    devices = [StandIn(i, "gpu", kind, i // of_host, 0, (i,)) for i in range(hosts * of_host)]
-    return Topology(f"{prefix}{hosts}x{of_host}", "gpu", CHIPS[kind], devices, 1, hosts)
+    name = parse_topology(text, planned=True)
+    kind = PLANNED[name.family].device_kind
+    if name.platform == "tpu":
+        return slices(name, kind)
+    hosts, cards = name.shape
+    devices = [StandIn(i, "gpu", kind, i // cards, 0, (i,)) for i in range(hosts * cards)]
+    return Topology(str(name), "gpu", CHIPS[kind], devices, 1, hosts)
 
 
 def slices(name: TopologyName, kind: str) -> Topology:

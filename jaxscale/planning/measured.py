@@ -1,4 +1,4 @@
-"""What `jaxscale bench step --save` found out about this machine, kept in the user's cache folder."""
+"""Step timings of this machine by `jaxscale bench step --save`, kept in the user's cache folder."""
 
 import dataclasses
 import math

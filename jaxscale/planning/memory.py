@@ -7,26 +7,37 @@ from typing import Any
 
 import jax
 
+from jaxscale import units
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE, ModelConfig
 from jaxscale.ops.config import ATTENTION_OUT
-from jaxscale.planning.residuals import kept_by_stack, number_bytes, tiled_bytes
+from jaxscale.planning.residuals import number_bytes, residuals_by_stack, tiled_bytes
 from jaxscale.planning.topology import Topology
+from jaxscale.sharding.batch_axes import on_tpu
 from jaxscale.sharding.offload import HOST
-from jaxscale.sharding.tiles import on_tpu
 from jaxscale.system.exits import BadInput
 
 # docs.jax.dev, "GPU memory allocation": the part of a GPU's memory that jax takes at its start, and no program exceeds.
 GPU_FRACTION_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 GPU_FRACTION = 0.75
 NUM_MOMENTS = {"adamw": 2, "lion": 1, "sgd": 1}
+MOMENTS_IN_WORDS = {"adamw": "2 moments", "lion": "1 moment", "sgd": "momentum"}
 # Over what a block's own arrays sum to: XLA:TPU does not reuse all at once. Fitted to the ten TPU results in the
 # headers of configs/ (libtpu 0.0.51, 2026-11-21), which tests/planning/test_plan_memory.py compares with.
 BLOCK_SLACK = 1.25
 # XLA:GPU needs about twice as much for the same arrays: three compilations in the same headers (jax 0.10.2), all with
 # remat="full". Why was not looked into, so it is used with remat alone.
 GPU_SLACK = 2.15
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one kind on one device."""
+
+    kind: str
+    num_bytes: int
+    source: str  # how it is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,23 +89,25 @@ def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
     return MemoryNeed(params, copies * params, params, 0)
 
 
-def shard_bytes(abstract: Any) -> int:
-    """Bytes of one device's parts of a tree of ShapeDtypeStructs with shardings, but for those in the host's memory."""
-    leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind != HOST]
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+def shards(abstract: Any, on_host: bool = False) -> list[tuple[tuple[int, ...], int]]:
+    """(shape, bytes of an element) of one device's parts of a tree of ShapeDtypeStructs with shardings."""
+    leaves = [leaf for leaf in jax.tree.leaves(abstract) if (leaf.sharding.memory_kind == HOST) == on_host]
+    return [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves]
 
 
-def padding_bytes(abstract: Any) -> int:
-    """Bytes by which a TPU's tiles are larger than one device's parts of such a tree, the host's left out."""
-    leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind != HOST]
-    shards = [(leaf.sharding.shard_shape(leaf.shape), leaf.dtype.itemsize) for leaf in leaves]
-    return sum(tiled_bytes(shape, size, tpu=True) - size * math.prod(shape) for shape, size in shards)
+def shard_bytes(abstract: Any, on_host: bool = False) -> int:
+    """Bytes of one device's parts of such a tree: those in its own memory, or those in the host's."""
+    return sum(size * math.prod(shape) for shape, size in shards(abstract, on_host))
 
 
 def host_bytes(abstract: Any) -> int:
     """Bytes of one device's parts of such a tree that are in the host's memory."""
-    leaves = [leaf for leaf in jax.tree.leaves(abstract) if leaf.sharding.memory_kind == HOST]
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+    return shard_bytes(abstract, on_host=True)
+
+
+def padding_bytes(abstract: Any) -> int:
+    """Bytes by which a TPU's tiles are larger than one device's parts of such a tree, the host's left out."""
+    return sum(tiled_bytes(shape, size, tpu=True) - size * math.prod(shape) for shape, size in shards(abstract))
 
 
 def activation_bytes(program: Program) -> int:
@@ -117,10 +130,10 @@ def activation_bytes(program: Program) -> int:
     whole = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
     if program.attention == "xla":  # float32 scores and probabilities of each head
         whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
-    names = kept_names(model)
+    names = saved_names(model)
     gathered = gathered_bytes(program, width)
     if names is None:
-        stacks = kept_by_stack(program).values()
+        stacks = residuals_by_stack(program).values()
         kept, block = sum(layers * of_layer for layers, of_layer in stacks), max(of_layer for _, of_layer in stacks)
         kept += cast_bytes(program)
     else:
@@ -158,7 +171,7 @@ def cast_bytes(program: Program) -> int:
     return shard_bytes(program.abstract_state.params) * operand // 4 if gathers and operand < 4 else 0
 
 
-def kept_names(model: ModelConfig) -> set[str] | None:
+def saved_names(model: ModelConfig) -> set[str] | None:
     """The activations of each block that the device keeps for the backward pass; None: all there are."""
     if model.remat == "none":
         return None
@@ -190,3 +203,42 @@ def usable_memory(topology: Topology) -> tuple[int, str]:
             return int(there * fraction), f"{name}={text} of it is for jax"
     way_out = f"set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training for more"
     return int(there * GPU_FRACTION), f"jax takes {GPU_FRACTION:.0%} of a GPU's memory; {way_out}"
+
+
+def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
+    """Memory of one device by kind. The state is counted from the shardings that training uses."""
+    cfg = program.cfg
+    count = units.count(cfg.model.num_params)
+    learned = units.count(sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads)))
+    tensor = program.mesh.shape["tensor"]
+    both = program.mesh.shape["fsdp"] * tensor
+    over = {"zero1": (tensor, both), "zero2": (tensor, both), "zero3": (both, both)}[cfg.rules]
+    share = lambda parts: f" / {parts}" if parts > 1 else ""
+    moments, average = shard_bytes(program.abstract_state.opt_state), shard_bytes(program.abstract_state.ema)
+    rows = [
+        MemoryRow("parameters", need.params, f"4 B x {count}{share(over[0])}"),
+        MemoryRow("moments", moments, f"{MOMENTS_IN_WORDS[cfg.optim.name]} x 4 B x {learned}{share(over[1])}"),
+        MemoryRow("gradients", need.grads, f"4 B x {learned}{share(over[0])}, at most"),
+    ]
+    if average:
+        rows.insert(2, MemoryRow("average of parameters", average, f"4 B x {learned}{share(over[1])}"))
+    if need.summed:
+        rows.append(MemoryRow("gradients summed so far", need.summed, f"4 B x {learned}{share(both)}: microbatches"))
+    if need.padding:
+        rows.append(MemoryRow("padding", need.padding, "of the above, to a TPU's tiles of 8 x 128 numbers"))
+    made = units.plural(cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards, "row")
+    what = f"{made} of {cfg.row_lengths.row:,} tokens, remat={cfg.model.remat}: estimate"
+    return (*rows, MemoryRow("activations", need.activations, what))
+
+
+def fitting_parts(program: Program, usable: int) -> int | None:
+    """The fewest microbatches with which the estimate fits into so many bytes; None if none does."""
+    cfg = program.cfg
+    for parts in units.divisors(cfg.rows_per_step):
+        if cfg.rows_per_step // parts % program.batch_shards:
+            continue
+        train = dataclasses.replace(cfg.train, num_microbatches=parts)
+        wanted = dataclasses.replace(program, cfg=dataclasses.replace(cfg, train=train))
+        if memory_need(wanted).total <= usable:
+            return parts
+    return None

@@ -1,25 +1,35 @@
-"""The plan of a run: what config, machine and wishes tell without compiling, computed once, as plain data."""
+"""The plan of a run: what config, machine and wishes say without compiling, computed once, as plain data."""
 
 import dataclasses
-from typing import Any
+from pathlib import Path
 
 import jax
+import numpy as np
 
 from jaxscale.build import Program, make_program
 from jaxscale.checkpoint.write import state_bytes
 from jaxscale.config import Budget, RunConfig, resolve_budget
+from jaxscale.data.cache import raw_dtype
+from jaxscale.data.checks import corpus_files
+from jaxscale.data.config import DataConfig
+from jaxscale.data.header import read_header
+from jaxscale.data.manifest import is_manifest, read_manifest
+from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.hardware import Price
 from jaxscale.planning import cautions, cost, scaling
 from jaxscale.planning.cautions import Caution
 from jaxscale.planning.cost import Range
-from jaxscale.planning.dataset import count_tokens
-from jaxscale.planning.layout import fitting_parts, memory_rows
 from jaxscale.planning.measured import Kept, Measured
-from jaxscale.planning.memory import host_bytes, memory_need, usable_memory
+from jaxscale.planning.memory import fitting_parts, host_bytes, memory_need, memory_rows, usable_memory
+from jaxscale.planning.run_plan import Data, Device, Machine, Money, RunPlan, Saves, Time, Work
 from jaxscale.planning.speed import Speed, speed
-from jaxscale.planning.tables import MemoryRow
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.mesh import mesh_layout
+from jaxscale.system.exits import BadInput
+from jaxscale.system.paths import is_remote
+from jaxscale.text.sources.files import SourceFile
+
+PLAIN_TEXT = (".txt", ".py", ".md")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,137 +43,6 @@ class Wishes:
     mfu: float | None = None
     pue: float | None = None
     save_bytes_per_second: float | None = None  # of all hosts together
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Machine:
-    """What it runs on."""
-
-    topology: str
-    platform: str
-    chip: str
-    num_chips: float
-    num_devices: int
-    num_hosts: int
-    layout: str
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Work:
-    """What is trained, on how many tokens, in which batches."""
-
-    params: int
-    flops_per_token: float  # by the model's own formula, attention included
-    flops_per_token_6n: float
-    train_flops: float
-    tokens: int  # of whole steps
-    total_steps: int
-    warmup_steps: int
-    batch_tokens: int
-    rows: int
-    seq_len: int
-    num_microbatches: int
-    rows_per_pass: int  # on one batch shard
-    optimal: scaling.Alternative | None  # None, as the next two, for models that the rule was not found for
-    serving: tuple[scaling.Alternative, ...]
-    loss: float | None  # by the published fit; only for comparing sizes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Device:
-    """The memory of one device."""
-
-    memory: tuple[MemoryRow, ...]
-    memory_bytes: int
-    host_bytes: int
-    usable_bytes: int
-    usable_why: str
-    fitting_microbatches: int | None  # the fewest with which the estimate fits; None: none does
-    kept: Kept | None  # what preflight found out about this very step, where that is kept
-
-    @property
-    def fits(self) -> bool:
-        """Whether the estimate is within what a device has; the compiler's word where preflight kept it."""
-        return (self.kept.peak_bytes if self.kept else self.memory_bytes) <= self.usable_bytes
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Time:
-    """How long it takes."""
-
-    speed: Speed
-    goodput: float
-    wall_seconds: Range | None
-    deadline_seconds: float | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Money:
-    """What it costs, in dollars and energy."""
-
-    chip_hours: Range | None
-    price: Price | None
-    dollars: Range | None
-    watts: float | None
-    pue: float
-    pue_source: str
-    megawatt_hours: Range | None
-    budget_dollars: float | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Saves:
-    """Checkpoints: size, time, how often, what stays."""
-
-    checkpoint_bytes: int
-    save_seconds: float
-    save_source: str
-    save_interval_seconds: Range | None
-    best_interval_seconds: float
-    between_failures_seconds: float
-    kept_checkpoints: int
-    kept_bytes: int
-    storage_dollars_per_month: float
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Data:
-    """What is read."""
-
-    data_bytes: int
-    data_bytes_per_second: Range | None
-    data_tokens: int | None  # of one pass over the data that exist
-    data_source: str
-    epochs: float | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunPlan:
-    """The answer before the spend. Ranges go from the better to the worse MFU, or the other way, in rising order."""
-
-    config: str
-    machine: Machine
-    work: Work
-    device: Device
-    time: Time
-    money: Money
-    saves: Saves
-    data: Data
-    cautions: tuple[Caution, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON, on one level."""
-        parts = (self.machine, self.work, self.device, self.time, self.money, self.saves, self.data)
-        flat = {"config": self.config}
-        for part in parts:
-            flat |= dataclasses.asdict(part)
-        return flat | {
-            "optimal": self.work.optimal and self.work.optimal._asdict(),
-            "serving": [one._asdict() for one in self.work.serving],
-            "cautions": [one._asdict() for one in self.cautions],
-            "price": self.money.price and self.money.price._asdict(),
-            "fits": self.device.fits,
-        }
 
 
 def make_plan(
@@ -183,38 +62,27 @@ def make_plan(
     budget = resolve_budget(cfg, data_tokens)
     plain = dataclasses.replace(cfg, compiler={})  # options for the compiler change nothing that is planned here
     program = make_program(plain, budget, topology.devices)
-    machine = plan_machine(topology, program)
-    work = plan_work(cfg, budget, program)
     found = speed(program, topology, wishes.mfu, kept.mfu_ceiling if kept else None, measured or [])
+    machine, work = plan_machine(topology, program), plan_work(cfg, budget, program)
     wall = found.step_seconds and found.step_seconds.times(budget.total_steps / cost.GOODPUT)
-    time = Time(speed=found, goodput=cost.GOODPUT, wall_seconds=wall, deadline_seconds=wishes.deadline_seconds)
-    money = plan_money(wishes, topology, machine.num_chips, wall)
-    saves = plan_saves(cfg, wishes, machine, program, work.total_steps, found)
     id_bytes = cost.bytes_per_token_id(cfg.model.vocab_size)
-    data = Data(
-        data_bytes=work.tokens * id_bytes,
-        data_bytes_per_second=found.step_seconds and found.tokens_per_second.times(id_bytes),
-        data_tokens=data_tokens,
-        data_source=data_source,
-        epochs=work.tokens / data_tokens if data_tokens else None,
-    )
-    told = (
-        *cautions_of_optimizer(cfg, work),
-        *cautions_of_horizon(cfg, work, time, money),
-        *cautions_of_machine(cfg, work, topology, program, time, saves, given=wishes.mfu is not None),
-        cautions.too_many_epochs(data.epochs) if data.epochs else None,
-    )
-    return RunPlan(
+    plan = RunPlan(
         config=wishes.config_name,
         machine=machine,
         work=work,
         device=plan_device(program, topology, kept),
-        time=time,
-        money=money,
-        saves=saves,
-        data=data,
-        cautions=cautions.present(told),
+        time=Time(speed=found, goodput=cost.GOODPUT, wall_seconds=wall, deadline_seconds=wishes.deadline_seconds),
+        money=plan_money(wishes, topology, machine.num_chips, wall),
+        saves=plan_saves(cfg, wishes, machine, program, work.total_steps, found),
+        data=Data(
+            data_bytes=work.tokens * id_bytes,
+            data_bytes_per_second=found.step_seconds and found.tokens_per_second.times(id_bytes),
+            data_tokens=data_tokens,  # of one pass over the data that exist
+            data_source=data_source,
+            epochs=work.tokens / data_tokens if data_tokens else None,
+        ),
     )
+    return dataclasses.replace(plan, cautions=find_cautions(plan, cfg, program, topology, wishes))
 
 
 def plan_machine(topology: Topology, program: Program) -> Machine:
@@ -237,20 +105,20 @@ def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
     is_decoder = cfg.model.kind == "decoder"
     return Work(
         params=params,
-        flops_per_token=cfg.flops_per_token,
+        flops_per_token=cfg.flops_per_token,  # by the model's own formula, attention included
         flops_per_token_6n=scaling.train_flops(params, 1),
         train_flops=cfg.flops_per_token * tokens,
-        tokens=tokens,
+        tokens=tokens,  # of whole steps
         total_steps=budget.total_steps,
         warmup_steps=budget.warmup_steps,
         batch_tokens=budget.batch_tokens,
         rows=cfg.rows_per_step,
         seq_len=cfg.seq_len,
         num_microbatches=cfg.train.num_microbatches,
-        rows_per_pass=cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards,
+        rows_per_pass=cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards,  # on one batch shard
         optimal=scaling.optimal_alternative(scaling.train_flops(params, tokens)) if is_decoder else None,
         serving=tuple(scaling.serving_alternatives(params, tokens)) if is_decoder else (),
-        loss=scaling.fitted_loss(params, tokens) if is_decoder else None,
+        loss=scaling.fitted_loss(params, tokens) if is_decoder else None,  # only for comparing sizes
     )
 
 
@@ -263,7 +131,7 @@ def plan_device(program: Program, topology: Topology, kept: Kept | None) -> Devi
         host_bytes=host_bytes(program.abstract_state),
         usable_bytes=usable,
         usable_why=usable_why,
-        fitting_microbatches=fitting_parts(program, usable),
+        fitting_microbatches=fitting_parts(program, usable),  # the fewest by the estimate; None: none does
         kept=kept,
     )
 
@@ -271,8 +139,7 @@ def plan_device(program: Program, topology: Topology, kept: Kept | None) -> Devi
 def plan_money(wishes: Wishes, topology: Topology, num_chips: float, wall: Range | None) -> Money:
     """Chip-hours, dollars and energy of this wall time, where it is known."""
     chip, pue = topology.chip, wishes.pue or cost.PUE[topology.platform]
-    given = None if wishes.price is None else Price(wishes.price, "now", "as given by --price")
-    price = given or chip.price
+    price = chip.price if wishes.price is None else Price(wishes.price, "now", "as given by --price")
     hours = wall and wall.times(num_chips / cost.HOUR)
     power = cost.megawatt_hours(chip.watts, num_chips, 1.0, pue) if chip.watts else None
     return Money(
@@ -309,52 +176,80 @@ def plan_saves(
         between_failures_seconds=between,
         kept_checkpoints=number,
         kept_bytes=number * one_save,
-        storage_dollars_per_month=cost.storage_dollars_per_month(number * one_save),
+        storage_dollars_per_month=number * one_save / 1e9 * cost.STORAGE_DOLLARS_PER_GB_MONTH,  # GB of 10**9 bytes
     )
 
 
-def cautions_of_optimizer(cfg: RunConfig, work: Work) -> list[Caution | None]:
-    """What is unwise about warmup and rate, and about the amount of data; the rules were found for AdamW, decoders."""
-    found, is_decoder = [], cfg.model.kind == "decoder"
+def find_cautions(
+    plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology, wishes: Wishes
+) -> tuple[Caution, ...]:
+    """What is unwise about the plan. Rules that were found for AdamW or for decoders are asked of these alone."""
+    work, time, money, saves, chip = plan.work, plan.time, plan.money, plan.saves, topology.chip
+    is_decoder, size = cfg.model.kind == "decoder", (work.params, work.tokens)
+    found = []
     if cfg.optim.name == "adamw":
         warmup_tokens = work.warmup_steps * work.batch_tokens
         found.append(cautions.warmup_too_short(work.params, work.warmup_steps, warmup_tokens, cfg.optim.b2))
         if is_decoder:
-            found.append(cautions.rate_outside(work.params, work.tokens, work.batch_tokens, cfg.optim.peak_lr))
+            found.append(cautions.rate_outside(*size, work.batch_tokens, cfg.optim.peak_lr))
     if is_decoder:
-        found.append(cautions.tokens_of_params(work.params, work.tokens))
-    return found
-
-
-def cautions_of_horizon(cfg: RunConfig, work: Work, time: Time, money: Money) -> list[Caution | None]:
-    """What ends the run before its schedule, even at the better speed."""
-    found = []
-    if time.deadline_seconds is not None and time.wall_seconds is not None:
-        share = min(1.0, time.deadline_seconds / time.wall_seconds.low)
-        found.append(cautions.horizon_too_far(work.tokens, share * work.tokens, cfg.optim.decay, "the deadline"))
-    if money.budget_dollars is not None and money.dollars is not None:
-        share = min(1.0, money.budget_dollars / money.dollars.low)
-        found.append(cautions.horizon_too_far(work.tokens, share * work.tokens, cfg.optim.decay, "the budget"))
-    return found
-
-
-def cautions_of_machine(
-    cfg: RunConfig, work: Work, topology: Topology, program: Program, time: Time, saves: Saves, *, given: bool
-) -> list[Caution | None]:
-    """What is unwise about batch, checkpoints, links, types and length of a pass. given: --mfu was."""
-    chip, devices = topology.chip, topology.devices
-    islands = link_domains(devices) if topology.platform != "cpu" else [0] * len(devices)
-    interval, compute = saves.save_interval_seconds, time.speed.compute_seconds
-    num_chips = len(devices) / chip.devices_per_chip
-    found = []
-    if cfg.model.kind == "decoder":
-        found.append(cautions.batch_too_large(work.params, work.tokens, work.batch_tokens))
-    if interval is not None:
-        found.append(cautions.save_interval(interval.high, saves.save_seconds, num_chips, time.wall_seconds.high))
-    found += [
-        cautions.tensor_over_slow_links(program.mesh.shape["tensor"], islands.count(islands[0]), chip),
-        cautions.dtype_of_chip(cfg.model.compute_dtype, chip),
-    ]
-    if compute is not None and not given:
+        found.append(cautions.tokens_of_params(*size))
+    for limit, there, needed in (
+        ("the deadline", time.deadline_seconds, time.wall_seconds),
+        ("the budget", money.budget_dollars, money.dollars),
+    ):
+        if there is not None and needed is not None:  # what ends the run early even at the better speed
+            reached = min(1.0, there / needed.low) * work.tokens
+            found.append(cautions.horizon_too_far(work.tokens, reached, cfg.optim.decay, limit))
+    if is_decoder:
+        found.append(cautions.batch_too_large(*size, work.batch_tokens))
+    if (interval := saves.save_interval_seconds) is not None:
+        chips, wall = plan.machine.num_chips, time.wall_seconds
+        found.append(cautions.save_interval(interval.high, saves.save_seconds, chips, wall.high))
+    islands = link_domains(topology.devices) if topology.platform != "cpu" else [0] * len(topology.devices)
+    found.append(cautions.tensor_over_slow_links(program.mesh.shape["tensor"], islands.count(islands[0]), chip))
+    found.append(cautions.dtype_of_chip(cfg.model.compute_dtype, chip))
+    if (compute := time.speed.compute_seconds) is not None and wishes.mfu is None:
         found.append(cautions.pass_too_short(compute / cfg.train.num_microbatches))
-    return found
+    if plan.data.epochs:
+        found.append(cautions.too_many_epochs(plan.data.epochs))
+    return tuple(one for one in found if one is not None)
+
+
+def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:
+    """(tokens of one pass over the training data, how it is known), or (None, why it is not known)."""
+    if cfg.name == "synthetic":
+        return None, "synthetic data never end"
+    if cfg.name == "hf":
+        return None, "unknown: data sets of the hub are counted when they are prepared"
+    (files, _), problems = corpus_files(cfg)
+    if problems:
+        return None, f"unknown: {problems[0]}"
+    if any(is_remote(file.path) for file in files):
+        return None, "unknown: data in a bucket are not asked for here"
+    if cfg.name == "tokens":
+        try:
+            return sum(tokens_of(file, cfg, vocab_size) for file in files), "by the files' headers and sizes"
+        except (BadInput, OSError) as error:
+            return None, f"unknown: {error}"
+    if cfg.tokenizer not in ("", "bytes"):
+        return None, "unknown before the text is tokenised: jaxscale prepare counts it"
+    if not all(file.path.endswith(PLAIN_TEXT) for file in files):
+        return None, "unknown before the files are unpacked: jaxscale prepare counts it"
+    held = 1 - cfg.val_fraction if not cfg.val_files else 1.0
+    tokens = sum(Path(file.path).stat().st_size + 1 for file in files) * held
+    return round(tokens), "by the sizes of the files, a byte being a token, without what is held out"
+
+
+def tokens_of(file: SourceFile, cfg: DataConfig, vocab_size: int) -> int:
+    """Tokens of one token file. Raises BadInput where it does not say."""
+    if is_manifest(file.path):
+        return read_manifest(file.path).content["num_tokens"]
+    if is_megatron(file.path):
+        return int(read_index(Path(file.path).with_suffix(".idx")).offsets[-1])
+    header = read_header(Path(file.path))
+    if header is not None:
+        return header["num_tokens"]
+    if not file.path.endswith(".bin"):
+        raise BadInput(f"{file.path} has no header that tells its tokens")
+    return Path(file.path).stat().st_size // np.dtype(raw_dtype(cfg, vocab_size)).itemsize

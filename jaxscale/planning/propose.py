@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.planning import published, scaling
+from jaxscale.planning import scaling
 from jaxscale.system.exits import BadInput
 
 HEAD_DIM = 128
@@ -52,12 +52,9 @@ def propose_for_flops(flops: float, why: str) -> Proposal:
     """The compute-optimal run for so many operations: N = (C / 6 / 20) ** 0.5, D = C / 6 / N."""
     if not 1.2e16 <= flops <= 6 * scaling.TOKENS_PER_PARAM * LARGEST**2:
         raise BadInput(f"{flops:.3g} FLOPs are outside what a proposal is made for, 1.2e16 to 1.2e28; check the units")
-    model = shape(scaling.optimal_params(flops), within=0.02)
-    params = shape_params(model)
-    rule = scaling.optimal_alternative(flops)
-    return finish(
-        model, round(flops / 6 / params), rule, f"{why}: N = (C / 6 / 20)^0.5, D = C / 6 / N (arXiv:2203.15556)"
-    )
+    model, rule = shape(scaling.optimal_params(flops), within=0.02), scaling.optimal_alternative(flops)
+    why += ": N = (C / 6 / 20)^0.5, D = C / 6 / N (arXiv:2203.15556)"
+    return finish(model, round(flops / 6 / shape_params(model)), rule, why)
 
 
 def propose_for_size(params: float, why: str) -> Proposal:
@@ -66,9 +63,8 @@ def propose_for_size(params: float, why: str) -> Proposal:
         raise BadInput(f"a model of {params:.3g} parameters is outside what is proposed, 1e7 to 1e13; check the units")
     model = shape(params)
     rule = scaling.optimal_alternative(scaling.train_flops(params, scaling.optimal_tokens(params)))
-    return finish(
-        model, round(scaling.optimal_tokens(shape_params(model))), rule, f"{why}: D = 20 N (arXiv:2203.15556)"
-    )
+    tokens = round(scaling.optimal_tokens(shape_params(model)))
+    return finish(model, tokens, rule, f"{why}: D = 20 N (arXiv:2203.15556)")
 
 
 def shortened(proposal: Proposal, share: float) -> Proposal:
@@ -80,15 +76,15 @@ def shortened(proposal: Proposal, share: float) -> Proposal:
 
 def finish(model: dict[str, Any], tokens: int, rule: scaling.Alternative, why: str) -> Proposal:
     """Batch and rate by the compute (arXiv:2401.02954, equation 1), the batch a power of two of rows and no larger than
-    the critical one (published.critical_batch)."""
+    the critical one (scaling.critical_batch)."""
     params = shape_params(model)
     flops = scaling.train_flops(params, tokens)
     seq_len = SEQ_LEN if model["embed_dim"] > SMALL_WIDTH else SEQ_LEN // 2
-    critical = published.critical_batch(scaling.predicted_loss(params, tokens))
+    critical = scaling.critical_batch(scaling.predicted_loss(params, tokens))
     most = min(critical, tokens / 100) / seq_len  # at least 100 steps
-    wished = 2 ** round(math.log2(published.batch_by_flops(flops) / seq_len))
+    wished = 2 ** round(math.log2(scaling.batch_by_flops(flops) / seq_len))
     rows = max(1, min(wished, 2 ** math.floor(math.log2(max(1.0, most)))))
-    rate = float(f"{published.rate_by_flops(flops):.2g}")
+    rate = float(f"{scaling.rate_by_flops(flops):.2g}")
     return Proposal(params, tokens, flops, why, model, seq_len, rows, rate, rule)
 
 

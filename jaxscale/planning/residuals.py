@@ -1,4 +1,4 @@
-"""What the backward pass keeps of each block where nothing is computed again (remat="none"), array by array.
+"""Residuals that the backward pass saves of each block without remat (remat="none"), array by array.
 
 Each follows from the model's code: what a derivative reads, in the type in which it is computed. They are the arrays
 that the loops over the layers carry where XLA:TPU compiled quickstart, masked_lm, span_corruption and gpt2_124m (its
@@ -15,20 +15,20 @@ from typing import NamedTuple
 
 from jaxscale.build import Program
 from jaxscale.models.config import ModelConfig, NumberKind
-from jaxscale.sharding.tiles import LANES, SUBLANES, on_tpu
+from jaxscale.sharding.batch_axes import LANES, SUBLANES, on_tpu
 
 F32 = 4
 
 
-class Kept(NamedTuple):
-    """One array that is kept of every layer."""
+class Residual(NamedTuple):
+    """One array that is kept of every layer for the backward pass."""
 
     name: str
     shape: tuple[int, ...]
     itemsize: int
 
 
-def kept_by_stack(program: Program) -> dict[str, tuple[int, int]]:
+def residuals_by_stack(program: Program) -> dict[str, tuple[int, int]]:
     """{stack of blocks: (its layers, bytes on one device that are kept of each)}, where nothing is computed again."""
     cfg, tpu = program.cfg, on_tpu(program.mesh)
     rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
@@ -38,14 +38,14 @@ def kept_by_stack(program: Program) -> dict[str, tuple[int, int]]:
         encodes = stack == "encoder_blocks"
         length = cfg.row_lengths.encoder if encodes else cfg.row_lengths.row
         read = None if encodes else cfg.row_lengths.encoder
-        arrays = kept_of_block(cfg.model, rows, length, read, **how)
+        arrays = block_residuals(cfg.model, rows, length, read, **how)
         found[stack] = layers, sum(tiled_bytes(one.shape, one.itemsize, tpu) for one in arrays)
     return found
 
 
-def kept_of_block(
+def block_residuals(
     model: ModelConfig, rows: int, length: int, read: int | None, *, scores: bool, tensor: int, tpu: bool
-) -> list[Kept]:
+) -> list[Residual]:
     """The arrays of one block on rows of `length` positions.
 
     read: positions of the encoder's rows, for a decoder that reads them. scores: attention keeps its probabilities,
@@ -54,18 +54,18 @@ def kept_of_block(
     sizes = number_bytes(model, tpu)
     B, T, D, own = rows, length, model.embed_dim, length // tensor
     parts = 2 if read is None else 3  # of a block, each behind a norm and with a projection of its own
-    kept = [Kept("input of a part", (B, T, D), sizes["operand"])] * parts
-    kept += [Kept("of a norm", (B, own, D), sizes[kind]) for kind in model.norm_residuals] * parts
+    kept = [Residual("input of a part", (B, T, D), sizes["operand"])] * parts
+    kept += [Residual("of a norm", (B, own, D), sizes[kind]) for kind in model.norm_residuals] * parts
     if model.dropout:
-        kept += [Kept("dropout's mask", (B, own, D), 1)] * parts
+        kept += [Residual("dropout's mask", (B, own, D), 1)] * parts
     for keys in (T,) if read is None else (T, read):
-        kept += kept_of_attention(model, B, T, keys, scores=scores, tensor=tensor, tpu=tpu)
-    return kept + [Kept(name, (B, T, model.mlp_dim // tensor), sizes[kind]) for name, kind in model.mlp_residuals]
+        kept += attention_residuals(model, B, T, keys, scores=scores, tensor=tensor, tpu=tpu)
+    return kept + [Residual(name, (B, T, model.mlp_dim // tensor), sizes[kind]) for name, kind in model.mlp_residuals]
 
 
-def kept_of_attention(
+def attention_residuals(
     model: ModelConfig, B: int, T: int, S: int, *, scores: bool, tensor: int, tpu: bool
-) -> list[Kept]:
+) -> list[Residual]:
     """Queries, keys, values, the result, and probabilities in float32 and as their product with values reads them.
 
     A kernel's arrays have heads before positions, so that a head of 64 is filled up to the lanes of a TPU; its result
@@ -75,15 +75,19 @@ def kept_of_attention(
     width, operand = sizes["compute"], sizes["operand"]
     N, H, K = model.num_heads // tensor, model.head_dim, model.key_width // model.head_dim // tensor
     per_head = [(B, N, T, H), (B, K, S, H), (B, K, S, H), (B, N, T, H)]  # query, key, value, result
-    before_norm = [Kept("before its norm", shape, width) for shape in per_head[:2]] if model.qk_norm else []
+    before_norm = [Residual("before its norm", shape, width) for shape in per_head[:2]] if model.qk_norm else []
     if scores:
-        probabilities = [Kept("probabilities", (B, N, T, S), itemsize) for itemsize in (F32, operand)]
+        probabilities = [Residual("probabilities", (B, N, T, S), itemsize) for itemsize in (F32, operand)]
         if model.attention_needs().softcap is not None:
-            probabilities.append(Kept("tanh of scores", (B, N, T, S), F32))
-        return before_norm + probabilities + [Kept("of attention", shape, operand) for shape in per_head]
-    lanes = filled(H, LANES) if tpu else H
-    kept = [Kept("of the kernel", (*shape[:-1], lanes), width) for shape in per_head] + before_norm
-    return [*kept, Kept("attention's result", (B, N, T, H), operand), Kept("logarithms of sums", (B, N, T), F32)]
+            probabilities.append(Residual("tanh of scores", (B, N, T, S), F32))
+        return before_norm + probabilities + [Residual("of attention", shape, operand) for shape in per_head]
+    lanes = round_up(H, LANES) if tpu else H
+    kept = [Residual("of the kernel", (*shape[:-1], lanes), width) for shape in per_head] + before_norm
+    return [
+        *kept,
+        Residual("attention's result", (B, N, T, H), operand),
+        Residual("logarithms of sums", (B, N, T), F32),
+    ]
 
 
 def number_bytes(model: ModelConfig, tpu: bool) -> dict[NumberKind, int]:
@@ -107,10 +111,10 @@ def tiled_bytes(shape: Sequence[int], itemsize: int, tpu: bool) -> int:
         for before, rows in enumerate(sizes):
             if last != before:
                 tile = min(SUBLANES, 2 ** math.ceil(math.log2(rows)))  # of few rows it is smaller
-                factors.append(filled(lanes, LANES) * filled(rows, tile) / (lanes * rows))
+                factors.append(round_up(lanes, LANES) * round_up(rows, tile) / (lanes * rows))
     return round(itemsize * math.prod(shape) * min(factors))
 
 
-def filled(size: int, tile: int) -> int:
+def round_up(size: int, tile: int) -> int:
     """The next multiple of `tile`."""
     return -(-size // tile) * tile

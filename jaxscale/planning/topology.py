@@ -1,4 +1,4 @@
-"""The chips that a name stands for, opened for compiling ahead where none of them is.
+"""TPU slices and GPU hosts by name, as devices to compile for without having them.
 
 v5p:4x4x8      a TPU slice by its shape           v5p-256        by its TensorCores (v2 to v5p, TPU7x: two a chip)
 v5litepod-256  by its chips (v5e, v6e)            2*v6e:16x16    two slices
@@ -49,14 +49,17 @@ FAMILIES = {
     "a100-40gb": Family("NVIDIA A100-SXM4-40GB", 0),
     "a100-80gb": Family("NVIDIA A100-SXM4-80GB", 0),
 }
-ALIASES = {
-    "v5litepod": "v5e",
-    "v5lite": "v5e",
-    "trillium": "v6e",
-    "ironwood": "tpu7x",
-    "v7x": "tpu7x",
-    "a100": "a100-80gb",
+# Cards that can be planned for, and that the compiler ahead has no description of.
+PLANNED_ONLY = {
+    "b200": Family("NVIDIA B200", 0),
+    "v100": Family("Tesla V100-SXM2-16GB", 0),
+    "t4": Family("Tesla T4", 0),
+    "l4": Family("NVIDIA L4", 0),
 }
+PLANNED = FAMILIES | PLANNED_ONLY
+ALIASES = {
+    "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x", "a100": "a100-80gb",
+}  # fmt: skip
 CARDS_PER_HOST = 8  # HGX and DGX boards hold 4 or 8; more share no NVLink switch in these generations
 MAX_HOSTS = 4096  # beyond any cluster of these cards that is rented; a typing error more likely
 
@@ -76,7 +79,7 @@ class TopologyName:
     @property
     def platform(self) -> str:
         """'tpu' or 'gpu', as devices name it."""
-        return "tpu" if FAMILIES[self.family].dims else "gpu"
+        return "tpu" if PLANNED[self.family].dims else "gpu"
 
     @property
     def num_chips(self) -> int:
@@ -185,8 +188,8 @@ def wraps(chip: Chip, size: int) -> bool:
     return size % 4 == 0 if chip.ici_dims == 3 else size == 16
 
 
-def parse_topology(text: str) -> TopologyName:
-    """What a topology's name asks for. Needs no compiler.
+def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
+    """What a topology's name asks for. Needs no compiler. planned: cards that nothing is compiled for are known too.
 
     Raises BadInput, in one line with the nearest that works, for an unknown chip or a shape that is not made.
     """
@@ -196,17 +199,18 @@ def parse_topology(text: str) -> TopologyName:
     slices, chip, mark, sizes = match.groups()
     num_slices = int(slices or 1)
     family = ALIASES.get(chip, chip)
-    if family not in FAMILIES:
+    if family not in (PLANNED if planned else FAMILIES):
         known = sorted({*FAMILIES, *ALIASES})
         close = difflib.get_close_matches(chip, known, n=1, cutoff=0.4)
         meant = f"; did you mean {close[0]!r}?" if close else ""
-        raise BadInput(f"topology {text!r}: no chip is called {chip!r}{meant} (known: {', '.join(known)})")
+        more = f"; plan also knows {', '.join(PLANNED_ONLY)}" if planned else ""
+        raise BadInput(f"topology {text!r}: no chip is called {chip!r}{meant} (known: {', '.join(known)}){more}")
     if num_slices < 1:
         raise BadInput(f"topology {text!r}: 0 slices hold no chip; write {text.split('*')[1]}")
     if not sizes:
         raise BadInput(f"topology {text!r}: how many? write {', '.join(map(str, examples(family)))}")
     shape = tuple(int(size) for size in sizes.split("x"))
-    if FAMILIES[family].dims == 0:
+    if PLANNED[family].dims == 0:
         hosts, cards = gpu_shape(text, family, shape, counted=mark == "-")
         if num_slices > 1:
             whole = TopologyName(family, (num_slices * hosts, cards))
@@ -218,7 +222,7 @@ def parse_topology(text: str) -> TopologyName:
 
 def examples(family: str) -> list[TopologyName]:
     """A small and a larger machine of a family."""
-    shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[FAMILIES[family].dims]
+    shapes = {0: [(1, 8), (8, 8)], 2: [(4, 4), (16, 16)], 3: [(2, 2, 4), (4, 4, 8)]}[PLANNED[family].dims]
     return [TopologyName(family, shape) for shape in shapes]
 
 
@@ -247,9 +251,8 @@ def counted_shape(text: str, family: str, shape: tuple[int, ...]) -> tuple[int, 
         raise BadInput(
             f"topology {text!r}: '-' is followed by a number of {unit}, a shape by ':'; write {text.replace('-', ':')}"
         )
-    shapes = {
-        math.prod(known): known for known in reversed(legal_shapes(family))
-    }  # the most cubic of a size comes first
+    # of one size the most cubic stands first among the legal ones, so it is the one that stays
+    shapes = {math.prod(known): known for known in reversed(legal_shapes(family))}
     if count % cores or count // cores not in shapes:
         nearest = min(shapes, key=lambda chips: (abs(math.log(max(count, 1) / cores / chips)), chips))
         raise BadInput(

@@ -1,4 +1,4 @@
-"""Axes and their tick labels, and series thinned to what a plot can show. script.py has the same for zoomed plots."""
+"""Axes and their tick labels, and series thinned to what a plot can show. page.js has the same for zoomed plots."""
 
 import itertools
 import math

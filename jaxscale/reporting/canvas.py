@@ -68,6 +68,11 @@ class Canvas:
         return marks(self.histories[0].events) if self.single else []
 
 
+def plots(*drawn: str) -> str:
+    """The plots side by side; '' without any."""
+    return f'<div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
+
+
 def history_label(history: History, label: str) -> str:
     """'run-a, validation'."""
     return f"{history.name}, {label}" if label else history.name
@@ -95,8 +100,7 @@ def across_of(histories: Sequence[History]) -> Axis:
 
 def tokens_per_step(history: History) -> float | None:
     """Tokens of one step, by the config or the metrics."""
-    budget = history.config.get("budget")
-    told = budget.get("batch_tokens") if isinstance(budget, dict) else None
+    told = history.part("budget").get("batch_tokens")
     if is_number(told) and told > 0:
         return told
     steps, tokens = history.series("tokens_seen")

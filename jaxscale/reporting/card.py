@@ -1,12 +1,10 @@
 """A report card: one short page in Markdown about one run or several, for a README or a terminal."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxscale import units
 from jaxscale.reporting.evals import METRICS, SHOWN, eval_names, label_of, shown
 from jaxscale.reporting.history import History
-from jaxscale.reporting.json_lines import as_dict
 from jaxscale.reporting.page import told_apart
 from jaxscale.reporting.status import Status, status_of
 from jaxscale.reporting.text import clock, money, plain
@@ -59,7 +57,7 @@ def fact_rows(histories: Sequence[History], statuses: Sequence[Status]) -> list[
 
 def model_words(history: History) -> str:
     """'llama, 4 layers of 256'."""
-    model: dict[str, Any] = as_dict(as_dict(history.config.get("config")).get("model"))
+    model = history.part("config", "model")
     layers, width = model.get("num_layers"), model.get("embed_dim")
     return f"{model.get('name', '?')}, {layers} layers of {width}" if layers and width else NONE
 

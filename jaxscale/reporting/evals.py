@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from jaxscale.reporting.canvas import Canvas
+from jaxscale.reporting.canvas import Canvas, plots
 from jaxscale.reporting.history import History
 from jaxscale.reporting.plots import Band, Line, Plot, color_of, with_points
 from jaxscale.reporting.tables import n, table
@@ -45,7 +45,7 @@ def eval_plots(canvas: Canvas) -> str:
             drawn.append(metric_plot(canvas, metric, names))
         else:
             drawn += [compared_plot(canvas, metric, name) for name in names]
-    return f'<div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
+    return plots(*drawn)
 
 
 def metric_plot(canvas: Canvas, metric: str, names: Sequence[str]) -> str:

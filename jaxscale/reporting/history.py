@@ -1,4 +1,4 @@
-"""What a work folder tells of its run: metrics, events, config, samples, read as they are, also while they are written.
+"""The history of a run, read from its work folder: metrics, events, config, samples, also while they are written.
 
 Everything that looks at a run from outside reads it here. Nothing is changed, and nothing that is damaged ends the
 reading: what was left out is told in `problems`. Lines are read one by one and thinned on the way, so that a run of
@@ -8,6 +8,7 @@ millions of lines costs a bounded amount of memory.
 import collections
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.reporting.json_lines import clean_event, read_lines, read_object
+from jaxscale.reporting.json_lines import as_dict, clean_event, read_lines, read_object
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
@@ -44,7 +45,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class History:
-    """A run as its work folder tells it. Numbers are finite or None; a row names in "nonfinite" what was not."""
+    """A run, as read from its work folder. Numbers are finite or None; a row names in "nonfinite" what was not."""
 
     workdir: str
     rows: tuple[Row, ...] = ()  # of metrics.jsonl: training and validation, by step; each step counts once
@@ -64,6 +65,10 @@ class History:
     def name(self) -> str:
         """The label, or the folder's own name."""
         return self.label or self.workdir.rstrip("/").rpartition("/")[2] or self.workdir
+
+    def part(self, *names: str) -> dict[str, Any]:
+        """A group of config.json by its names, outermost first; {} where there is none."""
+        return functools.reduce(lambda found, name: as_dict(found.get(name)), names, self.config)
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of one metric, where it is a finite number."""

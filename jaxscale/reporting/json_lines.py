@@ -9,19 +9,7 @@ from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
 LARGEST = 1e100  # a number beyond it is no measurement
-NUMBERS = (
-    "step",
-    "code",
-    "seconds",
-    "bytes",
-    "to",
-    "until",
-    "batch",
-    "number",
-    "steps_won",
-    "steps_lost",
-    "wall_seconds",
-)
+NUMBERS = tuple("step code seconds bytes to until batch number steps_won steps_lost wall_seconds".split())
 OBJECTS = ("devices", "goodput", "left")
 
 Row = dict[str, Any]

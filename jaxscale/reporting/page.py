@@ -1,29 +1,28 @@
 """The page as a whole: head, sections, and the little that makes it safe to open and to send on."""
 
 import dataclasses
+import importlib.resources
 import time
 from collections.abc import Sequence
 
-from jaxscale import units
 from jaxscale.reporting.canvas import Canvas, across_of, tokens_per_step
 from jaxscale.reporting.evals import eval_plots, eval_table
 from jaxscale.reporting.history import History
-from jaxscale.reporting.json_lines import as_dict, as_list
-from jaxscale.reporting.script import SCRIPT
-from jaxscale.reporting.sections import Section, left_out, plot_sections
+from jaxscale.reporting.json_lines import as_list
+from jaxscale.reporting.sections import Section, plot_sections
 from jaxscale.reporting.status import Status, cost_fact, price_words, status_of
-from jaxscale.reporting.style import style
 from jaxscale.reporting.tables import (
     Cell,
     change_table,
     difference_table,
     incident_table,
+    left_out,
     n,
     run_name,
     settings_table,
     table,
 )
-from jaxscale.reporting.text import clock, count, escape, json_block, money, percent, plain
+from jaxscale.reporting.text import clock, count, duration, escape, json_block, money, percent, plain
 from jaxscale.reporting.words import described
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
@@ -68,16 +67,21 @@ def whole_page(canvas: Canvas, head: str, sections: Sequence[Section], end: str,
     policy = POLICY + (SERVED if version else "")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{escape_policy(policy)}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
-        f"<title>{escape(title)}</title><style>{style()}</style></head><body>"
+        f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head><body>"
         f"<header>{head}<nav>{links}</nav>{told(histories)}</header><main>{body}</main>"
         f"<footer>{escape(end)}</footer>"
         '<button id="reset" type="button" hidden>Show the whole run</button>'
         f'<script id="plot-data" type="application/json">{json_block(data)}</script>'
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"<script>{asset('page.js')}</script></body></html>\n"
     )
+
+
+def asset(name: str) -> str:
+    """The text of a file that lies beside this one in the package."""
+    return importlib.resources.files("jaxscale.reporting").joinpath(name).read_text("utf-8")
 
 
 def told_apart(histories: Sequence[History]) -> list[History]:
@@ -87,11 +91,6 @@ def told_apart(histories: Sequence[History]) -> list[History]:
         dataclasses.replace(history, label=history.workdir) if names.count(history.name) > 1 else history
         for history in histories
     ]
-
-
-def escape_policy(policy: str) -> str:
-    """The policy as an attribute; it is ours, and has quotes that must stay what they are."""
-    return policy.replace('"', "&quot;")
 
 
 def foot(now: float, by: str) -> str:
@@ -111,10 +110,8 @@ def told(histories: Sequence[History]) -> str:
 
 def one_head(history: History, status: Status) -> str:
     """Name, state and the numbers that are asked for first."""
-    config = as_dict(history.config.get("config"))
-    model = as_dict(config.get("model"))
     chips = f"{plain(status.chips)} x {status.chip}" if status.chips else ""
-    parts = [str(model.get("name") or ""), chips, history.workdir]
+    parts = [str(history.part("config", "model").get("name") or ""), chips, history.workdir]
     done = status.step / status.total_steps if status.total_steps else None
     bar = f'<div class="bar"><i style="width:{100 * min(done, 1):.2f}%"></i></div>' if done is not None else ""
     speed = status.tokens_per_second
@@ -157,11 +154,6 @@ def bits_text(history: History) -> str:
     """'1.205 bits per byte'."""
     bits = history.latest("validation/bits_per_byte")
     return f"{plain(bits)} bits per byte" if bits is not None else ""
-
-
-def duration(value: float | None) -> str:
-    """'1h02m', 'n/a'."""
-    return "n/a" if value is None else units.duration(value)
 
 
 def starts_text(status: Status) -> str:
@@ -242,17 +234,17 @@ def log(history: History) -> str:
 def settings(history: History) -> str:
     """Versions, descent, changes, and all settings."""
     config = history.config
-    versions = {name: version for name, version in as_dict(config.get("versions")).items() if version}
+    versions = {name: version for name, version in history.part("versions").items() if version}
     facts = [("git commit", config.get("git_commit")), ("versions", described(versions))]
     for ancestor in as_list(config.get("ancestry")):
         if isinstance(ancestor, dict):
             facts.append(("weights from", f"{ancestor.get('path')}, step {ancestor.get('step')}"))
-    peak = as_dict(config.get("peak"))
+    peak = history.part("peak")
     if peak.get("name"):
         facts.append(("MFU against", f"{peak.get('name')}: {peak.get('source')}"))
     parts = [table(("made with", ""), [(name, Cell(escape(value), "mono")) for name, value in facts if value])]
     changes = change_table(history)
     parts.append(f"<h3>Changed on the way</h3>{changes}" if changes else left_out("No setting was changed on the way."))
-    if every := as_dict(config.get("config")):
+    if every := history.part("config"):
         parts.append(f"<details><summary>All settings</summary>{settings_table(every)}</details>")
     return "".join(parts)

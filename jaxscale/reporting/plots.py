@@ -22,7 +22,7 @@ KEPT_COLUMNS = 1400  # what the script gets, for a closer look
 
 
 class Line(NamedTuple):
-    """A series. style: line, faint, dash, dots (points), gone (abandoned: grey), limit (thin). color: of style.py."""
+    """A series. style: line, faint, dash, dots (points), gone (abandoned: grey), limit (thin). color: of page.css."""
 
     label: str
     steps: Sequence[float]
@@ -73,11 +73,6 @@ class Plot:
         lone = lambda line: len(line.steps) == 1 and line.style in ("line", "dash", "faint")
         return [line._replace(style="dots") if lone(line) else line for line in self.lines if line.steps]
 
-    @property
-    def axis_unit(self) -> str:
-        """What the values are, and that the axis is logarithmic where it is."""
-        return ", ".join(filter(None, (self.unit, "logarithmic" if self.log else "")))
-
 
 def color_of(place: int) -> str:
     """The colour of a line among others, and beyond the eighth a pattern of dashes too."""
@@ -114,7 +109,8 @@ def draw(plot: Plot, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
         notes.append(f"{hidden} points are 0 or less, which a logarithmic axis does not have.")
     drawn = f'<path class="grid" d="{grid_path(plot, up)}"/>{marks}{"".join(lines)}'
     kind, words, left = "plot wide" if plot.wide else "plot", summary(plot), left_labels(plot, up)
-    figure = Figure(kind, plot.title, plot.axis_unit, legend(plot), words, drawn, left, " ".join(notes))
+    unit = ", ".join(filter(None, (plot.unit, "logarithmic" if plot.log else "")))
+    figure = Figure(kind, plot.title, unit, legend(plot), words, drawn, left, " ".join(notes))
     return figure.html(across, number), script_data(plot, across, up)
 
 

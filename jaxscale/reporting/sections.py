@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 from jaxscale import units
 from jaxscale.monitor.health.speed_rules import OTHER_WORK
-from jaxscale.reporting.canvas import Canvas, grouped, history_label, tokens_per_step
+from jaxscale.reporting.canvas import Canvas, grouped, history_label, plots, tokens_per_step
 from jaxscale.reporting.evals import evals_section
 from jaxscale.reporting.heat import HeatMap
 from jaxscale.reporting.history import History
 from jaxscale.reporting.plots import Band, Line, Plot, color_of, with_points
 from jaxscale.reporting.sources import data_table, is_of_source
-from jaxscale.reporting.tables import goodput_table, supervised_table
+from jaxscale.reporting.tables import goodput_table, left_out, supervised_table
 from jaxscale.reporting.text import escape
 
 IN_USE = ("faint", "line")  # of several runs, of one, which has a colour for it
@@ -50,20 +50,10 @@ def plot_sections(canvas: Canvas) -> list[Section]:
         ("memory", "Memory and devices", memory),
         ("goodput", "Goodput", goodput),
         ("layers", "Layers", layers),
-        ("data", "Data", data),
+        ("data", "Data", lambda canvas: data_table(canvas.histories)),
     )
     made = [Section(id, title, make(canvas)) for id, title, make in makers]
     return [section for section in made if section.html]
-
-
-def plots(*drawn: str) -> str:
-    """The plots side by side; '' without any."""
-    return f'<div class="plots">{"".join(drawn)}</div>' if any(drawn) else ""
-
-
-def left_out(text: str) -> str:
-    """A line in place of what is not there."""
-    return f'<p class="left">{escape(text)}</p>'
 
 
 def loss(canvas: Canvas) -> str:
@@ -277,8 +267,3 @@ def statistic(canvas: Canvas, history: History, title: str, unit: str, prefix: s
 def layer_label(name: str) -> str:
     """'layer 3' of '03'; of what is no layer its own name."""
     return f"layer {int(name)}" if name.isdecimal() else name
-
-
-def data(canvas: Canvas) -> str:
-    """What was trained on."""
-    return data_table(canvas.histories)

@@ -30,16 +30,15 @@ def data_table(histories: Sequence[History]) -> str:
 
 def data_words(history: History) -> str:
     """What was read, in a sentence or two."""
-    config = as_dict(history.config.get("config"))
-    data = as_dict(config.get("data"))
+    config, data = history.part("config"), history.part("config", "data")
     told = []
     if data:
         told.append(
             f"{data.get('name') or 'data'}" + (f", files {described(data['files'])}" if data.get("files") else "")
         )
         told.append(f"packing {data.get('packing')}")
-        objective = as_dict(data.get("objective"))
-        told.append(f"objective {objective.get('name')}") if objective.get("name") else None
+        if objective := history.part("config", "data", "objective").get("name"):
+            told.append(f"objective {objective}")
         if data.get("tokenizer"):
             told.append(f"tokenizer {data['tokenizer']}")
     if is_number(config.get("seq_len")):
@@ -47,9 +46,11 @@ def data_words(history: History) -> str:
     tokens = history.latest("tokens_seen")
     if tokens is not None:
         told.append(f"{units.count(tokens)} tokens seen ({tokens:,.0f})")
-    real, every = sum_of(history, "train/real_tokens"), as_dict(history.config.get("budget")).get("batch_tokens")
+    real, every = history.series("train/real_tokens")[1], history.part("budget").get("batch_tokens")
     if real and is_number(every) and every:
-        told.append(f"{percent(real[0] / (real[1] * every))} of them real, the rest padding (of the steps reported)")
+        told.append(
+            f"{percent(sum(real) / (len(real) * every))} of them real, the rest padding (of the steps reported)"
+        )
     if gated := history.latest("gated_rows_total"):
         told.append(f"{gated:,.0f} rows gated since the last start")
     skips = data.get("skip_batches")
@@ -58,23 +59,17 @@ def data_words(history: History) -> str:
     return f"<p>{escape('; '.join(told))}.</p>" if told else ""
 
 
-def sum_of(history: History, name: str) -> tuple[float, int] | None:
-    """(sum, number) of a metric's values; None without any."""
-    values = history.series(name)[1]
-    return (sum(values), len(values)) if values else None
-
-
 def source_table(history: History) -> str:
     """A row for each source."""
-    data = as_dict(as_dict(history.config.get("config")).get("data"))
+    data = history.part("config", "data")
     planned = stages_of(data.get("mixture"))
     caps = as_dict(data.get("max_epochs"))
     met = [name.split("/")[1] for name in history.names() if is_of_source(name)]
     sources = list(dict.fromkeys([*(name for _, weights in planned for name in weights), *met]))
     if not sources:
         return ""
-    rows_seen, sizes = rows_by_source(history), as_dict(as_dict(history.config.get("mixture")).get("rows"))
-    row_tokens = as_dict(history.config.get("config")).get("seq_len")
+    rows_seen, sizes = rows_by_source(history), history.part("mixture", "rows")
+    row_tokens = history.part("config").get("seq_len")
     all_rows = sum(rows_seen.values())
     rows = []
     for name in sources:
@@ -103,14 +98,14 @@ def rows_by_source(history: History) -> dict[str, float]:
     """
     stages = recorded_stages(history)
     newest = history.latest("batch_index")
-    batch_tokens = as_dict(history.config.get("budget")).get("batch_tokens")
-    seq_len = as_dict(history.config.get("config")).get("seq_len")
+    batch_tokens = history.part("budget").get("batch_tokens")
+    seq_len = history.part("config").get("seq_len")
     if not stages or newest is None or not (is_number(batch_tokens) and is_number(seq_len) and seq_len > 0):
         return {}
     each = batch_tokens / seq_len
     found: dict[str, float] = {}
     ends = [first for first, _ in stages[1:]] + [float("inf")]
-    for begin, end in kept_ranges(newest + 1, left_out(history)):
+    for begin, end in kept_ranges(newest + 1, skipped_batches(history)):
         for (first, weights), stop in zip(stages, ends):
             rows = max(0.0, min(end * each, stop) - max(begin * each, first))
             for name, weight in weights.items():
@@ -120,10 +115,10 @@ def rows_by_source(history: History) -> dict[str, float]:
 
 def recorded_stages(history: History) -> list[Stage]:
     """The stages as config.json has them in "mixture"; of an older run with one stage, that of its settings."""
-    told = as_list(as_dict(history.config.get("mixture")).get("stages"))
+    told = as_list(history.part("mixture").get("stages"))
     pairs = [(part[0], weights_of(part[1])) for part in told if isinstance(part, list) and len(part) == 2]
     stages = [(float(first), weights) for first, weights in pairs if is_number(first) and weights]
-    data = as_dict(as_dict(history.config.get("config")).get("data"))
+    data = history.part("config", "data")
     planned = stages_of(data.get("mixture"))
     if not stages and len(planned) == 1 and not data.get("max_epochs"):
         stages = [(0.0, weights_of(weights)) for _, weights in planned if weights_of(weights)]
@@ -135,9 +130,9 @@ def weights_of(value: Any) -> dict[str, float]:
     return {str(name): weight for name, weight in as_dict(value).items() if is_number(weight) and weight > 0}
 
 
-def left_out(history: History) -> list[tuple[int, int]]:
+def skipped_batches(history: History) -> list[tuple[int, int]]:
     """Batches [first, behind the last) that no step trains on: by the settings, and by rewinds."""
-    data = as_dict(as_dict(history.config.get("config")).get("data"))
+    data = history.part("config", "data")
     told = [*as_list(data.get("skip_batches"))]
     told += [part for e in history.events if e["event"] == "rewind" for part in as_list(e.get("skip_batches"))]
     return [(int(part[0]), int(part[1])) for part in told if is_pair(part)]

@@ -7,10 +7,9 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.hardware import Price, find_chip
-from jaxscale.monitor.goodput import goodput_of
+from jaxscale.monitor.goodput import goodput_of, unix_time
 from jaxscale.reporting.history import History, Row, is_finite, is_number
-from jaxscale.reporting.json_lines import as_dict
-from jaxscale.reporting.text import NONE, clock, money, time_of
+from jaxscale.reporting.text import NONE, clock, money
 from jaxscale.system.exits import Exit, meaning
 
 MEASURING = ("validation_seconds", "evals_seconds")  # time of the loop that is no training
@@ -47,10 +46,10 @@ class Status:
 
 def status_of(history: History, now: float, price: float | None = None) -> Status:
     """The Status at the time `now` (Unix seconds). price: dollars an hour for one chip; else that of the chip table."""
-    budget = as_dict(history.config.get("budget"))
-    total = budget.get("total_steps") if is_number(budget.get("total_steps")) else None
+    total = history.part("budget").get("total_steps")
+    total = total if is_number(total) else None
     state, words = state_of(history, now, total)
-    devices = as_dict(history.config.get("devices"))
+    devices = history.part("devices")
     kind = str(devices.get("kind") or "")
     chip = find_chip(kind)
     chips = devices.get("number") if is_number(devices.get("number")) else None
@@ -83,7 +82,7 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
 
 def tokens_of(history: History) -> float | None:
     """Tokens of all steps that are done; None where no report has told how many one takes."""
-    reported, each = history.latest("tokens_seen"), as_dict(history.config.get("budget")).get("batch_tokens")
+    reported, each = history.latest("tokens_seen"), history.part("budget").get("batch_tokens")
     if reported is not None and is_number(each):
         reported = max(reported, history.reached_step * each)
     return reported
@@ -95,7 +94,7 @@ def state_of(history: History, now: float, total: int | None) -> tuple[str, str]
     if ends and ends[-1]["event"] == "stopped":
         code, why = ends[-1].get("code"), str(ends[-1].get("why") or "")
         code = code if isinstance(code, int) else Exit.ERROR
-        when = clock(time_of(ends[-1]))
+        when = clock(unix_time(ends[-1].get("time")))
         if code == Exit.DONE and (total is None or history.reached_step >= total):
             return "finished", f"all steps are done, {when}" if when else "all steps are done"
         state = "stopped" if code in (Exit.DONE, Exit.PREEMPTED) else "failed"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxscale import units
 from jaxscale.monitor.goodput import goodput_of
 from jaxscale.reporting.history import History, is_number
-from jaxscale.reporting.json_lines import as_dict, as_list
+from jaxscale.reporting.json_lines import as_list
 from jaxscale.reporting.plots import color_of, key
 from jaxscale.reporting.text import escape, percent
 from jaxscale.reporting.words import described, incidents
@@ -65,6 +65,11 @@ def mono(value: Any) -> Cell:
     return Cell(
         escape(value if isinstance(value, str) else described(value) if value not in ({}, [], None) else value), "mono"
     )
+
+
+def left_out(text: str) -> str:
+    """A line in place of what is not there."""
+    return f'<p class="left">{escape(text)}</p>'
 
 
 def run_name(history: History, place: int) -> Cell:
@@ -141,7 +146,7 @@ def incident_table(history: History) -> str:
     """The log, newest last."""
     found, older = incidents(history.events)
     rows = [(Cell(escape(i.when), "t"), n(i.step), Cell(escape(i.what), "w")) for i in found]
-    note = f'<p class="left">{older:,} older lines are in events.jsonl.</p>' if older else ""
+    note = left_out(f"{older:,} older lines are in events.jsonl.") if older else ""
     return note + table(("time", "step", "what"), rows, ["trouble" if i.is_trouble else "" for i in found])
 
 
@@ -176,7 +181,7 @@ def difference_table(histories: Sequence[History]) -> str:
     names = list(dict.fromkeys(name for _, facts in known for name in facts))
     differing = [name for name in names if len({repr(facts.get(name, MISSING)) for _, facts in known}) > 1]
     if not differing:
-        return '<p class="left">The settings are the same, the machines and the versions too.</p>'
+        return left_out("The settings are the same, the machines and the versions too.")
     cell = lambda facts, name: mono(facts[name]) if name in facts else Cell("–", "t")
     if len(known) > MOST_COLUMNS:
         return table(("run", *differing), [(run, *(cell(facts, name) for name in differing)) for run, facts in known])
@@ -186,15 +191,13 @@ def difference_table(histories: Sequence[History]) -> str:
 
 def made_with(history: History) -> dict[str, Any]:
     """{dotted name: value} of the settings, and of what the run was made on and with; {} without config.json."""
-    config = history.config
-    found = flat(as_dict(config.get("config")))
-    devices = as_dict(config.get("devices"))
+    config, devices = history.config, history.part("devices")
+    found = flat(history.part("config"))
     if devices.get("kind"):
         found["devices"] = f"{devices.get('number', '?')} x {devices['kind']}"
     if config.get("git_commit"):
         found["git commit"] = config["git_commit"]
-    versions = as_dict(config.get("versions"))
-    return found | {f"version of {name}": version for name, version in versions.items() if version}
+    return found | {f"version of {name}": version for name, version in history.part("versions").items() if version}
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

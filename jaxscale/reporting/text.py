@@ -6,11 +6,10 @@
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale import units
-from jaxscale.monitor.goodput import unix_time
 from jaxscale.system.redact import in_html, redacted
 
 NONE = "n/a"
@@ -44,11 +43,6 @@ def percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.{3 if abs(value) >= 0.01 else 2}g}%"
 
 
-def size(value: float | None) -> str:
-    """'24.4 GiB'."""
-    return NONE if value is None else units.size(value)
-
-
 def seconds(value: float | None) -> str:
     """'3.2ms', '0.58s', '1h02m'."""
     if value is None:
@@ -58,14 +52,13 @@ def seconds(value: float | None) -> str:
     return f"{value:.3g}s" if value < 10 else units.duration(value)
 
 
-def money(value: float | None) -> str:
-    """'$1,234', '$0.42'."""
-    return NONE if value is None else units.dollars(value)
+def or_none(write: Callable[[float], str]) -> Callable[[float | None], str]:
+    """The function, with 'n/a' for None."""
+    return lambda value: NONE if value is None else write(value)
 
 
-def count(value: float | None) -> str:
-    """'6.74B'."""
-    return NONE if value is None else units.count(value)
+# '24.4 GiB'; '6.74B'; '$1,234', '$0.42'; '1h02m'
+size, count, money, duration = map(or_none, (units.size, units.count, units.dollars, units.duration))
 
 
 def tick_texts(values: Sequence[float], numbers: str) -> list[str]:
@@ -89,11 +82,6 @@ def exact_size(value: float) -> str:
 
 
 NUMBERS = {"plain": plain, "percent": percent, "size": size, "seconds": seconds, "count": count}
-
-
-def time_of(event: dict[str, Any]) -> float | None:
-    """When it happened, in Unix seconds; None where the line does not say."""
-    return unix_time(event.get("time"))
 
 
 def clock(when: float | None) -> str:

@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
+from jaxscale.monitor.goodput import unix_time
 from jaxscale.monitor.health.finding import is_harmless
 from jaxscale.reporting.history import Row, is_number
 from jaxscale.reporting.json_lines import as_list
 from jaxscale.reporting.plots import Mark
-from jaxscale.reporting.text import clock, plain, seconds, time_of
+from jaxscale.reporting.text import clock, plain, seconds
 from jaxscale.system.exits import Exit, meaning
 
 TROUBLE = frozenset(
@@ -48,7 +49,7 @@ def incidents(events: Sequence[Row]) -> tuple[list[Incident], int]:
 
 def incident(event: Row) -> Incident:
     """One event."""
-    return Incident(clock(time_of(event)), step_text(event), shortened(in_words(event), LONGEST), is_trouble(event))
+    return Incident(when(event), step_text(event), shortened(in_words(event), LONGEST), is_trouble(event))
 
 
 def shortened(text: str, most: int) -> str:
@@ -70,14 +71,14 @@ def several_saves(events: Sequence[Row]) -> Incident:
         what += f", {units.size(sizes[-1])}"
     if bad:
         what += f"; NOT verified: {', '.join(map(str, bad))}"
-    return Incident(clock(time_of(events[-1])), span(steps), what, bool(bad))
+    return Incident(when(events[-1]), span(steps), what, bool(bad))
 
 
 def several_skips(events: Sequence[Row]) -> Incident:
     """Skipped steps in a row as one line."""
     steps = [event["step"] for event in events if is_number(event.get("step"))]
     reasons = ", ".join(dict.fromkeys(str(event.get("why")) for event in events))
-    return Incident(clock(time_of(events[-1])), span(steps), f"{len(events)} steps not applied: {reasons}", True)
+    return Incident(when(events[-1]), span(steps), f"{len(events)} steps not applied: {reasons}", True)
 
 
 def span(steps: Sequence[float]) -> str:
@@ -86,6 +87,11 @@ def span(steps: Sequence[float]) -> str:
         return ""
     low, high = min(steps), max(steps)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def when(event: Row) -> str:
+    """The time of an event, or ''."""
+    return clock(unix_time(event.get("time")))
 
 
 def step_text(event: Row) -> str:

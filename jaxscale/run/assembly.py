@@ -20,7 +20,7 @@ from jaxscale.eval.perplexity import evaluate, make_eval_step
 from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import Reading
 from jaxscale.hardware import find_chip
-from jaxscale.hosts.agree import open_board
+from jaxscale.hosts.agree import Board
 from jaxscale.monitor.alerts import Diagnosis, read_facts
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.runinfo import run_info
@@ -40,8 +40,7 @@ from jaxscale.training.autopilot import Pilot
 from jaxscale.training.feed import Feed
 from jaxscale.training.injected import corrupt_batches
 from jaxscale.training.loop import NamedEvaluate, Run
-from jaxscale.training.replica_watch import ReplicaWatch
-from jaxscale.training.replicas import coverage, flip_bits, make_replica_check
+from jaxscale.training.replicas import ReplicaWatch, coverage, flip_bits, make_replica_check
 from jaxscale.training.services import Services
 from jaxscale.training.state import TrainState
 
@@ -115,7 +114,7 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
         sample_prompt=cfg.sample.prompt,
         finish=lambda state: finish(cfg.sample, parts.sample, state, folder.path, writer),
         source_names=mixture_names(cfg.data.mixture),
-        board=open_board(),
+        board=Board() if jax.process_count() > 1 else None,
     )
 
 
@@ -265,13 +264,7 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
 
 def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[NamedEvaluate, ...]:
     """params -> metrics of each evaluator. All share one program, which is compiled for each row length."""
-    scorer = Scorer(
-        step=jax.jit(program.model.target_scores, out_shardings=replicated(program.mesh)),
-        sharding=program.batch_sharding,
-        shards=program.batch_shards,
-        multiple=program.mesh.shape["tensor"],
-        batch_tokens=rows_per_pass(program) * program.cfg.seq_len,
-    )
+    scorer = Scorer.of(program.model, rows_per_pass(program) * program.cfg.seq_len)
     return tuple(NamedEvaluate(functools.partial(one.metrics, scorer), one.every_steps) for one in evaluators)
 
 

@@ -62,9 +62,9 @@ def record_changes(
     alters: the past steps would have given other numbers with the settings of now.
     """
     if changes:
-        told = ", ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes if not change.allowed)
-        if told:
-            log(f"changed from step {step} on: {told}")
+        text = ", ".join(f"{change.name}: {change.old!r} -> {change.new!r}" for change in changes if not change.allowed)
+        if text:
+            log(f"changed from step {step} on: {text}")
     for change in changes:
         if change.allowed:
             log(f"allowed by --allow_change, from step {step} on: {change.name}: {change.old!r} -> {change.new!r}")

@@ -115,7 +115,7 @@ def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[St
             start = resolve_start(folder, older, start.corpus)
             continue
         if start.step is not None:
-            checkpoints.tell_changed_files(start.step, log)
+            checkpoints.log_changed_files(start.step, log)
         return start, state
 
 

@@ -10,9 +10,8 @@ from jaxscale.checkpoint.storage_errors import written
 from jaxscale.config import RunConfig
 from jaxscale.data.order import normalise
 from jaxscale.hosts.agree import agreed
-from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
-from jaxscale.monitor.records import read_records
+from jaxscale.monitor.records import abandon, read_records
 from jaxscale.run.changes import changes_of
 from jaxscale.run.resume_checks import check_same_run
 from jaxscale.system import paths

@@ -111,12 +111,12 @@ def what_changed(corpus: Corpus, data: Mapping[str, Any]) -> str:
     if not old or old == new:
         return ""
     names = [name for name in (*old, *(name for name in new if name not in old)) if old.get(name) != new.get(name)]
-    told = [
+    words = [
         f"{name} is {'missing' if name not in new else 'new' if name not in old else 'another'}"
         for name in names[:SHOWN]
     ]
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(told)}{more}"
+    return f"{', '.join(words)}{more}"
 
 
 def check_same_data(

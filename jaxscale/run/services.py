@@ -10,7 +10,7 @@ from jaxscale.checkpoint.folders import remove_leftovers
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.config import RunConfig
 from jaxscale.hosts import cluster
-from jaxscale.hosts.reports import open_reports
+from jaxscale.hosts.reports import SharedReports
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.interop.periodic import exporting
 from jaxscale.monitor.config import MonitorConfig, parse_steps
@@ -38,10 +38,10 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
     primary = jax.process_index() == 0
     ledger = TimeLedger(age_seconds=own_age_seconds())
     events = Events(workdir, primary=primary)
-    lock = RunLock(
-        workdir, cfg.lock, steal=options.steal_lock, primary=primary, note=events.note, say=team, mode=options.mode
-    )
-    with lock:  # what is noted is noted while the folder is ours
+    lock = RunLock(workdir, cfg.lock, steal=options.steal_lock, note=events.note, log=team)
+    if primary:
+        paths.make_run_dir(workdir, options.mode)
+    with lock if primary else contextlib.nullcontext():  # what is noted is noted while the folder is ours
         clean_folder(workdir, team, primary=primary, stolen=lock.taken_from is not None)
         profiler, telemetry = make_monitors(cfg.monitor, workdir, events.note, team)
         watchdog = Watchdog(workdir, cfg.hang, note=events.note, others=team, observers=(profiler, ledger))
@@ -53,7 +53,7 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
                     watchdog,
                     lock.check,
                     lock.poll,
-                    open_reports(),
+                    SharedReports() if jax.process_count() > 1 else None,
                     ledger=ledger,
                     vitals=lambda: ledger.metrics() | telemetry.metrics(),
                     profiling=profiler.busy,

@@ -128,4 +128,4 @@ def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> Source 
     if folder.cfg.init.from_path is None or recorded is not None:
         return None
     begun = recorded_run(folder.path)
-    return open_source(folder.cfg.init.from_path, next(iter(begun.get("ancestry", ())), None), say=folder.log)
+    return open_source(folder.cfg.init.from_path, next(iter(begun.get("ancestry", ())), None), log=folder.log)

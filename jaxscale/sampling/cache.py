@@ -1,7 +1,7 @@
 """Keys and values of the tokens that were read, so that each new token reads one position and not the whole text.
 
-They enter and leave the model beside its layers, by what the statistics of training use too (ops/taps.py), so that a
-model knows nothing of them. A slot holds the newest token whose position leaves this remainder when divided by the
+They enter and leave the model beside its layers, by what the statistics of training use too (ops/recorder.py), so that
+a model knows nothing of them. A slot holds the newest token whose position leaves this remainder when divided by the
 number of slots: with a window, as many slots as it has positions are enough for any text.
 
 B batch  T position of a prompt  R slot  N query heads  K kv heads  G query heads per kv head  H head dim  L layers
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxscale.ops.attention.xla import HIDDEN
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.taps import Blind
+from jaxscale.ops.recorder import Recorder
 
 
 class Cache(NamedTuple):
@@ -39,15 +39,15 @@ def slot_positions(lengths_B: jax.Array, slots: int) -> jax.Array:
     return last_B1 - jnp.mod(last_B1 - slot_1R, slots)
 
 
-class Recording(Blind):
-    """Taps that keep the keys and values of a whole prompt."""
+class CacheRecorder(Recorder):
+    """Records the keys and values of a whole prompt."""
 
     def __init__(self):
         self.layer: tuple | None = None
         self.whole: Any = None  # ([L, B, T, K, H], the same of values)
 
-    def around(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-        """`attend`, its keys and values kept."""
+    def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """`attend`, with its keys and values recorded."""
 
         def recorded(q_BTNH, k_BTKH, v_BTKH, segments, **how):
             self.layer = (k_BTKH, v_BTKH)
@@ -65,7 +65,7 @@ class Recording(Blind):
 
 
 def filled(whole: tuple, lengths_B: jax.Array, slots: int) -> Cache:
-    """The cache of prompts of these lengths, out of what Recording kept of rows that are filled up on the right."""
+    """The cache of prompts of these lengths, from what a CacheRecorder has of rows that are filled up on the right."""
     at_BR = slot_positions(lengths_B, slots)
 
     def take(x_LBTKH: jax.Array) -> jax.Array:
@@ -78,8 +78,8 @@ def filled(whole: tuple, lengths_B: jax.Array, slots: int) -> Cache:
     return Cache(*map(take, whole))
 
 
-class Continuing(Blind):
-    """Taps by which one new token of each row attends to those in the cache, and to itself."""
+class CacheReader(Recorder):
+    """Lets one new token of each row attend to those in the cache, and to itself."""
 
     def __init__(self, cache: Cache, lengths_B: jax.Array, needs: AttentionNeeds):
         """lengths_B: tokens that each row has in the cache; the new one comes at this position."""
@@ -96,7 +96,7 @@ class Continuing(Blind):
         """Takes the layer's part of the cache."""
         self.layer = held
 
-    def around(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """Attention to the cache in the place of `attend`. local: whether the layer has the window, where some have."""
 
         def attend_cached(q_B1NH, k_B1KH, v_B1KH, segments, *, local: bool | jax.Array | None = None):

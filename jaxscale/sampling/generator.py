@@ -9,6 +9,7 @@ B batch  T position of a prompt  V vocab
 import collections
 import dataclasses
 import functools
+import math
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxscale.models.model import unembed
 from jaxscale.models.sharded import ShardedModel
-from jaxscale.ops.precision import with_precision
-from jaxscale.sampling.cache import AXES, Cache, Continuing, Recording, filled, num_slots
-from jaxscale.sampling.choose import choose
+from jaxscale.ops.project import with_precision
+from jaxscale.sampling.cache import AXES, Cache, CacheReader, CacheRecorder, filled, num_slots
 from jaxscale.sampling.config import Sampling
 from jaxscale.sharding.rules import partition_spec
 from jaxscale.sharding.shardings import replicated
@@ -108,22 +108,22 @@ class Engine:
 
     def read_prompts(self, params: Any, tokens_BT: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
         """(the cache, float32[B, V] logits after the last token of each row), of the device's own rows and heads."""
-        taps = Recording()
-        model = self.sharded.merge(params, tensor=self.tensor, taps=taps)
+        recorder = CacheRecorder()
+        model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
         T = tokens_BT.shape[1]
         positions_BT = jnp.minimum(jnp.arange(T)[None], lengths_B[:, None] - 1)
         text_BT = (jnp.arange(T)[None] < lengths_B[:, None]).astype(jnp.int32)
         h_BTD = model.hidden(tokens_BT, positions_BT, text_BT)
         h_BD = jnp.take_along_axis(h_BTD, (lengths_B - 1)[:, None, None], axis=1)[:, 0]
-        return filled(taps.whole, lengths_B, self.slots), unembed(model, h_BD)
+        return filled(recorder.whole, lengths_B, self.slots), unembed(model, h_BD)
 
     def read_one(self, params: Any, cache: Cache, tokens_B: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
         """(the cache with one more token of each row, float32[B, V] logits after it)."""
-        taps = Continuing(cache, lengths_B, self.sharded.needs)
-        model = self.sharded.merge(params, tensor=self.tensor, taps=taps)
+        recorder = CacheReader(cache, lengths_B, self.sharded.needs)
+        model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
         ones_B1 = jnp.ones_like(tokens_B)[:, None]
         h_B1D = model.hidden(tokens_B[:, None], lengths_B[:, None], ones_B1)
-        return taps.extended(), unembed(model, h_B1D[:, 0])
+        return recorder.extended(), unembed(model, h_B1D[:, 0])
 
     def state_spec(self, sampling: Sampling) -> State:
         """Where the state lives."""
@@ -272,6 +272,41 @@ class Generator:
         rows = jax.sharding.NamedSharding(engine.sharded.mesh, engine.rows_spec)
         arrays = jax.device_put((tokens_BT, lengths_B, number_B), rows)
         return *arrays, jax.device_put(np.uint32(seed % 2**32), replicated(engine.sharded.mesh))
+
+
+def filtered(logits_BV: jax.Array, seen_BV: jax.Array | None, sampling: Sampling) -> jax.Array:
+    """Logits of the distribution that is drawn from, float32[B, V], -inf for a token that is not drawn.
+
+    seen_BV: bool, tokens of the text so far; only for a repetition penalty. At temperature 0 they are not divided.
+    """
+    logits_BV = logits_BV.astype(jnp.float32)
+    if sampling.looks_back:
+        penalty = sampling.repetition_penalty
+        logits_BV = jnp.where(seen_BV, jnp.where(logits_BV > 0, logits_BV / penalty, logits_BV * penalty), logits_BV)
+    if sampling.temperature == 0:
+        return logits_BV
+    logits_BV = logits_BV / sampling.temperature
+    if 0 < sampling.top_k < logits_BV.shape[-1]:
+        least_B1 = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    if sampling.top_p < 1:
+        sorted_BV = -jnp.sort(-logits_BV, axis=-1)
+        share_BV = jax.nn.softmax(sorted_BV, axis=-1)
+        before_BV = jnp.cumsum(share_BV, axis=-1) - share_BV  # of what is likelier
+        least_B1 = jnp.min(jnp.where(before_BV < sampling.top_p, sorted_BV, jnp.inf), axis=-1, keepdims=True)
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    if sampling.min_p > 0:
+        least_B1 = jnp.max(logits_BV, axis=-1, keepdims=True) + math.log(sampling.min_p)
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    return logits_BV
+
+
+def choose(logits_BV: jax.Array, seen_BV: jax.Array | None, keys_B: jax.Array, sampling: Sampling) -> jax.Array:
+    """int32[B]: a token for each row, drawn with the row's own key, so that no row depends on what is beside it."""
+    logits_BV = filtered(logits_BV, seen_BV, sampling)
+    if sampling.temperature == 0:
+        return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    return jax.vmap(jax.random.categorical)(keys_B, logits_BV).astype(jnp.int32)
 
 
 def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:

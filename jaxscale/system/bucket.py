@@ -21,7 +21,7 @@ import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxscale.system.bucket_errors import Transient, Unreachable, refusal
 from jaxscale.system.exits import BadInput
@@ -98,13 +98,13 @@ class Bucket:
         def ask() -> Look | None:
             try:
                 with self.request("GET", self.object_url(url), url, "read") as response:
-                    told, now = json.load(response), response.headers.get("Date", "")
+                    about, now = json.load(response), response.headers.get("Date", "")
             except FileNotFoundError:
                 return None
-            where = self.object_url(url, alt="media", generation=told["generation"])
+            where = self.object_url(url, alt="media", generation=about["generation"])
             try:
                 with self.request("GET", where, url, "read") as response:
-                    return Look(response.read(), int(told["generation"]), age(told["updated"], now))
+                    return Look(response.read(), int(about["generation"]), age(about["updated"], now))
             except FileNotFoundError:  # that is not to say that it is gone
                 raise Transient("it was replaced while one looked") from None
 
@@ -159,64 +159,43 @@ class Bucket:
     def pieces(
         self, url: str, start: int, size: int, *, stop: int | None = None, generation: str | None = None
     ) -> Iterator[bytes]:
-        """As stream, and goes on where a connection broke. Raises Unreachable after too many failures in a row."""
+        """Yields the bytes [start, stop) of an object of this size, and goes on where a connection broke.
+
+        Args: stop: its end, unless given. generation: which must still be there.
+        Raises: Unreachable after too many failures in a row, FileNotFoundError, BadInput if the object has another
+        size or may not be read.
+        """
         stop, failures = size if stop is None else stop, 0
+        where = self.object_url(url, alt="media", **({} if generation is None else {"generation": generation}))
         while start < stop:
+            last = str(stop - 1) if stop < size else ""
+            headers = {"Range": f"bytes={start}-{last}"} if start or last else {}
             try:
-                for piece in self.stream(url, start, size, stop=stop, generation=generation):
-                    start, failures = start + len(piece), 0
-                    yield piece
+                with self.request("GET", where, url, "read", headers) as response:
+                    check_size(response.headers, url, size)
+                    skipped = start if response.status == 200 else 0  # a server that knows no ranges sends everything
+                    while start < stop:
+                        piece = response.read1(PIECE)
+                        if not piece:
+                            raise Transient("the connection was closed before the end")
+                        skip = min(skipped, len(piece))
+                        skipped, piece = skipped - skip, piece[skip : skip + stop - start]
+                        if piece:
+                            start, failures = start + len(piece), 0
+                            yield piece
             except Transient as fault:
                 failures += 1
                 self.wait(fault, failures, url)
 
-    def stream(
-        self, url: str, start: int, size: int, *, stop: int | None = None, generation: str | None = None
-    ) -> Iterator[bytes]:
-        """Yields the bytes [start, stop) of an object of this size, from one request. stop: its end, unless given.
-
-        Raises: Transient if the connection breaks, FileNotFoundError, BadInput if the object has another size or may
-        not be read. generation: which must still be there.
-        """
-        stop = size if stop is None else stop
-        last = str(stop - 1) if stop < size else ""
-        headers = {"Range": f"bytes={start}-{last}"} if start or last else {}
-        where = self.object_url(url, alt="media", **({} if generation is None else {"generation": generation}))
-        with self.request("GET", where, url, "read", headers) as response:
-            total = response.headers.get("Content-Range", "").rpartition("/")[2] or response.headers["Content-Length"]
-            if not total or int(total) != size:
-                raise BadInput(f"{url} has {total} bytes where {size} are expected: it was replaced since")
-            skipped = start if response.status == 200 else 0  # a server that does not know ranges sends everything
-            left = stop - start
-            while left:
-                piece = response.read1(PIECE)
-                if not piece:
-                    raise Transient("the connection was closed before the end")
-                skip = min(skipped, len(piece))
-                skipped, piece = skipped - skip, piece[skip : skip + left]
-                left -= len(piece)
-                if piece:
-                    yield piece
-
     def upload(self, path: Path, url: str) -> None:
-        """Copies a local file to an object, which appears whole; goes on after a fault where the service stopped.
-
-        Raises: BadInput if it may not be written, or the service has another content at the end.
-        """
-        size, md5 = path.stat().st_size, hashlib.md5(usedforsecurity=False)
-        answer = None
+        """Copies a local file to an object, which appears whole. Raises as Upload does."""
+        md5 = hashlib.md5(usedforsecurity=False)
         with open(path, "rb") as file:
-            try:
-                session = self.patiently(lambda: self.start_upload(url, size), url)
-                while answer is None:
-                    answer = self.patiently(lambda: self.upload_chunk(session, url, file, size), url)
-            except FileNotFoundError as error:
-                raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
-            file.seek(0)
+            upload = Upload(self, url, path.stat().st_size)
             while piece := file.read(PIECE):
                 md5.update(piece)
-        if answer.get("md5Hash") != base64.b64encode(md5.digest()).decode():
-            raise BadInput(f"{url} does not hold what {path} does: the copy was damaged on its way; run it again")
+                upload.write(piece)
+        upload.finish(md5.digest(), f"what {path} does")
 
     def start_upload(self, url: str, size: int) -> str:
         """The address to which the chunks go."""
@@ -226,16 +205,6 @@ class Bucket:
         headers = {"Content-Type": "application/json", "X-Upload-Content-Length": str(size)}
         with self.request("POST", where, url, "written", headers, b"{}") as response:
             return response.headers["Location"]
-
-    def upload_chunk(self, session: str, url: str, file: BinaryIO, size: int) -> dict[str, Any] | None:
-        """What the service says of the object once it has all of it. Sends a part of what it lacks."""
-        done, answer = self.ask_upload(session, url, {"Content-Range": f"bytes */{size}"}, b"")
-        if answer is None:
-            file.seek(done)
-            content = file.read(UPLOAD_CHUNK)
-            part = f"bytes {done}-{done + len(content) - 1}/{size}"
-            _, answer = self.ask_upload(session, url, {"Content-Range": part}, content)
-        return answer
 
     def ask_upload(
         self, session: str, url: str, headers: dict[str, str], content: bytes
@@ -314,6 +283,62 @@ class Bucket:
         self.clock.sleep(max(fault.wait, longest * (0.5 + 0.5 * self.clock.chance())))
 
 
+class Upload:
+    """An object that comes in chunks of 32 MiB, each of which is kept until the service has it.
+
+    After a fault it goes on where the service stopped. Raises BadInput if the object may not be written, or the
+    service has another content at the end.
+    """
+
+    def __init__(self, bucket: Bucket, url: str, num_bytes: int):
+        self.bucket, self.url, self.total = bucket, url, num_bytes
+        self.session = ""
+        self.buffer, self.sent = bytearray(), 0  # what the service may not have, and where it begins
+        self.answer: dict[str, Any] | None = None
+
+    def write(self, content: Any) -> None:
+        """Takes the next bytes, a buffer."""
+        view = memoryview(content)
+        while len(view):
+            room = UPLOAD_CHUNK - len(self.buffer)
+            self.buffer += view[:room]
+            view = view[room:]
+            if len(self.buffer) == UPLOAD_CHUNK and self.sent + UPLOAD_CHUNK < self.total:
+                self.flush()
+
+    def flush(self) -> None:
+        """Sends what is in the buffer, again where the connection broke."""
+        failures, end = 0, self.sent + len(self.buffer)
+        try:
+            start = lambda: self.bucket.start_upload(self.url, self.total)
+            self.session = self.session or self.bucket.patiently(start, self.url)
+        except FileNotFoundError as error:
+            raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
+        while self.answer is None and (self.sent < end or not self.total):
+            part, content = f"{self.sent}-{end - 1}", bytes(self.buffer)
+            if failures or not content:  # how much has arrived?
+                part, content = "*", b""
+            try:
+                headers = {"Content-Range": f"bytes {part}/{self.total}"}
+                done, self.answer = self.bucket.ask_upload(self.session, self.url, headers, content)
+            except Transient as fault:
+                failures += 1
+                self.bucket.wait(fault, failures, self.url)
+                continue
+            failures = 0
+            if self.answer is None:
+                if not self.sent <= done <= end:
+                    raise BadInput(f"{self.url}: the service lost what it had been sent; run it again")
+                del self.buffer[: done - self.sent]
+                self.sent = done
+
+    def finish(self, md5: bytes, wanted: str = "what was sent") -> None:
+        """Returns when the object is there. Raises BadInput if it is not what was wanted, whose md5 this is."""
+        self.flush()
+        if (self.answer or {}).get("md5Hash") != base64.b64encode(md5).decode():
+            raise BadInput(f"{self.url} does not hold {wanted}: it was damaged on its way; run it again")
+
+
 class NoRedirects(urllib.request.HTTPRedirectHandler):
     """308 is how the service says that it wants more of an upload, and nothing else of the API redirects."""
 
@@ -323,6 +348,13 @@ class NoRedirects(urllib.request.HTTPRedirectHandler):
 
 
 OPENER = urllib.request.build_opener(NoRedirects)
+
+
+def check_size(headers: Any, url: str, size: int) -> None:
+    """Raises BadInput if an answer says that the object has another size."""
+    total = headers.get("Content-Range", "").rpartition("/")[2] or headers["Content-Length"]
+    if not total or int(total) != size:
+        raise BadInput(f"{url} has {total} bytes where {size} are expected: it was replaced since")
 
 
 def split(url: str) -> tuple[str, str]:

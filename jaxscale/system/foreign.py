@@ -61,9 +61,9 @@ def check_folder(folder: Any, inside: Any) -> None:
 def blobs_of(folder: pathlib.Path) -> list[pathlib.Path]:
     """Where the files of a snapshot in the Hub's cache lie; [] for any other folder. folder: without links."""
     parts = folder.parts
-    for place in range(len(parts) - 1, 0, -1):
-        if parts[place] == "snapshots" and parts[place - 1].startswith(KINDS) and place + 1 < len(parts):
-            return [pathlib.Path(*parts[:place], "blobs")]
+    for index in range(len(parts) - 1, 0, -1):
+        if parts[index] == "snapshots" and parts[index - 1].startswith(KINDS) and index + 1 < len(parts):
+            return [pathlib.Path(*parts[:index], "blobs")]
     return []
 
 
@@ -117,9 +117,11 @@ def is_of_storage(error: Exception) -> bool:
 
 
 def cannot_read(path: Any, error: OSError, way_out: str = "") -> BadInput:
-    """The error for a file that could not be opened or read: Unreadable if that is of its storage."""
+    """The error for a file that could not be opened or read: Unreadable, with its errno, if that is of its storage."""
     kind = Unreadable if is_of_storage(error) else BadInput
-    return kind(f"{path} cannot be read: {error.strerror or error}{way_out}")
+    found = kind(f"{path} cannot be read: {error.strerror or error}{way_out}")
+    found.errno = error.errno  # by which a stale handle is told from a damaged disk
+    return found
 
 
 def open_regular(path: Any, flags: int = 0) -> BinaryIO:

@@ -1,16 +1,19 @@
 """Files, on a local disk or under gs://, and how they are replaced whole."""
 
 import contextlib
+import fcntl
+import hashlib
 import json
 import os
 import pathlib
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from jaxscale.system import fence, storage
+from jaxscale.system.bucket import Upload
 from jaxscale.system.exits import BadInput
-from jaxscale.system.foreign import open_regular, parse_json
+from jaxscale.system.foreign import cannot_read, open_regular, parse_json
 
 HUBS = ("huggingface.co", "www.huggingface.co", "hf.co")
 PRIVATE = 0o700  # of a folder that is its owner's alone
@@ -97,6 +100,37 @@ def replacing(path: Any) -> Iterator[BinaryIO]:
     sync_folder(target.parent)
 
 
+class Growing:
+    """A file that is written front to back: takes the next bytes and counts them."""
+
+    def __init__(self, send: Callable[[memoryview], Any]):
+        self.send, self.num_bytes = send, 0
+        self.md5 = hashlib.md5(usedforsecurity=False)  # the one hash that object stores tell as well
+
+    def write(self, content: Any) -> None:
+        """Takes the next bytes, a buffer."""
+        view = memoryview(content).cast("B")
+        self.md5.update(view)
+        self.num_bytes += len(view)
+        self.send(view)
+
+
+@contextlib.contextmanager
+def growing_file(path: Any, num_bytes: int) -> Iterator[Growing]:
+    """A file of this size to write into, local or under gs://, which is there, whole, when the block has ended.
+
+    Raises: OSError, or BadInput where a bucket refuses or holds something else at the end.
+    """
+    with contextlib.ExitStack() as stack:
+        if is_remote(path):
+            upload = Upload(storage.open_bucket(writing=True), os.fspath(path), num_bytes)
+        growing = Growing(upload.write if is_remote(path) else stack.enter_context(replacing(path)).write)
+        yield growing
+        assert growing.num_bytes == num_bytes, f"{path} should have {num_bytes} bytes, not {growing.num_bytes}"
+        if is_remote(path):
+            upload.finish(growing.md5.digest())
+
+
 def remove_temporaries(folder: Any, names: Sequence[str]) -> None:
     """Removes what processes that were killed while they replaced files of these names have left in a local folder."""
     if is_remote(folder):
@@ -123,6 +157,22 @@ def open_to_write(path: Any, flags: int, mode: int = 0o666) -> int:
     """
     check_is_file(path)
     return os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, mode)
+
+
+@contextlib.contextmanager
+def locked(path: pathlib.Path, waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Holds the lock of this file, which is made if it is not there. waiting: called if another holds it now.
+
+    Raises: BadInput where something else has its name.
+    """
+    with open(path, "ab", opener=open_to_write) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is not None:
+                waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def check_is_file(path: Any) -> None:
@@ -153,7 +203,7 @@ def read_json(path: Any) -> Any:
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise BadInput(f"{path} cannot be read: {error.strerror or error}") from None
+        raise cannot_read(path, error) from None
     try:
         return parse_json(text)
     except BadInput as error:

@@ -19,7 +19,7 @@ import os
 import pathlib
 import posixpath
 import urllib.parse
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxscale.system.bucket import GOOGLE, REAL, SILENCE, Bucket, Clock
@@ -34,7 +34,7 @@ OVERRIDES = ("TENSORSTORE_GCS_HTTP_URL", ENDPOINT)
 OWN_CLIENT = {"EPATH_USE_TF": "false", "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
 PATH_ATTEMPTS = 7  # of a request for a path: about 25 s of waiting, as a step or a person may be waiting for it
 READ_BYTES = 4 << 20  # that a file asks for at once
-AT_ONCE = 16  # requests, where many objects are removed or copied
+AT_ONCE = 16  # requests, where many objects are removed
 
 
 class Stat(NamedTuple):
@@ -94,31 +94,13 @@ class ObjectPath:
         return pathlib.PurePosixPath(self.key).suffix
 
     @property
-    def stem(self) -> str:
-        """'a' of 'a.json'."""
-        return pathlib.PurePosixPath(self.key).stem
-
-    @property
     def parent(self) -> "ObjectPath":
         """The path above; of a bucket, itself."""
         return ObjectPath(self.url.rpartition("/")[0]) if self.key else self
 
-    @property
-    def parents(self) -> tuple["ObjectPath", ...]:
-        """All paths above, the nearest first."""
-        return () if not self.key else (self.parent, *self.parent.parents)
-
     def with_name(self, name: str) -> "ObjectPath":
         """The path beside it with another last part."""
         return self.parent / name
-
-    def with_suffix(self, suffix: str) -> "ObjectPath":
-        """The path with another ending."""
-        return self.parent / f"{self.stem}{suffix}"
-
-    def as_posix(self) -> str:
-        """The address."""
-        return self.url
 
     def absolute(self) -> "ObjectPath":
         """Itself; it has no links either."""
@@ -212,7 +194,9 @@ class ObjectPath:
     def rmtree(self) -> None:
         """Removes all objects below, and what else lies there by the time they are gone is somebody else's."""
         bucket = door()
-        many(bucket.remove, [f"{self.url}/{name}" for name, _ in list_objects(bucket, self.url)])
+        names = [f"{self.url}/{name}" for name, _ in list_objects(bucket, self.url)]
+        with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
+            list(pool.map(bucket.remove, names))  # raises what the first of them raised that failed
         bucket.remove(self.url)
 
     def copy(self, target: "ObjectPath", overwrite: bool = False) -> "ObjectPath":
@@ -226,7 +210,7 @@ class Reader(io.RawIOBase):
 
     def __init__(self, url: str, size: int, generation: str):
         super().__init__()
-        self.url, self.size, self.generation, self.place = url, size, generation, 0
+        self.url, self.size, self.generation, self.position = url, size, generation, 0
 
     def readable(self) -> bool:
         return True
@@ -235,20 +219,20 @@ class Reader(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self.place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.place, os.SEEK_END: self.size}[whence]
-        return self.place
+        self.position = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self.position, os.SEEK_END: self.size}[whence]
+        return self.position
 
     def tell(self) -> int:
-        return self.place
+        return self.position
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        stop = min(self.place + len(view), self.size)
-        begun = self.place
+        stop = min(self.position + len(view), self.size)
+        begun = self.position
         for piece in door().pieces(self.url, begun, self.size, stop=stop, generation=self.generation):
-            view[self.place - begun : self.place - begun + len(piece)] = piece
-            self.place += len(piece)
-        return self.place - begun
+            view[self.position - begun : self.position - begun + len(piece)] = piece
+            self.position += len(piece)
+        return self.position - begun
 
 
 def list_objects(bucket: Bucket, url: str, **query: str) -> Iterator[tuple[str, int]]:
@@ -282,13 +266,6 @@ def objects_under(url: str) -> Iterator[tuple[str, int]]:
         yield from list_objects(open_bucket(), url)
     except FileNotFoundError as error:
         raise BadInput(f"{str(error).partition(';')[0]}; does the bucket exist?") from None
-
-
-def many(work: Callable[[str], Any], urls: Iterable[str]) -> None:
-    """Does the same to many objects, several at a time. Raises what the first of them raised that failed."""
-    with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
-        for _ in pool.map(work, urls):
-            pass
 
 
 def unix_time(text: str) -> float:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.data.batch import Batch
-from jaxscale.ops.taps import WATCHED
+from jaxscale.ops.recorder import SOWN
 
 # (parameters, rows, a random key for each row) -> (sum that is minimised, named sums)
 LossFn = Callable[[Any, Batch, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
@@ -44,7 +44,7 @@ def accumulate(
 
     Sums of losses, gradients and token weights run over the microbatches and are divided once, so that padding cannot
     tilt the mean. Over devices they are summed once, at the end, but for what a loss has gathered by itself. What it
-    tells under the name WATCHED comes back as it is, with a leading axis of microbatches.
+    returns under the name SOWN comes back as it is, with a leading axis of microbatches.
     Args: batch: the rows of this device. scale: multiplied into the loss and divided out again in float32 (float16
     needs it).
     """
@@ -61,29 +61,29 @@ def accumulate(
 
     def sums_of(rows, keys_B):
         (_, parts), grads = jax.value_and_grad(scaled, has_aux=True)(params, rows, keys_B)
-        watched = {name: parts.pop(name) for name in (WATCHED,) if name in parts}
+        sown = {name: parts.pop(name) for name in (SOWN,) if name in parts}
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
         with jax.named_scope("reduce_gradients"):
-            return (parts, reduction.each(grads)), watched
+            return (parts, reduction.each(grads)), sown
 
     if num_microbatches == 1:
-        (sums, grads), watched = sums_of(batch, keys_B)
-        watched = jax.tree.map(lambda seen: seen[None], watched)
+        (sums, grads), sown = sums_of(batch, keys_B)
+        sown = jax.tree.map(lambda array: array[None], sown)
     else:
         micro = jax.tree.map(lambda field: split_rows(field, num_microbatches), (batch, keys_B))
         first, _ = jax.eval_shape(sums_of, *jax.tree.map(lambda field: field[0], micro))
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)
 
         def add(so_far, rows):
-            found, watched = sums_of(*rows)
-            return jax.tree.map(jnp.add, so_far, found), watched
+            found, sown = sums_of(*rows)
+            return jax.tree.map(jnp.add, so_far, found), sown
 
-        (sums, grads), watched = jax.lax.scan(add, zeros, micro)
+        (sums, grads), sown = jax.lax.scan(add, zeros, micro)
     with jax.named_scope("reduce_gradients"):
         sums, grads = reduction.sums(sums), reduction.last(grads)
     tokens = jnp.maximum(sums.pop("real_tokens"), 1.0)
     means = {name: value / tokens for name, value in sums.items()}
-    return means | {"real_tokens": tokens} | watched, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
+    return means | {"real_tokens": tokens} | sown, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
 
 
 def split_rows(rows: jax.Array, parts: int) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxscale.system.exits import Exit, Stop
 from jaxscale.training import guard, recovery
 from jaxscale.training.config import GuardConfig, RecoveryConfig
 from jaxscale.training.decisions import Decisions, LrCut
-from jaxscale.training.replica_watch import ReplicaWatch
+from jaxscale.training.replicas import ReplicaWatch
 from jaxscale.training.state import TrainState
 
 WAY_OUT = "lower optim.peak_lr, lengthen optim.warmup_tokens, or look at the data of these steps"
@@ -89,7 +89,7 @@ class Autopilot:
             return
         # It was under way when recovery decided about another one, or the old run has answered it.
         self.trouble = self.trouble._replace(bad=trouble.bad)
-        if bad and isinstance(self.action, recovery.Rewind):
+        if bad and self.action and self.action.kind == "rewind":
             self.action = self.action._replace(last_bad=step)
 
     def act(self, now: int, state: TrainState) -> TrainState:
@@ -98,17 +98,17 @@ class Autopilot:
         To be called when all steps that are under way have been read.
         """
         action, self.action = self.action, None
-        if isinstance(action, recovery.Cut):
+        if action.kind == "cut_lr":
             active = next((cut.factor for cut in reversed(self.cuts) if cut.until > now), 1.0)
             cut = LrCut(now + 1, active / self.of.recovery.cut_factor, now + self.of.recovery.cut_steps)
             self.of.note("lr_cut", cut.step, factor=cut.factor, until=cut.until)
             self.cuts.append(cut)
             return with_cut(state, cut)
-        if isinstance(action, recovery.Rewind):
+        if action.kind == "rewind":
             self.go_back(now, action)
-        raise self.end(state, no_checkpoint=isinstance(action, recovery.Rewind))
+        raise self.end(state, no_checkpoint=action.kind == "rewind")
 
-    def go_back(self, now: int, action: recovery.Rewind) -> None:
+    def go_back(self, now: int, action: recovery.Action) -> None:
         """Notes the rewind and raises Rewound; returns if there is no checkpoint to go back to."""
         cfg, before = self.of.recovery, recovery.newest_before(action.first_bad, self.of.recovery.rewind_margin_steps)
         oldest = recovery.oldest_clean(action.first_bad, cfg.max_rewind_steps)

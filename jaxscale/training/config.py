@@ -12,7 +12,10 @@ ENOUGH = 10  # steps in the window before its median is believed
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GuardConfig:
-    """A step with a non-finite or absurd gradient, or a spike of the loss, changes nothing but the counts."""
+    """A step with a non-finite or absurd gradient, or a spike of the loss, changes nothing but the counts.
+
+    spike_ratio and grad_ratio decide which steps are applied; those of monitor.health, by other baselines, only report.
+    """
 
     max_grad_norm: float = setting(1e4, "a larger norm before clipping is absurd: 0.1 to 10 is usual, 100 an alarm")
     max_skipped_in_row: int = setting(

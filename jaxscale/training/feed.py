@@ -2,13 +2,23 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 
-from jaxscale.data.dataset import NumberedBatch, ReadRows, Transform, read_ahead, step_dataset
+from jaxscale.data.batch import Batch
+from jaxscale.data.dataset import ReadRows, map_dataset, read_ahead, read_batch
+from jaxscale.data.order import Transform
 from jaxscale.sharding.shardings import local_rows, put_rows
 
 CLOSE_SECONDS = 10.0
+
+
+class NumberedBatch(NamedTuple):
+    """A global batch and its number n."""
+
+    batch: Batch
+    batch_index: int
 
 
 class Feed:
@@ -32,11 +42,12 @@ class Feed:
     ):
         """read(n, rows) -> those rows of batch n as numpy; batch_index(step) -> n."""
         rows = local_rows(sharding, (num_rows, seq_len))
-        dataset = step_dataset(read, rows, batch_index=batch_index, num_steps=steps.stop, transforms=transforms)
-        dataset = dataset[steps.start :].map(
-            lambda item: item._replace(batch=put_rows(item.batch, rows, num_rows, sharding))
-        )
-        self.batches = read_ahead(dataset, self.AHEAD)
+
+        def element(i: int) -> NumberedBatch:
+            n = batch_index(steps[i])
+            return NumberedBatch(put_rows(read_batch(read, rows, transforms, n), rows, num_rows, sharding), n)
+
+        self.batches = read_ahead(map_dataset(element, len(steps)), self.AHEAD)
 
     def __iter__(self) -> Iterator[NumberedBatch]:
         return self

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.hosts.agree import gathered, next_key
 from jaxscale.monitor.events import Note
-from jaxscale.monitor.host_load import HostLoad
+from jaxscale.monitor.machine import HostLoad
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.system.exits import Exit, Stop
@@ -24,6 +24,8 @@ from jaxscale.training.state import TrainState
 from jaxscale.training.statistics import StatisticsStep, Watch
 from jaxscale.training.step import TrainStep
 from jaxscale.training.stopping import Board, StopRequest
+
+LAST_SECONDS = 5.0  # for a save under way, where its storage has been given up already
 
 
 class NamedEvaluate(NamedTuple):
@@ -69,9 +71,11 @@ def saves_finished(checkpoints: Checkpoints, note: Note) -> Iterator[None]:
     """Finishes the save that is under way, whatever ends the block: its failure is the outcome of a good end alone."""
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        # A folder that has not answered for lock.outage_seconds, or is another run's, takes no save.
+        in_vain = isinstance(error, Stop) and error.code in (Exit.STORAGE, Exit.LOCK_HELD)
         try:
-            checkpoints.close()
+            checkpoints.close(most_seconds=LAST_SECONDS if in_vain else None)
         except Stop as failure:
             if failure.code != Exit.STORAGE:
                 raise
@@ -121,7 +125,7 @@ def run_steps(run: Run) -> TrainState | Rewound:
 def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, last_step: int) -> TrainState:
     """The state after the steps from run.start_step to last_step, with all that is due between them done."""
     state, unread, checkpoints, phase = run.state, None, run.checkpoints, run.services.watchdog.phase
-    statistics = Watch(run.statistics, run.statistics_every_steps, run.throughput, phase)
+    statistics = Watch(run.statistics, run.statistics_every_steps, run.throughput.exclude, phase)
     pilot = Autopilot(run.pilot, checkpoints)
 
     def read(unread: Unread) -> None:

@@ -4,10 +4,10 @@ A pure function of the metrics that every process reads at the same step, so tha
 counted from 1, as metrics.jsonl does: step n is the one after which the state has done n.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jaxscale.monitor.spikes import ratio_limit
-from jaxscale.training.config import GuardConfig, RecoveryConfig
+from jaxscale.training.config import GuardConfig, RecoveryConfig, Rung
 
 
 class JudgedStep(NamedTuple):
@@ -30,31 +30,21 @@ class Trouble(NamedTuple):
     answered: int = 0  # skips up to this step have had their answer
 
 
-class Cut(NamedTuple):
-    """Divide the learning rate, and stay."""
+class Action(NamedTuple):
+    """What to do about the steps from the first bad one to the last.
 
+    cut_lr: divide the learning rate, and stay. rewind: go back to before the first bad step, and leave out the batches
+    up to the last one. halt: no rung is left.
+    """
+
+    kind: Rung | Literal["halt"]
     first_bad: int
     last_bad: int
 
 
-class Rewind(NamedTuple):
-    """Go back to before the first bad step, and leave out the batches up to the last one."""
-
-    first_bad: int
-    last_bad: int
-
-
-class Halt(NamedTuple):
-    """No rung is left."""
-
-    first_bad: int
-    last_bad: int
-
-
-Action = Cut | Rewind | Halt | None
-
-
-def decide(cfg: RecoveryConfig, guard: GuardConfig, trouble: Trouble, reading: JudgedStep) -> tuple[Trouble, Action]:
+def decide(
+    cfg: RecoveryConfig, guard: GuardConfig, trouble: Trouble, reading: JudgedStep
+) -> tuple[Trouble, Action | None]:
     """(what to remember, what to do now) after reading a step."""
     row = min(reading.skipped_in_row, reading.step - trouble.answered) if reading.bad else 0
     oldest = min(reading.step - guard.window_steps, reading.step - reading.skipped_in_row)
@@ -67,10 +57,10 @@ def decide(cfg: RecoveryConfig, guard: GuardConfig, trouble: Trouble, reading: J
     trouble = trouble._replace(answered=reading.step)
     for rung in cfg.rungs:
         if rung == "cut_lr" and trouble.cuts < cfg.max_cuts:
-            return trouble._replace(cuts=trouble.cuts + 1), Cut(bad[0], reading.step)
+            return trouble._replace(cuts=trouble.cuts + 1), Action(rung, bad[0], reading.step)
         if rung == "rewind" and trouble.rewinds < cfg.max_rewinds:
-            return trouble._replace(rewinds=trouble.rewinds + 1), Rewind(bad[0], reading.step)
-    return trouble, Halt(bad[0], reading.step)
+            return trouble._replace(rewinds=trouble.rewinds + 1), Action(rung, bad[0], reading.step)
+    return trouble, Action("halt", bad[0], reading.step)
 
 
 def newest_before(first_bad: int, margin: int) -> int:

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale.data.batch import Batch, hash_text
-from jaxscale.monitor.host_load import HostLoad
-from jaxscale.monitor.memory import memory_metrics
+from jaxscale.monitor.machine import HostLoad, memory_metrics
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.system.exits import Exit, Stop

@@ -1,7 +1,7 @@
 """Statistics of each layer and of groups of parameters, by a separate program that runs every so many steps.
 
-It takes the gradients of a step's batch once more, with taps on the activations, and makes the update without applying
-it: the training step is compiled without a trace of it, and trains to the same bits whether it runs or not.
+It takes the gradients of a step's batch once more, with a recorder of the activations, and makes the update without
+applying it: the training step is compiled without a trace of it, and trains to the same bits whether it runs or not.
 
 L layers, of all stacks in the order that a batch goes through them
 """
@@ -18,8 +18,7 @@ import numpy as np
 import optax
 
 from jaxscale.data.batch import Batch
-from jaxscale.monitor.throughput import Throughput
-from jaxscale.ops.taps import POSITIONS, WATCHED, Seen
+from jaxscale.ops.recorder import POSITIONS, SOWN, Intermediates
 from jaxscale.optim.streamed import is_masked
 from jaxscale.sharding.batch_axes import BatchAxes
 from jaxscale.sharding.offload import is_on_host
@@ -81,7 +80,7 @@ def make_statistics_step(
 ) -> StatisticsStep:
     """Builds the pure (state, batch) -> Statistics of the step that this state would take on this batch.
 
-    gradients: whose means have a WATCHED part, as joined() makes it. The update is that of a step which is not refused.
+    gradients: whose means have a SOWN part, as joined() makes it. The update is that of a step which is not refused.
     Norms are L2.
     """
 
@@ -99,7 +98,7 @@ def make_statistics_step(
         norms["update_ratio"] = norms["update_norm"] / norms["weight_norm"]
         layers = groups.num_layers
         by_group = lambda values: {"0": values[:layers]} | dict(zip(groups.others, values[layers:]))
-        return layer_statistics(means[WATCHED]) | {name: by_group(values) for name, values in norms.items()}
+        return layer_statistics(means[SOWN]) | {name: by_group(values) for name, values in norms.items()}
 
     return statistics_step
 
@@ -138,17 +137,17 @@ def sum_of_squares(leaf: jax.Array, old: jax.Array | None, *, stacked: bool) -> 
 
 
 def joined(means: dict[str, Any], batch_axes: BatchAxes, tensor: TensorAxis) -> dict[str, Any]:
-    """The means of accumulate() with what all devices have seen in all microbatches: float32[layers], where it was
-    float32[microbatches, layers] of this device. As they are where nothing was watched."""
-    if WATCHED not in means:
+    """The means of accumulate() with the intermediates of all devices and microbatches: float32[layers], where it was
+    float32[microbatches, layers] of this device. As they are where nothing was recorded."""
+    if SOWN not in means:
         return means
     sums = lambda x: tensor.sum(batch_axes.sum(jnp.sum(x, axis=0)))
     maxima = lambda x: tensor.max(batch_axes.max(jnp.max(x, axis=0)))
-    seen = tuple(Seen(jax.tree.map(sums, of.sums), jax.tree.map(maxima, of.maxima)) for of in means[WATCHED])
-    return means | {WATCHED: seen}
+    seen = tuple(Intermediates(jax.tree.map(sums, of.sums), jax.tree.map(maxima, of.maxima)) for of in means[SOWN])
+    return means | {SOWN: seen}
 
 
-def layer_statistics(stacks: Sequence[Seen]) -> Statistics:
+def layer_statistics(stacks: Sequence[Intermediates]) -> Statistics:
     """Root mean squares over the entries of all positions with text, and the largest scores of attention."""
     found: Statistics = {}
     start = 0
@@ -185,8 +184,11 @@ def named(statistics: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 class Watch:
     """Runs the program when it is due, and keeps its seconds out of the throughput. It holds nothing of the state."""
 
-    def __init__(self, step: StatisticsStep | None, every_steps: int, throughput: Throughput, phase: Callable):
-        self.step, self.every_steps, self.throughput, self.phase = step, every_steps, throughput, phase
+    def __init__(
+        self, step: StatisticsStep | None, every_steps: int, exclude: Callable[[float], None], phase: Callable
+    ):
+        """exclude: takes seconds out of the throughput."""
+        self.step, self.every_steps, self.exclude, self.phase = step, every_steps, exclude, phase
 
     def begin(self, step: int, state: TrainState, batch: Batch) -> Statistics | None:
         """Sends the program on its way if statistics of this step are due; the first time it is compiled.
@@ -213,4 +215,4 @@ class Watch:
         """A block whose seconds are no training time."""
         began = time.monotonic()
         yield
-        self.throughput.exclude(time.monotonic() - began)
+        self.exclude(time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""The training step: pure, compiled once, short enough to read at one sight."""
+"""The training step: pure, compiled once, short enough to read at one sight. B batch  T position"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxscale.data.batch import Batch
+from jaxscale.data.batch import HASH_SALTS, Batch, hashed_parts, mixed_tokens
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.offload import is_on_host
-from jaxscale.training import guard, loss_scale
+from jaxscale.training import guard
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.ema import update_ema
-from jaxscale.training.state import TrainState
-from jaxscale.training.tokens_seen import tokens_seen
+from jaxscale.training.state import TrainState, adjust_loss_scale
 
 Means = dict[str, jax.Array]  # of each named loss
 Gradients = Callable[[TrainState, Batch], tuple[Means, Any]]  # those of the mean loss
@@ -33,7 +32,7 @@ def make_train_step(
 ) -> TrainStep:
     """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
 
-    clip_norm: of the optimizer, for the guard. count_gated: also count the rows that the data's gate has left without
+    clip_norm: of the optimizer, for the guard. count_gated: also count the rows that the data's row filter left without
     weight, as gated_rows does.
     """
 
@@ -59,7 +58,7 @@ def make_train_step(
             step=state.step + 1,
             params=keep(params, state.params),
             opt_state=keep(opt_state, state.opt_state),
-            loss_scale=loss_scale.adjust(cfg.loss_scale, state.loss_scale, finite)
+            loss_scale=adjust_loss_scale(cfg.loss_scale, state.loss_scale, finite)
             if dynamic_scale
             else state.loss_scale,
             guard=guard_state,
@@ -96,7 +95,8 @@ def at_state(gradients: Callable[[Any, Batch, jax.Array, jax.Array], tuple[Means
 def gated_rows(batch: Batch) -> jax.Array:
     """int32[]: rows of the whole batch that hold text and weigh nothing, on any mesh.
 
-    These are the gate's, and the few that have no target without it: only documents of one token, or none to mask.
+    They are those of the row filter, and the few without a target of their own: only documents of one token, or none to
+    mask.
     """
     return jnp.sum(jnp.any(batch.segment_ids > 0, axis=1) & ~jnp.any(batch.weights > 0, axis=1), dtype=jnp.int32)
 
@@ -113,3 +113,22 @@ def add_update(param: jax.Array, update: jax.Array) -> jax.Array:
 def leaf_name(path: Any) -> str:
     """'blocks/mlp/up', as checkpoints name it behind 'params/'."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def tokens_seen(batch: Batch) -> jax.Array:
+    """uint32[2]: what data.batch.tokens_hash gives for the whole batch, on any mesh and for any number of processes.
+
+    Its words are added modulo 2**32, so that neither the sharding nor the order of the sum matters. One process alone
+    could hash only the rows that it has read.
+    """
+    sums = [summed_words(words_BT, first_column) for words_BT, first_column in hashed_parts(batch)]
+    return sum(sums[1:], sums[0])
+
+
+def summed_words(tokens_BT: jax.Array, first_column: int) -> jax.Array:
+    """uint32[2]: the sums for ids whose columns are numbered from first_column on."""
+    row_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 0)
+    column_BT = jax.lax.broadcasted_iota(jnp.uint32, tokens_BT.shape, 1) + jnp.uint32(first_column)
+    words_BT = tokens_BT.astype(jnp.uint32)
+    sums = [jnp.sum(mixed_tokens(words_BT, row_BT, column_BT, salt), dtype=jnp.uint32) for salt in HASH_SALTS]
+    return jnp.stack(sums)

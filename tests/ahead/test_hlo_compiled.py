@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.ahead.hlo import read_hlo
-from jaxscale.ops.attention.mixed import either
+from jaxscale.ops.attention import either
 from jaxscale.ops.config import Mix
 from jaxscale.planning.topology import link_domains, open_topology
 

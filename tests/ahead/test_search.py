@@ -14,7 +14,7 @@ from jaxscale.ahead.roofline import Roofline
 from jaxscale.ahead.search import Candidate, explore, fitting, is_hopeful, needs_as_much, override_lines, ranked, winner
 from jaxscale.command_line import parse
 from jaxscale.config import RunConfig
-from jaxscale.planning.estimate import Estimate, estimate, recomputed_flops
+from jaxscale.planning.speed import Estimate, estimate, recomputed_flops
 
 GB = 10**9
 LIMIT = 10 * GB

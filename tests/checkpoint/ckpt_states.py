@@ -1,6 +1,9 @@
 """Small states on many meshes, and how to damage what is saved of them: for the tests of checkpoints."""
 
+import builtins
 import functools
+import os
+import pathlib
 from typing import Any, NamedTuple
 
 import jax
@@ -92,5 +95,20 @@ def restore_newest(checkpoints, attempt, say=print):
             step = checkpoints.fall_back(step, error, say)
             continue
         if step is not None:
-            checkpoints.tell_changed_files(step, say)
+            checkpoints.log_changed_files(step, say)
         return found
+
+
+def refuse_to_open(patch, refused, error):
+    """From now on opening raises the error for each path of which refused(path) is true, as a sick disk would."""
+
+    def refusing(real):
+        def opened(path, *rest, **more):
+            if isinstance(path, str | os.PathLike) and refused(pathlib.Path(path)):
+                raise error
+            return real(path, *rest, **more)
+
+        return opened
+
+    patch.setattr(builtins, "open", refusing(open))
+    patch.setattr(os, "open", refusing(os.open))

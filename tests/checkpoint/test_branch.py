@@ -1,5 +1,6 @@
 """A branch takes what it is told to, bit for bit and straight into place, or says in one line what does not fit."""
 
+import dataclasses
 import functools
 import types
 
@@ -19,8 +20,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
 from jaxscale.models.config import LoraConfig
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.training.loss_scale import LossScale
-from jaxscale.training.state import init_state
+from jaxscale.training.state import LossScale, init_state
 
 OLD_VOCAB, WIDTH = 12, 8
 SPECS = {"embedding": ("tensor", "data"), "head": ("data", "tensor"), "w": (None, "data", "tensor")}
@@ -151,17 +151,18 @@ def test_it_is_read_straight_into_the_shards_of_another_mesh_and_both_trees_can_
     jax.jit(lambda state: jax.tree.map(jnp.negative, state), donate_argnums=0)(state)  # no buffer is given twice
 
 
-def test_random_weights_are_given_up_before_the_others_are_read(old, monkeypatch):
+def test_random_weights_are_given_up_before_the_others_are_read(old):
     made = []
     new = types.SimpleNamespace(**vars(program()) | {"init": lambda: made.append(program().init()) or made[0]})
-    restore = Checkpoints.restore
+    source = open_source(str(old[0]))
 
-    def watched(self, *args, **more):
+    def restore(*args, **more):
         assert all(leaf.is_deleted() for leaf in jax.tree.leaves(made[0].params))
-        return restore(self, *args, **more)
+        return source.checkpoints.restore(*args, **more)
 
-    monkeypatch.setattr(Checkpoints, "restore", watched)
-    branch_state(new, InitConfig(from_path=str(old[0])), lambda line: None)
+    watched = types.SimpleNamespace(restore=restore, directory=source.checkpoints.directory)
+    source_watched = dataclasses.replace(source, checkpoints=watched)
+    branch_state(new, InitConfig(from_path=str(old[0])), lambda line: None, source_watched)
     assert made
 
 

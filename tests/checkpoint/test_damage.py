@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from ckpt_states import abstract, assert_same_bits, data_files, flip_bit, restore_newest, stop_of
+from ckpt_states import abstract, assert_same_bits, data_files, flip_bit, refuse_to_open, restore_newest, stop_of
 
 from jaxscale.checkpoint import restore
 from jaxscale.checkpoint.storage_errors import is_storage_error, reached, short_reason
@@ -129,10 +129,7 @@ def test_a_bucket_that_cannot_be_asked_is_one_line_of_a_start():
 
 
 def test_a_record_that_a_client_cannot_fetch_is_no_damage(saved, monkeypatch):
-    def ask(folder):
-        raise OfAClient("Service Unavailable, 503")
-
-    monkeypatch.setattr(restore, "read_record", ask)
+    refuse_to_open(monkeypatch, lambda path: path.name == "metadata", OfAClient("Service Unavailable, 503"))
     for action in (lambda: saved.read_run(20), lambda: saved.restore(20, abstract())):
         error = stop_of(action)
         assert error.code == Exit.STORAGE and "nothing was changed" in str(error)

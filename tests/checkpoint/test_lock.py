@@ -90,7 +90,7 @@ def elsewhere(**changed):
 
 def lock(workdir, **how):
     said = how.pop("said", [])
-    return RunLock(workdir, how.pop("cfg", LockConfig(lease_seconds=20)), say=said.append, **how)
+    return RunLock(workdir, how.pop("cfg", LockConfig(lease_seconds=20)), log=said.append, **how)
 
 
 @pytest.fixture
@@ -270,7 +270,7 @@ def test_of_many_that_take_over_a_dead_lock_one_has_it(workdir):
     make_it = store(workdir)
     make_it.create(dataclasses.replace(this_process(), ticks=1))  # its process number was used again
     if isinstance(make_it, FileLock):
-        make_it.let_go()
+        make_it.release()
     winners, losers, begin = [], [], threading.Barrier(6)
 
     def start():
@@ -317,7 +317,7 @@ def test_of_a_container_beside_this_one_the_kernel_knows_by_its_flock(tmp_path):
     clock.at_sleep = lambda: len(clock.slept) == 3 and theirs.renew(beside.renewed())
     with pytest.raises(Stop, match="in use by process 1"):
         lock(str(tmp_path), clock=clock, sleep=clock.sleep).__enter__()
-    theirs.let_go()  # as its death would
+    theirs.release()  # as its death would
     with lock(str(tmp_path), clock=clock, sleep=clock.sleep) as held:
         held.check()
     assert len(clock.slept) == 3
@@ -380,9 +380,9 @@ def test_an_answer_that_was_lost_makes_nobody_lose_his_own_lock(gcs, monkeypatch
 
 
 def test_the_other_processes_of_a_run_have_no_lock_of_their_own(tmp_path):
-    with lock(str(tmp_path / "run"), primary=False) as held:
-        held.poll()
-        held.check()
+    others = lock(str(tmp_path / "run"))  # which the first process alone enters
+    others.poll()
+    others.check()
     assert not (tmp_path / "run").exists()
 
 

@@ -4,12 +4,13 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import threading
 import time
 
 import pytest
 from gcs_emulator import Emulator
-from gcs_weather import CUTS, Weather
+from gcs_weather import CUTS, Fault, Weather
 
 from jaxscale.checkpoint.config import LockConfig
 from jaxscale.checkpoint.lock import LEASES, RunLock
@@ -42,7 +43,7 @@ def gcs(monkeypatch):
 
 
 def quiet(workdir, lease=20.0, **how):
-    return RunLock(workdir, LockConfig(lease_seconds=lease), say=lambda line: None, **how)
+    return RunLock(workdir, LockConfig(lease_seconds=lease), log=lambda line: None, **how)
 
 
 @pytest.mark.fault("F18")
@@ -97,6 +98,30 @@ def test_broken_connections_and_lost_answers_leave_a_lock_its_holders(gcs, monke
         held.check()
 
 
+@pytest.mark.fault("F34")
+@pytest.mark.parametrize("how", ["moved", "deleted"])
+def test_a_folder_that_is_moved_or_deleted_is_told_as_that_and_not_made_anew(tmp_path, how):
+    workdir, away = tmp_path / "run", tmp_path / "away"
+    with quiet(str(workdir)) as held:
+        held.check()
+        workdir.rename(away)
+        if how == "deleted":
+            shutil.rmtree(away)
+        with pytest.raises(Stop) as stop:
+            held.check()
+    told = f"{workdir} was moved to {away} while" if how == "moved" else f"{workdir} was deleted while"
+    assert stop.value.code == Exit.STORAGE and told in str(stop.value) and "made anew" in str(stop.value)
+    assert not workdir.exists()
+
+
+@pytest.mark.fault("F17")
+def test_a_lock_is_given_back_though_a_few_tries_fail(gcs, monkeypatch):
+    monkeypatch.setattr("jaxscale.system.bucket.FIRST_WAIT", 0.001)
+    with quiet("gs://bucket/run"):
+        gcs.faults.append(Fault("status", method="DELETE", times=3))
+    assert "run/lock" not in gcs.names("bucket")
+
+
 def test_who_only_looks_at_a_new_lock_leaves_its_holder_the_flock(tmp_path):
     lock, me = FileLock(tmp_path), this_process()
     (tmp_path / "new").touch()
@@ -104,17 +129,17 @@ def test_who_only_looks_at_a_new_lock_leaves_its_holder_the_flock(tmp_path):
     fcntl.flock(looker, fcntl.LOCK_EX)
     look_ends = threading.Timer(0.3, os.close, (looker,))
     look_ends.start()
-    lock.keep(os.open(tmp_path / "new", os.O_RDWR), me)
+    lock.hold(os.open(tmp_path / "new", os.O_RDWR), me)
     look_ends.join()
     (tmp_path / "new").rename(tmp_path / "lock")
     assert FileLock(tmp_path).look().guarded is True
-    lock.let_go()
+    lock.release()
 
 
 def test_a_process_that_lives_keeps_its_lock_even_without_its_flock(tmp_path):
     lock = FileLock(tmp_path)
     lock.create(this_process())
-    lock.let_go()
+    lock.release()
     with pytest.raises(Stop, match="in use by process") as stop:
         quiet(str(tmp_path)).__enter__()
     assert stop.value.code == Exit.LOCK_HELD

@@ -9,12 +9,11 @@ import time
 import jax.numpy as jnp
 import pytest
 import tensorstore
-from ckpt_states import stop_of
+from ckpt_states import refuse_to_open, stop_of
 
-from jaxscale.checkpoint import saver, verify, write
+from jaxscale.checkpoint import saver, write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
 STATE = {"w": jnp.arange(100.0)}
@@ -43,8 +42,7 @@ class Notes(list):
         return [facts for found, _, facts in self if found == kind]
 
 
-def broken(*arguments, **settings):
-    raise OSError(errno.ESTALE, "Stale file handle")
+STALE = OSError(errno.ESTALE, "Stale file handle")
 
 
 @pytest.mark.fault("F21")
@@ -61,8 +59,8 @@ def test_who_has_lost_the_folder_removes_nothing_of_the_new_holder(saved, at):
 @pytest.mark.fault("F21")
 def test_a_save_that_fails_after_the_folder_was_lost_leaves_what_is_there(saved, monkeypatch):
     saved.saver.may_commit = Lock(saved.directory, 2)
-    monkeypatch.setattr(write, "write_arrays", broken)
     theirs = saved.directory / "30.orbax-checkpoint-tmp"
+    refuse_to_open(monkeypatch, lambda path: path == theirs, STALE)  # to write arrays into it
     assert stop_of(saved.save, 30, STATE, {}, wait=True).code == Exit.LOCK_HELD
     assert theirs.exists()
 
@@ -77,7 +75,7 @@ def test_nothing_is_moved_aside_without_the_lock(saved):
 def test_trouble_with_reading_back_is_an_alarm_and_the_save_counts(tmp_path, monkeypatch):
     notes = Notes()
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes)
-    monkeypatch.setattr(verify, "verify_leaves", broken)
+    refuse_to_open(monkeypatch, lambda path: tmp_path / "5" / "state" in path.parents, STALE)
     checkpoints.save(5, STATE, {}, wait=True)
     assert checkpoints.all_steps() == [5] and checkpoints.saver.last_saved == 5
     assert checkpoints.last_good()["verified"] is False and notes.of("saved")[0]["verified"] is False
@@ -98,9 +96,9 @@ def test_damage_is_told_before_trouble(tmp_path, monkeypatch):
 
 
 def test_a_try_after_a_commit_that_was_told_as_a_failure_is_no_error(tmp_path, monkeypatch):
-    checkpoints, real, failing = Checkpoints(tmp_path, CheckpointConfig()), paths.sync_folder, [True]
-    sync = lambda folder: broken() if folder == tmp_path and failing and failing.pop() else real(folder)
-    monkeypatch.setattr(paths, "sync_folder", sync)
+    checkpoints, failing = Checkpoints(tmp_path, CheckpointConfig()), [True]
+    renamed = lambda path: path == tmp_path and (tmp_path / "5").exists()  # and now it is to be synced
+    refuse_to_open(monkeypatch, lambda path: renamed(path) and failing and failing.pop(), STALE)
     checkpoints.save(5, STATE, {"a": 1}, metrics={"validation/loss": 1.0}, wait=True)
     assert not failing and checkpoints.all_steps() == [5] and checkpoints.last_good()["verified"]
     checkpoints.save(5, STATE, {"a": 1}, metrics={"validation/loss": 1.0}, wait=True)
@@ -117,10 +115,24 @@ def test_leaving_waits_for_what_is_still_being_compiled(tmp_path):
     assert not checkpoints.preparing.is_alive()
 
 
+def test_a_save_that_its_storage_holds_up_is_left_behind_where_that_was_given_up(tmp_path):
+    checkpoints, answers = Checkpoints(tmp_path, CheckpointConfig()), threading.Event()
+    checkpoints.saver.may_commit = answers.wait
+    late = threading.Timer(5, answers.set)  # so that a close which waits for it ends too
+    late.start()
+    checkpoints.save(5, STATE, {})
+    checkpoints.close(most_seconds=0.1)
+    assert checkpoints.busy and not answers.is_set()
+    late.cancel()
+    answers.set()
+    checkpoints.close()
+    assert checkpoints.all_steps() == [5]
+
+
 def test_the_end_of_a_run_can_ask_how_its_save_went_without_an_error(tmp_path, monkeypatch):
     notes = Notes()
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(), note=notes)
-    monkeypatch.setattr(write, "write_arrays", broken)
+    refuse_to_open(monkeypatch, lambda path: path.name.endswith("-tmp"), STALE)
     checkpoints.save(5, STATE, {})
     checkpoints.join()
     step, cause = checkpoints.take_failure()

@@ -101,7 +101,7 @@ def test_the_verbs_refuse_such_a_step_and_name_its_own(run, tmp_path, capsys):
 def test_who_only_reads_takes_the_newest_honest_step_aloud_and_moves_nothing(run):
     lie(run, "moved")
     lines = []
-    source = open_source(str(run.directory.parent), say=lines.append)
+    source = open_source(str(run.directory.parent), log=lines.append)
     assert source.step == 20 and run.all_steps() == [10, 20, 40]
     (line,) = lines
     assert "it is the record of step 30" in line and line.endswith("step 20 is taken")
@@ -154,7 +154,7 @@ def test_whatever_happens_to_any_file_of_a_step_is_noticed_when_it_is_verified_a
 def test_what_lists_or_commits_a_step_is_missed_wherever_it_is_opened(run, tmp_path, capsys, name):
     (run.directory / "30" / name).unlink()
     workdir, lines = f"--workdir={run.directory.parent}", []
-    assert open_source(str(run.directory.parent), say=lines.append).step == 30
+    assert open_source(str(run.directory.parent), log=lines.append).step == 30
     assert len(lines) == 1 and name in lines[0] and "it is missing" in lines[0]
     ckpt.main(["list", workdir])
     assert f"step 30 lacks {name}" in capsys.readouterr().err

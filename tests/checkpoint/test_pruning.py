@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from ckpt_states import refuse_to_open
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +22,9 @@ from jaxscale.checkpoint.retention import (
     unpin,
     why_kept,
 )
-from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
+
+STALE = type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})("503")
 
 
 def facts(step, health=None, loss=None, pinned=False):
@@ -35,9 +37,8 @@ def test_without_marks_it_keeps_the_steps_that_training_keeps(steps, keep_last, 
     kept = why_kept(
         [facts(step) for step in sorted(steps)], None, CheckpointConfig(keep_last=keep_last, keep_every_steps=every)
     )
-    assert set(kept) == kept_steps(
-        steps, CheckpointConfig(keep_last=keep_last, keep_every_steps=every), lambda step: Facts(None, None)
-    )
+    cfg = CheckpointConfig(keep_last=keep_last, keep_every_steps=every)
+    assert kept == kept_steps(steps, cfg, lambda step: Facts(None, None))
 
 
 def test_what_training_would_keep_after_a_save_is_what_prune_keeps(tmp_path):
@@ -84,14 +85,9 @@ def test_what_cannot_be_read_stays_and_an_old_record_counts_as_clean(run, monkey
     assert kept == {10: "newest clean", 20: "its record cannot be read", 30: "newest 1"}
     (run.directory / "last_good.json").write_text("{")
     assert last_good_step(run.directory) is None
-    real = paths.read_json
-    monkeypatch.setattr(paths, "read_json", lambda path: stale() if path.name == "metadata" else real(path))
+    refuse_to_open(monkeypatch, lambda path: path.name == "metadata", STALE)
     assert all(fact.problem.endswith("metadata cannot be read: HttpError") for fact in list_steps(run.directory))
-    monkeypatch.setattr(paths, "read_json", stale)
+    refuse_to_open(monkeypatch, lambda path: path.name == "last_good.json", STALE)
     with pytest.raises(Stop, match="last_good.json cannot be read: .*nothing was deleted") as stop:
         last_good_step(run.directory)
     assert stop.value.code == Exit.STORAGE
-
-
-def stale(path=None):
-    raise type("HttpError", (Exception,), {"__module__": "gcsfs.retry"})("503")

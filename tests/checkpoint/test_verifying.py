@@ -2,14 +2,17 @@
 
 import errno
 import json
+import pathlib
 import random
+import types
 
 import kept_run
 import numpy as np
 import pytest
 import tensorstore
+from ckpt_states import refuse_to_open
 
-from jaxscale.checkpoint import array_store, verify
+from jaxscale.checkpoint import array_store
 from jaxscale.checkpoint.array_store import Locations, index_damages
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.folders import COMMITTED
@@ -17,7 +20,6 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.retention import list_steps
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
-from jaxscale.system import paths
 from jaxscale.system.exits import Exit, Stop
 
 
@@ -105,17 +107,22 @@ def test_what_cannot_be_read_is_one_line_each(run, damage):
 
 
 @pytest.mark.parametrize("part", ["record", "array", "tree", "index", "file"])
-@pytest.mark.parametrize("error", [PermissionError(errno.EACCES, "Permission denied"), TimeoutError("timed out")])
+@pytest.mark.parametrize(
+    "error", [PermissionError(errno.EACCES, "Permission denied"), TimeoutError(errno.ETIMEDOUT, "timed out")]
+)
 def test_what_may_not_or_cannot_be_reached_is_storage_and_not_damage(kept, monkeypatch, part, error):
     def fail(*_, **__):
         raise error
 
-    read_json, told = paths.read_json, {"record": "metadata", "tree": "_METADATA"}
-    if part in told:
-        monkeypatch.setattr(paths, "read_json", lambda path: fail() if path.name == told[part] else read_json(path))
-    where = {"array": (array_store.Arrays, "open"), "index": (array_store, "open_base"), "file": (verify, "mark_of")}
-    if part in where:
-        monkeypatch.setattr(*where[part], fail)
+    if part == "array":
+        monkeypatch.setattr(tensorstore, "open", fail)
+    elif part == "index":
+        monkeypatch.setattr(tensorstore, "KvStore", types.SimpleNamespace(open=fail))
+    elif part == "file":
+        monkeypatch.setattr(pathlib.Path, "open", fail)
+    else:
+        name = {"record": "metadata", "tree": "_METADATA"}[part]
+        refuse_to_open(monkeypatch, lambda path: path.name == name, error)
     with pytest.raises(Stop, match="cannot be read now: .*; whether it is whole is not known") as caught:
         found(kept, 20)
     assert caught.value.code == Exit.STORAGE

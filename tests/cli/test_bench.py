@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from jaxscale.cli import bench, bench_against, bench_sample, bench_statistics, bench_survive
+from jaxscale.cli import bench, bench_against, bench_loop, bench_sample, bench_statistics, bench_survive
 from jaxscale.command_line import parse
 from jaxscale.system import process
 
@@ -101,9 +101,9 @@ def test_the_loop_saves_inside_its_segment_and_is_compared_with_the_bare_step(ca
 def test_what_surviving_costs_is_told_part_by_part(monkeypatch, capsys):
     monkeypatch.setattr(bench_survive, "SAVED_BYTES", 100_000)
     monkeypatch.setattr(bench_survive, "CALLS", 5)
-    guards, open_run = [], bench_survive.open_run
+    guards, open_run = [], bench_loop.open_run
     seen = lambda cfg, *rest, **more: (guards.append(cfg.train.guard), open_run(cfg, *rest, **more))[1]
-    monkeypatch.setattr(bench_survive, "open_run", seen)
+    monkeypatch.setattr(bench_loop, "open_run", seen)
     assert bench.main(["survive", "--json", "--steps=2", "--rounds=1", *TINY]) == 0
     record = json.loads(capsys.readouterr().out)
     assert [guard.spike_ratio for guard in guards] == [0.0]  # bare steps train on one batch alone
@@ -176,7 +176,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
     [
         (
             ["speed"],
-            "bench has nothing called 'speed'; it has step, loop, survive, statistics, sample, data, collectives",
+            "bench has no verb 'speed'; it has step, loop, survive, statistics, sample, data, collectives",
         ),
         (["step", "--spec=U"], "--spec=U is not known; there is S or T, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give one of them"),

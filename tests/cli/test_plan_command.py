@@ -11,7 +11,7 @@ import pytest
 
 from jaxscale import cli
 from jaxscale.cli import bench, plan
-from jaxscale.config import load_config
+from jaxscale.config_file import load_config
 from jaxscale.planning import measured
 from jaxscale.system.exits import BadInput, Exit
 

@@ -6,7 +6,7 @@ import made_ladder
 import pytest
 
 from jaxscale import schema
-from jaxscale.cli.plan_loss import main_loss
+from jaxscale.cli.plan_loss import main
 from jaxscale.reporting.history import read_history
 
 TARGET = made_ladder.config(128, 1600)
@@ -26,7 +26,7 @@ def config_file(tmp_path):
 
 def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, config_file, tmp_path, capsys):
     made_ladder.write(runs / "broken", made_ladder.config(), until=100)
-    done = main_loss(["--loss", f"--runs={runs}/*", f"--config={config_file}", f"--json={tmp_path / 'all.json'}"])
+    done = main(["--loss", f"--runs={runs}/*", f"--config={config_file}", f"--json={tmp_path / 'all.json'}"])
     printed, told = capsys.readouterr().out, json.loads((tmp_path / "all.json").read_text())
     assert done == 0 and len(told["law"]["points"]) == 9
     assert "broken: it is not finished: step 100 of 200" in printed
@@ -42,7 +42,7 @@ def test_the_end_of_a_run_is_forecast_with_an_interval_and_its_distance(runs, co
 def test_the_band_lies_in_the_work_folder_where_the_report_finds_it(runs, config_file, tmp_path, capsys):
     folder = tmp_path / "big"
     argv = [f"--runs={runs}/*", f"--config={config_file}", f"--to={folder}"]
-    assert main_loss(argv) == 0
+    assert main(argv) == 0
     told = json.loads((folder / "forecast.json").read_text())
     assert told["tokens"][-1] == told["train_tokens"] == 1600 * TARGET.tokens_per_step
     assert told["low"][-1] < told["middle"][-1] < told["high"][-1] and "64-800" in told["made_from"]
@@ -50,19 +50,19 @@ def test_the_band_lies_in_the_work_folder_where_the_report_finds_it(runs, config
     for name in ("config.json", "metrics.jsonl"):
         (tmp_path / "real" / name).rename(folder / name)
     assert read_history(folder).forecast["low"] == told["low"]
-    assert main_loss(argv) == 0  # once the run has begun it can be forecast again
+    assert main(argv) == 0  # once the run has begun it can be forecast again
     with pytest.raises(ValueError, match=r"--to=.* holds a run that differs from the config in its length"):
-        main_loss([*argv, "--tokens=102400"])
+        main([*argv, "--tokens=102400"])
     with pytest.raises(ValueError, match=r"differs from the config in model.mlp_dim"):
-        main_loss([*argv, "--config.model.mlp_dim=64"])
+        main([*argv, "--config.model.mlp_dim=64"])
 
 
 def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs, config_file, tmp_path, capsys):
     argv = [f"--runs={runs}/*", f"--config={config_file}", "--config.optim.warmup_tokens=20%"]
-    assert main_loss(argv) == 0
+    assert main(argv) == 0
     assert "no band over the curve: the curve of 16-200 followed cosine" in capsys.readouterr().out
     with pytest.raises(ValueError, match="no band to write"):
-        main_loss([*argv, f"--to={tmp_path / 'big'}"])
+        main([*argv, f"--to={tmp_path / 'big'}"])
     assert not (tmp_path / "big").exists()
 
 
@@ -82,10 +82,10 @@ def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs,
 def test_what_cannot_be_forecast_is_refused_in_one_line(runs, config_file, flags, told):
     argv = [flag.replace("RUNS", str(runs)) for flag in flags]
     with pytest.raises(ValueError, match=told) as error:
-        main_loss([f"--config={config_file}", *argv])
+        main([f"--config={config_file}", *argv])
     assert "\n" not in str(error.value)
 
 
 def test_help_needs_nothing(capsys):
-    assert main_loss(["--loss", "--help"]) == 0
+    assert main(["--loss", "--help"]) == 0
     assert "--runs=PATTERNS" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -170,12 +171,12 @@ def test_too_little_room_for_what_is_kept_is_no_go(tmp_path, report, monkeypatch
     write_run(one.folder / "straight")
     size = 15 * 4
     for free in (4 * size * MARGIN, 4 * size, None):  # keep_last=3 and 2, and the rehearsal's own is there
-        monkeypatch.setattr(write, "free_bytes", lambda directory, free=free: free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: types.SimpleNamespace(free=free))
         rehearsal.check_space(one, report, free and int(free))
     assert [mark for _, mark, _, _ in report.rows] == [OK, NO, NOTE]  # None: a bucket
     assert f"4 checkpoints of {write.size(size)} need {write.size(4 * size * MARGIN)}" in report.rows[1][3]
     shutil.copytree(one.folder / "straight" / "checkpoints", tmp_path / "run" / "checkpoints")
-    monkeypatch.setattr(write, "free_bytes", lambda directory: 3 * size * MARGIN)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=3 * size * MARGIN))
     rehearsal.check_space(one, report, 3 * size)  # one of those that will be kept is there already
     assert report.rows[-1][1] == OK
     assert "has 0.000198 MB free" in write.check_before_run(

@@ -14,8 +14,8 @@ import made_model
 import pytest
 import verbs
 
+from jaxscale.api.writing import SampleOptions
 from jaxscale.cli import sample, sample_chat
-from jaxscale.sampling.config import GREEDY
 from jaxscale.sampling.generator import Timing
 from jaxscale.sampling.text import Written
 from jaxscale.text.chat.template import load_template
@@ -65,7 +65,7 @@ def test_prompts_of_a_file_are_written_in_batches_of_several_samples_on_a_mesh(w
 
 def test_the_speed_is_of_tokens_that_are_in_a_text_and_of_no_prompt():
     said = []
-    talk = sample_chat.Talk(None, GREEDY, (), 100, 0, said.append)
+    talk = sample_chat.Talk(None, SampleOptions(), said.append)
     timing = Timing(9.0, 0.5, prompt_tokens=20, decode_seconds=2.0, decoded_tokens=70)
     talk.tell_speed(timing, [Written(tokens=31), Written(tokens=11), Written(tokens=0)])
     talk.tell_speed(timing, [Written(tokens=1)])

@@ -5,9 +5,9 @@ import pathlib
 
 import pytest
 
-from jaxscale.cli.shrink import as_flags, changes, changes_text, is_large, shrink, use_available_data
+from jaxscale.cli.shrink import changes, changes_text, is_large, shrink, use_available_data
 from jaxscale.command_line import parse
-from jaxscale.config import load_config
+from jaxscale.config_file import load_config
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 LARGE = ["gpt2_124m.py", "1b.py", "7b.py", "13b.py", "70b.py"]
@@ -43,7 +43,9 @@ def test_layers_alone_changes_nothing_else():
 def test_the_changes_as_flags_give_the_same_config(name):
     cfg = load_config(str(CONFIGS / name))
     small, _ = use_available_data(shrink(cfg, small=True))
-    arguments = parse([f"--config={CONFIGS / name}", *as_flags(changes(cfg, small))])
+    arguments = parse(
+        [f"--config={CONFIGS / name}", *(f"--config.{name}={now}" for name, (_, now) in changes(cfg, small).items())]
+    )
     assert load_config(arguments.config, arguments.overrides) == small
 
 

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from jaxscale.cli import supervise
-from jaxscale.cli.progress import look
+from jaxscale.cli.supervise import look
 from jaxscale.system.exits import ADVICE, BadInput, Exit, codes_help, may_start_again, meaning
 
 # In the place of a training: does what the next line of WORKDIR/../plan says ("saves=7": commits step 7), and ends.

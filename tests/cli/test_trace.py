@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale import config, main, schema
+from jaxscale import config, config_file, main, schema
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import trace
@@ -77,7 +77,7 @@ def records(run):
 
 
 def batches_of(home):
-    cfg = config.load_config(str(home / "tiny.py"))
+    cfg = config_file.load_config(str(home / "tiny.py"))
     corpus = open_data(cfg.data, seq_len=16, vocab_size=272, seed=1, say=lambda line: None)
     return corpus, corpus.batches(16, corpus.plan_mixture(16, STEPS, STEPS + 2))
 
@@ -176,7 +176,7 @@ def test_what_a_start_changed_ahead_counts_before_its_first_save(home, run, tmp_
     copy = copied(run, tmp_path, upto=10)
     later = STAGES | {"14 steps": {"code": 1.0}}
     flags = {"data.skip_batches": ((13, 17),), "data.mixture": later}
-    started = open_run(config.load_config(str(home / "tiny.py"), flags), str(copy), log=lambda line: None)
+    started = open_run(config_file.load_config(str(home / "tiny.py"), flags), str(copy), log=lambda line: None)
     assert (started.start_step, started.total_steps) == (10, 12)
     feed = started.open_feed(10, 12)
     fed = [next(feed) for _ in range(2)]
@@ -271,7 +271,7 @@ def test_a_mixture_may_not_change_behind(home, run):
 
 
 def test_a_change_ahead_is_told_and_let_through(home, run):
-    cfg = config.load_config(str(home / "tiny.py"))
+    cfg = config_file.load_config(str(home / "tiny.py"))
     checkpoints = Checkpoints(run / "checkpoints", cfg.checkpoint)
     recorded = checkpoints.read_run(checkpoints.latest_step())
     later = dataclasses.replace(cfg.data, mixture=STAGES | {"14 steps": {"web": 1.0}})
@@ -301,7 +301,7 @@ def test_a_run_goes_on_with_a_mixture_that_changes_ahead(home, run, tmp_path, ca
 
 
 def test_skip_data_is_shorthand_for_the_setting():
-    overrides = lambda *flags: config.with_flags(parse(["--config=x", *flags], TrainFlags))
+    overrides = lambda *flags: config_file.with_flags(parse(["--config=x", *flags], TrainFlags))
     assert overrides("--skip-data=3:5,9:10")["data.skip_batches"] == ((3, 5), (9, 10))
     assert overrides() == {}
     for flags, message in (

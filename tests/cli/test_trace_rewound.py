@@ -7,7 +7,7 @@ import pytest
 from test_trace import home as home
 from test_trace import told, train
 
-from jaxscale import config
+from jaxscale import config_file
 
 FLAGS = (
     "--config.train.guard.max_skipped_in_row=1", "--config.train.ladder.rewind_margin_steps=1",
@@ -76,4 +76,4 @@ def test_a_document_of_the_detour_is_found_by_its_name(rewound, capsys):
 )
 def test_a_clean_source_must_be_one_of_the_mixture(home, overrides, told_):
     with pytest.raises(ValueError, match=told_):
-        config.load_config(str(home / "tiny.py"), overrides)
+        config_file.load_config(str(home / "tiny.py"), overrides)

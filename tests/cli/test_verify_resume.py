@@ -9,6 +9,7 @@ import sys
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
@@ -16,6 +17,7 @@ from jaxscale.checkpoint.record import nest
 from jaxscale.cli import compare_runs, verify_resume
 from jaxscale.cli.attempt import Child
 from jaxscale.command_line import Arguments
+from jaxscale.monitor.machine import HostLoad
 from jaxscale.system.exits import Exit, Stop
 
 STEPS = 12
@@ -87,7 +89,7 @@ def change_line(folder, number, **values):
 
 def test_the_same_is_exact_whatever_the_clock_said(finished, tmp_path):
     other = write_run(tmp_path / "other")
-    change_line(other, 3, step_seconds=99.0)
+    change_line(other, 3, step_seconds=99.0, **dict.fromkeys(HostLoad().metrics(), 0.5))
     found = compare_runs.compare(finished, other, STEPS)
     assert found.exact and found.lines()[-1] == "resume: exact"
 
@@ -144,11 +146,11 @@ def test_a_run_that_ends_by_itself_says_why(tmp_path):
     code = "import sys; print('first'); print('error: x=3 is wrong'); sys.exit(2)"
     child = Child([sys.executable, "-c", code], tmp_path / "w.log")
     with pytest.raises(Stop, match="exit 2: error: x=3 is wrong") as stop:
-        child.kill_when(lambda: "")
+        child.finish(killed=True)
     assert stop.value.code == Exit.BAD_INPUT
     quick = Child([sys.executable, "-c", ""], tmp_path / "w.log")
     with pytest.raises(Stop, match="before it could be killed"):
-        quick.kill_when(lambda: "")
+        quick.finish(killed=True)
 
 
 def test_a_folder_that_holds_something_is_refused(finished):
@@ -158,13 +160,14 @@ def test_a_folder_that_holds_something_is_refused(finished):
 
 @pytest.mark.parametrize("given", [False, True])
 def test_ctrl_c_removes_a_temporary_folder_and_no_other(tmp_path, monkeypatch, given):
-    def interrupt(*args):
+    def interrupt(*args, **settings):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(verify_resume, "changes", lambda cfg, wanted: {})
-    monkeypatch.setattr(verify_resume, "Child", interrupt)
+    monkeypatch.setattr(subprocess, "Popen", interrupt)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     workdir = str(tmp_path / "given") if given else None
     with pytest.raises(KeyboardInterrupt):
-        verify_resume.verify(Arguments("x.py", {}, {}), None, None, STEPS, 1, workdir, say=lambda text: None)
+        verify_resume.verify(
+            Arguments("x.py", {}, {}), tiny.config(), tiny.config(), STEPS, 1, workdir, say=lambda text: None
+        )
     assert [path.name for path in tmp_path.iterdir()] == (["given"] if given else [])

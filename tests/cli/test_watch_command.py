@@ -16,7 +16,7 @@ import time
 import pytest
 
 from jaxscale.cli import watch
-from jaxscale.cli.watch_frame import Seen, columns_of, cut, event_words, frame, sparkline
+from jaxscale.cli.watch_frame import Seen, columns_of, cut, event_lines, frame, sparkline
 from jaxscale.monitor.goodput import iso_time
 from jaxscale.monitor.records import Follower
 
@@ -64,7 +64,8 @@ def test_a_frame_says_how_the_run_is():
         "jaxscale watch  runs/a", "running", "llama (2 layers, 64 wide), 8 x TPU v5p", " 50% ", "step 500 of 1,000",
         "eta 5m00s", "loss        3.000", "3.000 to 3.980", "validation  3.700", "at step 200", "learn. rate 3.00e-04",
         "tokens/s    12.3K", "0.5 s  MFU 43.1%  waits for data 2.0%", "device 60.0 GiB of 80.0 GiB (75%)",
-        "busy 98%  601 W  61 C", "goodput     78.1% of 5m20s", "data 15.6%  compile 6.2%", "saved step 500 in 1.2s",
+        "busy 98%  601 W  61 C", "goodput     78.1% of 5m20s", "data 15.6%  compile 6.2%",
+        "step 500: checkpoint saved, 1.2s",
     ):  # fmt: skip
         assert told in found, (told, found)
 
@@ -129,17 +130,17 @@ def test_text_is_cut_by_the_columns_that_it_takes():
 @pytest.mark.parametrize(
     ("of", "words"),
     [
-        (event("rewind", 0, 90, to=60, why="skipped"), "went back from step 90 to 60 (skipped)"),
-        (event("saved", 0, 5, seconds=2.0), "saved step 5 in 2.0s, not read back"),
-        (event("alert", 0, 7, what="loss_spike", seen="it rose"), "alert at step 7: loss spike: it rose"),
-        (event("alert", 0, 9, what="loss_spike", over=True, seen="it fell"), "over at step 9: loss spike: it fell"),
-        (event("save_failed", 0, 7, cause="no room"), "save failed at step 7: no room"),
-        (event("stopped", 0, code=15), "stopped: exit 15, nothing moved for too long"),
-        ({"event": None}, "None"),
+        (event("rewind", 0, 90, to=60, why="replicas"), "step 90: went back to step 60, 30 steps are abandoned"),
+        (event("saved", 0, 5, seconds=2.0, verified=False), "step 5: checkpoint saved, 2.0s; NOT verified: 5"),
+        (event("alert", 0, 7, what="loss_spike", seen="it rose"), "step 7: loss spike: it rose"),
+        (event("alert", 0, 9, what="loss_spike", over=True, seen="it fell"), "step 9: loss spike is over: it fell"),
+        (event("save_failed", 0, 7, cause="no room"), "step 7: a save failed: no room"),
+        (event("stopped", 0, code=15), "exit 15, nothing moved for too long"),
     ],
 )
-def test_events_are_told_in_words(of, words):
-    assert event_words(of) == words
+def test_events_are_told_in_the_words_of_the_report(of, words):
+    (line,) = event_lines([of], 3, NOW)
+    assert line.text[8:].startswith(f"  {words}") and (line.colour == "red") == (not of.get("over"))
 
 
 def write(folder, records, events=(STARTED,)):
@@ -269,6 +270,6 @@ def test_the_newest_save_counts_as_done_and_an_event_of_another_day_has_its_date
     busy = event("alert", -50, 500, what="busy_machine", seen="the machine was busy with other work")
     events = [STARTED, event("saved", -86_400 * 3, 507, seconds=1.0, verified=True), busy]
     told = text(seen(events=events))
-    assert "step 507 of 1,000" in told and re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d  saved step 507", told)
-    assert "note at step 500: busy machine: the machine was busy" in told
+    assert "step 507 of 1,000" in told and re.search(r"20\d\d-\d\d-\d\d \d\d:\d\d  step 507: checkpoint saved", told)
+    assert "step 500: busy machine: the machine was busy" in told
     assert "red" not in [line.colour for line in frame(seen(events=events), NOW, 80, 24)]

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxscale.corpus.curate.c4 import count_sentences, make_c4
 from jaxscale.corpus.curate.config import C4Config
+from jaxscale.corpus.curate.quality import count_sentences, make_c4
 from jaxscale.text.document import Document
 
 OFF = C4Config(

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from jaxscale.corpus.curate import hashes
 from jaxscale.corpus.curate.config import ContaminationConfig
-from jaxscale.corpus.curate.contamination import make_contamination
-from jaxscale.corpus.curate.evaluation import load_evaluation, make_index, may_hold
+from jaxscale.corpus.curate.contamination import load_evaluation, make_contamination, make_index, may_hold
 from jaxscale.corpus.curate.hashes import mix
 from jaxscale.text.document import Document
 
@@ -124,7 +123,6 @@ def test_a_short_item_is_found_whole_or_never(tmp_path):
     assert check(texts, [file])[0].detail == "exam.jsonl:1"
     assert all(outcome.document for outcome in check(texts, [file], short_words=None))
     assert all(outcome.document for outcome in check(texts, [file], short_words=11))
-    assert load_evaluation([file]).short == 1
 
 
 def test_a_sequence_that_two_items_have_names_both_and_many_names_are_cut_short(tmp_path):

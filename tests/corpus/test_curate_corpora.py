@@ -11,8 +11,8 @@ import pytest
 
 from jaxscale.corpus.curate.config import ContaminationConfig, NearConfig, SubstringConfig
 from jaxscale.corpus.curate.contamination import make_contamination
+from jaxscale.corpus.curate.duplicates import make_near_sketch
 from jaxscale.corpus.curate.hashes import ngram_hashes, word_hashes
-from jaxscale.corpus.curate.minhash import make_near_sketch
 from jaxscale.corpus.curate.substring import make_substring
 from jaxscale.corpus.prepare.join import components, duplicate_pairs, parts, signature_reader, verified, write_sketch
 from jaxscale.text.document import Document

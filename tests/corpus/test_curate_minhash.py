@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxscale.corpus.curate.config import NearConfig
-from jaxscale.corpus.curate.hashes import word_hashes
-from jaxscale.corpus.curate.minhash import (
+from jaxscale.corpus.curate.duplicates import (
     bands_and_rows,
     choose_bands,
     detection_curve,
@@ -18,6 +17,7 @@ from jaxscale.corpus.curate.minhash import (
     signatures,
     verification_curve,
 )
+from jaxscale.corpus.curate.hashes import word_hashes
 from jaxscale.corpus.prepare.join import components, duplicate_pairs, signature_reader, verified, write_sketch
 from jaxscale.text.document import Document
 

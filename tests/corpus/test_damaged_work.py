@@ -12,8 +12,8 @@ from jaxscale import schema
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.engine import MADE_FROM, make_plan, prepare
 from jaxscale.corpus.prepare.local import LocalExecutor
-from jaxscale.corpus.prepare.outcome import FACTS
 from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.report import FACTS
 from jaxscale.data.manifest import NAME as MANIFEST
 from jaxscale.system.exits import BadInput
 

@@ -7,10 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate.c4 import make_c4
 from jaxscale.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
-from jaxscale.corpus.curate.fineweb import make_fineweb
-from jaxscale.corpus.curate.gopher import make_gopher
+from jaxscale.corpus.curate.quality import make_c4, make_fineweb, make_gopher
 from jaxscale.corpus.curate.repetition import make_repetition
 from jaxscale.schema import from_dict, to_dict
 from jaxscale.text.document import Document

@@ -12,10 +12,8 @@ import subprocess
 import pytest
 from english import english_documents
 
-from jaxscale.corpus.curate.c4 import make_c4
 from jaxscale.corpus.curate.config import C4Config, FineWebConfig, GopherConfig, RepetitionConfig
-from jaxscale.corpus.curate.fineweb import make_fineweb
-from jaxscale.corpus.curate.gopher import make_gopher
+from jaxscale.corpus.curate.quality import make_c4, make_fineweb, make_gopher
 from jaxscale.corpus.curate.repetition import make_repetition
 from jaxscale.text.document import Document
 

@@ -12,7 +12,7 @@ from jaxscale.corpus.curate import repetition
 from jaxscale.corpus.curate.config import RepetitionConfig
 from jaxscale.corpus.curate.english import words_of
 from jaxscale.corpus.curate.repetition import make_repetition, repeated_characters, said_again, sequences
-from jaxscale.corpus.curate.words import text_stats
+from jaxscale.corpus.curate.words import block_stats
 from jaxscale.text.document import Document
 
 OFF = dataclasses.replace(RepetitionConfig(), **{f.name: None for f in dataclasses.fields(RepetitionConfig)})
@@ -117,7 +117,7 @@ def test_a_sequence_has_the_hash_of_its_words_in_order(hashes, n):
 
 
 def test_what_lies_in_a_repeated_sequence_is_not_counted_again():
-    stats = text_stats("a b c a b c a b c")
+    stats = block_stats(["a b c a b c a b c"])[0]
     ends = np.concatenate([[0], stats.lengths.cumsum()])
     assert repeated_characters(sequences(stats.hashes, 3), ends, 3) == 6
 

@@ -3,7 +3,8 @@
 import pytest
 
 from jaxscale.corpus.curate.config import ToxicityConfig
-from jaxscale.corpus.curate.toxicity import LISTED, TOO_TOXIC, make_counter, make_toxicity, read_words
+from jaxscale.corpus.curate.quality import read_words
+from jaxscale.corpus.curate.toxicity import LISTED, TOO_TOXIC, make_counter, make_toxicity
 from jaxscale.text.document import Document
 
 MILD, RUDE = Document("The harvest was good this year."), Document("You are a stupid bloody idiot, shut up you moron!")
@@ -38,7 +39,7 @@ def test_documents_with_listed_words_are_dropped_without_the_model(tmp_path, mon
     monkeypatch.setitem(__import__("sys").modules, "profanity_check", None)
     (tmp_path / "words.txt").write_text("# of our own\n\nDarn # mild\ndrat\n", encoding="utf-8")
     path = str(tmp_path / "words.txt")
-    assert read_words(path) == ["darn", "drat"]
+    assert read_words(path, "word_list", "#") == ["darn", "drat"]
     docs = [Document("Oh darn."), Document("darn and drat"), MILD]
     settings = {"score": False, "word_list": path}
     assert [outcome.reason for outcome in make_toxicity(ToxicityConfig(**settings))(docs)] == [LISTED, LISTED, ""]
@@ -59,5 +60,5 @@ def test_wrong_settings_are_told(tmp_path):
     with pytest.raises(ValueError, match="cannot be read"):
         make_toxicity(ToxicityConfig(word_list=str(tmp_path / "absent.txt")))
     (tmp_path / "empty.txt").write_text("# nothing\n")
-    with pytest.raises(ValueError, match="holds no word"):
+    with pytest.raises(ValueError, match="has no words"):
         make_toxicity(ToxicityConfig(word_list=str(tmp_path / "empty.txt")))

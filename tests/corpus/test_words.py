@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from jaxscale.corpus.curate import words
 from jaxscale.corpus.curate.english import cut, words_of
-from jaxscale.corpus.curate.words import block_stats, hash_of, stats_of, text_stats
+from jaxscale.corpus.curate.words import block_stats, hash_of, stats_of
 from jaxscale.text.document import Document
 
 PIECES = (
@@ -54,7 +54,7 @@ def test_no_character_of_a_text_is_lost_or_moved(text):
 
 @given(TEXTS)
 def test_the_arrays_say_what_the_words_say(text):
-    stats, expected = text_stats(text), words_of(text)
+    stats, expected = block_stats([text])[0], words_of(text)
     plain = [word for word in expected if any(map(str.isalnum, word))]
     assert stats.total == len(expected)
     assert stats.hashes.tolist() == [hash_of(word) for word in expected]
@@ -65,20 +65,20 @@ def test_the_arrays_say_what_the_words_say(text):
 
 @given(st.lists(TEXTS, max_size=5))
 def test_what_was_read_before_changes_nothing(texts):
-    before = [text_stats(text) for text in texts]
+    before = [block_stats([text])[0] for text in texts]
     for stats, text in zip(reversed(before), reversed(texts)):
-        again = text_stats(text)
+        again = block_stats([text])[0]
         np.testing.assert_array_equal(again.hashes, stats.hashes)
         assert (again.plain, again.alphabetic) == (stats.plain, stats.alphabetic)
 
 
 def test_a_full_memory_is_begun_anew(monkeypatch):
     texts = [" ".join(f"w-{place * 7 + n}," for n in range(50)) for place in range(20)]
-    before = [text_stats(text).hashes.tolist() for text in texts]
+    before = [block_stats([text])[0].hashes.tolist() for text in texts]
     monkeypatch.setattr(words, "MAX_REMEMBERED", 60)
     first = words._memory
-    assert [text_stats(text).hashes.tolist() for text in texts] == before
-    assert [text_stats(text).hashes.tolist() for text in reversed(texts)] == before[::-1]
+    assert [block_stats([text])[0].hashes.tolist() for text in texts] == before
+    assert [block_stats([text])[0].hashes.tolist() for text in reversed(texts)] == before[::-1]
     assert words._memory is not first and len(words._memory.rows) <= 110
 
 
@@ -102,5 +102,5 @@ def test_stats_are_made_once_and_kept_with_the_document():
 def test_a_piece_of_a_million_characters_takes_no_time_that_grows_with_its_square(piece):
     start = time.process_time()
     assert "".join(cut(piece)) == piece
-    assert text_stats(piece).lengths.sum() == len(piece)
+    assert block_stats([piece])[0].lengths.sum() == len(piece)
     assert time.process_time() - start < 10  # 1 s on a quiet core

@@ -4,6 +4,7 @@ import sys
 
 import numpy as np
 import pytest
+from damage import verify_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,14 +18,15 @@ from jaxscale.data.array_record import (  # noqa: E402
 )
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import open_data
-from jaxscale.data.shards import ShardWriter, open_shard, verify_shard  # noqa: E402
+from jaxscale.data.shards import ShardWriter, open_shard  # noqa: E402
 from jaxscale.text.sources.array_record import load_package
+from jaxscale.text.sources.files import SourceFile
 
 
 def write_shard(folder, name, documents, vocab_size):
     writer = ShardWriter(folder, name, vocab_size=vocab_size, eos_id=0, sources=["web"])
-    lengths = [len(ids) for ids in documents]
-    writer.add_block(np.array(sum(documents, []), np.uint32), lengths, "web")
+    for ids in documents:
+        writer.add(np.array(ids, np.uint32), "web")
     about = {"name": "", "eos_token": "", "vocab_size": vocab_size, "fingerprint": ""}
     files = [{"name": name, "source": "web", "documents": len(documents)}]
     writer.finish(None, {"tokenizer": about, "eos_id": 0, "text_bytes": 0, "skipped": {}, "files": files})
@@ -51,10 +53,10 @@ def test_a_shard_goes_out_and_comes_back_the_same(tmp_path_factory, vocab_size, 
     dtype = shard.header["dtype"]
     records = [np.frombuffer(record, dtype).tolist() for record in read_records(folder / "a.array_record")]
     assert records == [[*ids, 0] for ids in documents]
-    make = dict(dtype=dtype, vocab_size=vocab_size, eos_id=0, source="web")
-    import_array_record([folder / "a.array_record"], folder, "back", **make)
-    verify_shard(folder / "back.json")
-    assert open_shard(folder / "back.json").fingerprint == shard.fingerprint
+    file = SourceFile(str(folder / "a.array_record"), "a.array_record", "web")
+    import_array_record(file, folder, dtype=dtype, vocab_size=vocab_size, eos_id=0)
+    verify_shard(folder / "tokens.json")
+    assert open_shard(folder / "tokens.json").fingerprint == shard.fingerprint
 
 
 def test_more_records_than_are_read_together_come_in_order(tmp_path):
@@ -84,14 +86,14 @@ def test_a_run_reads_a_file_of_ids_by_its_documents(tmp_path):
 
 @pytest.mark.fault("F24")
 def test_a_record_that_does_not_fit_is_named(tmp_path):
-    make = dict(dtype="uint16", vocab_size=300, eos_id=0, source="web")
+    make = dict(dtype="uint16", vocab_size=300, eos_id=0)
     path = write_records(tmp_path / "odd", [b"\1\0", b"\1\0\2"])
     with pytest.raises(ValueError, match="odd: record 1 of 3 bytes is no whole number of uint16"):
-        import_array_record([path], tmp_path, "s", **make)
+        import_array_record(SourceFile(str(path), path.name, "web"), tmp_path, **make)
     path = write_records(tmp_path / "beyond", [b"\1\0", b"\xff\xff"])
     with pytest.raises(ValueError, match="beyond: record 1: token id 65535 .* not among the 300 ids"):
-        import_array_record([path], tmp_path, "s", **make)
-    assert not (tmp_path / "s.json").exists()
+        import_array_record(SourceFile(str(path), path.name, "web"), tmp_path, **make)
+    assert not (tmp_path / "tokens.json").exists()
 
 
 @pytest.mark.fault("F24")

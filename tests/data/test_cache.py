@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxscale.data.cache import scan, scanned, tokenised
+from jaxscale.data.cache import index_raw, scanned, tokenised
 from jaxscale.data.config import DataConfig
 from jaxscale.data.header import read_header
 from jaxscale.data.shards import ShardWriter, dtype_for, open_shard
 from jaxscale.text.sources.files import list_files
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 # Tokenises the files given on the command line, and waits as told at the second chunk (a folder is then half written).
 SLOW_WRITER = """
@@ -23,7 +24,7 @@ import pathlib, sys, time
 from jaxscale.data.cache import tokenised
 from jaxscale.data.config import DataConfig
 from jaxscale.text.sources.files import list_files
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 class Slow(ByteTokenizer):
     chunks = 0
@@ -227,7 +228,7 @@ def test_a_source_that_cannot_be_read_is_not_told_as_the_cache(tmp_path):
     (tmp_path / "a.txt").mkdir()
     for read in (
         lambda cfg: tokenised([file], ByteTokenizer(), cfg, lambda text: None),
-        lambda cfg: scan(tmp_path, file, "uint16", None, lambda text: None),
+        lambda cfg: index_raw(tmp_path, file, "uint16", None, lambda text: None),
         lambda cfg: tokenised([file._replace(path=str(tmp_path / "gone"))], ByteTokenizer(), cfg, lambda text: None),
     ):
         with pytest.raises(ValueError, match="(a.txt|gone) cannot be read: ") as error:
@@ -235,11 +236,12 @@ def test_a_source_that_cannot_be_read_is_not_told_as_the_cache(tmp_path):
         assert "cache" not in str(error.value)
 
 
-def test_a_full_disk_is_told_as_the_cache_and_not_as_the_source(tmp_path, monkeypatch):
-    def full(self, ids, source, trained=None):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(ShardWriter, "add", full)
+def test_a_full_disk_is_told_as_the_cache_and_not_as_the_source(tmp_path):
     globs = write_texts(tmp_path, a="x" * (5 << 20))
-    with pytest.raises(ValueError, match="the cache .* cannot be written: .*No space left"):
-        open_cached(globs, tmp_path / "cache")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))  # bytes of a file: a quota that is used up
+    try:
+        with pytest.raises(ValueError, match="the cache .* cannot be written: .*File too large"):
+            open_cached(globs, tmp_path / "cache")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

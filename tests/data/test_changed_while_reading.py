@@ -10,7 +10,7 @@ import pytest
 from damage import DAMAGES, OPENED, in_time
 
 from jaxscale.data import verified
-from jaxscale.data.cache import kept
+from jaxscale.data.cache import open_cached
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.verified import Unchanged, expected
 from jaxscale.system.exits import BadInput, Exit, Stop
@@ -146,7 +146,7 @@ def test_a_cache_is_made_again_for_damage_and_never_for_what_cannot_be_read(tmp_
             raise cannot_read(folder / "it", fails.pop())
         return (folder / "it").read_text()
 
-    opened = lambda: kept(tmp_path, "tokens", {}, make, open_whole, lambda line: None)
+    opened = lambda: open_cached(tmp_path, "tokens", {}, make, open_whole, lambda line: None)
     if again:
         assert opened() == "here" and len(made) == 2
     else:
@@ -163,7 +163,7 @@ def test_a_cache_that_another_process_made_again_meanwhile_is_left_alone(tmp_pat
             raise fails.pop()
         return folder
 
-    assert kept(tmp_path, "tokens", {}, made.append, open_whole, print).is_dir() and len(made) == 1
+    assert open_cached(tmp_path, "tokens", {}, made.append, open_whole, print).is_dir() and len(made) == 1
 
 
 @pytest.mark.parametrize("world", ["set", "shards", "raw", "megatron", "text"])

@@ -17,7 +17,7 @@ from jaxscale.data.shards import ShardWriter
 from jaxscale.run.resume_checks import open_same_data
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 pytestmark = pytest.mark.fault("F38")
 ANOTHER = "another fingerprint"

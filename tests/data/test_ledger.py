@@ -13,7 +13,7 @@ from jaxscale.data.objective_config import MaskedLmConfig, NextTokenConfig, Span
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter
 from jaxscale.text.document import Document
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 T, ROWS = 32, 6
 OBJECTIVES = {

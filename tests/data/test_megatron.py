@@ -82,7 +82,8 @@ def test_shards_of_ours_are_exported_one_after_the_other(tmp_path, vocab_size, c
     shards = []
     for number in range(2):
         writer = ShardWriter(tmp_path, f"s{number}", vocab_size=vocab_size, eos_id=vocab_size - 1, sources=["web"])
-        writer.add_block(np.arange(6) + number, [1, 5], "web")
+        writer.add(np.array([number]), "web")
+        writer.add(np.arange(1, 6) + number, "web")
         about = {"name": "", "eos_token": "", "vocab_size": vocab_size, "fingerprint": ""}
         header = {"tokenizer": about, "eos_id": 0, "text_bytes": 0, "skipped": {}}
         writer.finish(None, {**header, "files": []})

@@ -16,8 +16,7 @@ def plan(mixture, max_epochs=None, sizes=(1000, 200, 60), total_steps=100, num_b
     return plan_mixture(
         mixture,
         max_epochs or {},
-        names=NAMES,
-        sizes=list(sizes),
+        sizes=dict(zip(NAMES, sizes)),
         seq_len=16,
         rows_per_batch=rows_per_batch,
         total_steps=total_steps,

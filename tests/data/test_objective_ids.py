@@ -6,7 +6,7 @@ import pytest
 from jaxscale.data.objective_config import MaskedLmConfig, SpanCorruptionConfig, Ul2Config
 from jaxscale.data.objectives import find_ids
 from jaxscale.text.tokenizer.base import Marks
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 BYTES, VOCAB = ByteTokenizer(), 1000
 

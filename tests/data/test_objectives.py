@@ -23,8 +23,8 @@ from jaxscale.data.objective_config import (
 )
 from jaxscale.data.objectives import apply, apply_with_origin, find_ids
 from jaxscale.data.objectives.corrupt import join_shortest
-from jaxscale.data.objectives.draws import below, draws, unit
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.data.objectives.packed_row import below, draws, unit
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 BYTES, VOCAB, EOS, MASK, FIRST = ByteTokenizer(), 1000, 256, 257, 270
 MODES = {"R": 260, "S": 261, "X": 262}

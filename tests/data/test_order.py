@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.data.batch import tokens_hash
-from jaxscale.data.order import Batches, RowOrder, batch_index, document_order, merge_skips, normalise
-from jaxscale.data.synthetic import SyntheticRows
+from jaxscale.data.order import Batches, RowOrder, batch_index, merge_skips, normalise
+from jaxscale.data.packing import document_order
+from jaxscale.data.rows import SyntheticRows
 
 ROWS, T = 10, 8
 

@@ -48,7 +48,7 @@ def test_training_and_validation_share_no_document_and_lose_none(folder):
         assert (f"<doc{i:03}>" in train) + (f"<doc{i:03}>" in valid) == 1
     train, valid = documents(corpus)
     assert train + valid == 200 and 8 <= valid <= 35
-    assert corpus.epoch_tokens == len(corpus.train_rows) * T >= corpus.train_rows.num_tokens
+    assert corpus.epoch_tokens == len(corpus.train_rows) * T >= corpus.train_rows.table.num_tokens
 
 
 def test_the_held_out_documents_depend_on_their_names_alone(folder):
@@ -157,7 +157,7 @@ def test_the_fingerprint_tells_corpora_apart_and_not_places(folder):
 def test_the_standard_library_is_a_corpus_for_everyone(folder):
     corpus = open_quietly(name="stdlib", seq_len=256)
     assert corpus.source_names == ("modules", "packages")
-    assert 4e6 < corpus.train_rows.num_tokens < 40e6 and 0.02 < corpus.valid_rows.num_tokens / 12e6 < 0.12
+    assert 4e6 < corpus.train_rows.table.num_tokens < 40e6 and 0.02 < corpus.valid_rows.table.num_tokens / 12e6 < 0.12
     assert "import" in text_of([corpus.train_rows[r] for r in range(200)], corpus.tokenizer)
 
 
@@ -169,18 +169,18 @@ def test_raw_token_files_become_one_stream_divided_at_the_end_token(folder):
         ids.astype("<u2").tofile(f"{name}.bin")
     corpus = open_quietly(name="tokens", files="*.bin", eos_id=0, vocab_size=100)
     assert sum(documents(corpus)) == 200 and corpus.tokenizer is None
-    assert corpus.train_rows.num_tokens + corpus.valid_rows.num_tokens == 10_000
+    assert corpus.train_rows.table.num_tokens + corpus.valid_rows.table.num_tokens == 10_000
     batch, _, sizes = next(corpus.valid_batches(4, 4))
     assert not sizes.any() and batch.tokens.max() < 100
     whole = open_quietly(name="tokens", files="*.bin", vocab_size=100)  # no end token: the tails are held out
-    assert documents(whole)[0] == 2 and whole.valid_rows.num_tokens == 500
+    assert documents(whole)[0] == 2 and whole.valid_rows.table.num_tokens == 500
 
 
 def test_the_type_of_a_raw_bin_follows_the_models_vocabulary(folder):
     ids = np.arange(4000) + 60_000
     ids.astype("<u4").tofile("four.bin")
     ids.astype("<u2").tofile("two.bin")
-    num_tokens = lambda name, size: open_quietly(name="tokens", files=name, vocab_size=size).train_rows.num_tokens
+    num_tokens = lambda name, size: open_quietly(name="tokens", files=name, vocab_size=size).train_rows.table.num_tokens
     assert num_tokens("four.bin", 65_537) == num_tokens("two.bin", 65_536) == 3800
     with pytest.raises(ValueError, match="four.bin is no file of uint16 ids.*; set data.token_dtype=uint32"):
         num_tokens("four.bin", 65_536)

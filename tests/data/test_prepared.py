@@ -14,7 +14,7 @@ from jaxscale.data.lineage import lineage_table
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter, open_shard
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 SEQ_LEN = 64
 
@@ -22,8 +22,8 @@ SEQ_LEN = 64
 def write_shard(folder, name, texts, sources):
     tokenizer = ByteTokenizer()
     writer = ShardWriter(folder, name, vocab_size=257, eos_id=256, sources=["web", "code"])
-    ids = tokenizer.encode_many(texts)
-    writer.add_block(np.concatenate(ids), [len(one) for one in ids], sources)
+    for ids, source in zip(tokenizer.encode_many(texts), sources):
+        writer.add(ids, source)
     about = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": tokenizer.fingerprint}
     files = [{"name": name, "source": "", "documents": len(texts)}]
     header = {"tokenizer": about, "eos_id": 256, "text_bytes": sum(map(len, texts)), "skipped": {}, "files": files}
@@ -61,7 +61,7 @@ def test_a_run_over_the_manifest_reads_the_listed_shards_alone(folder, tmp_path,
         assert open_corpus(config(folder / "manifest.json", tmp_path / "quiet"))[1] == []
     corpus, said = open_corpus(config(folder / "manifest.json", tmp_path, val_fraction=0.0))
     both = [open_shard(folder / f"part-{i}.json").header for i in (0, 1)]
-    assert corpus.train_rows.num_tokens == sum(header["num_tokens"] for header in both)
+    assert corpus.train_rows.table.num_tokens == sum(header["num_tokens"] for header in both)
     assert corpus.source_names == ("web", "code") and corpus.tokenizer.name == "bytes"
     assert "data.tokens: 80 documents" in corpus.summary
     assert len(said) == 2 and all("to see that nothing has changed" in line for line in said)  # the set, and the plan

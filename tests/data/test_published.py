@@ -9,9 +9,9 @@ from gcs_emulator import BIG, Fault
 
 from jaxscale.corpus.publish import publish
 from jaxscale.data.manifest import read_manifest, write_manifest
-from jaxscale.data.prepared import open_remote_set
 from jaxscale.data.remote import ShardCache, locator, map_ids, shard_cache
 from jaxscale.data.shards import ShardWriter, read_lineage
+from jaxscale.data.token_files import open_remote_set
 from jaxscale.system.storage import open_bucket
 
 
@@ -20,7 +20,8 @@ def write_set(folder, shards=3, tokens=20_000):
     for number in range(shards):
         writer = ShardWriter(folder, f"part-{number}", vocab_size=60_000, eos_id=0, sources=["web"])
         ids = np.random.default_rng(number).integers(1, 60_000, tokens)
-        writer.add_block(ids, [tokens // 4] * 4, "web")
+        for part in np.split(ids, 4):
+            writer.add(part, "web")
         tokenizer = {"name": "gone", "eos_token": "", "vocab_size": 60_000, "fingerprint": "f"}
         files = [{"name": f"part-{number}", "source": "web", "documents": 4}]
         header = {"tokenizer": tokenizer, "eos_id": 0, "text_bytes": 9, "skipped": {}, "files": files}

@@ -8,7 +8,7 @@ import pyarrow.parquet
 import pytest
 
 from jaxscale.data.config import DataConfig
-from jaxscale.data.lineage import ROW_GROUP, LineageRows
+from jaxscale.data.lineage import join_lineages, lineage_table
 from jaxscale.data.pipeline import open_data
 from jaxscale.text.document import Document
 
@@ -100,13 +100,14 @@ def test_a_damaged_file_is_named_as_itself_with_the_setting(tmp_path):
     assert not list((tmp_path / "cache").iterdir())
 
 
-def test_lineage_is_one_table_however_many_rows_and_scores():
-    rows = LineageRows()
-    for i in range(ROW_GROUP + 3):
+def test_lineage_is_one_table_however_many_parts_and_scores():
+    parts = []
+    for i in range(9):
         scores = (("quality", i / 2),) if i % 2 else ()
-        rows.add(Document("text", "s", f"file {i % 2}", i, str(i), language="en", scores=scores))
-    table = rows.table()
+        document = Document("text", "s", f"file {i % 2}", i, str(i), language="en", scores=scores)
+        parts.append(lineage_table([document]))
+    table = join_lineages(parts)
     assert table.column_names == ["file", "offset", "id", "url", "licence", "language", "score.quality"]
-    assert len(table) == ROW_GROUP + 3 and table["score.quality"].to_pylist()[:4] == [None, 0.5, None, 1.5]
+    assert len(table) == 9 and table["score.quality"].to_pylist()[:4] == [None, 0.5, None, 1.5]
     assert set(table["file"].to_pylist()) == {"file 0", "file 1"}
-    assert table["offset"].to_pylist()[-1] == ROW_GROUP + 2 and LineageRows().table().num_rows == 0
+    assert table["offset"].to_pylist() == list(range(9)) and join_lineages([lineage_table([])]).num_rows == 0

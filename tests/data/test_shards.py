@@ -7,12 +7,13 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow
 import pytest
+from damage import verify_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxscale.data.header import ENDINGS
 from jaxscale.data.lineage import lineage_bytes, lineage_table
-from jaxscale.data.shards import ShardWriter, open_shard, read_lineage, verify_shard
+from jaxscale.data.shards import ShardWriter, open_shard, read_lineage
 
 TOKENIZER = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": "f"}
 
@@ -56,22 +57,22 @@ def documents_of(shard):
     shapes=st.lists(st.tuples(st.integers(0, 40), st.integers(0, 2)), min_size=1, max_size=30),
     cuts=st.lists(st.integers(0, 30), max_size=4),
     seed=st.integers(0, 2**32),
-    ended=st.booleans(),
 )
 def test_documents_written_one_by_one_or_in_blocks_are_the_documents_read(
-    tmp_path_factory, vocab_size, shapes, cuts, seed, ended
+    tmp_path_factory, vocab_size, shapes, cuts, seed
 ):
     folder, draw, eos_id = tmp_path_factory.mktemp("shard"), np.random.default_rng(seed), vocab_size - 1
     documents = [draw.integers(0, vocab_size, length, dtype=np.uint32) for length, _ in shapes]
-    sources = [("web", "code", "books")[number] for _, number in shapes]
+    numbers = [number for _, number in shapes]
+    sources = [("web", "code", "books")[number] for number in numbers]
     make = dict(vocab_size=vocab_size, eos_id=eos_id, sources=["web", "code", "books"])
     single, block = ShardWriter(folder, "single", **make), ShardWriter(folder, "block", **make)
     for ids, source in zip(documents, sources):
         single.add(ids, source)
     edges = sorted({0, len(documents), *(min(cut, len(documents)) for cut in cuts)})
     for first, last in zip(edges, edges[1:]):
-        part = [np.append(ids, np.uint32(eos_id)) if ended else ids for ids in documents[first:last]]
-        block.add_block(np.concatenate(part), [len(ids) for ids in part], sources[first:last], ended=ended)
+        part = [np.append(ids, np.uint32(eos_id)) for ids in documents[first:last]]
+        block.add_block(np.concatenate(part), [len(ids) for ids in part], numbers[first:last])
     for writer in (single, block):
         writer.finish(None, header(len(documents)))
     shards = [open_shard(folder / f"{name}.json") for name in ("single", "block")]
@@ -84,14 +85,13 @@ def test_documents_written_one_by_one_or_in_blocks_are_the_documents_read(
     verify_shard(folder / "block.json")
 
 
-def test_a_block_may_be_of_one_source_or_tell_numbers(tmp_path):
-    for name, sources in {"names": ["b", "b"], "one": "b", "numbers": np.array([1, 1])}.items():
-        writer = ShardWriter(tmp_path, name, vocab_size=10, eos_id=9, sources=["a", "b"])
-        writer.add_block(np.arange(5), [2, 3], sources)
-        writer.add_block(np.zeros(0, np.uint16), [], sources[:0])
-        assert (writer.num_documents, writer.num_tokens) == (2, 7)
-        writer.finish(None, header(2))
-        assert open_shard(tmp_path / f"{name}.json").source_ids.tolist() == [1, 1]
+def test_an_empty_block_changes_nothing(tmp_path):
+    writer = ShardWriter(tmp_path, "s", vocab_size=10, eos_id=9, sources=["a", "b"])
+    writer.add_block(np.array([0, 9, 1, 2, 9]), [2, 3], [1, 1])
+    writer.add_block(np.zeros(0, np.uint16), [], [])
+    assert (writer.num_documents, writer.num_tokens) == (2, 5)
+    writer.finish(None, header(2))
+    assert open_shard(tmp_path / "s.json").source_ids.tolist() == [1, 1]
 
 
 @pytest.mark.fault("F24")
@@ -102,7 +102,7 @@ def test_an_id_beyond_the_vocabulary_is_named_and_nothing_of_it_is_written(tmp_p
     with pytest.raises(ValueError, match=rf"token id {bad} in document 1 of .*s\.bin is not among the 257 ids"):
         writer.add(np.array([3, bad]), "web")
     with pytest.raises(ValueError, match=rf"token id {bad} in document 3 of .*s\.bin"):
-        writer.add_block(np.array([1, 2, 3, bad, bad]), [0, 2, 3], "web")
+        writer.add_block(np.array([256, 1, 2, 256, 3, bad, 256]), [1, 3, 3], [0, 0, 0])
     writer.add(np.array([4]), "web")
     writer.finish(None, header(2))
     assert documents_of(open_shard(tmp_path / "s.json")) == [[1, 2, 256], [4, 256]]
@@ -114,21 +114,21 @@ def test_an_end_token_beyond_the_vocabulary_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "sources", "ended", "told"),
+    ("lengths", "sources", "told"),
     [
-        ([1, 1], "web", False, "3 ids are not the 2 documents"),
-        ([4, -1], "web", False, "3 ids are not the 2 documents"),
-        ([3, 0], "web", True, "3 ids are not the 2 documents"),
-        ([1, 2], "web", True, "does not end with the end token 256"),
-        ([1, 2], "books", False, "source 'books' is none of"),
-        ([1, 2], ["web"], False, "1 source numbers for 2 documents"),
-        ([1, 2], np.array([0, 1]), False, "2 source numbers for 2 documents"),
+        ([1, 1], [0, 0], "3 ids are not the 2 documents"),
+        ([3, 0], [0, 0], "3 ids are not the 2 documents"),
+        ([1, 2], [0, 0], "does not end with the end token 256"),
+        ([1, 2], [0], "1 source numbers for 2 documents"),
+        ([1, 2], [0, 1], "2 source numbers for 2 documents"),
     ],
 )
-def test_a_block_that_does_not_fit_together_is_refused(tmp_path, lengths, sources, ended, told):
+def test_a_block_that_does_not_fit_together_is_refused(tmp_path, lengths, sources, told):
     writer = ShardWriter(tmp_path, "s", vocab_size=257, eos_id=256, sources=["web"])
     with pytest.raises(ValueError, match=told):
-        writer.add_block(np.array([1, 2, 256]), lengths, sources, ended=ended)
+        writer.add_block(np.array([1, 2, 256]), lengths, sources)
+    with pytest.raises(ValueError, match="source 'books' is none of"):
+        writer.add(np.array([1]), "books")
     assert (writer.num_documents, writer.num_tokens) == (0, 0)
     writer.abandon()
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxscale.data.objective_config import Amount, amount
-from jaxscale.data.objectives.draws import draws
+from jaxscale.data.objectives.packed_row import draws
 from jaxscale.data.objectives.span_corruption import Rows, divide, make_noise, random_parts
 
 

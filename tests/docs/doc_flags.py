@@ -9,7 +9,7 @@ import tomllib
 
 from shell_blocks import ROOT
 
-from jaxscale import cli, config
+from jaxscale import cli, config_file
 from jaxscale.cli import prepare
 
 STANDS_FOR_A_CONFIG = ("FILE", "CONFIG.py", "...")
@@ -90,7 +90,7 @@ def check_settings(verb: str, flags: list[str]) -> None:
         source = next((flag.removeprefix("--input=") for flag in flags if flag.startswith("--input=")), None)
         prepare.load_recipe(place if file else "", values, source)
     else:
-        config.load_config(place, values)
+        config_file.load_config(place, values)
 
 
 def check_pip(words: list[str]) -> None:

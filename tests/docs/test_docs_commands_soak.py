@@ -14,7 +14,7 @@ from doc_kinds import SOAK, kind_of
 from page_commands import changed, of_kind
 from shell_blocks import ROOT
 
-from jaxscale import config
+from jaxscale import config_file
 
 SECONDS = 1200  # for one command, where others keep the machine busy
 OTHER = """print('{"tok_s": 1000.0}')"""
@@ -48,7 +48,7 @@ def home(tmp_path):
     (tmp_path / "other.py").write_text(OTHER)
     for width in (64, 96, 128):
         for tokens in (200_000, 400_000, 800_000):
-            rung = config.load_config(f"{ROOT}/configs/ladder.py:embed_dim={width},tokens={tokens}")
+            rung = config_file.load_config(f"{ROOT}/configs/ladder.py:embed_dim={width},tokens={tokens}")
             made_ladder.write(tmp_path / "runs" / "ladder" / f"{width}-{tokens}", rung)
     return tmp_path
 

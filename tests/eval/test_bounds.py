@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxscale.corpus.curate import evaluation
+from jaxscale.corpus.curate import contamination
 from jaxscale.eval import choice, items, text
 from jaxscale.eval.choice import encode_items
 from jaxscale.eval.items import read_items
@@ -17,17 +17,17 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources import records
 from jaxscale.text.sources.files import SourceFile
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 pytestmark = pytest.mark.fault("H17")
 LIMITED = """
 import pathlib, resource, sys
 from jaxscale.eval.items import read_items
-from jaxscale.corpus.curate import evaluation
+from jaxscale.corpus.curate import contamination
 import pyarrow.parquet
 resource.setrlimit(resource.RLIMIT_AS, (5 << 29, 5 << 29))
 for path in map(pathlib.Path, sys.argv[1:]):
-    for read in (lambda: read_items([path], "cloze"), lambda: list(evaluation.read_items(path, frozenset()))):
+    for read in (lambda: read_items([path], "cloze"), lambda: list(contamination.read_items(path, frozenset()))):
         try:
             read()
         except ValueError as error:
@@ -75,7 +75,7 @@ def test_each_bound_is_named_with_the_file(tmp_path, monkeypatch, name, value, t
     path = write_lines(tmp_path / "x.jsonl.gz", *[{"context": "some", "target": " words"}] * 3)
     assert len(read_items([path], "cloze")) == 3
     monkeypatch.setattr(records, name, value)
-    for read in (lambda: read_items([path], "cloze"), lambda: list(evaluation.read_items(path, frozenset()))):
+    for read in (lambda: read_items([path], "cloze"), lambda: list(contamination.read_items(path, frozenset()))):
         with pytest.raises(BadInput, match=f"evaluation file {path} {told}"):
             read()
     if name == "MOST_RECORDS":

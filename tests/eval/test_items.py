@@ -12,9 +12,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from jaxscale.eval.choice import choice_metrics, cloze_metrics, encode_items
+from jaxscale.eval.choice import choice_metrics, cloze_metrics, encode_items, encode_pair, move_space, span_of
 from jaxscale.eval.items import Item, check_item_files, read_items
-from jaxscale.eval.pairs import encode_pair, move_space, span_of
 from jaxscale.eval.scorer import Scores
 from jaxscale.eval.text import Reading
 from jaxscale.text.tokenizer.load import load_tokenizer

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 
 from jaxscale.cli import evaluate
+from jaxscale.eval.choice import encode_pair
 from jaxscale.eval.lm_eval_adapter import (
     Served,
-    Wish,
+    WriteSettings,
     flattened,
     generated,
     log_likelihoods,
     rolling_log_likelihoods,
-    wish_of,
+    write_settings,
 )
-from jaxscale.eval.pairs import encode_pair
 from jaxscale.eval.scorer import Span
 from jaxscale.eval.text import Reading
 from jaxscale.inference import make_generator, make_scorer, open_model
@@ -104,12 +104,14 @@ def test_the_special_tokens_of_a_chat_template_are_ids_and_those_that_a_task_has
 
 
 def test_settings_of_a_task_become_ours():
-    assert wish_of({"until": "\n", "temperature": 0.7}) == Wish(GREEDY, 256, ("\n",))
-    drawn = wish_of({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5, "until": ["a", ""]})
-    assert drawn == Wish(Sampling(temperature=1.0, top_p=0.9), 5, ("a",))
-    assert wish_of({"repetition_penalty": 1.5}).sampling == Sampling(temperature=0.0, repetition_penalty=1.5)
+    assert write_settings({"until": "\n", "temperature": 0.7}) == WriteSettings(
+        sampling=GREEDY, num_tokens=256, stops=("\n",)
+    )
+    drawn = write_settings({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5, "until": ["a", ""]})
+    assert drawn == WriteSettings(sampling=Sampling(temperature=1.0, top_p=0.9), num_tokens=5, stops=("a",))
+    assert write_settings({"repetition_penalty": 1.5}).sampling == Sampling(temperature=0.0, repetition_penalty=1.5)
     with pytest.raises(ValueError, match="generation_kwargs num_beams are not known here"):
-        wish_of({"num_beams": 4})
+        write_settings({"num_beams": 4})
 
 
 def test_results_are_named_by_task():

@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxscale
-from jaxscale.cli.progress import look
+from jaxscale.cli.supervise import look
 from jaxscale.system.exits import Exit
 
 pytestmark = [pytest.mark.soak, pytest.mark.fault("F28")]

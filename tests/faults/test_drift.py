@@ -5,13 +5,13 @@ import os
 import pathlib
 import shutil
 
-import numpy as np
 import pytest
 import tiny
 
 from jaxscale import main, schema
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.config import RunConfig, load_config
+from jaxscale.config import RunConfig
+from jaxscale.config_file import load_config
 from jaxscale.data.manifest import write_manifest
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter
@@ -21,7 +21,7 @@ from jaxscale.run.opening import open_run
 from jaxscale.run.options import allowed_names
 from jaxscale.run.resume_checks import check_same_run, version_changes
 from jaxscale.system.exits import Exit, Stop
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 from jaxscale.unread import unread
 
 VALUES = dict(
@@ -39,8 +39,8 @@ VALUES = dict(
 def write_shard(folder, name, texts):
     tokenizer = ByteTokenizer()
     writer = ShardWriter(folder, name, vocab_size=257, eos_id=256, sources=["web"])
-    ids = tokenizer.encode_many(texts)
-    writer.add_block(np.concatenate(ids), [len(one) for one in ids], "web")
+    for ids in tokenizer.encode_many(texts):
+        writer.add(ids, "web")
     about = {"name": "bytes", "eos_token": "", "vocab_size": 257, "fingerprint": tokenizer.fingerprint}
     files = [{"name": name, "source": "", "documents": len(texts)}]
     header = {"tokenizer": about, "eos_id": 256, "text_bytes": sum(map(len, texts)), "skipped": {}, "files": files}
@@ -286,7 +286,7 @@ def test_a_record_of_thousands_of_files_stays_small_and_a_long_list_is_cut(monke
     for number in range(10):
         (tmp_path / f"{number:02}.txt").write_text("changed " * 20)
     assert same_run.what_changed(text_corpus(tmp_path), {"parts": begun.parts}).endswith("07.txt is another and 2 more")
-    monkeypatch.setattr("jaxscale.data.parts.MOST_PARTS", 5)
+    monkeypatch.setattr("jaxscale.data.pipeline.MOST_PARTS", 5)
     changed = text_corpus(tmp_path)
     assert [name for name in changed.parts if name.startswith(("file", "source"))] == ["source text"]
 

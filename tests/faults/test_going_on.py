@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale import build, config
+from jaxscale import build, config, schema
 from jaxscale.data.pipeline import open_data
 from jaxscale.run.opening import open_run
 from jaxscale.system.exits import Exit, Stop
@@ -150,4 +150,4 @@ def test_other_devices_go_on_with_the_same_state_and_batches(corpus, stopped_and
 
 @pytest.mark.fault("F12")
 def test_the_config_refuses_no_mesh_when_a_run_goes_on():
-    assert {"mesh", "rules"} <= config.schema.changeable(config.RunConfig)
+    assert {"mesh", "rules"} <= schema.changeable(config.RunConfig)

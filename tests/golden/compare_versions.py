@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from small_runs import DEVICES, RUNS
 
 HERE = pathlib.Path(__file__).parent
+ORDERED = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
 SAME = ("loss", "tokens_hash", "grad_norm", "lr", "valid_loss", "skipped_total")  # of a line of metrics.jsonl
 WORDS = "the of and to in that it was for on with as by from they we there have which this had not are were".split()
 LEAST_LINES = 60  # of a program that is compared: the small ones are the host's business
@@ -69,7 +70,8 @@ def record_run(tree: pathlib.Path, name: str, data: pathlib.Path, out: pathlib.P
         env = dict(
             SMALL_RUNS_DATA=str(data), JAX_DUMP_IR_TO=str(work / "ir"), JAX_DUMP_IR_MODES="stablehlo",
             JAX_PLATFORMS="cpu",
-            XLA_FLAGS=f"--xla_force_host_platform_device_count={DEVICES.get(name, 8)}",
+            # scheduled for memory, as the program does now by itself: versions before it may stand still
+            XLA_FLAGS=f"--xla_force_host_platform_device_count={DEVICES.get(name, 8)} {ORDERED}",
         )  # fmt: skip
         run(tree, ["jaxscale.main", f"--config={HERE / 'small_runs.py'}:{name}", f"--workdir={work / 'w'}"], **env)
         lines = [json.loads(line) for line in (work / "w" / "metrics.jsonl").read_text().splitlines()]

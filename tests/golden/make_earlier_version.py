@@ -38,9 +38,12 @@ def get_config(source="text"):
 '''
 
 
-def jaxscale(folder: pathlib.Path, tree: pathlib.Path, *command: str) -> None:
+ONE_DEVICE = "--xla_force_host_platform_device_count=1"
+
+
+def jaxscale(folder: pathlib.Path, tree: pathlib.Path, *command: str, flags: str = ONE_DEVICE) -> None:
     """Runs a command of the version in `tree`, in the folder. Raises RuntimeError with what it printed if it fails."""
-    env = dict(PYTHONPATH=str(tree), JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=1")
+    env = dict(PYTHONPATH=str(tree), JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
     done = subprocess.run(
         [sys.executable, "-m", *command], cwd=folder, env=os.environ | env, capture_output=True, text=True
     )
@@ -48,11 +51,11 @@ def jaxscale(folder: pathlib.Path, tree: pathlib.Path, *command: str) -> None:
         raise RuntimeError(f"{command}: exit {done.returncode}\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
 
 
-def go_on(folder: pathlib.Path, tree: pathlib.Path) -> dict[str, list[dict]]:
+def go_on(folder: pathlib.Path, tree: pathlib.Path, flags: str = ONE_DEVICE) -> dict[str, list[dict]]:
     """{source: what is measured of each step} of a run that is continued and of one that reads the shards."""
     steps = "--config.train_tokens=8 steps"
-    jaxscale(folder, tree, "jaxscale.main", "--config=config.py", "--workdir=run", steps)
-    jaxscale(folder, tree, "jaxscale.main", "--config=config.py:shards", "--workdir=from_shards")
+    jaxscale(folder, tree, "jaxscale.main", "--config=config.py", "--workdir=run", steps, flags=flags)
+    jaxscale(folder, tree, "jaxscale.main", "--config=config.py:shards", "--workdir=from_shards", flags=flags)
     found = {}
     for name in ("run", "from_shards"):
         lines = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())

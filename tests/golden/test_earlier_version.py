@@ -5,6 +5,7 @@ import tarfile
 
 import pytest
 from make_earlier_version import ARCHIVE, CONTINUED, HERE, go_on
+from xla_flags import xla_flags
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +13,7 @@ def continued(tmp_path_factory):
     folder = tmp_path_factory.mktemp("earlier")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
-    return go_on(folder / "earlier", HERE.parent.parent)
+    return go_on(folder / "earlier", HERE.parent.parent, xla_flags(1))
 
 
 @pytest.mark.parametrize("name", ["run", "from_shards"])

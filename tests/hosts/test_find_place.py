@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from jaxscale.hosts.place import ask_metadata, expand_counts, expand_nodes, find_place, tpu_metadata
+from jaxscale.hosts.place import ask_instance, expand_counts, expand_nodes, find_place, tpu_metadata
 
 SLURM = dict(SLURM_JOB_ID="7", SLURM_NTASKS="4", SLURM_PROCID="2", SLURM_LOCALID="0", SLURM_NODEID="1",
              SLURM_STEP_NODELIST="gpu[009-010],big1", SLURM_STEP_TASKS_PER_NODE="2,1(x2)")  # fmt: skip
@@ -108,13 +108,13 @@ def test_a_tpu_vm_asks_its_metadata_server(monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
             address = f"127.0.0.1:{server.server_port}"
-            place = find_place({}, {}, lambda attribute: ask_metadata(address, attribute))
+            place = find_place({}, {}, lambda name: ask_instance(address, f"attributes/{name}"))
             assert (place.host, place.num_processes, place.process_id) == ("10.0.0.1", 4, 3)
             assert place.name(2) == "process 2 of 4 (10.0.0.3)"
-            assert ask_metadata(address, "nothing") is None
+            assert ask_instance(address, "attributes/nothing") is None
         finally:
             server.shutdown()
-    assert find_place({}, {}, lambda attribute: ask_metadata(address, attribute)) is None  # no server: no TPU VM
+    assert find_place({}, {}, lambda name: ask_instance(address, f"attributes/{name}")) is None  # no server: no TPU VM
 
 
 def test_where_no_tpu_is_no_server_is_asked():

@@ -10,8 +10,8 @@ import pytest
 
 from jaxscale.hosts import watch
 from jaxscale.hosts.place import Place
+from jaxscale.hosts.roll_call import Wire
 from jaxscale.hosts.watch import Watch
-from jaxscale.hosts.wire import Wire
 from jaxscale.system.exits import Exit
 
 COUNT = 3

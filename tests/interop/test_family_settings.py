@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.config import load_config
+from jaxscale.config_file import load_config
 from jaxscale.interop import families
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.llama_config import LlamaConfig

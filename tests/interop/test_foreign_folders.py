@@ -11,8 +11,7 @@ from jaxscale.cli import convert
 from jaxscale.interop import tokenizer_files
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.about import find_template, read_about
-from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.load import find_template, load_tokenizer, read_about
 from jaxscale.text.tokenizer.saved import open_saved, save_tokenizer
 
 pytestmark = pytest.mark.fault("H15")

@@ -12,7 +12,7 @@ from trained_tokenizers import SENTENCES, make_tokenizers
 
 from jaxscale.cli import convert
 from jaxscale.interop import families
-from jaxscale.interop.families.unread import unread
+from jaxscale.interop.families.settings import unread
 from jaxscale.text.tokenizer.load import load_tokenizer
 
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers

@@ -1,8 +1,9 @@
 """One tokenizer of each kind that can be trained here, trained on a few lines."""
 
 from jaxscale.text.tokenizer.bpe import train_bpe
+from jaxscale.text.tokenizer.config import TrainTokenizerConfig
 from jaxscale.text.tokenizer.sentencepiece import train_unigram
-from jaxscale.text.tokenizer.wordpiece import WordPieceConfig, train_wordpiece
+from jaxscale.text.tokenizer.wordpiece import train_wordpiece
 
 SENTENCES = [
     "The mesh says where an axis lives, and the model what it means.",
@@ -18,9 +19,9 @@ def make_tokenizers(folder):
     end = ["<|endoftext|>"]
     train_bpe(TEXT, 400, end, "gpt2", "tokenizers").save(str(folder / "bpe.json"))
     train_bpe(TEXT, 400, end, "cl100k", "tokenizers").save(str(folder / "newer.json"))
-    content, _ = train_unigram(TEXT, 330, ["</s>"], True, 0.9995)
+    content, _ = train_unigram(TEXT, TrainTokenizerConfig(kind="unigram", vocab_size=330, eos_token="</s>"))
     (folder / "unigram.model").write_bytes(content)
-    pieces = train_wordpiece(TEXT, 300, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], WordPieceConfig())
+    pieces = train_wordpiece(TEXT, TrainTokenizerConfig(kind="wordpiece", vocab_size=300))
     ids = pieces.get_vocab(with_added_tokens=True)
     (folder / "vocab.txt").write_text("\n".join(sorted(ids, key=ids.get)) + "\n")
     kinds = {"bpe": "bpe.json", "newer": "newer.json", "unigram": "unigram.model", "wordpiece": "vocab.txt"}

@@ -13,7 +13,7 @@ import pytest
 from scripts import LAUNCH, ROOT, printed, shell
 from xla_flags import xla_flags
 
-from jaxscale import config
+from jaxscale import config_file
 
 STAGES = ["data", "tokenizer", "base", "chat", "evaluate", "card"]
 
@@ -45,7 +45,7 @@ def test_its_help_tells_the_size_of_the_model_that_it_makes():
     (base,) = stages_of(printed("speedrun.sh", "--depth=4", "--folder=run", "--dry-run"))["base"]
     (file,) = (word.removeprefix("--config=") for word in base if word.startswith("--config="))
     (size,) = (word.removeprefix("--config.model.") for word in base if word.startswith("--config.model.vocab_size"))
-    cfg = config.load_config(file, {f"model.{size.partition('=')[0]}": size.partition("=")[2]})
+    cfg = config_file.load_config(file, {f"model.{size.partition('=')[0]}": size.partition("=")[2]})
     (told,) = re.findall(r"--depth=4 +(\S+) parameters", printed("speedrun.sh", "--help"))
     assert float(told) == pytest.approx(cfg.model.num_params, rel=0.02)
 

@@ -18,10 +18,9 @@ from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.loss import hidden_states
-from jaxscale.models.model import logits, make_model
+from jaxscale.models.model import hidden_states, logits, make_model
 from jaxscale.models.t5_config import T5Config
-from jaxscale.ops.attention.scope import Scope
+from jaxscale.ops.attention.xla import Scope
 from jaxscale.ops.kernels import PLAIN
 
 T = 16

@@ -12,9 +12,8 @@ from jaxscale.build import make_program
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.models.config import LoraConfig, lora_flops, lora_params
 from jaxscale.models.layers import split_model
-from jaxscale.models.lora import add_adapters, attach, is_adapter
+from jaxscale.models.lora import Adapted, adapting, add_adapters, attach, is_adapter, side_specs
 from jaxscale.models.model import logits, make_model
-from jaxscale.ops.adapted import Adapted, adapting, side_specs
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.ops.project import cpu_project, einsum_project
 from jaxscale.training import statistics

@@ -15,8 +15,7 @@ import tiny
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import dropout, merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.loss import summed_loss, token_losses
-from jaxscale.models.model import logits, make_model, unembed
+from jaxscale.models.model import logits, make_model, summed_loss, token_losses, unembed
 from jaxscale.ops.kernels import PLAIN
 
 T = 16

@@ -6,6 +6,8 @@ import pathlib
 import subprocess
 import sys
 
+from xla_flags import xla_flags
+
 ROOT = pathlib.Path(__file__).parent.parent.parent
 LINE = '    "mine": ("jaxscale.models.mine:MineConfig", "jaxscale.models.mine:Mine"),\n'
 MODEL = '''"""Attention and a ReLU MLP, each added to the residual stream."""
@@ -75,7 +77,7 @@ class Mine(nnx.Module):
         table_VD = self.gather(self.embedding[...], ("vocab", "embed"), cfg.embed_dtype)
         x_BTD = lookup_shared(table_VD, tokens_BT, cfg.embed_dtype, self.tensor).astype(cfg.compute_dtype)
         run = lambda block, x_BTD, _: block(x_BTD, segment_ids_BT)
-        x_BTD = run_stack(self.blocks, run, x_BTD, None, cfg, self.gather, self.kernels.taps)
+        x_BTD = run_stack(self.blocks, run, x_BTD, None, cfg, self.gather, self.kernels.recorder)
         return self.kernels.rms_norm(x_BTD, self.final_norm[...], cfg.norm_eps)
 
     def unembedding(self, h_BTD):
@@ -112,7 +114,7 @@ def package_with_the_model(folder: pathlib.Path) -> None:
 
 def test_a_new_model_is_one_file_and_one_line(tmp_path):
     package_with_the_model(tmp_path)
-    env = os.environ | {"PYTHONPATH": str(tmp_path), "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    env = os.environ | {"PYTHONPATH": str(tmp_path), "XLA_FLAGS": xla_flags(2)}
 
     def run(*command: str) -> str:
         command = [sys.executable, "-m", *command]

@@ -16,9 +16,9 @@ from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.activation import geglu_tanh
-from jaxscale.ops.attention.mixed import either
+from jaxscale.ops.attention import either
 from jaxscale.ops.config import Mix
-from jaxscale.ops.kernels import choose_kernels, make_taps, with_taps
+from jaxscale.ops.kernels import choose_kernels, make_recorder, with_recorder
 from jaxscale.ops.norm import rms_norm, rms_norm_heads
 from jaxscale.sharding.tensor_axis import ONE
 
@@ -129,12 +129,12 @@ def test_statistics_see_each_layer_as_it_is_scanned_or_not():
             params = params | {"blocks": {str(layer): block for layer, block in enumerate(layers)}}
 
         def watch(params, cfg=cfg, kernels=kernels, needs=needs):
-            taps = make_taps(kernels, needs, ONE)
-            make = lambda key: make_model(cfg, key=key, kernels=with_taps(kernels, taps))
+            recorder = make_recorder(kernels, needs, ONE)
+            make = lambda key: make_model(cfg, key=key, kernels=with_recorder(kernels, recorder))
             graphdef = split_model(jax.eval_shape(make, jax.random.key(0)))[0]
             places = jnp.broadcast_to(jnp.arange(T)[None], (2, T))
             merge_model(graphdef, params).hidden(rows(2), places, jnp.ones((2, T), jnp.int32))
-            return taps.parts()["watched"][0]
+            return recorder.parts()["sown"][0]
 
         found.append(jax.jit(watch)(params))
     (scanned, unrolled), name = found, "attention_logit_max"

@@ -13,8 +13,7 @@ from jaxscale.models.config import SAVED
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
-from jaxscale.models.loss import summed_loss
-from jaxscale.models.model import make_model
+from jaxscale.models.model import make_model, summed_loss
 from jaxscale.ops.kernels import PLAIN
 
 ROWS, T = 4, 16

@@ -20,7 +20,7 @@ import recorded_runs  # noqa: E402
 from curves import EVERY, FAULTS, NOISE, SCHEDULES, Fault, Kind, clean, faulty  # noqa: E402
 
 from jaxscale.monitor.config import RULES
-from jaxscale.monitor.health import Finding, Health, RunFacts, replay  # noqa: E402
+from jaxscale.monitor.health import Finding, Health, RunFacts  # noqa: E402
 
 DOC = pathlib.Path(__file__).parents[2] / "docs" / "health_table.md"
 TUNED, SEEN, REPORTED = range(4), range(4, 8), range(8, 12)
@@ -45,7 +45,7 @@ def facts_of_kind(kind: Kind) -> RunFacts:
 
 def begun(records: list[dict], facts: RunFacts) -> list[Finding]:
     """The findings that begin."""
-    return [finding for finding in replay(records, facts=facts) if not finding.over]
+    return [finding for finding in recorded_runs.replay(records, facts=facts) if not finding.over]
 
 
 def counted(records: list[dict], facts: RunFacts) -> collections.Counter[tuple[str, str]]:

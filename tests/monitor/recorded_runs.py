@@ -24,6 +24,10 @@ import json
 import pathlib
 import sys
 
+from jaxscale.monitor.config import HealthConfig
+from jaxscale.monitor.health import Finding, Health, RunFacts
+from jaxscale.monitor.health.evidence import with_events
+
 FILE = pathlib.Path(__file__).parent / "recorded_runs.json.gz"
 COLUMNS = ("step", "loss", "step_seconds", "data_wait_seconds", "learning_rate", "grad_norm", "skipped_total",
            "host_bytes_in_use", "host_peak_bytes", "validation/loss")  # fmt: skip
@@ -41,6 +45,12 @@ def runs() -> dict[str, list[dict]]:
         name: [whole(dict(zip(COLUMNS, row)) | watched, tokens[name]) for *row, watched in rows]
         for name, rows in kept.items()
     }
+
+
+def replay(records, events=(), cfg: HealthConfig | None = None, facts: RunFacts | None = None) -> list[Finding]:
+    """All findings of a run. An event counts from the first record at or behind its place."""
+    health = Health(cfg, facts or RunFacts())
+    return [finding for record, due in with_events(records, events) for finding in health.observe(record, due)]
 
 
 def is_quickstart(name: str) -> bool:

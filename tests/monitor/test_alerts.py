@@ -6,6 +6,7 @@ import io
 import json
 import threading
 import time
+import types
 
 import pytest
 
@@ -241,10 +242,10 @@ def test_a_run_that_goes_on_repeats_no_alert_and_knows_what_is_still_wrong(tmp_p
     assert told == [(21, "spike", False), (27, "spike", True)]
 
 
-def test_a_fault_of_the_diagnosis_is_said_once_and_ends_no_run(tmp_path, monkeypatch):
+def test_a_fault_of_the_diagnosis_is_said_once_and_ends_no_run(tmp_path):
     noted, stream = [], io.StringIO()
     writer = make_writer(tmp_path, stream, lambda kind, step, **facts: noted.append((kind, facts["what"])))
-    monkeypatch.setattr(writer.diagnosis.health.rules[0], "look", lambda view: 1 / 0)
+    writer.diagnosis.health.rules.insert(0, types.SimpleNamespace(kind="broken", change=lambda view: 1 / 0))
     for step in range(1, 4):
         writer.write(step, record(step))
     writer.close()

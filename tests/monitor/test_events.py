@@ -8,8 +8,8 @@ import pytest
 from gcs_emulator import Emulator
 from gcs_weather import Weather
 
-from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import Events, read_events
+from jaxscale.monitor.records import abandon
 from jaxscale.system.exits import Exit, Stop
 
 

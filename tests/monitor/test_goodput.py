@@ -11,9 +11,9 @@ import tiny
 from jaxscale import main
 from jaxscale.hosts.config import HangConfig
 from jaxscale.hosts.watchdog import Watchdog
-from jaxscale.monitor.abandoned import abandon
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.goodput import KINDS, TimeLedger, goodput_of, iso_time, own_age_seconds
+from jaxscale.monitor.records import abandon
 from jaxscale.monitor.writers import open_records
 from jaxscale.reporting.history import read_history
 

@@ -5,10 +5,11 @@ import math
 import random
 
 import pytest
+from recorded_runs import replay
 
 from jaxscale import schema
 from jaxscale.monitor.config import RULES, HealthConfig
-from jaxscale.monitor.health import ALL, Health, RunFacts, facts_of, replay
+from jaxscale.monitor.health import ALL, Health, RunFacts, facts_of
 from jaxscale.monitor.health.course_rules import band_at
 from jaxscale.monitor.health.finding import band_of, is_harmless
 from jaxscale.monitor.health.robust import Baseline, Blocks, median, slope

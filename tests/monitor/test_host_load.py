@@ -4,8 +4,8 @@ import sys
 
 import pytest
 
-from jaxscale.monitor import host_load
-from jaxscale.monitor.host_load import HostLoad, Spent, processor_seconds, read_spent
+from jaxscale.monitor import machine
+from jaxscale.monitor.machine import HostLoad, Spent, processor_seconds, read_spent
 
 STAT = """cpu  900 90 90 900 90 9 9 9 90 0
 cpu0 100 10 20 300 40 1 2 3 50 0
@@ -39,5 +39,5 @@ def test_own_work_is_counted_as_own():
 
 
 def test_where_the_count_may_not_be_read_it_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(host_load, "STAT", str(tmp_path))  # a folder: no file that could be read, also for root
+    monkeypatch.setattr(machine, "STAT", str(tmp_path))  # a folder: no file that could be read, also for root
     assert read_spent() is None and HostLoad().metrics() == {"host_own_share": None, "host_other_share": None}

@@ -4,7 +4,7 @@ import io
 import sys
 import types
 
-from jaxscale.monitor import notebook
+from jaxscale.monitor import console as notebook
 from jaxscale.monitor.console import Console, choose_style
 
 

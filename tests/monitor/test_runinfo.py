@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from jaxscale.monitor.memory import host_bytes_in_use, host_peak_bytes, memory_metrics
+from jaxscale.monitor.machine import host_bytes_in_use, host_peak_bytes, memory_metrics
 from jaxscale.monitor.runinfo import git_commit, run_info, versions
 
 

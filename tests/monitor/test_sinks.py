@@ -15,7 +15,7 @@ import pytest
 
 from jaxscale import schema
 from jaxscale.monitor.config import MonitorConfig
-from jaxscale.monitor.sinks.base import Begin, Sink
+from jaxscale.monitor.sinks import Begin, Sink
 from jaxscale.monitor.writers import Writer
 
 PLAIN = MonitorConfig(tensorboard=False, progress="off")
@@ -204,7 +204,7 @@ def test_wandb_without_a_login_asks_nobody(tmp_path):
     if importlib.util.find_spec("wandb") is None:
         pytest.skip("wandb is not installed: pip install 'jaxscale[wandb]'")
     code = (
-        "import sys\nfrom jaxscale.monitor.sinks import OPEN\nfrom jaxscale.monitor.sinks.base import Sink\n"
+        "import sys\nfrom jaxscale.monitor.sinks import OPEN, Sink\n"
         "sink = Sink('wandb', sys.argv[1], 0, OPEN['wandb'])\nsink.over.wait(60)\nprint(sink.problem)"
     )
     keep = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}

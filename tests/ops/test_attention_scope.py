@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxscale.ops.attention import choose_attention, xla
-from jaxscale.ops.attention.scope import Scope
+from jaxscale.ops.attention.xla import Scope
 from jaxscale.ops.config import AttentionNeeds
 
 B, T, S, N, K, H = 2, 9, 7, 4, 2, 8
@@ -38,32 +38,32 @@ def test_a_prefix_is_seen_by_all_of_its_document_and_by_no_other():
     seen = same & (np.tri(T, dtype=bool)[None] | (PREFIX_BT[:, None, :] > 0))
     inputs = arrays(T)
     np.testing.assert_allclose(
-        xla.attend(*inputs, Scope(IDS_BT, PREFIX_BT)), by_hand(*inputs, seen), rtol=1e-4, atol=1e-5
+        xla.make_attend()(*inputs, Scope(IDS_BT, PREFIX_BT)), by_hand(*inputs, seen), rtol=1e-4, atol=1e-5
     )
 
 
 def test_without_a_prefix_a_scope_is_plain_causal_attention():
     inputs = arrays(T)
-    plain = xla.attend(*inputs, jnp.asarray(IDS_BT))
+    plain = xla.make_attend()(*inputs, jnp.asarray(IDS_BT))
     for prefix_BT in (None, np.zeros_like(IDS_BT)):
-        np.testing.assert_array_equal(xla.attend(*inputs, Scope(jnp.asarray(IDS_BT), prefix_BT)), plain)
+        np.testing.assert_array_equal(xla.make_attend()(*inputs, Scope(jnp.asarray(IDS_BT), prefix_BT)), plain)
 
 
 def test_in_both_directions_a_query_sees_its_whole_document():
     inputs = arrays(T)
-    out = xla.attend(*inputs, jnp.asarray(IDS_BT), causal=False)
+    out = xla.make_attend()(*inputs, jnp.asarray(IDS_BT), causal=False)
     np.testing.assert_allclose(out, by_hand(*inputs, IDS_BT[:, :, None] == IDS_BT[:, None, :]), rtol=1e-4, atol=1e-5)
 
 
 def test_across_rows_a_query_sees_the_keys_of_its_own_document():
     inputs, seen = arrays(S), IDS_BT[:, :, None] == IDS_BS[:, None, :]
-    out = xla.attend(*inputs, Scope(IDS_BT, key_segment_ids_BS=IDS_BS), causal=False)
+    out = xla.make_attend()(*inputs, Scope(IDS_BT, key_segment_ids_BS=IDS_BS), causal=False)
     np.testing.assert_allclose(out, by_hand(*inputs, seen), rtol=1e-4, atol=1e-5)
 
 
 def test_across_rows_a_query_without_any_key_gets_nothing():
     nobody_BS = np.where(IDS_BS == 2, 7, IDS_BS)
-    out = np.asarray(xla.attend(*arrays(S), Scope(IDS_BT, key_segment_ids_BS=nobody_BS), causal=False))
+    out = np.asarray(xla.make_attend()(*arrays(S), Scope(IDS_BT, key_segment_ids_BS=nobody_BS), causal=False))
     assert not out[IDS_BT == 2].any() and out[IDS_BT != 2].all()
 
 
@@ -71,7 +71,7 @@ def test_across_rows_a_query_without_any_key_gets_nothing():
 def test_a_bias_is_added_to_the_scores_of_each_head(scale):
     inputs, bias_NTS = arrays(T), np.random.default_rng(1).normal(size=(N, T, T)).astype(np.float32)
     same = IDS_BT[:, :, None] == IDS_BT[:, None, :]
-    out = xla.attend(*inputs, jnp.asarray(IDS_BT), bias_NTS=jnp.asarray(bias_NTS), scale=scale)
+    out = xla.make_attend()(*inputs, jnp.asarray(IDS_BT), bias_NTS=jnp.asarray(bias_NTS), scale=scale)
     exact = by_hand(*inputs, same & np.tri(T, dtype=bool)[None], bias_NTS, H**-0.5 if scale is None else scale)
     np.testing.assert_allclose(out, exact, rtol=1e-4, atol=1e-5)
 
@@ -94,7 +94,7 @@ def test_a_kernel_that_cannot_is_an_error_and_auto_says_why_it_took_another(plat
 
 def test_gradients_of_a_biased_score_reach_the_bias():
     inputs, bias_NTS = arrays(T), jnp.zeros((N, T, T))
-    loss = lambda bias: jnp.sum(jnp.sin(xla.attend(*inputs, jnp.asarray(IDS_BT), causal=False, bias_NTS=bias)))
+    loss = lambda bias: jnp.sum(jnp.sin(xla.make_attend()(*inputs, jnp.asarray(IDS_BT), causal=False, bias_NTS=bias)))
     moved = jax.grad(loss)(bias_NTS)
     same = IDS_BT[:, :, None] == IDS_BT[:, None, :]
     assert not np.asarray(moved)[:, ~same.any(axis=0)].any() and np.abs(moved).max() > 1e-3

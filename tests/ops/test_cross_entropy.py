@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxscale.ops.cross_entropy import chunked, summed_cross_entropy, token_nats, unchunked
+from jaxscale.ops.cross_entropy import LossSettings, chunked, summed_cross_entropy, token_nats, unchunked
 
 B, T, D, V = 3, 10, 8, 33
 
@@ -42,7 +42,9 @@ def test_chunked_loss_and_gradients_equal_those_of_whole_logits(chunk_tokens, z_
     h, w, targets, weights = make_inputs()
 
     def in_chunks(h, w):
-        sums = summed_cross_entropy(h, w, targets, weights, chunk_tokens=chunk_tokens, z_loss=z_loss, softcap=softcap)
+        sums = summed_cross_entropy(
+            h, w, targets, weights, LossSettings(chunk_tokens=chunk_tokens, z_loss=z_loss, softcap=softcap)
+        )
         return 0.25 * sums.total
 
     def at_once(h, w):
@@ -61,7 +63,7 @@ def test_the_sums_are_the_parts_of_the_total():
     nats_BT, lse_BT = whole_nats(h, w, targets, None)
 
     def total_and_sums(h):
-        sums = summed_cross_entropy(h, w, targets, weights, chunk_tokens=9, z_loss=0.5)
+        sums = summed_cross_entropy(h, w, targets, weights, LossSettings(chunk_tokens=9, z_loss=0.5))
         return sums.total, sums
 
     for sums in (total_and_sums(h)[1], jax.grad(total_and_sums, has_aux=True)(h)[1]):
@@ -73,7 +75,7 @@ def test_the_sums_are_the_parts_of_the_total():
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_token_nats_equal_those_of_whole_logits(softcap):
     h, w, targets, _ = make_inputs()
-    got = token_nats(h, w, targets, chunk_tokens=9, softcap=softcap)
+    got = token_nats(h, w, targets, LossSettings(chunk_tokens=9, softcap=softcap))
     for one, exact in zip(got, whole_nats(h, w, targets, softcap)):
         assert one.shape == (B, T) and one.dtype == jnp.float32
         np.testing.assert_allclose(one, exact, rtol=1e-5, atol=1e-6)
@@ -81,7 +83,7 @@ def test_token_nats_equal_those_of_whole_logits(softcap):
 
 def test_bfloat16_activations_give_a_float32_loss_and_weight_gradient():
     h, w, targets, weights = make_inputs(jnp.bfloat16)
-    loss = lambda h, w: summed_cross_entropy(h, w, targets, weights, chunk_tokens=9, z_loss=0.1).total
+    loss = lambda h, w: summed_cross_entropy(h, w, targets, weights, LossSettings(chunk_tokens=9, z_loss=0.1)).total
     value, (dh, dw) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(h, w)
     rounded = w.astype(jnp.bfloat16).astype(jnp.float32)
     exact = lambda h, w: whole_total(h, w, targets, weights, 0.1, None)
@@ -95,7 +97,9 @@ def test_bfloat16_activations_give_a_float32_loss_and_weight_gradient():
 def test_tokens_of_weight_zero_change_nothing():
     h, w, targets, weights = make_inputs()
     weights = weights.at[:, 4:].set(0.0)
-    loss = lambda h, w, targets: summed_cross_entropy(h, w, targets, weights, chunk_tokens=9, z_loss=0.1).total
+    loss = lambda h, w, targets: (
+        summed_cross_entropy(h, w, targets, weights, LossSettings(chunk_tokens=9, z_loss=0.1)).total
+    )
     value, (dh, dw) = jax.value_and_grad(loss, argnums=(0, 1))(h, w, targets)
     moved = jax.value_and_grad(loss, argnums=(0, 1))(h.at[:, 4:].add(1.0), w, targets.at[:, 4:].set(0))
     np.testing.assert_array_equal(value, moved[0])
@@ -114,7 +118,7 @@ def test_chunks_hold_at_most_the_tokens_asked_for_and_join_again(chunk_tokens):
 def test_no_array_of_all_logits_exists():
     h, w, targets, weights = (jnp.tile(array, (1, 8) + (1,) * (array.ndim - 2)) for array in make_inputs())
     w = make_inputs()[1]
-    loss = lambda h, w: summed_cross_entropy(h, w, targets, weights, chunk_tokens=30).total
+    loss = lambda h, w: summed_cross_entropy(h, w, targets, weights, LossSettings(chunk_tokens=30)).total
     text = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(h, w).compile().as_text()
     sizes = [np.prod([int(size) for size in dims.split(",")]) for dims in re.findall(r"f32\[([\d,]+)\]", text)]
     assert max(sizes) < h.shape[0] * h.shape[1] * V
@@ -129,7 +133,7 @@ def test_rows_of_a_sharded_batch_stay_on_their_devices():
     w = make_inputs()[1]
 
     def gradients(h, w, targets):
-        loss = lambda h, w: summed_cross_entropy(h, w, targets, jnp.ones((8, 16)), chunk_tokens=32).total
+        loss = lambda h, w: summed_cross_entropy(h, w, targets, jnp.ones((8, 16)), LossSettings(chunk_tokens=32)).total
         return jax.value_and_grad(loss, argnums=(0, 1))(h, w)
 
     whole = NamedSharding(mesh, PartitionSpec())
@@ -149,7 +153,9 @@ def test_float16_gradients_are_not_lost_where_the_model_is_nearly_sure():
     targets_BT = targets_BT % D
 
     def grad_of(dtype):
-        total = lambda h: summed_cross_entropy(h, w_DV, targets_BT, weights_BT, chunk_tokens=8).total * 2.0**12
+        total = lambda h: (
+            summed_cross_entropy(h, w_DV, targets_BT, weights_BT, LossSettings(chunk_tokens=8)).total * 2.0**12
+        )
         return np.asarray(jax.grad(total)(h_BTD.astype(dtype)), np.float64) / 2.0**12
 
     exact, half = grad_of(jnp.float32), grad_of(jnp.float16)

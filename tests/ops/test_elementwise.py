@@ -8,12 +8,16 @@ import pytest
 from jaxscale.ops.activation import gelu_tanh, swiglu
 from jaxscale.ops.config import RopeScaling
 from jaxscale.ops.norm import layer_norm, rms_norm
-from jaxscale.ops.rope import frequencies, make_rotation, rope, rotate
+from jaxscale.ops.rope import frequencies, make_rotation, rotate
 
 random = np.random.default_rng(0)
 x_BTD = jnp.asarray(random.standard_normal((2, 3, 8)) * 3 + 1, jnp.float32)
 y_BTD = jnp.asarray(random.standard_normal((2, 3, 8)), jnp.float32)
 scale_D, bias_D = (jnp.asarray(random.standard_normal(8), jnp.float32) for _ in range(2))
+
+
+def rope(x_BTNH, positions_BT, base, scaling=None):
+    return rotate(x_BTNH, make_rotation(positions_BT, x_BTNH.shape[-1], base, scaling))
 
 
 def plain_rms_norm(x, scale):

@@ -10,7 +10,7 @@ import pytest
 
 from jaxscale.ops.attention import xla
 from jaxscale.ops.attention.largest import largest_score, score_bound, visible_pairs
-from jaxscale.ops.attention.scope import Scope, as_scope
+from jaxscale.ops.attention.xla import Scope, as_scope
 
 B, T, S, N, K, H = 2, 13, 9, 4, 2, 8
 IDS_BT = np.array([[1] * 5 + [2] * 6 + [0] * 2, [1] * 13], np.int32)

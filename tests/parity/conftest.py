@@ -15,8 +15,7 @@ import pytest
 from jaxscale.data.batch import Batch
 from jaxscale.interop import families
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.loss import summed_loss
-from jaxscale.models.model import logits, make_model
+from jaxscale.models.model import logits, make_model, summed_loss
 from jaxscale.ops.kernels import PLAIN
 
 HERE = pathlib.Path(__file__).parent

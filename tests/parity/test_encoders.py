@@ -12,8 +12,7 @@ import pytest
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.models.encoder_config import EncoderConfig
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.loss import summed_loss, token_losses
-from jaxscale.models.model import logits, make_model
+from jaxscale.models.model import logits, make_model, summed_loss, token_losses
 from jaxscale.models.t5 import relative_buckets
 from jaxscale.models.t5_config import T5Config
 from jaxscale.ops.kernels import PLAIN

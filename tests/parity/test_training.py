@@ -6,8 +6,7 @@ import pytest
 
 from jaxscale.data.batch import Batch
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.loss import summed_loss
-from jaxscale.models.model import logits, make_model
+from jaxscale.models.model import logits, make_model, summed_loss
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.optim.config import OptimConfig
 from jaxscale.optim.groups import assign_groups
@@ -15,8 +14,7 @@ from jaxscale.optim.optimizers import make_optimizer
 from jaxscale.optim.schedules import make_schedule
 from jaxscale.training.accumulate import accumulate
 from jaxscale.training.config import LossScaleConfig, TrainConfig
-from jaxscale.training.loss_scale import init_loss_scale
-from jaxscale.training.state import init_state
+from jaxscale.training.state import init_loss_scale, init_state
 from jaxscale.training.step import at_state, make_train_step
 
 

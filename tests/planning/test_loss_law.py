@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from jaxscale.planning.loss_law import INTERVAL, LossLaw, Point, Terms, choose_form, fit, problem_of, write_forecast
+from jaxscale.planning.loss_fit import Problem
+from jaxscale.planning.loss_law import INTERVAL, LossLaw, Point, Terms, choose_form, fit, write_forecast
 
 # arXiv:2203.15556, equation 10 with the numbers of appendix D.3; and their revision in arXiv:2404.10102, table 1
 CHINCHILLA = Terms(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
@@ -57,12 +58,12 @@ def test_a_few_wild_runs_do_not_move_the_law():
 
 def least_squares(made):
     """What a fit of the squares finds, without a Huber loss and a pull."""
-    problem = problem_of(made, "both")
+    problem = Problem.of(made, "both")
     return Terms(*problem.terms(scipy.optimize.least_squares(problem.off, problem.best()).x))
 
 
 def test_both_ways_down_reach_the_same_foot():
-    problem = problem_of(points(REPLICATION, SMALL_SIZES, SMALL_TOKENS, noise=0.005), "both")
+    problem = Problem.of(points(REPLICATION, SMALL_SIZES, SMALL_TOKENS, noise=0.005), "both")
     theta, rng = problem.best(), np.random.default_rng(0)
     weights, pulls = rng.exponential(size=(2, 9)), rng.uniform(0.2, 0.6, (2, 2))
     together = problem.best_each(theta, weights, pulls)
@@ -73,7 +74,7 @@ def test_both_ways_down_reach_the_same_foot():
 
 
 def test_the_slope_is_that_of_the_loss():
-    problem = problem_of(points(REPLICATION, SMALL_SIZES, SMALL_TOKENS, noise=0.005), "both")
+    problem = Problem.of(points(REPLICATION, SMALL_SIZES, SMALL_TOKENS, noise=0.005), "both")
     theta, weights, pull = problem.starts[700], np.linspace(0.5, 2, 9), np.array([0.3, 0.4])
     loss, slope = problem.loss_and_slope(theta, weights, pull)
     for place in range(5):

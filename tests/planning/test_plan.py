@@ -8,13 +8,12 @@ import pathlib
 import pytest
 import tiny
 
-from jaxscale.ahead.kept import Kept
-from jaxscale.config import load_config
+from jaxscale.config_file import load_config
 from jaxscale.hardware import CHIPS
-from jaxscale.planning import cautions, cost, measured, published, scaling
+from jaxscale.planning import cautions, cost, measured, scaling
 from jaxscale.planning.cost import Range
 from jaxscale.planning.machine import measured_machine, open_machine
-from jaxscale.planning.measured import Measured
+from jaxscale.planning.measured import Kept, Measured
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import config_text, propose_for_flops, propose_for_size, shape_params
 from jaxscale.planning.text import WIDTH, plan_lines
@@ -195,23 +194,23 @@ def test_a_caution_is_given_for_its_reason_with_a_way_out_and_a_source(bad, good
 
 
 def test_both_rules_for_the_rate_agree_at_the_published_batch_and_part_from_there():
-    for run in published.RUNS:
-        assert published.linear_rule(run, run.batch_tokens) == run.peak_lr
+    for run in scaling.RUNS:
+        assert scaling.linear_rule(run, run.batch_tokens) == run.peak_lr
         four = 4 * run.batch_tokens
-        assert published.linear_rule(run, four) == pytest.approx(2 * published.square_root_rule(run, four))
+        assert scaling.linear_rule(run, four) == pytest.approx(2 * scaling.square_root_rule(run, four))
         span, lines = cautions.rate_range(run.params, 20 * run.params, run.batch_tokens)
         assert span.low <= run.peak_lr <= span.high and any(run.name in line for line in lines)
 
 
 def test_published_formulas_have_their_constants():
     """Each is worked out by hand, in powers of ten."""
-    assert published.rate_by_flops(1e20) == pytest.approx(0.3118 * 10**-2.5)
-    assert published.batch_by_flops(1e20) == pytest.approx(0.2920 * 10**6.542)
-    assert published.rate_by_params(1e9) == pytest.approx(0.003239 - 0.0001395 * 20.7232658)
-    assert published.rate_by_params(2e9) is None
-    assert published.rate_by_size(1e9, 1e11) == pytest.approx(1.79 * 10 ** (-6.417 + 3.377))
-    assert published.batch_by_tokens(1e11) == pytest.approx(0.58 * 10**6.281)
-    assert published.critical_batch(10.0) == pytest.approx(2.1e8 * 10**-4.8)
+    assert scaling.rate_by_flops(1e20) == pytest.approx(0.3118 * 10**-2.5)
+    assert scaling.batch_by_flops(1e20) == pytest.approx(0.2920 * 10**6.542)
+    assert scaling.rate_by_params(1e9) == pytest.approx(0.003239 - 0.0001395 * 20.7232658)
+    assert scaling.rate_by_params(2e9) is None
+    assert scaling.rate_by_size(1e9, 1e11) == pytest.approx(1.79 * 10 ** (-6.417 + 3.377))
+    assert scaling.batch_by_tokens(1e11) == pytest.approx(0.58 * 10**6.281)
+    assert scaling.critical_batch(10.0) == pytest.approx(2.1e8 * 10**-4.8)
 
 
 def test_energy_storage_saves_and_data_have_their_units():
@@ -224,7 +223,7 @@ def test_energy_storage_saves_and_data_have_their_units():
         (2 * plan.saves.save_seconds * plan.saves.between_failures_seconds) ** 0.5
     )
     assert plan.saves.kept_bytes == plan.saves.kept_checkpoints * plan.saves.checkpoint_bytes
-    assert cost.storage_dollars_per_month(1e12) == pytest.approx(20.0)
+    assert plan.saves.storage_dollars_per_month == pytest.approx(plan.saves.kept_bytes / 1e12 * 20)
     assert (
         plan.data.data_bytes == 2 * plan.work.tokens
         and plan.data.data_bytes_per_second == plan.time.speed.tokens_per_second.times(2)

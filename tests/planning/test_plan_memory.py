@@ -8,11 +8,12 @@ import jax
 import pytest
 
 from jaxscale.ahead.preflight import ahead_program
-from jaxscale.config import load_config, resolve_budget
+from jaxscale.config import resolve_budget
+from jaxscale.config_file import load_config
 from jaxscale.planning.machine import open_machine
-from jaxscale.planning.memory import memory_need, padding_bytes, shard_bytes
+from jaxscale.planning.memory import host_bytes, memory_need, padding_bytes, shard_bytes
 from jaxscale.planning.plan import Wishes, make_plan
-from jaxscale.planning.residuals import kept_by_stack, tiled_bytes
+from jaxscale.planning.residuals import residuals_by_stack, tiled_bytes
 from jaxscale.planning.topology import open_topology
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
@@ -90,7 +91,7 @@ def test_memory_of_small_programs_is_that_of_both_memories(name, topology, overr
 @pytest.mark.parametrize(("name", "topology", "overrides", "gib"), WITHOUT_REMAT, ids=lambda value: str(value))
 def test_what_is_kept_without_remat_is_what_the_compilers_loops_carry(name, topology, overrides, gib):
     program = ahead_program(load_config(str(ROOT / "configs" / f"{name}.py"), overrides), open_machine(topology))
-    kept = {stack: layers * of_layer / 2**20 for stack, (layers, of_layer) in kept_by_stack(program).items()}
+    kept = {stack: layers * of_layer / 2**20 for stack, (layers, of_layer) in residuals_by_stack(program).items()}
     assert kept == pytest.approx(LOOPS[name], rel=0.05)
     state = (program.abstract_state.params, program.abstract_state.opt_state)
     assert shard_bytes(state) < 0.93 * 2**20 * ARGUMENTS[name]
@@ -130,6 +131,14 @@ def test_a_stand_in_lays_the_state_out_as_libtpus_devices_do(topology):
     place = lambda program: [(d.coords, d.core_on_chip, d.slice_index) for d in program.mesh.devices.flat]
     assert [one[:2] for one in place(ours)] == [(tuple(d.coords), d.core_on_chip) for d in theirs.mesh.devices.flat]
     assert open_machine(topology).num_hosts == open_topology(topology).num_hosts
+
+
+def test_what_is_offloaded_is_counted_in_the_hosts_memory():
+    load = lambda **changes: load_config(str(ROOT / "configs" / "1b.py"), {"batch_tokens": "512 rows"} | changes)
+    configs = load(), load(**{"optim.offload_moments": True})
+    plain, offloaded = (ahead_program(cfg, open_machine("v5p:2x2x2")) for cfg in configs)
+    in_host = host_bytes(offloaded.abstract_state)
+    assert memory_need(plain).moments == in_host + memory_need(offloaded).moments and in_host > 1 << 30
 
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)

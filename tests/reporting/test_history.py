@@ -7,7 +7,7 @@ import pytest
 from gcs_emulator import Emulator
 
 from jaxscale.monitor import records
-from jaxscale.monitor.abandoned import abandon
+from jaxscale.monitor.records import abandon
 from jaxscale.reporting.history import read_history
 
 

@@ -3,7 +3,10 @@
 import dataclasses
 import html
 import json
+import pathlib
 import re
+import subprocess
+import tomllib
 
 import pytest
 from made_run import BEGAN, CANARY, event, make_run, written_at
@@ -21,6 +24,7 @@ from jaxscale.reporting.tables import goodput_table
 from jaxscale.reporting.text import escape, json_block, plain, tick_texts
 from jaxscale.reporting.words import in_words, incidents, marks
 
+ROOT = pathlib.Path(__file__).parents[2]
 V5P = CHIPS["TPU v5"].price
 
 
@@ -278,3 +282,10 @@ def test_two_runs_share_the_axes_and_their_differences_are_listed(run, tmp_path)
 )
 def test_a_config_of_another_shape_and_no_rows_still_make_a_page(broken):
     assert "<h1>x</h1>" in make_page([History(workdir="x", config=broken)], now=BEGAN)
+
+
+def test_a_wheel_holds_every_file_of_the_package_that_is_no_module():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
+    named = {f"{package.replace('.', '/')}/{name}" for package, names in settings.items() for name in names}
+    tracked = subprocess.run(["git", "ls-files", "jaxscale"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert named == {name for name in tracked.stdout.split() if not name.endswith(".py")}

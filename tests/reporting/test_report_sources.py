@@ -16,7 +16,7 @@ SETTING = {"0": {"web": 0.8, "code": 0.2}, "40%": {"web": 0.5, "code": 0.3, "mat
 
 def history(last_batch, skips=(), mixture=SETTING, caps=None, with_stages=True, rewinds=()):
     planned = plan_mixture(
-        mixture, caps or {}, names=NAMES, sizes=[4000, 200, 60], seq_len=SEQ_LEN, rows_per_batch=ROWS,
+        mixture, caps or {}, sizes=dict(zip(NAMES, [4000, 200, 60])), seq_len=SEQ_LEN, rows_per_batch=ROWS,
         total_steps=100, num_batches=110,
     )  # fmt: skip
     config = {

@@ -9,7 +9,7 @@ import tiny
 
 from jaxscale.run.startup_log import make_sample
 from jaxscale.sampling.config import SampleConfig
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 
 
 class Letters(ByteTokenizer):

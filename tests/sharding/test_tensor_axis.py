@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import schema
 from jaxscale.build import make_program
 from jaxscale.config import RunConfig, resolve_budget
-from jaxscale.ops.cross_entropy import summed_cross_entropy, token_nats
+from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats
 from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
@@ -87,10 +87,12 @@ def test_cross_entropy_over_a_shared_vocabulary_is_that_over_a_whole_one(softcap
     def f(tensor, h_BTD, w_DV):
         def total(h_BTD, w_DV):
             h_BTD = tensor.gather(h_BTD)
-            return summed_cross_entropy(h_BTD, w_DV, targets_BT, weights_BT, z_loss=1e-2, tensor=tensor, **how).total
+            return summed_cross_entropy(
+                h_BTD, w_DV, targets_BT, weights_BT, LossSettings(z_loss=1e-2, tensor=tensor, **how)
+            ).total
 
         value, grads = jax.value_and_grad(total, (0, 1))(h_BTD, w_DV)
-        return value, grads, token_nats(tensor.gather(h_BTD), w_DV, targets_BT, tensor=tensor, **how)
+        return value, grads, token_nats(tensor.gather(h_BTD), w_DV, targets_BT, LossSettings(tensor=tensor, **how))
 
     shared = on_four(f, (CUT, P(None, "tensor")), (P(), (CUT, P(None, "tensor")), P()))(X_BTD, w_DV)
     jax.tree.map(close, shared, f(ONE, X_BTD, w_DV))

@@ -9,11 +9,18 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.planning.machine import open_machine
-from jaxscale.sharding.batch_axes import make_batch_axes, reduce_scatter
+from jaxscale.sharding.batch_axes import (
+    LANES,
+    falls_into_groups,
+    from_scatter,
+    make_batch_axes,
+    on_tpu,
+    reduce_scatter,
+    to_scatter,
+)
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES
-from jaxscale.sharding.tiles import LANES, falls_into_groups, from_scatter, on_tpu, to_scatter
 
 SHAPES = [  # and what is scattered
     ((16, 151_936), (16, 1200 * LANES)),  # Qwen: 1,187 tiles, a prime

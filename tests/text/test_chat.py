@@ -10,10 +10,9 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.objective_config import PrefixLmConfig
 from jaxscale.data.pipeline import open_data
 from jaxscale.data.split import fitted_content
-from jaxscale.text.chat.encode import encode_written
 from jaxscale.text.chat.guard import GUARDS, Guard
 from jaxscale.text.chat.records import Chat, Pair, parse_record
-from jaxscale.text.chat.spans import write_chat, write_pair
+from jaxscale.text.chat.spans import encode_written, write_chat, write_pair
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
 from jaxscale.text.tokenizer.load import load_tokenizer

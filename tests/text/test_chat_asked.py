@@ -12,8 +12,7 @@ from jaxscale.run.assembly import open_evals
 from jaxscale.text.chat.prompts import open_prompts
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.about import About, read_about
-from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.load import About, load_tokenizer, read_about
 from jaxscale.text.tokenizer.saved import SavedTokenizer, open_saved, read_folder, save_tokenizer
 
 TODAY = "2026-11-22"

@@ -18,10 +18,9 @@ from tokenizers import decoders, models, pre_tokenizers
 from jaxscale.text.tokenizer.base import Block, block_of, find_marks, frame_documents
 from jaxscale.text.tokenizer.bpe import cutter
 from jaxscale.text.tokenizer.config import EncodeConfig, TrainTokenizerConfig
+from jaxscale.text.tokenizer.fast import NEW_IN_17, TEXTS, compare, compared_sometimes, probes, with_newer
 from jaxscale.text.tokenizer.huggingface import HuggingFaceTokenizer
 from jaxscale.text.tokenizer.load import load_tokenizer
-from jaxscale.text.tokenizer.newer import NEW_IN_17, with_newer
-from jaxscale.text.tokenizer.probe import TEXTS, compare, compared_sometimes, probes
 from jaxscale.text.tokenizer.split import PATTERNS, byte_alphabet, split_of
 from jaxscale.text.tokenizer.train import train_tokenizer
 

@@ -8,9 +8,7 @@ import tokenizers
 from damage import DAMAGES, in_time
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.about import find_template
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
-from jaxscale.text.tokenizer.load import load_tokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer, find_template, load_tokenizer
 from jaxscale.text.tokenizer.saved import open_saved, read_folder, save_tokenizer
 
 

@@ -14,8 +14,7 @@ import tiny
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
 from jaxscale.models.layers import merge_model, split_model
-from jaxscale.models.loss import summed_loss
-from jaxscale.models.model import make_model
+from jaxscale.models.model import make_model, summed_loss
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.training.statistics import named
 

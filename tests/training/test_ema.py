@@ -14,7 +14,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import named_leaves
 from jaxscale.run.opening import open_run
 from jaxscale.run.startup_log import make_sample
-from jaxscale.text.tokenizer.bytes import ByteTokenizer
+from jaxscale.text.tokenizer.load import ByteTokenizer
 from jaxscale.training import loop
 from jaxscale.training.ema import evaluated
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import signal
+import types
 
 import jax
 import numpy as np
@@ -157,7 +158,7 @@ def test_a_signal_during_a_rewind_is_known_to_all_processes(theirs):
 @pytest.mark.parametrize(("failure", "outcome"), [(Exit.STORAGE, 17), (Exit.CHECKPOINT_CORRUPT, 13)])
 def test_a_save_that_fails_at_the_end_does_not_hide_why_a_run_stopped(failure, outcome):
     class Failing:
-        def close(self):
+        def close(self, most_seconds=None):
             raise Stop(failure, "no space left")
 
     told = []
@@ -168,6 +169,15 @@ def test_a_save_that_fails_at_the_end_does_not_hide_why_a_run_stopped(failure, o
     assert told == (["no space left"] if outcome == 17 else [])
     with pytest.raises(Stop, match="no space left"), loop.saves_finished(Failing(), lambda kind, step=None, **facts: 0):
         pass
+
+
+@pytest.mark.parametrize(("code", "most_seconds"), [(Exit.STORAGE, 5), (Exit.LOCK_HELD, 5), (Exit.NON_FINITE, None)])
+def test_a_save_is_waited_for_unless_its_storage_was_given_up(code, most_seconds):
+    waited = []
+    checkpoints = types.SimpleNamespace(close=lambda most_seconds=None: waited.append(most_seconds))
+    with pytest.raises(Stop), loop.saves_finished(checkpoints, lambda *_, **__: None):
+        raise Stop(code, "")
+    assert waited == [most_seconds]
 
 
 class PaperBoard:

@@ -4,14 +4,14 @@ import jax.numpy as jnp
 import pytest
 
 from jaxscale.training.config import LossScaleConfig
-from jaxscale.training.loss_scale import adjust, init_loss_scale, is_dynamic
+from jaxscale.training.state import adjust_loss_scale, init_loss_scale, is_dynamic
 
 
 def scales(cfg, finite):
     """Scales after each of the steps."""
     state, seen = init_loss_scale(cfg, "float16"), []
     for good in finite:
-        state = adjust(cfg, state, jnp.asarray(good))
+        state = adjust_loss_scale(cfg, state, jnp.asarray(good))
         seen.append(float(state.value))
     return seen
 

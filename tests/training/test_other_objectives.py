@@ -15,7 +15,7 @@ from jaxscale.config import resolve_budget
 from jaxscale.data.batch import tokens_hash
 from jaxscale.data.pipeline import open_data
 from jaxscale.sharding.shardings import put_rows
-from jaxscale.training.tokens_seen import tokens_seen
+from jaxscale.training.step import tokens_seen
 
 TEXT = "".join(f"{i} sheep and {i + 1} goats went up the hill. " for i in range(40))
 MASK, MODES, SENTINELS, VOCAB = 257, dict(R=258, S=259, X=260), 264, 296

@@ -5,10 +5,8 @@ import pytest
 from jaxscale.training.config import GuardConfig, RecoveryConfig
 from jaxscale.training.decisions import Decisions, GoneBack, LrCut, decisions_of
 from jaxscale.training.recovery import (
-    Cut,
-    Halt,
+    Action,
     JudgedStep,
-    Rewind,
     Trouble,
     Watching,
     alarms,
@@ -37,18 +35,23 @@ def test_as_many_skips_in_a_row_as_allowed_are_only_skipped():
 
 def test_the_rungs_are_climbed_in_their_order_and_each_as_often_as_it_may():
     found, trouble = answers(set(range(5, 30)), 16, rungs=("cut_lr", "rewind"), max_rewinds=2)
-    assert found == {7: Cut(5, 7), 10: Rewind(5, 10), 13: Rewind(5, 13), 16: Halt(5, 16)}
+    assert found == {
+        7: Action("cut_lr", 5, 7),
+        10: Action("rewind", 5, 10),
+        13: Action("rewind", 5, 13),
+        16: Action("halt", 5, 16),
+    }
     assert (trouble.cuts, trouble.rewinds) == (1, 2)
 
 
 @pytest.mark.fault("F10")
 def test_without_a_rung_skipping_is_capped():
-    assert answers(set(range(5, 9)), 8, rungs=())[0] == {7: Halt(5, 7)}
+    assert answers(set(range(5, 9)), 8, rungs=())[0] == {7: Action("halt", 5, 7)}
 
 
 def test_skips_that_are_many_but_not_in_a_row_are_answered_too():
     every_second = set(range(2, 40, 2))
-    assert answers(every_second, 12, max_skipped_in_window=4)[0] == {10: Rewind(2, 10)}
+    assert answers(every_second, 12, max_skipped_in_window=4)[0] == {10: Action("rewind", 2, 10)}
     assert answers(every_second, 39, max_skipped_in_window=0)[0] == {}
     assert answers(set(range(2, 400, 10)), 400, max_skipped_in_window=4)[0] == {}  # no more than two at a time
 
@@ -58,7 +61,7 @@ def test_a_row_that_is_longer_than_the_window_is_remembered_from_its_first_step(
     trouble, action = Trouble(), None
     for step in range(1, 32):
         trouble, action = decide(RecoveryConfig(), guard, trouble, JudgedStep(step, 3.0, 1.0, 3.0, True, step))
-    assert action == Rewind(1, 31)
+    assert action == Action("rewind", 1, 31)
 
 
 def test_the_checkpoint_to_go_back_to_is_a_margin_older_and_never_of_the_bad_step():

@@ -17,8 +17,15 @@ from jaxscale.system import faults
 from jaxscale.system.exits import Exit, Stop
 from jaxscale.training.autopilot import Autopilot, Pilot
 from jaxscale.training.config import GuardConfig, RecoveryConfig, ReplicaConfig
-from jaxscale.training.replica_watch import ReplicaWatch
-from jaxscale.training.replicas import coverage, flip_bit, flip_bits, holders, make_replica_check, outvoted
+from jaxscale.training.replicas import (
+    ReplicaWatch,
+    coverage,
+    flip_bit,
+    flip_bits,
+    holders,
+    make_replica_check,
+    outvoted,
+)
 
 pytestmark = pytest.mark.fault("F25")
 

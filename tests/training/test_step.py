@@ -13,12 +13,12 @@ from jaxscale.optim.config import GroupConfig
 
 STEPS = 4
 MESHES = [
-    ({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8),
+    pytest.param({"mesh.data": 8, "mesh.fsdp": 1, "train.num_microbatches": 2}, 8, marks=pytest.mark.soak),
     ({"rules": "zero3"}, 8),
-    ({"rules": "zero2", "train.num_microbatches": 2}, 8),
+    ({"rules": "zero2", "mesh.data": 2, "mesh.fsdp": 4, "train.num_microbatches": 2}, 8),
     ({"rules": "zero1"}, 8),
     ({"mesh.tensor": 2, "train.num_microbatches": 4}, 8),
-    ({"train.num_microbatches": 4}, 1),
+    pytest.param({"train.num_microbatches": 4}, 1, marks=pytest.mark.soak),
 ]
 
 

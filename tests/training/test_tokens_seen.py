@@ -10,7 +10,7 @@ from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES
 from jaxscale.sharding.shardings import batch_sharding
-from jaxscale.training.tokens_seen import tokens_seen
+from jaxscale.training.step import tokens_seen
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 8}, {"data": 2, "fsdp": 2, "tensor": 2}, {"fsdp": 1, "data": 8}], ids=str)

@@ -1,16 +1,26 @@
 """Settings of the stages of curation, but for those of personal data, which pii.py checks by its own rules."""
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 
-def check_fraction(name: str, value: float | None) -> None:
-    """Raises BadInput unless the threshold is from 0 to 1, or None."""
-    if value is not None and not 0 <= value <= 1:
-        raise BadInput(f"{name}={value} must be from 0 to 1, or None for no such rule")
+def check_fractions(cfg: Any, *names: str) -> None:
+    """Raises BadInput unless these thresholds are from 0 to 1, or None."""
+    for name in names:
+        value = getattr(cfg, name)
+        if value is not None and not 0 <= value <= 1:
+            raise BadInput(f"{name}={value} must be from 0 to 1, or None for no such rule")
+
+
+def check_least(cfg: Any, least: int, *names: str) -> None:
+    """Raises BadInput unless these thresholds are at least this, or None."""
+    for name in names:
+        value = getattr(cfg, name)
+        if value is not None and value < least:
+            raise BadInput(f"{name}={value} must be at least {least}, or None for no such rule")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +96,7 @@ class RepetitionConfig:
     max_duplicate_10gram: float | None = setting(0.10, "the same for 10 words")
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            check_fraction(field.name, getattr(self, field.name))
+        check_fractions(self, *(field.name for field in dataclasses.fields(self)))
 
     @property
     def top(self) -> list[tuple[int, float]]:
@@ -120,13 +129,10 @@ class GopherConfig:
     )
 
     def __post_init__(self):
-        for name in ("max_symbol_ratio", "max_bullet_lines", "max_ellipsis_lines", "min_alphabetic_words"):
-            check_fraction(name, getattr(self, name))
+        check_fractions(self, "max_symbol_ratio", "max_bullet_lines", "max_ellipsis_lines", "min_alphabetic_words")
         for low, high in (("min_words", "max_words"), ("min_word_length", "max_word_length")):
+            check_least(self, 0, low, high)
             least, most = getattr(self, low), getattr(self, high)
-            for name, value in ((low, least), (high, most)):
-                if value is not None and value < 0:
-                    raise BadInput(f"{name}={value} must be at least 0, or None for no such rule")
             if least is not None and most is not None and least > most:
                 raise BadInput(f"{low}={least} is above {high}={most}: every document would be dropped")
         if self.min_stop_words is not None and not 0 <= self.min_stop_words <= len(self.stop_words):
@@ -152,10 +158,7 @@ class C4Config:
     bad_words: str | None = setting(None, "local file, one word or phrase a line: drop a document with one of them")
 
     def __post_init__(self):
-        for name in ("min_line_words", "max_word_length", "min_sentences"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise BadInput(f"{name}={value} must be at least 1, or None for no such rule")
+        check_least(self, 1, "min_line_words", "max_word_length", "min_sentences")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -169,12 +172,10 @@ class FineWebConfig:
     max_newlines_per_word: float | None = setting(0.3, "drop if there are more line ends for each word")
 
     def __post_init__(self):
-        for name in ("min_punctuated_lines", "max_short_lines", "max_duplicate_line_chars"):
-            check_fraction(name, getattr(self, name))
+        check_fractions(self, "min_punctuated_lines", "max_short_lines", "max_duplicate_line_chars")
+        check_least(self, 0, "max_newlines_per_word")
         if self.short_line < 0:
             raise BadInput(f"short_line={self.short_line} must be at least 0")
-        if self.max_newlines_per_word is not None and self.max_newlines_per_word < 0:
-            raise BadInput(f"max_newlines_per_word={self.max_newlines_per_word} must be at least 0, or None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

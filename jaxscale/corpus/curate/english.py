@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Iterator
 
-MAX_CAREFUL = 1000  # characters of a piece that is cut by the rules below; a longer one is no word of any language
+MAX_CAREFUL = 1000  # characters of a piece that is cut by the rules below; a longer one is not a word of any language
 
 LOWER, UPPER = "a-zß-öø-ÿа-яё", "A-ZÀ-ÖØ-ÞА-ЯЁ"
 LETTER = r"[^\W\d_]"

@@ -14,7 +14,7 @@ CONTEXT_CHARS = 40  # how far before a number a word that explains it may stand
 class NationalId(NamedTuple):
     """How one country's number is written and proved."""
 
-    digits: int  # at least so many are in it: a shorter row is not looked at
+    digits: int  # the fewest it has: a shorter row is not looked at
     form: re.Pattern
     proof: Callable[[str], bool]  # of the number without spaces, hyphens and full stops
     bare: re.Pattern | None = None  # a weaker form, that counts only after `context`
@@ -146,11 +146,8 @@ NO_DIGITS = string.ascii_letters + string.punctuation + string.whitespace
 LONGEST = 24  # of the forms, with all their spaces
 
 
-def find_national_ids(
-    text: str, countries: tuple[str, ...], start: int = 0, end: int | None = None
-) -> Iterator[tuple[int, int]]:
+def find_national_ids(text: str, countries: tuple[str, ...], start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yields (start, end) of each national number that begins in text[start:end]; text should reach a bit further."""
-    end = len(text) if end is None else end
     row = text[start:end].lstrip(NO_DIGITS)
     digits, letters = sum(map(row.count, "0123456789")), row != row.lower()
     for country in countries:

@@ -61,10 +61,10 @@ def issued(digits: str, issuers: Iterable[tuple[str, str, Container[int]]] = ISS
     return any(len(digits) in lengths and first <= digits[: len(first)] <= last for first, last, lengths in issuers)
 
 
-def find_cards(text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+def find_cards(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yields (start, end) of each payment card number that begins in text[start:end]."""
     for match in CARD.finditer(text, start):
-        if end is not None and match.start() >= end:
+        if match.start() >= end:
             return
         digits = re.sub(r"\D", "", match[0])
         if not luhn(digits) or len(set(digits)) < 2:
@@ -79,10 +79,10 @@ def mod_97(iban: str) -> bool:
     return int("".join(str(int(char, 36)) for char in iban[4:] + iban[:4])) % 97 == 1
 
 
-def find_ibans(text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+def find_ibans(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yields (start, end) of each IBAN that begins in text[start:end], written in one piece or in groups."""
     for match in IBAN_START.finditer(text, start):
-        if end is not None and match.start() >= end:
+        if match.start() >= end:
             return
         chars = IBAN_CHARS.get(match[0][:2].upper())
         if chars is None:

@@ -71,7 +71,7 @@ AFTER = re.compile(
     r"[\s,;\\(-]{1,4}(?:tel|phone|telephone|mobile|mob|cell|fax|office|home|work|desk|direct|landline|handy)(?!\w)",
     re.IGNORECASE,
 )
-MEASURE = re.compile(
+MEASURE = re.compile(  # what says that a number counts something: "1 500 000 people"
     r" ?(?:%|°|dollars?|euros?|pounds?|usd|eur|people|persons?|years?|days?|hours?|min(?:ute)?s?|miles?|km|kg|m|cm|mm|"
     r"ft|feet|inch(?:es)?|tons?|tonnes?|members?|users?|votes?|points?|copies|units|times|square|cubic|million|billion|"
     r"bytes?|[kmg]b|[ap]\.?m)\b",
@@ -127,7 +127,7 @@ def judge(text: str, match: re.Match) -> bool:
     if is_number(groups, gaps, plus=plus, brackets=brackets, extension=extension):
         return True
     few = len(digits) == 6  # as often a price or a code
-    if plus or few and len(groups) == 1 or max(map(len, gaps), default=0) > 3 or is_measured(after):
+    if plus or few and len(groups) == 1 or max(map(len, gaps), default=0) > 3 or MEASURE.match(after):
         return False
     if len(groups) > 1 and (len(groups[0]) < 2 or len(groups) == 2 and len(groups[1]) < 3):
         return False  # "text WIN to 80086 18+", "claim 2 88600"
@@ -137,10 +137,10 @@ def judge(text: str, match: re.Match) -> bool:
     return alike and is_asked(before[-NEAR_CHARS:] if few else before)
 
 
-def find_phones(text: str, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
+def find_phones(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
     """Yields (start, end) of each telephone number that begins in text[start:end]; text should reach a bit further."""
     for match in NUMBER.finditer(text, start):
-        if end is not None and match.start() >= end:
+        if match.start() >= end:
             return
         if judge(text, match):
             yield match.span()
@@ -148,11 +148,6 @@ def find_phones(text: str, start: int = 0, end: int | None = None) -> Iterator[t
             for inside in INSIDE.finditer(text, match.start(), match.end()):
                 if inside.span() != match.span() and judge(text, inside):
                     yield inside.span()
-
-
-def is_measured(after: str) -> bool:
-    """Whether what follows a number says what it counts: "1 500 000 people"."""
-    return MEASURE.match(after) is not None
 
 
 def is_otherwise(before: str) -> bool:

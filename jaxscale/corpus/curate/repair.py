@@ -81,11 +81,6 @@ def fit_lines(text: str, chars: int, policy: str, edits: Counter) -> str:
     return "\n".join(lines)
 
 
-def longest_line(text: str) -> int:
-    """Length of its longest line [characters]."""
-    return max(map(len, text.split("\n")))
-
-
 def mend(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
     """The text after one round of repairs, counted in `edits`; None if it is invalid and that is not to be mended."""
     rest, controls = suspicious(text)
@@ -110,7 +105,7 @@ def mend(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
     if rest and cfg.normalise != "off" and not unicodedata.is_normalized(cfg.normalise, text):
         text = unicodedata.normalize(cfg.normalise, text)
         edits["normalised"] += 1
-    if cfg.max_line_chars and len(text) > cfg.max_line_chars and longest_line(text) > cfg.max_line_chars:
+    if len(text) > cfg.max_line_chars > 0:
         text = fit_lines(text, cfg.max_line_chars, cfg.long_line, edits)
     if len(text) > cfg.max_chars > 0 and cfg.long_document == "cut":
         text = text[: cfg.max_chars]

@@ -10,8 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 
 from jaxscale.corpus.curate.config import ToxicityConfig
-from jaxscale.system import paths
-from jaxscale.system.exits import BadInput
+from jaxscale.corpus.curate.quality import read_words
 from jaxscale.text.document import Document, Outcome, Stage
 from jaxscale.text.sources.part import PREPARE, needs
 
@@ -27,18 +26,6 @@ def predict(texts: Sequence[str]) -> list[float]:
     with needs("the toxicity score", "alt-profanity-check", f"{PREPARE}, or set score=False"):
         import profanity_check  # loads its own model file with joblib, from inside its own package
     return [round(float(p), 4) for p in profanity_check.predict_prob(list(texts))] if texts else []
-
-
-def read_words(path: str) -> list[str]:
-    """The entries of a word list, lower case, without remarks and empty lines."""
-    try:
-        lines = paths.as_path(path).read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise BadInput(f"word_list={path!r} cannot be read: {error}") from error
-    words = sorted({line.partition("#")[0].strip().lower() for line in lines} - {""})
-    if not words:
-        raise BadInput(f"word_list={path!r} holds no word")
-    return words
 
 
 def make_counter(words: Sequence[str]) -> Callable[[str], int]:
@@ -60,7 +47,7 @@ def make_counter(words: Sequence[str]) -> Callable[[str], int]:
 
 def make_toxicity(cfg: ToxicityConfig) -> Stage:
     """A stage that scores documents, and drops those above the threshold or with too many words of the list."""
-    count = make_counter(read_words(cfg.word_list)) if cfg.word_list else None
+    count = make_counter(read_words(cfg.word_list, "word_list", "#")) if cfg.word_list else None
 
     def judge(doc: Document, score: float | None) -> Outcome:
         if count and (listed := count(doc.text)) > cfg.max_listed:

@@ -109,12 +109,6 @@ class TextStats:
         return len(self.hashes)
 
 
-def text_stats(text: str) -> TextStats:
-    """The words of a text as arrays."""
-    (stats,) = block_stats([text])
-    return stats
-
-
 def stats_of(documents: Sequence[Document]) -> list[TextStats]:
     """The statistics of each document, made for all together where they are not there yet: several times faster."""
     new = [document for document in documents if "stats" not in document.computed]
@@ -206,7 +200,7 @@ def _is_odd(codes: np.ndarray, runs: _Runs) -> np.ndarray:
 def _batch(texts: Sequence[str]) -> list[TextStats]:
     """Statistics of each text. P pieces between spaces, R runs of characters, N words, D documents."""
     text = f" {' '.join(texts)} "
-    if len(text) > len(POWERS):  # a piece of so many characters, alone
+    if len(text) > len(POWERS):  # one piece that is longer than a batch
         return [_piece_by_piece(text) for text in texts]
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     runs = _runs(codes)
@@ -268,7 +262,7 @@ def _facts(word: str) -> int:
 
 
 class _Memory:
-    """Odd pieces and their words, in tables. A cache only: what it holds never changes what text_stats says."""
+    """Odd pieces and their words, in tables. A cache only: what it holds never changes what block_stats says."""
 
     def __init__(self):
         self.lock = threading.Lock()

@@ -29,7 +29,7 @@ class BeamExecutor(contextlib.AbstractContextManager):
         self.options = lambda: PipelineOptions([f"--runner={runner}", *flags])
 
     def __exit__(self, *_: Any) -> None:
-        """There is nothing to end: each pipeline ends by itself."""
+        """Nothing to shut down: each pipeline ends by itself."""
 
     def run_all(self, function: Callable[[Any], Any], calls: Sequence[Any]) -> Iterator[Any]:
         """Yields function(call) of each call, in the order of the calls, once all are done.

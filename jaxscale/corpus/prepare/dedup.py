@@ -12,10 +12,15 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxscale.corpus.curate.exact import cut_lines, drop_documents, make_exact_sketch, make_line_sketch
-from jaxscale.corpus.curate.minhash import make_near_sketch
+from jaxscale.corpus.curate.duplicates import (
+    cut_lines,
+    drop_documents,
+    make_exact_sketch,
+    make_line_sketch,
+    make_near_sketch,
+)
+from jaxscale.corpus.prepare.blocks import document_at, mark_done, read_done
 from jaxscale.corpus.prepare.config import PrepareConfig
-from jaxscale.corpus.prepare.done import mark_done, read_done
 from jaxscale.corpus.prepare.join import (
     components,
     duplicate_pairs,
@@ -33,6 +38,7 @@ from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.text.document import Document
 
 MEMORY_BYTES = 256 << 20  # of one partition of a join, in each process
+LARGEST = 5  # groups of duplicates that a report shows
 NEIGHBOURS = 2  # in a bucket of near duplicates; see duplicate_pairs
 REASONS = {"exact_dedup": "exact duplicate", "near_dedup": "near duplicate"}
 
@@ -132,13 +138,8 @@ def apply_joins(
     return left
 
 
-def cluster_facts(
-    join: str, folder: pathlib.Path, read_document: Callable[[int, int], Document], largest: int = 5
-) -> dict[str, Any]:
-    """How large the groups of duplicates are, and the largest of them, for the report.
-
-    read_document(block, place) -> the document there.
-    """
+def cluster_facts(join: str, folder: pathlib.Path, bases: Sequence[str]) -> dict[str, Any]:
+    """How large the groups of duplicates in the blocks at `bases` are, and the largest of them, for the report."""
     keepers, counts = np.unique(open_array(folder / "removed.npy")[1], return_counts=True)
     sizes, numbers = np.unique(counts + 1, return_counts=True)
     edges = [2, 3, 4, 5, 10, 100, 1000, 1 << 62]
@@ -146,11 +147,11 @@ def cluster_facts(
         (label(start, stop), int(numbers[(sizes >= start) & (sizes < stop)].sum()))
         for start, stop in zip(edges, edges[1:])
     ]
-    order = np.lexsort((keepers, -counts))[:largest]
+    order = np.lexsort((keepers, -counts))[:LARGEST]
     groups = []
     for keeper, count in zip(keepers[order], counts[order]):
         block, place, line = (int(part[0]) for part in parts(np.array([keeper])))
-        document = read_document(block, place)
+        document = document_at(bases[block], place)
         text = document.text.split("\n")[line] if join == "line_dedup" else document.text
         groups.append(dict(size=int(count) + 1, file=document.file, offset=document.offset, text=text[:1000]))
     return {"name": join, "sizes": [pair for pair in binned if pair[1]], "largest": groups}

@@ -1,46 +1,51 @@
 """Runs a preparation: passes over the documents, joins between them, shards, and last the manifest."""
 
 import collections
+import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
 import pathlib
+import platform
 import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from jaxscale import schema
-from jaxscale.corpus.curate.evaluation import matching
+from jaxscale import __version__, schema
+from jaxscale.corpus.curate.contamination import matching
 from jaxscale.corpus.prepare import fertility
-from jaxscale.corpus.prepare.blocks import read_table
+from jaxscale.corpus.prepare.blocks import mark_done, read_done, read_table
 from jaxscale.corpus.prepare.config import PrepareConfig, TokenizerConfig
 from jaxscale.corpus.prepare.dedup import Executor, cluster_facts, find_duplicates
-from jaxscale.corpus.prepare.done import mark_done, read_done
-from jaxscale.corpus.prepare.gather import ShardCall, move_out, num_shards, write_shard
-from jaxscale.corpus.prepare.outcome import rewrite_report, versions, write_outcome
-from jaxscale.corpus.prepare.passes import Pass, plan_passes
 from jaxscale.corpus.prepare.progress import Progress
+from jaxscale.corpus.prepare.report import FACTS, rewrite_report
 from jaxscale.corpus.prepare.tally import Tally
-from jaxscale.corpus.prepare.tokens import tokenizer_of, unpack
-from jaxscale.corpus.prepare.work import Block, Call, count_blocks, document_at, in_order, join_folder, run
+from jaxscale.corpus.prepare.tokens import ShardCall, move_out, tokenizer_of, write_shard
+from jaxscale.corpus.prepare.work import (
+    Block,
+    Call,
+    Pass,
+    count_blocks,
+    in_order,
+    join_folder,
+    plan_passes,
+    run,
+)
 from jaxscale.data.cache import stamp
 from jaxscale.data.manifest import NAME as MANIFEST
-from jaxscale.data.manifest import check_manifest
+from jaxscale.data.manifest import check_manifest, write_manifest
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
-from jaxscale.system.locks import locked
-from jaxscale.system.paths import make_private, read_bytes, write_text_atomic
-from jaxscale.text.document import Document
+from jaxscale.system.paths import locked, make_private, read_bytes, write_text_atomic
 from jaxscale.text.sources.decode import is_repair
 from jaxscale.text.sources.files import SourceFile, list_files
 from jaxscale.text.sources.part import Part
 from jaxscale.text.sources.read import parts
-from jaxscale.text.tokenizer.about import NO_BOS, naming_files
-from jaxscale.text.tokenizer.base import Tokenizer
 from jaxscale.text.tokenizer.config import special_names
-from jaxscale.text.tokenizer.load import tokenizer_problem
+from jaxscale.text.tokenizer.load import NO_BOS, naming_files, tokenizer_problem
 from jaxscale.text.tokenizer.train import train_tokenizer
 
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
@@ -129,7 +134,7 @@ def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: E
             progress.begin(f"{join}: comparing all documents", 1)
             found = join_folder(str(folder), number, join)
             find_duplicates(plan.cfg, join, found, paths, executor)
-            clusters.append(cluster_facts(join, found, functools.partial(document_in, paths)))
+            clusters.append(cluster_facts(join, found, paths))
         if step.ends == "sample":
             progress.begin("training the tokenizer", 1)
             train_on_blocks(plan.cfg, paths, pathlib.Path(plan.cfg.tokenizer.path(str(folder))))
@@ -138,9 +143,26 @@ def make_set(plan: Plan, output: pathlib.Path, folder: pathlib.Path, executor: E
     progress.end()
     write_text_atomic(output / MADE_FROM, plan.key + "\n")  # first: shards of two recipes have the same names
     move_out(folder, names, output)
-    loaded = tokenizer_of(tokenizer, plan.cfg.tokenizer)
-    facts = {"tally": tally.to_json(), "clusters": clusters, "fertility": fertility_rows(blocks, loaded)}
+    measured = (row for block in blocks for row in block.fertility)
+    rows = fertility.rows(measured, tokenizer_of(tokenizer, plan.cfg.tokenizer))
+    facts = {"tally": tally.to_json(), "clusters": clusters, "fertility": [row._asdict() for row in rows]}
     write_outcome(plan.cfg, output, names, tokenizer, facts)
+
+
+def write_outcome(
+    cfg: PrepareConfig, output: pathlib.Path, names: Sequence[str], tokenizer: str, facts: dict[str, Any]
+) -> None:
+    """Writes report.json and the manifest beside the shards. facts: tally, clusters, fertility."""
+    write_text_atomic(output / FACTS, json.dumps(facts, indent=1, sort_keys=True) + "\n")
+    tally = Tally.from_json(facts["tally"])
+    write_manifest(
+        output,
+        names,
+        recipe=schema.to_dict(cfg),
+        tokenizer_file=None if tokenizer == "bytes" else pathlib.Path(tokenizer),
+        source_bytes={name: tally.counts["written", name, "bytes"] for name in cfg.sources},
+        versions=versions(),
+    )
 
 
 def run_pass(
@@ -176,6 +198,15 @@ def train_on_blocks(cfg: PrepareConfig, blocks: Sequence[str], path: pathlib.Pat
         texts = (text for table in tables for text in table.column("text").to_pylist())
         train_tokenizer(texts, cfg.tokenizer.train, path)
         mark_done(done, {}, [path])
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that the bytes may depend on, as far as they are there."""
+    found = {"jaxscale": __version__, "python": platform.python_version()}
+    for name in ("numpy", "pyarrow", "rensa", "py3langid", "tokenizers", "sentencepiece", "rustbpe"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def make_output(output: pathlib.Path) -> None:
@@ -243,7 +274,7 @@ def write_shards(
     progress: Progress,
 ) -> list[str]:
     """Writes all shards and returns their names in order."""
-    count = num_shards(sum(block.tokens for block in blocks), plan.cfg.write.shard_tokens)
+    count = max(1, math.ceil(sum(block.tokens for block in blocks) / plan.cfg.write.shard_tokens))
     paths = tuple(block.path for block in blocks)
     base = ShardCall(str(folder), paths, 0, count, tuple(plan.cfg.sources), tokenizer, plan.cfg.tokenizer)
     calls = [base._replace(number=i) for i in range(count)]
@@ -253,22 +284,10 @@ def write_shards(
     return [call.name for call in calls]
 
 
-def fertility_rows(blocks: Sequence[Block], tokenizer: Tokenizer) -> list[dict[str, Any]]:
-    """How well the tokenizer fits each source and language, for the report."""
-    sums = fertility.add(unpack(block.fertility, tokenizer.vocab_size) for block in blocks)
-    finite = lambda value: None if isinstance(value, float) and not math.isfinite(value) else value
-    return [{name: finite(value) for name, value in row._asdict().items()} for row in fertility.rows(sums, tokenizer)]
-
-
 def title(number: int, step: Pass) -> str:
     """What a pass does, for the progress line."""
     does = [*(["reading"] if number == 0 else []), *step.stages, *(["tokens"] if step.ends == "tokens" else [])]
     return f"pass {number + 1}: " + (", ".join(does) or "counting")
-
-
-def document_in(paths: Sequence[str], block: int, place: int) -> Document:
-    """A document of one of these blocks."""
-    return document_at(paths[block], place)
 
 
 def funnel_line(tally: Tally) -> str:

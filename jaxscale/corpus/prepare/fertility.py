@@ -1,7 +1,8 @@
 """Tokenizer fertility: bytes per token, tokens per word, unknown tokens and unused vocabulary."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import base64
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,98 +10,62 @@ from jaxscale.corpus.curate.hashes import hash_words
 from jaxscale.text.document import Document
 from jaxscale.text.tokenizer.base import Tokenizer
 
-Key = tuple[str, str]  # (source, language)
-
-
-class Sums(NamedTuple):
-    """What is counted; blocks are counted apart and added, in any order."""
-
-    documents: int
-    text_bytes: int
-    words: int
-    tokens: int
-    fallback: int  # tokens that are a byte of a longer character, or unknown
-    returned: int  # documents whose text comes back as it was
-    used: np.ndarray  # bool[vocab_size]: ids seen
-
-    def __add__(self, other: "Sums") -> "Sums":  # type: ignore[override] - these are sums, not a list of fields
-        """Both together."""
-        counts = (a + b for a, b in zip(self[:-1], other[:-1]))
-        return Sums(*counts, used=self.used | other.used)
-
 
 class Row(NamedTuple):
-    """A line of the report."""
+    """A line of the report. A ratio with nothing below the line is None."""
 
     source: str
     language: str
     documents: int
     tokens: int
-    bytes_per_token: float
-    tokens_per_word: float
-    fallback_share: float  # of tokens
-    returned_share: float  # of documents
-    vocabulary_share: float  # of ids that text can give
+    bytes_per_token: float | None
+    tokens_per_word: float | None
+    fallback_share: float | None  # of tokens: bytes of a longer character, or unknown
+    returned_share: float | None  # of documents: the text comes back as it was
+    vocabulary_share: float | None  # of ids that text can give
 
 
-def measure(tokenizer: Tokenizer, documents: Sequence[Document]) -> dict[Key, Sums]:
-    """Sums for each (source, language) of `documents`. Every text is decoded again, so give a sample."""
+Sums = dict[tuple[str, str], list[np.ndarray]]  # (source, language) -> [counts, which ids were seen, as packed bits]
+
+
+def measure(tokenizer: Tokenizer, documents: Sequence[Document]) -> list[list[Any]]:
+    """Counts by source and language, as plain data for `rows`. Every text is decoded again, so give a sample."""
     block = tokenizer.encode_block([document.text for document in documents])
-    sums: dict[Key, Sums] = {}
+    sums: Sums = {}
     for document, words, ids in zip(documents, hash_words(documents), block.split(), strict=True):
         used = np.zeros(tokenizer.vocab_size, bool)
         used[ids] = True
-        one = Sums(
-            documents=1,
-            text_bytes=len(document.text.encode()),
-            words=len(words),
-            tokens=len(ids),
-            fallback=int(tokenizer.fallback[ids].sum()),
-            returned=int(tokenizer.decode(ids) == document.text),
-            used=used,
-        )
-        key = (document.source, document.language)
-        sums[key] = sums[key] + one if key in sums else one
-    return sums
+        returned = int(tokenizer.decode(ids) == document.text)
+        counts = [1, document.size, len(words), len(ids), int(tokenizer.fallback[ids].sum()), returned]
+        add(sums, (document.source, document.language), counts, np.packbits(used))
+    return [[*key, *counts.tolist(), base64.b64encode(bits).decode()] for key, (counts, bits) in sums.items()]
 
 
-def add(parts: Iterable[Mapping[Key, Sums]]) -> dict[Key, Sums]:
-    """The sums of all blocks."""
-    total: dict[Key, Sums] = {}
-    for part in parts:
-        for key, one in part.items():
-            total[key] = total[key] + one if key in total else one
-    return total
+def add(sums: Sums, key: tuple[str, str], counts: Sequence[int], bits: np.ndarray) -> None:
+    """Adds the counts to those of the key."""
+    total = sums.setdefault(key, [np.zeros(len(counts), np.int64), np.zeros_like(bits)])
+    total[0] += counts
+    total[1] |= bits
 
 
-def rows(sums: Mapping[Key, Sums], tokenizer: Tokenizer) -> list[Row]:
+def rows(measured: Iterable[Sequence[Any]], tokenizer: Tokenizer) -> list[Row]:
     """A row for each source and language, in order of their names, and if there are several the sum of all, last.
 
-    A ratio with nothing below the line is nan.
+    measured: of `measure`, for any number of blocks in any order.
     """
-    usable = int(np.count_nonzero(tokenizer.token_bytes))
-    named = [(*key, sums[key]) for key in sorted(sums)]
+    sums: Sums = {}
+    for source, language, *counts, bits in measured:
+        add(sums, (source, language), counts, np.frombuffer(base64.b64decode(bits), np.uint8))
+    named = [(*key, *sums[key]) for key in sorted(sums)]
     if len(named) > 1:
-        total = named[0][2]
-        for _, _, one in named[1:]:
-            total = total + one
-        named.append(("all", "", total))
-    return [
-        Row(
-            source=source,
-            language=language,
-            documents=one.documents,
-            tokens=one.tokens,
-            bytes_per_token=ratio(one.text_bytes, one.tokens),
-            tokens_per_word=ratio(one.tokens, one.words),
-            fallback_share=ratio(one.fallback, one.tokens),
-            returned_share=ratio(one.returned, one.documents),
-            vocabulary_share=ratio(int(np.count_nonzero(one.used & (tokenizer.token_bytes > 0))), usable),
-        )
-        for source, language, one in named
-    ]
-
-
-def ratio(above: float, below: float) -> float:
-    """above / below, or nan."""
-    return above / below if below else float("nan")
+        counts, packed = (list(column) for column in zip(*sums.values()))
+        named.append(("all", "", np.sum(counts, axis=0), np.bitwise_or.reduce(packed)))
+    of_text = tokenizer.token_bytes > 0
+    found = []
+    for source, language, counts, packed in named:
+        documents, text_bytes, words, tokens, fallback, returned = counts.tolist()
+        used = np.unpackbits(packed, count=tokenizer.vocab_size).astype(bool) & of_text
+        ratios = ((text_bytes, tokens), (tokens, words), (fallback, tokens), (returned, documents))
+        ratios += ((int(used.sum()), int(of_text.sum())),)
+        found.append(Row(source, language, documents, tokens, *(a / b if b else None for a, b in ratios)))
+    return found

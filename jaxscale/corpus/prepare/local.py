@@ -79,7 +79,7 @@ def start_pool(workers: int) -> concurrent.futures.ProcessPoolExecutor:
 def in_window(
     pool: concurrent.futures.Executor, function: Callable[[Any], Any], calls: Sequence[Any], window: int
 ) -> Iterator[Any]:
-    """Yields the results as they come, with at most `window` calls given out at a time; raises what was told."""
+    """Yields results as they complete, with at most `window` calls submitted at a time; raises what a call raised."""
     left, waiting = iter(calls), set()
     while True:
         waiting |= {pool.submit(function, call) for call in itertools.islice(left, window - len(waiting))}

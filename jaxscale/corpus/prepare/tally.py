@@ -31,7 +31,7 @@ class Tally:
     ("dropped", stage, source, reason, "documents"|"bytes")
     ("edited", stage, source, reason, "documents"|"times")
     ("detail", stage, reason, detail)         documents
-    ("length", source, power of two)          documents with so many bytes, of those that were read
+    ("length", source, power of two)          documents read, by size in bytes
     ("language", source, language)            documents that are kept
     ("written", source, "documents"|"bytes")  what goes into the shards
     """
@@ -99,14 +99,6 @@ class Tally:
     def add_languages(self, documents: Sequence[Document]) -> None:
         """Counts documents by language; '' where none was identified."""
         self.counts.update(("language", document.source, document.language) for document in documents)
-
-    def add_written(self, documents: Sequence[Document]) -> None:
-        """Counts what goes into the shards."""
-        self.add_documents(("written",), documents)
-
-    def add_reading(self, source: str, skipped: Mapping[str, int]) -> None:
-        """Counts what reading left out."""
-        self.counts.update({("read", source, reason): number for reason, number in skipped.items()})
 
     def total(self, *name: str) -> int:
         """The documents of all counts that begin with `name`."""

@@ -13,26 +13,22 @@ import functools
 import pathlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxscale import schema
-from jaxscale.corpus.curate.c4 import make_c4
 from jaxscale.corpus.curate.contamination import make_contamination
-from jaxscale.corpus.curate.fineweb import make_fineweb
-from jaxscale.corpus.curate.gopher import make_gopher
 from jaxscale.corpus.curate.langid import make_language
 from jaxscale.corpus.curate.licence import make_licence
 from jaxscale.corpus.curate.pii import make_pii
+from jaxscale.corpus.curate.quality import make_c4, make_fineweb, make_gopher
 from jaxscale.corpus.curate.repair import make_repair
 from jaxscale.corpus.curate.repetition import make_repetition
 from jaxscale.corpus.curate.substring import make_substring
 from jaxscale.corpus.curate.toxicity import make_toxicity
-from jaxscale.corpus.prepare.blocks import cut, from_table, read_table, to_table, write_table
-from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
+from jaxscale.corpus.prepare.blocks import cut, from_table, mark_done, read_done, read_table, to_table, write_table
+from jaxscale.corpus.prepare.config import JOINS, STAGES, PrepareConfig
 from jaxscale.corpus.prepare.dedup import apply_joins, sketch_path, write_sketches
-from jaxscale.corpus.prepare.done import mark_done, read_done
 from jaxscale.corpus.prepare.join import signatures_path
-from jaxscale.corpus.prepare.passes import Pass
 from jaxscale.corpus.prepare.tally import Tally
 from jaxscale.corpus.prepare.tokens import tokenise_block
 from jaxscale.system.foreign import parse_json
@@ -57,6 +53,33 @@ MAKERS: dict[str, Callable[[Any], Stage]] = {
 assert set(MAKERS) == set(STAGES)
 
 
+class Pass(NamedTuple):
+    """Once over all documents: `stages` one after the other, then what the next pass needs."""
+
+    stages: tuple[str, ...]
+    ends: Literal["joins", "sample", "tokens"]  # sketches for joins; documents a tokenizer is trained on; token ids
+    joins: tuple[str, ...] = ()
+
+
+def plan_passes(stages: Sequence[str], *, train_tokenizer: bool) -> list[Pass]:
+    """The passes for stages in the recipe's order. Joins of whole documents that stand together see the same ones."""
+    passes: list[Pass] = []
+    waiting: list[str] = []
+    joins: list[str] = []
+    for name in [*stages, ""]:
+        alone = "line_dedup" in (name, *joins)  # else a line could be cut for a copy in a document that is dropped
+        if joins and (name not in JOINS or alone):
+            passes.append(Pass(tuple(waiting), "joins", tuple(joins)))
+            waiting, joins = [], []
+        if name in JOINS:
+            joins.append(name)
+        elif name:
+            waiting.append(name)
+    if not train_tokenizer:
+        return [*passes, Pass(tuple(waiting), "tokens")]
+    return [*passes, Pass(tuple(waiting), "sample"), Pass((), "tokens")]
+
+
 class Call(NamedTuple):
     """One task."""
 
@@ -77,7 +100,7 @@ class Block(NamedTuple):
     path: str  # without an ending; in a done file only its name, since a folder can be written in several ways
     documents: int
     tokens: int = 0
-    fertility: Sequence[Any] = ()  # packed, of a sample
+    fertility: Sequence[Any] = ()  # fertility.measure of a sample
 
 
 def run(call: Call) -> dict[str, Any]:
@@ -121,7 +144,7 @@ def incoming(cfg: PrepareConfig, call: Call, tally: Tally) -> Iterator[list[Docu
             tally.add_lengths(block)
             tally.add_documents(("in", "read"), block)
             yield block
-        tally.add_reading(source, skipped)
+        tally.counts.update({("read", source, reason): number for reason, number in skipped.items()})
         return
     documents = from_table(read_table(pathlib.Path(call.path)))
     folders = {join: join_folder(call.folder, call.number - 1, join) for join in call.joined}
@@ -139,7 +162,7 @@ def write_block(
     """Writes a block as the pass leaves it."""
     if call.step.ends == "tokens":
         tally.add_languages(documents)
-        tally.add_written(documents)
+        tally.add_documents(("written",), documents)
         tokens, fertility = tokenise_block(cfg, cfg.tokenizer.path(call.folder), base, documents, place)
         return Block(str(base), len(documents), tokens, fertility)
     write_sketches(cfg, call.step.joins, str(base), documents)
@@ -161,11 +184,6 @@ def in_order(blocks: Iterable[Sequence[Any]], folder: pathlib.Path, number: int)
 def count_blocks(folder: pathlib.Path, number: int) -> int:
     """How many blocks a pass has written so far, of pieces that are not done too."""
     return sum(1 for _ in (folder / f"pass{number}").glob("*.arrow"))
-
-
-def document_at(base: str, place: int) -> Document:
-    """One document of a block."""
-    return from_table(read_table(pathlib.Path(f"{base}.arrow")).slice(place, 1))[0]
 
 
 @functools.lru_cache(maxsize=4)

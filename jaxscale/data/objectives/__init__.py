@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxscale.data.batch import Batch, stack_rows
 from jaxscale.data.objective_config import (
-    Denoising,
+    DenoisingConfig,
     MaskedLmConfig,
     NextTokenConfig,
     ObjectiveConfig,
@@ -26,8 +26,7 @@ from jaxscale.data.objectives.ids import (
     special_ids,
     why_none,
 )
-from jaxscale.data.objectives.masked_lm import masked_row
-from jaxscale.data.objectives.prefix_lm import prefix_row
+from jaxscale.data.objectives.packed_row import below, draws, find_documents, ramps, unit
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Marks
 
@@ -49,7 +48,7 @@ def find_ids(
         mask_id = known_id("mask_id", cfg.mask_id, marks_of(tokenizer).mask_id, tokenizer, vocab_size)
         check_apart({"mask_id": [mask_id]}, token_bytes)
         return special_ids(**known, mask_id=mask_id)
-    if not isinstance(cfg, Denoising):
+    if not isinstance(cfg, DenoisingConfig):
         return special_ids(**known)
     end_id = known_id("end_id", cfg.end_id, getattr(tokenizer, "eos_id", None), tokenizer, vocab_size)
     start_id = end_id if cfg.start_id is None else known_id("start_id", cfg.start_id, None, None, vocab_size)
@@ -64,7 +63,7 @@ def marks_of(tokenizer: Any | None) -> Marks:
     return Marks() if tokenizer is None else tokenizer.marks
 
 
-def find_sentinels(cfg: Denoising, tokenizer: Any | None, vocab_size: int, seq_len: int) -> list[int]:
+def find_sentinels(cfg: DenoisingConfig, tokenizer: Any | None, vocab_size: int, seq_len: int) -> list[int]:
     """The sentinels, first to last."""
     if cfg.first_sentinel_id is not None:
         sentinels = [cfg.first_sentinel_id + i * cfg.sentinel_step for i in range(cfg.num_sentinels)]
@@ -84,7 +83,7 @@ def find_sentinels(cfg: Denoising, tokenizer: Any | None, vocab_size: int, seq_l
     return sentinels
 
 
-def find_modes(cfg: Denoising, vocab_size: int) -> dict[str, int]:
+def find_modes(cfg: DenoisingConfig, vocab_size: int) -> dict[str, int]:
     """The id of each mode that a denoiser has."""
     wanted = sorted({denoiser.mode for denoiser in denoisers(cfg)} - {""})
     given = getattr(cfg, "mode_ids", {})
@@ -106,7 +105,7 @@ def apply_with_origin(
     rows = [Batch(*fields) for fields in zip(*batch[:5], strict=True)]
     numbered = list(zip(rows, map(int, row_indices), strict=True))
     origin_BT = np.broadcast_to(np.arange(batch.tokens.shape[1], dtype=np.int32), batch.tokens.shape)
-    if isinstance(cfg, Denoising):
+    if isinstance(cfg, DenoisingConfig):
         made, origin_BT = corrupted(cfg, ids, batch, seed, int(n), list(map(int, row_indices)))
     elif isinstance(cfg, PrefixLmConfig):
         made = stack_rows([prefix_row(row, seed, int(n), number) for row, number in numbered])
@@ -117,3 +116,40 @@ def apply_with_origin(
     counts_B1 = np.any(batch.weights > 0, axis=1, keepdims=True)  # nothing is to be learned from the other rows
     sources = None if batch.sources is None else np.take_along_axis(batch.sources, origin_BT, axis=1)
     return made._replace(weights=made.weights * counts_B1, sources=sources), origin_BT
+
+
+def prefix_row(row: Batch, seed: int, n: int, number: int) -> Batch:
+    """The row of [T] with its prefixes, and weight only where the target lies behind the prefix of its document.
+
+    As the prefix LM of arXiv:1910.10683, section 3.2.1: the first part of each document is read in both directions, the
+    rest is predicted. Where it is cut is uniform among the places that leave a token on either side.
+    """
+    documents = find_documents(row.segment_ids)
+    words = draws(seed, n, number, len(documents.lengths))
+    prefix_lengths = 1 + below(words, np.maximum(documents.lengths - 1, 1))  # 1 to length - 1
+    place, first = ramps(documents.lengths), np.repeat(prefix_lengths, documents.lengths)
+    where = np.repeat(documents.starts, documents.lengths) + place
+    prefix_T, weights_T = np.zeros_like(row.tokens), np.zeros_like(row.weights)
+    prefix_T[where] = place < first
+    weights_T[where] = np.where(place >= first - 1, row.weights[where], 0)
+    return row._replace(prefix=prefix_T, weights=weights_T)
+
+
+def masked_row(cfg: MaskedLmConfig, ids: SpecialIds, row: Batch, seed: int, n: int, number: int) -> Batch:
+    """The row of [T] with tokens hidden; targets are the tokens as they were, with weight 1 at the chosen places.
+
+    Masked language modelling (BERT, arXiv:1810.04805, section 3.1). Exactly round(rate * ordinary tokens) are chosen,
+    but at least one; a special token never is. Documents stay closed: only attention would join them.
+    """
+    T = len(row.tokens)
+    words = draws(seed, n, number, 3 * T).reshape(3, T)
+    candidates = np.flatnonzero((row.segment_ids > 0) & ~ids.is_special[row.tokens])
+    count = min(len(candidates), max(1, round(cfg.rate * len(candidates))))
+    chosen = candidates[np.argsort(words[0][candidates], kind="stable")[:count]]
+    kind = unit(words[1][chosen])
+    others = ids.ordinary[below(words[2][chosen], len(ids.ordinary))]
+    tokens_T, weights_T = row.tokens.copy(), np.zeros_like(row.weights)
+    changed = np.where(kind < cfg.mask_part + cfg.random_part, others, row.tokens[chosen])
+    tokens_T[chosen] = np.where(kind < cfg.mask_part, ids.mask_id, changed)
+    weights_T[chosen] = 1
+    return row._replace(tokens=tokens_T, targets=row.tokens, weights=weights_T)

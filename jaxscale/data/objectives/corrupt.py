@@ -14,20 +14,18 @@ import numpy as np
 from jaxscale.data.batch import Batch, EncoderInput, padding_row, stack_rows
 from jaxscale.data.objective_config import (
     Denoiser,
+    DenoisingConfig,
     Lengths,
-    SpanCorruptionConfig,
-    Ul2Config,
     amount,
     denoised_lengths,
     denoisers,
 )
-from jaxscale.data.objectives.documents import find_documents, ramps
-from jaxscale.data.objectives.draws import draws, unit
 from jaxscale.data.objectives.ids import SpecialIds
+from jaxscale.data.objectives.packed_row import draws, find_documents, ramps, unit
 from jaxscale.data.objectives.span_corruption import Noise, Rows, divide, make_noise
 
 
-def most_spans(cfg: SpanCorruptionConfig | Ul2Config, seq_len: int) -> int:
+def most_spans(cfg: DenoisingConfig, seq_len: int) -> int:
     """Spans of a row that is one document, for any of the denoisers: sentinels that are needed."""
     return max(amount(seq_len, d.noise_density, d.mean_span).spans for d in denoisers(cfg))
 
@@ -50,7 +48,7 @@ class Closed(NamedTuple):
 
 
 def corrupted(
-    cfg: SpanCorruptionConfig | Ul2Config, ids: SpecialIds, batch: Batch, seed: int, n: int, numbers: Sequence[int]
+    cfg: DenoisingConfig, ids: SpecialIds, batch: Batch, seed: int, n: int, numbers: Sequence[int]
 ) -> tuple[Batch, np.ndarray]:
     """(the rows with spans cut out, for each target the place in its row of `batch` that it belongs to)."""
     B, T = batch.tokens.shape
@@ -65,7 +63,7 @@ def corrupted(
 
 
 def close_documents(
-    cfg: SpanCorruptionConfig | Ul2Config,
+    cfg: DenoisingConfig,
     ids: SpecialIds,
     made: Lengths,
     segment_ids_BT: np.ndarray,
@@ -75,7 +73,7 @@ def close_documents(
 ) -> Closed | None:
     """What is decided for each row by itself, from its own random words; None if there is nothing but padding."""
     choices = denoisers(cfg)
-    lengths, in_rows, told, modes, first_words, noise_words, gap_words = ([] for _ in range(7))
+    lengths, in_rows, limits, modes, first_words, noise_words, gap_words = ([] for _ in range(7))
     for row, (number, segment_ids_T) in enumerate(zip(numbers, segment_ids_BT, strict=True)):
         documents = find_documents(segment_ids_T).lengths
         if not (tokens := int(documents.sum())):
@@ -89,14 +87,14 @@ def close_documents(
         documents = join_shortest(documents, max(min(room // 2, tokens - cut.noise), 1))
         lengths.append(documents)
         in_rows.append(row)
-        told.append((cut.noise, cut.spans, room, len(documents)))
+        limits.append((cut.noise, cut.spans, room, len(documents)))
         first_words.append(words[1:3])
         noise_words.append(words[3 : 3 + cut.noise])
         gap_words.append(words[3 + cut.noise :])
         modes += [ids.modes.get(denoiser.mode)] * len(documents)
     if not lengths:
         return None
-    noise, spans, room, counts = np.array(told).T
+    noise, spans, room, counts = np.array(limits).T
     found = Rows(
         np.concatenate(lengths), np.repeat(np.arange(len(counts)), counts), noise, spans, room, np.stack(first_words)
     )

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxscale.data.objectives.documents import ramps
+from jaxscale.data.objectives.packed_row import ramps
 
 
 class Rows(NamedTuple):
@@ -21,7 +21,7 @@ class Rows(NamedTuple):
     lengths: np.ndarray  # int64[D]
     rows: np.ndarray  # int64[D]: each document's row, from 0, in order; every row has one
     noise: np.ndarray  # int64[R]: tokens to be cut out
-    spans: np.ndarray  # int64[R]: in so many spans, if the row is one document
+    spans: np.ndarray  # int64[R]: number of spans, if the row is one document
     most_marks: np.ndarray  # int64[R]: spans and documents that there is room for, at least twice the documents
     words: np.ndarray  # uint64[R, 2]
 
@@ -56,7 +56,7 @@ class Noise(NamedTuple):
 def make_noise(
     lengths: np.ndarray, noise: np.ndarray, spans: np.ndarray, noise_words: np.ndarray, gap_words: np.ndarray
 ) -> Noise:
-    """So much noise in so many spans in documents of these lengths.
+    """Draws noise and spans in documents of these lengths. noise, spans: int64[D], their numbers in each.
 
     noise_words, gap_words: uint64, one for each token that is noise and that is not.
     """
@@ -100,7 +100,7 @@ def settle(counts: np.ndarray, least: np.ndarray, most: np.ndarray, totals: np.n
 
 
 def random_parts(lengths: np.ndarray, parts: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """int64[sum of parts]: each length as a sum of so many numbers above 0, every such sum equally likely.
+    """int64[sum of parts]: each length as a sum of `parts` numbers above 0, all such sums equally likely.
 
     The first token of a document begins a part; of the others those begin one whose words are the least. words:
     uint64[sum of lengths].

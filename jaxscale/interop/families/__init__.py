@@ -15,11 +15,8 @@ from jaxscale import schema
 from jaxscale.interop.families.family import Family, Row, TensorPair, matches_any, pair_of
 from jaxscale.interop.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
 from jaxscale.interop.families.gpt2 import GPT2
-from jaxscale.interop.families.llama import LLAMA
-from jaxscale.interop.families.mistral import MISTRAL
-from jaxscale.interop.families.olmo import OLMO2
-from jaxscale.interop.families.qwen import QWEN2, QWEN3
-from jaxscale.interop.families.unread import KEPT, refuse_unread, unread
+from jaxscale.interop.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from jaxscale.interop.families.settings import KEPT, refuse_unread, unread
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.layers import split_model
@@ -77,12 +74,12 @@ def read(hf: Mapping[str, Any]) -> tuple[Family, AnyModelConfig, dict[str, Any]]
     try:
         cfg = family.read_config(hf)
         cfg = schema.from_dict(type(cfg), schema.to_dict(cfg))  # numbers that are numbers, and none that is NaN
-        told = {**hf, **(hf.get("text_config") or {})}
+        values = {**hf, **(hf.get("text_config") or {})}
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:  # an untrusted file may hold anything
         raise BadInput(
             f"config.json is not that of a {family.model_type} ({type(error).__name__}: {error}); fetch it again"
         ) from None
-    return family, cfg, {key: told[key] for key in KEPT if key in told}
+    return family, cfg, {key: values[key] for key in KEPT if key in values}
 
 
 def notes(hf: Mapping[str, Any]) -> list[str]:
@@ -151,8 +148,8 @@ def tensors(family: Family, cfg: AnyModelConfig, base: str | None = None) -> lis
     shapes = leaf_shapes(cfg)
     base = family.bases[0] if base is None else base
     rows = [row for row in family.rows if set(row.leaves) <= set(shapes)]
-    told = {name for row in rows for name in row.leaves}
-    assert told == set(shapes), f"{family.model_type} has no row for {sorted(set(shapes) - told)}"
+    covered = {name for row in rows for name in row.leaves}
+    assert covered == set(shapes), f"{family.model_type} has no row for {sorted(set(shapes) - covered)}"
     make = lambda row, layer: pair_of(row, family, shapes, layer, cfg.scan_layers, base)
     once = [make(row, None) for row in rows if "{layer}" not in row.theirs]
     each = [row for row in rows if "{layer}" in row.theirs]

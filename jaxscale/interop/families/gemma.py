@@ -1,25 +1,31 @@
 """Gemma 1, 2 and 3 as transformers' GemmaForCausalLM, Gemma2ForCausalLM, Gemma3ForCausalLM, and the language model of
 Gemma3ForConditionalGeneration, whose vision tensors are left out."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.interop.families import llama
 from jaxscale.interop.families.family import Family, Row
-from jaxscale.interop.families.qwen import QK_NORMS
-from jaxscale.interop.families.settings import FAR, NEAR, ROPE, merged, read_rope, read_rope_of, refuse_unless
-from jaxscale.interop.families.unread import refuse_unread
-from jaxscale.interop.families.windows import read_windows, types_every, write_types
+from jaxscale.interop.families.llama import LAYER, LEFT_OUT, NORMS_BEFORE, QK_NORMS, relative
+from jaxscale.interop.families.settings import (
+    FAR,
+    NEAR,
+    read_rope,
+    read_rope_of,
+    read_windows,
+    refuse_unless,
+    refuse_unread,
+    types_every,
+    write_types,
+)  # fmt: skip
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.system.exits import BadInput
 
 GELU = "gelu_pytorch_tanh"
 NORMS_AROUND = (
-    Row("blocks/attention_norm", llama.LAYER + "input_layernorm.weight"),
-    Row("blocks/attention_out_norm", llama.LAYER + "post_attention_layernorm.weight"),
-    Row("blocks/mlp_norm", llama.LAYER + "pre_feedforward_layernorm.weight"),
-    Row("blocks/mlp_out_norm", llama.LAYER + "post_feedforward_layernorm.weight"),
+    Row("blocks/attention_norm", LAYER + "input_layernorm.weight"),
+    Row("blocks/attention_out_norm", LAYER + "post_attention_layernorm.weight"),
+    Row("blocks/mlp_norm", LAYER + "pre_feedforward_layernorm.weight"),
+    Row("blocks/mlp_out_norm", LAYER + "post_feedforward_layernorm.weight"),
 )
 # Of transformers' GemmaConfig, Gemma2Config and Gemma3TextConfig; published Gemma 3 files leave most keys out.
 GEMMA1_DEFAULTS = dict(
@@ -39,100 +45,75 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | dict(
     final_logit_softcapping=None, attn_logit_softcapping=None,
 )  # fmt: skip
 OF_ALL = dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True)
+LATER = dict(
+    allowed=dict(hidden_activation=(GELU,), attention_bias=(False,), use_bidirectional_attention=(None, False)),
+    written=dict(hidden_activation=GELU, attention_bias=False),
+    spelt=dict(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping"),
+)
 
 
-def read_gemma1(hf: Mapping[str, Any]) -> LlamaConfig:
-    """Our settings for a config.json of Gemma 1. Its "gelu" has always been computed in the tanh form."""
-    hf = merged(GEMMA1_DEFAULTS, hf)
-    refuse_unless(hf, hidden_act=("gelu", GELU), hidden_activation=(None, GELU), attention_bias=(False,))
-    refuse_unless(hf, use_bidirectional_attention=(None, False))
-    return llama.read_as_llama(hf, **OF_ALL)
+def later_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings of Gemma 2 and 3 for keys that the tables do not spell."""
+    scalar, usual = hf["query_pre_attn_scalar"], hf["sliding_window_pattern"]
+    types = hf["layer_types"] or types_every(hf["num_hidden_layers"], usual)
+    found = OF_ALL | dict(norm_placement="both", query_scalar=None if scalar == hf["head_dim"] else float(scalar))
+    return found | read_windows(hf, types, usual)
 
 
-def write_gemma1(cfg: LlamaConfig) -> dict[str, Any]:
-    """The config.json of a Gemma 1 of ours."""
-    return llama.write_as_llama(cfg, hidden_act=GELU, hidden_activation=GELU, attention_bias=False)
+def gemma2_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The pattern of windows is fixed: transformers reads its key for Gemma 3 alone."""
+    if hf["layer_types"] is None:
+        refuse_unless(hf, sliding_window_pattern=(2,))
+    base, scaling = read_rope(hf)
+    return later_settings(hf) | dict(rope_base=base, rope_scaling=scaling)
 
 
-def read_later(hf: Mapping[str, Any], defaults: Mapping[str, Any]) -> LlamaConfig:
-    """Our settings for a config.json of Gemma 2, or of Gemma 3's text model."""
-    hf = merged(defaults, hf)
-    refuse_unless(hf, hidden_activation=(GELU,), attention_bias=(False,), use_bidirectional_attention=(None, False))
-    third = defaults is GEMMA3_DEFAULTS
-    if not third and hf["layer_types"] is None:
-        refuse_unless(hf, sliding_window_pattern=(2,))  # transformers reads it for Gemma 3 alone
-    base, scaling = read_rope_of(hf, FAR) if third else read_rope(hf)
-    usual = hf["sliding_window_pattern"]
-    windows = read_windows(hf, hf["layer_types"] or types_every(hf["num_hidden_layers"], usual), usual)
-    local = {}
-    if third:
-        local_base, local_scaling = read_rope_of(hf, NEAR)
-        if local_scaling is not None:
-            raise BadInput("config.json: a RoPE scaling of sliding_attention is not supported; only full_attention's")
-        local = dict(qk_norm=True)
-        if "global_every" in windows:
-            local |= dict(local_rope_base=local_base)
-        elif windows:  # no layer is global
-            base, scaling = local_base, None
-    scalar = hf["query_pre_attn_scalar"]
-    return llama.read_as_llama(
-        hf,
-        **OF_ALL,
-        **windows,
-        **local,
-        rope_base=base,
-        rope_scaling=scaling,
-        norm_placement="both",
-        query_scalar=None if scalar == hf["head_dim"] else float(scalar),
-        attention_softcap=hf["attn_logit_softcapping"],
-        logit_softcap=hf["final_logit_softcapping"],
-    )
+def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """With QK-norm, and RoPE of its own for layers with a window."""
+    base, scaling = read_rope_of(hf, FAR)
+    found = later_settings(hf) | dict(qk_norm=True)
+    local_base, local_scaling = read_rope_of(hf, NEAR)
+    if local_scaling is not None:
+        raise BadInput("config.json: a RoPE scaling of sliding_attention is not supported; only full_attention's")
+    if "global_every" in found:
+        found |= dict(local_rope_base=local_base)
+    elif "attention_window" in found:  # no layer is global
+        base, scaling = local_base, None
+    return found | dict(rope_base=base, rope_scaling=scaling)
 
 
-def write_later(cfg: LlamaConfig, third: bool) -> dict[str, Any]:
-    """The config.json of a Gemma 2 or 3 of ours."""
+def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
+    """The keys that later_settings reads."""
     scalar = cfg.head_dim if cfg.query_scalar is None else cfg.query_scalar
-    written = llama.write_as_llama(cfg, hidden_activation=GELU, attention_bias=False)
-    written |= dict(
+    found = dict(
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
         sliding_window=cfg.attention_window,
         layer_types=write_types(cfg),
-        attn_logit_softcapping=cfg.attention_softcap,
-        final_logit_softcapping=cfg.logit_softcap,
     )
-    if cfg.global_every is not None:
-        written |= dict(sliding_window_pattern=cfg.global_every)
-    if third:
-        written |= dict(rope_local_base_freq=cfg.local_rope_base or cfg.rope_base)
-    return written
+    return found if cfg.global_every is None else found | dict(sliding_window_pattern=cfg.global_every)
 
 
-GEMMA1 = Family(
+GEMMA1 = relative(  # whose "gelu" has always been computed in the tanh form
     "gemma",
-    ("GemmaForCausalLM",),
-    read_gemma1,
-    write_gemma1,
-    llama.BODY + llama.NORMS_BEFORE,
-    keys=(*GEMMA1_DEFAULTS, "hidden_activation", *ROPE),
-    left_out=llama.LEFT_OUT,
+    "GemmaForCausalLM",
+    NORMS_BEFORE,
+    GEMMA1_DEFAULTS,
+    allowed=dict(hidden_act=("gelu", GELU), hidden_activation=(None, GELU), attention_bias=(False,),
+                 use_bidirectional_attention=(None, False)),
+    written=dict(hidden_act=GELU, hidden_activation=GELU, attention_bias=False),
+    settings=lambda hf: OF_ALL,
+)  # fmt: skip
+GEMMA2 = relative(
+    "gemma2", "Gemma2ForCausalLM", NORMS_AROUND, GEMMA2_DEFAULTS, settings=gemma2_settings, keys=gemma2_keys, **LATER
 )
-GEMMA2 = Family(
-    "gemma2",
-    ("Gemma2ForCausalLM",),
-    functools.partial(read_later, defaults=GEMMA2_DEFAULTS),
-    functools.partial(write_later, third=False),
-    llama.BODY + NORMS_AROUND,
-    keys=(*GEMMA2_DEFAULTS, *ROPE),
-    left_out=llama.LEFT_OUT,
-)
-GEMMA3 = Family(
+GEMMA3 = relative(
     "gemma3_text",
-    ("Gemma3ForCausalLM",),
-    functools.partial(read_later, defaults=GEMMA3_DEFAULTS),
-    functools.partial(write_later, third=True),
-    llama.BODY + NORMS_AROUND + QK_NORMS,
-    keys=(*GEMMA3_DEFAULTS, *ROPE),
-    left_out=llama.LEFT_OUT,
+    "Gemma3ForCausalLM",
+    NORMS_AROUND + QK_NORMS,
+    GEMMA3_DEFAULTS,
+    settings=gemma3_settings,
+    keys=lambda cfg: gemma2_keys(cfg) | dict(rope_local_base_freq=cfg.local_rope_base or cfg.rope_base),
+    **LATER,
 )
 
 
@@ -157,5 +138,5 @@ GEMMA3_VISION = Family(
     keys=("tie_word_embeddings", "vision_config", "mm_tokens_per_image", *IMAGE_TOKENS),
     goes_out_as=GEMMA3.model_type,
     bases=("language_model.model.", "model.language_model."),  # transformers 4 up to 4.51, and later
-    left_out=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", *llama.LEFT_OUT),
+    left_out=(r"(model\.)?(vision_tower|multi_modal_projector)\..*", *LEFT_OUT),
 )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.interop.families.family import Family, Row
-from jaxscale.interop.families.settings import merged, refuse_unless
+from jaxscale.interop.families.settings import refuse_unless
 from jaxscale.models.gpt2_config import Gpt2Config
 
 DEFAULTS = dict(  # of transformers' GPT2Config, for keys that a config.json leaves out
@@ -24,7 +24,7 @@ SPELT = dict(  # ours: theirs
 
 def read_config(hf: Mapping[str, Any]) -> Gpt2Config:
     """Our settings for a config.json of GPT-2. Dropout is a choice of the run, not of the checkpoint: 0."""
-    hf = merged(DEFAULTS, hf)
+    hf = {**DEFAULTS, **hf}
     refuse_unless(hf, activation_function=("gelu_new", "gelu_pytorch_tanh"), scale_attn_weights=(True,))
     refuse_unless(
         hf, scale_attn_by_inverse_layer_idx=(False,), add_cross_attention=(False,), tie_word_embeddings=(True,)

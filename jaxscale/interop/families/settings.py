@@ -1,8 +1,11 @@
-"""Reads a config.json: defaults, unsupported values, and RoPE in both of its spellings."""
+"""Reads a config.json: unsupported values and unread keys, RoPE in both of its spellings, layers with a window."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
+from jaxscale.interop.families.family import Family
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.config import RopeScaling
 from jaxscale.system.exits import BadInput
@@ -11,11 +14,27 @@ from jaxscale.units import or_list
 NEAR, FAR = "sliding_attention", "full_attention"  # the types of layers
 ORIGINAL = "original_max_position_embeddings"
 ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", ORIGINAL)  # all that RoPE reads
-
-
-def merged(defaults: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with transformers' own value for each key that it leaves out."""
-    return {**defaults, **hf}
+# transformers reads these of any model: its masks, its cache of keys and values, its layers, its files.
+READ_OF_ALL = dict(
+    add_cross_attention=(False,), attention_chunk_size=(None,), is_causal=(True,), is_encoder_decoder=(False,),
+    layer_types=(None,), per_layer_config=(None, {}), sliding_window=(None,), transformers_weights=(None,),
+    use_bidirectional_attention=(None, False),
+)  # fmt: skip
+# Keys that say nothing about what is computed, and are handed through as they are.
+KEPT = (
+    "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
+    "initializer_range", "use_cache", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
+)  # fmt: skip
+# And those that nobody misses: where a file came from, heads for other tasks, how torch computes.
+FORGOTTEN = {
+    "_name_or_path", "name_or_path", "_attn_implementation_autoset", "architectures", "auto_map",
+    "cache_implementation", "chunk_size_feed_forward", "finetuning_task", "id2label", "is_decoder", "label2id",
+    "model_type", "n_ctx", "num_labels", "output_attentions", "output_hidden_states", "pretraining_tp",
+    "problem_type", "quantization_config", "reorder_and_upcast_attn", "return_dict", "_sliding_window_pattern",
+    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
+    "task_specific_params", "text_config", "tokenizer_class", "torchscript", "transformers_version",
+    "unsloth_fixed", "unsloth_version",
+}  # fmt: skip
 
 
 def refuse_unless(hf: Mapping[str, Any], **allowed: tuple) -> None:
@@ -106,3 +125,51 @@ def write_rope(cfg: LlamaConfig) -> dict[str, Any]:
             high_freq_factor=scaling.high_freq_factor,
         ) | {ORIGINAL: scaling.original_max_len}
     return dict(rope_theta=cfg.rope_base, rope_scaling=named)
+
+
+def types_every(num_layers: int, every: int) -> list[str]:
+    """layer_types in which each `every`-th layer sees all keys."""
+    return [FAR if layer % every == 0 else NEAR for layer in range(1, num_layers + 1)]
+
+
+def read_windows(hf: Mapping[str, Any], types: Sequence[str], usual: int | None = None) -> dict[str, Any]:
+    """attention_window and global_every for these layer_types. usual: n where each n-th layer of the family is global.
+
+    Raises BadInput for layers in another order, or where sliding_window is missing.
+    """
+    types, length = list(types), hf["num_hidden_layers"]
+    if len(types) != length:
+        raise BadInput(f"config.json: layer_types has {len(types)} entries and num_hidden_layers is {length}")
+    if types == [FAR] * length:
+        return {}
+    window = hf.get("sliding_window")
+    if window is None:
+        raise BadInput("config.json: layer_types has sliding_attention, and sliding_window gives no width for it")
+    for every in dict.fromkeys((usual, *range(2, length + 1))):
+        if every is not None and types == types_every(length, every):
+            return dict(attention_window=window, global_every=every)
+    if types == [NEAR] * length:
+        return dict(attention_window=window)
+    raise BadInput(
+        "config.json: layer_types is not supported: full_attention must be each n-th layer, and here it is layers "
+        + ", ".join(str(layer) for layer, name in enumerate(types, 1) if name != NEAR)
+    )
+
+
+def write_types(cfg: LlamaConfig) -> list[str]:
+    """layer_types of a model of ours."""
+    return [NEAR if local else FAR for local in np.asarray(cfg.local_layers).tolist()]
+
+
+def refuse_unread(family: Family, hf: Mapping[str, Any]) -> None:
+    """Raises BadInput for a key that the family does not read and by which transformers computes another model."""
+    refuse_unless(
+        {"model_type": family.model_type} | dict(hf),
+        **{key: allowed for key, allowed in READ_OF_ALL.items() if key not in family.keys},
+    )
+
+
+def unread(family: Family, hf: Mapping[str, Any]) -> list[str]:
+    """The keys with a value that no model of the family knows."""
+    known = {*family.keys, *READ_OF_ALL, *KEPT, *FORGOTTEN}
+    return sorted(key for key, value in hf.items() if key not in known and value is not None)

@@ -1,11 +1,11 @@
 """The diagnosis in words: rules over the records of metrics.jsonl. No files, no clocks, no chance: plain numbers in."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.monitor.config import HealthConfig
 from jaxscale.monitor.health.course_rules import OutOfForecast, Overfitting
-from jaxscale.monitor.health.evidence import Past, batch, suspect, with_events
+from jaxscale.monitor.health.evidence import Past, batch, suspect
 from jaxscale.monitor.health.finding import Cause, Finding, RunFacts, Sign, facts_of
 from jaxscale.monitor.health.gradient_rules import Activations, AttentionLogits, Explosion, SkippedSteps, SourceJump
 from jaxscale.monitor.health.loss_rules import Divergence, FlatStart, NonFinite, Oscillation, Plateau, Spike
@@ -13,7 +13,7 @@ from jaxscale.monitor.health.rule import Losses, Rule, View
 from jaxscale.monitor.health.speed_rules import BusyMachine, MemoryCreep, SlowStep, Starvation, UtilisationDrop
 from jaxscale.monitor.health.words import WORDS
 
-__all__ = ["Cause", "Finding", "Health", "RunFacts", "facts_of", "replay"]
+__all__ = ["Cause", "Finding", "Health", "RunFacts", "facts_of"]
 
 UNKNOWN = RunFacts()
 # in the order in which they are asked: a later one may keep silent about what an earlier one has said
@@ -69,14 +69,3 @@ class Health:
         weighed.sort(key=lambda cause: -cause[1].weight)  # stable: the words' own order where the run is silent
         causes = tuple(Cause(what, evidence.text) for what, evidence in weighed)
         return Finding(rule.kind, step, sign.seen, numbers, causes, words.advice, words.sources)
-
-
-def replay(
-    records: Iterable[Mapping[str, Any]],
-    events: Iterable[Mapping[str, Any]] = (),
-    cfg: HealthConfig | None = None,
-    facts: RunFacts = UNKNOWN,
-) -> list[Finding]:
-    """All findings of a run. An event counts from the first record at or behind its place."""
-    health = Health(cfg, facts)
-    return [finding for record, due in with_events(records, events) for finding in health.observe(record, due)]

@@ -11,7 +11,6 @@ class Explosion(Rule):
     """A gradient norm that no healthy run has, or that is far above this run's own."""
 
     kind = "explosion"
-    begin, end = 2, 5
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,21 +18,21 @@ class Words(NamedTuple):
     sources: tuple[str, ...]
 
 
-RATE = "the learning rate is too high"
-BATCH = "a bad batch: broken, repeated or very long documents"
-WARMUP = "the warmup is too short"
-STAGE = "the data changed"
-NUMERICS = "numbers out of range in the computation"
-RETURN = "the run has just come back from another state"
+# a cause in words, and what the run holds for or against it
+RATE = ("the learning rate is too high", evidence.rate)
+BATCH = ("a bad batch: broken, repeated or very long documents", evidence.batch)
+WARMUP = ("the warmup is too short", evidence.warmup)
+STAGE = ("the data changed", evidence.stage)
+NUMERICS = ("numbers out of range in the computation", evidence.numerics)
+RETURN = ("the run has just come back from another state", evidence.happened)
+GRADIENT = ("a gradient explosion", evidence.gradient)
+WAIT = ("the step waits for data", evidence.data_wait)
+OTHER_WORK = ("other work takes the host's processors", evidence.other_work)
+SLOW_DEVICE = ("a device or a link is slow, or throttled by heat", evidence.silent)
 
 WORDS = {
     "nonfinite": Words(
-        (
-            (NUMERICS, evidence.numerics),
-            ("the gradient exploded before", evidence.gradient),
-            (RATE, evidence.rate),
-            (BATCH, evidence.batch),
-        ),
+        (NUMERICS, ("the gradient exploded before", evidence.gradient), RATE, BATCH),
         (
             "look at the batch",
             "if it comes back, lower optim.peak_lr by 2 to 5 times or lengthen the warmup",
@@ -42,15 +42,7 @@ WORDS = {
         ("text 001: a norm that is NaN is an alarm (S3)", "text 002: stop at NaN (S12)"),
     ),
     "spike": Words(
-        (
-            (BATCH, evidence.batch),
-            (WARMUP, evidence.warmup),
-            (STAGE, evidence.stage),
-            (RATE, evidence.rate),
-            ("a gradient explosion", evidence.gradient),
-            (RETURN, evidence.happened),
-            (NUMERICS, evidence.numerics),
-        ),
+        (BATCH, WARMUP, STAGE, RATE, GRADIENT, RETURN, NUMERICS),
         (
             "wait: most spikes heal within some tens of steps",
             "look at the batch, and leave it out with --skip-data if its documents are bad",
@@ -66,14 +58,7 @@ WORDS = {
         ),
     ),
     "divergence": Words(
-        (
-            (RATE, evidence.rate),
-            (WARMUP, evidence.warmup),
-            (STAGE, evidence.stage),
-            ("a gradient explosion", evidence.gradient),
-            (NUMERICS, evidence.numerics),
-            (RETURN, evidence.happened),
-        ),
+        (RATE, WARMUP, STAGE, GRADIENT, NUMERICS, RETURN),
         (
             "if a stage of the mixture began, look at the losses by source before anything else",
             "go back to the newest checkpoint from before it, with optim.peak_lr 2 to 10 times lower",
@@ -119,7 +104,7 @@ WORDS = {
     ),
     "oscillation": Words(
         (
-            (RATE, evidence.rate),
+            RATE,
             ("sources come in long runs in place of a mix", evidence.stage),
             ("the batch is small for this rate", evidence.silent),
             ("the gradient is clipped nearly always", evidence.gradient),
@@ -132,14 +117,7 @@ WORDS = {
         ("oscillation points at rate, data or numerics, not at the architecture: text 000 (S11); own threshold",),
     ),
     "explosion": Words(
-        (
-            (RATE, evidence.rate),
-            (WARMUP, evidence.warmup),
-            (BATCH, evidence.batch),
-            (NUMERICS, evidence.numerics),
-            (STAGE, evidence.stage),
-            (RETURN, evidence.happened),
-        ),
+        (RATE, WARMUP, BATCH, NUMERICS, STAGE, RETURN),
         (
             "check that optim.clip_norm is 1: the norm that is logged is from before clipping",
             "lower the rate 2 to 5 times",
@@ -154,12 +132,7 @@ WORDS = {
         ),
     ),
     "skipped_steps": Words(
-        (
-            ("the guard meets gradients that explode", evidence.gradient),
-            (NUMERICS, evidence.numerics),
-            (BATCH, evidence.batch),
-            (STAGE, evidence.stage),
-        ),
+        (("the guard meets gradients that explode", evidence.gradient), NUMERICS, BATCH, STAGE),
         (
             "read why in events.jsonl: each 'skipped' has its verdict",
             "if the steps were well, raise the setting of train.guard that the verdict follows from",
@@ -169,8 +142,8 @@ WORDS = {
     ),
     "activations": Words(
         (
-            (RATE, evidence.rate),
-            (NUMERICS, evidence.numerics),
+            RATE,
+            NUMERICS,
             ("a layer's weights began too large or too small", evidence.warmup),
             ("weight decay, or a norm, has shut the layer", evidence.silent),
         ),
@@ -182,11 +155,7 @@ WORDS = {
         ("about 1; above 100 or below 0.01 is a concern: text 001 (S7)",),
     ),
     "attention_logits": Words(
-        (
-            (RATE, evidence.rate),
-            (WARMUP, evidence.warmup),
-            ("query and key weights grow without bound", evidence.silent),
-        ),
+        (RATE, WARMUP, ("query and key weights grow without bound", evidence.silent)),
         ("lower the rate or lengthen the warmup", "in a new run, set model.qk_norm or model.attention_softcap"),
         (
             "attention logits cause spikes: texts 001 to 003 (S1)",
@@ -207,7 +176,7 @@ WORDS = {
         (
             ("reading or decoding is slower than the step", evidence.data_wait),
             ("the disk, the bucket or its cache is slow", evidence.silent),
-            ("other work takes the host's processors", evidence.other_work),
+            OTHER_WORK,
         ),
         (
             "give the host more cores",
@@ -217,12 +186,7 @@ WORDS = {
         ("own threshold", "throughput falls where the host and the device wait for each other: text 002 (S9)"),
     ),
     "slow_step": Words(
-        (
-            ("the step waits for data", evidence.data_wait),
-            (RETURN, evidence.happened),
-            ("a device or a link is slow, or throttled by heat", evidence.silent),
-            ("other work takes the host's processors", evidence.other_work),
-        ),
+        (WAIT, RETURN, SLOW_DEVICE, OTHER_WORK),
         (
             "capture a profile of a few steps",
             "compare the hosts: one that is slow holds up all",
@@ -232,11 +196,11 @@ WORDS = {
     ),
     "utilisation_drop": Words(
         (
-            ("the step waits for data", evidence.data_wait),
+            WAIT,
             ("rows of another length, or another stage of the data", evidence.stage),
-            (RETURN, evidence.happened),
-            ("other work takes the host's processors", evidence.other_work),
-            ("a device or a link is slow, or throttled by heat", evidence.silent),
+            RETURN,
+            OTHER_WORK,
+            SLOW_DEVICE,
         ),
         ("capture a profile and compare it with one from before", "compare the hosts", "see the device's clock"),
         ("utilisation drops: text 002 (S10); own threshold, against the run's own best blocks",),
@@ -245,7 +209,7 @@ WORDS = {
         (
             ("arrays or compiled functions are kept alive", evidence.silent),
             ("the reader of data keeps what it has read", evidence.data_wait),
-            (RETURN, evidence.happened),
+            RETURN,
         ),
         (
             "host memory: stop and start again at a checkpoint before it is full, and see whether it rises again",
@@ -263,7 +227,7 @@ WORDS = {
         ("log training and validation loss together: text 002 (S8); own threshold",),
     ),
     "source_jump": Words(
-        ((STAGE, evidence.stage), (BATCH, evidence.batch), (RATE, evidence.rate), (RETURN, evidence.happened)),
+        (STAGE, BATCH, RATE, RETURN),
         (
             "if a stage began: this is the price of the new mix, and should fall again; ease it in over more steps",
             "if none began: look at the source's documents in the batch",
@@ -276,7 +240,7 @@ WORDS = {
                 "the rate, the batch or the warmup differs from that of the runs the forecast was made from",
                 evidence.rate,
             ),
-            (STAGE, evidence.stage),
+            STAGE,
             ("the fit does not reach this far", evidence.schedule),
         ),
         (

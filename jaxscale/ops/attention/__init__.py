@@ -4,15 +4,16 @@ from collections.abc import Callable
 from typing import Any, get_args
 
 import jax
+import numpy as np
+from jax import lax
 
 from jaxscale.ops.attention import blockwise, cudnn, long, splash, xla
-from jaxscale.ops.attention.mixed import either
-from jaxscale.ops.config import AttentionName, AttentionNeeds
+from jaxscale.ops.config import AttentionName, AttentionNeeds, Mix
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 
 # attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H).
-# Only `xla` takes a Scope in place of the segments, and the keywords of xla.attend: other forms refuse the needs.
+# Only `xla` takes a Scope in place of the segments, and the keywords of its attend: other forms refuse the needs.
 # A model with AttentionNeeds.mixed also says `local=`: whether this layer has the window.
 # What its backward pass needs of its results bears the name ATTENTION_OUT, for remat policies.
 Attend = Callable[..., jax.Array]
@@ -91,3 +92,21 @@ def what_lacks(name: str, needs: AttentionNeeds, device: jax.Device | None) -> s
     if capability and float(capability) < cudnn.LEAST_CAPABILITY:
         return f"cudnn needs compute capability {cudnn.LEAST_CAPABILITY} (Ampere), and this card has {capability}"
     return ""
+
+
+def either(near: Callable[..., Any], far: Callable[..., Any], mix: Mix) -> Callable[..., Any]:
+    """f(*arrays, local=) with the values of near(*arrays) where `local` is true, else of far(*arrays).
+
+    For a stack of which some layers have a window. Where one compiled layer serves them all, which of the two a layer
+    is becomes known only as the program runs.
+    """
+    # The program's text says how often each runs, for who counts its work (ahead.hlo_trips).
+    scope = f"taken_{mix.near}_of_{mix.layers}"
+
+    def run(*arrays: jax.Array, local: bool | np.bool_ | jax.Array) -> Any:
+        if isinstance(local, (bool, np.bool_)):
+            return near(*arrays) if local else far(*arrays)
+        with jax.named_scope(scope):
+            return lax.cond(local, near, far, *arrays)
+
+    return run

@@ -8,6 +8,7 @@ B batch  T query position  S key position  K key-value heads  G query heads per 
 R = T * G: the queries that share a key-value head; r and s are the rows and the keys of one block
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -37,14 +38,14 @@ def make_attend(*, softcap: float | None = None, window: int | None = None, bloc
     def keep(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
         q_BKTGH, k_BKSH, v_BKSH = group_heads(q_BTNH, k_BSKH.shape[2]), k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
         step = block_size or default_block(q_BTNH.shape[1])
-        run = functools.partial(forward_blocks, step=step, softcap=softcap, window=window)
+        run = functools.partial(forward_blocks, BlockSettings(step, softcap, window))
         results = over_rows(run, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT)
         out_BKTGH, lse_BKTG = (checkpoint_name(result, ATTENTION_OUT) for result in results)
         return ungroup_heads(out_BKTGH), (q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, out_BKTGH, lse_BKTG)
 
     def backward(saved, dout_BTNH):
         step = block_size or default_block(dout_BTNH.shape[1])
-        run = functools.partial(backward_blocks, step=step, softcap=softcap, window=window)
+        run = functools.partial(backward_blocks, BlockSettings(step, softcap, window))
         dout_BKTGH = group_heads(dout_BTNH, saved[1].shape[1])
         dq_BKTGH, dk_BKSH, dv_BKSH = over_rows(run, *saved, dout_BKTGH)
         return ungroup_heads(dq_BKTGH), dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), None
@@ -53,8 +54,18 @@ def make_attend(*, softcap: float | None = None, window: int | None = None, bloc
     return attend
 
 
-def forward_blocks(q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, *, step: int, softcap: float | None, window: int | None):
+@dataclasses.dataclass(frozen=True)
+class BlockSettings:
+    """What is fixed of an attention in blocks."""
+
+    step: int  # positions of a block
+    softcap: float | None
+    window: int | None
+
+
+def forward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT):
     """(out_BKTGH in v.dtype, logsumexp_BKTG float32)."""
+    step, softcap, window = dataclasses.astuple(cfg)
     B, K, T, G, H = q_BKTGH.shape
     outs, lses = [], []
     for begin, end in blocks(T, step):
@@ -73,20 +84,9 @@ def forward_blocks(q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, *, step: int, softca
     return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=2)
 
 
-def backward_blocks(
-    q_BKTGH,
-    k_BKSH,
-    v_BKSH,
-    segment_ids_BT,
-    out_BKTGH,
-    lse_BKTG,
-    dout_BKTGH,
-    *,
-    step: int,
-    softcap: float | None,
-    window: int | None,
-):
+def backward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, out_BKTGH, lse_BKTG, dout_BKTGH):
     """Gradients (dq_BKTGH, dk_BKSH, dv_BKSH) in the dtypes of q, k, v."""
+    step, softcap, window = dataclasses.astuple(cfg)
     B, K, T, G, H = q_BKTGH.shape
     q_BKRH, dout_BKRH = q_BKTGH.reshape(B, K, -1, H), dout_BKTGH.reshape(B, K, -1, H)
     lse_BK1R = lse_BKTG.reshape(B, K, 1, -1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxscale.ops.attention.scope import Scope, as_scope
+from jaxscale.ops.attention.xla import Scope, as_scope
 
 EXACT = ("xla", "blockwise")  # forms of attention whose scores are computed again; of the others there is the bound
 BLOCK = 256  # positions: scores of a pair of blocks are 1/4 MiB a row and head
@@ -31,7 +31,7 @@ def largest_score(
 ) -> jax.Array:
     """float32[]: the largest score of a query with text and a key that it sees; -inf where there is no such pair.
 
-    Arguments as xla.attend takes them. Scores exist for one pair of blocks at a time.
+    Arguments as attention takes them. Scores exist for one pair of blocks at a time.
     """
     scope = as_scope(segments)
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]

@@ -4,13 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.chat.encode import encode_prompt
 from jaxscale.text.chat.guard import CLOSE, GUARDS, Guard
 from jaxscale.text.chat.records import ASSISTANT
-from jaxscale.text.chat.spans import marked_spans, pieces_of, write_prompt
+from jaxscale.text.chat.spans import encode_prompt, marked_spans, pieces_of, write_prompt
 from jaxscale.text.chat.template import ChatTemplate, compiled
 from jaxscale.text.config import ChatConfig
-from jaxscale.text.tokenizer.about import find_template
+from jaxscale.text.tokenizer.load import find_template
 from jaxscale.text.tokenizer.saved import SavedTokenizer
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}, and what else the template knows

@@ -124,7 +124,7 @@ def compile_template(
     """render(messages, tools, add_generation_prompt) of the template, BadInput where it fails or refuses.
 
     Args: where: its file, for messages. names: bos_token and the like. variables: more that it is given. today: the
-    date, or ''. Raises: BadInput for what is no template, or takes too long.
+    date, or ''. Raises: BadInput for a source that is not a template, or takes too long.
     """
     key = hashlib.sha256(json.dumps([source, today]).encode()).hexdigest()
     compile_it = {"key": key, "source": source, "marks": [OPEN, CLOSE], "today": today}

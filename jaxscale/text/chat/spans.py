@@ -1,6 +1,5 @@
-"""Renders a conversation with its chat template and finds the spans to learn: the assistant's turns."""
+"""Renders a conversation with its chat template, finds the spans to learn (the assistant's turns), and encodes it."""
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -11,8 +10,10 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.guard import CLOSE, OPEN, Guard
 from jaxscale.text.chat.records import ASSISTANT, Chat, Pair
 from jaxscale.text.chat.template import ChatTemplate
+from jaxscale.text.tokenizer.base import Tokenizer
 
 NO_TURN = "no assistant turn"
+LINE_END = "\n"  # no tokenizer joins a text to a line end before it, but some put a space before a text that begins
 
 
 class Piece(NamedTuple):
@@ -69,8 +70,7 @@ def write_chat(chat: Chat, template: ChatTemplate, guard: Guard) -> Written:
         turns = [flag for flag, message in zip(chat.learned, messages) if message["role"] == ASSISTANT]
         whole, spans = marked_spans(whole, turns)
     else:
-        spans = [turn_span(messages, place, tools, whole, template, guard) for place in np.flatnonzero(chat.learned)]
-        spans += given_spans(messages, chat.learned, tools, whole, template, guard)
+        spans = turn_spans(messages, chat.learned, tools, whole, template, guard)
     return pieces_of(whole, spans, mark, guard)
 
 
@@ -79,11 +79,11 @@ def write_prompt(messages: Sequence[Mapping[str, Any]], tools: Any, template: Ch
     mark = guard.choose([list(messages), tools])
     messages, tools = guard.broken(messages, mark), guard.broken(tools, mark) if tools else None
     whole, spans = marked_spans(template.render(messages, tools, True), ())
-    spans = spans or given_spans(messages, [False] * len(messages), tools, whole, template, guard)
+    spans = spans or turn_spans(messages, [False] * len(messages), tools, whole, template, guard)
     return pieces_of(whole, spans, mark, guard)
 
 
-def given_spans(
+def turn_spans(
     messages: Sequence[Mapping[str, Any]],
     learned: Sequence[bool],
     tools: Any,
@@ -91,12 +91,16 @@ def given_spans(
     template: ChatTemplate,
     guard: Guard,
 ) -> list[Span]:
-    """turn_span of each turn of the assistant that is not learned, where it can be told."""
+    """turn_span of each turn of the assistant, of those that are not learned where it can be told."""
     spans = []
     for place, message in enumerate(messages):
-        if message["role"] == ASSISTANT and not learned[place]:
-            with contextlib.suppress(BadInput):  # then no such turn was ever learned, and there is nothing to equal
-                spans.append(turn_span(messages, place, tools, whole, template, guard)._replace(learned=False))
+        if message["role"] == ASSISTANT:
+            try:
+                span = turn_span(messages, place, tools, whole, template, guard)
+                spans.append(span._replace(learned=learned[place]))
+            except BadInput:
+                if learned[place]:
+                    raise  # else no such turn was ever learned, and there is nothing to equal
     return spans
 
 
@@ -167,3 +171,62 @@ def pieces_of(whole: str, spans: Sequence[Span], mark: str, guard: Guard) -> Wri
             pieces.append(Piece(text, specials.get(begin) == end, is_learned))
     ends_open = bool(pieces) and pieces[-1].learned and not pieces[-1].special
     return Written(tuple(pieces), ends_open)
+
+
+def encode_written(tokenizer: Tokenizer, documents: Sequence[Written]) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(int32[n] ids without the end of the document, bool[n + 1] learned, for that end too) of each document.
+
+    The name of a special token is its id where a piece is one, and plain text elsewhere.
+    """
+    found = []
+    for document, ids in zip(documents, encode_pieces(tokenizer, documents), strict=True):
+        learned = [np.full(len(part), piece.learned) for part, piece in zip(ids, document.pieces, strict=True)]
+        whole, marks = joined(ids), np.concatenate([*learned, [document.end_learned]]).astype(bool)
+        if len(whole) and whole[-1] == tokenizer.eos_id and document.pieces[-1].special:
+            whole, marks = whole[:-1], marks[:-1]  # it ends as every document does
+        found.append((whole, marks))
+    return found
+
+
+def encode_prompt(tokenizer: Tokenizer, document: Written) -> np.ndarray:
+    """int32[n]: the ids of all of it, as encode_written has them."""
+    return joined(encode_pieces(tokenizer, [document])[0])
+
+
+def joined(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """int32[n] of all parts."""
+    return np.concatenate([np.zeros(0, np.int32), *parts])
+
+
+def encode_pieces(tokenizer: Tokenizer, documents: Sequence[Written]) -> list[list[np.ndarray]]:
+    """The ids of each piece of each document."""
+    begins, goes_on = [], []  # texts at a document's beginning, and behind something
+    for document in documents:
+        for alone, piece in zip(restarts(tokenizer, document), document.pieces):
+            if not piece.special:
+                (begins if alone else goes_on).append(piece.text)
+    first, other = iter(tokenizer.encode_many(begins)), iter(encode_behind(tokenizer, goes_on))
+
+    def ids(alone: bool, piece: Piece) -> np.ndarray:
+        found = [tokenizer.special_ids[piece.text]] if piece.special else next(first if alone else other)
+        return np.asarray(found, np.int32)
+
+    return [list(map(ids, restarts(tokenizer, document), document.pieces)) for document in documents]
+
+
+def restarts(tokenizer: Tokenizer, document: Written) -> list[bool]:
+    """For each piece, whether its text is encoded as at the beginning of a document."""
+    before = [True, *(tokenizer.prefix_after_special and piece.special for piece in document.pieces[:-1])]
+    return before[: len(document.pieces)]
+
+
+def encode_behind(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """The ids of texts that stand behind others: without the space that some tokenizers put before a text."""
+    line_end = tokenizer.encode(LINE_END)
+    behind = tokenizer.encode(f"{LINE_END}a")
+    if np.array_equal(behind[len(line_end) :], tokenizer.encode("a")) or not np.array_equal(
+        behind[: len(line_end)], line_end
+    ):
+        return list(tokenizer.encode_many(texts))
+    found = tokenizer.encode_many([LINE_END + text for text in texts])
+    return [ids[len(line_end) :] for ids in found]

@@ -11,8 +11,8 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.sandbox import compile_template
 from jaxscale.text.config import ChatConfig
 from jaxscale.text.sources.part import missing_package
-from jaxscale.text.tokenizer.about import About, beside, find_template, read_about, read_source
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
+from jaxscale.text.tokenizer.load import About, beside, find_template, read_about, read_source
 
 START, END = "<|im_start|>", "<|im_end|>"  # ChatML's
 BUILT_IN = "built-in, in the manner of ChatML"
@@ -29,7 +29,7 @@ class ChatTemplate(NamedTuple):
     render: Render
     source: str  # in Jinja
     fingerprint: str  # equal fingerprints, equal texts
-    begin: tuple[str, ...]  # special tokens before a prompt that is no conversation
+    begin: tuple[str, ...]  # special tokens before a prompt that is not a conversation
     variables: Mapping[str, Any]
     today: str
 
@@ -68,7 +68,7 @@ def compiled(tokenizer: Tokenizer, cfg: ChatConfig, about: About, source: str, w
 
 
 def end_name(tokenizer: Tokenizer) -> str:
-    """The name of the token that ends a document; '' where it is no special one."""
+    """The name of the token that ends a document; '' where that is not a special token."""
     return next((name for name, i in tokenizer.special_ids.items() if i == tokenizer.eos_id), "")
 
 

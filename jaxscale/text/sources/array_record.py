@@ -11,17 +11,15 @@ from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.jsonl import record_text, second_look
 from jaxscale.text.sources.part import WHOLE, Damaged, Part, Records, needs, refetch
 
-VARINT_BYTES = 10  # at most, of 64 bits
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
 
 
 def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of the records [part.begin, part.end), as cfg.record_format has them.
 
-    Raises: BadInput naming file and record for one that is not as told.
+    Raises: BadInput naming file and record for one that is invalid.
     """
-    reader = opened(path, cfg)
-    try:
+    with opened(path, cfg) as reader:
         if part.begin:
             reader.seek(part.begin)
         for number in range(part.begin, min(part.end, reader.num_records())):
@@ -37,8 +35,6 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
                 parse = second_look if cfg.record_format == "json" else example
                 value, place = parse(record, cfg, skipped), f"{path} record {number}"
                 yield from record_text(value, number, number, record, cfg, skipped, place)
-    finally:
-        close(reader)
 
 
 def is_array_record(path: str) -> bool:
@@ -53,8 +49,9 @@ def load_package() -> Any:
     return array_record_module
 
 
-def opened(path: str, cfg: ReadConfig) -> Any:
-    """The open file. Raises Damaged naming it if it is none."""
+@contextlib.contextmanager
+def opened(path: str, cfg: ReadConfig) -> Iterator[Any]:
+    """The open file. Raises Damaged naming it if it is not ArrayRecord."""
     package = load_package()
     os.stat(path)  # an OSError of the usual kind if it is not there
     try:
@@ -64,22 +61,17 @@ def opened(path: str, cfg: ReadConfig) -> Any:
     except (ValueError, RuntimeError, IndexError) as error:
         reason = str(error).partition("\n")[0][:200]
         raise Damaged(f"{path} cannot be read as ArrayRecord: {reason}; {refetch(cfg)}") from None
-    return reader
-
-
-def close(reader: Any) -> None:
-    """Closes the file."""
-    with contextlib.suppress(RuntimeError):  # says once more what was wrong with the file
-        reader.close()
+    try:
+        yield reader
+    finally:
+        with contextlib.suppress(RuntimeError):  # says once more what was wrong with the file
+            reader.close()
 
 
 def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part]:
     """The records in parts of about part_bytes of the file."""
-    reader = opened(path, cfg)
-    try:
+    with opened(path, cfg) as reader:
         total = reader.num_records()
-    finally:
-        close(reader)
     step = max(1, total * part_bytes // max(os.path.getsize(path), 1))
     return [Part(begin, min(begin + step, total)) for begin in range(0, total, step)] or [WHOLE]
 
@@ -87,8 +79,10 @@ def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part
 def example(record: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
     """{name: first value} of the byte features of a tf.train.Example, or the error.
 
-    Format: https://protobuf.dev/programming-guides/encoding and tensorflow/core/example/example.proto.
+    Format: tensorflow/core/example/example.proto.
     """
+    with needs("reading tf.train.Example", "protobuf"):
+        from google.protobuf.message import DecodeError
     found = {}
     try:
         for _, features in inner(record, 1):
@@ -98,37 +92,19 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
                     name = parts.get(1, b"").decode("utf-8", "replace")
                     value = next((v for _, v in inner(values, 1)), b"")
                     found[name] = value if name == cfg.text_field else value.decode("utf-8", "replace")
-    except BadInput:
+    except DecodeError:
         return BadInput("a tf.train.Example")
     return found
 
 
 def inner(message: bytes, wanted: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Yields (number, content) of the fields of a message that have a length, all or those of one number."""
-    place = 0
-    while place < len(message):
-        key, place = varint(message, place)
-        kind, number = key & 7, key >> 3
-        if kind == 0:
-            _, place = varint(message, place)
-        elif kind in (1, 5):
-            place += 8 if kind == 1 else 4
-        elif kind == 2:
-            size, place = varint(message, place)
-            if place + size > len(message):
-                raise BadInput("a field is longer than its message")
-            if wanted in (0, number):
-                yield number, message[place : place + size]
-            place += size
-        else:
-            raise BadInput(f"there is no wire type {kind}")
+    """Yields (number, content) of the fields of a message that have a length, all or those of one number.
 
+    They are read without the message's definition, as what a message without any field does not know.
+    """
+    from google.protobuf.empty_pb2 import Empty
+    from google.protobuf.unknown_fields import UnknownFieldSet
 
-def varint(message: bytes, place: int) -> tuple[int, int]:
-    """(the number that begins there, the place after it)."""
-    value = 0
-    for i, byte in enumerate(message[place : place + VARINT_BYTES]):
-        value |= (byte & 0x7F) << 7 * i
-        if byte < 0x80:
-            return value, place + i + 1
-    raise BadInput("a number is too long, or cut short")
+    for field in UnknownFieldSet(Empty.FromString(message)):
+        if field.wire_type == 2 and wanted in (0, field.field_number):  # 2: bytes, text, or a message
+            yield field.field_number, field.data

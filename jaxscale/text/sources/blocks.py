@@ -1,9 +1,9 @@
 """Bytes and lines of a file, decompressed on the fly, in bounded memory."""
 
+import io
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.files import PACKED
@@ -11,14 +11,6 @@ from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, refetch
 
 BLOCK_BYTES = 1 << 18  # fits the cache of a core; of a packed file, what is lost before the place where it is broken
 RATIO_FLOOR = 64 << 20  # a file that has unpacked to less than this harms nobody
-
-
-class Lines(NamedTuple):
-    """Whole lines that follow each other, without their line ends."""
-
-    offset: int  # of the first, in bytes of the unpacked file
-    number: int  # of the first, from 1
-    lines: list[bytes]
 
 
 def is_packed(path: str) -> bool:
@@ -79,56 +71,57 @@ def refusal(path: str, unpacked: int, packed: int, setting: str) -> str:
     )
 
 
-def read_lines(blocks: Iterator[bytes], limit: int, skipped: Counter, offset: int = 0) -> Iterator[Lines]:
-    """Yields the lines in the blocks, many at a time.
+class Stream(io.RawIOBase):
+    """Blocks of bytes as a raw stream, for io.BufferedReader."""
 
-    A line longer than `limit` bytes is never held: it is counted in `skipped`, and the lines around it are there. No
-    line is yielded twice, and the last one needs no line end.
+    def __init__(self, blocks: Iterator[bytes]):
+        self._blocks, self._held, self._place = blocks, b"", 0
+
+    def readable(self) -> bool:
+        """It can be read, and nothing else."""
+        return True
+
+    def tell(self) -> int:
+        """How many bytes were read."""
+        return self._place
+
+    def readinto(self, buffer: memoryview) -> int:
+        """The next bytes, of one block; 0 at the end."""
+        self._held = self._held or next(self._blocks, b"")
+        size = min(len(buffer), len(self._held))
+        buffer[:size], self._held = self._held[:size], self._held[size:]
+        self._place += size
+        return size
+
+
+def buffered(blocks: Iterator[bytes]) -> io.BufferedReader:
+    """The blocks as a file that is open for reading."""
+    return io.BufferedReader(Stream(blocks), BLOCK_BYTES)
+
+
+def read_lines(
+    blocks: Iterator[bytes], limit: int, skipped: Counter, offset: int = 0
+) -> Iterator[tuple[int, int, bytes]]:
+    """Yields (offset in bytes of the unpacked file, number from 1, line without its end). The last one needs no end.
+
+    A line longer than `limit` bytes is never held: it is counted in `skipped`, and the lines around it are there.
     """
-    kept: list[bytes] = []  # of a line that has not ended yet
-    length, number = 0, 1  # its bytes so far, also if they were too many to be kept
-    for block in blocks:
-        if length > limit:
-            head = block.find(b"\n") + 1
-            if not head:
-                length += len(block)
-                continue
-            skip_long(skipped, length + head - 1)
-            offset, number, length, block = offset + length + head, number + 1, 0, block[head:]
-        last = block.rfind(b"\n") + 1
-        if last:
-            body = b"".join([*kept, block[: last - 1]])
-            yield from short_lines(Lines(offset, number, body.split(b"\n")), limit, skipped, len(body))
-            offset, number, length, kept = offset + len(body) + 1, number + body.count(b"\n") + 1, 0, []
-            block = block[last:]
-        length += len(block)
-        kept = [*kept, block] if length <= limit else []
-    if length > limit:
-        skip_long(skipped, length)
-    elif length:
-        yield Lines(offset, number, [b"".join(kept)])
-
-
-def short_lines(found: Lines, limit: int, skipped: Counter, size: int) -> Iterator[Lines]:
-    """The lines without those that are too long."""
-    if size <= limit or max(map(len, found.lines)) <= limit:
-        yield found
-        return
-    offset, number, lines = found
-    first = 0
-    for i, line in enumerate(lines):
-        if len(line) > limit:
-            skip_long(skipped, len(line))
-            yield Lines(offset, number + first, lines[first:i])
-            offset += sum(map(len, lines[first : i + 1])) + i + 1 - first
-            first = i + 1
-    yield Lines(offset, number + first, lines[first:])
-
-
-def skip_long(skipped: Counter, size: int) -> None:
-    """Counts a line that was too long."""
-    skipped["longer than max_line_bytes"] += 1
-    skipped["bytes of long lines"] += size
+    stream, number = buffered(blocks), 0
+    while piece := stream.readline(BLOCK_BYTES):
+        number += 1
+        pieces, size = [piece], len(piece)
+        while not piece.endswith(b"\n") and (piece := stream.readline(BLOCK_BYTES)):
+            pieces.append(piece)
+            size += len(piece)
+            if size > limit + 1:
+                pieces.clear()
+        size -= piece.endswith(b"\n")
+        if size > limit:
+            skipped["longer than max_line_bytes"] += 1
+            skipped["bytes of long lines"] += size
+        else:
+            yield offset, number, b"".join(pieces).removesuffix(b"\n")
+        offset += size + 1
 
 
 def next_line(path: str, place: int, size: int, begin: int = 0) -> int:

@@ -18,7 +18,7 @@ NUMBER_BYTES = 5  # that a row takes at most where it is only a number
 def read_parquet(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of each row as bytes, of the row groups of the part.
 
-    Raises: BadInput naming the file if it is no Parquet, is cut short, or has no such column or no text in it.
+    Raises: BadInput naming the file if it is not Parquet, is truncated, or lacks the text column or has no text in it.
     """
     with opened(path, cfg) as table:
         names = wanted(table.schema_arrow, path, cfg)
@@ -44,7 +44,7 @@ def opened(path: str, cfg: ReadConfig) -> Any:
     import pyarrow
     import pyarrow.parquet
 
-    try:
+    with whole(path, cfg, "Parquet"):
         table = pyarrow.parquet.ParquetFile(path, pre_buffer=False, buffer_size=1 << 20)
         if (column := leaf(table, cfg.text_field)) is not None and repeats(table.metadata, column):
             table.close()
@@ -52,10 +52,19 @@ def opened(path: str, cfg: ReadConfig) -> Any:
                 path, pre_buffer=False, buffer_size=1 << 20, read_dictionary=[cfg.text_field]
             )
         return table
+
+
+@contextlib.contextmanager
+def whole(path: str, cfg: ReadConfig, kind: str) -> Iterator[None]:
+    """Around the opening of a file. Raises Damaged for one that is not of this kind, or cut short."""
+    import pyarrow
+
+    try:
+        yield
     except (pyarrow.ArrowException, OSError) as error:
         if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
             raise
-        raise Damaged(f"{path} cannot be read as Parquet: {first_line(error)}; {refetch(cfg)}") from None
+        raise Damaged(f"{path} cannot be read as {kind}: {first_line(error)}; {refetch(cfg)}") from None
 
 
 def repeats(meta: Any, column: int) -> bool:
@@ -94,18 +103,13 @@ def read_arrow(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
     """Yields the text of each row of an Arrow file or stream, as read_parquet does."""
     import pyarrow
 
-    try:
-        with pyarrow.memory_map(path) as mapped:
-            schema, batches = arrow_batches(mapped)
-            names, row = wanted(schema, path, cfg), 0
-            for batch in sound(batches, path, cfg):
-                for first in range(0, batch.num_rows, BATCH_ROWS):
-                    yield from batch_rows(batch.slice(first, BATCH_ROWS), names, row + first, path)
-                row += batch.num_rows
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, FileNotFoundError | PermissionError | IsADirectoryError):
-            raise
-        raise Damaged(f"{path} cannot be read as Arrow: {first_line(error)}; {refetch(cfg)}") from None
+    with whole(path, cfg, "Arrow"), pyarrow.memory_map(path) as mapped:
+        schema, batches = arrow_batches(mapped)
+        names, row = wanted(schema, path, cfg), 0
+        for batch in sound(batches, path, cfg):
+            for first in range(0, batch.num_rows, BATCH_ROWS):
+                yield from batch_rows(batch.slice(first, BATCH_ROWS), names, row + first, path)
+            row += batch.num_rows
 
 
 def arrow_batches(source: Any) -> tuple[Any, Iterator[Any]]:
@@ -148,17 +152,13 @@ def first_line(error: Exception) -> str:
 
 def wanted(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, str, str, str]:
     """The columns for text, id, url and licence, '' for one that is not there. Raises BadInput without text."""
-    names = [name if in_schema(schema, name) else "" for name in fields(cfg)]
+    fields = (cfg.text_field, cfg.id_field, cfg.url_field, cfg.licence_field)
+    names = [name if in_schema(schema, name) else "" for name in fields]
     if not names[0]:
         raise BadInput(
             f"{path} has no column {cfg.text_field!r} but {', '.join(schema.names)}; set {cfg.where}text_field"
         )
     return tuple(names)
-
-
-def fields(cfg: ReadConfig) -> tuple[str, str, str, str]:
-    """The names of the fields for text, id, url and licence."""
-    return cfg.text_field, cfg.id_field, cfg.url_field, cfg.licence_field
 
 
 def in_schema(schema: Any, name: str) -> bool:

@@ -8,11 +8,11 @@ from collections.abc import Callable
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 
-REPAIRED = "repaired: "  # begins what a Counter calls a repair, which is no loss
+REPAIRED = "repaired: "  # prefix of the counts of repairs, which are not losses
 HALF_PAIRS = re.compile("[\ud800-\udfff]")
 NO_TEXT = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f\ufffd]")  # controls that no text has, and what is not known
 FEW_OF_THEM = 4
-MOST_OF_THEM = 0.05  # of the characters; more, and it is no text in any encoding
+MOST_OF_THEM = 0.05  # of the characters; more, and it is not text in any encoding
 BYTE_ORDER_MARKS = ((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
 

@@ -100,7 +100,7 @@ def unpacked_name(path: str) -> str:
 
 
 def text_problem(file: SourceFile) -> str | None:
-    """One line if the file's ending says that it is no text, else None."""
+    """One line if the file's extension says that it is not text, else None."""
     if file.path.lower().endswith(".json"):
         return f"{file.path} may be one JSON value or many; name it .jsonl if each line is one, or .txt if it is text"
     if not is_stream(file.path) and unpacked_name(file.path).endswith(NOT_TEXT):

@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.blocks import cut_parts, next_line, read_blocks, read_lines
+from jaxscale.text.sources.blocks import read_blocks, read_lines
 from jaxscale.text.sources.decode import HALF_PAIRS, REPAIRED, repaired
 from jaxscale.text.sources.part import WHOLE, Part, Records
 
@@ -17,33 +17,31 @@ except ImportError:  # slower, and the same documents
     orjson = None
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+MISSING = object()
 NO_JSON = (BadInput, json.JSONDecodeError, UnicodeDecodeError)  # what `loads` raises; orjson's error is of the second
 
 
 def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of each line that is not blank. A line that is not UTF-8 comes as bytes.
 
-    Raises: BadInput naming file and line for one that is no object, or has no such field or no text in it.
+    Raises: BadInput naming file and line for one that is not an object, or lacks the text field or has no text in it.
     """
     text_field, id_field, url_field, licence_field = cfg.text_field, cfg.id_field, cfg.url_field, cfg.licence_field
-    for offset, first, lines in read_lines(read_blocks(path, cfg, part), cfg.max_line_bytes, skipped, part.begin):
-        number = first - 1
-        for line in lines:
-            number += 1
-            here, offset = offset, offset + len(line) + 1
-            try:
-                record = loads(line)
-                text = record[text_field]
-            except (*NO_JSON, TypeError, LookupError):
-                text = None
-            if type(text) is str:  # nearly every line
-                yield (
-                    here, number, text, word_of(record, id_field, line), word_of(record, url_field, line),
-                    word_of(record, licence_field, line),
-                )  # fmt: skip
-                continue
-            record = second_look(line.removeprefix(BYTE_ORDER_MARK) if here == 0 else line, cfg, skipped)
-            yield from record_text(record, here, number, line, cfg, skipped, f"{path} {at(number, part)}")
+    lines = read_lines(read_blocks(path, cfg, part), cfg.max_line_bytes, skipped, part.begin)
+    for offset, number, line in lines:
+        try:
+            record = loads(line)
+            text = record[text_field]
+        except (*NO_JSON, TypeError, LookupError):
+            text = None
+        if type(text) is str:  # nearly every line
+            yield (
+                offset, number, text, word_of(record, id_field, line), word_of(record, url_field, line),
+                word_of(record, licence_field, line),
+            )  # fmt: skip
+            continue
+        record = second_look(line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line, cfg, skipped)
+        yield from record_text(record, offset, number, line, cfg, skipped, f"{path} {at(number, part)}")
 
 
 def record_text(
@@ -51,7 +49,7 @@ def record_text(
 ) -> Records:
     """Yields the one text of a record: an object, None for a blank line, bytes that are no UTF-8, or an error.
 
-    Raises: BadInput beginning with `place` if it is not as told and cfg says to stop.
+    Raises: BadInput beginning with `place` if it is invalid and cfg says to stop.
     """
     if record is None:
         return
@@ -61,9 +59,8 @@ def record_text(
     if isinstance(record, Exception):
         refuse(f"{place} is not {record}", cfg, skipped, "not JSON")
         return
-    text = field_of(record, cfg.text_field)
-    missing = text is None and not has_field(record, cfg.text_field)
-    if missing or text is not None and not isinstance(text, (str, bytes)):
+    text = field_of(record, cfg.text_field, MISSING)
+    if text is not None and not isinstance(text, (str, bytes)):
         refuse(f"{place}{no_text(record, text, cfg)}", cfg, skipped, "without text field")
         return
     if isinstance(text, str) and HALF_PAIRS.search(text):  # which JSON can spell, and UTF-8 cannot
@@ -121,23 +118,14 @@ def second_look(line: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
     return record
 
 
-def field_of(record: Any, field: str) -> Any:
-    """The value of a field of a record, None if there is none; a.b is the field b of the object a."""
+def field_of(record: Any, field: str, missing: Any = None) -> Any:
+    """The value of a field of a record, `missing` if there is none; a.b is the field b of the object a."""
     if not isinstance(record, dict):
-        return None
-    value = record.get(field)
-    if value is None and "." in field and field not in record:
-        head, _, rest = field.partition(".")
-        return field_of(record.get(head), rest)
-    return value
-
-
-def has_field(record: Any, field: str) -> bool:
-    """True if the record has the field, even if it holds null."""
-    if not isinstance(record, dict):
-        return False
-    head, _, rest = field.partition(".")
-    return field in record or bool(rest) and has_field(record.get(head), rest)
+        return missing
+    if field in record:
+        return record[field]
+    head, dot, rest = field.partition(".")
+    return field_of(record.get(head), rest, missing) if dot else missing
 
 
 def word_of(record: dict[str, Any], field: str, line: bytes = b"") -> str:
@@ -156,7 +144,7 @@ def word_of(record: dict[str, Any], field: str, line: bytes = b"") -> str:
 
 def no_text(record: Any, text: Any, cfg: ReadConfig) -> str:
     """Why no text was found in a record."""
-    if text is not None:
+    if text is not MISSING:
         return f": field {cfg.text_field!r} is {type(text).__name__}, not text"
     has = ", ".join(record) if isinstance(record, dict) else f"a {type(record).__name__}"
     return f" has no field {cfg.text_field!r} but {has[:300]}; set {cfg.where}text_field"
@@ -172,8 +160,3 @@ def refuse(message: str, cfg: ReadConfig, skipped: Counter, reason: str) -> None
 def at(number: int, part: Part) -> str:
     """'line 3', and in a part where the counting began."""
     return f"line {number}" + (f" after byte {part.begin}" if part.begin else "")
-
-
-def json_parts(path: str, part_bytes: int) -> list[Part]:
-    """Parts of about part_bytes, cut at line ends."""
-    return cut_parts(path, part_bytes, next_line)

@@ -1,7 +1,6 @@
 """Parts of a file, the records in one, and the errors of reading them."""
 
 import contextlib
-import urllib.parse
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,17 +27,6 @@ WHOLE = Part(0, 1 << 62)
 
 class Damaged(BadInput):
     """A file, or the rest of it, that cannot be read: cut short, broken, or unpacking to more than was allowed."""
-
-
-def query_of(path: str, scheme: str, known: tuple[str, ...]) -> tuple[str, dict[str, str]]:
-    """(name, settings) of SCHEME://NAME?setting=value&... Raises BadInput for a setting that is not known."""
-    name, _, query = path.removeprefix(scheme).partition("?")
-    found = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-    if wrong := sorted(set(found) - set(known)):
-        raise BadInput(f"{path}: {wrong[0]} is not known; {scheme}NAME takes ?{'=...&'.join(known)}=...")
-    if not name:
-        raise BadInput(f"{path} names nothing; write {scheme}NAME")
-    return name, found
 
 
 @contextlib.contextmanager

@@ -1,43 +1,67 @@
 """Reads documents from a file of any supported format, whole or in parts."""
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.document import Document
 from jaxscale.text.sources.array_record import array_record_parts, is_array_record, read_array_record
+from jaxscale.text.sources.blocks import cut_parts, next_line
 from jaxscale.text.sources.columns import parquet_parts, read_arrow, read_parquet
+from jaxscale.text.sources.data_sets import read_dataset, read_seqio
 from jaxscale.text.sources.decode import decoded
 from jaxscale.text.sources.files import SourceFile, is_saved_dataset, unpacked_name
-from jaxscale.text.sources.hf_stream import read_dataset
-from jaxscale.text.sources.jsonl import at, json_parts, read_json_lines
+from jaxscale.text.sources.jsonl import at, read_json_lines
 from jaxscale.text.sources.part import WHOLE, Damaged, Part, Records, unreadable
-from jaxscale.text.sources.seqio_task import read_seqio
 from jaxscale.text.sources.text import read_text, text_parts
 from jaxscale.text.sources.warc import read_page, read_warc
 
-Read = Callable[[str, ReadConfig, Counter, Part], Records]
 JSON_LINES = (".jsonl", ".ndjson", ".json", ".jsonlines")
-KINDS: tuple[tuple[tuple[str, ...], str, Read], ...] = (  # endings, what its records are called, who reads it
-    (JSON_LINES, "line", read_json_lines),
-    ((".parquet",), "row", read_parquet),
-    ((".arrow", ".feather"), "row", read_arrow),
-    ((".warc", ".wet"), "record at byte", read_warc),
-    ((".html", ".htm", ".xhtml"), "page", read_page),
-)
 
 
-def reader(path: str) -> tuple[str, Read]:
-    """(what its records are called, who reads them), by the name of a file; '' for plain text, which has only bytes."""
+class Reader(NamedTuple):
+    """How files of a kind are read."""
+
+    unit: str  # what a record is called; '' for plain text, which has only bytes
+    read: Callable[[str, ReadConfig, Counter, Part], Records]
+    cut: Callable[[str, ReadConfig, int], list[Part]] | None = None  # (path, settings, bytes of a part); None: whole
+
+
+KINDS: dict[tuple[str, ...], Reader] = {  # by the endings of their names
+    JSON_LINES: Reader("line", read_json_lines, lambda path, cfg, part_bytes: cut_parts(path, part_bytes, next_line)),
+    (".parquet",): Reader("row", read_parquet, parquet_parts),
+    (".arrow", ".feather"): Reader("row", read_arrow),
+    (".warc", ".wet"): Reader("record at byte", read_warc),
+    (".html", ".htm", ".xhtml"): Reader("page", read_page),
+}
+
+
+def reader(path: str) -> Reader:
+    """How a file is read, by its name."""
     name = unpacked_name(path)
     if path.startswith("hf://") or is_saved_dataset(path):
-        return "row", read_dataset
+        return Reader("row", read_dataset)
     if path.startswith("seqio://"):
-        return "example", read_seqio
+        return Reader("example", read_seqio)
     if is_array_record(name):
-        return "record", read_array_record
-    return next(((unit, read) for endings, unit, read in KINDS if name.endswith(endings)), ("", read_text))
+        return Reader("record", read_array_record, array_record_parts)
+    return next((kind for endings, kind in KINDS.items() if name.endswith(endings)), Reader("", read_text, text_parts))
+
+
+@contextlib.contextmanager
+def readable(path: str, cfg: ReadConfig, skipped: Counter) -> Iterator[None]:
+    """Around the reading of a file: what is damaged is counted, or stops it, as cfg says. Raises BadInput."""
+    try:
+        yield
+    except Damaged as error:
+        if cfg.damaged == "stop":
+            raise BadInput(str(error)) from None
+        skipped["files cut short or broken"] += 1
+    except OSError as error:
+        raise unreadable(path, error) from None
 
 
 def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Iterator[Document]:
@@ -47,9 +71,9 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
     Raises: BadInput naming file and place for what cfg tells to stop at; or where the file cannot be read.
     """
     path, name, source = file
-    unit, read = reader(path)
+    unit, read, _ = reader(path)
     longest, licence = cfg.max_document_bytes, cfg.licence
-    try:
+    with readable(path, cfg, skipped):
         for offset, number, content, id, url, own in read(path, cfg, skipped, part):
             if not content:
                 skipped["empty"] += 1
@@ -63,12 +87,6 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
                 skipped["longer than max_document_bytes"] += 1
                 continue
             yield Document(content, source, name, offset, id, url, own or licence)
-    except Damaged as error:
-        if cfg.damaged == "stop":
-            raise BadInput(str(error)) from None
-        skipped["files cut short or broken"] += 1
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 def place_of(unit: str, part: Part, offset: int, number: int, start: int) -> str:
@@ -88,19 +106,7 @@ def parts(file: SourceFile, cfg: ReadConfig, part_bytes: int) -> list[Part]:
     """
     if part_bytes < 1:
         raise BadInput(f"part_bytes={part_bytes} must be 1 or more")
-    read = reader(file.path)[1]
-    try:
-        if read is read_text:
-            return text_parts(file.path, cfg, part_bytes)
-        if read is read_json_lines:
-            return json_parts(file.path, part_bytes)
-        if read is read_parquet:
-            return parquet_parts(file.path, cfg, part_bytes)
-        if read is read_array_record:
-            return array_record_parts(file.path, cfg, part_bytes)
-    except Damaged as error:
-        if cfg.damaged == "stop":
-            raise BadInput(str(error)) from None
-    except OSError as error:
-        raise unreadable(file.path, error) from None
+    cut = reader(file.path).cut
+    with readable(file.path, cfg, Counter()):
+        return cut(file.path, cfg, part_bytes) if cut else [WHOLE]
     return [WHOLE]

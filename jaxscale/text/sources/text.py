@@ -63,14 +63,11 @@ def numbered_lines(
     blocks: Iterator[bytes], cfg: ReadConfig, skipped: Counter, offset: int
 ) -> Iterator[tuple[int, int, bytes]]:
     """Yields (offset, number, line) for each line, blank ones too, without line ends and byte order mark."""
-    for group in read_lines(blocks, cfg.max_line_bytes, skipped, offset):
-        place = group.offset
-        for number, line in enumerate(group.lines, group.number):
-            content = line.removesuffix(b"\r")
-            if place == 0:
-                content = content.removeprefix(BYTE_ORDER_MARK)
-            yield place, number, b"" if content.isspace() else content
-            place += len(line) + 1
+    for place, number, line in read_lines(blocks, cfg.max_line_bytes, skipped, offset):
+        content = line.removesuffix(b"\r")
+        if place == 0:
+            content = content.removeprefix(BYTE_ORDER_MARK)
+        yield place, number, b"" if content.isspace() else content
 
 
 def paragraphs(

@@ -1,18 +1,34 @@
-"""Web pages in WARC files (ISO 28500, WARC/1.1), WET files of extracted text, and single HTML files."""
+"""Web pages in WARC files (ISO 28500, WARC/1.1), WET files of extracted text, and single HTML files.
 
+The main text of a page is found by resiliparse (Bevendorff et al. 2018) or trafilatura (Barbaresi 2021).
+"""
+
+import io
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.blocks import read_blocks
-from jaxscale.text.sources.html import page_text
-from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, Records, refetch
+from jaxscale.text.sources.blocks import buffered, read_blocks
+from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, Records, needs, refetch
 
 MAX_HEADER_BYTES = 1 << 16
 HTML = ("text/html", "application/xhtml+xml")
 FOUND = ("200", "203", "206")  # answers that hold the page that was asked for
+OTHERS = ("warcinfo", "request", "metadata", "revisit", "continuation")
+DECLARED = re.compile(
+    rb"""<(?:meta|\?xml)[^>]{0,512}?(?:charset|encoding)\s*=\s*["']?\s*([A-Za-z0-9_:.-]{1,40})""", re.I
+)
+TAG = re.compile(r"<(/?)([A-Za-z][A-Za-z0-9-]*+)([^<>]*+)>")  # possessive: a page must not cost its length squared
+NEVER_NESTED = set(  # elements without an end, or whose end may be left out
+    "area base br col embed hr img input link meta param source track wbr p li dt dd option optgroup tr td th thead "
+    "tbody tfoot colgroup html body rp rt".split()
+)
+MAX_DEPTH = 1000  # browsers go to about 512
+DECLARED_WITHIN = 4096  # bytes; the standard of HTML says 1024, and many pages are late
+MARKS = ((b"\xef\xbb\xbf", "utf-8"), (b"\xff\xfe", "utf-16-le"), (b"\xfe\xff", "utf-16-be"))
 
 
 class Record(NamedTuple):
@@ -21,52 +37,6 @@ class Record(NamedTuple):
     offset: int
     header: dict[str, str]
     block: bytes | None
-
-
-class Buffered:
-    """Bytes out of blocks, as many as are asked for."""
-
-    def __init__(self, blocks: Iterator[bytes]):
-        self._blocks, self._held, self.offset = blocks, b"", 0
-
-    def take(self, size: int) -> bytes:
-        """The next bytes; fewer only at the end."""
-        pieces, missing = [self._held[:size]], size - len(self._held)
-        self._held = self._held[size:]
-        while missing > 0 and (block := next(self._blocks, None)) is not None:
-            pieces.append(block[:missing])
-            self._held, missing = block[missing:], missing - len(block)
-        taken = b"".join(pieces)
-        self.offset += len(taken)
-        return taken
-
-    def drop(self, size: int) -> int:
-        """How many of the next bytes were there to be passed over."""
-        dropped = 0
-        while dropped < size and (taken := len(self.take(min(size - dropped, 1 << 20)))):
-            dropped += taken
-        return dropped
-
-    def head(self) -> bytes | None:
-        """The bytes to the next blank line, which belongs to it; None at the end, or if it is too far away."""
-        while (end := self._held.find(b"\r\n\r\n")) < 0:
-            block = next(self._blocks, None) if len(self._held) < MAX_HEADER_BYTES else None
-            if block is None:
-                return None
-            self._held += block
-        return self.take(end + 4)
-
-    def blank(self) -> bool:
-        """True if there is nothing more but line ends, which are passed over."""
-        while not (rest := self._held.lstrip(b"\r\n")):
-            self.offset += len(self._held)
-            block = next(self._blocks, None)
-            self._held = block or b""
-            if block is None:
-                return True
-        self.offset += len(self._held) - len(rest)
-        self._held = rest
-        return False
 
 
 def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
@@ -97,16 +67,13 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
                 yield record.offset, record.offset, text, id, url, ""
 
 
-OTHERS = ("warcinfo", "request", "metadata", "revisit", "continuation")
-
-
 def warc_records(path: str, cfg: ReadConfig) -> Iterator[Record]:
     """Yields the records. Raises Damaged naming the file and the byte where one is cut short or is none."""
-    stream = Buffered(read_blocks(path, cfg))
+    stream = buffered(read_blocks(path, cfg))
     way_out = refetch(cfg, REST)
-    while not stream.blank():
-        offset = stream.offset
-        head = stream.head()
+    while not at_end(stream):
+        offset = stream.tell()
+        head = read_head(stream)
         if head is None or not head.startswith(b"WARC/"):
             raise Damaged(f"{path} has no WARC record at byte {offset:,}, unpacked; {way_out}")
         header = fields_of(head)
@@ -116,10 +83,38 @@ def warc_records(path: str, cfg: ReadConfig) -> Iterator[Record]:
                 f"{path}: the WARC record at byte {offset:,}, unpacked, has no good Content-Length; {way_out}"
             )
         size = int(length)
-        block = stream.take(size) if size <= cfg.max_line_bytes else None
-        if (stream.drop(size) if block is None else len(block)) < size:
+        block = stream.read(size) if size <= cfg.max_line_bytes else None
+        if (pass_over(stream, size) if block is None else len(block)) < size:
             raise Damaged(f"{path} is cut short in the WARC record at byte {offset:,}, unpacked; {way_out}")
         yield Record(offset, header, block)
+
+
+def at_end(stream: io.BufferedReader) -> bool:
+    """True if there is nothing more but line ends, which are passed over."""
+    while held := stream.peek():
+        rest = held.lstrip(b"\r\n")
+        stream.read(len(held) - len(rest))
+        if rest:
+            return False
+    return True
+
+
+def read_head(stream: io.BufferedReader) -> bytes | None:
+    """The bytes to the next blank line, which belongs to it; None at the end, or if it is too far away."""
+    head = b""
+    while len(head) < MAX_HEADER_BYTES and (line := stream.readline(MAX_HEADER_BYTES)):
+        head += line
+        if head.endswith(b"\r\n\r\n"):
+            return head
+    return None
+
+
+def pass_over(stream: io.BufferedReader, size: int) -> int:
+    """How many of the next bytes were there to be passed over."""
+    passed = 0
+    while passed < size and (taken := len(stream.read(min(size - passed, 1 << 20)))):
+        passed += taken
+    return passed
 
 
 def fields_of(head: bytes) -> dict[str, str]:
@@ -191,10 +186,81 @@ def charset_of(content_type: str) -> str:
 
 def read_page(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of the one page that a file is."""
-    page = Buffered(read_blocks(path, cfg)).take(cfg.max_line_bytes + 1)
+    page = buffered(read_blocks(path, cfg)).read(cfg.max_line_bytes + 1)
     if len(page) > cfg.max_line_bytes:
         skipped["longer than max_line_bytes"] += 1
     elif not page.strip():
         yield 0, 1, b"", "", "", ""
     elif (text := page_text(page, "", cfg, skipped)) is not None:
         yield 0, 1, text, "", "", ""
+
+
+def page_text(page: bytes, charset: str, cfg: ReadConfig, skipped: Counter) -> str | None:
+    """The text of a page, None if its bytes are no text, which is counted.
+
+    charset: what the HTTP header says, or ''. It counts for more than what the page says of itself, as in the standard
+    of HTML (https://html.spec.whatwg.org/multipage/parsing.html#determining-the-character-encoding); where neither
+    says, it is guessed.
+    """
+    html = page_string(page, charset)
+    if html.count("\ufffd") > 0.01 * len(html) or "\0" in html[:1024]:
+        skipped["page that is no text"] += 1
+        return None
+    if too_deep(html):
+        skipped["page nested too deeply"] += 1
+        return None
+    return extract(html, cfg)
+
+
+def too_deep(html: str) -> bool:
+    """True if elements lie in each other more than MAX_DEPTH deep: the time of the extractors grows with its square."""
+    if html.count("<") < MAX_DEPTH:
+        return False
+    depth = 0
+    for end, name, rest in TAG.findall(html):
+        if not rest.endswith("/") and name.lower() not in NEVER_NESTED:
+            depth = max(depth - 1, 0) if end else depth + 1
+            if depth > MAX_DEPTH:
+                return True
+    return False
+
+
+def page_string(page: bytes, charset: str) -> str:
+    """The page decoded: by its byte order mark, else by `charset`, else by what it declares, else by a guess."""
+    with needs("reading web pages", "resiliparse"):
+        from resiliparse.parse import encoding as encodings
+    for mark, name in MARKS:
+        if page.startswith(mark):
+            return page[len(mark) :].decode(name, "replace")
+    declared = DECLARED.search(page[:DECLARED_WITHIN])
+    for name in (charset, declared[1].decode("ascii") if declared else ""):
+        encoding = encodings.map_encoding_to_html5(name, fallback_utf8=False) if name else None
+        if encoding and encoding.startswith("utf-16") and declared and name != charset:
+            encoding = "utf-8"  # a page that can say so in ASCII is not UTF-16
+        if encoding:
+            break
+    else:
+        encoding = "utf-8" if is_utf8(page) else encodings.detect_encoding(page)
+    return encodings.bytes_to_str(page, encoding or "utf-8", errors="replace")
+
+
+def is_utf8(page: bytes) -> bool:
+    """True if the bytes are UTF-8."""
+    try:
+        page.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def extract(html: str, cfg: ReadConfig) -> str:
+    """The text of the main content, '' if there is none."""
+    if cfg.html_text == "trafilatura":
+        with needs(f"{cfg.where}html_text='trafilatura'", "trafilatura with lxml_html_clean"):
+            import trafilatura
+        return trafilatura.extract(html, include_comments=False, favor_precision=True) or ""
+    with needs("reading web pages", "resiliparse"):
+        from resiliparse.extract.html2text import extract_plain_text
+    return extract_plain_text(
+        html, main_content=True, preserve_formatting=True, alt_texts=False, links=False, comments=False
+    )

@@ -67,9 +67,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, without any that begins or ends it."""
+        return self.encode_block([text]).ids.astype(np.int32)
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """encode for each text, faster where the library has threads of its own."""
+        return [ids.astype(np.int32) for ids in self.encode_block(texts).split()]
 
     def encode_block(self, texts: Sequence[str]) -> Block:
         """encode for each text, as one array: what the preparation of shards calls."""
@@ -111,7 +113,7 @@ def choose_eos(path: str, eos_token: str, ids: dict[str, int]) -> int:
 def choose_begin(names: Sequence[str] | None, own: Sequence[int], special_ids: Mapping[str, int]) -> tuple[int, ...]:
     """The ids that begin a document: of the tokens `names`; None: `own`, which the file itself puts before a text.
 
-    What is no special token begins none: no text must be able to write it.
+    Only special tokens begin a document: no text must be able to spell what begins one.
     """
     if names is None:
         return tuple(i for i in own if i in special_ids.values())

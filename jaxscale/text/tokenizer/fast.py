@@ -1,16 +1,19 @@
 """The fastest encoder with identical ids for a byte-level BPE: gigatoken, else tiktoken, each verified before use.
 
 The slow one is the `tokenizers` package, which reads every tokenizer.json. A fast one takes its place only for files of
-a known split pattern, after it gave the same ids for the texts of probe.py; some of the documents are compared too.
+a known split pattern, after it gave the same ids for the probes below; some of the documents are compared too.
 """
 
 import concurrent.futures
+import functools
 import importlib.util
 import json
 import multiprocessing
 import os
 import re
-from collections.abc import Mapping, Sequence
+import unicodedata
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,8 +21,6 @@ import numpy as np
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.base import Block, Encode, block_of
 from jaxscale.text.tokenizer.config import EncodeConfig, Split
-from jaxscale.text.tokenizer.newer import with_newer
-from jaxscale.text.tokenizer.probe import compare, compared_sometimes, probes
 from jaxscale.text.tokenizer.split import PATTERNS, byte_alphabet, split_of
 
 # gigatoken keeps every word it ever saw (about 110 bytes each, measured 2026-11): it is created again, in about 0.3 s,
@@ -28,6 +29,41 @@ CACHE_BYTES = 512 << 20
 CACHE_TEXT_BYTES = 4 << 30
 CACHE_CHECK_BYTES = 64 << 20  # of text between two looks
 PIECES = 512  # of a vocabulary, encoded on their own before an encoder is used
+# Which characters are letters, digits or marks, and so where a text is cut, each package takes from the version of
+# Unicode that it was built with: in 2026-11 tokenizers 0.23 and tiktoken 0.14 have 16.0, gigatoken 0.10 has 17.0, and
+# of 132,189 characters compared they differ in 359 (GPT-2's and cl100k's patterns) and 401 (o200k's), all new in 17.0.
+# New letters, digits and marks of Unicode 17.0 (unicode.org/Public/17.0.0/ucd), for a Python that knows them.
+NEW_IN_17 = (
+    (0x88F, 0x88F), (0xC5C, 0xC5C), (0xCDC, 0xCDC), (0x1ACF, 0x1ADD), (0x1AE0, 0x1AEB), (0xA7CE, 0xA7CF),
+    (0xA7D2, 0xA7D2), (0xA7D4, 0xA7D4), (0xA7F1, 0xA7F1), (0x10940, 0x10959), (0x10EC5, 0x10EC7), (0x10EFA, 0x10EFB),
+    (0x11B60, 0x11B67), (0x11DB0, 0x11DDB), (0x11DE0, 0x11DE9), (0x16EA0, 0x16EB8), (0x16EBB, 0x16ED3),
+    (0x16FF2, 0x16FF6), (0x187F8, 0x187FF), (0x18D09, 0x18D1E), (0x18D80, 0x18DF2), (0x1E6C0, 0x1E6DE),
+    (0x1E6E0, 0x1E6F5), (0x1E6FE, 0x1E6FF), (0x2B73A, 0x2B73F), (0x2CEA2, 0x2CEAD), (0x323B0, 0x33479),
+)  # fmt: skip
+# Texts that every encoder must read alike.
+WORDS = "It's we'll THEY'RE I'd'Ve don't'S rock'n'roll 'tis ''s o’clock I'ſ x'ſſ ﬁne straße İstanbul Ǆ ǆ ǅ ᾳ ª º"
+DIGITS = "1 12 123 1234 1234567 3.14159 1,000,000 ١٢٣٤٥ १२३४ ⅷ ½ ² ₃ ④ 𝟘𝟙𝟚 ⁵⁶x7 a1b22c333d4444 v1.2.3-rc4"
+SPACES = (
+    "a b  c   d\te\t\tf\n\ng \n h\r\ni\r\r\nj \r\n\r\n k\u00a0l\u2003\u2003m\u2028n\u3000o\u200bp\x0bq\x0c\x85r\u1680 s"
+)
+SIGNS = (
+    '!!! ... ?!?! --- #!/bin/sh a/b//c/ {}[]() <|x|> ==> $5 €6 £7 "q" “q” «q» …— \\n \\ `x` ~~~ @user #tag & /\r\n/\n'
+)
+SCRIPTS = (
+    "Ελληνικά ёлка हिन्दी தமிழ் ภาษาไทย العَرَبِيَّة עִבְרִית 日本語テキスト 中文，标点。 한국어 조선말 ქართული አማርኛ "
+    "ខ្មែរ བོད་ᏣᎳᎩ 𐐷𐐯 𝓪𝓫 𒀀𒁀 𠀀𠮷 ꙮ"
+)
+EMOJI = "👩‍🔬 👨‍👩‍👧‍👦 🇩🇪🇫🇷 ☂️ 👍🏽 1️⃣ 🏴󠁧󠁢󠁥󠁮󠁧󠁿 ♥︎ 😀😃"
+MARKS = "e\u0301 n\u0303o Z\u0351\u0352\u0353a\u0334lgo \u0301lone ﷽ ﬀ Å Å K 가 각"
+CONTROLS = "\x00\x01\x7f\x80\x9f\ufeff\u00ad\u202e\u2066\ufffd\ufffe\uffff\U0010ffff\ue000\u0378\U000e0001 end\x00"
+CODE = "def f(x: int) -> str:\n    if x == 0:\n\t\treturn 'a' * 10  # ok\n\n\n\nclass A_b2C:\n        pass\r\n"
+EDGES = (
+    "", " ", "  ", "\n", "\r\n", "\t ", "a", " a", "a ", "  a", "\n\n  a  \n", "'", "'s", " 's", "1", "é", "字", "\x00",
+)  # fmt: skip
+RUNS = ("a" * 300, " " * 300 + "x", "\n" * 99, "1" * 99, "!" * 99, "ab" * 150, "日" * 99, " \n" * 60, "😀" * 40)
+TEXTS = (WORDS, DIGITS, SPACES, SIGNS, SCRIPTS, EMOJI, MARKS, CONTROLS, CODE)
+HASHED_CHARACTERS = 256  # of a document, to choose those that are compared
+SHOWN_CHARACTERS, SHOWN_IDS = 120, 12
 
 
 def make_encode(path: str, spec: Mapping[str, Any], exact: Encode, cfg: EncodeConfig) -> tuple[str, Encode]:
@@ -161,6 +197,32 @@ def around(encode: Encode, exact: Encode, names: Sequence[str]) -> Encode:
     return encode_around
 
 
+@functools.cache
+def newer_characters() -> np.ndarray:
+    """bool[0x110000]: code points from U+0800 on that this Python's Unicode does not know, and those of NEW_IN_17.
+
+    Below U+0800 nothing is new since 2018.
+    """
+    newer = np.ones(0x110000, bool)
+    newer[0xF0000:] = False  # private use
+    for first, end in ((0, 0x34000), (0xE0000, 0xE0200), (0xFFFFE, 0x100000), (0x10FFFE, 0x110000)):  # all assigned
+        categories = map(unicodedata.category, map(chr, range(first, end)))
+        newer[first:end] = np.fromiter((name == "Cn" for name in categories), bool, end - first)
+    newer[:0x800] = False
+    for first, last in NEW_IN_17:
+        newer[first : last + 1] = True
+    return newer
+
+
+def with_newer(texts: Sequence[str]) -> list[int]:
+    """Places in `texts` of those that hold a newer character."""
+    places = [i for i, text in enumerate(texts) if not text.isascii()]
+    codes = np.frombuffer("".join(texts[i] for i in places).encode("utf-32-le"), np.uint32)
+    found = np.flatnonzero(newer_characters().take(codes))
+    owners = np.searchsorted(np.cumsum([len(texts[i]) for i in places]), found, side="right")
+    return [places[i] for i in np.unique(owners)]
+
+
 def pieces_of(spec: Mapping[str, Any]) -> list[str]:
     """The texts of some pieces, evenly spread over the vocabulary; those that are no whole characters are left out."""
     byte_of, vocab = byte_alphabet(), without_added(spec)["model"]["vocab"]
@@ -168,3 +230,58 @@ def pieces_of(spec: Mapping[str, Any]) -> list[str]:
     chosen = ordered[:: max(1, len(ordered) // PIECES)]
     texts = [bytes(byte_of[character] for character in piece).decode(errors="replace") for piece in chosen]
     return [text for text in texts if "\ufffd" not in text]
+
+
+def probes(names: Iterable[str], pieces: Iterable[str]) -> list[str]:
+    """About 25 kB of texts: every class of character, runs, cuts, the names of special tokens, pieces of a vocabulary.
+
+    names: of special tokens, which must be plain text. pieces: texts of single tokens, alone and after a space.
+    """
+    texts = [*TEXTS, *EDGES, *RUNS, " ".join(TEXTS), "".join(reversed(TEXTS))]
+    texts += [text.replace(" ", "") for text in TEXTS] + [text.upper() for text in TEXTS]
+    texts += [f"x{name}y" for name in names] + [f" {name} " for name in names] + list(names)
+    for piece in pieces:
+        texts += [piece, f" {piece}", f"{piece}{piece}"]
+    return texts
+
+
+def compare(path: str, name: str, texts: Sequence[str], encode: Encode, exact: Encode) -> None:
+    """Checks that the encoder `name` gives the ids of `exact` for every text. Raises BadInput that shows the text."""
+    ours, theirs = encode(texts), exact(texts)
+    if np.array_equal(ours.lengths, theirs.lengths) and np.array_equal(ours.ids, theirs.ids):
+        return
+    for text, got, wanted in zip(texts, ours.split(), theirs.split(), strict=True):
+        if not np.array_equal(got, wanted):
+            shown = difference(text, got, wanted)
+            raise BadInput(f"{path}: {name} and the tokenizers package differ for {shown}; set encoder=exact")
+
+
+def difference(text: str, got: np.ndarray, wanted: np.ndarray) -> str:
+    """The text, cut if it is long, with the ids of both from where they part."""
+    same = min(len(got), len(wanted))
+    parted = np.flatnonzero(got[:same] != wanted[:same])
+    first = int(parted[0]) if len(parted) else same
+    long = len(text) > SHOWN_CHARACTERS
+    shown = f"{text[:SHOWN_CHARACTERS]!r}... ({len(text):,} characters)" if long else f"{text!r}"
+    ids = [ids[first : first + SHOWN_IDS].tolist() for ids in (got, wanted)]
+    return f"the text {shown} from token {first}: {ids[0]} and {ids[1]}"
+
+
+def compared_sometimes(path: str, name: str, encode: Encode, exact: Encode, every: int) -> Encode:
+    """`encode`, comparing one text in `every` with `exact`; which ones follows from how they begin."""
+
+    def encode_and_compare(texts: Sequence[str]) -> Block:
+        block = encode(texts)
+        chosen = [i for i, text in enumerate(texts) if choice(text) % every == 0]
+        if chosen:
+            parts = block.split()
+            picked = [parts[i] for i in chosen]
+            compare(path, name, [texts[i] for i in chosen], lambda _: block_of(picked), exact)
+        return block
+
+    return encode_and_compare
+
+
+def choice(text: str) -> int:
+    """A number that depends on how the text begins, the same on every machine."""
+    return zlib.crc32(text[:HASHED_CHARACTERS].encode(errors="surrogatepass"))

@@ -16,6 +16,7 @@ from jaxscale.text.tokenizer.base import (
     LARGEST,
     Block,
     Encode,
+    Tokenizer,
     block_of,
     choose_begin,
     choose_eos,
@@ -31,7 +32,7 @@ from jaxscale.text.tokenizer.wordpiece import read_vocab_txt
 JSON = "tokenizer.json"
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """A tokenizer.json or a vocab.txt. The name of a special token inside a text is plain text and ends no document.
 
     Many texts at once go through the fastest encoder that gives the same ids (see fast.py); `encoder` names it.
@@ -89,14 +90,10 @@ class HuggingFaceTokenizer:
         with self._works():
             return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """encode for each text, on all cores."""
-        return [ids.astype(np.int32) for ids in self.encode_block(texts).split()]
-
     def encode_block(self, texts: Sequence[str]) -> Block:
         """encode for each text, as one array.
 
-        Raises: BadInput if a fast encoder is found to differ, or if a text is no Unicode.
+        Raises: BadInput if a fast encoder is found to differ, or if a text is not valid Unicode.
         """
         try:
             return self._fast[1](texts)

@@ -14,7 +14,8 @@ from typing import Any
 
 from jaxscale.system import digest, foreign, paths
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.about import (
+from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names
+from jaxscale.text.tokenizer.load import (
     GENERATION,
     NO_BOS,
     NOTE,
@@ -24,10 +25,10 @@ from jaxscale.text.tokenizer.about import (
     About,
     beside,
     end_ids,
+    load_tokenizer,
     read_about,
+    tokenizer_problem,
 )
-from jaxscale.text.tokenizer.base import LARGEST, Tokenizer, begin_names
-from jaxscale.text.tokenizer.load import load_tokenizer, tokenizer_problem
 
 FOLDER = "tokenizer"
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.txt")  # in this order
@@ -63,8 +64,9 @@ def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
     if chat:
         copied[TEMPLATE] = chat["template"].encode()
     note["files"] = {name: hashlib.sha256(content).hexdigest() for name, content in copied.items()}
-    if (folder / NOTE).exists() and paths.read_json(folder / NOTE) == note and is_as_noted(folder, copied):
-        return
+    if (folder / NOTE).exists() and paths.read_json(folder / NOTE) == note:
+        if all((folder / name).exists() and paths.read_bytes(folder / name) == copied[name] for name in copied):
+            return
     if not paths.is_remote(folder):
         paths.make_private(folder)
     for name, content in copied.items():
@@ -72,13 +74,8 @@ def save_tokenizer(tokenizer: Tokenizer, workdir: Any, chat: Mapping[str, Any] |
     paths.write_json(folder / NOTE, note)  # last: what it names is there
 
 
-def is_as_noted(folder: Any, copied: Mapping[str, bytes]) -> bool:
-    """True if the folder holds these files."""
-    return all((folder / name).exists() and paths.read_bytes(folder / name) == copied[name] for name in copied)
-
-
 def check_noted(about: About, folder: Path) -> None:
-    """Raises BadInput for a file that is no longer as a run has kept it; notes of older runs do not tell."""
+    """Raises BadInput for a file that differs from the copy that the run saved; notes of older runs list no files."""
     noted = about.note.get("files", {})
     for name, sha256 in noted.items() if isinstance(noted, dict) else ():
         path = folder / name

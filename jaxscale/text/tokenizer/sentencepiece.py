@@ -9,13 +9,23 @@ import sentencepiece
 
 from jaxscale.system import foreign
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.base import LARGEST, Block, block_of, choose_begin, choose_eos, find_marks, fingerprint
+from jaxscale.text.tokenizer.base import (
+    LARGEST,
+    Block,
+    Tokenizer,
+    block_of,
+    choose_begin,
+    choose_eos,
+    find_marks,
+    fingerprint,
+)
+from jaxscale.text.tokenizer.config import TrainTokenizerConfig, special_names
 
 SENTENCE_BYTES = 4000  # what is longer than 4,192 would be left out in training
 THREADS = 8  # of training, on any machine: its sums, and so its pieces, depend on it
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """A .model file. What its normalizer does to a text (most turn line ends into spaces) is part of the tokenizer."""
 
     def __init__(self, path: str, eos_token: str = "", begin_tokens: Sequence[str] | None = None):
@@ -44,14 +54,6 @@ class SentencePieceTokenizer:
         self.prefix_after_special = False
         self.marks = find_marks({piece: i for i, piece in enumerate(pieces) if processor.is_control(i)})
 
-    def encode(self, text: str) -> np.ndarray:
-        """int32[tokens]."""
-        return np.array(self._processor.encode(text), np.int32)
-
-    def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """encode for each text, on all cores."""
-        return [np.array(ids, np.int32) for ids in self._processor.encode(list(texts))]
-
     def encode_block(self, texts: Sequence[str]) -> Block:
         """encode for each text, as one array."""
         return block_of(self._processor.encode(list(texts)))
@@ -72,26 +74,24 @@ class SentencePieceTokenizer:
         return len(piece.replace("▁", " ").encode())
 
 
-def train_unigram(
-    texts: Iterable[str], vocab_size: int, special: Sequence[str], byte_fallback: bool, character_coverage: float
-) -> tuple[bytes, int]:
-    """(a Unigram .model, its number of ids: at most vocab_size). It changes nothing in a text, not even spaces.
+def train_unigram(texts: Iterable[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
+    """(a Unigram .model, its number of ids: at most cfg.vocab_size). It changes nothing in a text, not even spaces.
 
-    special: control tokens, the first of them ends documents. Line ends are bytes, as in Llama's. Raises: BadInput if
+    Line ends are bytes, as in Llama's. Raises: BadInput if
     the texts hold too little for the vocabulary.
     """
-    file = io.BytesIO()
+    file, special = io.BytesIO(), special_names(cfg)
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=sentences(texts), model_writer=file, model_type="unigram", vocab_size=vocab_size,
-            hard_vocab_limit=False, byte_fallback=byte_fallback, character_coverage=character_coverage,
+            sentence_iterator=sentences(texts), model_writer=file, model_type="unigram", vocab_size=cfg.vocab_size,
+            hard_vocab_limit=False, byte_fallback=cfg.byte_fallback, character_coverage=cfg.character_coverage,
             unk_id=0, bos_id=-1, pad_id=-1, eos_id=1, eos_piece=special[0], control_symbols=list(special[1:]),
             normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
             allow_whitespace_only_pieces=True, max_sentence_length=SENTENCE_BYTES, num_threads=THREADS, minloglevel=2,
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())
-        raise BadInput(f"a Unigram tokenizer with vocab_size={vocab_size} cannot be trained: {reason}") from None
+        raise BadInput(f"a Unigram tokenizer with vocab_size={cfg.vocab_size} cannot be trained: {reason}") from None
     content = file.getvalue()
     return content, sentencepiece.SentencePieceProcessor(model_proto=content).get_piece_size()
 

@@ -41,10 +41,7 @@ def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str |
     chosen = sample(texts, cfg.sample_bytes, cfg.seed)
     if not chosen:
         raise BadInput(f"no text to train {path} on, or none that fits in sample_bytes={cfg.sample_bytes}")
-    if cfg.kind == "unigram":
-        content, vocab_size = unigram_file(chosen, cfg)
-    else:
-        content, vocab_size = json_file(chosen, cfg)
+    content, vocab_size = trained(chosen, cfg)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_bytes_atomic(path, content)  # who finds the file takes it for whole
     return Trained(
@@ -57,28 +54,17 @@ def train_tokenizer(texts: Iterable[str], cfg: TrainTokenizerConfig, path: str |
     )
 
 
-def json_file(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
-    """(a tokenizer.json, its number of ids)."""
-    from jaxscale.text.tokenizer import bpe, wordpiece  # around a heavy package
+def trained(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
+    """(a tokenizer.json or a SentencePiece .model, its number of ids)."""
+    from jaxscale.text.tokenizer import bpe, sentencepiece, wordpiece  # around heavy packages
 
-    names = special_names(cfg)
+    if cfg.kind == "unigram":
+        return sentencepiece.train_unigram(texts, cfg)
     if cfg.kind == "wordpiece":
-        normaliser = wordpiece.WordPieceConfig(
-            lowercase=cfg.lowercase, strip_accents=cfg.strip_accents, max_alphabet=cfg.max_alphabet
-        )
-        tokenizer = wordpiece.train_wordpiece(texts, cfg.vocab_size, names, normaliser)
+        tokenizer = wordpiece.train_wordpiece(texts, cfg)
     else:
-        tokenizer = bpe.train_bpe(texts, cfg.vocab_size, names, cfg.split, cfg.trainer)
+        tokenizer = bpe.train_bpe(texts, cfg.vocab_size, special_names(cfg), cfg.split, cfg.trainer)
     return tokenizer.to_str(pretty=True).encode(), tokenizer.get_vocab_size(with_added_tokens=True)
-
-
-def unigram_file(texts: list[str], cfg: TrainTokenizerConfig) -> tuple[bytes, int]:
-    """(a SentencePiece .model, its number of ids)."""
-    from jaxscale.text.tokenizer import sentencepiece  # around a heavy package
-
-    return sentencepiece.train_unigram(
-        texts, cfg.vocab_size, special_names(cfg), cfg.byte_fallback, cfg.character_coverage
-    )
 
 
 def sample(texts: Iterable[str], sample_bytes: int, seed: int) -> list[str]:

@@ -1,6 +1,5 @@
 """WordPiece (arXiv:1810.04805): loads BERT's vocab.txt files and trains such vocabularies."""
 
-import dataclasses
 from collections import Counter
 from collections.abc import Sequence
 
@@ -8,18 +7,9 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from jaxscale.system.exits import BadInput
-from jaxscale.text.tokenizer.config import BERT_NAMES
+from jaxscale.text.tokenizer.config import BERT_NAMES, TrainTokenizerConfig, special_names
 
 PREFIX = "##"  # before a piece that goes on a word
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WordPieceConfig:
-    """BERT's normaliser. Its published models are uncased (both true) or cased (both false)."""
-
-    lowercase: bool = True
-    strip_accents: bool = True
-    max_alphabet: int = 1000  # characters that get a piece of their own; words with others are [UNK]
 
 
 def read_vocab_txt(content: bytes) -> tokenizers.Tokenizer:
@@ -36,52 +26,46 @@ def read_vocab_txt(content: bytes) -> tokenizers.Tokenizer:
         raise BadInput(f"{len(pieces) - len(ids)} of its {len(pieces)} lines stand there twice")
     words = [piece for piece in ids if not (piece.startswith("[") and piece.endswith("]"))]
     uncased = not any("A" <= character <= "Z" for piece in words for character in piece)
-    return build(
-        ids, WordPieceConfig(lowercase=uncased, strip_accents=uncased), [name for name in BERT_NAMES if name in ids]
-    )
+    return build(ids, [name for name in BERT_NAMES if name in ids], lowercase=uncased, strip_accents=uncased)
 
 
-def build(ids: dict[str, int], cfg: WordPieceConfig, special: Sequence[str]) -> tokenizers.Tokenizer:
-    """A tokenizer with the pieces `ids`, of which `special` never come out of a text."""
+def build(ids: dict[str, int], special: Sequence[str], *, lowercase: bool, strip_accents: bool) -> tokenizers.Tokenizer:
+    """A tokenizer with the pieces `ids`, of which `special` never come out of a text.
+
+    BERT's normaliser: control characters out, spaces around Chinese characters; its published models are uncased (lower
+    case, accents stripped) or cased (neither).
+    """
     tokenizer = tokenizers.Tokenizer(models.WordPiece(ids, unk_token="[UNK]", continuing_subword_prefix=PREFIX))
-    tokenizer.normalizer = normaliser(cfg)
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix=PREFIX)
     tokenizer.add_special_tokens(list(special))
     return tokenizer
 
 
-def normaliser(cfg: WordPieceConfig) -> normalizers.Normalizer:
-    """BERT's: control characters out, spaces around Chinese characters, and what cfg says."""
-    return normalizers.BertNormalizer(lowercase=cfg.lowercase, strip_accents=cfg.strip_accents)
-
-
-def train_wordpiece(
-    texts: Sequence[str], vocab_size: int, special: Sequence[str], cfg: WordPieceConfig
-) -> tokenizers.Tokenizer:
-    """A WordPiece tokenizer with at most `vocab_size` pieces; the same whatever the order of `texts`.
+def train_wordpiece(texts: Sequence[str], cfg: TrainTokenizerConfig) -> tokenizers.Tokenizer:
+    """A WordPiece tokenizer with at most cfg.vocab_size pieces; the same whatever the order of `texts`.
 
     The trainer numbers a character inside a word as it meets it, in the order of a hash table that differs from run to
     run, and decides ties by these numbers. So each character's two forms are given to it first, as if special.
     """
-    texts = list(texts)
-    normalizer = normaliser(cfg)
+    special, normaliser = special_names(cfg), dict(lowercase=cfg.lowercase, strip_accents=cfg.strip_accents)
+    tokenizer = build({"[UNK]": 0}, (), **normaliser)
     counts: Counter[str] = Counter()
     for text in texts:
-        counts.update(normalizer.normalize_str(text))
+        counts.update(tokenizer.normalizer.normalize_str(text))
     for character in [character for character in counts if character.isspace()]:
         del counts[character]
     kept = sorted(sorted(counts, key=lambda character: (-counts[character], character))[: cfg.max_alphabet])
     first = [*special, *kept, *(PREFIX + character for character in kept)]
-    if len(first) > vocab_size:
+    if len(first) > cfg.vocab_size:
         raise BadInput(
-            f"vocab_size={vocab_size} has no room for {len(special)} special tokens and {len(kept)} characters in two "
-            "forms each; raise it, or lower max_alphabet"
+            f"vocab_size={cfg.vocab_size} has no room for {len(special)} special tokens and {len(kept)} characters in "
+            "two forms each; raise it, or lower max_alphabet"
         )
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=first, initial_alphabet=kept, limit_alphabet=len(kept),
+        vocab_size=cfg.vocab_size, special_tokens=first, initial_alphabet=kept, limit_alphabet=len(kept),
         continuing_subword_prefix=PREFIX, show_progress=False,
     )  # fmt: skip
-    tokenizer = build({"[UNK]": 0}, cfg, ())
     tokenizer.train_from_iterator(texts, trainer)
-    return build(tokenizer.get_vocab(with_added_tokens=True), cfg, special)
+    return build(tokenizer.get_vocab(with_added_tokens=True), special, **normaliser)

@@ -1,0 +1,144 @@
+"""A config file and a command line become a checked RunConfig.
+
+A config is code: it is run, so it must be a local file.
+"""
+
+import contextlib
+import difflib
+import importlib.util
+import os
+import pathlib
+import re
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jaxscale import schema
+from jaxscale.command_line import Arguments
+from jaxscale.config import RunConfig
+from jaxscale.system.exits import BadInput
+from jaxscale.system.redact import is_secret, redacted
+from jaxscale.unread import refuse_unread
+
+LONGEST_NAME = 128  # characters of a run's name
+SKIPPED = re.compile(r"([0-9]+):([0-9]+)")
+
+
+def load_config(
+    path: str, overrides: dict[str, Any] | None = None, recorded: Callable[[], Mapping[str, Any]] = dict
+) -> RunConfig:
+    """The RunConfig of a file with get_config(), which returns an ml_collections.ConfigDict, and of overrides by name.
+
+    'configs/auto.py:depth=8' calls get_config('depth=8'). A config is code: it is run, so it must be a local file.
+    recorded: the settings of the run that goes on, which may hold some that nothing reads; else those are refused.
+    """
+    cfg = schema.from_dict(RunConfig, schema.merge(config_values(path), overrides or {}))
+    check_no_secrets(schema.flatten(schema.to_dict(cfg)))
+    refuse_unread(cfg, overrides or {}, recorded)
+    return cfg
+
+
+def check_no_secrets(settings: dict[str, Any]) -> None:
+    """Raises BadInput for a setting that holds a secret: every checkpoint and the command line would show it."""
+    for name, value in settings.items():
+        # eos_token and its like are words of a vocabulary; a token that opens doors is known by its form
+        if isinstance(value, str) and not name.endswith("_token") and is_secret(name.rpartition(".")[2], value):
+            raise BadInput(
+                f"{name} holds a secret, as it is named; libraries read secrets from the environment, where they belong"
+            )
+        if redacted([value, name]) != [value, name]:
+            raise BadInput(
+                f"{name}={value!r} holds a secret, or the value of an environment variable that is named like one; "
+                "libraries read secrets from the environment, where they belong"
+            )
+
+
+def with_flags(arguments: Arguments) -> dict[str, Any]:
+    """The overrides, with --skip-data=A:B,C:D as data.skip_batches and --init_from=PATH as init.from_path.
+
+    Raises BadInput unless the ranges are written so, and where both a flag and its setting are given.
+    """
+    overrides = dict(arguments.overrides)
+    for flag, name in (("skip-data", "data.skip_batches"), ("init_from", "init.from_path")):
+        if (text := arguments.options.get(flag)) is None:
+            continue
+        if name in overrides:
+            raise BadInput(f"--{flag}={text} and --config.{name} say the same thing; give one of them")
+        overrides[name] = skipped_batches(text) if flag == "skip-data" else text
+    return overrides
+
+
+def skipped_batches(text: str) -> tuple[tuple[int, int], ...]:
+    """The ranges of --skip-data."""
+    found = [SKIPPED.fullmatch(part.strip()) for part in text.split(",")]
+    if not all(found):
+        raise BadInput(f"--skip-data={text} must be ranges of batches, FROM:TO with TO left out, such as 1200:1204")
+    return tuple((int(part[1]), int(part[2])) for part in found)
+
+
+def config_values(path: str) -> dict[str, Any]:
+    """What the file's get_config returns, as nested plain dicts."""
+    if "://" in path:
+        raise BadInput(f"--config={path} must be a local file: a config is code, and code is not run from a bucket")
+    name, argument = split_argument(path)
+    file = pathlib.Path(name)
+    if not name:
+        raise BadInput("--config must be given, such as --config=configs/quickstart.py")
+    if not file.is_file():
+        near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        close = difflib.get_close_matches(str(file), near, n=1)
+        raise BadInput(f"--config={name} is no file{f'; did you mean {close[0]}?' if close else ''}")
+    spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        with neighbours_first(file.parent):
+            spec.loader.exec_module(module)
+            if not hasattr(module, "get_config"):
+                raise BadInput("it has no get_config()")
+            values = module.get_config(argument) if argument else module.get_config()
+        values = values.to_dict() if hasattr(values, "to_dict") else values
+        if not isinstance(values, dict):
+            raise BadInput(f"get_config() must return a ConfigDict or a dict, and returned {values!r}")
+    except Exception as error:  # a config is anybody's code: whatever it raises is told in one line
+        kind = "" if type(error) in (ValueError, BadInput) else f"{type(error).__name__}: "
+        told = " ".join(str(error).split())
+        raise BadInput(f"--config={path} cannot be read: {kind}{told}{line_of(error, str(file))}") from None
+    return values
+
+
+def split_argument(path: str) -> tuple[str, str]:
+    """'configs/auto.py:depth=8' as (file, argument). A colon elsewhere belongs to the file's name."""
+    name, mark, argument = path.partition(".py:")
+    return (f"{name}.py", argument) if mark else (path, "")
+
+
+@contextlib.contextmanager
+def neighbours_first(folder: pathlib.Path) -> Iterator[None]:
+    """Lets a config import those beside it, as a script could, wherever the command runs. Leaves nothing behind."""
+    place, known = str(folder.resolve()), set(sys.modules)
+    sys.path.insert(0, place)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # taken out by the config itself
+            sys.path.remove(place)
+        for name in set(sys.modules) - known:  # another folder's config may have a neighbour of the same name
+            file = getattr(sys.modules[name], "__file__", None)
+            if file and os.path.dirname(file) == place:  # not what lies deeper: that may be an environment
+                del sys.modules[name]
+
+
+def line_of(error: BaseException, file: str) -> str:
+    """' (line 7)': the last line of `file` that the error went through; '' if it went through none."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f" (line {lines[-1]})" if lines else ""
+
+
+def config_name(path: str) -> str:
+    """A short name for the work folder: 'configs/auto.py:depth=8' -> 'auto-depth8'."""
+    name, argument = split_argument(path)
+    stem = pathlib.Path(name).stem
+    name = f"{stem}-{argument.replace('=', '')}" if argument else stem
+    plain = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)  # a folder's name, and never a way into another
+    return plain[:LONGEST_NAME].lstrip(".") or "run"

@@ -1,0 +1,186 @@
+"""Sketches of a block for finding exact, line and near duplicates, and what is removed from it.
+
+The first copy in the order of the input is kept. Keys of exact duplicates are 64-bit hashes: among n different
+documents or lines about n^2 / 2^65 pairs are taken for copies by chance, that is 0.03 of 1e9 documents and 3 of 1e10
+lines.
+
+Near duplicates are documents whose n-gram sets have a large Jaccard similarity. A MinHash signature holds, for each of
+some random orders of all n-grams, the document's smallest one: two documents agree in a number with a probability that
+is their Jaccard similarity J (Broder, 1997). Signatures are cut into bands of rows; those that agree in all rows of a
+band are candidates, which has the probability 1 - (1 - J^rows)^bands (Indyk and Motwani, 1998; Leskovec, Rajaraman,
+Ullman: Mining of Massive Datasets, 3.4). The join verifies them.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxscale.corpus.curate.config import ExactConfig, LineConfig, NearConfig
+from jaxscale.corpus.curate.hashes import (
+    MULTIPLIER,
+    Sketch,
+    hash_words,
+    line_hashes,
+    mix,
+    ngram_hashes,
+    ngram_table,
+    text_hash,
+)
+from jaxscale.text.document import Document, Outcome
+from jaxscale.text.sources.part import needs
+
+MAX_LINES = 1 << 24  # of a document: an item number has that much room; lines beyond are left as they are
+
+
+def make_exact_sketch(cfg: ExactConfig) -> Callable[[Sequence[Document]], Sketch]:
+    """A function from a block to its sketch: one key for each document that is not blank."""
+
+    def sketch(documents: Sequence[Document]) -> Sketch:
+        hashes = [text_hash(document.text, lower=cfg.lower) & (1 << 64) - 1 for document in documents]
+        blank = text_hash("") & (1 << 64) - 1
+        keys = np.array(hashes, np.uint64)
+        owners = np.flatnonzero(keys != np.uint64(blank)).astype(np.uint32)
+        return Sketch(keys[owners], owners, np.zeros(len(owners), np.uint32))
+
+    return sketch
+
+
+def make_line_sketch(cfg: LineConfig) -> Callable[[Sequence[Document]], Sketch]:
+    """A function from a block to its sketch: one key for each line that is long enough."""
+
+    def sketch(documents: Sequence[Document]) -> Sketch:
+        keys, owners, places = [np.zeros(0, np.uint64)], [np.zeros(0, np.uint32)], [np.zeros(0, np.uint32)]
+        for owner, document in enumerate(documents):
+            hashes, lines = line_hashes(document.text, cfg.min_line_characters, lower=cfg.lower)
+            hashes, lines = hashes[lines < MAX_LINES], lines[lines < MAX_LINES]
+            keys.append(hashes)
+            owners.append(np.full(len(lines), owner, np.uint32))
+            places.append(lines.astype(np.uint32))
+        return Sketch(np.concatenate(keys), np.concatenate(owners), np.concatenate(places))
+
+    return sketch
+
+
+def drop_documents(documents: Sequence[Document], removed: np.ndarray, reason: str) -> list[Outcome]:
+    """One outcome for each document of a block: those whose places in the block are in `removed` are dropped."""
+    outcomes = [Outcome(document) for document in documents]
+    for place in np.asarray(removed).tolist():
+        outcomes[place] = Outcome(None, reason)
+    return outcomes
+
+
+def cut_lines(documents: Sequence[Document], owners: np.ndarray, lines: np.ndarray, cfg: LineConfig) -> list[Outcome]:
+    """One outcome for each document of a block: line lines[i] of document owners[i] is cut; owners are sorted."""
+    outcomes = [Outcome(document) for document in documents]
+    owners, lines = np.asarray(owners), np.asarray(lines)
+    assert np.all(owners[1:] >= owners[:-1]), "not sorted"
+    places, starts = np.unique(owners, return_index=True)
+    for place, cut in zip(places.tolist(), np.split(lines, starts[1:])):
+        document, gone = documents[place], set(cut.tolist())
+        kept = [line for number, line in enumerate(document.text.split("\n")) if number not in gone]
+        text = "\n".join(kept)
+        if len(text.strip()) < cfg.min_document_characters:
+            outcomes[place] = Outcome(None, "repeated lines: too little is left", detail=f"{len(gone)} lines repeated")
+        else:
+            edited = dataclasses.replace(document, text=text)
+            outcomes[place] = Outcome(edited, edits=(("repeated line", len(gone)),))
+    return outcomes
+
+
+def make_near_sketch(cfg: NearConfig) -> Callable[[Sequence[Document]], Sketch]:
+    """A function from a block to its sketch: for each document one key per band, and its signature.
+
+    A document of fewer words than an n-gram has is one n-gram by itself; one without words has no keys.
+    """
+    bands, rows = bands_and_rows(cfg)
+
+    def sketch(documents: Sequence[Document]) -> Sketch:
+        words = hash_words(documents)
+        found = signatures(words, cfg)
+        owners = np.flatnonzero([len(row) > 0 for row in words])
+        keys = band_keys(found[owners], bands, rows)
+        places = np.zeros(keys.size, np.uint32)
+        return Sketch(keys.ravel(), np.repeat(owners.astype(np.uint32), bands), places, found)
+
+    return sketch
+
+
+def signatures(words: Sequence[np.ndarray], cfg: NearConfig) -> np.ndarray:
+    """uint32[documents, permutations] of documents, each given as the hashes of its words."""
+    with needs("finding near duplicates", "rensa"):
+        import rensa
+    flat, counts = ngram_table(words, cfg.ngram_words)
+    counts = np.asarray(counts, np.int64)
+    short = [i for i, row in enumerate(words) if 0 < len(row) < cfg.ngram_words]
+    if short:  # each is one n-gram by itself, put where it belongs
+        grams = np.concatenate([ngram_hashes(words[i], len(words[i])) for i in short])
+        flat = np.insert(flat, (np.cumsum(counts) - counts)[short], grams)
+        counts[short] = 1
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.uint64)
+    matrix = rensa.RMinHash.digest_matrix_from_flat_token_hashes(flat, offsets, cfg.permutations, cfg.seed)
+    numbers = itertools.chain.from_iterable(matrix.to_rows())
+    return np.fromiter(numbers, np.uint32, len(words) * cfg.permutations).reshape(len(words), cfg.permutations)
+
+
+def band_keys(found: np.ndarray, bands: int, rows: int) -> np.ndarray:
+    """uint64[documents, bands]: a hash of each band's number and of what a signature has in it."""
+    keys = np.tile(mix(np.arange(bands, dtype=np.uint64)), (len(found), 1))
+    for row in range(rows):
+        keys = (keys ^ found[:, row : bands * rows : rows]) * np.uint64(MULTIPLIER)
+        keys ^= keys >> np.uint64(32)
+    return mix(keys)
+
+
+def bands_and_rows(cfg: NearConfig) -> tuple[int, int]:
+    """(bands, rows): the settings', or those chosen from the threshold."""
+    if cfg.bands is not None:
+        return cfg.bands, cfg.rows
+    return choose_bands(cfg.threshold, cfg.permutations, cfg.miss_weight)
+
+
+def detection_curve(jaccard: float | np.ndarray, bands: int, rows: int) -> np.ndarray:
+    """The probability that two documents of this similarity become candidates: 1 - (1 - J^rows)^bands."""
+    return 1 - (1 - np.asarray(jaccard, np.float64) ** rows) ** bands
+
+
+def verification_curve(jaccard: float | np.ndarray, threshold: float, permutations: int) -> np.ndarray:
+    """The probability that a candidate of this similarity passes the verification: a binomial's upper tail."""
+    jaccard = np.clip(np.asarray(jaccard, np.float64), 1e-12, 1 - 1e-12)[..., None]
+    counts = range(math.ceil(threshold * permutations - 1e-9), permutations + 1)
+    log_ways = [
+        math.lgamma(permutations + 1) - math.lgamma(count + 1) - math.lgamma(permutations - count + 1)
+        for count in counts
+    ]
+    counts = np.array(counts)
+    return np.exp(log_ways + counts * np.log(jaccard) + (permutations - counts) * np.log1p(-jaccard)).sum(-1)
+
+
+@functools.cache
+def choose_bands(threshold: float, permutations: int, miss_weight: float = 0.5) -> tuple[int, int]:
+    """(bands, rows) with bands * rows <= permutations for which the weighted area of the two errors is smallest.
+
+    Misses: the integral of 1 - detection_curve above the threshold. False candidates: that of detection_curve below.
+    """
+    below, above = ((np.arange(1000) + 0.5) / 1000 * width for width in (threshold, 1 - threshold))
+    best = None
+    for rows in range(1, permutations + 1):
+        bands = permutations // rows  # for given rows, fewer bands never find more
+        for count in range(1, bands + 1):
+            false = detection_curve(below, count, rows).mean() * threshold
+            missed = (1 - detection_curve(threshold + above, count, rows)).mean() * (1 - threshold)
+            error = (1 - miss_weight) * false + miss_weight * missed
+            if best is None or error < best[0] - 1e-12:
+                best = (error, count, rows)
+    return best[1], best[2]
+
+
+def detection_table(cfg: NearConfig) -> list[tuple[float, float, float]]:
+    """[(Jaccard similarity, P(candidate), P(a candidate passes))] from 0.3 to 1, for reports."""
+    jaccard = np.arange(6, 21) / 20
+    found = detection_curve(jaccard, *bands_and_rows(cfg))
+    passed = verification_curve(jaccard, cfg.threshold, cfg.permutations)
+    return list(zip(jaccard.tolist(), found.tolist(), passed.tolist()))
