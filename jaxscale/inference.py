@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 from jaxscale import schema, units
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.eval.scorer import Scorer
 from jaxscale.interop.families import family_for
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
@@ -182,11 +181,6 @@ def restore_params(
         take = lambda frozen, own: frozen if own is None else own
         whole = jax.tree.map(take, whole, average, is_leaf=lambda leaf: leaf is None)
     return whole
-
-
-def make_scorer(model: LoadedModel, *, batch_tokens: int) -> Scorer:
-    """Scores the likelihood of token ids, about batch_tokens at a time. It holds no parameters."""
-    return Scorer.of(model.sharded, batch_tokens)
 
 
 def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:

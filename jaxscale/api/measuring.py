@@ -26,13 +26,13 @@ from jaxscale.eval.config import (
 )
 from jaxscale.eval.lm_eval_adapter import Served, check_installed, run_tasks
 from jaxscale.eval.named import GROUP, Evaluator, check_files, open_evaluators
+from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import Reading
 from jaxscale.eval.tokens import Tokens, open_documents, token_metrics
 from jaxscale.inference import (
     LoadedModel,
     check_tokenizer,
     make_generator,
-    make_scorer,
 )
 from jaxscale.monitor.records import append
 from jaxscale.reporting import make_evals_page
@@ -91,7 +91,7 @@ def make_measure(request: Request, model: LoadedModel, say: Callable[[str], None
     check_same_evals(evaluators)
     for one in evaluators:
         say(f"{one.name}: {one.summary}")
-    scorer = make_scorer(model, batch_tokens=request.batch_tokens)
+    scorer = Scorer.of(model.sharded, request.batch_tokens)
     tasks = lm_eval_measure(request, model, reading, scorer) if request.tasks else lambda model: {}
     return lambda model: measure_all(evaluators, scorer, model) | tasks(model)
 
@@ -230,7 +230,7 @@ def measure_tokens(request: Request, model: LoadedModel, tokens: Mapping[str, To
     check_context(model, context)
     if stride > context:
         raise BadInput(f"stride={stride} is more than the {context} tokens that the model reads")
-    found, scorer = {}, make_scorer(model, batch_tokens=request.batch_tokens)
+    found, scorer = {}, Scorer.of(model.sharded, request.batch_tokens)
     for name, given in tokens.items():
         where = f"tokens[{name!r}]"
         if name in request.evals or not NAME.fullmatch(name):

@@ -26,8 +26,9 @@ from lm_eval.tasks import TaskManager
 
 from jaxscale.cli import evaluate
 from jaxscale.eval import lm_eval_adapter
+from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import Reading
-from jaxscale.inference import make_generator, make_scorer, open_model
+from jaxscale.inference import make_generator, open_model
 
 CONTEXT, BATCH = 96, 4
 
@@ -51,7 +52,7 @@ def our_model(folder):
     served = lm_eval_adapter.Served(
         Reading.of(model.kept.tokenizer, CONTEXT),
         model.kept,
-        make_scorer(model, batch_tokens=256),
+        Scorer.of(model.sharded, 256),
         model.params,
         lambda rows, longest: make_generator(model, batch=rows, longest=longest),
         BATCH,

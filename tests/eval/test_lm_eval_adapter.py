@@ -19,9 +19,9 @@ from jaxscale.eval.lm_eval_adapter import (
     rolling_log_likelihoods,
     write_settings,
 )
-from jaxscale.eval.scorer import Span
+from jaxscale.eval.scorer import Scorer, Span
 from jaxscale.eval.text import Reading
-from jaxscale.inference import make_generator, make_scorer, open_model
+from jaxscale.inference import make_generator, open_model
 from jaxscale.sampling.config import GREEDY, Sampling
 from jaxscale.text.chat.prompts import open_prompts
 from jaxscale.text.chat.template import load_template
@@ -40,7 +40,7 @@ def served(tmp_path_factory):
     model = open_model(str(folder), say=lambda line: None)
     reading = Reading.of(model.kept.tokenizer, CONTEXT)
     open_generator = functools.cache(lambda rows, longest: make_generator(model, batch=rows, longest=longest))
-    return Served(reading, model.kept, make_scorer(model, batch_tokens=256), model.params, open_generator, rows=2)
+    return Served(reading, model.kept, Scorer.of(model.sharded, 256), model.params, open_generator, rows=2)
 
 
 def nats(served, text, first):

@@ -6,8 +6,8 @@ import pytest
 from token_losses import make_token_losses
 
 from jaxscale.data.batch import Batch
-from jaxscale.eval.scorer import Span, lay, row_length
-from jaxscale.inference import make_generator, make_scorer, open_model
+from jaxscale.eval.scorer import Scorer, Span, lay, row_length
+from jaxscale.inference import make_generator, open_model
 from jaxscale.sampling.config import GREEDY
 from jaxscale.sharding.config import MeshConfig
 
@@ -43,7 +43,7 @@ def nats_alone(losses, span, length=24):
 
 def test_a_span_scores_as_if_it_were_alone(model):
     spans, losses = make_spans(9), make_token_losses(model)
-    scores = make_scorer(model, batch_tokens=256).score(model.params, spans)
+    scores = Scorer.of(model.sharded, 256).score(model.params, spans)
     np.testing.assert_allclose(scores.nats, [nats_alone(losses, span) for span in spans], rtol=1e-5)  # other sums
     assert scores.tokens.tolist() == [len(span.ids) - span.first for span in spans]
 
@@ -53,9 +53,9 @@ def test_a_span_scores_as_if_it_were_alone(model):
 )
 def test_numbers_depend_neither_on_the_mesh_nor_on_the_batch(folder, model, mesh, batch_tokens):
     spans = make_spans(40)
-    wanted = make_scorer(model, batch_tokens=4096).score(model.params, spans)
+    wanted = Scorer.of(model.sharded, 4096).score(model.params, spans)
     other = open_model(folder, mesh=MeshConfig(**mesh), **QUIET)
-    found = make_scorer(other, batch_tokens=batch_tokens).score(other.params, spans)
+    found = Scorer.of(other.sharded, batch_tokens).score(other.params, spans)
     np.testing.assert_allclose(found.nats, wanted.nats, rtol=1e-5)  # float32 sums taken in another order
     assert found.likeliest.tolist() == wanted.likeliest.tolist()
 
@@ -67,7 +67,7 @@ def test_what_greedy_decoding_writes_is_the_likeliest_and_nothing_else_is(model)
     assert len(text) == 5
     changed = [*text[:4], (text[4] + 1) % 256]
     spans = [Span(np.array(prompt + ids, np.int32), 3) for ids in (text, changed, text[:2])]
-    assert make_scorer(model, batch_tokens=64).score(model.params, spans).likeliest.tolist() == [True, False, True]
+    assert Scorer.of(model.sharded, 64).score(model.params, spans).likeliest.tolist() == [True, False, True]
 
 
 def test_every_scored_token_is_in_one_place_and_rows_are_full(model):
@@ -80,12 +80,12 @@ def test_every_scored_token_is_in_one_place_and_rows_are_full(model):
         assert ((owners_BT >= 0) == (batch.weights > 0)).all()
         seen += np.bincount(owners_BT[owners_BT >= 0], minlength=len(spans))
     assert seen.tolist() == [len(span.ids) - span.first for span in spans]
-    scores = make_scorer(model, batch_tokens=256).score(model.params, spans[-1:])
+    scores = Scorer.of(model.sharded, 256).score(model.params, spans[-1:])
     assert scores.nats.tolist() == [0.0] and scores.tokens.tolist() == [0]
 
 
 def test_one_program_serves_all_batches_and_parameters(model):
-    scorer = make_scorer(model, batch_tokens=64)
+    scorer = Scorer.of(model.sharded, 64)
     for seed in (1, 2):
         scorer.score(model.params, make_spans(30, seed), row_length(24))
     assert scorer.step._cache_size() == 1
@@ -96,7 +96,7 @@ def test_equal_spans_are_read_once_and_are_equal_to_the_bit(model):
     again = [Span(span.ids.copy(), span.first) for span in spans]
     laid = lay([*spans, *again, Span(spans[0].ids, 2 if spans[0].first == 1 else 1)])
     assert len(laid.spans) == 31
-    scores = make_scorer(model, batch_tokens=256).score(model.params, [*spans, *again])
+    scores = Scorer.of(model.sharded, 256).score(model.params, [*spans, *again])
     assert (scores.nats[:30] == scores.nats[30:]).all() and (scores.tokens[:30] == scores.tokens[30:]).all()
 
 

@@ -11,9 +11,10 @@ from token_losses import make_token_losses
 from jaxscale.data.batch import Batch
 from jaxscale.eval.config import TextEval
 from jaxscale.eval.named import open_evaluators
+from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import Measured, Reading, document_spans, summarise_text, text_windows
 from jaxscale.eval.uncertainty import exp_error, mean_error, ratio_error
-from jaxscale.inference import make_scorer, open_model
+from jaxscale.inference import open_model
 from jaxscale.system.exits import BadInput
 from jaxscale.text.tokenizer.load import load_tokenizer
 
@@ -81,7 +82,7 @@ def test_text_of_several_files_and_sources_is_what_the_losses_add_up_to(model, t
     files = {"plain": str(tmp_path / "*.txt"), "lines": str(tmp_path / "b.jsonl")}
     reading = Reading.of(load_tokenizer("bytes"), context=32)
     (one,) = open_evaluators({"both": TextEval(files=files)}, reading)
-    metrics = one.metrics(make_scorer(model, batch_tokens=128), model.params)
+    metrics = one.metrics(Scorer.of(model.sharded, 128), model.params)
     losses = make_token_losses(model)
 
     def nats(text, length=40):
@@ -104,7 +105,7 @@ def test_text_of_several_files_and_sources_is_what_the_losses_add_up_to(model, t
 def test_a_longer_stride_gives_a_long_text_less_context(model, tmp_path):
     (tmp_path / "long.txt").write_text("abcdefghij" * 30)
     reading = Reading.of(load_tokenizer("bytes"), context=16)
-    scorer, found = make_scorer(model, batch_tokens=128), {}
+    scorer, found = Scorer.of(model.sharded, 128), {}
     for stride in (1, 8, 16):
         settings = TextEval(files=str(tmp_path / "long.txt"), stride=stride)
         found[stride] = open_evaluators({"x": settings}, reading)[0].metrics(scorer, model.params)
@@ -117,7 +118,7 @@ def test_a_longer_stride_gives_a_long_text_less_context(model, tmp_path):
 def test_text_that_is_held_is_the_same_and_may_go_away(model, tmp_path):
     file = tmp_path / "a.txt"
     file.write_text("some text to hold")
-    reading, scorer = Reading.of(load_tokenizer("bytes"), context=16), make_scorer(model, batch_tokens=64)
+    reading, scorer = Reading.of(load_tokenizer("bytes"), context=16), Scorer.of(model.sharded, 64)
     evals = {"x": TextEval(files=str(file))}
     (held,), (read,) = open_evaluators(evals, reading), open_evaluators(evals, reading, hold=False)
     wanted = read.metrics(scorer, model.params)
@@ -141,4 +142,4 @@ def test_a_source_without_text_is_named_with_what_was_left_out(model, tmp_path):
         open_evaluators(evals, reading)
     (one,) = open_evaluators(evals, reading, hold=False)
     with pytest.raises(ValueError, match=f"^no text to measure in {LEFT_OUT}"):
-        one.metrics(make_scorer(model, batch_tokens=64), model.params)
+        one.metrics(Scorer.of(model.sharded, 64), model.params)
