@@ -26,8 +26,11 @@ class SampleConfig:
     top_k: int = setting(40, "sample among the k likeliest tokens; 0: among all", may_change=True)
 
     def __post_init__(self):
-        if self.num_tokens < 0 or self.top_k < 0 or self.temperature <= 0:
-            raise BadInput("num_tokens and top_k must be at least 0, temperature above 0")
+        for name in ("num_tokens", "top_k"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0")
+        if self.temperature <= 0:
+            raise BadInput(f"temperature={self.temperature} must be above 0")
         if self.every_steps < 0 or self.every_steps and not self.num_tokens:
             raise BadInput(f"every_steps={self.every_steps} must be at least 0, and is for num_tokens above 0")
         if not self.prompt:

@@ -142,7 +142,7 @@ class Engine:
         next_B = choose(logits_BV, state.seen_BV, keys_B, sampling)
         ended_B = state.ended_B | (state.lengths_B >= self.longest)
         for stop in stop_ids:
-            ended_B |= next_B == stop
+            ended_B |= (next_B == stop) & ~broken_B  # of NaN id 0 is the likeliest, which may be a stop id
         seen_BV = state.seen_BV
         if seen_BV is not None:
             seen_BV = seen_BV.at[jnp.arange(next_B.shape[0]), next_B].set(True)
@@ -319,8 +319,9 @@ def check_prompts(prompts: Sequence[Sequence[int]], engine: Engine) -> None:
         if len(prompt) > engine.longest:
             raise BadInput(f"prompt {number} has {len(prompt)} tokens, and a text here has at most {engine.longest}")
         if not 0 <= min(prompt) <= max(prompt) < engine.sharded.cfg.vocab_size:
+            worst = min(prompt) if min(prompt) < 0 else max(prompt)
             raise BadInput(
-                f"prompt {number} has the token id {max(prompt)}, and the model's vocabulary is "
+                f"prompt {number} has the token id {worst}, and the model's vocabulary is "
                 f"{engine.sharded.cfg.vocab_size}"
             )
 

@@ -129,7 +129,7 @@ class ChatHandler(LocalHandler):
         if self.headers.get_content_type() != "application/json":
             raise BadInput("a conversation is sent as application/json")
         length = self.headers.get("Content-Length", "")
-        if not (length.isascii() and length.isdecimal()) or not 0 < int(length) <= MOST_BYTES:
+        if not (length.isascii() and length.isdecimal() and len(length) < 19) or not 0 < int(length) <= MOST_BYTES:
             raise BadInput(f"a conversation has 1 to {MOST_BYTES} bytes, told in Content-Length")
         body = self.rfile.read(int(length))
         self.server.has_asked(self.connection)

@@ -167,6 +167,7 @@ def test_what_is_wrong_is_told_on_the_page(serve):
         (dict(body="[" * 200_000), 400, "nested deeper"),
         (dict(value={"messages": [{"role": "system", "content": "x"}]}), 400, "message 1"),
         (dict(Content_Length=str((1 << 20) + 1)), 400, "1 to 1048576 bytes"),
+        (dict(Content_Length="9" * 5000), 400, "1 to 1048576 bytes"),  # more digits than int() takes
         (dict(method="GET", path="/etc/passwd"), 404, "only one page"),
         (dict(method="GET", path="/", Host="evil.example"), 403, "this machine alone"),
     ],

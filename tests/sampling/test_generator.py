@@ -7,6 +7,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -19,7 +20,16 @@ from jaxscale.models.sharded import shard_model
 from jaxscale.ops.kernels import PLAIN, choose_kernels
 from jaxscale.sampling.cache import Cache
 from jaxscale.sampling.config import GREEDY, Sampling
-from jaxscale.sampling.generator import ENDED, Engine, Generator, NotFinite, own_numbers, prompt_length
+from jaxscale.sampling.generator import (
+    ENDED,
+    NO_NUMBER,
+    Engine,
+    Generator,
+    NotFinite,
+    State,
+    own_numbers,
+    prompt_length,
+)
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 
@@ -171,6 +181,13 @@ def test_a_model_that_gives_no_numbers_is_told_and_writes_nothing():
         next(broken.generate(PROMPTS[:2], GREEDY, 8))
 
 
+def test_logits_that_are_no_numbers_end_no_text_though_a_stop_token_is_the_first_of_all():
+    zeros_B, logits_BV = jnp.zeros(2, jnp.int32), jnp.stack([jnp.full(64, jnp.nan), jax.nn.one_hot(5, 64)])
+    state = State(None, zeros_B + 1, zeros_B, zeros_B > 0, zeros_B, zeros_B, None, jnp.uint32(0))
+    _, tokens_B = engine("llama", "one").drawn(state, logits_BV, GREEDY, (0,))
+    assert tokens_B.tolist() == [NO_NUMBER, 5]
+
+
 def test_a_row_ends_before_a_stop_token_and_the_others_go_on():
     made = generator("llama", "one")
     whole = np.stack(list(made.generate(PROMPTS, GREEDY, 8)), axis=1)
@@ -212,6 +229,7 @@ def test_time_of_prompts_and_of_new_tokens_is_told_apart():
         ([[1], []], "prompt 2 has no token"),
         ([[1] * 25], "prompt 1 has 25 tokens, and a text here has at most 24"),
         ([[64]], "token id 64, and the model's vocabulary is 64"),
+        ([[-1, 5]], "token id -1, and the model's vocabulary is 64"),
     ],
 )
 def test_prompts_that_cannot_be_gone_on_from_are_refused(prompts, told):

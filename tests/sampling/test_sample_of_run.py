@@ -39,9 +39,16 @@ def test_a_sample_is_longer_than_the_rows_of_training_and_never_ends_a_document(
     assert len(set(halves)) == len(halves)  # each row has draws of its own
 
 
-@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_k": -1}, {"num_tokens": -1}])
-def test_settings_out_of_range_are_refused(settings):
-    with pytest.raises(ValueError, match="temperature above 0"):
+@pytest.mark.parametrize(
+    "settings, told",
+    [
+        ({"temperature": 0.0}, "temperature=0.0 must be above 0"),
+        ({"top_k": -1}, "top_k=-1 must be at least 0"),
+        ({"num_tokens": -1}, "num_tokens=-1 must be at least 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, told):
+    with pytest.raises(ValueError, match=told):
         SampleConfig(**settings)
 
 
