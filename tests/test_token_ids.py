@@ -15,6 +15,7 @@ from jaxscale.cli import evaluate as evaluate_verb
 from jaxscale.cli import sample as sample_verb
 from jaxscale.data.checks import tokenizer_problems
 from jaxscale.data.config import DataConfig
+from jaxscale.eval.tokens import open_documents
 from jaxscale.interop import tokenizer_files
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import open_prompts
@@ -103,6 +104,8 @@ def test_what_is_no_token_file_is_one_line(model, tmp_path):
     ):
         with pytest.raises(BadInput, match=told):
             jaxscale.evaluate(model, tokens={"x": given})
+    first_two = open_documents("x", [[1], [2], [300]], 257, limit=2)()
+    assert list(map(list, first_two)) == [[1], [2]]  # what lies beyond the limit is neither read nor checked
     with pytest.raises(BadInput, match="tokens=.* must name what it measures"):
         jaxscale.evaluate(model, tokens=[[1, 2]])
 

@@ -12,7 +12,7 @@ lm-evaluation-harness, version 0.4.13), so that the numbers can be compared with
              context, target
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jaxscale.text.sources.files import list_files
 from jaxscale.text.sources.records import ENDINGS, UNREADABLE, kind_of, read_records
 
 LARGEST_ITEM = 32 << 20  # characters: the context is read with each answer
+MOST_SHOWN = 200  # characters of a value in a message
 
 
 class Item(NamedTuple):
@@ -95,7 +96,7 @@ def choice_item(name: str, value: Mapping[str, Any]) -> Item:
     if {"question", "choices", "answerKey"} <= value.keys():
         return arc_item(name, value)
     raise BadInput(
-        f"has the fields {', '.join(map(str, value))[:200]}; an item has context, choices and answer, or those of "
+        f"has the fields {listed(value)}; an item has context, choices and answer, or those of "
         "PIQA, SciQ or ARC (see docs/evaluate.md)"
     )
 
@@ -108,7 +109,8 @@ def own_item(name: str, value: Mapping[str, Any]) -> Item:
     answer = value["answer"]
     if isinstance(answer, str):
         if choices.count(answer) != 1:
-            raise BadInput(f"has the answer {answer!r}, which is not one of its choices")
+            which = "more than" if answer in choices else "not"
+            raise BadInput(f"has the answer {shown(answer)}, which is {which} one of its choices")
         right = choices.index(answer)
     else:
         right = right_place(value, "answer", len(choices))
@@ -122,7 +124,7 @@ def arc_item(name: str, value: Mapping[str, Any]) -> Item:
         raise BadInput("has choices without text and label")
     answers, labels = texts_of(choices, "text"), texts_of(choices, "label")
     if value["answerKey"] not in labels or len(labels) != len(answers):
-        raise BadInput(f"has the answerKey {value['answerKey']!r}, and the labels {', '.join(labels)}")
+        raise BadInput(f"has the answerKey {shown(value['answerKey'])}, and the labels {listed(labels)}")
     right = labels.index(value["answerKey"])
     return question_item(name, f"Question: {text_of(value, 'question')}\nAnswer:", answers, right)
 
@@ -142,7 +144,7 @@ def cloze_item(name: str, value: Mapping[str, Any]) -> Item:
         context, space, target = text_of(value, "text").rpartition(" ")
         target = space + target
     else:
-        raise BadInput(f"has the fields {', '.join(map(str, value))[:200]}; it needs text, or context and target")
+        raise BadInput(f"has the fields {listed(value)}; it needs text, or context and target")
     if not target.strip():
         raise BadInput("ends in a space, so that there is no word to guess" if "text" in value else "has no target")
     return Item(name, context, (target,), (target.strip(),), 0)
@@ -151,7 +153,7 @@ def cloze_item(name: str, value: Mapping[str, Any]) -> Item:
 def text_of(value: Mapping[str, Any], field: str) -> str:
     """A field that is text."""
     if not isinstance(value[field], str):
-        raise BadInput(f"has no text in {field!r}, but {value[field]!r}"[:200])
+        raise BadInput(f"has no text in {field!r}, but {shown(value[field])}")
     return value[field]
 
 
@@ -159,14 +161,25 @@ def texts_of(value: Mapping[str, Any], field: str) -> tuple[str, ...]:
     """A field that is a list of texts, none of them empty."""
     found = value[field]
     if not isinstance(found, (list, tuple)) or not all(isinstance(text, str) and text for text in found):
-        raise BadInput(f"has no list of texts in {field!r}, but {found!r}"[:200])
+        raise BadInput(f"has no list of texts in {field!r}, but {shown(found)}")
     return tuple(found)
 
 
 def right_place(value: Mapping[str, Any], field: str, number: int) -> int:
     """A field that is the place of the right answer among so many, from 0; also as a digit, as some files have it."""
     found = value[field]
-    place = int(found) if isinstance(found, str) and found.isascii() and found.isdecimal() else found
+    digits = isinstance(found, str) and found.isascii() and found.isdecimal() and len(found) < 19
+    place = int(found) if digits else found
     if isinstance(place, bool) or not isinstance(place, int) or not 0 <= place < number:
-        raise BadInput(f"has {field}={found!r}, which is no place among its {number} answers, counted from 0")
+        raise BadInput(f"has {field}={shown(found)}, which is no place among its {number} answers, counted from 0")
     return place
+
+
+def shown(value: Any) -> str:
+    """A value for a message, which it must not fill."""
+    return repr(value)[:MOST_SHOWN]
+
+
+def listed(names: Iterable[Any]) -> str:
+    """Names for a message, as far as it holds them."""
+    return ", ".join(map(str, names))[:MOST_SHOWN]

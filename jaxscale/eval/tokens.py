@@ -1,5 +1,6 @@
 """Perplexity of token ids, for models that have no tokenizer: of arrays, or of the token files that training reads."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ def open_documents(name: str, given: Tokens, vocab_size: int, limit: int = 0) ->
     """
     is_files = isinstance(given, (str, dict)) or bool(len(given)) and all(isinstance(one, str) for one in given)
     documents = files_of(name, given, vocab_size) if is_files else lambda: checked(name, given, vocab_size)
-    return lambda: (ids for number, ids in enumerate(documents()) if not limit or number < limit)
+    return lambda: itertools.islice(documents(), limit or None)
 
 
 def checked(name: str, documents: Iterable[Sequence[int]], vocab_size: int) -> Iterator[np.ndarray]:

@@ -82,6 +82,13 @@ def test_the_word_to_guess_is_the_last_one_with_its_space(tmp_path):
         ("choice", json.dumps(OWN | {"choices": [" 3"]}), "has fewer than two choices"),
         ("choice", json.dumps(PIQA | {"sol2": ""}), "has an empty answer"),
         ("choice", json.dumps(OWN | {"answer": " 4"}), "has the answer ' 4', which is not one of its choices"),
+        (
+            "choice",
+            json.dumps(OWN | {"choices": ["a", "a"], "answer": "a"}),
+            "which is more than one of its choices",
+        ),
+        ("choice", json.dumps(PIQA | {"label": "9" * 5000}), "which is no place among its 2 answers"),
+        ("choice", json.dumps(ARC | {"answerKey": "E" * 300_000}), "has the answerKey 'EEE"),
         ("choice", json.dumps(OWN | {"choices": [" 3", ""]}), "has no list of texts in 'choices'"),
         ("cloze", '{"text": "ends in "}', "ends in a space"),
         ("cloze", '{"words": "a"}', "it needs text, or context and target"),
@@ -92,7 +99,7 @@ def test_a_record_that_is_no_item_is_named(tmp_path, kind, line, told):
     file.write_text(json.dumps(OWN | {"text": "a b"}) + "\n" + line + "\n")
     with pytest.raises(ValueError, match=f"evaluation item .*bad.jsonl:2 .*{re.escape(told)}") as caught:
         read_items([file], kind)
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 1000
 
 
 def test_files_that_are_missing_empty_torn_or_of_another_kind_are_told(tmp_path):
