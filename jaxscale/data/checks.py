@@ -13,7 +13,7 @@ from jaxscale.data.manifest import SHOWN, is_manifest
 from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.data.objectives import find_ids
 from jaxscale.data.packing import DocumentTable
-from jaxscale.data.token_files import prepared_problems
+from jaxscale.data.token_files import bin_of, prepared_problems
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import Globs
 from jaxscale.text.sources.array_record import is_array_record
@@ -71,6 +71,7 @@ def check_lengths(cfg: DataConfig, train: DocumentTable, valid: DocumentTable | 
 
 def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFile]], list[str]]:
     """((training files, validation files), one line for each glob that cannot be used)."""
+    same = bin_of if cfg.name == "tokens" else str
     if cfg.name == "stdlib":
         files, problems = stdlib_files(), []
         if not files:
@@ -78,11 +79,11 @@ def corpus_files(cfg: DataConfig) -> tuple[tuple[list[SourceFile], list[SourceFi
     elif not cfg.files:
         return ([], []), [f"data.files is empty, and data.name={cfg.name!r} reads files; set data.files='FOLDER/*.txt'"]
     else:
-        files, problems = list_files(named(cfg.files, cfg.name), "data.files", "text")
+        files, problems = list_files(named(cfg.files, cfg.name), "data.files", "text", same)
     if not cfg.val_files:
         return (files, []), problems
-    val_files, more = list_files(named(cfg.val_files, cfg.name), "data.val_files", "validation")
-    if twice := sorted({file.path for file in files} & {file.path for file in val_files}):
+    val_files, more = list_files(named(cfg.val_files, cfg.name), "data.val_files", "validation", same)
+    if twice := sorted({same(file.path) for file in files} & {same(file.path) for file in val_files}):
         more = [*more, f"{twice[0]} is in data.files and in data.val_files; take it out of one ({len(twice)} in all)"]
     return (files, val_files), problems + more
 

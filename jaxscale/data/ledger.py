@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 
+from jaxscale.data.lineage import in_utf8
 from jaxscale.data.order import Batches, batch_index, step_of
 from jaxscale.data.pipeline import Corpus
 from jaxscale.data.shards import Shard, read_lineage
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import on_one_line
+
+OFFSET_DIGITS = 18  # more are no byte of a file, and beyond the integers of Arrow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +54,6 @@ class Ledger:
         if not corpus.shards:
             raise BadInput(f"data.name={corpus.cfg.name!r} has no documents to list: its tokens are drawn at random")
         self.corpus, self.batches, self.skipped = corpus, batches, tuple(skipped)
-        self._shards = {shard.bin_path: shard for shard in corpus.shards}
         self._rows = corpus.train_rows
 
     def step(self, step: int) -> list[Entry]:
@@ -85,20 +87,18 @@ class Ledger:
 
     def name(self, number: int) -> str:
         """One line that names a document of the table, whatever characters its file's name has."""
-        path, place, _ = self.place(number)
-        source = self.corpus.source_names[self._rows.table.source_ids[number]]
-        file, first = file_of(self._shards[path], place)
-        return on_one_line(
-            f"{source} {file}, document {place - first}" if file else f"{source} {self._shards[path].place}:{place}"
-        )
+        at, place, _ = self.place(number)
+        shard, source = self.corpus.shards[at], self.corpus.source_names[self._rows.table.source_ids[number]]
+        file, first = file_of(shard, place)
+        return on_one_line(f"{source} {file}, document {place - first}" if file else f"{source} {shard.place}:{place}")
 
-    def place(self, number: int) -> tuple[str, int, int]:
-        """(path of the shard, number in it, first token there) of a document of the table, part of which may be held
-        out."""
-        table = self._rows.table
-        path, start = table.paths[table.file_ids[number]], int(table.starts[number])
-        place = int(self._shards[path].offsets.searchsorted(start, side="right")) - 1
-        return path, place, start - int(self._shards[path].offsets[place])
+    def place(self, number: int) -> tuple[int, int, int]:
+        """(which of the corpus's shards, number in it, first token there) of a document of the table, part of which
+        may be held out."""
+        at, start = int(self._rows.table.file_ids[number]), int(self._rows.table.starts[number])
+        offsets = self.corpus.shards[at].offsets
+        place = int(offsets.searchsorted(start, side="right")) - 1
+        return at, place, start - int(offsets[place])
 
     def tokens(self, n: int) -> np.ndarray:
         """int32[rows, T]: the text of batch n in which entries have their places, before the objective changes it."""
@@ -114,10 +114,10 @@ class Ledger:
         found = self.find(document)
         numbers = np.unique(np.concatenate([self.in_table(*place) for place in found]))
         if not len(numbers):
-            path, number = found[0]
+            at, number = found[0]
             each = f"each of the {len(found)} documents of this name, such as " if len(found) > 1 else ""
             raise BadInput(
-                f"--doc={document}: {each}document {number} of {self._shards[path].place} is empty or held out for "
+                f"--doc={document}: {each}document {number} of {self.corpus.shards[at].place} is empty or held out for "
                 "validation: no step trains on it; name one that --step lists"
             )
         sights = []
@@ -136,38 +136,39 @@ class Ledger:
 
     def entry(self, row: int, begin: int, tokens: int, skipped: int, number: int) -> Entry:
         """What is known of a piece. skipped: tokens before it. number: of the document in the table."""
-        path, place, before = self.place(number)
+        at, place, before = self.place(number)
         source = self.corpus.source_names[self._rows.table.source_ids[number]]
-        shard = self._shards[path].place
-        return Entry(row, begin, tokens, before + skipped, source, shard, place, *self.origin(path, place))
+        shard = self.corpus.shards[at].place
+        return Entry(row, begin, tokens, before + skipped, source, shard, place, *self.origin(at, place))
 
-    def origin(self, path: str, number: int) -> tuple[str, int, str]:
+    def origin(self, at: int, number: int) -> tuple[str, int, str]:
         """(file, offset, id) of a shard's document, as far as the shard tells."""
-        lineage = self.lineage(path)
+        lineage = self.lineage(at)
         if lineage is not None:
             return tuple(lineage[name][number].as_py() for name in ("file", "offset", "id"))
-        return file_of(self._shards[path], number)[0], -1, ""
+        return file_of(self.corpus.shards[at], number)[0], -1, ""
 
     @functools.cache  # noqa: B019 - a ledger lives as long as its command
-    def lineage(self, path: str) -> Any:
+    def lineage(self, at: int) -> Any:
         """The lineage of a shard as a pyarrow.Table, or None."""
-        return read_lineage(self._shards[path], columns=["file", "offset", "id"])
+        return read_lineage(self.corpus.shards[at], columns=["file", "offset", "id"])
 
-    def find(self, document: str) -> list[tuple[str, int]]:
-        """(shard, number in it) of every document of this name; several where the corpus has a file or an id twice.
+    def find(self, document: str) -> list[tuple[int, int]]:
+        """(which shard, number in it) of every document of this name; several where the corpus has a file or an id twice.
 
         Raises: BadInput if there is none.
         """
         import pyarrow
         import pyarrow.compute
 
+        document = in_utf8(document)
         file, _, offset = document.rpartition(":")
-        offset = int(offset) if offset.isdecimal() else None
+        offset = int(offset) if offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
         found = []
-        for path, shard in self._shards.items():
-            if file == shard.place and offset is not None and offset < len(shard.source_ids):
-                found.append((path, offset))
-            lineage = self.lineage(path)
+        for at, shard in enumerate(self.corpus.shards):
+            if file in (in_utf8(shard.place), on_one_line(shard.place)) and offset is not None and offset < len(shard.source_ids):
+                found.append((at, offset))
+            lineage = self.lineage(at)
             if lineage is None:
                 continue
             here = pyarrow.compute.equal(lineage["id"], document)
@@ -179,7 +180,7 @@ class Ledger:
                     pyarrow.compute.equal(lineage["offset"], offset),
                 )
                 here = pyarrow.compute.or_(here, there)
-            found += [(path, number) for number in np.flatnonzero(here.to_numpy()).tolist()]
+            found += [(at, number) for number in np.flatnonzero(here.to_numpy()).tolist()]
         if not found and document:
             raise BadInput(
                 f"--doc={document}: no document of the corpus has this id or place; write an id, FILE:OFFSET, or "
@@ -187,11 +188,11 @@ class Ledger:
             )
         return found
 
-    def in_table(self, path: str, number: int) -> np.ndarray:
+    def in_table(self, at: int, number: int) -> np.ndarray:
         """The rows of the training table that hold parts of a shard's document: none if it is empty or held out."""
-        table, shard = self._rows.table, self._shards[path]
-        begin, end = shard.offsets[number], shard.offsets[number + 1]
-        inside = (table.file_ids == table.paths.index(path)) & (table.starts >= begin) & (table.starts < end)
+        table, offsets = self._rows.table, self.corpus.shards[at].offsets
+        begin, end = offsets[number], offsets[number + 1]
+        inside = (table.file_ids == at) & (table.starts >= begin) & (table.starts < end)
         return np.flatnonzero(inside)
 
     def text(self, entry: Entry, tokens_BT: np.ndarray, characters: int) -> str | None:

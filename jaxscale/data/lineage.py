@@ -22,11 +22,16 @@ COLUMNS = ("file", "offset", *TEXTS)
 ROW_GROUP = 1 << 16  # rows that are read together: some 5 MB
 
 
+def in_utf8(name: str) -> str:
+    """The name, with a byte of it that is not UTF-8 written as on_one_line shows it."""
+    return name.encode(errors="backslashreplace").decode()
+
+
 def lineage_table(documents: Sequence["Document"]) -> "pyarrow.Table":
     """The lineage of the documents, in order."""
     import pyarrow
 
-    columns: dict[str, Any] = {"file": pyarrow.array([doc.file for doc in documents], pyarrow.string())}
+    columns: dict[str, Any] = {"file": pyarrow.array([in_utf8(doc.file) for doc in documents], pyarrow.string())}
     columns["offset"] = pyarrow.array([doc.offset for doc in documents], pyarrow.int64())
     for name in TEXTS:
         columns[name] = pyarrow.array([getattr(doc, name) for doc in documents], pyarrow.string())

@@ -11,6 +11,7 @@ from jaxscale.data.config import DataConfig
 from jaxscale.data.packing import DocumentTable, join_tables
 from jaxscale.data.permutation import mix
 from jaxscale.data.shards import Shard
+from jaxscale.system.exits import BadInput
 
 FEWEST_DOCUMENTS = 5  # expected from a source; with fewer, chance would decide whether it has any validation
 
@@ -89,7 +90,7 @@ def divide(
     if held:
         valid, rule = join_tables([shard.table(names) for shard in held]), "data.val_files"
     elif cfg.val_fraction:
-        files = [(file["name"], file["documents"]) for shard in trained for file in shard.header["files"]]
+        files = [named for shard in trained for named in files_of(shard)]
         train, valid, rule = hold_out(train, files, names, cfg.val_fraction, whole=whole)
         content += [str(cfg.val_fraction), *(f"{name}:{documents}" for name, documents in files)]
     fitted = []
@@ -105,6 +106,17 @@ def divide(
             why = ", what is learned lies behind a row's end" if cfg.chat.too_long == "cut" else ""
             fitted += [f"{count(dropped, 'document')} longer than a row dropped (data.chat.too_long{why})"]
     return Division(train, valid, rule, content, fitted)
+
+
+def files_of(shard: Shard) -> list[tuple[str, int]]:
+    """(name, number of documents) of each file that a shard was made of. Raises BadInput if it does not tell them all."""
+    files = [(file["name"], file["documents"]) for file in shard.header["files"]]
+    if (told := sum(number for _, number in files)) != shard.header["num_documents"]:
+        raise BadInput(
+            f"the header of {shard.place} names the files of {told:,} of its {shard.header['num_documents']:,} "
+            "documents, and by their names documents are held out; name data.val_files, or set data.val_fraction=0"
+        )
+    return files
 
 
 def fit_rows(table: DocumentTable, too_long: str, seq_len: int) -> tuple[DocumentTable, int, int]:

@@ -1,6 +1,7 @@
 """Token files as shards: those of a prepared set and of this program, Megatron's, array records and raw ids."""
 
 import contextlib
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,7 +11,7 @@ import numpy as np
 from jaxscale.data.array_record import array_record_shard
 from jaxscale.data.cache import cache_folder, raw_dtype, scanned
 from jaxscale.data.config import DataConfig
-from jaxscale.data.header import read_header
+from jaxscale.data.header import ENDINGS, read_header
 from jaxscale.data.manifest import (
     Manifest,
     is_manifest,
@@ -35,8 +36,19 @@ from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.text.tokenizer.load import NO_BOS, as_setting, load_tokenizer, tokenizer_problem
 
+PARTS = (".json", *ENDINGS.values())  # of a shard; the .bin and the .idx are Megatron's too
 SMALL_AT_ONCE = 8  # headers and indices in a bucket: each is one round trip
 LOOKED_AT = 16  # documents of each file, of which most tell; a first or last one may be cut
+
+
+def bin_of(path: str) -> str:
+    """The .bin of the shard, or of Megatron's pair, that a file is part of; the path of any other file."""
+    stem = next((path.removesuffix(ending) for ending in PARTS if path.endswith(ending)), os.path.splitext(path)[0])
+    try:
+        is_part = is_megatron(path) or read_header(Path(f"{stem}.json")) is not None
+    except BadInput:  # which opening the file raises again
+        is_part = False
+    return f"{stem}.bin" if is_part else path
 
 
 def open_tokens(
@@ -63,19 +75,20 @@ def open_tokens(
     shards = [shard for file in files for shard in open_one(file)]
     val_shards = [shard for file in val_files for shard in open_one(file)]
     expect_whole(ours, cfg, cache_folder(cfg), say)  # after they were opened, so that nothing comes between
-    headers = [shard.header["tokenizer"] for shard in [*shards, *val_shards]]
-    made_with = {header["fingerprint"]: header for header in headers if header["fingerprint"]}
+    made_with = {shard.header["tokenizer"]["fingerprint"]: shard for shard in [*shards, *val_shards]}
+    made_with.pop("", None)  # of files that do not tell
     if len(made_with) > 1:
-        names = sorted(header["name"] for header in made_with.values())
+        names = sorted(shard.header["tokenizer"]["name"] for shard in made_with.values())
         raise BadInput(f"data.files mixes shards of different tokenizers: {', '.join(names)}; train on one at a time")
-    for fingerprint, header in made_with.items():
+    for fingerprint, shard in made_with.items():
+        header, end = shard.header["tokenizer"], shard.header.get("eos_id", "unknown")
         if tokenizer and tokenizer.fingerprint != fingerprint and not cfg.bos_token:
             with contextlib.suppress(BadInput):  # it has no such token: it is another one
                 tokenizer = load_tokenizer(cfg.tokenizer, cfg.eos_token, as_setting(header.get("begin_tokens", ())))
         if tokenizer and tokenizer.fingerprint != fingerprint:
             raise BadInput(
-                f"data.tokenizer={cfg.tokenizer} is not the one that {shards[0].place} was made with, which is "
-                f"{header['name']} with end token {shards[0].header['eos_id']} and data.bos_token="
+                f"data.tokenizer={cfg.tokenizer} is not the one that {shard.place} was made with, which is "
+                f"{header['name']} with end token {end} and data.bos_token="
                 f"{as_setting(header.get('begin_tokens', ())) or 'its own'}; name that, or leave it empty"
             )
         if tokenizer is None and tokenizer_problem(header["name"]) is None:

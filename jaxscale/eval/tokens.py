@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxscale.data.checks import check_data
+from jaxscale.data.checks import check_data, corpus_files
 from jaxscale.data.config import DataConfig
 from jaxscale.data.remote import map_ids
 from jaxscale.data.token_files import open_tokens
@@ -14,7 +14,6 @@ from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import in_blocks, measure_documents, summarise_text
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import Globs
-from jaxscale.text.sources.files import list_files
 
 Tokens = Globs | Sequence[Sequence[int]]  # files, or documents
 
@@ -43,11 +42,10 @@ def checked(name: str, documents: Iterable[Sequence[int]], vocab_size: int) -> I
 
 def files_of(name: str, files: Globs, vocab_size: int) -> Callable[[], Iterator[np.ndarray]]:
     """What yields the documents of token files. Raises BadInput as open_documents does."""
-    found, problems = list_files(files, name, "tokens")
     cfg = DataConfig(name="tokens", files=files)
-    if problems := problems or check_data(cfg, 1, vocab_size):
+    if problems := check_data(cfg, 1, vocab_size):
         raise BadInput(problems[0].replace("data.files", name))
-    shards = open_tokens(cfg, found, (), vocab_size, lambda line: None)[0]
+    shards = open_tokens(cfg, corpus_files(cfg)[0][0], (), vocab_size, lambda line: None)[0]
     for shard in shards:
         if shard.header["max_id"] >= vocab_size:
             largest = shard.header["max_id"]

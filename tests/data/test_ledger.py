@@ -143,9 +143,19 @@ def test_ids_and_places_are_taken_literally(folder):
     sights = ledger.steps_of("id-7", steps)
     assert sights and {entry.id for _, entry in sights} == {"id-7"}
     assert ledger.steps_of("books/1.jsonl:700", steps) == sights
-    for name in ("id-.", "id-*", "ID-7", "-7", "books/1.jsonl:70", "books/.*:700", "1.jsonl:700"):
+    wrong = ("id-.", "id-*", "ID-7", "-7", "books/1.jsonl:70", "books/.*:700", "1.jsonl:700")
+    for name in (*wrong, *(f"books/1.jsonl:{'9' * digits}" for digits in (20, 5000))):
         with pytest.raises(ValueError, match="no document of the corpus"):
             ledger.steps_of(name, steps)
+
+
+def test_a_shard_that_two_sources_name_is_found_in_both(folder):
+    path, make = str(folder / "a.bin"), dict(name="tokens", val_fraction=0.0, cache_dir=str(folder / "cache"))
+    cfg = DataConfig(files={"one": path, "two": path}, **make)
+    corpus = open_data(cfg, seq_len=T, vocab_size=300, seed=3, say=lambda line: None)
+    ledger, steps = Ledger(corpus, corpus.batches(ROWS)), len(corpus.train_rows) // ROWS + 1
+    listed = [(step, entry) for step in range(steps) for entry in ledger.step(step) if entry.number == 4]
+    assert len(listed) > 1 and ledger.steps_of(f"{path}:4", steps) == listed
 
 
 def test_of_documents_with_one_id_those_in_training_are_listed(tmp_path):

@@ -18,7 +18,9 @@ from jaxscale.data.megatron import (
     megatron_shard,
     read_index,
 )
+from jaxscale.data.pipeline import open_data
 from jaxscale.data.shards import ShardWriter, open_shard
+from jaxscale.system.exits import BadInput
 from jaxscale.text.sources.files import SourceFile
 
 REAL = Path(__file__).parents[3] / "shared/corpora/web_openwebtext/meg-gpt2-openwebtext_text_document.bin"
@@ -107,6 +109,17 @@ def test_a_pair_is_known_by_how_its_index_begins(tmp_path):
     assert is_megatron(str(path)) and is_megatron(str(path.with_suffix(".idx")))
     (tmp_path / "other.idx").write_bytes(np.zeros(4, np.int64).tobytes())
     assert not any(is_megatron(str(tmp_path / name)) for name in ("other.bin", "missing.bin", "pair.txt"))
+
+
+def test_a_glob_that_matches_both_files_of_a_pair_reads_it_once(tmp_path):
+    path, folder = write_pair(tmp_path, [[[1, 2], [3]], [[4]]] * 9), str(tmp_path / "cache")
+    opened = lambda **files: open_data(
+        DataConfig(name="tokens", val_fraction=0.0, cache_dir=folder, **files),
+        seq_len=4, vocab_size=9, seed=0, say=lambda line: None,
+    )  # fmt: skip
+    assert opened(files=str(tmp_path / "pair.*")).train_rows.table.num_tokens == 36
+    with pytest.raises(BadInput, match="pair.bin is in data.files and in data.val_files"):
+        opened(files=str(path), val_files=str(path.with_suffix(".idx")))
 
 
 def test_a_pair_that_changed_is_read_anew(tmp_path):

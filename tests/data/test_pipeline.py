@@ -1,13 +1,17 @@
 """One door from the settings to batches, and one clear line for everything that can be wrong with them."""
 
+import functools
+
 import numpy as np
 import pytest
 import tokenizers
 
 from jaxscale.data.config import DataConfig
 from jaxscale.data.pipeline import check_data, evenly_spread, open_data
+from jaxscale.data.shards import ShardWriter
 from jaxscale.data.split import held_out
 from jaxscale.schema import from_dict, to_dict
+from jaxscale.system.exits import BadInput
 
 T = 16
 
@@ -194,6 +198,10 @@ def test_our_own_shards_are_known_by_their_header_with_tokenizer_and_sources(fol
     shard = text.train_rows.table.paths[0]
     tokens = open_quietly(name="tokens", files=shard)
     assert tokens.source_names == ("doc",) and tokens.tokenizer.name == "bytes"
+    every_part = shard.replace("tokens.bin", "*")
+    assert open_quietly(name="tokens", files=every_part).fingerprint == tokens.fingerprint
+    with pytest.raises(BadInput, match="tokens.bin is in data.files and in data.val_files"):
+        open_quietly(name="tokens", files=shard, val_files=shard.replace(".bin", ".json"))
     np.testing.assert_array_equal(tokens.batches(4).batch(3).tokens, text.batches(4).batch(3).tokens)
     with pytest.raises(ValueError, match="holds token id 256, but the model has model.vocab_size=256; set it to 257"):
         open_quietly(name="tokens", files=shard, vocab_size=256)
@@ -201,8 +209,22 @@ def test_our_own_shards_are_known_by_their_header_with_tokenizer_and_sources(fol
     np.arange(100, dtype="<u2").tofile("raw.bin")
     with pytest.raises(ValueError, match="holds token id 99, which data.tokenizer=.* does not have"):
         open_quietly(name="tokens", files="raw.bin", tokenizer=path)
-    with pytest.raises(ValueError, match="is not the one that .* was made with"):
-        open_quietly(name="tokens", files=shard, tokenizer=path)
+    with pytest.raises(BadInput, match=f"is not the one that {folder / shard} was made with, .* with end token 256"):
+        open_quietly(name="tokens", files={"raw": "raw.bin", "own": shard}, tokenizer=path)
+
+
+def test_a_shard_of_others_that_tells_less_is_trained_on_or_refused_in_one_line(folder):
+    writer = ShardWriter(folder, "own", vocab_size=257, eos_id=256, sources=["text"])
+    for _ in range(20):
+        writer.add(np.arange(50), "text")
+    made_with = {"name": "gone.json", "eos_token": "", "vocab_size": 257, "fingerprint": "0"}
+    writer.finish(None, {"tokenizer": made_with, "text_bytes": 0, "skipped": {}, "files": []})
+    opened = functools.partial(open_quietly, name="tokens", files="own.bin")
+    assert len(opened(val_fraction=0.0).train_rows.table) == 20
+    with pytest.raises(BadInput, match="own.bin names the files of 0 of its 20 documents.*set data.val_fraction=0"):
+        opened()
+    with pytest.raises(BadInput, match="made with, which is gone.json with end token unknown"):
+        opened(tokenizer="bytes")
 
 
 def save_tokenizer(folder):
@@ -245,6 +267,8 @@ def test_synthetic_tokens_need_no_file_and_cover_the_vocabulary():
         (dict(files="long.txt", cache_dir="long.txt"), "data.cache_dir=long.txt is a file"),
         (dict(name="tokens", files="long.txt"), "long.txt is no .bin of token ids"),
         (dict(name="tokens", files="x.bin", seq_len=64), "has 50 tokens, fewer than one row of seq_len=64"),
+        (dict(name="tokens", files={"web": (), "x": "x.bin"}), "data.files.web is empty; name its files"),
+        (dict(files="long.txt", val_files={"web": ()}), "data.val_files.web is empty; name its files"),
     ],
 )
 def test_what_is_wrong_is_found_before_any_text_is_read(folder, settings, message):

@@ -3,6 +3,7 @@
 import glob
 import os
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,15 +23,20 @@ class SourceFile(NamedTuple):
     source: str
 
 
-def list_files(globs: Globs, setting: str, default_source: str) -> tuple[list[SourceFile], list[str]]:
+def list_files(
+    globs: Globs, setting: str, default_source: str, same: Callable[[str], str] = str
+) -> tuple[list[SourceFile], list[str]]:
     """The files that the globs match, sorted within each source, and one line for each glob that cannot be used.
 
     A file that two globs of one source match is there once. setting: the name for the messages, such as data.files.
+    same: equal for files that are one, of which the first is there.
     """
     sources = globs if isinstance(globs, dict) else {default_source: globs}
     files: dict[tuple[str, str], SourceFile] = {}
     problems = []
     for source, patterns in sources.items():
+        if not patterns:
+            problems.append(f"{setting}.{source} is empty; name its files, or take the source out")
         for pattern in (patterns,) if isinstance(patterns, str) else patterns:
             if pattern.startswith(STREAMS) or is_remote_manifest(pattern):
                 files.setdefault((source, pattern), SourceFile(pattern, pattern, source))
@@ -39,7 +45,7 @@ def list_files(globs: Globs, setting: str, default_source: str) -> tuple[list[So
             problems += [problem] if problem else []
             base = fixed_folder(pattern)
             for path in found:
-                files.setdefault((source, path), SourceFile(path, os.path.relpath(path, base), source))
+                files.setdefault((source, same(path)), SourceFile(path, os.path.relpath(path, base), source))
     order = {source: i for i, source in enumerate(sources)}
     return sorted(files.values(), key=lambda file: (order[file.source], file.name, file.path)), problems
 
