@@ -15,6 +15,7 @@ from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import make_model, summed_loss
+from jaxscale.ops.attention import xla
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.training.statistics import named
 
@@ -23,7 +24,7 @@ BATCH = tiny.packed_batch(0)  # rows of several documents, a third of them with 
 
 def largest_scores(cfg, params, *, window=None, softcap=None):
     """float64 of each layer: the queries and keys that attention meets, multiplied out."""
-    found, segments_BT = [], BATCH.segment_ids
+    found, segments_BT, plain = [], BATCH.segment_ids, xla.make_attend(window=window, softcap=softcap)
     behind_TS = np.subtract.outer(*[np.arange(segments_BT.shape[1])] * 2)
     seen_BTS = (segments_BT[:, :, None] == segments_BT[:, None, :]) & (segments_BT > 0)[:, :, None]
     seen_BTS &= (behind_TS >= 0) & (behind_TS < (window or segments_BT.shape[1]))
@@ -34,7 +35,7 @@ def largest_scores(cfg, params, *, window=None, softcap=None):
         scores_BNTS = np.einsum("BTNH,BSNH->BNTS", q_BTNH, k_BSNH) / np.sqrt(q_BTNH.shape[-1])
         found.append(scores_BNTS.max(where=seen_BTS[:, None], initial=-np.inf))
         q_BTNH, k_BSKH = (jnp.asarray(x, jnp.float32) for x in (q_BTNH, k_BSKH))
-        return PLAIN.attend(q_BTNH, k_BSKH, v_BSKH, segments, window=window, softcap=softcap, **how)
+        return plain(q_BTNH, k_BSKH, v_BSKH, segments, **how)
 
     model = make_model(cfg, key=jax.random.key(0), kernels=dataclasses.replace(PLAIN, attend=attend))
     graphdef, _, _ = split_model(model)
