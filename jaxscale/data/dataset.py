@@ -2,18 +2,15 @@
 
 import dataclasses
 import importlib
-import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import grain  # never in a thread: while it is imported, it replaces builtins.__import__ for all of them (etils.epy)
 import numpy as np
 
 from jaxscale.data.batch import Batch
 from jaxscale.data.order import Transform
 from jaxscale.system.exits import BadInput
-
-if TYPE_CHECKING:
-    import grain
 
 ReadRows = Callable[[int, Sequence[int]], Batch]  # (n, rows) -> these rows of batch n, numpy: fields of [rows, T]
 CHECKED_ROWS = 2  # rows of the first batch that each transform is tried on
@@ -46,33 +43,20 @@ def read_batch(read: ReadRows, rows: Sequence[int], transforms: Sequence[Transfo
     return batch
 
 
-def import_grain() -> Any:
-    """The package grain: 0.3 s of processor time, 0.15 once Orbax is imported (2026-11-22, grain 0.2.18)."""
-    import grain
-
-    return grain
-
-
-def import_grain_ahead() -> None:
-    """Imports grain in the background, while the devices or the disk keep the main thread waiting."""
-    threading.Thread(target=import_grain, name="import-grain", daemon=True).start()
-
-
-def map_dataset(element: Callable[[int], Any], length: int) -> "grain.MapDataset":
+def map_dataset(element: Callable[[int], Any], length: int) -> grain.MapDataset:
     """Elements 0 to length - 1, read by random access.
 
     All the work is in its source: each map above it would cost 15 to 20 microseconds of Grain's bookkeeping an element.
     """
-    return import_grain().MapDataset.source(BatchSource(element, length))
+    return grain.MapDataset.source(BatchSource(element, length))
 
 
-def read_ahead(dataset: "grain.MapDataset", depth: int) -> "grain.DatasetIterator":
+def read_ahead(dataset: grain.MapDataset, depth: int) -> grain.DatasetIterator:
     """The elements in order, `depth` of them ahead of who asks; reading begins at once. To be closed.
 
     One thread reads: over memory-mapped files more are slower. It is a daemon, unlike those of Grain's
     ReadOptions(num_threads=1), for which the end of the process waits, however long a read is stuck.
     """
-    grain = import_grain()
     in_order = dataset.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
     iterator = iter(grain.experimental.ThreadPrefetchIterDataset(in_order, prefetch_buffer_size=depth))
     iterator.start_prefetch()

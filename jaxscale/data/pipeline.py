@@ -9,8 +9,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import grain
 import numpy as np
 
 from jaxscale.data.batch import Batch, padding_row, stack_rows
@@ -36,9 +37,6 @@ from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.tokenizer.base import Tokenizer, begin_names
 from jaxscale.text.tokenizer.fitting import fits, fitted, tell_beyond
 from jaxscale.text.tokenizer.load import load_tokenizer
-
-if TYPE_CHECKING:
-    import grain
 
 VALIDATION_SEED = 0  # not the run's: losses of two runs are compared over the same rows
 VALIDATION_ROWS_SYNTHETIC = 4096
@@ -120,7 +118,7 @@ class Corpus:
         *,
         mixture: Mixture | None = None,
         rows: Sequence[int] | None = None,
-    ) -> "grain.MapDataset":
+    ) -> grain.MapDataset:
         """A grain.MapDataset whose element n is batch n as a run has it, data.transforms included: a Batch of numpy.
 
         mixture: as in batches(). rows: those that this process wants of each batch, by their numbers in it; None: all.

@@ -11,7 +11,6 @@ from jaxscale.build import Program
 from jaxscale.checkpoint.branch import branch_state
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import Budget, RunConfig
-from jaxscale.data.dataset import import_grain_ahead
 from jaxscale.eval.named import check_files
 from jaxscale.hosts.agree import check_shared
 from jaxscale.monitor.events import Events
@@ -56,7 +55,6 @@ def open_run(
         folder.checkpoints.close()
         return None
     evaluators = open_evals(folder.cfg, start.corpus)
-    import_grain_ahead()
     program = make_program(folder.cfg, start.budget)
     log_program(program, start.budget, start.mixture, evaluators, log)
     folder.checkpoints.check_room(program.abstract_state)  # before anything is compiled

@@ -1,6 +1,8 @@
 """From shards to batches: each token of an epoch exactly once, whatever the packing, mixture, hosts and kills."""
 
 import random
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -166,6 +168,15 @@ def failing(batch, n, rows):
 
 def as_dict(batch, n, rows):
     return batch._asdict()
+
+
+def test_grain_is_imported_before_a_run_has_threads():
+    """While it is imported no other thread's import works; a run once ended with "LazyModule is not callable"."""
+    code = (
+        "import sys, threading, jaxscale.run.opening; "
+        "sys.exit('grain' not in sys.modules or threading.active_count() > 1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_named_transforms_change_the_batches_in_order_and_the_same_on_any_number_of_hosts(folder):
