@@ -154,7 +154,7 @@ class Ledger:
         return read_lineage(self.corpus.shards[at], columns=["file", "offset", "id"])
 
     def find(self, document: str) -> list[tuple[int, int]]:
-        """(which shard, number in it) of every document of this name; several where the corpus has a file or an id twice.
+        """(shard, number in it) of every document of this name; several where the corpus has a file or an id twice.
 
         Raises: BadInput if there is none.
         """
@@ -166,7 +166,8 @@ class Ledger:
         offset = int(offset) if offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
         found = []
         for at, shard in enumerate(self.corpus.shards):
-            if file in (in_utf8(shard.place), on_one_line(shard.place)) and offset is not None and offset < len(shard.source_ids):
+            is_shard = file in (in_utf8(shard.place), on_one_line(shard.place))
+            if is_shard and offset is not None and offset < len(shard.source_ids):
                 found.append((at, offset))
             lineage = self.lineage(at)
             if lineage is None:

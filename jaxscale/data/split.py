@@ -109,7 +109,7 @@ def divide(
 
 
 def files_of(shard: Shard) -> list[tuple[str, int]]:
-    """(name, number of documents) of each file that a shard was made of. Raises BadInput if it does not tell them all."""
+    """(name, number of documents) of each file of a shard. Raises BadInput if they are not all of its documents."""
     files = [(file["name"], file["documents"]) for file in shard.header["files"]]
     if (told := sum(number for _, number in files)) != shard.header["num_documents"]:
         raise BadInput(
