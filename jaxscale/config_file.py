@@ -6,6 +6,7 @@ A config is code: it is run, so it must be a local file.
 import contextlib
 import difflib
 import importlib.util
+import json
 import os
 import pathlib
 import re
@@ -19,7 +20,7 @@ from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import is_secret, redacted
-from jaxscale.unread import refuse_unread
+from jaxscale.unread import as_read, refuse_unread
 
 LONGEST_NAME = 128  # characters of a run's name
 SKIPPED = re.compile(r"([0-9]+):([0-9]+)")
@@ -37,6 +38,11 @@ def load_config(
     check_no_secrets(schema.flatten(schema.to_dict(cfg)))
     refuse_unread(cfg, overrides or {}, recorded)
     return cfg
+
+
+def file_text(cfg: RunConfig) -> str:
+    """A config file for load_config that gives this very config, settings that nothing reads at their defaults."""
+    return f"import json\n\n\ndef get_config():\n    return json.loads({json.dumps(as_read(cfg))!r})\n"
 
 
 def check_no_secrets(settings: dict[str, Any]) -> None:

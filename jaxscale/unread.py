@@ -76,6 +76,27 @@ def unread(config: Any) -> dict[str, tuple[Leaf, list[Clause]]]:
     return {name: (leaf, list(missing(name))) for name, leaf in known.items() if missing(name)}
 
 
+def as_read(config: Any) -> dict[str, Any]:
+    """The settings as nested plain data, without those that nothing reads: with these nobody asks for anything."""
+    left_out = unread(config)
+
+    def kept(value: Any, name: str) -> Any:
+        """The value; MISSING where nothing reads any of it."""
+        if dataclasses.is_dataclass(value):
+            inner = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        elif isinstance(value, Mapping) and value and all(map(dataclasses.is_dataclass, value.values())):
+            inner = value
+        elif isinstance(value, tuple) and value and all(map(dataclasses.is_dataclass, value)):
+            found = [kept(one, f"{name}[{index}]") for index, one in enumerate(value)]
+            return found if dataclasses.MISSING not in found else dataclasses.MISSING
+        else:
+            return dataclasses.MISSING if name in left_out else schema.to_dict(value)
+        found = {key: kept(one, schema.join(name, key)) for key, one in inner.items()}
+        return {key: one for key, one in found.items() if one is not dataclasses.MISSING} or dataclasses.MISSING
+
+    return kept(config, "")
+
+
 def refuse_unread(config: Any, given: Collection[str] = (), recorded: Callable[[], Mapping[str, Any]] = dict) -> None:
     """Raises BadInput, one line, for settings that differ from their defaults and are not read.
 

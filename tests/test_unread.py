@@ -25,7 +25,7 @@ from jaxscale.monitor import health
 from jaxscale.monitor.config import RULES
 from jaxscale.run.resume_checks import check_same_run
 from jaxscale.system.exits import BadInput, Exit, Stop
-from jaxscale.unread import leaves, refuse_unread, unread
+from jaxscale.unread import as_read, leaves, refuse_unread, unread
 
 PACKAGE = pathlib.Path(schema.__file__).parent
 QUICKSTART = str(PACKAGE.parent / "configs" / "quickstart.py")
@@ -238,7 +238,8 @@ def test_the_line_names_the_setting_the_choice_and_the_way_out(overrides, told):
     {"optim.decay": "constant", "optim.peak_lr": "1e-5", "optim.min_lr": "3e-5"},  # the default, above the peak
 ], ids=lambda value: ",".join(value))  # fmt: skip
 def test_what_is_read_or_asks_for_nothing_is_let_through(overrides):
-    load_config(QUICKSTART, overrides)
+    cfg = load_config(QUICKSTART, overrides)
+    refuse_unread(schema.from_dict(RunConfig, as_read(cfg)))
 
 
 def test_what_a_file_sets_for_a_choice_that_it_does_not_make_is_refused():
@@ -283,6 +284,9 @@ def test_so_does_one_that_holds_it_in_a_list_or_a_dict(tmp_path, overrides):
         load_config(QUICKSTART, overrides)
     kept = schema.to_dict(old)
     cfg = load_config(QUICKSTART, overrides, lambda: json.loads(json.dumps(kept)))
+    without = schema.from_dict(RunConfig, as_read(cfg))
+    refuse_unread(without)
+    assert without != cfg and as_read(without) == as_read(cfg)
     assert check_same_run(cfg, tmp_path, {"config": kept}) == []
 
 

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
-from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.exits import BadInput
 
 LOOK_SECONDS = 0.05  # how often the command is looked at
 
@@ -87,15 +87,6 @@ class Child:
         self.log = log
         with log.open("ab") as file:
             self.attempt = Attempt(command, env, output=file.fileno())
-
-    def finish(self, *, killed: bool = False) -> None:
-        """Waits for the end, by SIGKILL if `killed`. Raises Stop, with the child's exit code, for another one."""
-        code = self.attempt.wait()  # whatever ends the wait, the process is gone
-        if killed and code == 0:
-            raise Stop(Exit.ERROR, "the run ended before it could be killed; give it more --steps")
-        if code != (-signal.SIGKILL if killed else 0):
-            known = Exit(code) if code in list(Exit) else Exit.ERROR
-            raise Stop(known, f"the run ended with exit {code}: {self.tail()}")
 
     def tail(self) -> str:
         """The last line of its output."""

@@ -1,50 +1,29 @@
-"""The phases of a rehearsal, in processes that hold the devices one after the other; this one asks for none.
+"""The phases of a rehearsal, in processes that hold the devices one after the other; this one asks for none."""
 
-The kill is exact, not a race: `checkpoint.save_every_steps=3` starts a second save at step 6, which waits until the
-first one is committed, and the process dies by SIGKILL after step 7 (system/faults.py) while the second is written.
-"""
-
+import contextlib
 import dataclasses
 import json
 import os
-import pathlib
-import re
 import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxscale import units
-from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.write import MARGIN, check_before_run
 from jaxscale.cli.attempt import Child
 from jaxscale.cli.compare_runs import checkpoints_of, num_bytes, read_metrics
+from jaxscale.cli.two_runs import KILL_AFTER, TwoRuns
 from jaxscale.config import RunConfig
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.records import read_records
 from jaxscale.system import paths
-from jaxscale.system.exits import Stop, may_start_again, meaning
+from jaxscale.system.exits import Stop, meaning
 
-SAVE_EVERY = 3
-KILL_AFTER = 2 * SAVE_EVERY + 1
 LEAST_STEPS = KILL_AFTER + 1
 PROBE_BYTES = 32 << 20  # a file of a size that checkpoints have too
-LOOK_SECONDS = 0.2
-LOOK_REMOTE_SECONDS = 2.0  # each look at a bucket is a request
-STEP_LINE = re.compile(r"^step (\d+)/\d+  loss", re.MULTILINE)
-# Where they differ from the user's: so that the few steps hold two saves, and every step can be compared.
-SETTINGS = {
-    "checkpoint.save_every_steps": str(SAVE_EVERY),
-    "checkpoint.keep_last": "1",
-    "checkpoint.keep_every_steps": "0",
-    "checkpoint.wait_seconds": "3600",  # or a save that takes longer than the real run waits would be put off
-    "monitor.log_every_steps": "1",
-    "monitor.tensorboard": "false",
-    "monitor.progress": "lines",
-    "sample.num_tokens": "0",
-}
 OK, NO, NOTE, SKIPPED = "ok", "NO", "note", "-"
 
 
@@ -70,6 +49,14 @@ class Report:
         self.add(what, NO, seen)
         raise NoGo
 
+    @contextlib.contextmanager
+    def failing(self, what: str) -> Iterator[None]:
+        """Fails with the line of a run that ends otherwise than it should."""
+        try:
+            yield
+        except Stop as stop:
+            self.fail(what, str(stop))
+
     @property
     def goes(self) -> bool:
         """True while nothing speaks against it."""
@@ -77,63 +64,11 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Rehearsal:
+class Rehearsal(TwoRuns):
     """What the phases share."""
 
-    cfg: RunConfig
-    command: Sequence[str]  # the training's, without --workdir
+    cfg: RunConfig  # of the real run
     workdir: str  # of the real run
-    folder: Any  # where this one writes
-    logs: pathlib.Path  # always on a local disk
-    steps: int
-    is_first: bool  # of several processes
-    name: str  # of this process among several, for its logs
-
-    def start(self, run: str, env: Mapping[str, str] | None = None) -> Child:
-        """The training in FOLDER/run: the first `steps` steps of its real horizon."""
-        flags = [f"--workdir={self.folder / run}", f"--stop_after={self.steps}"]
-        return Child([*self.command, *flags], self.log(run), dict(os.environ) | dict(env or {}))
-
-    def log(self, run: str) -> pathlib.Path:
-        """Where the output of a run goes."""
-        return self.logs / f"{run}{self.name}.log"
-
-
-@dataclasses.dataclass
-class Watched:
-    """What was seen of a child from outside. Seconds count from its start."""
-
-    code: int = 0
-    seconds: float = 0.0
-    steps: dict[int, float] = dataclasses.field(default_factory=dict)  # when each was reported
-
-
-def watch(child: Child, checkpoints: Checkpoints, steps: int, say: Callable[[str], None]) -> Watched:
-    """Follows the child to its end, telling each step and each checkpoint as they come."""
-    began, seen = time.monotonic(), Watched()
-    known = set(checkpoints.all_steps())
-    already = len(child.log.read_text(errors="replace"))
-    pause = LOOK_REMOTE_SECONDS if paths.is_remote(checkpoints.directory) else LOOK_SECONDS
-    try:
-        running = True
-        while running:
-            running = child.attempt.running()  # asked first: what it did last is seen too
-            now = time.monotonic() - began
-            for step in map(int, STEP_LINE.findall(child.log.read_text(errors="replace")[already:])):
-                if step not in seen.steps:
-                    seen.steps[step] = now
-                    say(f"  step {step} of {steps}, {units.duration(now)} after its start")
-            for step in checkpoints.all_steps():
-                if step not in known:
-                    known.add(step)
-                    say(f"  checkpoint {step} is committed")
-            if running:
-                time.sleep(pause)
-    finally:
-        child.attempt.kill_group()
-        seen.code = child.attempt.wait()
-    seen.seconds = time.monotonic() - began
-    return seen
 
 
 def try_storage(rehearsal: Rehearsal, report: Report) -> int | None:
@@ -161,14 +96,12 @@ def try_storage(rehearsal: Rehearsal, report: Report) -> int | None:
 def run_straight(rehearsal: Rehearsal, report: Report) -> None:
     """The run that is left alone: train, evaluate, save. Says what each takes."""
     report.say(f"rehearsal: a run of {rehearsal.steps} steps that is left alone")
-    checkpoints = checkpoints_of(rehearsal.folder / "straight")
-    child = rehearsal.start("straight")
-    seen = watch(child, checkpoints, rehearsal.steps, report.say)
-    if seen.code:
-        report.fail("train", f"{meaning(seen.code)}: {child.tail()}")
+    with report.failing("train"):
+        seen = rehearsal.run("straight")
     if not rehearsal.is_first:
         report.add("train", OK, f"{rehearsal.steps} steps", seen.seconds)
         return
+    checkpoints = checkpoints_of(rehearsal.folder / "straight")
     newest = checkpoints.latest_step() or 0
     if newest != rehearsal.steps:
         report.fail(
@@ -177,8 +110,7 @@ def run_straight(rehearsal: Rehearsal, report: Report) -> None:
     records = read_metrics(rehearsal.folder / "straight", clocked=True)
     times = [record["step_seconds"] for record in records.values() if record.get("step_seconds")]
     step_seconds = statistics.median(times) if times else None
-    first = min(seen.steps.values(), default=None)
-    report.add("start", OK, "until the first step was done: data, compiling, evaluation, one step", first)
+    report.add("start", OK, "until the first step was done: data, compiling, evaluation, one step", seen.first)
     report.add("train", OK, f"{rehearsal.steps} steps, losses {losses_text(records)}; time of a step", step_seconds)
     report_evaluation(rehearsal, report)
     size = sum(num_bytes(leaf) for leaf in checkpoints.read_record(newest)["leaves"].values())
@@ -246,32 +178,18 @@ def check_space(rehearsal: Rehearsal, report: Report, free: int | None) -> None:
 def run_killed(rehearsal: Rehearsal, report: Report) -> dict[int, dict]:
     """The same run, killed while it saves, and started again; its metrics at the kill."""
     report.say(f"rehearsal: the same run, killed with SIGKILL after step {KILL_AFTER} while it saves")
-    workdir = rehearsal.folder / "killed"
-    checkpoints = checkpoints_of(workdir)
-    crash = {"JAXSCALE_CRASH_AT": f"step:{KILL_AFTER}"} if rehearsal.is_first else {}
-    child = rehearsal.start("killed", crash)
-    seen = watch(child, checkpoints, rehearsal.steps, report.say)
-    if not may_start_again(seen.code):
-        report.fail("kill", f"it was to be killed, and instead: {meaning(seen.code)}: {child.tail()}")
-    newest, early = checkpoints.latest_step() or 0, read_metrics(workdir)
-    if not newest:
-        report.fail("kill", f"after {meaning(seen.code)} at step {KILL_AFTER} there was no checkpoint to go on from")
-    report.add(
-        "kill", OK, f"{meaning(seen.code)} after step {KILL_AFTER}, checkpoint {newest} being the newest", seen.seconds
-    )
+    with report.failing("kill"):
+        (kill,) = rehearsal.kill()
+    died = meaning(kill.seen.code)
+    told = f"{died} after step {KILL_AFTER}, checkpoint {kill.newest} being the newest"
+    report.add("kill", OK, told, kill.seen.seconds)
 
     report.say("rehearsal: started again")
-    child = rehearsal.start("killed")
-    seen = watch(child, checkpoints, rehearsal.steps, report.say)
-    if seen.code:
-        report.fail("go on", f"{meaning(seen.code)}: {child.tail()}")
-    if rehearsal.is_first and f"going on from step {newest}" not in child.log.read_text(errors="replace"):
-        report.fail("go on", f"it did not go on from step {newest}; see {child.log}")
-    first = min(seen.steps.values(), default=None)
-    report.add(
-        "go on", OK, f"restored step {newest} and trained to {rehearsal.steps}; time until the first step", first
-    )
-    return early
+    with report.failing("go on"):
+        seen = rehearsal.run("killed")
+    told = f"restored step {kill.newest} and trained to {rehearsal.steps}; time until the first step"
+    report.add("go on", OK, told, seen.first)
+    return kill.metrics
 
 
 def compare_runs(rehearsal: Rehearsal, report: Report, early: Mapping[int, Any]) -> None:

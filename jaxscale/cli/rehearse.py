@@ -1,16 +1,18 @@
 """A run tried out where it will run: real config, mesh and storage, a few steps. GO or NO-GO, before days are spent.
 
-  jaxscale rehearse --config=FILE --workdir=FOLDER      all that training is given may be given here
+  jaxscale rehearse --config=FILE --workdir=FOLDER
 
-One process after the other holds the devices, and each is the real command. One run is left alone: it trains,
-evaluates, saves. The same run again is killed with SIGKILL while it saves, started again, and goes on from its
-checkpoint. Both are then compared bit for bit: state, data position, token ids, metrics. Tried and timed on the way:
-the storage, the first step, a step, an evaluation, a save, a restore; and the room for the checkpoints to be kept.
+It takes the settings and flags of the training, but for --stop_after, --replay and --steal_lock. One process after the
+other holds the devices, and each is the real command. One run is left alone: it trains, evaluates, saves. The same run
+again is killed with SIGKILL while it saves, started again, and goes on from its checkpoint. Both are then compared bit
+for bit: state, data position, token ids, metrics. Tried and timed on the way: the storage, the first step, a step, an
+evaluation, a save, a restore; and the room for the checkpoints to be kept.
 
 The exit code is 0 for GO and 3 for NO-GO. It works in WORKDIR/rehearsal, which stays only after a NO-GO.
 """
 
 import dataclasses
+import os
 import pathlib
 import shutil
 import signal
@@ -20,11 +22,11 @@ import time
 from typing import Any
 
 from jaxscale import config_file
+from jaxscale.checkpoint.storage_errors import reached
 from jaxscale.cli import run_verb
 from jaxscale.cli.rehearsal import (
     LEAST_STEPS,
     OK,
-    SETTINGS,
     NoGo,
     Rehearsal,
     Report,
@@ -34,18 +36,19 @@ from jaxscale.cli.rehearsal import (
     run_straight,
     try_storage,
 )
+from jaxscale.cli.two_runs import KILL_AFTER, RUNS, comparable
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config_file import config_name
 from jaxscale.help_text import command
 from jaxscale.hosts import cluster
 from jaxscale.run.options import allowed_names
+from jaxscale.run.resume_checks import recorded_settings
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, put
 from jaxscale.system.process import files_as, folder_mode
 from jaxscale.units import table
 
-RUNS = ("straight", "killed")
-PASSED_ON = ("skip-data", "init_from", "allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_after is our own
+PASSED_ON = ("allow_change", "run_dir_mode", *cluster.FLAGS)  # --stop_after is our own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,8 +103,9 @@ def carry_out(rehearsal: Rehearsal) -> int:
 def plan_rehearsal(arguments: Arguments) -> Rehearsal:
     """What to do. Raises BadInput for what a person has to correct, before anything is started."""
     options = arguments.options
-    cfg = config_file.load_config(arguments.config, config_file.with_flags(arguments))
     workdir = arguments.flags.workdir or f"runs/{config_name(arguments.config)}"
+    recorded = lambda: reached(lambda: recorded_settings(workdir), workdir)
+    cfg = config_file.load_config(arguments.config, config_file.with_flags(arguments), recorded)
     place = cluster.find_own_place(options)
     is_first = place is None or place.is_first
     folder = paths.as_path(workdir) / "rehearsal"
@@ -109,16 +113,19 @@ def plan_rehearsal(arguments: Arguments) -> Rehearsal:
         raise BadInput(f"{folder} holds an earlier rehearsal that ended with NO-GO; look at it, then delete it")
     remote = paths.is_remote(workdir)
     logs = pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-rehearsal-")) if remote else pathlib.Path(folder).absolute()
-    command = [sys.executable, "-m", "jaxscale.cli", "train", f"--config={arguments.config}"]
-    command += [f"--config.{name}={value}" for name, value in (arguments.overrides | SETTINGS).items()]
+    command = [sys.executable, "-m", "jaxscale.cli", "train", f"--stop_after={arguments.flags.steps}"]
     command += [f"--{name}={options[name]}" for name in PASSED_ON if name in options]
     return Rehearsal(
         cfg=cfg,
+        trained=comparable(cfg, keep_last=1),
         command=command,
         workdir=workdir,
         folder=folder if remote else pathlib.Path(folder).absolute(),
         logs=logs,
         steps=arguments.flags.steps,
+        env=os.environ,
+        kills={f"step:{KILL_AFTER}": ""},
+        say=put,
         is_first=is_first,
         name="" if place is None else f"-{place.process_id}",
     )

@@ -5,14 +5,15 @@ microbatches up to 2. Cut: layers, width, heads and their size, the row length, 
 """
 
 import dataclasses
-from typing import Any
 
 from jaxscale import schema
 from jaxscale.config import RunConfig
 from jaxscale.data.pipeline import check_data
 from jaxscale.hardware import host_memory_bytes
+from jaxscale.interop.config import ExportConfig
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.sampling.config import SampleConfig
 
 LARGE_PARAMS = 50_000_000
 LARGE_BATCH_TOKENS = 65_536
@@ -74,13 +75,13 @@ def use_available_data(cfg: RunConfig) -> tuple[RunConfig, list[str]]:
     return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, name="synthetic")), problems
 
 
-def changes(old: RunConfig, new: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """{dotted name: (old, new)} of every setting that differs."""
-    return schema.difference(schema.to_dict(old), schema.to_dict(new))
+def without_extras(cfg: RunConfig) -> RunConfig:
+    """cfg without samples and exports: what a proof or a measurement of training has no use for."""
+    return dataclasses.replace(cfg, sample=SampleConfig(), export=ExportConfig())
 
 
 def changes_text(old: RunConfig, new: RunConfig) -> list[str]:
     """What was changed for the proof, one line a setting; says so too if nothing was."""
-    changed = changes(old, new)
+    changed = schema.difference(schema.to_dict(old), schema.to_dict(new))
     lines = [f"  {name}: {was!r} -> {now!r}" for name, (was, now) in changed.items()]
     return ["changed for this proof:", *lines] if lines else ["the config as it is"]

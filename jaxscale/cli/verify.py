@@ -52,7 +52,7 @@ def resume(arguments: Arguments) -> int:
     cfg, wanted = prepared(arguments, copies=flags.devices)
     wanted = verify_resume.settings(wanted, flags.steps, flags.devices)
     put(*changes_text(cfg, wanted))
-    done = verify_resume.verify(arguments, cfg, wanted, flags.steps, flags.devices, flags.workdir)
+    done = verify_resume.verify(wanted, flags.steps, flags.devices, flags.workdir)
     put(*done.lines())
     return Exit.DONE if done.exact else Exit.ERROR
 

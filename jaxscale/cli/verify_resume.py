@@ -1,9 +1,7 @@
 """Proof that killing a run twice and starting it again equals never stopping, bit for bit.
 
-Both runs are the real command in processes of their own. One is left alone. The other is killed with SIGKILL after
-steps that no checkpoint holds, started again, killed while a checkpoint is being written, and started again. Each kill
-is exact, not a race: a second save waits until the first one is committed, and the process dies at a point of its own
-(system/faults.py).
+One run is killed with SIGKILL after steps that no checkpoint holds, started again, killed while a checkpoint is being
+written, and started again. It is held against one that is left alone.
 """
 
 import dataclasses
@@ -13,19 +11,17 @@ import sys
 import tempfile
 from collections.abc import Callable
 
-from jaxscale.cli.attempt import Child, simulated
-from jaxscale.cli.compare_runs import Comparison, checkpoints_of, compare, read_metrics
-from jaxscale.cli.shrink import changes
-from jaxscale.command_line import Arguments
+from jaxscale.cli.attempt import simulated
+from jaxscale.cli.compare_runs import Comparison, compare
+from jaxscale.cli.two_runs import KILL_AFTER, SAVE_EVERY, TwoRuns, comparable
 from jaxscale.config import RunConfig
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Stop, put
 
-SAVE_EVERY = 3
 LEAST_STEPS = 4 * SAVE_EVERY  # room for a kill behind the second checkpoint and one in the second save after that
-KILLS = {f"step:{2 * SAVE_EVERY + 1}": "", "save/start:2": ", while it began to write the next"}  # point: in words
+KILLS = {f"step:{KILL_AFTER}": "", "save/start:2": ", while it began to write the next"}
 
 
 def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
@@ -39,43 +35,39 @@ def settings(cfg: RunConfig, steps: int, devices: int) -> RunConfig:
     shards = shape["data"] * shape["fsdp"] * cfg.train.num_microbatches
     rows = -(-cfg.rows_per_step // shards) * shards
     return dataclasses.replace(
-        cfg,
+        comparable(cfg, keep_last=steps),
         mesh=mesh,
         batch_tokens=cfg.batch_tokens if rows == cfg.rows_per_step else rows * cfg.seq_len,
         train_tokens=f"{steps} steps",
         optim=dataclasses.replace(cfg.optim, warmup_tokens=f"{SAVE_EVERY} steps"),
-        checkpoint=dataclasses.replace(
-            cfg.checkpoint, save_every_steps=SAVE_EVERY, keep_last=steps, wait_seconds=3600
-        ),  # no save is put off
-        monitor=dataclasses.replace(cfg.monitor, log_every_steps=1, tensorboard=False, progress="lines"),
         eval=dataclasses.replace(cfg.eval, num_rows=0),
         evals={},
-        sample=dataclasses.replace(cfg.sample, num_tokens=0),
     )
 
 
 def verify(
-    arguments: Arguments,
-    cfg: RunConfig,
-    wanted: RunConfig,
-    steps: int,
-    devices: int,
-    workdir: str | None = None,
-    say: Callable[[str], None] = put,
+    wanted: RunConfig, steps: int, devices: int, workdir: str | None = None, say: Callable[[str], None] = put
 ) -> Comparison:
     """Both runs, compared. Their folder is removed if they are equal.
 
-    Args: arguments: of the command line, which say where the config is. wanted: the config to run, from `settings`.
+    Args: wanted: the config to run, from `settings`.
     Raises: Stop if a run ends by itself before its time.
     """
     folder = new_folder(workdir)
-    command = [sys.executable, "-m", "jaxscale.cli", "train", f"--config={arguments.config}"]
-    command += [f"--config.{name}={value}" for name, value in arguments.overrides.items()]
-    command += [f"--config.{name}={now}" for name, (_, now) in changes(cfg, wanted).items()]  # later flags win
+    runs = TwoRuns(
+        trained=wanted,
+        command=[sys.executable, "-m", "jaxscale.cli", "train"],
+        folder=folder,
+        logs=folder,
+        steps=steps,
+        env=simulated(devices),
+        kills=KILLS,
+        say=lambda line: None,
+    )
     try:
         say(f"a run of {steps} steps that is left alone")
-        start(command, folder / "straight", devices).finish()
-        told, seen = killed_run(command, folder / "killed", devices, say)
+        runs.run("straight")
+        told, seen = killed_run(runs, say)
     except Stop:
         say(f"the runs are kept in {folder}")
         raise
@@ -89,41 +81,28 @@ def verify(
     return dataclasses.replace(found, told=told, kept="" if found.exact else str(folder))
 
 
+def killed_run(runs: TwoRuns, say: Callable[[str], None]) -> tuple[list[str], list[dict[int, dict]]]:
+    """(how the run was killed, the metrics that it had written at each kill), after two kills and a third start."""
+    told, seen = [], []
+
+    def tell(line: str) -> None:
+        told.append(line)
+        say(f"the same, {line}")
+
+    for kill in runs.kill():
+        seen.append(kill.metrics)
+        last = max(kill.metrics, default=0)
+        tell(f"from step {kill.begin}: killed after step {last}, checkpoint {kill.newest} being the newest{kill.where}")
+    tell(f"from step {runs.newest()}: to the end")
+    runs.run("killed")
+    return told, seen
+
+
 def new_folder(workdir: str | None) -> pathlib.Path:
     """An empty folder for both runs. Raises BadInput if `workdir` holds something."""
     if workdir is None:
         return pathlib.Path(tempfile.mkdtemp(prefix="jaxscale-verify-"))
     folder = paths.make_run_dir(workdir)
     if any(folder.iterdir()):
-        raise BadInput(f"workdir={workdir} is not empty, and a proof begins anew; name another folder")
+        raise BadInput(f"workdir={workdir} is not empty, and a proof needs an empty folder; name another one")
     return folder
-
-
-def killed_run(
-    command: list[str], workdir: pathlib.Path, devices: int, say: Callable[[str], None]
-) -> tuple[list[str], list[dict[int, dict]]]:
-    """(how the run was killed, the metrics that it had written at each kill), after two kills and a third start."""
-    told, seen = [], []
-    for point, where in KILLS.items():
-        begin = newest(workdir)
-        start(command, workdir, devices, JAXSCALE_CRASH_AT=point).finish(killed=True)
-        seen.append(read_metrics(workdir))
-        told.append(
-            f"from step {begin}: killed after step {max(seen[-1], default=0)}, checkpoint {newest(workdir)} being the "
-            f"newest{where}"
-        )
-        say(f"the same, {told[-1]}")
-    told.append(f"from step {newest(workdir)}: to the end")
-    say(f"the same, {told[-1]}")
-    start(command, workdir, devices).finish()
-    return told, seen
-
-
-def start(command: list[str], workdir: pathlib.Path, devices: int, **env: str) -> Child:
-    """The command in `workdir`, on simulated devices, its output beside it."""
-    return Child([*command, f"--workdir={workdir}"], workdir.with_suffix(".log"), simulated(devices) | env)
-
-
-def newest(workdir: pathlib.Path) -> int:
-    """The newest committed step, or 0."""
-    return checkpoints_of(workdir).latest_step() or 0

@@ -20,6 +20,7 @@ from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.write import MARGIN
 from jaxscale.cli import compare_runs, rehearsal, rehearse
 from jaxscale.cli.rehearsal import NO, NOTE, OK, NoGo, Rehearsal, Report
+from jaxscale.cli.two_runs import comparable
 from jaxscale.command_line import flags_of, parse
 from jaxscale.run.options import RunOptions
 from jaxscale.system.exits import BadInput, Exit
@@ -78,15 +79,18 @@ import json, os, pathlib, sys, time
 flags = dict(word[2:].split("=", 1) for word in sys.argv[1:])
 workdir = pathlib.Path(flags["workdir"])
 """
+    cfg = tiny.config({"checkpoint.keep_last": 3, "checkpoint.save_every_steps": 100})
     one = Rehearsal(
-        cfg=tiny.config({"checkpoint.keep_last": 3, "checkpoint.save_every_steps": 100}),
+        cfg=cfg,
+        trained=comparable(cfg, keep_last=1),
         command=[sys.executable, "-S", "-c", prelude + code],
         workdir=str(tmp_path / "run"),
         folder=tmp_path / "run" / "rehearsal",
         logs=tmp_path / "run" / "rehearsal",
         steps=8,
-        is_first=True,
-        name="",
+        env=os.environ,
+        kills={"step:7": ""},
+        say=lambda line: None,
     )
     return dataclasses.replace(one, **changes)
 
@@ -233,12 +237,10 @@ def test_the_training_gets_all_that_it_was_given(config, tmp_path):
     flags += [f"--{name}={value}" for name, value in options.items()]
     one = rehearse.plan_rehearsal(parse(flags, rehearse.RehearseFlags))
     assert not one.is_first and one.name == "-1" and one.cfg.checkpoint.keep_last == 9
-    assert {"--config.seed=7", "--config.checkpoint.keep_last=1", "--skip-data=1:3", "--process_id=1"} <= set(
-        one.command
-    )
-    assert {"--init_from=runs/a", "--allow_change=optim.peak_lr", "--run_dir_mode=0750"} <= set(one.command)
-    assert one.cfg.data.skip_batches == ((1, 3),) and one.cfg.init.from_path == "runs/a"
-    assert "--config.checkpoint.wait_seconds=3600" in one.command  # however long a save takes, the next one waits
+    told = {"--process_id=1", "--allow_change=optim.peak_lr", "--run_dir_mode=0750", "--stop_after=8"}
+    assert told <= set(one.command) and one.trained.seed == 7 and one.trained.checkpoint.keep_last == 1
+    assert one.trained.data.skip_batches == ((1, 3),) and one.trained.init.from_path == "runs/a"
+    assert one.trained.checkpoint.wait_seconds == 3600  # however long a save takes, the next one waits
 
 
 def test_every_flag_of_training_is_taken_or_left_out_on_purpose():

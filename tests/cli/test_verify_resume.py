@@ -1,5 +1,6 @@
 """Killing a run twice and starting it again equals never stopping; and the proof sees it where that is not so."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -14,11 +15,13 @@ import tiny
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import nest
-from jaxscale.cli import compare_runs, verify_resume
-from jaxscale.cli.attempt import Child
-from jaxscale.command_line import Arguments
+from jaxscale.cli import compare_runs, rehearse, verify, verify_resume
+from jaxscale.cli.two_runs import TwoRuns
+from jaxscale.command_line import parse
+from jaxscale.config_file import load_config
 from jaxscale.monitor.machine import HostLoad
 from jaxscale.system.exits import Exit, Stop
+from jaxscale.unread import as_read
 
 STEPS = 12
 CONFIG = """
@@ -144,13 +147,38 @@ def test_a_missing_step_is_not_exact(finished, tmp_path):
 
 def test_a_run_that_ends_by_itself_says_why(tmp_path):
     code = "import sys; print('first'); print('error: x=3 is wrong'); sys.exit(2)"
-    child = Child([sys.executable, "-c", code], tmp_path / "w.log")
-    with pytest.raises(Stop, match="exit 2: error: x=3 is wrong") as stop:
-        child.finish(killed=True)
+    shared = dict(trained=tiny.config(), folder=tmp_path, logs=tmp_path, steps=STEPS, env={}, kills={}, say=print)
+    runs = TwoRuns(command=[sys.executable, "-S", "-c", code], **shared)
+    with pytest.raises(Stop, match="^exit 2, .*: error: x=3 is wrong$") as stop:
+        runs.run("straight")
     assert stop.value.code == Exit.BAD_INPUT
-    quick = Child([sys.executable, "-c", ""], tmp_path / "w.log")
-    with pytest.raises(Stop, match="before it could be killed"):
-        quick.finish(killed=True)
+    quick = dataclasses.replace(runs, command=[sys.executable, "-S", "-c", ""])
+    with pytest.raises(Stop, match="it was to be killed, and instead: exit 0"):
+        quick.run("straight", kill_at="step:7")
+
+
+GIVEN = {  # what training takes
+    "evaluators": "evals.words.kind=text evals.words.files=README.md",
+    "exports": "export.every_steps=100 checkpoint.save_every_steps=50 export.dtype=float32",
+    "samples": "sample.prompt=x sample.every_steps=7 sample.num_tokens=9",
+    "validation": "eval.every_steps=50 checkpoint.keep_best=2",
+    "data elsewhere": "data.name=files data.files=/elsewhere/*.txt data.val_fraction=0.1",
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_the_runs_of_a_proof_take_each_config_that_training_takes(tmp_path, given):
+    flags = [f"--config.{one}" for one in GIVEN[given].split()]
+    words = ["--config=configs/quickstart.py", f"--workdir={tmp_path / 'w'}", *flags]
+    _, wanted = verify.prepared(parse(words, verify.VerifyFlags), copies=1)
+    wanted = verify_resume.settings(wanted, STEPS, 1)
+    rehearsed = rehearse.plan_rehearsal(parse(words, rehearse.RehearseFlags)).trained
+    for cfg in (wanted, rehearsed):
+        shared = dict(folder=tmp_path, logs=tmp_path, steps=STEPS, env={}, kills={}, say=print)
+        TwoRuns(trained=cfg, command=["true"], **shared).start("straight").attempt.wait()
+        found = load_config(str(tmp_path / "config.py"))
+        assert as_read(found) == as_read(cfg) and found.train_tokens == cfg.train_tokens
+    assert rehearsed.evals == load_config("configs/quickstart.py", parse(flags).overrides).evals
 
 
 def test_a_folder_that_holds_something_is_refused(finished):
@@ -167,7 +195,5 @@ def test_ctrl_c_removes_a_temporary_folder_and_no_other(tmp_path, monkeypatch, g
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     workdir = str(tmp_path / "given") if given else None
     with pytest.raises(KeyboardInterrupt):
-        verify_resume.verify(
-            Arguments("x.py", {}, {}), tiny.config(), tiny.config(), STEPS, 1, workdir, say=lambda text: None
-        )
+        verify_resume.verify(tiny.config(), STEPS, 1, workdir, say=lambda text: None)
     assert [path.name for path in tmp_path.iterdir()] == (["given"] if given else [])
