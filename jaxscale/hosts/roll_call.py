@@ -16,6 +16,7 @@ from typing import Any
 
 from jaxscale.hosts.place import Place
 from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.foreign import parse_json
 
 SECONDS = 300.0  # machines of a slice start minutes apart
 AFTER_A_PROBLEM = 10.0  # seconds for the others to come and show theirs, once one does not fit
@@ -60,8 +61,8 @@ class Wire:
         if not data or len(self.buffer) > LONGEST:
             return None
         try:
-            messages = [json.loads(line) for line in lines]
-        except ValueError:
+            messages = [parse_json(line) for line in lines]
+        except BadInput:
             return None
         return messages if all(isinstance(message, dict) for message in messages) else None
 

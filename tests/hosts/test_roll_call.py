@@ -84,7 +84,7 @@ def test_who_calls_before_the_first_is_there_is_heard_and_a_stranger_is_not():
         early = pool.submit(call_roll, make(1), FACTS, 30.0)
         time.sleep(0.3)
         first = pool.submit(call_roll, make(0), FACTS, 30.0)
-        for data in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[1]\n", b""):
+        for data in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[1]\n", b"[" * 50_000 + b"\n", b""):
             with processes.connected(port + 1) as stranger:
                 stranger.sendall(data)
         late = pool.submit(call_roll, make(2), FACTS, 30.0)
