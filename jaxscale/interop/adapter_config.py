@@ -6,10 +6,12 @@ What PEFT would compute by it and we do not is refused by name.
 import dataclasses
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import short
 
 FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"
@@ -25,6 +27,7 @@ READ = {
 ALLOWED = dict(
     peft_type=("LORA",), task_type=(None, "CAUSAL_LM"), bias=("none",), init_lora_weights=(True, False, "gaussian")
 )
+LARGEST = sys.float_info.max
 # Of a regular expression that somebody else wrote: more could run for hours.
 MOST_REPEATS, MOST_WAYS, LONGEST_PATTERN = 6, 100_000, 2000
 # A group that is repeated; flags and comments, and brackets in a set, behind which one could hide.
@@ -67,10 +70,10 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
     for key, allowed in ALLOWED.items():
         if key in values and values[key] not in allowed:
             known = " or ".join(repr(value) for value in allowed)
-            raise BadInput(f"{FILE}: {key}={repr(values[key])[:80]} is not supported; it may be {known}")
+            raise BadInput(f"{FILE}: {key}={short(values[key])} is not supported; it may be {known}")
     for key, value in values.items():
         if key not in READ | WITHOUT_EFFECT and value not in (None, False, "", [], {}, ()):
-            raise BadInput(f"{FILE}: {key}={repr(value)[:80]} is not supported; merge it with PEFT's merge_and_unload")
+            raise BadInput(f"{FILE}: {key}={short(value)} is not supported; merge it with PEFT's merge_and_unload")
     rank, alpha = values.get("r", 8), values.get("lora_alpha", 8)
     ranks, alphas = values.get("rank_pattern") or {}, values.get("alpha_pattern") or {}
     for key, table in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
@@ -78,10 +81,10 @@ def read(values: Mapping[str, Any]) -> AdapterConfig:
             raise BadInput(f"{FILE}: {key} is no table of patterns; fetch it again")
     for value in (rank, *ranks.values()):
         if type(value) is not int or value < 1:
-            raise BadInput(f"{FILE}: a rank is {str(value)[:80]}, and must be a whole number from 1 on")
+            raise BadInput(f"{FILE}: a rank is {short(value)}, and must be a whole number from 1 on")
     for value in (alpha, *alphas.values()):
-        if type(value) not in (int, float) or not math.isfinite(value):
-            raise BadInput(f"{FILE}: an alpha is {str(value)[:80]}, and must be a number")
+        if type(value) not in (int, float) or not abs(value) <= LARGEST:  # NaN is not, either
+            raise BadInput(f"{FILE}: an alpha is {short(value)}, and must be a number of at most {LARGEST:.2e}")
     base = values.get("base_model_name_or_path")
     found = AdapterConfig(
         rank=rank,

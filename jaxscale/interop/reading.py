@@ -16,6 +16,7 @@ from jaxscale.interop.ranges import look_at, names_in
 from jaxscale.interop.safetensors import Tensor, read_header
 from jaxscale.system import foreign, paths
 from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import short
 
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")  # torch's: reading one can run what it holds
@@ -163,11 +164,3 @@ def check_end_ids(config: Mapping[str, Any], vocab_size: int, where: str) -> Non
                 raise BadInput(
                     f"{where}: {name}={short(value)} must be an id from 0 to {vocab_size - 1}, or a list of them"
                 )
-
-
-def short(value: Any) -> str:
-    """A value for a message: a hostile one may be long."""
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 200:
-        return f"a number of {value.bit_length():,} bits"
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -4,6 +4,7 @@ Described at github.com/huggingface/safetensors (README, "Format"). Nothing in a
 shape and offset is compared with all others and with the file's size before a tensor is read.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -15,7 +16,7 @@ import numpy as np
 
 from jaxscale.interop.ranges import File
 from jaxscale.system.exits import BadInput
-from jaxscale.system.foreign import parse_json
+from jaxscale.system.foreign import parse_json, short
 
 LENGTH_BYTES = 8
 LONGEST_HEADER = 32 << 20  # bytes: about 300,000 tensors. Python needs up to thirty times as many to hold what it says
@@ -99,8 +100,8 @@ def without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object. Raises BadInput for a name that is there twice."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise BadInput(f"{next(name for name in names if names.count(name) > 1)!r} stands there twice")
+        counts = collections.Counter(name for name, _ in pairs)
+        raise BadInput(f"{clip(counts.most_common(1)[0][0])!r} stands there twice")
     return found
 
 
@@ -110,15 +111,15 @@ def entry(file: File, name: str, described: Any, begin: int) -> Tensor:
     if not isinstance(described, dict) or set(described) != {"dtype", "shape", "data_offsets"}:
         raise broken(file, f"{where} is not described by dtype, shape and data_offsets alone")
     kind, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-    if kind not in DTYPES and kind not in OTHERS:
-        raise broken(file, f"{where} has dtype {clip(str(kind))!r}, which is none of {', '.join([*DTYPES, *OTHERS])}")
+    if kind not in (*DTYPES, *OTHERS):  # a tuple: a list has no hash
+        raise broken(file, f"{where} has dtype {short(kind)}, which is none of {', '.join([*DTYPES, *OTHERS])}")
     if not is_sizes(shape) or len(shape) > MOST_AXES:
-        raise broken(file, f"{where} has shape {clip(str(shape))}, which is no list of at most {MOST_AXES} sizes")
+        raise broken(file, f"{where} has shape {short(shape)}, which is no list of at most {MOST_AXES} sizes")
     if not is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise broken(file, f"{where} has data_offsets {clip(str(offsets))}, which are no begin and end")
+        raise broken(file, f"{where} has data_offsets {short(offsets)}, which are no begin and end")
     size = math.prod(shape) * (DTYPES[kind].itemsize if kind in DTYPES else OTHERS[kind])
     if offsets[1] - offsets[0] != size:
-        raise broken(file, f"{where}, {kind}{shape}, needs {size} bytes and has {offsets[1] - offsets[0]}")
+        raise broken(file, f"{where}, {kind}{short(shape)}, needs {size} bytes and has {offsets[1] - offsets[0]}")
     if begin + offsets[1] > file.size:
         raise broken(file, f"{where} ends at byte {begin + offsets[1]} of a file of {file.size}: it was cut short")
     return Tensor(name, file, kind, tuple(shape), begin + offsets[0], begin + offsets[1])
@@ -141,7 +142,7 @@ def check_covered(file: File, tensors: Iterable[Tensor], begin: int) -> None:
         raise broken(file, f"{file.size - end} bytes behind {clip(before)} belong to no tensor")
 
 
-def broken(file: File, cause: str) -> ValueError:
+def broken(file: File, cause: str) -> BadInput:
     """The error for a file that is no good safetensors file."""
     return BadInput(f"{file.path} is no good safetensors file: {cause}; fetch it again")
 

@@ -189,6 +189,14 @@ def parse_json(content: str | bytes | bytearray, **how: Any) -> Any:
     return value
 
 
+def short(value: Any) -> str:
+    """A value for a message: a hostile one may be long."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 1 << 200:
+        return f"a number of {value.bit_length():,} bits"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 TOO_DEEP = f"it is nested deeper than {DEEPEST} levels"
 
 

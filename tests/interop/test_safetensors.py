@@ -59,6 +59,7 @@ BROKEN = {
     "no shape": ({"a": {"dtype": "F32", "data_offsets": [0, 4]}}, b"1234", None, "'a' is not described by"),
     "more": ({"a": tensor([1], 0, 4, code="x")}, b"1234", None, "'a' is not described by"),
     "dtype": ({"a": tensor([1], 0, 4, "F33")}, b"1234", None, "'a' has dtype 'F33', which is none of F32"),
+    "dtype of no type": ({"a": tensor([1], 0, 4, [])}, b"1234", None, r"'a' has dtype \[\], which is none of F32"),
     "negative": ({"a": tensor([-1], 0, 4)}, b"1234", None, r"'a' has shape \[-1\]"),
     "not whole": ({"a": tensor([1.0], 0, 4)}, b"1234", None, r"'a' has shape \[1.0\]"),
     "true": ({"a": tensor([True], 0, 4)}, b"1234", None, r"'a' has shape \[True\]"),

@@ -23,6 +23,7 @@ from jaxscale.models.layers import split_model
 from jaxscale.models.model import make_model
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import short
 from jaxscale.units import or_list
 
 __all__ = [
@@ -52,13 +53,16 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise BadInput(
-            f"config.json: model_type={model_type!r} is not supported; it may be {or_list(sorted(FAMILIES))}"
+            f"config.json: model_type={short(model_type)} is not supported; it may be {or_list(sorted(FAMILIES))}"
         )
     family = FAMILIES[model_type]
-    for architecture in hf.get("architectures") or ():
+    architectures = hf.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise BadInput(f"config.json: architectures={short(architectures)} must be a list of names; fetch it again")
+    for architecture in architectures:
         if architecture not in family.architectures:
             known = or_list(list(family.architectures))
-            raise BadInput(f"config.json: architecture {architecture!r} is not supported; it may be {known}")
+            raise BadInput(f"config.json: architecture {short(architecture)} is not supported; it may be {known}")
     return family
 
 

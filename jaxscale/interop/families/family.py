@@ -75,7 +75,7 @@ class Family:
 
     model_type: str  # of its config.json
     architectures: tuple[str, ...]  # that we read; the first is what we write
-    read_config: Callable[[Mapping[str, Any]], AnyModelConfig]  # ValueError for what our model does not compute
+    read_config: Callable[[Mapping[str, Any]], AnyModelConfig]  # BadInput for what our model does not compute
     write_config: Callable[[Any], dict[str, Any]]  # the keys that read_config reads, as every release reads them
     rows: tuple[Row, ...]
     keys: tuple[str, ...]  # of a config.json that read_config looks at

@@ -9,6 +9,7 @@ from jaxscale.interop.families.llama import LAYER, LEFT_OUT, NORMS_BEFORE, QK_NO
 from jaxscale.interop.families.settings import (
     FAR,
     NEAR,
+    number,
     read_rope,
     read_rope_of,
     read_windows,
@@ -56,7 +57,8 @@ def later_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Our settings of Gemma 2 and 3 for keys that the tables do not spell."""
     scalar, usual = hf["query_pre_attn_scalar"], hf["sliding_window_pattern"]
     types = hf["layer_types"] or types_every(hf["num_hidden_layers"], usual)
-    found = OF_ALL | dict(norm_placement="both", query_scalar=None if scalar == hf["head_dim"] else float(scalar))
+    query_scalar = None if scalar == hf["head_dim"] else number(hf, "query_pre_attn_scalar")
+    found = OF_ALL | dict(norm_placement="both", query_scalar=query_scalar)
     return found | read_windows(hf, types, usual)
 
 

@@ -9,6 +9,7 @@ from jaxscale.interop.families.family import Family
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.config import RopeScaling
 from jaxscale.system.exits import BadInput
+from jaxscale.system.foreign import short
 from jaxscale.units import or_list
 
 NEAR, FAR = "sliding_attention", "full_attention"  # the types of layers
@@ -43,8 +44,15 @@ def refuse_unless(hf: Mapping[str, Any], **allowed: tuple) -> None:
         if key in hf and hf[key] not in values:
             known = or_list([repr(value) for value in values])
             raise BadInput(
-                f"config.json: {key}={hf[key]!r} is not supported for {hf.get('model_type')}; it may be {known}"
+                f"config.json: {key}={short(hf[key])} is not supported for {hf.get('model_type')}; it may be {known}"
             )
+
+
+def number(values: Mapping[str, Any], key: str) -> float:
+    """A value of a config.json, as float. Raises BadInput for what is no number: a text of digits is none either."""
+    if type(values[key]) not in (int, float):
+        raise BadInput(f"config.json: {key}={short(values[key])} must be a number; fetch it again")
+    return float(values[key])
 
 
 def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -63,8 +71,8 @@ def read_rope(hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     found, unread = scaled(rope, hf), parameters.get("rope_theta", rope["rope_theta"])
     if scaling and "rope_theta" not in scaling and unread != rope["rope_theta"]:
         raise BadInput(
-            f"config.json: rope_scaling stands beside rope_parameters, whose rope_theta={unread!r} transformers then "
-            f"does not read: it takes {rope['rope_theta']!r}; write one of the two, with rope_theta in it"
+            f"config.json: rope_scaling stands beside rope_parameters, whose rope_theta={short(unread)} transformers "
+            f"then does not read: it takes {short(rope['rope_theta'])}; write one of the two, with rope_theta in it"
         )
     return found
 
@@ -85,10 +93,10 @@ def read_rope_of(hf: Mapping[str, Any], layers: str) -> tuple[float, RopeScaling
 
 def scaled(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     """(rope_base, rope_scaling) of RoPE's own keys. Args: hf: the config.json they stand in."""
-    base, name = float(rope["rope_theta"]), rope.get("rope_type", rope.get("type", "default"))
+    base, name = number(rope, "rope_theta"), rope.get("rope_type", rope.get("type", "default"))
     if rope.get("type", name) != name:
         raise BadInput(
-            f"config.json: RoPE has type={rope['type']!r}, and transformers reads its rope_type={name!r}; "
+            f"config.json: RoPE has type={short(rope['type'])}, and transformers reads its rope_type={short(name)}; "
             "write rope_type alone"
         )
     if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1.0):
@@ -96,19 +104,19 @@ def scaled(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> tuple[float, RopeS
     if name == "default":
         return base, None
     if name == "linear":
-        return base, RopeScaling(name="linear", factor=float(rope["factor"]))
+        return base, RopeScaling(name="linear", factor=number(rope, "factor"))
     if name != "llama3":
         raise BadInput(
-            f"config.json: RoPE scaling {name!r} is not supported; it may be 'default', 'linear' or 'llama3'"
+            f"config.json: RoPE scaling {short(name)} is not supported; it may be 'default', 'linear' or 'llama3'"
         )
     original = rope.get(ORIGINAL, hf.get("max_position_embeddings"))
     if original is None or hf.get(ORIGINAL, original) != original:
         raise BadInput(f"config.json: RoPE scaling 'llama3' needs {ORIGINAL}, in rope_scaling and nowhere else")
     return base, RopeScaling(
         name="llama3",
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
+        factor=number(rope, "factor"),
+        low_freq_factor=number(rope, "low_freq_factor"),
+        high_freq_factor=number(rope, "high_freq_factor"),
         original_max_len=original,
     )
 
