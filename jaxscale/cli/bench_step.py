@@ -23,6 +23,7 @@ from jaxscale.monitor.runinfo import run_info
 from jaxscale.planning.check import check_machine
 from jaxscale.sharding.shardings import local_rows, put_rows
 from jaxscale.system.exits import BadInput
+from jaxscale.system.process import has_huge_pages
 
 # Two sizes at which plain JAX, PyTorch and other trainers are easily set up alike: Llama, untied, AdamW, clip 1.
 SPECS = {
@@ -124,7 +125,7 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "num_microbatches": cfg.train.num_microbatches,
         "devices": f"{program.mesh.size} x {device.device_kind}",
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "huge_pages": "hugetlb" in os.environ.get("GLIBC_TUNABLES", ""),
+        "huge_pages": has_huge_pages(),
         "date": datetime.date.today().isoformat(),
         **run_info(),
     }

@@ -34,6 +34,7 @@ from jaxscale.sharding.rules import RULES
 from jaxscale.sharding.shardings import put_rows, replicated
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
+from jaxscale.system.process import has_huge_pages
 from jaxscale.system.redact import redacted
 from jaxscale.text.tokenizer.saved import save_tokenizer
 from jaxscale.training.autopilot import Pilot
@@ -136,7 +137,8 @@ def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, 
         "changed": record_changes(start.changes, past, start.steps_done, jump, folder.log),
     }
     versions = record["versions"]
-    folder.log("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version))
+    pages = "; malloc in huge pages (JAXSCALE_HUGE_PAGES=0 leaves that out)" if has_huge_pages() else ""
+    folder.log("versions: " + ", ".join(f"{name} {version}" for name, version in versions.items() if version) + pages)
     for line in version_changes(start.recorded, versions):
         folder.log(line)
     return redacted(record)

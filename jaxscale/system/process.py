@@ -101,6 +101,11 @@ def use_huge_pages() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
+def has_huge_pages() -> bool:
+    """True if malloc asks for huge pages in this process, by us or by the user."""
+    return "hugetlb" in os.environ.get("GLIBC_TUNABLES", "")
+
+
 def folder_mode(text: str | None) -> int:
     """The mode that --run_dir_mode names; 0700 without it. Raises BadInput for one that shuts out the owner."""
     if text is None:
