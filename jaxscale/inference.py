@@ -1,4 +1,4 @@
-"""Opening a trained or converted model for inference: its weights on a mesh, its tokenizer, scoring and generation.
+"""Opening a trained or converted model for inference: its weights on a mesh, its tokenizer, and generation.
 
 Nothing of training is read: no optimizer, no data. B batch  T position
 """
