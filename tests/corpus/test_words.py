@@ -72,14 +72,17 @@ def test_what_was_read_before_changes_nothing(texts):
         assert (again.plain, again.alphabetic) == (stats.plain, stats.alphabetic)
 
 
-def test_a_full_memory_is_begun_anew(monkeypatch):
+@pytest.mark.parametrize("bound, most", [("MAX_REMEMBERED", 60), ("MAX_REMEMBERED_CHARS", 400)])
+def test_a_full_memory_is_begun_anew(monkeypatch, bound, most):
     texts = [" ".join(f"w-{place * 7 + n}," for n in range(50)) for place in range(20)]
+    texts += [f"{place}-b," * 90 for place in range(20)]  # few pieces, and long ones
     before = [block_stats([text])[0].hashes.tolist() for text in texts]
-    monkeypatch.setattr(words, "MAX_REMEMBERED", 60)
+    monkeypatch.setattr(words, bound, most)
     first = words._memory
     assert [block_stats([text])[0].hashes.tolist() for text in texts] == before
     assert [block_stats([text])[0].hashes.tolist() for text in reversed(texts)] == before[::-1]
-    assert words._memory is not first and len(words._memory.rows) <= 110
+    held = words._memory.rows if bound == "MAX_REMEMBERED" else "".join(words._memory.rows)
+    assert words._memory is not first and len(held) <= most + 500  # and what the last text had
 
 
 @given(st.lists(TEXTS, max_size=6), st.integers(1, 40))

@@ -27,6 +27,7 @@ BULLETS = ("•", "-")
 ELLIPSES = ("...", "…")
 TERMINAL = (".", "?", "!", '"', "'")
 CITATION = re.compile(r"\[\d*\]|\[edit\]|\[citation needed\]")
+MOST_KNOWN = 64  # characters of a piece whose kinds are remembered: longer ones hardly come again
 POLICIES = ("terms of use", "privacy policy", "cookie policy", "uses cookies", "use of cookies", "use cookies")
 SENTENCE_ENDS = frozenset(".!?։؟۔।॥。！？．｡‼‽⁇⁈⁉⸮။።፧᙮᠃᠉꓿܀܁܂߹﹒﹖﹗꛳꛷᪨᪩᭚᭛᱾᱿")
 # ends of a sentence in the scripts of the web: Unicode's property Sentence_Terminal, https://unicode.org/reports/tr29
@@ -180,7 +181,7 @@ def count_sentences(line: str, enough: int) -> int:
     """Sentences of a line, up to `enough`: after . ! or ? the first word that is not punctuation begins a new one."""
     count, ended = 1, False
     for piece in line.split():
-        for kind in ("word",) if piece.isalnum() else _kinds(piece):
+        for kind in ("word",) if piece.isalnum() else (_kinds if len(piece) > MOST_KNOWN else _known_kinds)(piece):
             if kind == "end":
                 ended = True
             elif kind == "word":
@@ -191,11 +192,13 @@ def count_sentences(line: str, enough: int) -> int:
     return count
 
 
-@functools.lru_cache(maxsize=1 << 15)
 def _kinds(piece: str) -> tuple[str, ...]:
     """What the words of a piece are to a sentence: its end, a word, or another mark."""
     is_mark = lambda word: all(unicodedata.category(character)[0] == "P" for character in word)
     return tuple("end" if w in SENTENCE_ENDS else "mark" if is_mark(w) else "word" for w in cut(piece))
+
+
+_known_kinds = functools.lru_cache(maxsize=1 << 15)(_kinds)
 
 
 def make_fineweb(cfg: FineWebConfig) -> Stage:

@@ -20,6 +20,9 @@ from jaxscale.text.document import Document
 
 BATCH_CHARS = 1 << 15  # characters handled at a time: as many as stay in a core's cache
 MAX_REMEMBERED = 1 << 17  # odd pieces; about 30 MB with their tables
+MAX_REMEMBERED_CHARS = (
+    1 << 21
+)  # of these pieces, 14 each in running text: at most 100 MB with their tables, if all are words
 MASK = (1 << 64) - 1
 MIX = 0xBF58476D1CE4E5B9  # of a word's hash: a polynomial in MULTIPLIER, then mixed; both odd
 SPACE, LETTERS, DIGITS, MARK, DOT, OTHER = range(6)  # kinds of characters
@@ -268,7 +271,7 @@ class _Memory:
         self.lock = threading.Lock()
         self.rows: dict[str, int] = {}  # of pieces
         self.firsts, self.counts = np.zeros(1 << 12, np.int64), np.zeros(1 << 12, np.int64)  # of a piece, in its words
-        self.used = 0
+        self.used = self.characters = 0  # words and characters of all pieces
         self.hashes = np.zeros(1 << 13, np.uint64)  # of all words of all pieces, one after another
         self.lengths = np.zeros(1 << 13, np.int32)
         self.facts = np.zeros(1 << 13, np.int64)
@@ -297,12 +300,12 @@ class _Memory:
         self.counts[row : row + len(cuts)] = counts
         self.firsts[row : row + len(cuts)] = first + counts.cumsum() - counts
         self.rows.update(zip(pieces, range(row, row + len(cuts))))
-        self.used = last
+        self.used, self.characters = last, self.characters + sum(map(len, pieces))
 
     def ready(self) -> "_Memory":
         """This memory, or a new one for all to come if it is full."""
         global _memory
-        if len(self.rows) > MAX_REMEMBERED:
+        if len(self.rows) > MAX_REMEMBERED or self.characters > MAX_REMEMBERED_CHARS:
             _memory = _Memory()
         return _memory
 
