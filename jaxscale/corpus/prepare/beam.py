@@ -11,13 +11,16 @@ import pathlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import apache_beam as beam
 import numpy as np
-from apache_beam.options.pipeline_options import PipelineOptions
 
 from jaxscale.corpus.prepare.dedup import NEIGHBOURS
 from jaxscale.corpus.prepare.join import group_pairs, item_numbers, open_array, save_whole, signature_reader, verified
 from jaxscale.data.verified import remove
+from jaxscale.text.sources.part import needs
+
+with needs("a --runner but local", "apache-beam", "pip install 'jaxscale[beam]', in an environment of its own"):
+    import apache_beam as beam
+    from apache_beam.options.pipeline_options import PipelineOptions
 
 PAIRS_IN_FILE = (1 << 10, 1 << 17)  # fewest and most, but for the last
 

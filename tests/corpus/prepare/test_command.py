@@ -96,6 +96,10 @@ def test_the_plan_is_told_and_nothing_is_done(raw, tmp_path, capsys):
         (["--output=RAW", "--input=RAW"], "cannot be made"),
         (["--output=gs://b/x", "--report"], "a report is written, and a set exported, from a local folder"),
         (["--output=o", "--input=RAW", "--", "--project=p"], "flags after -- are for a Beam runner"),
+        (
+            ["--output=o", "--input=RAW", "--runner=DirectRunner"],
+            "needs the package apache-beam, which is not",
+        ),
         (["--output=o", "--inptu=RAW"], "did you mean --input?"),
         (["--report", "--output=TMP"], "no set was completed there"),
         (["--export=parquet:x", "--output=TMP"], "KIND one of megatron, array_record"),
