@@ -18,7 +18,7 @@ from jaxscale.text.chat.template import ChatTemplate, load_template
 from jaxscale.text.document import Document
 from jaxscale.text.sources.blocks import read_blocks, read_lines
 from jaxscale.text.sources.files import SourceFile, unpacked_name
-from jaxscale.text.sources.jsonl import BYTE_ORDER_MARK, NO_JSON, loads, refuse, second_look, word_of
+from jaxscale.text.sources.jsonl import BYTE_ORDER_MARK, NO_JSON, loads, refuse, second_look, words_of
 from jaxscale.text.sources.read import JSON_LINES, read_file, readable
 from jaxscale.text.tokenizer.base import Tokenizer
 
@@ -74,10 +74,8 @@ def read_samples(
             written = write_record(record, f"{file.path} line {number}", cfg, template, guard, skipped)
             if written is None:
                 continue
-            document = Document(
-                written.text, file.source, file.name, offset, word_of(record, cfg.id_field, line),
-                word_of(record, cfg.url_field, line), word_of(record, cfg.licence_field, line) or cfg.licence,
-            )  # fmt: skip
+            id, url, own, _ = words_of(record, cfg.word_fields, line)
+            document = Document(written.text, file.source, file.name, offset, id, url, own or cfg.licence)
             if document.size > cfg.max_document_bytes:
                 skipped["longer than max_document_bytes"] += 1
                 continue

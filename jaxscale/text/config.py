@@ -44,6 +44,7 @@ class ReadConfig:
     """How raw text is read out of files of any kind, and how much of it."""
 
     where: ClassVar[str] = ""  # before a setting's name in messages: where these settings stand
+    language_field: ClassVar[str] = ""  # as licence_field; only a recipe has use for it
 
     text_field: str = setting(
         "text", "name of the text field or column in JSON lines, Parquet, Arrow and data sets; a.b: field b inside a"
@@ -101,6 +102,11 @@ class ReadConfig:
                 pass  # it is there, and has no such short text
             except LookupError:
                 raise BadInput(f"encoding={self.encoding!r} is not known; name one such as 'latin-1'") from None
+
+    @property
+    def word_fields(self) -> tuple[str, str, str, str]:
+        """The fields that hold a document's own name, its address, licence and language; '' for one not to be read."""
+        return self.id_field, self.url_field, self.licence_field, self.language_field
 
 
 def read_settings(cfg: ReadConfig) -> dict[str, object]:

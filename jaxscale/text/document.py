@@ -17,7 +17,7 @@ class Document:
     id: str = ""  # the file's own name for it, if it has one
     url: str = ""
     licence: str = ""
-    language: str = ""  # ISO 639-1, once it was identified
+    language: str = ""  # its ISO 639 code, once it was identified; before that what its file says, if that is trusted
     scores: tuple[tuple[str, float], ...] = ()  # (column, value) pairs that stages have added
 
     @functools.cached_property

@@ -1,13 +1,17 @@
 """Languages are the library's own, found for a whole block at once; what is not wanted is dropped with its language."""
 
 import gzip
+import json
 import pathlib
 import unicodedata
+from collections import Counter
 
 import numpy as np
+import pyarrow
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 
 pytest.importorskip("py3langid", reason="py3langid (jaxscale[prepare]) is not installed")
 
@@ -16,7 +20,10 @@ from py3langid.langid import MODEL_FILE, LanguageIdentifier
 from jaxscale.corpus.curate import langid
 from jaxscale.corpus.curate.config import LanguageConfig
 from jaxscale.corpus.curate.langid import DOUBT, REASON, identify, make_language
+from jaxscale.corpus.prepare.config import PrepareConfig, SourceConfig
 from jaxscale.text.document import Document
+from jaxscale.text.sources.files import SourceFile
+from jaxscale.text.sources.read import read_file
 
 CORPORA = pathlib.Path(__file__).parents[2] / ".." / "shared" / "corpora"
 SAMPLES = {
@@ -116,25 +123,40 @@ def test_a_doubtful_document_is_dropped_and_an_empty_one_has_no_language():
     assert [outcome.document.language for outcome in kept][1:] == ["und", "en"]
 
 
-def test_only_the_head_is_read_and_a_files_word_may_be_trusted():
+def test_only_the_head_is_read():
     text = SAMPLES["de"] + SAMPLES["en"] * 9
     assert make_language(LanguageConfig(head_chars=90))([Document(text)])[0].document.language == "de"
     assert make_language(LanguageConfig(head_chars=0))([Document(text)])[0].document.language == "en"
-    trusting = make_language(LanguageConfig(known="trust", keep=("en", "de")))
-    outcomes = trusting([Document(text, language="fr"), Document(text)])
-    assert [outcome.detail for outcome in outcomes if not outcome.document] == ["fr"]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_files_word_is_taken_where_it_is_trusted_and_a_code(tmp_path, kind):
+    tags = ["fr", "EN-us", "deu", "english", "und", "", None]
+    records = [{"text": SAMPLES["de"], "language": tag} for tag in tags]
+    if kind == "jsonl":
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "a.parquet")
+    for known, found in (("overwrite", ["de"] * 7), ("trust", ["fr", "en", "deu", "de", "de", "de", "de"])):
+        language = LanguageConfig(known=known)
+        recipe = PrepareConfig(sources={"s": SourceConfig(files="a")}, language=language)
+        file = SourceFile(str(tmp_path / f"a.{kind}"), "a", "s")
+        documents = list(read_file(file, recipe.reading("s"), Counter()))
+        assert [outcome.document.language for outcome in make_language(language)(documents)] == found
+    (dropped, kept, *_) = make_language(LanguageConfig(known="trust", keep=("en", "deu")))(documents)
+    assert dropped.detail == "fr" and dict(kept.document.scores) == {"language": 1.0}
 
 
 def test_wrong_settings_are_told():
     for wrong, told in [
         ({"min_probability": 1.5}, "0 to 1"),
         ({"head_chars": -1}, "head_chars"),
-        ({"keep": ("EN",)}, "lower-case"),
+        ({"keep": ("EN",)}, "small letters"),
     ]:
         with pytest.raises(ValueError, match=told):
             LanguageConfig(**wrong)
-    with pytest.raises(ValueError, match=r"does not know \['english'\]"):
-        make_language(LanguageConfig(keep=("english",)))
+    with pytest.raises(ValueError, match=r"does not know \['eng'\]"):
+        make_language(LanguageConfig(keep=("eng",)))
 
 
 def labelled_sentences():

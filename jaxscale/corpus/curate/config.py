@@ -1,6 +1,7 @@
 """Settings of the stages of curation, but for those of personal data, which pii.py checks by its own rules."""
 
 import dataclasses
+import re
 from typing import Any, Literal
 
 from jaxscale.schema import setting
@@ -63,16 +64,18 @@ class LanguageConfig:
         "were right with 200, 99.71% with 400, 99.88% with 600, and the cost grows in proportion; 0: the whole text",
     )
     known: Literal["overwrite", "trust"] = setting(
-        "overwrite", "a document whose file names its language: identify it all the same, or take the file's word"
+        "overwrite",
+        "a document whose file names its language by an ISO 639 code ('en', 'en-US'; see read.language_field): "
+        "identify it all the same, or take the file's word",
     )
 
     def __post_init__(self):
         if not 0 <= self.min_probability <= 1:
-            raise BadInput(f"min_probability={self.min_probability} must lie from 0 to 1")
+            raise BadInput(f"min_probability={self.min_probability} must be from 0 to 1")
         if self.head_chars < 0:
             raise BadInput(f"head_chars={self.head_chars} must be a number of characters, or 0 for the whole text")
-        if any(code != code.lower() or not code for code in self.keep):
-            raise BadInput(f"keep={self.keep} must hold lower-case ISO 639 codes such as 'en'")
+        if not all(re.fullmatch("[a-z]{2,3}", code) for code in self.keep):
+            raise BadInput(f"keep={self.keep} must hold ISO 639 codes, of two or three small letters, such as 'en'")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ in whichever order they are added.
 import dataclasses
 import functools
 import math
+import re
 import unicodedata
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -25,6 +26,7 @@ from jaxscale.text.sources.part import PREPARE, needs
 REASON = "language: not wanted"
 DOUBT = "language: not sure enough"
 UNKNOWN = "und"  # ISO 639-2's code for "undetermined": a text without any feature, such as an empty one
+TAG = re.compile(r"([a-z]{2,3})([-_].*)?", re.DOTALL)  # a language's ISO 639 code, then script, region ... (BCP 47)
 CHUNK = 1024  # documents stepped together: enough to hide numpy's cost per call, few enough for the cache
 SCALE = 1024
 NEXT_BITS = 32  # of a table entry: the next row's place; the feature lies above
@@ -144,11 +146,17 @@ def identify(texts: Sequence[str], model: LanguageModel | None = None) -> list[t
     return answers
 
 
+def named_language(tag: str) -> str:
+    """The ISO 639 code in what a file says of a language, 'en' of 'EN' and 'en-US'; '' where it has none."""
+    found = TAG.fullmatch(tag.strip().lower())
+    return found[1] if found and found[1] != UNKNOWN else ""
+
+
 def make_language(cfg: LanguageConfig) -> Stage:
     """A stage that notes each document's language and score column "language", and drops what is not to be kept."""
     keep = frozenset(cfg.keep)
     head = cfg.head_chars or None
-    if unknown := keep - set(load_model().labels):
+    if cfg.known != "trust" and (unknown := keep - set(load_model().labels)):  # a file may know more
         raise BadInput(
             f"keep={cfg.keep}: the model does not know {sorted(unknown)}; it knows {sorted(set(load_model().labels))}"
         )
@@ -161,8 +169,8 @@ def make_language(cfg: LanguageConfig) -> Stage:
         return Outcome(dataclasses.replace(doc, language=language, scores=(*doc.scores, ("language", probability))))
 
     def stage(docs: Sequence[Document]) -> list[Outcome]:
-        unknown = [i for i, doc in enumerate(docs) if not (cfg.known == "trust" and doc.language)]
-        found = dict(zip(unknown, identify([docs[i].text[:head] for i in unknown])))
-        return [judge(doc, *found.get(i, (doc.language, 1.0))) for i, doc in enumerate(docs)]
+        named = [named_language(doc.language) if cfg.known == "trust" else "" for doc in docs]
+        found = iter(identify([doc.text[:head] for doc, language in zip(docs, named) if not language]))
+        return [judge(doc, *((language, 1.0) if language else next(found))) for doc, language in zip(docs, named)]
 
     return stage

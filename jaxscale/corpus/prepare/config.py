@@ -43,6 +43,10 @@ class RecipeReadConfig(ReadConfig):
 
     where: ClassVar[str] = "read."
 
+    language_field: str = setting(
+        "language", "the field or column with its language, if there is one; for language.known='trust'"
+    )
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SourceConfig:
@@ -154,4 +158,6 @@ class PrepareConfig:
         """How the files of a source are read."""
         own = self.sources[source]
         own_field = {} if own.text_field is None else {"text_field": own.text_field}
-        return dataclasses.replace(self.read, licence=own.licence or self.read.licence, **own_field)
+        language_field = self.read.language_field if self.language.known == "trust" else ""
+        licence = own.licence or self.read.licence
+        return dataclasses.replace(self.read, licence=licence, language_field=language_field, **own_field)

@@ -9,7 +9,7 @@ from typing import Any
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.jsonl import record_text, second_look
-from jaxscale.text.sources.part import WHOLE, Damaged, Part, Records, needs, refetch
+from jaxscale.text.sources.part import NO_WORDS, WHOLE, Damaged, Part, Records, needs, refetch
 
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
 
@@ -30,7 +30,7 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
             if len(record) > cfg.max_line_bytes:
                 skipped["longer than max_line_bytes"] += 1
             elif cfg.record_format == "text":
-                yield number, number, record, "", "", ""
+                yield number, number, record, NO_WORDS
             else:
                 parse = second_look if cfg.record_format == "json" else example
                 value, place = parse(record, cfg, skipped), f"{path} record {number}"

@@ -150,10 +150,9 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0][:200]
 
 
-def wanted(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, str, str, str]:
-    """The columns for text, id, url and licence, '' for one that is not there. Raises BadInput without text."""
-    fields = (cfg.text_field, cfg.id_field, cfg.url_field, cfg.licence_field)
-    names = [name if in_schema(schema, name) else "" for name in fields]
+def wanted(schema: Any, path: str, cfg: ReadConfig) -> tuple[str, ...]:
+    """The columns of the text and of its words, '' for one that is not there. Raises BadInput without text."""
+    names = [name if name and in_schema(schema, name) else "" for name in (cfg.text_field, *cfg.word_fields)]
     if not names[0]:
         raise BadInput(
             f"{path} has no column {cfg.text_field!r} but {', '.join(schema.names)}; set {cfg.where}text_field"
@@ -172,13 +171,13 @@ def in_schema(schema: Any, name: str) -> bool:
     return False
 
 
-def batch_rows(batch: Any, names: tuple[str, str, str, str], row: int, path: str) -> Records:
+def batch_rows(batch: Any, names: tuple[str, ...], row: int, path: str) -> Records:
     """Yields the rows of a batch, the text as bytes, so that bad UTF-8 is ours to judge."""
     texts = as_bytes(column_of(batch, names[0]), path, names[0])
     nothing = [""] * batch.num_rows
-    ids, urls, licences = (as_words(column_of(batch, name)) if name else nothing for name in names[1:])
-    for number, text, id, url, licence in zip(range(row, row + batch.num_rows), texts, ids, urls, licences):
-        yield number, number, text or b"", id, url, licence
+    words = zip(*(as_words(column_of(batch, name)) if name else nothing for name in names[1:]))
+    for number, text, own in zip(range(row, row + batch.num_rows), texts, words):
+        yield number, number, text or b"", own
 
 
 def column_of(batch: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import read_blocks, read_lines
 from jaxscale.text.sources.decode import HALF_PAIRS, REPAIRED, repaired
-from jaxscale.text.sources.part import WHOLE, Part, Records
+from jaxscale.text.sources.part import NO_WORDS, WHOLE, Part, Records, Words
 
 try:
     import orjson
@@ -26,7 +26,7 @@ def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = W
 
     Raises: BadInput naming file and line for one that is not an object, or lacks the text field or has no text in it.
     """
-    text_field, id_field, url_field, licence_field = cfg.text_field, cfg.id_field, cfg.url_field, cfg.licence_field
+    text_field, word_fields = cfg.text_field, cfg.word_fields
     lines = read_lines(read_blocks(path, cfg, part), cfg.max_line_bytes, skipped, part.begin)
     for offset, number, line in lines:
         try:
@@ -35,10 +35,7 @@ def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = W
         except (*NO_JSON, TypeError, LookupError):
             text = None
         if type(text) is str:  # nearly every line
-            yield (
-                offset, number, text, word_of(record, id_field, line), word_of(record, url_field, line),
-                word_of(record, licence_field, line),
-            )  # fmt: skip
+            yield offset, number, text, words_of(record, word_fields, line)
             continue
         record = second_look(line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line, cfg, skipped)
         yield from record_text(record, offset, number, line, cfg, skipped, f"{path} {at(number, part)}")
@@ -54,7 +51,7 @@ def record_text(
     if record is None:
         return
     if isinstance(record, bytes):
-        yield offset, number, record, "", "", ""
+        yield offset, number, record, NO_WORDS
         return
     if isinstance(record, Exception):
         refuse(f"{place} is not {record}", cfg, skipped, "not JSON")
@@ -69,8 +66,7 @@ def record_text(
             skipped[f"{REPAIRED}half a surrogate pair"] += 1
         else:
             text = text.encode("utf-8", "surrogatepass")
-    words = (word_of(record, field, line) for field in (cfg.id_field, cfg.url_field, cfg.licence_field))
-    yield (offset, number, text or "", *words)
+    yield offset, number, text or "", words_of(record, cfg.word_fields, line)
 
 
 def loads(line: bytes) -> Any:
@@ -126,6 +122,11 @@ def field_of(record: Any, field: str, missing: Any = None) -> Any:
         return record[field]
     head, dot, rest = field.partition(".")
     return field_of(record.get(head), rest, missing) if dot else missing
+
+
+def words_of(record: dict[str, Any], fields: Words, line: bytes = b"") -> Words:
+    """The fields of a record as text, each as word_of has it; '' for a field without a name."""
+    return tuple([word_of(record, field, line) if field else "" for field in fields])
 
 
 def word_of(record: dict[str, Any], field: str, line: bytes = b"") -> str:

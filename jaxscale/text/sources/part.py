@@ -18,9 +18,11 @@ class Part(NamedTuple):
     end: int
 
 
+Words = tuple[str, str, str, str]  # id, url, licence and language of a document, as its file tells them
+NO_WORDS = ("", "", "", "")
 # What a file holds before its bytes are judged: (offset: byte in the unpacked file, or number of the row or record;
-# number of the line, row or record, for messages; text; id; url; licence).
-Records = Iterator[tuple[int, int, bytes | str, str, str, str]]
+# number of the line, row or record, for messages; text; words).
+Records = Iterator[tuple[int, int, bytes | str, Words]]
 
 WHOLE = Part(0, 1 << 62)
 

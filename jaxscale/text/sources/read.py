@@ -74,7 +74,7 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
     unit, read, _ = reader(path)
     longest, licence = cfg.max_document_bytes, cfg.licence
     with readable(path, cfg, skipped):
-        for offset, number, content, id, url, own in read(path, cfg, skipped, part):
+        for offset, number, content, (id, url, own, language) in read(path, cfg, skipped, part):
             if not content:
                 skipped["empty"] += 1
                 continue
@@ -86,7 +86,7 @@ def read_file(file: SourceFile, cfg: ReadConfig, skipped: Counter, part: Part = 
             if 4 * len(content) > longest and len(content.encode()) > longest:
                 skipped["longer than max_document_bytes"] += 1
                 continue
-            yield Document(content, source, name, offset, id, url, own or licence)
+            yield Document(content, source, name, offset, id, url, own or licence, language)
 
 
 def place_of(unit: str, part: Part, offset: int, number: int, start: int) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import cut_parts, next_line, read_blocks, read_lines
-from jaxscale.text.sources.part import WHOLE, Part, Records
+from jaxscale.text.sources.part import NO_WORDS, WHOLE, Part, Records
 
 # A longer text file is cut into documents of this size, each at a line end, so that memory stays bounded and a single
 # file can be divided into training and validation. The model sees an end of document there, once in a million bytes.
@@ -22,7 +22,7 @@ def read_text(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
         return
     lines = numbered_lines(blocks, cfg, skipped, part.begin)
     for offset, number, content in lines if cfg.text_documents == "line" else paragraphs(lines, cfg, skipped):
-        yield offset, number, content, "", "", ""
+        yield offset, number, content, NO_WORDS
 
 
 def cut_text(blocks: Iterator[bytes], offset: int = 0) -> Records:
@@ -39,11 +39,11 @@ def cut_text(blocks: Iterator[bytes], offset: int = 0) -> Records:
         while len(held) - start > (enough if more else 0):
             stop = start + DOCUMENT_BYTES
             stop = min(stop + rest_of_line(held[stop : stop + DOCUMENT_BYTES + CHARACTER_BYTES]), len(held))
-            yield offset + start, number, held[start:stop], "", "", ""
+            yield offset + start, number, held[start:stop], NO_WORDS
             start, number = stop, number + 1
         offset, pieces, size = offset + start, [held[start:]], len(held) - start
     if offset == 0 and number == 1:
-        yield 0, 1, b"", "", "", ""
+        yield 0, 1, b"", NO_WORDS
 
 
 def rest_of_line(after: bytes) -> int:

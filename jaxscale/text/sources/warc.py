@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import buffered, read_blocks
-from jaxscale.text.sources.part import REST, WHOLE, Damaged, Part, Records, needs, refetch
+from jaxscale.text.sources.part import NO_WORDS, REST, WHOLE, Damaged, Part, Records, needs, refetch
 
 MAX_HEADER_BYTES = 1 << 16
 HTML = ("text/html", "application/xhtml+xml")
@@ -53,7 +53,7 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
         elif record.block is None:
             skipped["longer than max_line_bytes"] += 1
         elif kind == "conversion":
-            yield record.offset, record.offset, record.block.strip(b"\r\n"), id, url, ""
+            yield record.offset, record.offset, record.block.strip(b"\r\n"), (id, url, "", "")
         else:
             mime = record.header.get("content-type", "")
             found = http_body(record.block, cfg) if kind == "response" else ("", mime, record.block)
@@ -64,7 +64,7 @@ def read_warc(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
                 continue
             text = page_text(found[2], charset_of(found[1]), cfg, skipped)
             if text is not None:
-                yield record.offset, record.offset, text, id, url, ""
+                yield record.offset, record.offset, text, (id, url, "", "")
 
 
 def warc_records(path: str, cfg: ReadConfig) -> Iterator[Record]:
@@ -190,9 +190,9 @@ def read_page(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) 
     if len(page) > cfg.max_line_bytes:
         skipped["longer than max_line_bytes"] += 1
     elif not page.strip():
-        yield 0, 1, b"", "", "", ""
+        yield 0, 1, b"", NO_WORDS
     elif (text := page_text(page, "", cfg, skipped)) is not None:
-        yield 0, 1, text, "", "", ""
+        yield 0, 1, text, NO_WORDS
 
 
 def page_text(page: bytes, charset: str, cfg: ReadConfig, skipped: Counter) -> str | None:
