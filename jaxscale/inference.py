@@ -5,7 +5,6 @@ Nothing of training is read: no optimizer, no data. B batch  T position
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -16,10 +15,10 @@ from jax.sharding import Mesh
 from jaxscale import schema, units
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.record import named_leaves, weight_leaves
 from jaxscale.interop.families import family_for
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import LoraConfig
-from jaxscale.models.lora import is_adapter
 from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.config import MeshConfig
@@ -158,29 +157,17 @@ def restore_params(
     checkpoints: Checkpoints, step: int, leaves: Mapping[str, list], sharded: ShardedModel, what: str, named: str
 ) -> Any:
     """The parameters of a step, in the dtypes in which they were saved. Raises as open_model does."""
-    if not any(name.startswith(f"{what}/") for name in leaves):
+    there = weight_leaves(leaves, what)
+    if not there:
         has = sorted({name.partition("/")[0] for name in leaves})
         raise BadInput(f"{named}: {checkpoints.directory / str(step)} holds no {what!r}, only {', '.join(has)}")
-
-    def wanted(part: str, path: Any, leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.ShapeDtypeStruct | None:
-        name = jax.tree_util.keystr(path, simple=True, separator="/")
-        if part != (what if is_adapter(name) or not sharded.lora.on else "params"):  # what is frozen has no average
-            return None
-        saved = leaves.get(f"{part}/{name}")
-        dtype = jnp.dtype(saved[1]) if saved else leaf.dtype  # one that is missing is reported with all others
-        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
-
-    parts = [what] if what == "params" or not sharded.lora.on else ["params", what]
-    abstract = {
-        part: jax.tree_util.tree_map_with_path(functools.partial(wanted, part), sharded.shapes, sharded.shardings)
-        for part in parts
-    }
-    found = checkpoints.restore(step, abstract, partial=True)
-    whole, *averages = (found[part] for part in parts)
-    for average in averages:
-        take = lambda frozen, own: frozen if own is None else own
-        whole = jax.tree.map(take, whole, average, is_leaf=lambda leaf: leaf is None)
-    return whole
+    wanted, shardings = {}, named_leaves(sharded.shardings)
+    for name, leaf in named_leaves(sharded.shapes).items():
+        saved = there.get(name, f"{what}/{name}")  # one that is missing is reported with all others
+        dtype = jnp.dtype(leaves[saved][1]) if saved in leaves else leaf.dtype
+        wanted[saved] = jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=shardings[name])
+    found = checkpoints.restore(step, wanted, partial=True)
+    return jax.tree.unflatten(jax.tree.structure(sharded.shapes), [found[name] for name in wanted])
 
 
 def at_step(model: LoadedModel, step: int, named: str = "--workdir") -> LoadedModel:

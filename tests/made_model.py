@@ -10,6 +10,7 @@ from jaxscale.build import make_program
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.config import resolve_budget
+from jaxscale.optim.streamed import is_masked
 from jaxscale.system import paths
 from jaxscale.text.tokenizer.load import load_tokenizer
 from jaxscale.text.tokenizer.saved import save_tokenizer
@@ -28,7 +29,8 @@ def make_workdir(folder, overrides=None, steps=(3,), scale=1.0):
     for step in steps:
         factor = scale * (1 + step / 100)
         params = jax.tree.map(lambda leaf, factor=factor: leaf * factor, state.params)
-        ema = None if state.ema is None else jax.tree.map(lambda leaf: leaf / 2, params)
+        half = lambda leaf, average: average if is_masked(average) else leaf / 2
+        ema = None if state.ema is None else jax.tree.map(half, params, state.ema)
         checkpoints.save(step, state._replace(params=params, ema=ema), resolved | {"step": step}, wait=True)
     checkpoints.close()
     paths.write_json(pathlib.Path(folder) / "config.json", resolved)

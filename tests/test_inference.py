@@ -21,13 +21,14 @@ from jaxscale.models import AnyModelConfig
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.system.exits import Exit, Stop
 
+FROZEN = [{"pattern": "final_norm", "frozen": True}]
 QUIET = dict(say=lambda line: None)
 
 
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
-    program = made_model.make_workdir(folder, {"train.ema.decay": 0.5}, steps=(3, 7))
+    program = made_model.make_workdir(folder, {"train.ema.decay": 0.5, "optim.groups": FROZEN}, steps=(3, 7))
     return folder, program
 
 
@@ -64,7 +65,8 @@ def test_an_older_step_and_the_average_can_be_named(workdir, where):
     how = dict(path=str(folder), step=3) if where == "--step" else dict(path=f"{folder}/checkpoints/3")
     model, average = open_model(**how, **QUIET), open_model(**how, what="ema", **QUIET)
     assert model.step == average.step == 3
-    halves = jax.tree.map(lambda leaf: leaf / 2, tiny.host(model.params))
+    whole = tiny.host(model.params)
+    halves = jax.tree.map(lambda leaf: leaf / 2, whole) | {"final_norm": whole["final_norm"]}  # frozen: no average
     tiny.assert_same_bits(tiny.host(average.params), halves)
 
 

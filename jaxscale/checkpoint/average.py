@@ -20,7 +20,7 @@ from jaxscale.checkpoint.array_store import Arrays, Box, Output, boxes, layout_o
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, mark_committed, sync_tree
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import RECORD, read_optional, require_step, seal
+from jaxscale.checkpoint.record import RECORD, read_optional, require_step, seal, weight_leaves
 from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.checkpoint.verify import list_all_others, require_reachable, verify_folder
 from jaxscale.system import paths
@@ -51,7 +51,7 @@ class Recipe:
 
     source: Checkpoints
     records: Mapping[int, Mapping[str, Any]]  # by step
-    what: str  # the part of the sources' state that has the leaves
+    what: str  # the part of the sources' state that has the leaves, as record.weight_leaves has it
     leaves: Mapping[str, list]  # {'w' for 'params/w': [shape, dtype]}
     combine: Callable[[str], Combine]  # of a leaf
     made_as: str  # the name under which config.json says what was made
@@ -81,7 +81,8 @@ def average_steps(
 
     The sum is taken in float64 in the order of the steps and rounded once to the leaves' own dtype. Leaves of whole
     numbers must be equal in all steps. Sources are checked as they are read, the result once it is written.
-    Args: what: 'params', or another part of the state with the same leaves, such as averages kept by training.
+    Args: what: 'params', or another part of the state with the same leaves, such as averages kept by training: what
+    was frozen has none, and the mean of the parameters stands for it.
     Raises: BadInput if the steps do not fit together or the folder is in use; Stop (CHECKPOINT_CORRUPT) naming the
     leaf of a damaged source, (STORAGE) if it cannot be written.
     """
@@ -160,13 +161,9 @@ def common_leaves(records: Mapping[int, Mapping[str, Any]], what: str) -> dict[s
 
 
 def weights_of(record: Mapping[str, Any], what: str) -> dict[str, list]:
-    """The leaves below `what` by their name there, with shape and dtype."""
-    prefix = f"{what}/"
-    return {
-        name.removeprefix(prefix): described[:2]
-        for name, described in record["leaves"].items()
-        if name.startswith(prefix)
-    }
+    """The leaves of a part of the state by their name there, with shape and dtype."""
+    leaves = record["leaves"]
+    return {name: leaves[leaf][:2] for name, leaf in weight_leaves(leaves, what).items()}
 
 
 def leaf_bytes(described: Sequence[Any]) -> int:
@@ -224,24 +221,25 @@ def copy_folder(source: Any, target: Any) -> None:
 def write_leaves(recipe: Recipe, folder: Any, on_bytes: Callable[[int, int], None]) -> dict[str, int]:
     """{leaf: fingerprint} of the combined leaves, which are in the folder. Raises as average_steps does."""
     inputs = {step: Arrays(recipe.source.directory / str(step)) for step in recipe.records}
-    output, named = Output(folder), {name: f"{recipe.what}/{name}" for name in recipe.leaves}
-    newest = {name: open_leaf(inputs[recipe.step], recipe.step, named[name]) for name in recipe.leaves}
+    named = {step: weight_leaves(record["leaves"], recipe.what) for step, record in recipe.records.items()}
+    newest = {name: open_leaf(inputs[recipe.step], recipe.step, named[recipe.step][name]) for name in recipe.leaves}
+    output = Output(folder)
     targets = output.create({f"{WEIGHTS}/{name}": layout_of(array) for name, array in newest.items()})
     marks, done, total = {}, 0, recipe.num_bytes
     for name, target in zip(newest, targets):
-        arrays = {step: open_leaf(inputs[step], step, named[name]) for step in recipe.records}
+        arrays = {step: open_leaf(inputs[step], step, leaves[name]) for step, leaves in named.items()}
         combine, parts = recipe.combine(name), boxes(target)
         pieces = read_ahead((array, box) for box in parts for array in arrays.values())
         seen, marks[name] = dict.fromkeys(recipe.records, 0), 0
         for box in parts:
             place = dict(start=[part.start for part in box], shape=target.shape)
-            value = combine(box, fingerprinted(pieces, seen, named[name], place))
+            value = combine(box, fingerprinted(pieces, seen, named[recipe.step][name], place))
             marks[name] = (marks[name] + host_fingerprint(value, **place)) % 2**32
             output.write(target, box, value)
             done += value.nbytes
             on_bytes(done, total)
         for step, record in recipe.records.items():
-            check_bits(seen[step], record, step, named[name])
+            check_bits(seen[step], record, step, named[step][name])
     output.commit()
     return marks
 
@@ -283,13 +281,15 @@ def damaged(step: int, name: str, cause: str) -> Stop:
 
 def write_texts(recipe: Recipe, folder: Any, marks: Mapping[str, int]) -> None:
     """Writes what belongs to a step besides its arrays."""
-    newest, what = recipe.source.directory / str(recipe.step), recipe.what
+    newest = recipe.source.directory / str(recipe.step)
+    named = weight_leaves(recipe.records[recipe.step]["leaves"], recipe.what)
+    sources = {named[name]: name.count("/") + 1 for name in recipe.leaves}  # and how many keys the name has
     tree = paths.read_json(newest / array_store.TREE)
     entries = {}
     for entry in tree["tree_metadata"].values():
         keys = [str(part["key"]) for part in entry["key_metadata"]]
-        if "/".join(keys).startswith(f"{what}/") and "/".join(keys).removeprefix(f"{what}/") in recipe.leaves:
-            renamed = [*WEIGHTS.split("/"), *keys[len(what.split("/")) :]]
+        if count := sources.get("/".join(keys)):
+            renamed = [WEIGHTS, *keys[-count:]]
             parts = entry["key_metadata"][-len(renamed) :]
             entries[repr(tuple(renamed))] = entry | {
                 "key_metadata": [part | {"key": key} for part, key in zip(parts, renamed, strict=True)]

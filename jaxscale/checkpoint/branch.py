@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxscale import units
 from jaxscale.checkpoint.config import ARROW, CheckpointConfig, InitConfig
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves
+from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, weight_leaves
 from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.hosts.agree import agreed
 from jaxscale.models.config import LoraConfig
@@ -144,9 +144,7 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
 def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_size: int) -> Plan:
     """What goes where. Raises BadInput, one line, if a leaf on either side is neither used nor skipped."""
     leaves = source.record["leaves"]
-    saved = {name: leaf for name, leaf in leaves.items() if group_of(name) in WHAT[cfg.what]}
-    if cfg.what == "ema" and saved:  # what was frozen has no average
-        saved |= {n: leaf for n, leaf in leaves.items() if group_of(n) == "params" and f"ema{n[6:]}" not in saved}
+    saved = {leaf: leaves[leaf] for part in WHAT[cfg.what] for leaf in weight_leaves(leaves, part).values()}
     check_rules(cfg, source, saved, own)
     is_skipped = lambda name: any(re.search(pattern, name) for pattern in cfg.skip)
     renamed = {name: new_name(cfg, name) for name in saved}

@@ -27,7 +27,7 @@ from jaxscale.checkpoint.average import (
 )
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import read_optional, require_step
+from jaxscale.checkpoint.record import read_optional, require_step, weight_leaves
 from jaxscale.models.config import NO_LORA, LoraConfig
 from jaxscale.models.lora import A, B, is_adapter
 from jaxscale.schema import from_dict, to_dict
@@ -53,18 +53,17 @@ def merge_lora(
     folder, run = source.directory / str(step), source.directory.parent
     record = require_step(folder, LEAVE_OUT)
     lora = from_dict(LoraConfig, record["run"].get("config", {}).get("lora") or {}, f"{folder}: lora")
-    names = {name for name in record["leaves"] if name.startswith(f"{what}/") and is_adapter(name)}
-    if not lora.on or not names:
+    adapters = {name: leaf for name, leaf in weight_leaves(record["leaves"], what).items() if is_adapter(name)}
+    if not lora.on or not adapters:
         raise BadInput(f"step {step} has no adapters in {what}; merge_lora is for a run with lora.rank above 0")
     leaves = {name: found for name, found in weights_of(record, WEIGHTS).items() if not is_adapter(name)}
     made = {"of": os.fspath(run), "what": what, "step": step, "record": record["sha256"], "lora": to_dict(lora)}
     arrays = Arrays(folder)
 
     def combine(name: str) -> Combine:
-        adapter = [f"{what}/{name}{ending}" for ending in (A, B)]
-        if adapter[0] not in names:
+        if f"{name}{A}" not in adapters:
             return lambda box, pieces: next(pieces)
-        a, b = (read_whole(arrays, step, record, part) for part in adapter)
+        a, b = (read_whole(arrays, step, record, adapters[f"{name}{ending}"]) for ending in (A, B))
         return lambda box, pieces: with_adapter(next(pieces), box, a, b, lora.scale)
 
     recipe = Recipe(

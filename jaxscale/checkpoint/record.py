@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -78,6 +78,17 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in flat}
     assert len(named) == len(flat), "two leaves of the state have the same name"
     return named
+
+
+def weight_leaves(leaves: Iterable[str], what: str) -> dict[str, str]:
+    """{'w': 'params/w'} of the leaves below a part of the state; {} where it has none.
+
+    What was frozen has no average: the weights of 'ema' are those averages that there are, and parameters for the rest.
+    """
+    own = {name.removeprefix(f"{what}/"): name for name in leaves if name.startswith(f"{what}/")}
+    if what != "ema" or not own:
+        return own
+    return {name: own.get(name, leaf) for name, leaf in weight_leaves(leaves, "params").items()}
 
 
 def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:

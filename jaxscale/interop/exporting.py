@@ -17,7 +17,7 @@ import numpy as np
 from jaxscale import schema
 from jaxscale.checkpoint.folders import mark_of
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import digest
+from jaxscale.checkpoint.record import digest, weight_leaves
 from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, written
 from jaxscale.interop import adapter_config, adapters, families
@@ -58,6 +58,11 @@ class Source:
     def run(self) -> Mapping[str, Any]:
         """What its record says beside the arrays."""
         return self.record["run"]
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, str]:
+        """Where a parameter is: {'w': 'params/w'}."""
+        return weight_leaves(self.record["leaves"], self.what)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +110,7 @@ def open_step(
             raise BadInput(
                 f"--adapter: step {step} has no adapters; leave it out, or name a run with lora.rank above 0"
             )
-        has = lambda name: f"{what}/{name}" in record["leaves"]
+        has = weight_leaves(record["leaves"], what).__contains__
         pairs, config = adapters.of_run(family, cfg, lora, has, base or origin.get("from"))
         if not pairs:
             raise BadInput(f"step {step} has no {what} of its adapters{KEEPS[what]}")
@@ -123,17 +128,17 @@ def origin_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def check_leaves(record: Mapping[str, Any], pairs: Sequence[TensorPair], what: What, step: int) -> None:
     """Raises BadInput unless the step has every array, with the shape that its config asks for."""
-    leaves = record["leaves"]
-    if not any(name.startswith(f"{what}/") for name in leaves):
+    leaves, named = record["leaves"], weight_leaves(record["leaves"], what)
+    if not named:
         raise BadInput(f"step {step} has no {what}{KEEPS[what]}")
     shapes = array_shapes(pairs)
     for name, shape in shapes.items():
-        saved = leaves.get(f"{what}/{name}")
+        saved = leaves.get(named.get(name))
         if saved is None or saved[:2] != [list(shape), "float32"]:
             there = "missing" if saved is None else f"{saved[1]}{saved[0]}"
             raise BadInput(f"step {step}: {what}/{name} is {there}, and by its config it is float32{list(shape)}")
-    if extra := sorted(n for n in leaves if n.startswith(f"{what}/") and n.removeprefix(f"{what}/") not in shapes):
-        raise BadInput(f"step {step} has {extra[0]}, for which its config has no place")
+    if extra := sorted(named.keys() - shapes.keys()):
+        raise BadInput(f"step {step} has {named[extra[0]]}, for which its config has no place")
 
 
 def export_step(
@@ -233,8 +238,8 @@ def write_tensor(
     """Writes one tensor, and gives it up on return: the only large thing in memory. Args: sums: are added to."""
     parts = []
     for name in pair.ours:
-        with reading(source, f"{source.what}/{name}"):
-            part, mark = leaves.read(f"{source.what}/{name}", pair.layer, dtype)
+        with reading(source, source.leaves[name]):
+            part, mark = leaves.read(source.leaves[name], pair.layer, dtype)
         parts.append(part)
         sums[name] = (sums.get(name, 0) + mark) % 2**32
     tensor = pair.to_theirs(parts)
@@ -248,10 +253,10 @@ def write_tensor(
 def check_sums(source: Source, journal: Journal) -> None:
     """Raises Stop (CHECKPOINT_CORRUPT) naming an array of which one bit is not what was saved."""
     for name, mark in journal.fingerprints("sums").items():
-        if mark != source.record["leaves"][f"{source.what}/{name}"][2]:
+        if mark != source.record["leaves"][source.leaves[name]][2]:
             raise Stop(
                 Exit.CHECKPOINT_CORRUPT,
-                f"{source.folder}: the bits of {source.what}/{name} are not those that were saved; the export in "
+                f"{source.folder}: the bits of {source.leaves[name]} are not those that were saved; the export in "
                 f"{journal.path.parent} is not finished: remove it, and export another step",
             )
 

@@ -13,6 +13,7 @@ from jaxscale.checkpoint import array_store
 from jaxscale.checkpoint.average import average_steps
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.merge import merge_lora
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.system.exits import Exit, Stop
 
@@ -67,6 +68,21 @@ def test_one_step_averages_to_itself_and_other_parts_of_the_state_become_weights
     average_steps(kept, [20], tmp_path / "moments", what="opt_state")
     moments = restored(tmp_path / "moments", 20, {"params": state["opt_state"]})["params"]
     np.testing.assert_array_equal(np.asarray(moments["wide"]), np.asarray(state["opt_state"]["wide"]))
+
+
+def test_what_was_frozen_stands_in_an_average_of_averages_and_in_a_merge_of_them_as_it_is(tmp_path):
+    params = {"w": jnp.ones((2, 3)), "w_lora_a": jnp.full((2, 1), 2.0), "w_lora_b": jnp.full((1, 3), 5.0)}
+    state = {"params": params, "ema": {"w_lora_b": jnp.full((1, 3), 7.0)}}  # A is frozen too
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
+    for step in (1, 2):
+        checkpoints.save(step, state, {"config": {"lora": {"rank": 1, "alpha": 1.0}}, "step": step}, wait=True)
+    checkpoints.close()
+    average_steps(checkpoints, [1, 2], tmp_path / "mean", what="ema")
+    mean = restored(tmp_path / "mean", 2, {"params": params})["params"]
+    assert jax.tree.map(lambda leaf: float(leaf.max()), mean) == {"w": 1.0, "w_lora_a": 2.0, "w_lora_b": 7.0}
+    merge_lora(checkpoints, 2, tmp_path / "merged", what="ema")
+    merged = restored(tmp_path / "merged", 2, {"params": {"w": params["w"]}})["params"]
+    np.testing.assert_array_equal(np.asarray(merged["w"]), np.full((2, 3), 15.0))
 
 
 def test_zeros_are_written_too(tmp_path):

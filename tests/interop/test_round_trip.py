@@ -132,12 +132,14 @@ def test_a_trained_state_goes_out_and_comes_back(tmp_path, scan):
         place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
         params[name] = jax.device_put(rng.standard_normal(shape, np.float32), place)
     average = {name: jax.device_put(np.asarray(leaf) * np.float32(0.5), leaf.sharding) for name, leaf in params.items()}
+    del average["final_norm"]  # frozen
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig())
     checkpoints.save(7, {"params": nest(params), "ema": nest(average)}, {"config": schema.to_dict(cfg)}, wait=True)
     checkpoints.close()
     found = take_out(tmp_path / "run", tmp_path / "out", "--dtype=float32")
     halved = take_out(tmp_path / "run", tmp_path / "ema", "--dtype=float32", "--ema", "--step=7")
-    assert_same(halved, {name: value * np.float32(0.5) for name, value in found.items()})
+    kept = {"model.norm.weight": found["model.norm.weight"]}
+    assert_same(halved, {name: value * np.float32(0.5) for name, value in found.items()} | kept)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert (written["max_position_embeddings"], written["vocab_size"]) == (tiny.SEQ_LEN, tiny.VOCAB)
     again = bring_in(tmp_path / "out", tmp_path / "again")
