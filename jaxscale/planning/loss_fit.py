@@ -1,8 +1,8 @@
 """The law with the least Huber loss in logs, from a grid of starts, and the same for the hundreds of a bootstrap.
 
-Descents are made together, as arrays, by damped Newton steps; L-BFGS goes on from the lowest foot until it gains
-nothing, which shows that it is one. Alone it took 10 to 40 ms a descent, and on a busy machine, where its BLAS waits
-for threads, ten times that (2026-11-22, scipy 1.17, two cores). A test holds both ways to the same foot.
+Descents are made together, as arrays, by damped Newton steps, each until its next step would gain nothing. A
+descent with scipy's least_squares takes 20 ms, and all 800 of a forecast 0.5 s here (2026-11-23, scipy 1.17, one core).
+A test goes on from their feet with scipy's L-BFGS.
 """
 
 import math
@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from scipy.optimize import minimize
 
 DELTA = 1e-3  # of the Huber loss, in log L: arXiv:2203.15556, appendix D.3
 # Where published exponents lie, .28 to .37 (arXiv:2203.15556, arXiv:2404.10102), and twice as far to either side.
@@ -18,7 +17,8 @@ PULL_AT, PULL_WIDTH = 0.35, 0.15
 EXPONENTS = (0.02, 2.0)  # bounds; the grid of arXiv:2203.15556 ends at 2
 LEAST_TERM = -12.0  # log of a term that is as good as none
 DESCENTS = 64  # of the grid's starts, the best, that are gone down from
-STEPS = 150  # damped Newton steps at most
+GAIN = 1e-10  # a step that gains less, as a part of the loss, ends a descent
+STEPS = 100_000  # the slowest of 10,000 draws of ladders with 0.5 to 10% noise took 12,000
 Form = Literal["both", "params", "tokens"]
 
 
@@ -53,31 +53,17 @@ class Problem(NamedTuple):
         return len(self.x)
 
     def best(self) -> np.ndarray:
-        """theta of the least loss, all runs counted alike: the lowest foot from the best of the grid, and L-BFGS's."""
+        """theta of the least loss, all runs counted alike: the lowest foot from the best of the grid."""
         weights, pull = np.ones(len(self.target)), np.full(self.powers, PULL_AT)
         order = np.argsort(self.start_losses(weights[None], pull[None])[0], kind="stable")[:DESCENTS]
         alike = lambda values: np.tile(values, (len(order), 1))
         thetas, losses = self.descend_each(self.starts[order], alike(weights), alike(pull))
-        return self.descend(thetas[np.argmin(losses)], weights, pull)[0]
+        return thetas[np.argmin(losses)]
 
     def start_losses(self, weights_RP: np.ndarray, pulls: np.ndarray) -> np.ndarray:
         """float64[draws, starts]: the loss of each start of the grid."""
         off = (self.starts[None, :, 1 + self.powers :] - pulls[:, None]) / PULL_WIDTH
         return weights_RP @ self.losses.T + 0.5 * (off**2).sum(-1)
-
-    def descend(self, theta: np.ndarray, weights: np.ndarray, pull: np.ndarray) -> tuple[np.ndarray, float]:
-        """(theta, its loss) at the foot: L-BFGS is started again where it ended until that gains nothing."""
-        last = math.inf
-        for _ in range(8):
-            end = minimize(
-                self.loss_and_slope, theta, (weights, pull), "L-BFGS-B", jac=True, bounds=self.bounds.T,
-                options=dict(maxiter=2000, maxfun=4000, ftol=1e-12, gtol=1e-7),
-            )  # fmt: skip
-            theta = end.x
-            if last - end.fun <= 1e-6 * max(1.0, abs(end.fun)):
-                break
-            last = end.fun
-        return theta, float(end.fun)
 
     @property
     def bounds(self) -> np.ndarray:
@@ -97,29 +83,37 @@ class Problem(NamedTuple):
         return np.where((one <= other)[:, None], first, second)
 
     def descend_each(self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(thetas, their losses) after damped Newton steps of all draws together.
+        """(thetas, their losses) at their feet, by damped Newton steps of all draws together; one that is there leaves.
 
         The curvature is that of the parabola that touches the Huber loss from above (reweighted least squares), so
-        that a whole step seldom overshoots; one that does is taken back and damped ten times as much.
+        that a whole step seldom overshoots; one that does is taken back and damped more. A number that its slope
+        presses against a bound stays there.
         """
-        damping, (least, most) = np.full(len(thetas), 1e-3), self.bounds
+        least, most = self.bounds
+        thetas = np.clip(thetas, least, most)
         losses, slopes, curves = self.model(thetas, weights, pulls)
-        eye = np.eye(thetas.shape[1])
+        damping, left = np.full(len(thetas), 1e-3), np.arange(len(thetas))
         for _ in range(STEPS):
-            scale = np.einsum("rii->ri", curves) + 1e-9
-            damped = curves + (damping[:, None] * scale)[:, :, None] * eye
-            steps = np.linalg.solve(damped, slopes[:, :, None])[:, :, 0]
-            tried = np.clip(thetas - steps, least, most)
-            new_losses, new_slopes, new_curves = self.model(tried, weights, pulls)
-            better = new_losses < losses
-            gained = np.where(better, losses - new_losses, 0.0)
-            thetas = np.where(better[:, None], tried, thetas)
-            slopes = np.where(better[:, None], new_slopes, slopes)
-            curves = np.where(better[:, None, None], new_curves, curves)
-            damping = np.clip(np.where(better, damping / 10, damping * 10), 1e-12, 1e9)
-            losses = np.where(better, new_losses, losses)
-            if np.all((gained <= 1e-7 * (1 + losses)) & (better | (damping >= 1e6))):
+            now, slope, curve = thetas[left], slopes[left], curves[left]
+            free = ~((now <= least) & (slope > 0) | (now >= most) & (slope < 0))
+            diagonal = np.where(free, damping[left][:, None] * np.einsum("rii->ri", curve), 1.0)
+            damped = curve * (free[:, :, None] & free[:, None]) + diagonal[:, :, None] * np.eye(len(least))
+            steps = np.linalg.solve(damped, (slope * free)[:, :, None])[:, :, 0]
+            tried = np.clip(now - steps, least, most)
+            moved, found = tried - now, self.model(tried, weights[left], pulls[left])
+            foretold = -(slope * moved).sum(1) - 0.5 * np.einsum("rp,rpq,rq->r", moved, curve, moved)
+            gained = losses[left] - found[0]
+            ended = (np.abs(foretold) <= GAIN * (1 + losses[left])) & (damping[left] < 0.1) | (damping[left] > 1e12)
+            better = gained > 0
+            thetas[left[better]] = tried[better]
+            for kept, new in zip((losses, slopes, curves), found):
+                kept[left[better]] = new[better]
+            times = np.where(better & (gained > foretold / 4), 0.1, np.where(better, 2.0, 4.0))
+            damping[left] = np.maximum(damping[left] * times, 1e-12)
+            left = left[~ended]
+            if not len(left):
                 break
+        assert not len(left), f"{len(left)} of {len(thetas)} descents found no foot in {STEPS} steps"
         return thetas, losses
 
     def model(
@@ -139,11 +133,6 @@ class Problem(NamedTuple):
         places = np.arange(1 + powers, 1 + 2 * powers)
         curves[:, places, places] += 1 / PULL_WIDTH**2
         return losses, gradients, curves
-
-    def loss_and_slope(self, theta: np.ndarray, weights: np.ndarray, pull: np.ndarray) -> tuple[float, np.ndarray]:
-        """The weighted sum of Huber losses, in units of delta, and of the pull; and its gradient."""
-        losses, slopes, _ = self.model(theta[None], weights[None], pull[None])
-        return float(losses[0]), slopes[0]
 
     def terms(self, theta: np.ndarray) -> tuple[float, float, float, float, float]:
         """E, A, B, alpha, beta as they are written, counted from N = D = 1; 0 for what the form does not have."""

@@ -1,10 +1,10 @@
 """The loss at the end of a run as a law of its size: E + A/N^alpha + B/D^beta, fitted to small runs, with an interval.
 
 N parameters, D tokens, L nats per token of held-out text. The fit is approach 3 of arXiv:2203.15556 (section 3.3 and
-appendix D.3): least Huber loss of log L, delta 1e-3, from a grid of starts, ended by L-BFGS. arXiv:2404.10102 found
-what went wrong there: the losses were averaged, which made the objective so small that L-BFGS's tolerance stopped it
-early, and exponents were rounded. So losses are summed here, in units of delta, the end is checked by starting again
-from it, and nothing is rounded but in print.
+appendix D.3): least Huber loss of log L, delta 1e-3, from a grid of starts. arXiv:2404.10102 found what went wrong
+there: the losses were averaged, which made the objective so small that the optimizer's tolerance stopped it early, and
+exponents were rounded. So losses are summed here, in units of delta, a descent ends where a step would gain nothing,
+and nothing is rounded but in print.
 
 Few runs leave the exponents open: a weak pull holds them near what larger ladders found, and every draw of the
 bootstrap has another pull, so that the interval shows what the ladder does not decide.
@@ -130,7 +130,7 @@ class LossLaw:
 
 
 def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0) -> LossLaw:
-    """The law of the points, the same for the same points and seed; 400 draws of 9 runs take about 5 s.
+    """The law of the points, the same for the same points and seed; 400 draws of 9 runs take about 1 s.
 
     Raises BadInput, in one line that says what is missing, for a ladder that fixes no law.
     """

@@ -39,7 +39,8 @@ def test_finished_runs_are_read_as_they_ended(ladder):
 
 
 def test_its_law_forecasts_a_larger_run(ladder):
-    low, middle, high = fit(ladder.points).predict(TARGET.model.num_params, BUDGET.total_steps * BUDGET.batch_tokens)
+    law, tokens = fit(ladder.points, draws=100), BUDGET.total_steps * BUDGET.batch_tokens
+    low, middle, high = law.predict(TARGET.model.num_params, tokens)
     assert middle == pytest.approx(made_ladder.end_of(TARGET), rel=0.03)
     assert low <= made_ladder.end_of(TARGET) <= high
 
@@ -161,7 +162,7 @@ def test_the_band_holds_the_curve_of_a_run_that_was_not_in_the_ladder(ladder, tm
     own = schedule_of(TARGET, BUDGET)
     made_ladder.write(tmp_path / "run", TARGET, noise=0.003, seed=99)
     (run,) = read_ladder([str(tmp_path / "run")], TARGET, BUDGET).rungs
-    end = fit(ladder.points).predict(run.params, run.tokens)
+    end = fit(ladder.points, draws=100).predict(run.params, run.tokens)
     band = make_band(end, shape_of(ladder.rungs, own), run.tokens)
     assert band.tokens[-1] == run.tokens and len(band.low) == len(PARTS)
     assert all(low < middle < high for low, middle, high in zip(band.low, band.middle, band.high))

@@ -26,7 +26,7 @@ def points(law, sizes=SIZES, tokens=TOKENS, noise=0.0, seed=0):
 @pytest.fixture(scope="module")
 def noisy():
     """A law of nine runs, each half a percent off."""
-    return fit(points(REPLICATION, SMALL_SIZES, SMALL_TOKENS, noise=0.005), draws=200)
+    return fit(points(REPLICATION, SMALL_SIZES, SMALL_TOKENS, noise=0.005), draws=100)
 
 
 @pytest.mark.parametrize("law", [CHINCHILLA, REPLICATION], ids=["chinchilla", "replication"])
@@ -62,38 +62,34 @@ def least_squares(made):
     return Terms(*problem.terms(scipy.optimize.least_squares(problem.off, problem.best()).x))
 
 
-def test_both_ways_down_reach_the_same_foot():
-    problem = Problem.of(points(REPLICATION, SMALL_SIZES, SMALL_TOKENS, noise=0.005), "both")
-    theta, rng = problem.best(), np.random.default_rng(0)
-    weights, pulls = rng.exponential(size=(2, 9)), rng.uniform(0.2, 0.6, (2, 2))
-    together = problem.best_each(theta, weights, pulls)
-    for drawn, weight, pull in zip(together, weights, pulls):
-        starts = [theta, problem.starts[np.argmin(problem.start_losses(weight[None], pull[None])[0])]]
-        alone = min((problem.descend(start, weight, pull) for start in starts), key=lambda end: end[1])
-        assert problem.loss_and_slope(drawn, weight, pull)[0] == pytest.approx(alone[1], rel=1e-4)
+def test_scipy_finds_no_lower_foot_from_any_draw():
+    """L-BFGS, from where each draw of a spread ladder ended."""
+    problem = Problem.of(points(REPLICATION, 1e7 * 4.0 ** np.arange(3), 2e8 * 4.0 ** np.arange(3), noise=0.005), "both")
+    rng = np.random.default_rng(0)
+    weights, pulls = rng.exponential(size=(20, 9)), rng.uniform(0.1, 1.0, (20, 2))
+    drawn = problem.best_each(problem.best(), weights, pulls)
+    for theta, weight, pull in zip(drawn, weights, pulls):
+        under = lambda theta, *given: [part[0] for part in problem.model(theta[None], *given)][:2]
+        end = scipy.optimize.minimize(
+            under, theta, (weight[None], pull[None]), "L-BFGS-B", jac=True, bounds=problem.bounds.T,
+            options=dict(maxiter=2000, maxfun=4000, ftol=1e-12, gtol=1e-7),
+        )  # fmt: skip
+        assert under(theta, weight[None], pull[None])[0] <= end.fun * (1 + 1e-7)
 
 
 def test_the_slope_is_that_of_the_loss():
     problem = Problem.of(points(REPLICATION, SMALL_SIZES, SMALL_TOKENS, noise=0.005), "both")
     theta, weights, pull = problem.starts[700], np.linspace(0.5, 2, 9), np.array([0.3, 0.4])
-    loss, slope = problem.loss_and_slope(theta, weights, pull)
-    for place in range(5):
-        step = np.zeros(5)
-        step[place] = 1e-6
-        rise = (
-            problem.loss_and_slope(theta + step, weights, pull)[0]
-            - problem.loss_and_slope(theta - step, weights, pull)[0]
-        )
-        assert rise / 2e-6 == pytest.approx(slope[place], rel=1e-4)
-    losses, slopes, curves = problem.model(theta[None], weights[None], pull[None])
-    assert losses[0] == pytest.approx(loss) and np.allclose(slopes[0], slope)
+    near = theta + 1e-6 * np.concatenate([np.zeros((1, 5)), np.eye(5), -np.eye(5)])
+    losses, slopes, curves = problem.model(near, np.tile(weights, (11, 1)), np.tile(pull, (11, 1)))
+    np.testing.assert_allclose((losses[1:6] - losses[6:]) / 2e-6, slopes[0], rtol=1e-4)
     assert np.all(np.linalg.eigvalsh(curves[0]) > 0)
 
 
 def test_the_same_ladder_and_seed_give_the_same_numbers(noisy):
-    again = fit(noisy.points, draws=200)
+    again = fit(noisy.points, draws=100)
     assert again == noisy and again.predict(1e9, 2e10) == noisy.predict(1e9, 2e10)
-    assert fit(noisy.points, draws=200, seed=1).draws != noisy.draws
+    assert fit(noisy.points, draws=100, seed=1).draws != noisy.draws
 
 
 def test_the_interval_holds_the_middle_and_grows_with_the_distance(noisy):
@@ -163,11 +159,11 @@ def test_a_forecast_file_holds_band_law_and_facts(tmp_path, noisy):
     assert json.loads((tmp_path / "forecast.json").read_text()) == told
 
 
-def share_inside(sizes, tokens, target, ladders):
+def share_inside(sizes, tokens, target, ladders, draws=200):
     """The share of new runs that the intervals of so many ladders hold, half a percent of noise in all runs."""
     held = 0
     for seed in range(ladders):
-        law = fit(points(REPLICATION, sizes, tokens, noise=0.005, seed=seed), draws=200, seed=seed)
+        law = fit(points(REPLICATION, sizes, tokens, noise=0.005, seed=seed), draws=draws, seed=seed)
         truth = REPLICATION.loss(*target) * math.exp(0.005 * np.random.default_rng(10_000 + seed).normal())
         low, _, high = law.predict(*target)
         held += low <= truth <= high
@@ -175,9 +171,8 @@ def share_inside(sizes, tokens, target, ladders):
 
 
 def test_intervals_hold_the_truth_of_most_ladders():
-    assert (
-        share_inside(SMALL_SIZES, SMALL_TOKENS, (1e9, 2e10), 8) >= 0.6
-    )  # of 90%: 6 or fewer of 8 is 1 in 5, 4 1 in 200
+    # of 90%: 6 or fewer of 8 is 1 in 5, 4 1 in 200
+    assert share_inside(SMALL_SIZES, SMALL_TOKENS, (1e9, 2e10), 8, draws=60) >= 0.6
 
 
 @pytest.mark.soak
@@ -191,4 +186,4 @@ def test_intervals_hold_the_truth_of_nine_ladders_in_ten(target):
 def test_a_law_is_told_in_numbers_that_json_has(noisy):
     assert isinstance(noisy, LossLaw)
     told = json.loads(json.dumps(noisy.to_dict(), allow_nan=False))
-    assert told["draws"] == 200 and told["intervals"]["alpha"][0] < told["intervals"]["alpha"][1]
+    assert told["draws"] == 100 and told["intervals"]["alpha"][0] < told["intervals"]["alpha"][1]
