@@ -49,7 +49,7 @@ def test_nested_json_is_told_where_a_file_must_be_good(tmp_path):
         read_events(tmp_path)
     assert read_header(tmp_path / "shard.json") is None and read_owner(DEEP.encode()) is None
     with pytest.raises(BadInput, match="nested too deeply"):
-        strict_loads(DEEP.encode())
+        strict_loads(DEEP)
 
 
 def test_nested_json_is_left_out_where_a_line_may_be_torn(tmp_path):

@@ -1,6 +1,7 @@
 """Settings of the data room."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar, Literal
@@ -208,9 +209,9 @@ def stages_of(mixture: MixtureSetting) -> list[tuple[str, Weights]]:
     stages = list(mixture.items()) if any(staged) else [("0", mixture)]
     for start, weights in stages:
         units.parse("data.mixture's start", start)
-        if not weights or min(weights.values()) < 0 or sum(weights.values()) <= 0:
+        if not all(0 <= weight < math.inf for weight in weights.values()) or not any(weights.values()):
             raise BadInput(
-                f"mixture from {start!r} has weights {dict(weights)}; they must be at least 0, and one above"
+                f"mixture from {start!r} has weights {dict(weights)}; they must be at least 0, finite, and one above 0"
             )
     return stages
 
@@ -226,8 +227,8 @@ def check_mixture(mixture: MixtureSetting, max_epochs: Mapping[str, float]) -> N
         stages_of(mixture)
     if max_epochs and not mixture:
         raise BadInput("max_epochs caps the sources of a mixture, and there is none; set data.mixture too")
-    if wrong := {name: number for name, number in max_epochs.items() if number <= 0}:
-        raise BadInput(f"max_epochs={wrong} must be above 0; leave a source out of the mixture instead")
+    if wrong := {name: number for name, number in max_epochs.items() if not 0 < number < math.inf}:
+        raise BadInput(f"max_epochs={wrong} must be above 0 and finite; leave a source out of the mixture instead")
 
 
 def check_skips(ranges: Iterable[Sequence[int]]) -> None:

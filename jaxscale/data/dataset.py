@@ -68,7 +68,7 @@ def open_transform(name: str) -> Transform:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute, None)
-    except Exception as error:  # a module may raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
         raise BadInput(f"data.transforms: {module} cannot be imported ({type(error).__name__}: {error})") from error
     if not callable(found):
         raise BadInput(f"data.transforms: {module} has no function {attribute}")
@@ -86,7 +86,7 @@ def check_transforms(transforms: Sequence[Transform], names: Sequence[str], batc
     for transform, name in zip(transforms, names, strict=True):
         try:
             after, alone = transform(take(before, rows), 0, rows), transform(take(before, rows[-1:]), 0, rows[-1:])
-        except Exception as error:  # theirs: it may be anything
+        except (Exception, SystemExit) as error:  # theirs: it may be anything
             raise BadInput(f"data.transforms: {name} fails on batch 0: {type(error).__name__}: {error}") from error
         if problem := difference(before, after):
             raise BadInput(f"data.transforms: {name} {problem}; a transform keeps fields, shapes and dtypes")

@@ -1,6 +1,7 @@
 """From files to what a tokeniser encodes: texts, or conversations of which a part is learned."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections import Counter
@@ -16,13 +17,13 @@ from jaxscale.text.chat.records import Chat, Pair, parse_record
 from jaxscale.text.chat.spans import NO_TURN, Written, encode_written, write_chat, write_pair
 from jaxscale.text.chat.template import ChatTemplate, load_template
 from jaxscale.text.document import Document
-from jaxscale.text.sources.blocks import read_blocks, read_lines
+from jaxscale.text.sources.decode import REPAIRED, decoded, is_utf8, repaired_texts
 from jaxscale.text.sources.files import SourceFile, unpacked_name
-from jaxscale.text.sources.jsonl import BYTE_ORDER_MARK, NO_JSON, loads, refuse, second_look, words_of
+from jaxscale.text.sources.jsonl import json_records, refuse, words_of
 from jaxscale.text.sources.read import JSON_LINES, read_file, readable
 from jaxscale.text.tokenizer.base import Tokenizer
 
-VERSION = 2  # of how conversations become ids: another number where the same records would give others
+VERSION = 3  # of how conversations become ids: another number where the same records would give others
 LATER = ("too_long",)  # settings of data.chat that are read when rows are made of the ids
 
 Encoded = tuple[np.ndarray, np.ndarray | None]  # ids up to the end of the document; learned or not, for that end too
@@ -70,8 +71,8 @@ def read_samples(
             yield document, write_pair(Pair("", document.text), template.begin)
         return
     with readable(file.path, cfg, skipped):
-        for offset, number, line, record in records(file.path, cfg, skipped):
-            written = write_record(record, f"{file.path} line {number}", cfg, template, guard, skipped)
+        for offset, number, line, record in json_records(file.path, cfg, skipped):
+            written = write_sound(record, file.path, number, cfg, template, guard, skipped)
             if written is None:
                 continue
             id, url, own, _ = words_of(record, cfg.word_fields, line)
@@ -82,28 +83,27 @@ def read_samples(
             yield document, written
 
 
-def records(path: str, cfg: DataConfig, skipped: Counter) -> Iterator[tuple[int, int, bytes, object]]:
-    """Yields (byte, number of the line, the line, what it holds) of each line with an object that can be read."""
-    for offset, number, line in read_lines(read_blocks(path, cfg), cfg.max_line_bytes, skipped):
-        try:
-            record = loads(line)
-        except NO_JSON:
-            record = second_look(line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line, cfg, skipped)
-        if record is None:
-            continue
-        if isinstance(record, bytes):
-            message = f"{path} line {number} is not UTF-8; repair it, or set data.invalid_utf8='repair'"
-            if cfg.invalid_utf8 == "stop":
-                raise BadInput(message)
-            skipped["invalid UTF-8"] += 1
-        elif isinstance(record, Exception):
-            refuse(f"{path} line {number} is not {record}", cfg, skipped, "not JSON")
-        else:
-            yield offset, number, line, record
+def write_sound(
+    record: Any, path: str, number: int, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter
+) -> Written | None:
+    """What write_record makes of a line; what is not UTF-8 or holds NUL is treated as cfg.invalid_utf8 says."""
+    place, content = f"line {number}", record
+    if not isinstance(record, bytes):
+        make = functools.partial(write_record, f"{path} {place}", cfg, template, guard, skipped)
+        written = make(record)
+        if written is None or is_utf8(written.text) and "\0" not in written.text:
+            return written
+        if cfg.invalid_utf8 == "repair":
+            how = "half a surrogate pair" if "\0" not in written.text else "NUL removed"
+            skipped[f"{REPAIRED}{how}"] += 1
+            return make(repaired_texts(record))
+        content = written.text.encode(errors="surrogatepass")
+    decoded(content, cfg, skipped, path, lambda start: place)  # counts it, or stops
+    return None
 
 
 def write_record(
-    record: object, place: str, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter
+    place: str, cfg: DataConfig, template: ChatTemplate, guard: Guard, skipped: Counter, record: object
 ) -> Written | None:
     """The record as a document, or None if it was left out and counted. Raises BadInput beginning with place."""
     try:
@@ -118,10 +118,6 @@ def write_record(
                 skipped["empty completion"] += 1
                 return None
             written = write_pair(found, template.begin)
-        written.text.encode()  # half a surrogate pair, which JSON can spell
-    except UnicodeEncodeError:
-        skipped["invalid UTF-8"] += 1
-        return None
     except BadInput as error:
         refuse(f"{place} {error}", cfg, skipped, "not as told")
         return None

@@ -87,10 +87,11 @@ def read_sources(most_bytes: int | None) -> dict[str, str]:
             text = pathlib.Path(file.path).read_text(encoding="utf-8")
         except UnicodeDecodeError:  # some modules show other encodings
             continue
-        if most_bytes is not None and size + len(text) > most_bytes:
+        text_bytes = len(text.encode())
+        if most_bytes is not None and size + text_bytes > most_bytes:
             continue
         found[module_name(file.name)] = text
-        size += len(text)
+        size += text_bytes
     return dict(sorted(found.items()))
 
 

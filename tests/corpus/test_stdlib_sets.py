@@ -84,6 +84,11 @@ def test_the_same_python_gives_the_same(sets, tmp_path):
     assert sum((folder / name).stat().st_size for name in ("text.jsonl", "held.jsonl")) < 900_000
 
 
+def test_most_bytes_counts_bytes_and_not_characters():
+    characters = sum(map(len, stdlib_sets.read_sources(None).values()))
+    assert sum(len(text.encode()) for text in stdlib_sets.read_sources(characters).values()) <= characters
+
+
 def test_too_little_is_told_in_one_line(tmp_path):
     with pytest.raises(ValueError, match="too few for a set to train on and one to hold out") as error:
         stdlib_sets.write_sets(tmp_path, 2000)

@@ -166,6 +166,10 @@ def failing(batch, n, rows):
     raise KeyError("words")
 
 
+def leaving(batch, n, rows):
+    sys.exit(0)
+
+
 def as_dict(batch, n, rows):
     return batch._asdict()
 
@@ -199,10 +203,14 @@ def test_named_transforms_change_the_batches_in_order_and_the_same_on_any_number
         (f"{__name__}:as_integers", r"changes weights from float32\[2, 32\] to int32\[2, 32\]"),
         (f"{__name__}:by_place", "gives row 1 other values when it gets it alone"),
         (f"{__name__}:failing", "fails on batch 0: KeyError: 'words'"),
+        (f"{__name__}:leaving", "fails on batch 0: SystemExit: 0"),
+        ("leaves:anything", "leaves cannot be imported .SystemExit: 0"),
         (f"{__name__}:as_dict", "returns dict and not a Batch"),
     ],
 )
-def test_a_transform_that_is_not_fit_is_named_in_one_line(folder, name, line):
+def test_a_transform_that_is_not_fit_is_named_in_one_line(folder, name, line, tmp_path, monkeypatch):
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(BadInput, match=f"data.transforms: .*{line}"):
         open_corpus(folder, transforms=(name,)).as_grain(4)
     with pytest.raises(BadInput, match="named as MODULE:FUNCTION"):
@@ -225,6 +233,9 @@ def test_a_mixture_of_unknown_sources_or_without_an_end_is_refused(folder):
     corpus = open_corpus(folder, max_epochs={"letters": 1.0, "digits": 1.0, "signs": 1.0})
     with pytest.raises(ValueError, match="lets every source of data.mixture run out"):
         corpus.plan_mixture(4, 10_000)
+    for wrong in (dict(mixture={"a": float("inf")}), dict(mixture={"a": 1.0}, max_epochs={"a": float("nan")})):
+        with pytest.raises(BadInput, match="finite"):
+            DataConfig(files="x", **wrong)
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 9)).map(lambda r: (r[0], r[0] + r[1])), max_size=4))

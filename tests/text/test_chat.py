@@ -1,6 +1,8 @@
 """Conversations and pairs become ids of which completions alone are learned, and no text passes for a token."""
 
 import json
+import pathlib
+from collections import Counter
 
 import chat_tokenizers
 import numpy as np
@@ -9,12 +11,15 @@ import pytest
 from jaxscale.data.config import DataConfig
 from jaxscale.data.objective_config import PrefixLmConfig
 from jaxscale.data.pipeline import open_data
+from jaxscale.data.reading import make_reading
 from jaxscale.data.split import fitted_content
+from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.guard import GUARDS, Guard
 from jaxscale.text.chat.records import Chat, Pair, parse_record
 from jaxscale.text.chat.spans import encode_written, write_chat, write_pair
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
+from jaxscale.text.sources.files import SourceFile
 from jaxscale.text.tokenizer.load import load_tokenizer
 
 USER, ASSISTANT = ({"role": role, "content": f"{role} says"} for role in ("user", "assistant"))
@@ -135,6 +140,7 @@ def test_weights_parts_calls_and_a_system_field_are_read():
 
 
 BAD = [
+    ("null", "is null, not an object"),
     ("{", "is not JSON"),
     ("[1]", "is a list, not an object"),
     ('{"messages": 1}', "has a number as messages, not a list"),
@@ -163,6 +169,26 @@ def test_a_bad_line_is_named_with_file_and_number_or_skipped_and_counted(tmp_pat
     skipping = DataConfig(**{**vars(cfg), "damaged": "skip"})
     corpus = open_data(skipping, seq_len=40, vocab_size=300, seed=0, say=lambda text: None)
     assert "2 documents" in corpus.summary and "skipped 1 not " in corpus.summary
+
+
+def test_a_record_that_is_not_utf8_or_holds_nul_is_skipped_repaired_or_named_as_told(tmp_path):
+    cfg = files(tmp_path)
+    lines = [b'"b\\u0000c"', b'"b\\ud800c"', b'"b\xe9c"', b'"fine", "meta": "\\u0000"', b'"\\u0000"']
+    pathlib.Path(cfg.files).write_bytes(b"".join(b'{"prompt": "", "completion": %b}\n' % line for line in lines))
+
+    def documents(**changes):
+        reading = make_reading(load_tokenizer("bytes"), DataConfig(**{**vars(cfg), **changes}), lambda line: None)
+        read = reading.read(SourceFile(cfg.files, "chat.jsonl", "text"), skipped := Counter())
+        return [document.text for document, _ in read], skipped
+
+    assert documents() == (["fine"], {"NUL bytes": 2, "invalid UTF-8": 2, "bytes in it": 44})
+    found, counted = documents(invalid_utf8="repair")
+    assert found == ["bc", "b\ufffdc", "b\u00e9c", "fine"] and counted == {
+        "repaired: NUL removed": 2, "repaired: half a surrogate pair": 1, "repaired: windows-1252": 1,
+        "empty completion": 1,
+    }  # fmt: skip
+    with pytest.raises(BadInput, match="chat.jsonl is not UTF-8 at line 1 .it holds NUL.; repair it, or set data.inv"):
+        documents(invalid_utf8="stop")
 
 
 def test_what_has_nothing_to_learn_is_left_out_and_counted(tmp_path):

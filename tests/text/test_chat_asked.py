@@ -9,6 +9,7 @@ from jaxscale.data.pipeline import open_data
 from jaxscale.eval.named import open_evaluators
 from jaxscale.eval.text import Reading
 from jaxscale.run.assembly import open_evals
+from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import open_prompts
 from jaxscale.text.chat.template import load_template
 from jaxscale.text.config import ChatConfig
@@ -95,10 +96,25 @@ def test_what_a_template_refuses_of_a_conversation_is_one_line(tmp_path):
     refusing = "{% if messages | length > 2 %}{{ raise_exception('at most\n2 turns') }}{% endif %}x"
     asking = open_prompts(folder_with(tmp_path, refusing), TODAY)
     assert asking.stop_ids == (257,)  # the template ends no turn by a token
-    with pytest.raises(ValueError, match="^this conversation cannot be written by the template .*: at most 2 turns$"):
-        asking.ids(TALK)
-    with pytest.raises(ValueError, match="^this conversation holds noncharacters"):
-        asking.ids([turn("\ufdee")])
+    for ask in (asking.ids, lambda messages: asking.text_ids(asking.text(messages, True), "")):
+        with pytest.raises(BadInput, match="^this conversation cannot be written by .*: at most 2 turns$"):
+            ask(TALK)
+        with pytest.raises(BadInput, match="^this conversation holds noncharacters"):
+            ask([turn("\ufdee")])
+
+
+def test_a_template_that_wants_a_system_message_is_asked_with_one(tmp_path):
+    wanting = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    asking = open_prompts(kept := folder_with(tmp_path, wanting + chat_tokenizers.CHATML), TODAY)
+    assert kept.tokenizer.special_ids["<|im_end|>"] in asking.stop_ids
+    assert asking.ids([turn("be brief", "system"), USER])
+    for ask in (asking.ids, lambda messages: asking.text_ids(asking.text(messages, True), "")):
+        with pytest.raises(BadInput, match="^this conversation holds half a surrogate pair"):
+            ask([turn("be brief", "system"), turn("\ud800")])
+    with pytest.raises(BadInput, match="^this conversation cannot be written .*: no system$"):
+        asking.text([USER], True)
+    with pytest.raises(BadInput, match="^a conversation of two turns.* cannot be written .*: never$"):
+        open_prompts(folder_with(tmp_path, "{{ raise_exception('never') }}"), TODAY)
 
 
 def test_a_template_gets_the_date_unless_its_run_had_another(tmp_path):

@@ -221,7 +221,9 @@ def test_a_difference_in_a_real_document_is_an_error_that_shows_where(tmp_path):
     ):
         compared_sometimes("it.json", "fast", wrong, lengths_of, 50)(texts)
     compared_sometimes("it.json", "fast", lengths_of, lengths_of, 1)(texts)
-    with pytest.raises(ValueError, match=r"from token 1: \[\] and \[98\]; set encoder=exact"):
+    with pytest.raises(
+        ValueError, match=r"from token 1: \[\] and \[98\]; set encode.encoder=exact .*, or uninstall fast"
+    ):
         compare("it.json", "fast", ["ab"], lambda _: lengths_of(["a"]), lengths_of)
 
 

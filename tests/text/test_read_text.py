@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources import jsonl
 from jaxscale.text.sources import text as text_files
@@ -142,6 +143,7 @@ def test_a_byte_order_mark_before_json_lines_is_no_part_of_them(tmp_path):
     [
         (b"[" * 100_000 + b"]" * 100_000, "line 2 is not JSON that can be read: it is nested too deeply"),
         (b'"text"', "line 2 has no field 'text' but a str; set text_field"),
+        (b"null", "line 2 has no field 'text' but a NoneType; set text_field"),
         (b'{"body": 1, "id": 2}', "line 2 has no field 'text' but body, id; set text_field"),
         (b'{"text": {}}', "line 2: field 'text' is dict, not text"),
         (b'{"text": "a"', "line 2 is not JSON: Expecting"),
@@ -248,6 +250,9 @@ def test_json_lines_in_another_encoding_are_repaired_and_counted(tmp_path):
     documents, skipped = read(path, invalid_utf8="repair")
     assert [document.text for document in documents] == ["café", "half \ufffd."]
     assert skipped == {"repaired: windows-1252": 1, "repaired: half a surrogate pair": 1}
+    path.write_bytes(b'{"text": "good"}\n\xff no JSON\n')
+    with pytest.raises(BadInput, match="a.jsonl line 2 is not JSON: Expecting value at column 1$"):
+        read(path, invalid_utf8="repair")
 
 
 @pytest.mark.fault("F24")

@@ -1,14 +1,16 @@
 """Chat prompts for generation: a conversation up to the assistant's turn, as the token ids seen in training."""
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.guard import CLOSE, GUARDS, Guard
 from jaxscale.text.chat.records import ASSISTANT
-from jaxscale.text.chat.spans import encode_prompt, marked_spans, pieces_of, write_prompt
+from jaxscale.text.chat.spans import Written, encode_prompt, marked_spans, pieces_of, write_prompt
 from jaxscale.text.chat.template import ChatTemplate, compiled
 from jaxscale.text.config import ChatConfig
+from jaxscale.text.sources.decode import is_utf8
 from jaxscale.text.tokenizer.load import find_template
 from jaxscale.text.tokenizer.saved import SavedTokenizer
 
@@ -43,19 +45,36 @@ def open_prompts(kept: SavedTokenizer, today: str) -> ChatPrompts:
     cfg = ChatConfig(variables=noted.get("variables", {}), today=noted.get("today", today))
     template, guard = compiled(tokenizer, cfg, about, *found), Guard(tokenizer.special_ids)
 
+    def encoded(written: Written) -> list[int]:
+        if not is_utf8(written.text):
+            raise BadInput("holds half a surrogate pair, which no text should")
+        return encode_prompt(tokenizer, written).tolist()
+
     def ids(messages: Sequence[Message]) -> list[int]:
-        try:
-            return encode_prompt(tokenizer, write_prompt(messages, None, template, guard)).tolist()
-        except (BadInput, UnicodeEncodeError) as error:  # half a surrogate pair
-            raise BadInput(f"this conversation {error}") from None
+        with told_of("this conversation"):
+            return encoded(write_prompt(messages, None, template, guard))
+
+    def text(messages: Sequence[Message], answer: bool) -> str:
+        with told_of("this conversation"):
+            return written_text(messages, answer, template, guard)
 
     def text_ids(written: str, behind: str = "") -> list[int]:
         whole = written + guard.broken_text(behind, MARK)
-        return encode_prompt(tokenizer, pieces_of(whole, (), MARK, guard)).tolist()
+        with told_of("this conversation"):
+            return encoded(pieces_of(whole, (), MARK, guard))
 
-    ends = tuple(tokenizer.special_ids[name] for name in turn_end(template, guard))
-    text = lambda messages, answer: written_text(messages, answer, template, guard)
+    with told_of("a conversation of two turns, by which the token that ends one is found,"):
+        ends = tuple(tokenizer.special_ids[name] for name in turn_end(template, guard))
     return ChatPrompts(ids, text, text_ids, tuple(dict.fromkeys((*kept.stop_ids, *ends))))
+
+
+@contextlib.contextmanager
+def told_of(subject: str) -> Iterator[None]:
+    """Around the writing of a conversation, whose errors follow its name."""
+    try:
+        yield
+    except BadInput as error:
+        raise BadInput(f"{subject} {error}") from None
 
 
 def written_text(messages: Sequence[Message], answer: bool, template: ChatTemplate, guard: Guard) -> str:
@@ -64,7 +83,7 @@ def written_text(messages: Sequence[Message], answer: bool, template: ChatTempla
     answer: with what begins the model's turn; without, a last message of the model is left open, to be gone on from.
     """
     if guard.choose(list(messages)) != MARK:
-        raise BadInput("this conversation holds noncharacters (U+FDD0 to U+FDEF), which no text should")
+        raise BadInput("holds noncharacters (U+FDD0 to U+FDEF), which no text should")
     if not answer and messages and messages[-1]["role"] == ASSISTANT:
         begun = written_text(messages[:-1], True, template, guard)
         return begun + guard.broken_text(messages[-1]["content"], MARK)
@@ -73,7 +92,11 @@ def written_text(messages: Sequence[Message], answer: bool, template: ChatTempla
 
 def turn_end(template: ChatTemplate, guard: Guard) -> tuple[str, ...]:
     """The special token by which the template ends a turn of the model; () if it ends it by text alone."""
-    text = template.render([{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": WORD}], None, False)
+    turns = [{"role": "user", "content": "?"}, {"role": ASSISTANT, "content": WORD}]
+    try:
+        text = template.render(turns, None, False)
+    except BadInput:  # some templates want a system message before the first turn
+        text = template.render([{"role": "system", "content": "?"}, *turns], None, False)
     behind = text.rpartition(WORD)[2].replace(CLOSE, "")
     found = guard.pattern.match(behind)
     return (found[0],) if found else ()

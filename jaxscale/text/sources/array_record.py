@@ -6,9 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
-from jaxscale.text.sources.jsonl import record_text, second_look
+from jaxscale.text.sources.jsonl import MISSING, record_text, refuse, second_look
 from jaxscale.text.sources.part import NO_WORDS, WHOLE, Damaged, Part, Records, needs, refetch
 
 OPTIONS = "readahead_buffer_size:4M,max_parallelism:0"
@@ -33,8 +32,10 @@ def read_array_record(path: str, cfg: ReadConfig, skipped: Counter, part: Part =
                 yield number, number, record, NO_WORDS
             else:
                 parse = second_look if cfg.record_format == "json" else example
-                value, place = parse(record, cfg, skipped), f"{path} record {number}"
-                yield from record_text(value, number, number, record, cfg, skipped, place)
+                place = f"{path} record {number}"
+                value = parse(record, cfg, skipped, place)
+                if value is not MISSING:
+                    yield from record_text(value, number, number, record, cfg, skipped, place)
 
 
 def is_array_record(path: str) -> bool:
@@ -76,8 +77,8 @@ def array_record_parts(path: str, cfg: ReadConfig, part_bytes: int) -> list[Part
     return [Part(begin, min(begin + step, total)) for begin in range(0, total, step)] or [WHOLE]
 
 
-def example(record: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
-    """{name: first value} of the byte features of a tf.train.Example, or the error.
+def example(record: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any:
+    """{name: first value} of the byte features of a tf.train.Example, MISSING for what is none and was counted.
 
     Format: tensorflow/core/example/example.proto.
     """
@@ -93,7 +94,8 @@ def example(record: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
                     value = next((v for _, v in inner(values, 1)), b"")
                     found[name] = value if name == cfg.text_field else value.decode("utf-8", "replace")
     except DecodeError:
-        return BadInput("a tf.train.Example")
+        refuse(f"{place} is not a tf.train.Example", cfg, skipped, "not tf.train.Example")
+        return MISSING
     return found
 
 

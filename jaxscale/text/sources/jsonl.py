@@ -3,12 +3,13 @@
 import contextlib
 import json
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from jaxscale.system.exits import BadInput
 from jaxscale.text.config import ReadConfig
 from jaxscale.text.sources.blocks import read_blocks, read_lines
-from jaxscale.text.sources.decode import HALF_PAIRS, REPAIRED, repaired
+from jaxscale.text.sources.decode import HALF_PAIRS, REPAIRED, is_utf8, repaired
 from jaxscale.text.sources.part import NO_WORDS, WHOLE, Part, Records, Words
 
 try:
@@ -21,46 +22,54 @@ MISSING = object()
 NO_JSON = (BadInput, json.JSONDecodeError, UnicodeDecodeError)  # what `loads` raises; orjson's error is of the second
 
 
+def json_records(
+    path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE
+) -> Iterator[tuple[int, int, bytes, Any]]:
+    """Yields (byte, number of the line, the line, its value) of each line that is not blank.
+
+    The value of a line that is not UTF-8 is the line, unless cfg says to repair it.
+
+    Raises: BadInput naming file and line for one that is not JSON, if cfg says to stop.
+    """
+    for offset, number, line in read_lines(read_blocks(path, cfg, part), cfg.max_line_bytes, skipped, part.begin):
+        try:
+            record = loads(line)
+        except NO_JSON:
+            rest = line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line
+            record = second_look(rest, cfg, skipped, f"{path} {at(number, part)}")
+        if record is not MISSING:
+            yield offset, number, line, record
+
+
 def read_json_lines(path: str, cfg: ReadConfig, skipped: Counter, part: Part = WHOLE) -> Records:
     """Yields the text of each line that is not blank. A line that is not UTF-8 comes as bytes.
 
     Raises: BadInput naming file and line for one that is not an object, or lacks the text field or has no text in it.
     """
     text_field, word_fields = cfg.text_field, cfg.word_fields
-    lines = read_lines(read_blocks(path, cfg, part), cfg.max_line_bytes, skipped, part.begin)
-    for offset, number, line in lines:
-        try:
-            record = loads(line)
-            text = record[text_field]
-        except (*NO_JSON, TypeError, LookupError):
-            text = None
-        if type(text) is str:  # nearly every line
+    for offset, number, line, record in json_records(path, cfg, skipped, part):
+        text = record.get(text_field) if type(record) is dict else None
+        if type(text) is str and is_utf8(text):  # nearly every line
             yield offset, number, text, words_of(record, word_fields, line)
-            continue
-        record = second_look(line.removeprefix(BYTE_ORDER_MARK) if offset == 0 else line, cfg, skipped)
-        yield from record_text(record, offset, number, line, cfg, skipped, f"{path} {at(number, part)}")
+        else:
+            yield from record_text(record, offset, number, line, cfg, skipped, f"{path} {at(number, part)}")
 
 
 def record_text(
     record: Any, offset: int, number: int, line: bytes, cfg: ReadConfig, skipped: Counter, place: str
 ) -> Records:
-    """Yields the one text of a record: an object, None for a blank line, bytes that are no UTF-8, or an error.
+    """Yields the one text of a record: an object, or bytes that are no UTF-8.
 
     Raises: BadInput beginning with `place` if it is invalid and cfg says to stop.
     """
-    if record is None:
-        return
     if isinstance(record, bytes):
         yield offset, number, record, NO_WORDS
-        return
-    if isinstance(record, Exception):
-        refuse(f"{place} is not {record}", cfg, skipped, "not JSON")
         return
     text = field_of(record, cfg.text_field, MISSING)
     if text is not None and not isinstance(text, (str, bytes)):
         refuse(f"{place}{no_text(record, text, cfg)}", cfg, skipped, "without text field")
         return
-    if isinstance(text, str) and HALF_PAIRS.search(text):  # which JSON can spell, and UTF-8 cannot
+    if isinstance(text, str) and not is_utf8(text):
         if cfg.invalid_utf8 == "repair":
             text = HALF_PAIRS.sub("\ufffd", text)
             skipped[f"{REPAIRED}half a surrogate pair"] += 1
@@ -75,13 +84,15 @@ def loads(line: bytes) -> Any:
         return orjson.loads(line)
     if b"\\ud" in line or b"\\uD" in line:
         raise BadInput("it may hold half a surrogate pair, which the other parser refuses")
-    return strict_loads(line)
+    return strict_loads(line.decode())
 
 
-def strict_loads(line: bytes) -> Any:
-    """The same by Python's own parser. Raises NO_JSON: what is nested too deeply is a BadInput."""
+def strict_loads(text: str) -> Any:
+    """The value by Python's own parser. Raises BadInput, to be read behind 'is not'."""
     try:
-        return json.loads(line.decode("utf-8"), parse_int=whole)
+        return json.loads(text, parse_int=whole)
+    except json.JSONDecodeError as error:
+        raise BadInput(f"JSON: {error.msg} at column {error.colno}") from None
     except RecursionError:
         raise BadInput("JSON that can be read: it is nested too deeply") from None
 
@@ -91,26 +102,29 @@ def whole(digits: str) -> int | float:
     return int(digits) if len(digits) < 4000 else float(digits)
 
 
-def second_look(line: bytes, cfg: ReadConfig, skipped: Counter) -> Any:
-    """What a line is that the first parser did not take: a record, None if it is blank, its bytes if they are not
-    UTF-8 and not to be repaired, or the error."""
+def second_look(line: bytes, cfg: ReadConfig, skipped: Counter, place: str) -> Any:
+    """The value of a line that the first parser did not take.
+
+    Its bytes if they are not UTF-8 and not to be repaired; MISSING if it is blank, or not JSON, which is then counted.
+
+    Raises: BadInput beginning with `place` if it is not JSON and cfg says to stop.
+    """
     if not line.strip():
-        return None
+        return MISSING
+    how = ""
     try:
-        return strict_loads(line)
+        text = line.decode()
     except UnicodeDecodeError:
         if cfg.invalid_utf8 != "repair":
             return line
-    except json.JSONDecodeError as error:
-        return BadInput(f"JSON: {error.msg} at column {error.colno}")
-    except BadInput as error:
-        return error
-    text, how = repaired(line, cfg)
+        text, how = repaired(line, cfg)
     try:
-        record = strict_loads(text.encode())
-    except (json.JSONDecodeError, BadInput) as error:
-        return error
-    skipped[f"{REPAIRED}{how}"] += 1
+        record = strict_loads(text)
+    except BadInput as error:
+        refuse(f"{place} is not {error}", cfg, skipped, "not JSON")
+        return MISSING
+    if how:
+        skipped[f"{REPAIRED}{how}"] += 1
     return record
 
 
@@ -136,7 +150,7 @@ def word_of(record: dict[str, Any], field: str, line: bytes = b"") -> str:
         value = field_of(record, field)
     if type(value) is float and line and orjson is not None:  # perhaps a whole number of more than 64 bits
         with contextlib.suppress(*NO_JSON):
-            value = field_of(strict_loads(line), field)
+            value = field_of(strict_loads(line.decode()), field)
     if not isinstance(value, (str, int, float)):
         return ""
     word = str(value)

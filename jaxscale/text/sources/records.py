@@ -32,6 +32,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     come.
     """
     readers = {".jsonl": json_records, ".parquet": parquet_records, ".arrow": arrow_records}
+    assert kind_of(path) in readers, path
     total = 0
     for number, (name, value) in enumerate(readers[kind_of(path)](path), 1):
         total += text_size(value)

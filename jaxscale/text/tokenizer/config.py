@@ -61,10 +61,12 @@ class TrainTokenizerConfig:
 
     def __post_init__(self):
         names = special_names(self)
-        smallest = len(names) + (256 if self.kind == "bpe" or self.kind == "unigram" and self.byte_fallback else 1)
+        has_bytes = self.kind == "bpe" or self.kind == "unigram" and self.byte_fallback
+        smallest = len(names) + (256 if has_bytes else 1)
         if self.vocab_size <= smallest:
+            pieces = "the bytes" if has_bytes else "a piece"
             raise BadInput(
-                f"vocab_size={self.vocab_size} must be above {smallest}, for the bytes and {len(names)} special tokens"
+                f"vocab_size={self.vocab_size} must be above {smallest}, for {pieces} and {len(names)} special tokens"
             )
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise BadInput(f"special_tokens, eos_token and the reserved ones name {twice} twice")

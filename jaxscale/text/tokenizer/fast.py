@@ -253,7 +253,10 @@ def compare(path: str, name: str, texts: Sequence[str], encode: Encode, exact: E
     for text, got, wanted in zip(texts, ours.split(), theirs.split(), strict=True):
         if not np.array_equal(got, wanted):
             shown = difference(text, got, wanted)
-            raise BadInput(f"{path}: {name} and the tokenizers package differ for {shown}; set encoder=exact")
+            raise BadInput(
+                f"{path}: {name} and the tokenizers package differ for {shown}; set encode.encoder=exact in the recipe "
+                f"of `jaxscale prepare`, or uninstall {name} to train from text"
+            )
 
 
 def difference(text: str, got: np.ndarray, wanted: np.ndarray) -> str:
