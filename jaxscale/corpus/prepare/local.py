@@ -25,6 +25,7 @@ class LocalExecutor:
 
     def __init__(self, workers: int):
         self.workers = workers
+        self.context = RecordedContext()
         self.pool: concurrent.futures.ProcessPoolExecutor | None = None
 
     def run_all(self, function: Callable[[Any], Any], calls: Sequence[Any]) -> Iterator[Any]:
@@ -36,7 +37,7 @@ class LocalExecutor:
             yield from map(function, calls)
             return
         try:
-            self.pool = self.pool or start_pool(self.workers)
+            self.pool = self.pool or start_pool(self.workers, self.context)
             yield from in_window(self.pool, function, calls, AHEAD * self.workers)
         except BrokenProcessPool:
             raise BadInput(
@@ -57,16 +58,28 @@ class LocalExecutor:
         if self.pool is None:
             return
         self.pool.shutdown(wait=kind is None, cancel_futures=True)
-        for process in multiprocessing.active_children() if kind else ():
-            process.terminate()
+        for process in self.context.started if kind else ():
+            if process.is_alive():
+                process.terminate()
 
 
-def start_pool(workers: int) -> concurrent.futures.ProcessPoolExecutor:
+class RecordedContext(multiprocessing.context.SpawnContext):
+    """Spawns processes, and knows which: whoever calls us from Python may have others of its own."""
+
+    def __init__(self):
+        self.started: list[multiprocessing.Process] = []
+
+    def Process(self, *args: Any, **kwargs: Any) -> multiprocessing.Process:
+        """A process that is not started yet."""
+        self.started.append(super().Process(*args, **kwargs))
+        return self.started[-1]
+
+
+def start_pool(workers: int, context: RecordedContext) -> concurrent.futures.ProcessPoolExecutor:
     """A pool of processes with one thread each: the processes are the parallelism."""
     saved = {name: os.environ.get(name) for name in (*THREADS, "TOKENIZERS_PARALLELISM")}
     os.environ.update(dict.fromkeys(THREADS, "1") | {"TOKENIZERS_PARALLELISM": "false"})
     try:
-        context = multiprocessing.get_context("spawn")
         pool = concurrent.futures.ProcessPoolExecutor(workers, context, prepare_worker, (os.getpid(),))
         for future in [pool.submit(os.getpid) for _ in range(workers)]:  # they start, and read the environment, now
             future.result()
