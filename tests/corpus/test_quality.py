@@ -88,10 +88,10 @@ def test_each_rule_of_gopher_drops_just_beyond_its_threshold(rule, kept, dropped
             {"max_duplicate_line_chars": 0.01},
             "a\n" + "b" * 98 + "\na",
             "a\n" + "b" * 97 + "\na",
-            "fineweb: lines said again",
+            "fineweb: too many characters in duplicate lines",
         ),
-        ({"max_newlines_per_word": 0.3}, "a,b,c d e\n\n\n1, 2", "a b c\n\n\nd e f g,", "fineweb: too many line ends"),
-        ({"max_newlines_per_word": 0}, "a b", "a\nb", "fineweb: too many line ends"),
+        ({"max_newlines_per_word": 0.3}, "a,b,c d e\n\n\n1, 2", "a b c\n\n\nd e f g,", "fineweb: too many newlines"),
+        ({"max_newlines_per_word": 0}, "a b", "a\nb", "fineweb: too many newlines"),
         ({}, "a", "\n \n", "fineweb: no text"),
     ],
 )

@@ -50,7 +50,9 @@ def test_the_most_frequent_sequence_counts_just_beyond_its_threshold(n):
     characters = 3 * len(" ".join(said))
     rule = f"max_top_{n}gram"
     assert reason(text, **{rule: characters / len(text)}) == ""
-    assert reason(text, **{rule: (characters - 1) / len(text)}) == f"repetition: one sequence of {n} words too often"
+    assert (
+        reason(text, **{rule: (characters - 1) / len(text)}) == f"repetition: too many characters in the top {n}-gram"
+    )
 
 
 @pytest.mark.parametrize("n", range(5, 11))
@@ -60,7 +62,8 @@ def test_repeated_sequences_count_just_beyond_their_threshold(n):
     characters = 5 * n * (12 // n)  # the twelve words are gone over n at a time
     rule = f"max_duplicate_{n}gram"
     assert reason(text, **{rule: characters / len(text)}) == ""
-    assert reason(text, **{rule: (characters - 1) / len(text)}) == f"repetition: sequences of {n} words said again"
+    told = reason(text, **{rule: (characters - 1) / len(text)})
+    assert told == f"repetition: too many characters in duplicate {n}-grams"
 
 
 def test_the_parts_said_again_are_all_but_the_first():
@@ -75,7 +78,7 @@ def expected_reason(words, text, cfg):
             grams = [" ".join(words[i : i + n]) for i in range(len(words) - n + 1)]
             gram, times = collections.Counter(grams).most_common(1)[0]
             if len(gram) * times > most * len(text):
-                return f"repetition: one sequence of {n} words too often"
+                return f"repetition: too many characters in the top {n}-gram"
     for n, most in cfg.duplicate:
         seen, characters, place = set(), 0, 0
         while place + n <= len(words):
@@ -87,7 +90,7 @@ def expected_reason(words, text, cfg):
                 seen.add(gram)
                 place += 1
         if characters > most * len(text):
-            return f"repetition: sequences of {n} words said again"
+            return f"repetition: too many characters in duplicate {n}-grams"
     return ""
 
 

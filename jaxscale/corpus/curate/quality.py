@@ -221,9 +221,9 @@ def fineweb_fault(document: Document, cfg: FineWebConfig) -> str:
     newlines = text.count("\n")
     if cfg.max_duplicate_line_chars is not None:
         if said_again(lines)[1] > cfg.max_duplicate_line_chars * (len(text) - newlines):
-            return "fineweb: lines said again"
+            return "fineweb: too many characters in duplicate lines"
     if cfg.max_newlines_per_word is not None:
         least = newlines / cfg.max_newlines_per_word if cfg.max_newlines_per_word else newlines and float("inf")
         if len(text.split(None, int(min(least, len(text))))) <= least and stats_of([document])[0].total < least:
-            return "fineweb: too many line ends"  # there are at least as many words as pieces between spaces
+            return "fineweb: too many newlines"  # there are at least as many words as pieces between spaces
     return ""

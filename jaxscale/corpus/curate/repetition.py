@@ -124,9 +124,9 @@ def line_fault(text: str, cfg: RepetitionConfig) -> str:
     ):
         again, chars = said_again(parts)
         if most is not None and again > most * len(parts):
-            return f"repetition: {what} said again"
+            return f"repetition: too many duplicate {what}"
         if most_chars is not None and chars > most_chars * len(text):
-            return f"repetition: characters of {what} said again"
+            return f"repetition: too many characters in duplicate {what}"
     return ""
 
 
@@ -151,7 +151,7 @@ def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, floa
         _, first, counts = np.unique(keys, return_index=True, return_counts=True)
         place = places[first[counts == counts.max()].min()]  # of several as frequent the one that came first
         if int(counts.max()) * (int(spans[place]) + n - 1) > most * characters:
-            return f"repetition: one sequence of {n} words too often"
+            return f"repetition: too many characters in the top {n}-gram"
     return ""
 
 
@@ -177,7 +177,7 @@ def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int
         return ""
     for n, most in rules:
         if repeated_characters(sequences(stats.hashes, n), ends, n) > most * characters:
-            return f"repetition: sequences of {n} words said again"
+            return f"repetition: too many characters in duplicate {n}-grams"
     return ""
 
 
