@@ -35,6 +35,7 @@ def test_a_clean_document_is_handed_on_as_it_is(text):
         ("a\r\nb\rc\u2028d\u0085e", "a\nb\nc\nd\ne", {"line end": 4}),
         ("nul\x00 bell\x07\x1b[0m\x7f tab\t", "nul bell[0m tab\t", {"control character": 4}),
         ("\ufeffmark \x9d\ufffe", "mark ", {"control character": 3}),
+        ("one\x0ctwo\x1f\x0bthree \x0cfour\n\x0cfive", "one two three four\nfive", {"control character": 5}),
         ("lost \ufffd\ufffd bytes", "lost  bytes", {"replacement character": 2}),
         ("half \ud83d pair", "half  pair", {"half surrogate": 1}),
         ("e\x00\u0301", "\u00e9", {"control character": 1, "normalised": 1}),

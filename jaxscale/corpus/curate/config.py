@@ -212,8 +212,7 @@ class ToxicityConfig:
     max_listed: int = setting(0, "a document with more different entries of the list than this is dropped")
 
     def __post_init__(self):
-        if self.max_score is not None and not 0 <= self.max_score <= 1:
-            raise BadInput(f"max_score={self.max_score} must lie from 0 to 1, or be none")
+        check_fractions(self, "max_score")
         if self.max_score is not None and not self.score:
             raise BadInput(f"max_score={self.max_score} needs score=True")
         if self.head_chars < 0 or self.max_listed < 0:
@@ -267,7 +266,7 @@ class NearConfig:
         if not 0 <= self.seed < 1 << 64:
             raise BadInput(f"seed={self.seed} must be 0 or more and below 2^64")
         if (self.bands is None) != (self.rows is None):
-            raise BadInput(f"bands={self.bands} and rows={self.rows} are given together, or neither")
+            raise BadInput(f"bands={self.bands} and rows={self.rows}: give both, or neither")
         if self.bands is not None and (min(self.bands, self.rows) < 1 or self.bands * self.rows > self.permutations):
             raise BadInput(
                 f"bands={self.bands} of rows={self.rows} need {self.bands * self.rows} numbers of a signature "

@@ -1,4 +1,4 @@
-"""License filter. The license stays with the document, so that shards can account for it."""
+"""Licence filter. The licence stays with the document, so that shards can account for it."""
 
 import functools
 import re

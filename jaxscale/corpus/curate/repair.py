@@ -28,6 +28,7 @@ MOJIBAKE = re.compile(  # one set of characters comes first: what re can look fo
 LINE_ENDS = re.compile("\r\n?|\u2028|\u2029|\u0085")  # the Unicode standard's newlines, 5.8, less form feed and tab
 # C0 and C1 without tab and line feed, byte order marks, characters that are defined as none, and halves of a pair
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ufeff\ufdd0-\ufdef\ufffe\uffff]")
+SEPARATORS = re.compile("(?<=\\S)[\x0b\x0c\x1c-\x1f]+(?=\\S)")  # the end of a page and the like, between two words
 SURROGATE = re.compile("[\ud800-\udfff]")
 REPLACEMENT = "\ufffd"
 BAD = re.compile(f"{CONTROL.pattern}|{SURROGATE.pattern}|{REPLACEMENT}")
@@ -98,8 +99,9 @@ def mend(text: str, cfg: RepairConfig, edits: Counter) -> str | None:
         if cfg.invalid != "repair":
             return None
         edits["replacement character"] += text.count(REPLACEMENT)
-        text, count = CONTROL.subn("", text.replace(REPLACEMENT, ""))
-        edits["control character"] += count
+        text = text.replace(REPLACEMENT, "")
+        edits["control character"] += len(CONTROL.findall(text))
+        text = CONTROL.sub("", SEPARATORS.sub(" ", text))
         text, count = SURROGATE.subn("", text)
         edits["half surrogate"] += count
     if rest and cfg.normalise != "off" and not unicodedata.is_normalized(cfg.normalise, text):
