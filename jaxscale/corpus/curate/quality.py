@@ -91,13 +91,18 @@ def make_c4(cfg: C4Config) -> Stage:
 
     Raises: BadInput if the file of bad words cannot be read or is empty.
     """
-    bad_words = read_bad_words(cfg.bad_words) if cfg.bad_words is not None else None
+    bad_words = pattern_of(bad_words_of(cfg)) if cfg.bad_words is not None else None
     return each(lambda document: c4_outcome(document, cfg, bad_words))
 
 
-def read_bad_words(file: str) -> re.Pattern[str]:
-    """A pattern that finds any of the file's words, as whole words, in a text of lower case."""
-    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, read_words(file, 'bad_words')))})(?!\w)")
+def bad_words_of(cfg: C4Config) -> list[str]:
+    """The entries of the file. Raises BadInput as read_words does."""
+    return read_words(cfg.bad_words, "c4.bad_words")
+
+
+def pattern_of(words: Sequence[str]) -> re.Pattern[str]:
+    """A pattern that finds any of the words, as whole words, in a text of lower case."""
+    return re.compile(rf"(?<!\w)(?:{'|'.join(map(re.escape, words))})(?!\w)")
 
 
 def read_words(file: str, setting: str, remark: str = "") -> list[str]:

@@ -45,9 +45,14 @@ def make_counter(words: Sequence[str]) -> Callable[[str], int]:
     return count
 
 
+def listed_words_of(cfg: ToxicityConfig) -> list[str]:
+    """The entries of the list. Raises BadInput as read_words does."""
+    return read_words(cfg.word_list, "toxicity.word_list", "#")
+
+
 def make_toxicity(cfg: ToxicityConfig) -> Stage:
     """A stage that scores documents, and drops those above the threshold or with too many words of the list."""
-    count = make_counter(read_words(cfg.word_list, "word_list", "#")) if cfg.word_list else None
+    count = make_counter(listed_words_of(cfg)) if cfg.word_list else None
 
     def judge(doc: Document, score: float | None) -> Outcome:
         if count and (listed := count(doc.text)) > cfg.max_listed:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import os
 from typing import ClassVar
 
 from jaxscale.corpus.curate.config import (
@@ -88,7 +89,7 @@ class TokenizerConfig:
     def path(self, folder: str) -> str:
         """What load_tokenizer is given. folder: of the work, where a trained one is kept."""
         ending = "model" if self.train.kind == "unigram" else "json"
-        return f"{folder}/tokenizer.{ending}" if self.is_trained else self.name
+        return f"{folder}/tokenizer.{ending}" if self.is_trained else os.path.expanduser(self.name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from jaxscale import __version__, schema
 from jaxscale.corpus.curate.contamination import matching
+from jaxscale.corpus.curate.quality import bad_words_of
+from jaxscale.corpus.curate.toxicity import listed_words_of
 from jaxscale.corpus.prepare import fertility
 from jaxscale.corpus.prepare.blocks import mark_done, read_done, read_table
-from jaxscale.corpus.prepare.config import PrepareConfig, TokenizerConfig
+from jaxscale.corpus.prepare.config import JOINS, PrepareConfig, TokenizerConfig
 from jaxscale.corpus.prepare.dedup import Executor, cluster_facts, find_duplicates
+from jaxscale.corpus.prepare.join import MOST_BLOCKS, WAY_OUT
 from jaxscale.corpus.prepare.progress import Progress
 from jaxscale.corpus.prepare.report import FACTS, rewrite_report
 from jaxscale.corpus.prepare.tally import Tally
@@ -50,7 +53,7 @@ from jaxscale.text.tokenizer.train import train_tokenizer
 
 MADE_FROM = "made-from.txt"  # the plan's key; not in the manifest, which knows nothing of dates
 LOCK = ".lock"  # left behind: who deletes a lock takes it from somebody else
-FORMAT = 1  # raised when the same recipe would give other bytes
+FORMAT = 2  # raised when the same recipe would give other bytes
 
 
 class Plan(NamedTuple):
@@ -72,22 +75,33 @@ def make_plan(cfg: PrepareConfig) -> Plan:
     if problems:
         raise BadInput(problems[0])
     pieces = [(file, part) for file in files for part in parts(file, cfg.reading(file.source), cfg.block_bytes)]
+    if len(pieces) > MOST_BLOCKS and not {*JOINS}.isdisjoint(cfg.stages):
+        raise BadInput(
+            f"the input is {len(pieces):,} pieces, and duplicates are found among at most {MOST_BLOCKS:,}; {WAY_OUT}"
+        )
     made_from = {
         "format": FORMAT,
         "recipe": schema.to_dict(cfg),
         "files": [[*file, *stamp(file.path)] for file in files],
-        "read beside": [[path, file_sha256(path)] for path in read_beside(cfg)],
+        "read beside": read_beside(cfg),
     }
     return Plan(cfg, hash_of(made_from), pieces, plan_passes(cfg.stages, train_tokenizer=cfg.tokenizer.is_trained))
 
 
-def read_beside(cfg: PrepareConfig) -> list[str]:
-    """Files that the recipe reads beside the sources, and whose content decides what comes out."""
-    name = cfg.tokenizer.name
-    own = [] if cfg.tokenizer.is_trained or name == "bytes" else [name]
-    own += [str(path) for name in own for path in naming_files(pathlib.Path(name).expanduser())]
-    words = [cfg.c4.bad_words, cfg.toxicity.word_list]
-    return [*own, *map(str, matching(cfg.decontaminate.files)), *(path for path in words if path)]
+def read_beside(cfg: PrepareConfig) -> list[tuple[str, str]]:
+    """(name, hash) of each file that the recipe reads beside the sources, and whose content decides what comes out.
+
+    Raises BadInput for a file that cannot be read. Files of a stage that is not run are not looked at.
+    """
+    tokenizer, words = cfg.tokenizer, []
+    own = [] if tokenizer.is_trained or tokenizer.name == "bytes" else [pathlib.Path(tokenizer.path(""))]
+    own += [beside for path in own for beside in naming_files(path)]
+    own += matching(cfg.decontaminate.files) if "decontaminate" in cfg.stages else []
+    if "c4" in cfg.stages and cfg.c4.bad_words is not None:
+        words.append((cfg.c4.bad_words, hash_of(bad_words_of(cfg.c4))))
+    if "toxicity" in cfg.stages and cfg.toxicity.word_list:
+        words.append((cfg.toxicity.word_list, hash_of(listed_words_of(cfg.toxicity))))
+    return [*((str(path), file_sha256(str(path))) for path in own), *words]
 
 
 def bos_problems(cfg: TokenizerConfig) -> list[str]:
@@ -97,7 +111,7 @@ def bos_problems(cfg: TokenizerConfig) -> list[str]:
         return [f"tokenizer.bos_token={cfg.bos_token} is no special token of the one to be trained ({known})"]
     if not cfg.is_trained:
         try:
-            tokenizer_of(cfg.name, cfg)
+            tokenizer_of(cfg.path(""), cfg)
         except BadInput as error:
             names = {"data.tokenizer=": "tokenizer.name=", "data.bos_token": "tokenizer.bos_token"}
             names |= {"data.eos_token": "tokenizer.eos_token"}
@@ -231,7 +245,9 @@ def is_open(plan: Plan, output: pathlib.Path, folder: pathlib.Path, say: Callabl
     mine = found == plan.key.encode()
     if not mine and (found is not None or (output / MANIFEST).exists()):
         whole = "another set" if (output / MANIFEST).exists() else "a part of another set"
-        raise BadInput(f"{output} holds {whole}, of another recipe or other input; choose another --output")
+        raise BadInput(
+            f"{output} holds {whole}, of another recipe, other input or an earlier version; choose another --output"
+        )
     if (output / MANIFEST).exists():
         check_manifest(output / MANIFEST, deep=False)
         say(f"{output} is complete: the same recipe, the same input")

@@ -26,6 +26,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import replacing
 
 BLOCK_BITS, DOCUMENT_BITS, PLACE_BITS = 20, 20, 24
+MOST_BLOCKS, WAY_OUT = 1 << BLOCK_BITS, "pack small files together, or take a larger block_bytes"
 WORK = 4  # bytes of memory per byte of a partition: 64 per (key, item), so a third of them may have copies
 PAIRS_AT_ONCE = 1 << 15  # of 128 permutations: 32 MiB of signatures
 OPEN_FILES = 256  # memory maps of signatures kept open
@@ -50,7 +51,7 @@ def item_numbers(block: int, documents: Any, places: Any = 0) -> np.ndarray:
         ("line of a document", places.max(initial=0), PLACE_BITS),
     ):
         if not 0 <= int(value) < 1 << bits:
-            raise BadInput(f"{name} number {int(value)} must be below {1 << bits}; cut the input into other blocks")
+            raise BadInput(f"{name} number {int(value)} must be below {1 << bits}; {WAY_OUT}")
     shift = np.uint64(DOCUMENT_BITS + PLACE_BITS)
     return np.uint64(block) << shift | documents << np.uint64(PLACE_BITS) | places
 

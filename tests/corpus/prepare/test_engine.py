@@ -21,6 +21,7 @@ import pytest
 
 from jaxscale import schema
 from jaxscale.cli import prepare as command
+from jaxscale.corpus.prepare import engine
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.corpus.prepare.engine import LOCK, make_plan, prepare
 from jaxscale.corpus.prepare.local import LocalExecutor
@@ -134,13 +135,43 @@ def test_what_goes_in_comes_out_or_is_counted_with_its_reason(corpus, tmp_path):
     assert before == len(documents_in(out)) == counts["written", "text", "documents"]
 
 
-def test_a_tokenizer_is_trained_on_what_is_left_and_lies_beside_the_shards(corpus, tmp_path):
+def test_a_tokenizer_is_trained_on_what_is_left_and_lies_beside_the_shards(corpus, tmp_path, monkeypatch):
     values = {"tokenizer": {"name": "train", "train": {"vocab_size": 400, "trainer": "tokenizers"}}}
     cfg = schema.from_dict(PrepareConfig, {"sources": {"text": {"files": str(corpus)}}, "stages": (), **values})
     out = run(cfg, tmp_path / "out")
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["tokenizer"]["vocab_size"] == 400 and (out / manifest["tokenizer"]["file"]).exists()
     check_manifest(out / "manifest.json", deep=True)
+    monkeypatch.setenv("HOME", str(out))
+    again = run(recipe(corpus, tokenizer={"name": f"~/{manifest['tokenizer']['file']}"}), tmp_path / "again")
+    assert sorted(documents_in(again)) == sorted(documents_in(out)) and (again / manifest["tokenizer"]["file"]).exists()
+
+
+def test_word_lists_and_items_of_a_stage_are_told_by_their_setting_and_those_of_no_stage_are_not_read(
+    corpus, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    values = {"c4": {"bad_words": "~/bad"}, "toxicity": {"word_list": "~/listed", "score": False}}
+    values["decontaminate"] = {"files": ("~/items.txt",)}
+    make_plan(recipe(corpus, **values))
+    for stage, name, told in (
+        ("c4", "bad", "c4.bad_words='~/bad' cannot be read"),
+        ("toxicity", "listed", "toxicity.word_list='~/listed' cannot be read"),
+        ("decontaminate", "items.txt", "evaluation file ~/items.txt does not exist"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            make_plan(recipe(corpus, stages=(stage,), **values))
+        (tmp_path / name).write_text("word")
+        key = make_plan(recipe(corpus, stages=(stage,), **values)).key
+        (tmp_path / name).write_text("another")
+        assert make_plan(recipe(corpus, stages=(stage,), **values)).key != key
+
+
+def test_more_pieces_than_a_join_can_number_are_refused_before_anything_is_read(corpus, monkeypatch):
+    monkeypatch.setattr(engine, "MOST_BLOCKS", 1)
+    assert len(make_plan(recipe(corpus)).pieces) > 1
+    with pytest.raises(ValueError, match="pieces, and duplicates are found among at most 1; pack small files together"):
+        make_plan(recipe(corpus, stages=("near_dedup",)))
 
 
 def test_a_finished_set_is_left_alone_and_another_recipe_is_refused(corpus, tmp_path):
