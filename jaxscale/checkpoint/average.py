@@ -7,7 +7,6 @@ the same functions.
 
 import dataclasses
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,14 +14,16 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from jaxscale.checkpoint import array_store, retention
+from jaxscale.checkpoint import array_store
 from jaxscale.checkpoint.array_store import Arrays, Box, Output, boxes, layout_of, read_ahead
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.folders import COMMITTED, mark_committed, sync_tree
+from jaxscale.checkpoint.folders import COMMITTED, commit, make_anew
+from jaxscale.checkpoint.lock_stores import held
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import RECORD, read_optional, require_step, seal, weight_leaves
+from jaxscale.checkpoint.record import read_optional, require_step, seal, weight_leaves
 from jaxscale.checkpoint.storage_errors import short_reason
 from jaxscale.checkpoint.verify import list_all_others, require_reachable, verify_folder
+from jaxscale.checkpoint.write import describe
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.faults import crash_point
@@ -124,22 +125,21 @@ def write_weights(recipe: Recipe, workdir: Any, on_bytes: Callable[[int, int], N
     final = destination / str(recipe.step)
     growing = final if paths.is_remote(destination) else destination / f"{GROWING}{recipe.step}"
     try:
-        clear(growing)
-        marks = write_leaves(recipe, growing, on_bytes)
-        write_texts(recipe, growing, marks)
-        for name in recipe.copied:
-            copy_folder(run / name, destination.parent / name)
-        list_all_others(growing)
-        if damages := verify_folder(growing, finished=False).damages:
-            raise Stop(Exit.STORAGE, f"what was written to {growing} reads back otherwise: {damages[0]}; run it again")
-        if recipe.config is not None:
-            paths.write_json(destination.parent / "config.json", recipe.config)
-        crash_point("average.commit")
-        mark_committed(growing)
-        if growing != final:
-            sync_tree(growing)
-            os.rename(growing, final)
-            paths.sync_folder(destination)
+        with held(destination, "writing into"):
+            make_anew(growing)
+            marks = write_leaves(recipe, growing, on_bytes)
+            write_texts(recipe, growing, final, marks)
+            for name in recipe.copied:
+                copy_folder(run / name, destination.parent / name)
+            list_all_others(growing)
+            if damages := verify_folder(growing, finished=False).damages:
+                raise Stop(
+                    Exit.STORAGE, f"what was written to {growing} reads back otherwise: {damages[0]}; run it again"
+                )
+            if recipe.config is not None:
+                paths.write_json(destination.parent / "config.json", recipe.config)
+            crash_point("average.commit")
+            commit(growing, final)
     except OSError as error:
         raise Stop(Exit.STORAGE, f"{growing} cannot be written: {error.strerror or error}; run it again") from None
     return Averaged(recipe.step, len(recipe.leaves), recipe.num_bytes)
@@ -200,14 +200,6 @@ def what_is_in(folder: Any, made: str, own: Sequence[str]) -> str | None:
         if not unfinished or (path / COMMITTED).exists() and path.name.isdecimal():
             return f"{checkpoints.name}/{path.name}"
     return None
-
-
-def clear(folder: Any) -> None:
-    """Removes what an average that was killed left behind."""
-    if folder.exists():
-        folder.rmtree() if paths.is_remote(folder) else shutil.rmtree(folder)
-    if not paths.is_remote(folder):
-        paths.make_private(folder)
 
 
 def copy_folder(source: Any, target: Any) -> None:
@@ -279,8 +271,8 @@ def damaged(step: int, name: str, cause: str) -> Stop:
     return Stop(Exit.CHECKPOINT_CORRUPT, f"step {step} is damaged: {name}: {cause}; leave that step out")
 
 
-def write_texts(recipe: Recipe, folder: Any, marks: Mapping[str, int]) -> None:
-    """Writes what belongs to a step besides its arrays."""
+def write_texts(recipe: Recipe, folder: Any, final: Any, marks: Mapping[str, int]) -> None:
+    """Writes what belongs to a step besides its arrays, into the folder that will be `final`."""
     newest = recipe.source.directory / str(recipe.step)
     named = weight_leaves(recipe.records[recipe.step]["leaves"], recipe.what)
     sources = {named[name]: name.count("/") + 1 for name in recipe.leaves}  # and how many keys the name has
@@ -294,18 +286,7 @@ def write_texts(recipe: Recipe, folder: Any, marks: Mapping[str, int]) -> None:
             entries[repr(tuple(renamed))] = entry | {
                 "key_metadata": [part | {"key": key} for part, key in zip(parts, renamed, strict=True)]
             }
-    write_json(folder / array_store.TREE, tree | {"tree_metadata": entries})
+    paths.write_json(folder / array_store.TREE, tree | {"tree_metadata": entries})
     leaves = {f"{WEIGHTS}/{name}": [*described, marks[name]] for name, described in recipe.leaves.items()}
     content = {key: value for key, value in recipe.record.items() if key != "sha256"}
-    write_json(folder / RECORD, seal(content | {"leaves": leaves}))
-    times, now = read_optional(newest / retention.TIMES), time.time_ns()
-    if times:
-        times |= {"init_timestamp_nsecs": now, "commit_timestamp_nsecs": now, "metrics": {}}
-        write_json(folder / retention.TIMES, times)
-
-
-def write_json(path: Any, value: Any) -> None:
-    """Writes a small file, in a folder that is made if it is not there."""
-    if not paths.is_remote(path):
-        paths.make_private(path.parent)
-    paths.write_json(path, value)
+    describe(folder, seal(content | {"leaves": leaves}), final, time.time())

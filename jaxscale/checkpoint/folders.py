@@ -57,10 +57,33 @@ def is_step_name(name: str) -> bool:
     return name.isascii() and name.isdecimal() and name == str(int(name))
 
 
-def mark_committed(folder: Any) -> None:
+def mark_committed(folder: Any, content: bytes = COMMIT_TEXT.encode()) -> None:
     """Writes the file that comes last."""
     fence.ask(folder)
-    (folder / COMMITTED).write_text(COMMIT_TEXT)
+    (folder / COMMITTED).write_bytes(content)
+
+
+def make_anew(folder: Any) -> None:
+    """An empty folder to write a step into, whatever somebody who was killed has left there."""
+    remove_tree(folder)
+    if not paths.is_remote(folder):
+        paths.make_private(folder)
+        for item in ("state", "run"):
+            paths.make_folder(folder / item)
+
+
+def commit(growing: Any, final: Any, content: bytes = COMMIT_TEXT.encode()) -> None:
+    """Makes what was written count as a step; in a bucket, where it grows in its place, the mark alone does."""
+    mark_committed(growing, content)
+    if paths.is_remote(final):
+        return
+    sync_tree(growing)
+    try:
+        growing.rename(final)
+    except OSError as error:
+        cause = error.strerror or error
+        raise BadInput(f"{final} is in the way of what was written to {growing} ({cause}); move it away") from None
+    paths.sync_folder(final.parent)
 
 
 def unfinished_folder(directory: Any, step: int) -> Any:
@@ -176,22 +199,41 @@ def files_under(folder: Any) -> dict[str, int]:
 
 
 def copy_file(source: Any, target: Any) -> None:
-    """Copies one file, which appears whole. Raises BadInput for a bucket that refuses, OSError's cause as Stop."""
-    try:
+    """Copies one file, which appears whole. Raises as `reading` does, or Stop (STORAGE) where it cannot be written."""
+    with reading(source):
         size = source.stat().st_size
+    try:
         if not paths.is_remote(target):
             paths.make_private(target.parent)
         with paths.growing_file(target, size) as file:
-            for piece in pieces_of(source, size):
+            for piece in pieces_to_copy(source, size):
                 file.write(piece)
         if not paths.is_remote(target):
             forget(target)
-    except FileNotFoundError as error:
-        raise BadInput(f"{error.filename or error} is gone: training deletes old steps; pin the step first") from None
     except BadInput:
         raise  # of a bucket, and an OSError too
     except OSError as error:
         raise Stop(Exit.STORAGE, f"{target} cannot be written: {error.strerror or error}; run it again") from None
+
+
+@contextlib.contextmanager
+def reading(path: Any) -> Iterator[None]:
+    """Raises what keeps a file from being read as one line: BadInput where it is gone, else Stop (STORAGE)."""
+    try:
+        yield
+    except BadInput:
+        raise  # of a bucket, and an OSError too
+    except FileNotFoundError:
+        raise BadInput(f"{path} is gone: training deletes old steps; pin the step first") from None
+    except OSError as error:
+        cause = error.strerror or error
+        raise Stop(Exit.STORAGE, f"{path} cannot be read: {cause}; mend that, then run it again") from None
+
+
+def pieces_to_copy(path: Any, size: int) -> Iterator[bytes]:
+    """As pieces_of. Raises as `reading` does: what is wrong with the source is not told of the copy."""
+    with reading(path):
+        yield from pieces_of(path, size)
 
 
 def pieces_of(path: Any, size: int | None = None) -> Iterator[bytes]:

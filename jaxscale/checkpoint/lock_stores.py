@@ -14,7 +14,7 @@ import pathlib
 import secrets
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from jaxscale.system import paths
@@ -326,6 +326,24 @@ def folder_id(folder: pathlib.Path) -> tuple[int, int] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     return found.st_dev, found.st_ino
+
+
+@contextlib.contextmanager
+def held(folder: Any, doing: str) -> Iterator[None]:
+    """Holds a local folder; the system gives back what a process that dies has held. Where no folder can, nothing is.
+
+    Raises BadInput where another process has it. doing: what that is at, in front of the folder's name.
+    """
+    if paths.is_remote(folder):
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)  # itself, so that nothing is left behind
+    try:
+        if flock(handle) is False:
+            raise BadInput(f"another process is {doing} {folder} now; wait for it, or name a new folder")
+        yield
+    finally:
+        os.close(handle)
 
 
 def flock(handle: int) -> bool | None:

@@ -7,12 +7,21 @@ each file with its md5, by which a killed copy knows what it has brought already
 
 import dataclasses
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxscale.checkpoint.config import CheckpointConfig
-from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED, copy_file, files_under, is_committed, mark_of
+from jaxscale.checkpoint.folders import (
+    COMMIT_TEXT,
+    COMMITTED,
+    commit,
+    copy_file,
+    files_under,
+    is_committed,
+    mark_of,
+    reading,
+)
+from jaxscale.checkpoint.lock_stores import held
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import RECORD, digest, read_optional, require_record, require_step
 from jaxscale.checkpoint.retention import COPIED
@@ -66,14 +75,20 @@ def copy_step(
         raise damaged(folder, step, [Damage(*found) for found in changed])
     paths.write_json(note, claim)
     growing = final if remote else destination / f"{GROWING}{step}"
-    claim["files"], kept = copy_files(folder, growing, on_bytes)
-    crash_point("copy.read_back")
     if not remote:
-        require_whole(growing, step, finished=False)
-    if not (workdir_path := destination.parent / "config.json").exists() and (run / "config.json").exists():
-        copy_file(run / "config.json", workdir_path)
-    copy_events(run, destination.parent)  # before the step counts: what it binds a run to is never missing beside it
-    claim["files"][COMMITTED] = commit(growing, final, folder)
+        paths.make_private(growing)
+    with held(growing, "copying into"):
+        claim["files"], kept = copy_files(folder, growing, on_bytes)
+        crash_point("copy.read_back")
+        if not remote:
+            require_whole(growing, step, finished=False)
+        if not (workdir_path := destination.parent / "config.json").exists() and (run / "config.json").exists():
+            copy_file(run / "config.json", workdir_path)
+        copy_events(run, destination.parent)  # before the step counts: what it binds a run to is never missing
+        crash_point("copy.commit")
+        mark = folder / COMMITTED
+        commit(growing, final, mark.read_bytes() if mark.exists() else COMMIT_TEXT.encode())
+    claim["files"][COMMITTED] = list(mark_of(final / COMMITTED))
     paths.write_json(note, claim | {"record": record["sha256"]})
     crash_point("copy.done")
     sizes = [size for size, _ in claim["files"].values()]
@@ -149,9 +164,10 @@ def copy_files(source: Any, target: Any, on_bytes: Callable[[int, int], None]) -
         (target / stray).unlink()  # another version of this step was being copied
     files, done, kept = {}, 0, 0
     for name, size in sizes.items():
-        mark = mark_of(source / name)
-        if mark is None:
-            raise BadInput(f"{source / name} is gone: training deletes old steps; pin the step first")
+        with reading(source / name):
+            mark = mark_of(source / name)
+            if mark is None:
+                raise FileNotFoundError
         if there.get(name) == size and mark_of(target / name) == mark:
             kept += size
         else:
@@ -178,22 +194,3 @@ def copy_events(run: Any, folder: Any) -> None:
     if target.exists() and target.read_bytes().startswith(source.read_bytes()):
         return
     copy_file(source, target)
-
-
-def commit(growing: Any, final: Any, source: Any) -> list:
-    """Makes the copy count as a step; [bytes, md5] of the file that does."""
-    crash_point("copy.commit")
-    marker = (source / COMMITTED).read_bytes() if (source / COMMITTED).exists() else COMMIT_TEXT.encode()
-    paths.write_bytes_atomic(growing / COMMITTED, marker)
-    mark = list(mark_of(growing / COMMITTED))
-    if paths.is_remote(final):
-        return mark
-    for root, _, _ in os.walk(growing):
-        paths.sync_folder(pathlib.Path(root))
-    try:
-        os.rename(growing, final)
-    except OSError as error:
-        cause = error.strerror or error
-        raise BadInput(f"{final} is in the way of the copy in {growing} ({cause}); move it away") from None
-    paths.sync_folder(final.parent)
-    return mark

@@ -135,7 +135,7 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
         array_handler().finalize(epath(opened / "state"))
         crash_point("save/finalized")
         fence.ask(folder)
-        describe(opened, record, f"Checkpoint commit was successful to {directory / str(step)}", began)
+        describe(opened, record, directory / str(step), began)
         fence.ask(folder)
         verify.list_all_others(opened, jax.process_count())
         crash_point("save/described")
@@ -154,13 +154,14 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
     crash_point("save/after_commit")
 
 
-def describe(opened: Any, record: Mapping[str, Any], committed: str, began: float) -> None:
-    """Writes the record, and what stock Orbax looks for beside it."""
+def describe(opened: Any, record: Mapping[str, Any], final: Any, began: float) -> None:
+    """Writes the record, and what stock Orbax looks for beside it, of a step that will be `final`."""
     (opened / RECORD).write_text(json.dumps(record))
     crash_point("save/record")
     for item in ("run", "state"):
-        (opened / item / folders.COMMITTED).write_text(committed)
-    about = {"item_handlers": HANDLERS, "metrics": record["metrics"], "performance_metrics": {}, "custom_metadata": {}}
+        (opened / item / folders.COMMITTED).write_text(f"Checkpoint commit was successful to {final}")
+    metrics = record.get("metrics", {})
+    about = {"item_handlers": HANDLERS, "metrics": metrics, "performance_metrics": {}, "custom_metadata": {}}
     about |= {"init_timestamp_nsecs": int(began * 1e9), "commit_timestamp_nsecs": time.time_ns()}
     (opened / "_CHECKPOINT_METADATA").write_text(json.dumps(about))
 

@@ -40,14 +40,14 @@ from jaxscale.checkpoint.retention import (
     unpin,
     why_kept,
 )
-from jaxscale.checkpoint.storage_errors import short_reason
+from jaxscale.checkpoint.storage_errors import TELLING, short_reason
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import run_verb
 from jaxscale.command_line import Arguments, flag, whole_number
 from jaxscale.help_text import command
 from jaxscale.system import paths
-from jaxscale.system.exits import BadInput, Exit, put, tell
+from jaxscale.system.exits import BadInput, Exit, Stop, put, tell
 from jaxscale.units import table
 
 NEEDED = "reading needs the role Storage Object Viewer on it, writing Storage Object User"
@@ -323,10 +323,13 @@ def main(arguments: Arguments) -> int:
     try:
         return work(Request(open_folder(arguments.flags.workdir), arguments.flags))
     except Exception as error:
-        told_by_bucket = isinstance(error, OSError) and paths.is_remote(arguments.flags.workdir)
-        if not (told_by_bucket or type(error).__module__.startswith("gcsfs.")):  # which has errors of its own
-            raise
-        raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED}") from None
+        remote, of_storage = paths.is_remote(arguments.flags.workdir), isinstance(error, OSError)
+        if remote and of_storage or type(error).__module__.startswith("gcsfs."):  # which has errors of its own
+            raise BadInput(f"the bucket refuses: {short_reason(error)}; {NEEDED}") from None
+        if of_storage and not isinstance(error, BadInput) and TELLING.search(str(error)):
+            where = "" if error.filename else f"{arguments.flags.to or arguments.flags.workdir}: "
+            raise Stop(Exit.STORAGE, f"{where}{short_reason(error)}; mend that, then run it again") from None
+        raise
 
 
 if __name__ == "__main__":

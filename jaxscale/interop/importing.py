@@ -6,8 +6,6 @@ one act commits it, as when training saves. A killed conversion goes on where it
 
 import contextlib
 import math
-import os
-import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,11 +15,10 @@ import numpy as np
 from jaxscale.checkpoint import array_store, write
 from jaxscale.checkpoint.array_store import Output, cut, new_layout, tree_of
 from jaxscale.checkpoint.fingerprint import host_fingerprint
-from jaxscale.checkpoint.folders import COMMITTED, mark_committed, remove_tree, sync_tree, unfinished_folder
-from jaxscale.checkpoint.record import RECORD, seal
+from jaxscale.checkpoint.folders import COMMITTED, commit, make_anew, remove_tree, unfinished_folder
+from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.storage_errors import written
 from jaxscale.checkpoint.verify import Damaged, list_all_others, verify_leaves
-from jaxscale.checkpoint.write import HANDLERS
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.journal import Journal, open_journal
 from jaxscale.interop.pieces import OURS, PREFIX, array_shapes, chunk_shapes, in_order, plan_units
@@ -65,7 +62,7 @@ def import_tensors(
         if not (final / COMMITTED).exists():
             if not journal.done or not growing.exists():  # nothing there is known to be of this conversion
                 journal.done = {}
-                written(lambda: clear(growing), folder)
+                written(lambda: make_anew(growing), folder)
                 check_room(folder, total)
             marks, kept, odd = write_units(growing, journal, pairs, tensors, total, on_bytes)
             leaves = {f"{PREFIX}{name}": [list(shapes[name]), "float32", marks[name]] for name in shapes}
@@ -87,13 +84,6 @@ def check_room(folder: Any, needed: int) -> None:
         write.check_room(folder, needed)
     except write.NoRoom as error:
         raise Stop(Exit.STORAGE, f"{folder}: {error}; make room, or name another folder") from None
-
-
-def clear(growing: Any) -> None:
-    """An empty folder, whatever a conversion that was killed before it had written anything has left."""
-    remove_tree(growing)
-    if not paths.is_remote(growing):
-        paths.make_private(growing / array_store.STATE)
 
 
 def write_units(
@@ -179,29 +169,13 @@ def complete(growing: Any, final: Any, leaves: Mapping[str, list], run: Mapping[
 
     Raises: Damaged if an array is not what was written.
     """
-    began = time.time_ns()
-    write_json(growing / array_store.TREE, tree_of({name: leaf[0] for name, leaf in leaves.items()}))
+    began = time.time()
+    paths.write_json(growing / array_store.TREE, tree_of({name: leaf[0] for name, leaf in leaves.items()}))
     record = seal({"step": STEP, "run": dict(run), "leaves": dict(leaves), "health": "clean", "metrics": {}})
-    write_json(growing / RECORD, record)
-    for item in ("run", "state"):
-        (growing / item / COMMITTED).write_text(f"Checkpoint commit was successful to {final}")
-    about = {"item_handlers": HANDLERS, "metrics": {}, "performance_metrics": {}, "custom_metadata": {}}
-    about |= {"init_timestamp_nsecs": began, "commit_timestamp_nsecs": time.time_ns()}
-    paths.write_json(growing / "_CHECKPOINT_METADATA", about)
+    write.describe(growing, record, final, began)
     crash_point("convert/read_back")
     verify_leaves(growing, leaves)
     list_all_others(growing)
     crash_point("convert/commit")
-    mark_committed(growing)
-    if not paths.is_remote(final):
-        sync_tree(pathlib.Path(growing))
-        os.rename(growing, final)
-        paths.sync_folder(final.parent)
+    commit(growing, final)
     crash_point("convert/done")
-
-
-def write_json(path: Any, value: Any) -> None:
-    """Writes a small file, in a folder that is made if it is not there."""
-    if not paths.is_remote(path):
-        paths.make_private(path.parent)
-    paths.write_json(path, value)

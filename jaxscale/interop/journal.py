@@ -1,12 +1,12 @@
 """The progress journal of a conversion, so that an interrupted one resumes and repeats nothing."""
 
-import fcntl
-import os
+import contextlib
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+from jaxscale.checkpoint.lock_stores import held
 from jaxscale.checkpoint.record import read_optional
 from jaxscale.checkpoint.storage_errors import written
 from jaxscale.system import paths
@@ -62,18 +62,9 @@ class Journal:
 
     def hold(self) -> None:
         """Takes the folder for this process, on a disk that has locks; the system takes it back from one that dies."""
-        if paths.is_remote(self.path):
-            return
-        folder = os.open(self.path.parent, os.O_RDONLY)  # itself, so that nothing is left behind
-        self.close = weakref.finalize(self, os.close, folder)
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BadInput(
-                f"another process is converting into {self.path.parent} now; wait for it, or name a new folder"
-            ) from None
-        except OSError:  # some network disks lock no folders
-            self.close()
+        stack = contextlib.ExitStack()
+        stack.enter_context(held(self.path.parent, "converting into"))
+        self.close = weakref.finalize(self, stack.close)
 
     def note(self, part: str, value: Any) -> None:
         """A part is done once the data behind it are safe, which `settle` tells."""

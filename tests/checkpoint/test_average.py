@@ -12,6 +12,7 @@ import tensorstore
 from jaxscale.checkpoint import array_store
 from jaxscale.checkpoint.average import average_steps
 from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.lock_stores import held
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
 from jaxscale.checkpoint.verify import verify_folder
@@ -117,6 +118,12 @@ def test_a_folder_in_use_is_never_written_to(kept, tmp_path):
         average_steps(kept, [10], tmp_path / "notes")
     with pytest.raises(ValueError, match="is in use, it holds config.json"):
         average_steps(kept, [10], kept.directory.parent)
+    at_it = tmp_path / "mean" / "checkpoints" / "averaging-10" / "state"
+    at_it.mkdir(parents=True)
+    with held(tmp_path / "mean" / "checkpoints", ""):
+        with pytest.raises(ValueError, match="another process is writing into .*checkpoints now; wait for it, or"):
+            average_steps(kept, [10], tmp_path / "mean")
+    assert at_it.exists()
     average_steps(kept, [10], tmp_path / "mean")
     with pytest.raises(ValueError, match="is in use, it holds checkpoints/10"):
         average_steps(kept, [20], tmp_path / "mean")

@@ -1,17 +1,22 @@
 """A copy is whole or is no step; a killed one goes on; another run is never written over."""
 
 import json
+import re
 import resource
+import socket
 
 import kept_run
 import pytest
 
 from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.folders import copy_file
+from jaxscale.checkpoint.lock_stores import held
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.retention import list_steps
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
-from jaxscale.system.exits import Exit, Stop
+from jaxscale.cli import ckpt
+from jaxscale.system.exits import BadInput, Exit, Stop
 
 
 def there(folder):
@@ -112,8 +117,33 @@ def test_a_full_disk_is_one_line_and_the_copy_goes_on_afterwards(kept, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert caught.value.code == Exit.STORAGE and there(tmp_path / "copy").all_steps() == []
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:  # not even the note of what is copied: of any verb such an error is one line
+        with pytest.raises(Stop, match="/copy: File too large; mend that, then run it again$") as caught:
+            ckpt.main(["copy", f"--workdir={kept.directory.parent}", "--step=20", f"--to={tmp_path}/copy"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert caught.value.code == Exit.STORAGE
     copy_step(kept, 20, tmp_path / "copy")
     assert verify_folder(tmp_path / "copy" / "checkpoints" / "20").damages == ()
+
+
+def test_what_cannot_be_read_is_told_of_the_file_it_is_in_and_not_of_the_copy(run, tmp_path, monkeypatch):
+    odd = run.directory / "20" / "run" / "odd"
+    monkeypatch.chdir(odd.parent)  # the name of a socket is short
+    with socket.socket(socket.AF_UNIX) as nobody:
+        nobody.bind("odd")  # to open it is an OSError
+        told = re.escape(f"{odd} cannot be read: No such device or address; mend that")
+        for copied in (lambda: copy_step(run, 20, tmp_path / "copy"), lambda: copy_file(odd, tmp_path / "odd")):
+            with pytest.raises(Stop, match=told) as caught:
+                copied()
+            assert caught.value.code == Exit.STORAGE
+    odd.unlink()
+    (tmp_path / "copy/checkpoints/copying-20").mkdir(exist_ok=True)
+    with held(tmp_path / "copy/checkpoints/copying-20", ""):
+        with pytest.raises(BadInput, match="another process is copying into .*copying-20 now; wait for it, or name a"):
+            copy_step(run, 20, tmp_path / "copy")
+    assert copy_step(run, 20, tmp_path / "copy").num_files > 9
 
 
 def test_a_step_that_training_deletes_meanwhile_is_one_line(run, tmp_path):
