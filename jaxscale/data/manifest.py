@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from jaxscale.data.header import ENDINGS, SHA256, is_good
-from jaxscale.data.shards import Shard, open_shard, read_token_bytes, shard_files, write_synced
+from jaxscale.data.shards import Shard, expect_size, open_shard, read_token_bytes, shard_files, write_synced
 from jaxscale.data.verified import damaged, hashed
 from jaxscale.system.digest import file_sha256
 from jaxscale.system.exits import BadInput
-from jaxscale.system.foreign import check_regular
 from jaxscale.system.paths import read_json, write_json
 
 FORMAT, VERSION, NAME = "jaxscale-manifest", 1, "manifest.json"
@@ -255,16 +254,10 @@ def changed(path: str, problem: str) -> str:
 def file_problem(path: Path, size: int) -> str | None:
     """What the file's size tells."""
     try:
-        status = path.stat()
-        check_regular(status.st_mode, path)
-    except OSError as error:
-        return f"{path} is listed in the manifest and cannot be read: {error.strerror}; {WAY_OUT}"
+        expect_size(str(path), size, "the manifest", WAY_OUT)
     except BadInput as error:
-        return f"{error}; {WAY_OUT}"
-    if (actual := status.st_size) == size:
-        return None
-    what = "cut short" if actual < size else "too long"
-    return f"{path} has {actual:,} bytes where the manifest says {size:,}: it is {what}; {WAY_OUT}"
+        return str(error)
+    return None
 
 
 def check_manifest(path: Path | str, deep: bool) -> Manifest:

@@ -332,18 +332,20 @@ def read_array(path: str, dtype: str, count: int) -> np.ndarray:
     return np.frombuffer(read_whole(path), dtype)
 
 
-def expect_size(path: str, size: int) -> None:
-    """Raises BadInput unless the file is there with exactly this many bytes."""
+def expect_size(path: str, size: int, told_by: str = "its header", way_out: str = WAY_OUT) -> None:
+    """Raises BadInput unless the file is there with exactly as many bytes as what is named tells."""
     try:
         status = os.stat(path)
+        check_regular(status.st_mode, path)
     except FileNotFoundError:
-        raise BadInput(f"{path} is missing; {WAY_OUT}") from None
+        raise BadInput(f"{path} is missing; {way_out}") from None
     except OSError as error:
-        raise cannot_read(path, error, f"; {WAY_OUT}") from None
-    check_regular(status.st_mode, path)
+        raise cannot_read(path, error, f"; {way_out}") from None
+    except BadInput as error:
+        raise BadInput(f"{error}; {way_out}") from None
     if (actual := status.st_size) != size:
         what = "cut short" if actual < size else "too long"
-        raise BadInput(f"{path} has {actual:,} bytes where its header says {size:,}: it is {what}; {WAY_OUT}")
+        raise BadInput(f"{path} has {actual:,} bytes where {told_by} says {size:,}: it is {what}; {way_out}")
 
 
 def changed(path: str) -> str:

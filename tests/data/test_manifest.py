@@ -99,7 +99,7 @@ def test_every_change_after_the_manifest_is_refused_and_named(folder, name, dama
         changed = {"cut": content[:-1], "longer": content + b"\0", "flipped": content}
         (folder / name).write_bytes(changed[damage])
     told = {
-        "gone": "No such file",
+        "gone": "is missing",
         "cut": "cut short",
         "longer": "too long",
         "flipped": "was changed after the manifest",

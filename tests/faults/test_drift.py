@@ -228,7 +228,7 @@ def edit(path):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda folder: (folder / "part-1.bin").unlink(), "part-1.bin is listed in the manifest and cannot be read"),
+        (lambda folder: (folder / "part-1.bin").unlink(), "part-1.bin is missing; prepare the set again"),
         (lambda folder: os.truncate(folder / "part-1.bin", 100), "part-1.bin has 100 bytes where the manifest says"),
         (lambda folder: edit(folder / "part-1.bin"), "part-1.bin was changed after the manifest was written"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json does not exist"),

@@ -22,8 +22,8 @@ from jaxscale.data.objectives.ids import (
     SpecialIds,
     check_apart,
     check_in_vocabulary,
+    find_special,
     known_id,
-    special_ids,
     why_none,
 )
 from jaxscale.data.objectives.packed_row import below, draws, find_documents, ramps, unit
@@ -43,19 +43,22 @@ def find_ids(
 
     Raises BadInput, with the setting to mend, where one is not known, is not the model's, or stands for text.
     """
-    known = dict(tokenizer=tokenizer, token_bytes=token_bytes, vocab_size=vocab_size)
+    known = (tokenizer, token_bytes, vocab_size)
     if isinstance(cfg, MaskedLmConfig):
         mask_id = known_id("mask_id", cfg.mask_id, marks_of(tokenizer).mask_id, tokenizer, vocab_size)
         check_apart({"mask_id": [mask_id]}, token_bytes)
-        return special_ids(**known, mask_id=mask_id)
+        return SpecialIds(find_special([mask_id], *known), mask_id=mask_id)
     if not isinstance(cfg, DenoisingConfig):
-        return special_ids(**known)
+        return SpecialIds(find_special([], *known))
     end_id = known_id("end_id", cfg.end_id, getattr(tokenizer, "eos_id", None), tokenizer, vocab_size)
     start_id = end_id if cfg.start_id is None else known_id("start_id", cfg.start_id, None, None, vocab_size)
     sentinels = find_sentinels(cfg, tokenizer, vocab_size, seq_len)
     modes = find_modes(cfg, vocab_size)
     check_apart({"first_sentinel_id": sentinels, "mode_ids": modes.values(), "end_id": [end_id]}, token_bytes)
-    return special_ids(**known, sentinels=sentinels, start_id=start_id, end_id=end_id, modes=modes)
+    is_special = find_special([start_id, end_id, *sentinels, *modes.values()], *known)
+    return SpecialIds(
+        is_special, sentinels=np.array(sentinels, np.int32), start_id=start_id, end_id=end_id, modes=modes
+    )
 
 
 def marks_of(tokenizer: Any | None) -> Marks:

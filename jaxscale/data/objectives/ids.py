@@ -1,6 +1,7 @@
 """The ids that an objective needs beside those of the text: from its settings, or else from the tokenizer."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,46 +16,33 @@ class SpecialIds:
     """Ids that stand for no text, and which ids do. A field that the objective has no use for is 0 or empty."""
 
     is_special: np.ndarray  # bool[model's vocabulary]
-    ordinary: np.ndarray  # int32: the ids of text
     mask_id: int = 0
     sentinels: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.int32))  # int32, first to last
     start_id: int = 0  # what a decoder reads before its first token
     end_id: int = 0
     modes: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
+    @functools.cached_property
+    def ordinary(self) -> np.ndarray:
+        """int32: the ids of text."""
+        return np.flatnonzero(~self.is_special).astype(np.int32)
 
-def special_ids(
-    *,
-    tokenizer: Any | None,
-    token_bytes: np.ndarray | None,
-    vocab_size: int,
-    mask_id: int | None = None,
-    sentinels: Sequence[int] = (),
-    start_id: int | None = None,
-    end_id: int | None = None,
-    modes: Mapping[str, int] | None = None,
-) -> SpecialIds:
-    """These ids, and all that the tokenizer calls special, told apart from ordinary text.
+
+def find_special(
+    named: Sequence[int], tokenizer: Any | None, token_bytes: np.ndarray | None, vocab_size: int
+) -> np.ndarray:
+    """bool[vocab_size]: these ids, and all that the tokenizer calls special.
 
     token_bytes: bytes of text of each id, 0 for what is special; None where no tokenizer is known, then all ids that
     are not named here are text.
     """
-    named = [id for id in (mask_id, start_id, end_id, *sentinels, *(modes or {}).values()) if id is not None]
     is_special = np.zeros(vocab_size, bool)
     if token_bytes is not None:
         is_special[:] = True  # rows of the table beyond the tokenizer's ids stand for nothing
         is_special[: len(token_bytes)] = token_bytes[:vocab_size] == 0
     eos_id = getattr(tokenizer, "eos_id", None)
-    is_special[[id for id in (*named, eos_id) if id is not None]] = True
-    return SpecialIds(
-        is_special=is_special,
-        ordinary=np.flatnonzero(~is_special).astype(np.int32),
-        mask_id=mask_id or 0,
-        sentinels=np.array(sentinels, np.int32),
-        start_id=start_id or 0,
-        end_id=end_id or 0,
-        modes=dict(modes or {}),
-    )
+    is_special[[*named, *([] if eos_id is None else [eos_id])]] = True
+    return is_special
 
 
 class StandIn(NamedTuple):
