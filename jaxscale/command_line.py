@@ -75,10 +75,10 @@ class Arguments:
 
 
 def parse(argv: Sequence[str], cls: type = NoFlags, only: Collection[str] | None = None) -> Arguments:
-    """--config=FILE, --config.NAME=VALUE and the flags of `cls`, each as --name=value or --name value; '-' may be '_'.
+    """The flags of `cls`, each as --name=value or --name value; '-' may be '_'.
 
-    only: the fields of `cls` that may be given here. Raises BadInput for anything else, with the nearest flag there is,
-    and for an invalid value.
+    only: the fields of `cls` that may be given here. Raises BadInput for anything else, with the nearest flag there is
+    or, for a --config that nothing reads, with `cls.no_config`; and for an invalid value.
     """
     known, given, rest = flags_of(cls, only), {}, list(argv)
     while rest:
@@ -89,20 +89,19 @@ def parse(argv: Sequence[str], cls: type = NoFlags, only: Collection[str] | None
             return taken_apart(given, None, help=True, topic=topic)
         name, field = known_flag(name, known) if word.startswith("--") else (name, None)
         if field is None:
-            elsewhere = "; its other verbs have it" if name in flags_of(cls) else hint_for(word, name, known)
-            raise BadInput(f"{word} is not a flag of this command{elsewhere}")
-        if field and kind_of(cls, field) is bool:
+            raise BadInput(f"{word} is not a flag of this command{hint_for(word, cls, only)}")
+        if kind_of(cls, field) is bool:
             if value not in (("true", "false") if equals else ("",)):
                 raise BadInput(f"--{name}={value} must be true or false; --{name} alone is true")
             value = value or "true"
-        elif field and field.metadata.get("bare") and not equals:
+        elif field.metadata.get("bare") and not equals:
             value = field.metadata["bare"]
         elif not equals:
             value = rest.pop(0) if rest else ""
             if value.startswith("--"):
                 raise BadInput(f"--{name} needs a value: --{name}=VALUE (=true for a switch), not {value}")
         if not value and not name.startswith("config."):
-            raise BadInput(f"--{name} needs a value: --{name}={field and field.metadata.get('value') or 'VALUE'}")
+            raise BadInput(f"--{name} needs a value: --{name}={field.metadata.get('value') or 'VALUE'}")
         given.setdefault(name, []).append(value)
     return taken_apart(given, converted(cls, known, given))
 
@@ -116,24 +115,32 @@ def taken_apart(given: dict[str, list[str]], flags: Any, **how: Any) -> Argument
 
 
 def known_flag(name: str, known: dict[str, dataclasses.Field]) -> tuple[str, Any]:
-    """(the name as it is declared, its field); False is the field of what every verb reads, None that of no flag."""
-    if name == "config" or name.startswith("config."):
-        return name, False
-    family, dot, key = name.partition(".")
+    """(the name as it is declared, its field, or None). --mesh.AXIS may be given as in training, --config.mesh.AXIS."""
     for declared, field in known.items():
-        if dot and declared.partition(".")[0] == family and key in field.metadata.get("keys", ()):
-            return name, field
-        if declared.replace("-", "_") == name.replace("-", "_") and not dot:
+        family, dot, _ = declared.partition(".")
+        own = name.removeprefix("config.") if dot and family != "config" else name
+        keys = field.metadata.get("keys")
+        if dot and own.startswith(f"{family}.") and (not keys or own.removeprefix(f"{family}.") in keys):
+            return own, field
+        if not dot and declared.replace("-", "_") == name.replace("-", "_"):
             return declared, field
     return name, None
 
 
-def hint_for(word: str, name: str, known: Collection[str]) -> str:
-    """What to write instead of an unknown flag."""
-    if not word.startswith("--") or "." in name:
-        return "; settings are written --config.NAME=VALUE"
-    close = difflib.get_close_matches(name, ["config", *known], n=1)
-    return f"; did you mean --{close[0]}?" if close else f"; flags are --config, --config.NAME, {flag_list(known)}"
+def hint_for(word: str, cls: type, only: Collection[str] | None) -> str:
+    """What to write instead of what is no flag."""
+    name, known = word.removeprefix("--").partition("=")[0], flags_of(cls, only)
+    settings = "; settings are written --config.NAME=VALUE" if "config.NAME" in known else ""
+    if not word.startswith("--"):
+        return f"; write --{word}" if "=" in word and known_flag(name, known)[1] else settings
+    if name == "config" or name.startswith("config."):
+        return f"; {cls.no_config}" if hasattr(cls, "no_config") else ""
+    if only is not None and known_flag(name, flags_of(cls))[1]:
+        return "; its other verbs have it"
+    if "." in name:
+        return settings
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean --{close[0]}?" if close else f"; {flag_list(known)}"
 
 
 def kind_of(cls: type, field: dataclasses.Field) -> Any:
@@ -163,16 +170,16 @@ def value_of(kind: Any, field: dataclasses.Field, text: str) -> Any:
     if how.get("read"):
         return how["read"](name, text)
     if kind is int and how.get("least") is not None:
-        return whole_number(name, text, how["least"])
+        return whole_number(f"--{name}", text, how["least"])
     if typing.get_origin(kind) is Literal and text not in (choices := typing.get_args(kind)):
         raise BadInput(f"--{name}={text} must be {', '.join(choices[:-1])} or {choices[-1]}")
     return text if kind is str else schema.convert(text, kind, f"--{name}")
 
 
 def whole_number(name: str, text: str, least: int) -> int:
-    """The value of --name as an integer. Raises BadInput if it is not one, or too small."""
+    """The text as an integer. Raises BadInput, with the name as it is given, if it is not one, or too small."""
     if not (text.isascii() and text.isdecimal() and len(text) <= MOST_DIGITS) or int(text) < least:
-        raise BadInput(f"--{name}={text} must be a whole number, {least} or more")
+        raise BadInput(f"{name}={text} must be a whole number, {least} or more")
     return int(text)
 
 
@@ -186,13 +193,13 @@ def file_to_write(name: str, text: str) -> pathlib.Path:
 
 def port_of(name: str, text: str) -> int:
     """A port of this machine, 0 for any free one. Raises BadInput if the text is not a port."""
-    port = whole_number(name, text, 0)
+    port = whole_number(f"--{name}", text, 0)
     if port > HIGHEST_PORT:
-        raise BadInput(f"--{name}={text} is no port; give 0 (any free one) to {HIGHEST_PORT}")
+        raise BadInput(f"--{name}={text} is not a port; give 0 (any free one) to {HIGHEST_PORT}")
     return port
 
 
 def flag_list(names: Collection[str]) -> str:
-    """'--workdir, --steps'."""
-    own = [name for name in names if not name.startswith("config")]
-    return ", ".join(f"--{name}" for name in own) or "none other"
+    """'flags are --config, --config.NAME, --workdir'."""
+    listed = sorted(names, key=lambda name: not name.startswith("config"))
+    return f"flags are {', '.join(f'--{name}' for name in listed)}" if listed else "it has no flags"

@@ -99,7 +99,7 @@ def check_batch(cfg: RunConfig) -> None:
     if rest or not rows:
         nearest = max(1, round(cfg.tokens_per_step / cfg.seq_len)) * cfg.seq_len
         raise BadInput(
-            f"batch_tokens={cfg.batch_tokens} is no whole number of rows of seq_len={cfg.seq_len}; try {nearest}"
+            f"batch_tokens={cfg.batch_tokens} is not a whole number of rows of seq_len={cfg.seq_len}; try {nearest}"
         )
     if rows % cfg.train.num_microbatches:
         raise BadInput(
@@ -148,7 +148,9 @@ def check_clean_source(cfg: RunConfig) -> None:
     """Raises BadInput for a train.ladder.clean_source that data.mixture does not have."""
     source, names = cfg.train.ladder.clean_source, mixture_names(cfg.data.mixture)
     if source is not None and source not in names:
-        raise BadInput(f"train.ladder.clean_source={source!r} is no source of data.mixture, which has {or_list(names)}")
+        raise BadInput(
+            f"train.ladder.clean_source={source!r} is not a source of data.mixture, which has {or_list(names)}"
+        )
 
 
 def check_export(cfg: RunConfig) -> None:
@@ -184,7 +186,7 @@ def check_evals(cfg: RunConfig) -> None:
     check_names(cfg.evals)
     if cfg.evals and cfg.model.kind != "decoder":
         decoders = or_list(names_of("decoder"))
-        raise BadInput(f"evals are of decoders, and model.name={cfg.model.name!r} is none; use {decoders}")
+        raise BadInput(f"evals are of decoders, and model.name={cfg.model.name!r} is not one; use {decoders}")
 
 
 # Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is

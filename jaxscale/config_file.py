@@ -16,14 +16,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jaxscale import schema
-from jaxscale.command_line import Arguments
+from jaxscale.command_line import MOST_DIGITS, Arguments
 from jaxscale.config import RunConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import is_secret, redacted
 from jaxscale.unread import as_read, refuse_unread
 
 LONGEST_NAME = 128  # characters of a run's name
-SKIPPED = re.compile(r"([0-9]+):([0-9]+)")
+SKIPPED = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}}):([0-9]{{1,{MOST_DIGITS}}})")
 
 
 def load_config(
@@ -94,7 +94,7 @@ def config_values(path: str) -> dict[str, Any]:
     if not file.is_file():
         near = sorted(str(p) for p in file.parent.glob("*.py")) if file.parent.is_dir() else []
         close = difflib.get_close_matches(str(file), near, n=1)
-        raise BadInput(f"--config={name} is no file{f'; did you mean {close[0]}?' if close else ''}")
+        raise BadInput(f"--config={name} is not a file{f'; did you mean {close[0]}?' if close else ''}")
     spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
     try:

@@ -39,7 +39,7 @@ class Command:
     def __call__(self, argv: Sequence[str]) -> int:
         """Reads argv and returns the exit code of the work, or shows the page. Raises BadInput as `parse` does."""
         for word, other in self.instead.items():
-            if word in argv:
+            if {word, f"{word}=true"} & set(argv):
                 return other(argv)
         words, behind = list(argv), ()
         if self.passes_on and "--" in words:

@@ -21,7 +21,7 @@ def parse(name: str, amount: Tokens) -> tuple[float, str]:
     found = FORM.fullmatch(str(amount))
     if not found or found[2].lower() not in UNITS:
         raise BadInput(
-            f"{name}={str(amount)[:40]!r} is no amount of training: write tokens as an integer, or '2000 steps', "
+            f"{name}={str(amount)[:40]!r} is not an amount of training: write tokens as an integer, or '2000 steps', "
             "'1%', '1 epoch'"
         )
     number = float(found[1].replace("_", ""))

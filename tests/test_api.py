@@ -118,7 +118,9 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
         (lambda model: jaxscale.evaluate(model, text={"a": "x"}, cloze={"a": "y"}), "'a' is the name of two"),
         (lambda model: jaxscale.evaluate(model), "nothing to measure"),
         (lambda model: jaxscale.sample(model, num_tokens=0), "num_tokens=0 and batch=8 must be whole numbers"),
-        (lambda model: jaxscale.sample(model, num_tokens=2.5), "num_tokens=2.5 and batch=8 must be whole numbers"),
+        (lambda model: jaxscale.sample(model, num_tokens=np.int64(5), seed="a"), "seed='a' must be a whole number"),
+        (lambda model: jaxscale.sample(model, temperature="hot"), "temperature='hot' must be a number"),
+        (lambda model: jaxscale.sample(model, num_tokens=2.5), "num_tokens=2.5 must be a whole number"),
         (lambda model: jaxscale.sample(model, system="Be brief."), "system='Be brief.' is what .* give chat=True too"),
         (lambda model: jaxscale.sample(model, "hi", chat=True), "bytes has no chat template"),
         (lambda model: jaxscale.sample(model, top_p=2.0), "top_p"),
@@ -127,12 +129,21 @@ def test_evaluate_measures_what_the_verb_measures(workdir, model, tmp_path, caps
             "seed=4294967296 must be .* to 4294967295",
         ),
         (lambda model: jaxscale.sample(model, stop=""), "a stop text is empty"),
-        (lambda model: jaxscale.report("nowhere/run", price="cheap"), "price=cheap must be dollars"),
+        (lambda model: jaxscale.report("nowhere/run", price="cheap"), "^price=cheap must be dollars"),
         (lambda model: jaxscale.sample("nowhere/run"), "nowhere/run"),
         (lambda model: jaxscale.report(), "report needs a work folder"),
         (lambda model: jaxscale.report("nowhere/run"), "nowhere/run"),
-        (lambda model: jaxscale.train(None, "x", stop_after=0), "stop_after=0 must be a step"),
-        (lambda model: jaxscale.train("quickstart.py", "x"), r"cfg='quickstart.py' is no config; train\(load_config"),
+        (lambda model: jaxscale.train(None, "x", stop_after=0), "stop_after=0 must be a whole number, 1 or more"),
+        (
+            lambda model: jaxscale.train("quickstart.py", "x"),
+            r"cfg='quickstart.py' is not a config; train\(load_config",
+        ),
+        (lambda model: jaxscale.train(None, "x", allow_change="optim.peek_lr"), "^allow_change=optim.peek_lr is not"),
+        (lambda model: jaxscale.evaluate(model, text={"a": "x"}, batch_tokens=0), "^batch_tokens=0 must be a whole"),
+        *[
+            (lambda model, name=name: jaxscale.trace("nowhere", **{"step": 1} | {name: -1}), f"^{name}=-1 must be a")
+            for name in ("step", "row", "characters")
+        ],
         (lambda model: jaxscale.evaluate(model, text="a.txt"), "text='a.txt' must name what it measures"),
     ],
 )

@@ -109,9 +109,9 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"model.mlp_dim": 0}, "mlp_dim=0 must be at least 1"),
         ({"model.vocab_size": 0}, "model: vocab_size=0 must be at least 1"),
         ({"model.logit_softcap": -1}, "model: logit_softcap=-1.0 must be above 0"),
-        ({"batch_tokens": 250}, "batch_tokens=250 is no whole number of rows of seq_len=16; try 256"),
-        ({"batch_tokens": 3}, "batch_tokens=3 is no whole number of rows of seq_len=16; try 16"),
-        ({"batch_tokens": 0}, "batch_tokens=0 is no whole number of rows"),
+        ({"batch_tokens": 250}, "batch_tokens=250 is not a whole number of rows of seq_len=16; try 256"),
+        ({"batch_tokens": 3}, "batch_tokens=3 is not a whole number of rows of seq_len=16; try 16"),
+        ({"batch_tokens": 0}, "batch_tokens=0 is not a whole number of rows"),
         ({"batch_tokens": "2 steps"}, "batch_tokens='2 steps' needs batch_tokens"),
         ({"train.num_microbatches": 3}, "does not divide the 16 rows of a batch; it may be 1, 2, 4, 8 or 16"),
         ({"train.num_microbatches": 0}, "train: num_microbatches=0 must be at least 1"),
@@ -120,8 +120,8 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"model": tiny.GPT2, "seq_len": 64}, "seq_len=64 is longer than model.max_seq_len=32; raise that one"),
         ({"model": tiny.GPT2 | {"num_heads": 3}}, "model: embed_dim=16 must be a multiple of num_heads=3"),
         ({"data": dict(name="files", files="x.txt", cache_dir="s3://b/x")}, "cache_dir=s3://b/x must be a folder of"),
-        ({"train_tokens": "a lot"}, "train_tokens='a lot' is no amount of training"),
-        ({"optim.warmup_tokens": "soon"}, "optim.warmup_tokens='soon' is no amount of training"),
+        ({"train_tokens": "a lot"}, "train_tokens='a lot' is not an amount of training"),
+        ({"optim.warmup_tokens": "soon"}, "optim.warmup_tokens='soon' is not an amount of training"),
         ({"optim.min_lr": 1.0}, "optim: min_lr=1 must lie between 0 and peak_lr=0.01"),
         ({"mesh.fsdp": 0}, "mesh: fsdp=0 must be a positive number of devices"),
         ({"mesh.data": -1}, "mesh: only one axis may be -1, not ['data', 'fsdp']"),
@@ -204,8 +204,8 @@ def test_an_attribute_error_inside_get_config_is_not_called_a_missing_get_config
 
 def test_a_missing_file_is_told_with_the_nearest_there_is(path, tmp_path):
     assert f"did you mean {path}?" in complaint(load_config, str(tmp_path / "tyny.py"))
-    assert "is no file" in complaint(load_config, str(tmp_path / "nowhere" / "x.py"))
-    assert "is no file" in complaint(load_config, str(tmp_path))
+    assert "is not a file" in complaint(load_config, str(tmp_path / "nowhere" / "x.py"))
+    assert "is not a file" in complaint(load_config, str(tmp_path))
     assert "--config must be given" in complaint(load_config, "")
 
 

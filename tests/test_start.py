@@ -15,9 +15,9 @@ def test_flags_are_options_of_one_start():
 @pytest.mark.parametrize(
     ("flag", "told"),
     [
-        ("--stop_after=0", "--stop_after=0 must be a step"),
-        ("--stop_after=soon", "--stop_after=soon must be a step"),
-        ("--allow_change=optim.peek_lr", "--allow_change=optim.peek_lr is no setting"),
+        ("--stop_after=0", "--stop_after=0 must be a whole number, 1 or more"),
+        ("--stop_after=soon", "--stop_after=soon must be a whole number, 1 or more"),
+        ("--allow_change=optim.peek_lr", "--allow_change=optim.peek_lr is not a setting"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(flag, told):

@@ -26,7 +26,7 @@ def test_every_form_becomes_tokens(amount, tokens):
 )
 def test_what_is_no_amount_is_named_with_the_forms_there_are(amount):
     with pytest.raises(
-        ValueError, match="optim.warmup_tokens=.* is no amount of training: write tokens as an integer"
+        ValueError, match="optim.warmup_tokens=.* is not an amount of training: write tokens as an integer"
     ) as error:
         units.resolve("optim.warmup_tokens", amount, **KNOWN)
     assert "'2000 steps', '1%', '1 epoch'" in str(error.value) and "\n" not in str(error.value)

@@ -59,7 +59,7 @@ def price_of(name: str, text: str) -> float:
     except ValueError:
         price = math.nan
     if not (math.isfinite(price) and price >= 0):
-        raise BadInput(f"--{name}={text} must be dollars for one hour of one chip, such as 4.20")
+        raise BadInput(f"{name}={text} must be dollars for one hour of one chip, such as 4.20")
     return price
 
 

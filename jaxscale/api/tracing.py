@@ -7,6 +7,7 @@ from typing import Any
 from jaxscale import schema
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.restore import newest_to_read
+from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
 from jaxscale.data.batch import tokens_hash
 from jaxscale.data.ledger import Entry, Ledger
@@ -38,7 +39,7 @@ def open_run_folder(workdir: str, overrides: dict[str, str]) -> Traced:
     """
     folder = paths.as_path(workdir)
     if not (folder / "config.json").exists():
-        raise BadInput(f"--workdir={workdir} holds no config.json: it is not the folder of a run")
+        raise BadInput(f"workdir={workdir} holds no config.json: it is not the folder of a run")
     written = paths.read_json(folder / "config.json")
     cfg = schema.from_dict(RunConfig, schema.merge(written["config"], overrides))
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint)
@@ -141,7 +142,10 @@ def trace(
     Raises: BadInput, and Stop for checkpoints or data that are not those of the run.
     """
     if sum(value is not None for value in (step, batch, document)) != 1:
-        raise BadInput("give one of --step, --batch and --doc")
+        raise BadInput("give one of step, batch and document (--doc)")
+    given = dict(step=step, batch=batch, row=row, characters=characters)
+    given = {name: number and whole_number(name, str(number), 0) for name, number in given.items()}
+    step, batch, row, characters = given.values()
     run = open_run_folder(str(workdir), dict(moved or {}))
     if document is not None:
         return Trace(run, sights(run, document))
@@ -158,12 +162,12 @@ def step_and_batch(run: Traced, step: int | None, batch: int | None, row: int) -
     """
     rows = run.ledger.batches.rows_per_batch
     if row >= rows:
-        raise BadInput(f"--row={row} is not among the {rows} rows of a batch; give 0 to {rows - 1}")
+        raise BadInput(f"row={row} is not among the {rows} rows of a batch; give 0 to {rows - 1}")
     name, number = ("batch", batch) if step is None else ("step", step)
     last = run.total_steps - 1 if name == "step" else run.ledger.batch_of(run.total_steps - 1)
     if number > last:
         raise BadInput(
-            f"--{name}={number} lies behind the end of the run, which has {run.total_steps} steps by its config.json; "
+            f"{name}={number} is after the end of the run, which has {run.total_steps} steps by its config.json; "
             f"give 0 to {last}"
         )
     return (number, run.ledger.batch_of(number)) if name == "step" else (step_of(number, run.ledger.skipped), number)

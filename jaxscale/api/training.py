@@ -7,13 +7,14 @@ from jaxscale import schema
 from jaxscale.api import Trained
 from jaxscale.checkpoint.branch import open_source
 from jaxscale.checkpoint.storage_errors import reached
+from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
 from jaxscale.config_file import load_config
 from jaxscale.hosts import cluster
 from jaxscale.planning.check import check_machine
 from jaxscale.reporting.history import read_history
 from jaxscale.run.opening import open_run, train_to_completion
-from jaxscale.run.options import RunOptions, allowed_names, step_of
+from jaxscale.run.options import RunOptions, allowed_names
 from jaxscale.run.resume_checks import has_begun, recorded_settings
 from jaxscale.run.services import run_services
 from jaxscale.system.exits import BadInput
@@ -26,7 +27,7 @@ def train(
     workdir: str,
     *,
     stop_after: int | None = None,
-    allow_change: Sequence[str] = (),
+    allow_change: str | Sequence[str] = (),
     steal_lock: bool = False,
 ) -> Trained:
     """The folder of the run, trained to its end: `jaxscale train`, in this process.
@@ -38,13 +39,14 @@ def train(
     allow_change: settings in which a run that goes on may differ from how it began.
     Raises: BadInput and Stop as `jaxscale train` ends with their codes.
     """
+    names = (allow_change,) if isinstance(allow_change, str) else allow_change
     options = RunOptions(
-        stop_after=None if stop_after is None else step_of("stop_after", str(stop_after)),
-        allow_change=allowed_names(",".join(allow_change)) if allow_change else (),
+        stop_after=None if stop_after is None else whole_number("stop_after", str(stop_after), 1),
+        allow_change=allowed_names("allow_change", ",".join(names)) if names else (),
         steal_lock=steal_lock,
     )
     if not isinstance(cfg, RunConfig):
-        raise BadInput(f"cfg={cfg!r} is no config; train(load_config(FILE), WORKDIR) is how a file is trained")
+        raise BadInput(f"cfg={cfg!r} is not a config; train(load_config(FILE), WORKDIR) is how a file is trained")
     train_in(str(workdir), cfg, options, {})
     rows = read_history(workdir).rows
     latest = {name: value for row in rows for name, value in row.items() if isinstance(value, int | float)}

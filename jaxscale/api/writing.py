@@ -2,6 +2,7 @@
 
 import dataclasses
 import datetime
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
@@ -22,6 +23,7 @@ from jaxscale.sampling.text import WriteSettings, Written, write_ids, write_text
 from jaxscale.system.exits import BadInput
 from jaxscale.text.chat.prompts import Message, open_prompts
 
+NUMBERS = {int: numbers.Integral, float: numbers.Real}  # of NumPy too
 SHAPE = 128  # tokens; lengths are rounded up to a multiple of it, so that fewer programs are compiled
 
 
@@ -38,8 +40,12 @@ class SampleOptions(Sampling):
     system: str | None = flag(None, "chat: what the model is told first", "TEXT")
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), NUMBERS.get(field.type, object)
+            if not isinstance(value, kind):
+                raise BadInput(f"{field.name}={value!r} must be a {'whole ' * (field.type is int)}number")
         super().__post_init__()
-        if not all(isinstance(number, int) and number > 0 for number in (self.num_tokens, self.batch)):
+        if min(self.num_tokens, self.batch) < 1:
             raise BadInput(f"num_tokens={self.num_tokens} and batch={self.batch} must be whole numbers, 1 or more")
         if not 0 <= self.seed < 2**32:  # the generator does not tell it from another one
             raise BadInput(f"seed={self.seed} must be a whole number from 0 to {2**32 - 1}")

@@ -38,7 +38,7 @@ class Attempt:
     def __init__(self, command: Sequence[str], env: Mapping[str, str] | None = None, output: int | None = None):
         """Starts it, from the main thread. Raises BadInput if there is no such program."""
         if shutil.which(command[0], path=(env or os.environ).get("PATH")) is None:
-            raise BadInput(f"{command[0]} is no program that can be started; what follows -- must begin with one")
+            raise BadInput(f"{command[0]} is not a program that can be started; what follows -- must begin with one")
         if sys.platform.startswith("linux"):
             command = [sys.executable, "-I", "-S", "-c", TIED, str(os.getpid()), *command]
         self.process = subprocess.Popen(

@@ -139,7 +139,7 @@ def show(flags: BenchFlags, record: Mapping[str, Any], lines: Iterable[str]) -> 
 
 def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[dict[str, Any], list[str]]:
     """(the record of what is measured of a config, the record for people)."""
-    loops = lambda: dict(steps=whole_number("steps", str(flags.steps or 20), 2), rounds=flags.rounds or 5)
+    loops = lambda: dict(steps=whole_number("--steps", str(flags.steps or 20), 2), rounds=flags.rounds or 5)
     match what:
         case "step":
             record = bench_step.measure_step(name, cfg, steps=flags.steps or 6, warmup=flags.warmup)
@@ -186,6 +186,10 @@ def collectives(arguments: Arguments) -> None:
 def data(arguments: Arguments) -> dict[str, Any]:
     """The record of `jaxscale bench data`."""
     flags, cfg = arguments.flags, None
+    if arguments.config:
+        raise BadInput(f"--config={arguments.config} is of a run; jaxscale bench data takes a recipe, --recipe=FILE")
+    if arguments.overrides and not (flags.input or flags.recipe):
+        raise BadInput(f"--config.{next(iter(arguments.overrides))} sets a recipe's; give --recipe=FILE or --input too")
     if flags.input or flags.recipe:
         values = config_values(flags.recipe) if flags.recipe else {"stages": bench_data.CURATION}
         if flags.input:

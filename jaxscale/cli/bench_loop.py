@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.cli.shrink import without_extras
 from jaxscale.config import RunConfig
 from jaxscale.monitor.writers import Writer
 from jaxscale.planning.check import check_machine
@@ -75,9 +76,9 @@ def measure_loop(cfg: RunConfig, *, steps: int) -> dict[str, Any]:
     """Times steps / 2 bare steps, `steps` steps of train.loop, and steps / 2 bare steps; what --json prints.
 
     The loop feeds, reports and saves as in training, every 100 steps (every `steps` if that is less), each save in the
-    midst of the segment so that its background part is inside too. Validation is left out. What happens once a process
-    (compilation, the import of Orbax and its first save) is done before and told apart. The bare steps run on one batch
-    that stays on the device, none waited for but the last.
+    midst of the segment so that its background part is inside too. Validation, evaluators and samples are left out.
+    What happens once a process (compilation, the import of Orbax and its first save) is done before and told apart. The
+    bare steps run on one batch that stays on the device, none waited for but the last.
     """
     every, half = min(SAVE_EVERY, steps), -(-steps // 2)
     with open_bench(cfg, save_every_steps=every) as bench:
@@ -116,11 +117,12 @@ class Bench(NamedTuple):
 
 @contextlib.contextmanager
 def open_bench(cfg: RunConfig, *, save_every_steps: int) -> Iterator[Bench]:
-    """An open run whose loop saves every `save_every_steps` steps and measures no layer statistics."""
+    """An open run whose loop saves every `save_every_steps` steps, and neither samples, exports nor measures."""
     # after many steps on one batch any other one looks like a spike
     guard = dataclasses.replace(cfg.train.guard, spike_ratio=0.0)
     checkpoint = dataclasses.replace(cfg.checkpoint, save_every_steps=save_every_steps)
-    cfg = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, guard=guard), checkpoint=checkpoint)
+    train = dataclasses.replace(cfg.train, guard=guard)
+    cfg = dataclasses.replace(without_extras(cfg), train=train, checkpoint=checkpoint, evals={})
     check_machine(cfg)
     with tempfile.TemporaryDirectory(prefix="jaxscale-bench-") as name:
         folder = pathlib.Path(name)

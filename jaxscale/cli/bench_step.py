@@ -189,8 +189,8 @@ def step_lines(record: dict[str, Any]) -> list[str]:
         f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s by the model's own formula{mfu}",
         f"  step {record['step_s']:.4g} s, median of {record['steps']} ({low:.4g} to {high:.4g}); processor time "
         f"{record['cpu_s']:.4g} s",
-        f"  compile {record['compile_s']} s ({'from the cache' if record['compile_from_cache'] else 'anew'}), the step "
-        f"was compiled {times}; first step done {first} after process start",
+        f"  compile {record['compile_s']} s ({'' if record['compile_from_cache'] else 'not '}from the cache), the "
+        f"step was compiled {times}; first step done {first} after process start",
         f"  peak memory {record['rss_mb']:,} MiB"
         + ("" if record["device_peak_mb"] is None else f", on a device {record['device_peak_mb']:,} MiB"),
         f"  loss {record['loss0']} to {record['lossN']}, log(vocabulary) {record['log_vocab']}: {problem or 'sane'}",

@@ -59,6 +59,8 @@ FIRST_REPORT, NEXT_REPORT = 3.0, 10.0  # seconds after which something long says
 class CkptFlags:
     """The flags of `jaxscale ckpt`."""
 
+    no_config = "what it needs to know is in the work folder"
+
     workdir: str | None = flag(None, None, "FOLDER")
     steps: str | None = flag(
         None, "which steps; --step=10 is the same (verify, copy, merge_lora: the newest)", "10,20 | all"
@@ -264,7 +266,7 @@ def chosen(request: Request, newest: bool = False) -> list[int]:
     text = request.flags.steps or request.flags.step
     if text == "all" or text is None and newest:
         return there if text else there[-1:]
-    steps = sorted({whole_number("steps", part.strip(), 0) for part in text.split(",")})
+    steps = sorted({whole_number("--steps", part.strip(), 0) for part in text.split(",")})
     if missing := [step for step in steps if step not in there]:
         raise BadInput(f"--steps={text}: there is no step {missing[0]}; there are {', '.join(map(str, there))}")
     return steps
@@ -318,8 +320,6 @@ def main(arguments: Arguments) -> int:
     for name in ("workdir", *needed):
         if name not in arguments.options and not (name == "steps" and "step" in arguments.options):
             raise BadInput(f"ckpt {arguments.subverb} needs --{name}; see jaxscale ckpt --help")
-    if arguments.config or arguments.overrides:
-        raise BadInput("ckpt takes no --config: what it needs to know stands in the work folder")
     try:
         return work(Request(open_folder(arguments.flags.workdir), arguments.flags))
     except Exception as error:

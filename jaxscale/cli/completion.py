@@ -41,8 +41,8 @@ def read_verb(main: Command) -> Verb:
     for name, field in flags_of(main.flags).items():
         if name.startswith("config."):
             settings = "recipe" if main.settings is PrepareConfig else "run"
-        elif "." in name or name == "config":
-            continue  # a family of names, or covered by `settings`
+        elif "." in name:
+            continue  # a family of names
         elif field.default is False:
             flags.append(f"--{name}")
         else:
@@ -70,10 +70,7 @@ def zsh(verbs: Mapping[str, Verb]) -> str:
 
 def tables(verbs: Mapping[str, Verb]) -> str:
     """The words of each place as functions that print them, which both shells read."""
-    behind = [
-        f"    {verb}) echo {quoted([*one.subverbs, *one.flags, *(['--config='] if one.settings else [])])} ;;"
-        for verb, one in verbs.items()
-    ]
+    behind = [f"    {verb}) echo {quoted([*one.subverbs, *one.flags])} ;;" for verb, one in verbs.items()]
     kinds = [f"    {verb}) echo {one.settings} ;;" for verb, one in verbs.items() if one.settings]
     settings = [
         f"    {kind}) echo {quoted(setting_flags(cls))} ;;"

@@ -28,12 +28,14 @@ from jaxscale.cli import run_verb
 from jaxscale.cli.ckpt import Progress
 from jaxscale.command_line import Arguments, flag
 from jaxscale.help_text import command
-from jaxscale.system.exits import BadInput, put, tell
+from jaxscale.system.exits import put, tell
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertFlags(ConvertOptions):
     """The flags of `jaxscale convert`."""
+
+    no_config = "the model's own config.json says what it is"
 
     json: bool = flag(False, "one JSON object at the end")
 
@@ -42,8 +44,6 @@ class ConvertFlags(ConvertOptions):
 def main(arguments: Arguments) -> int:
     """Converts and returns the exit code."""
     flags = arguments.flags
-    if arguments.config or arguments.overrides:
-        raise BadInput("convert takes no --config: the model's own config.json says what it is")
     done = convert(flags, say=tell, progress=Progress)
     left_out = done["config"]["left_out"] if flags.from_ else []
     if left_out and not flags.json:

@@ -47,7 +47,7 @@ from jaxscale.hosts.agree import agreed
 from jaxscale.inference import LoadedModel, at_step, open_model
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put, tell
-from jaxscale.units import table
+from jaxscale.units import plural, table
 
 COUNTS = ("documents", "items", "tokens", "bytes", "left_out")
 DATA = {"text": TextEval, "choice": ChoiceEval, "cloze": ClozeEval}
@@ -102,9 +102,7 @@ class EvaluateFlags(ModelFlags):
 def main(arguments: Arguments) -> int:
     """Measures what argv names and returns the exit code."""
     flags, options = arguments.flags, arguments.options
-    if arguments.config:
-        raise BadInput("evaluate takes no --config: the settings of a model are read from its work folder")
-    request, mesh = request_of(flags), read_mesh(flags.mesh, arguments.overrides)
+    request, mesh = request_of(flags), read_mesh(flags.mesh)
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     place = cluster.find_own_place(options)
@@ -160,7 +158,7 @@ def request_of(flags: EvaluateFlags) -> Request:
         if getattr(flags, name) not in (None, False) and not tasks:
             raise BadInput(f"--{name} is for --lm_eval; give that too")
     if flags.include_path and not Path(flags.include_path).is_dir():
-        raise BadInput(f"--include_path={flags.include_path} is no folder")
+        raise BadInput(f"--include_path={flags.include_path} is not a folder")
     names = [field.name for field in dataclasses.fields(Request) if field.name not in ("evals", "tasks")]
     request = Request(read_evals(flags), tasks, **{name: getattr(flags, name) for name in names})
     check_request(request)
@@ -212,10 +210,10 @@ def chosen_steps(flags: EvaluateFlags, say: Callable[[str], None]) -> list[int |
         for why in wrong.values():
             say(f"WARNING: {why}; it is left out")
         return [step for step in steps if step not in wrong]
-    wanted = [whole_number("steps", text, 0) for text in flags.steps.split(",")]
+    wanted = [whole_number("--steps", text, 0) for text in flags.steps.split(",")]
     if missing := [step for step in wanted if step not in steps]:
         there = ", ".join(map(str, steps))
-        raise BadInput(f"--steps={flags.steps}: step {missing[0]} is no checkpoint; there are {there}")
+        raise BadInput(f"--steps={flags.steps}: step {missing[0]} is not a checkpoint; there are {there}")
     return sorted(set(wanted))
 
 
@@ -232,7 +230,7 @@ def measured(metrics: Mapping[str, float]) -> list[str]:
 
 def counted(number: int, what: str) -> str:
     """'1 document', '2 documents', '3 left out'."""
-    return f"{number:,} {what.removesuffix('s') if number == 1 else what.replace('_', ' ')}"
+    return f"{number:,} left out" if what == "left_out" else plural(number, what.removesuffix("s"))
 
 
 def show_lines(record: Record) -> None:

@@ -12,7 +12,7 @@ import math
 from typing import Any, NamedTuple
 
 from jaxscale import config_file, schema, units
-from jaxscale.command_line import Arguments, flag
+from jaxscale.command_line import Arguments, file_to_write, flag
 from jaxscale.config import Budget, RunConfig
 from jaxscale.help_text import command
 from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget
@@ -26,6 +26,11 @@ NO_FLOOR = 0.05  # an E below this part of the least loss
 FAR = 10.0  # times the FLOPs of the largest run: docs/loss_law.md reports no trial that far out
 
 
+def number_file(name: str, text: str) -> Any:
+    """The file of --json, which may be in a bucket. Raises BadInput where it cannot be written."""
+    return paths.as_path(text) if paths.is_remote(text) else file_to_write(name, text)
+
+
 @dataclasses.dataclass(frozen=True)
 class ForecastFlags:
     """The flags of `jaxscale plan --loss`."""
@@ -34,6 +39,7 @@ class ForecastFlags:
         "", "work folders of finished runs, with * and commas, quoted; configs/ladder.py makes such runs", "PATTERNS"
     )
     config: str = flag("", "the run to be forecast; --config.NAME=VALUE sets any setting, as in training", "FILE")
+    settings: dict[str, str] = flag(dict, None, "VALUE", name="config.NAME")
     tokens: str | None = flag(None, "in place of its train_tokens", "AMOUNT")
     to: str | None = flag(
         None,
@@ -42,7 +48,7 @@ class ForecastFlags:
     )
     draws: int = flag(LEAST_DRAWS, "fits of the bootstrap", least=LEAST_DRAWS)
     seed: int = flag(0, "of these", least=0)
-    json: str | None = flag(None, "writes all numbers", "FILE")
+    json: Any = flag(None, "writes all numbers", "FILE", read=number_file)
     loss: bool = flag(False, None)
 
 
@@ -75,7 +81,7 @@ def main(arguments: Arguments) -> None:
     forecast = make_forecast(ladder, cfg, budget, flags.draws, flags.seed)
     put(*forecast_lines(forecast))
     if flags.json:
-        paths.write_json(paths.as_path(flags.json), as_json(forecast))
+        paths.write_json(flags.json, as_json(forecast))
         put(f"all numbers are in {flags.json}")
     if flags.to:
         save(forecast, flags.to, cfg, budget)

@@ -108,6 +108,8 @@ def load_recipe(file: str, overrides: Mapping[str, str], input: str | None) -> P
     values = config_values(file) if file else {}
     if input:
         sources = values.get("sources") or {"text": {}}
+        if not isinstance(sources, Mapping) or not all(isinstance(one, Mapping) for one in sources.values()):
+            return schema.from_dict(PrepareConfig, values)  # which says what is wrong with them
         if len(sources) > 1:
             raise BadInput(
                 f"--input={input} names files of one source, and the recipe has "

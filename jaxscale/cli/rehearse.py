@@ -65,7 +65,9 @@ class RehearseFlags(cluster.HostFlags):
     )
     skip_data: str | None = flag(None, "as in training", "A:B,C:D", name="skip-data")
     init_from: str | None = flag(None, "as in training", "RUN")
-    allow_change: tuple[str, ...] = flag((), "as in training", "NAMES", read=lambda _, text: allowed_names(text))
+    allow_change: tuple[str, ...] = flag(
+        (), "as in training", "NAMES", read=lambda _, text: allowed_names("--allow_change", text)
+    )
     mode: int = flag(
         paths.PRIVATE, "as in training", "0700", read=lambda _, text: folder_mode(text), name="run_dir_mode"
     )

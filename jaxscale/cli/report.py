@@ -32,6 +32,8 @@ PORT = 8642
 class ReportFlags:
     """The flags of `jaxscale report`."""
 
+    no_config = "the settings of a run are read from its work folder"
+
     workdir: tuple[str, ...] = flag((), None, "FOLDER")
     output: str | None = flag(None, "where the page is written", "report.html")
     price: float | None = flag(
@@ -39,12 +41,12 @@ class ReportFlags:
         "what an hour of one chip costs, for the cost so far and in all; without it the list price of hardware.py, "
         "where that has one",
         "DOLLARS",
-        read=price_of,
+        read=lambda name, text: price_of(f"--{name}", text),
     )
     card: bool = flag(False, "card.md in its place: a short page in Markdown, a column for each run")
     serve: int | None = flag(
         None,
-        "no file: the page at http://127.0.0.1:PORT, made anew as the run goes on, until Ctrl-C; "
+        "no file: the page at http://127.0.0.1:PORT, made again as the run goes on, until Ctrl-C; "
         f"default port {PORT}, 0: any free one",
         "PORT",
         bare=str(PORT),
@@ -56,8 +58,6 @@ class ReportFlags:
 def main(arguments: Arguments) -> int:
     """Writes or serves the page and returns the exit code."""
     flags = arguments.flags
-    if arguments.config or arguments.overrides:
-        raise BadInput("a report takes no --config: the settings of a run are read from its work folder")
     if not flags.workdir:
         raise BadInput("--workdir must be given, the folder of a run; more than one compares them")
     if twice := [workdir for workdir, times in collections.Counter(flags.workdir).items() if times > 1]:

@@ -33,6 +33,8 @@ from jaxscale.system.redact import printable
 class ModelFlags(cluster.HostFlags):
     """The model that a verb opens, and the devices that it is placed on."""
 
+    no_config = "the settings of a model are read from its work folder, and only --mesh.AXIS may be set"
+
     workdir: str = flag("", "a work folder, or RUN/checkpoints/STEP", "RUN")
     step: int | None = flag(None, "its checkpoint of this step; the newest unless given", "N", least=0)
     ema: bool = flag(False, "the running average of the weights, where the run kept one")
@@ -82,9 +84,7 @@ class SampleFlags(ModelFlags, SampleOptions):
 def main(arguments: Arguments) -> int:
     """Writes what is asked for and returns the exit code."""
     flags, options = arguments.flags, arguments.options
-    mesh = read_mesh(flags.mesh, arguments.overrides)
-    if arguments.config:
-        raise BadInput("sampling takes no --config: the settings of a model are read from its work folder")
+    mesh = read_mesh(flags.mesh)
     if not flags.workdir:
         raise BadInput("--workdir must be given: the work folder of a run, or of a converted model")
     talking = check_ways(flags, options)
@@ -161,13 +161,9 @@ def check_ways(flags: SampleFlags, given: Collection[str]) -> bool:
     return talking
 
 
-def read_mesh(axes: Mapping[str, str], overrides: Mapping[str, str]) -> MeshConfig:
-    """The mesh of --mesh.AXIS=N or --config.mesh.AXIS=N. Raises BadInput for another setting."""
+def read_mesh(axes: Mapping[str, str]) -> MeshConfig:
+    """The mesh of --mesh.AXIS=N, or --config.mesh.AXIS=N."""
     values = dict(axes)
-    for name, text in overrides.items():
-        if not name.startswith("mesh."):
-            raise BadInput(f"--config.{name}: only the mesh may be set; the model is as it was trained")
-        values[name.removeprefix("mesh.")] = text
     if "-1" in values.values():
         values.setdefault("fsdp", "1")  # only one axis takes what is left
     return schema.from_dict(MeshConfig, values, "mesh")
@@ -179,11 +175,11 @@ def read_prompts(given: Sequence[str], file: str | None) -> list[str]:
         return list(given) or [""]
     path = paths.as_path(file)
     if not path.is_file():
-        raise BadInput(f"--prompts={file} is no file")
+        raise BadInput(f"--prompts={file} is not a file")
     try:
         text = path.read_bytes().decode("utf-8-sig")  # some editors begin a file with a mark of its encoding
     except UnicodeDecodeError:
-        raise BadInput(f"--prompts={file} is no text in UTF-8") from None
+        raise BadInput(f"--prompts={file} is not text in UTF-8") from None
     read = json_prompt if file.endswith(".jsonl") else lambda file, number, line: line.removesuffix("\r")
     # by line feeds alone: JSON may hold what else str.splitlines() takes for the end of a line, such as U+2028
     found = [read(file, n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]

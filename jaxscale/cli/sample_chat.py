@@ -73,7 +73,7 @@ def continued(
     generator.timing = None
     if len(ids) >= generator.engine.longest:
         raise BadInput(
-            f"this has {len(ids)} tokens, and a text here has at most {generator.engine.longest}; begin anew, write "
+            f"this has {len(ids)} tokens, and a text here has at most {generator.engine.longest}; start over, write "
             "less, or give --context"
         )
     for _, piece in write_texts(generator, talk.model.tokenizer, [ids], talk.write_settings(stop_ids), written):

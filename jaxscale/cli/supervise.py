@@ -63,6 +63,8 @@ class Policy:
 class SuperviseFlags(Policy):
     """The flags of `jaxscale supervise`."""
 
+    no_config = "it belongs to the training: jaxscale supervise -- --config=FILE"
+
     workdir: str | None = flag(None, "of the run; default: the --workdir, or runs/<config>, of the command", "FOLDER")
     ledger: str | None = flag(None, "what it did, a JSON object a line; default WORKDIR/supervise.jsonl", "FILE")
 
@@ -305,8 +307,6 @@ class Supervisor:
 def main(arguments: Arguments) -> int:
     """Supervises the command behind '--' and returns the exit code."""
     flags, training = arguments.flags, arguments.behind
-    if arguments.config or arguments.overrides:
-        raise BadInput("--config belongs to the training: jaxscale supervise -- --config=FILE")
     if not training:
         raise BadInput("nothing to supervise; give the training's command: jaxscale supervise -- --config=FILE")
     if training[0].startswith("--"):

@@ -30,6 +30,8 @@ from jaxscale.system.redact import on_one_line
 class TraceFlags:
     """The flags of `jaxscale trace`."""
 
+    no_config = "what the run trains on is read from its work folder, and only --config.data.NAME may be set"
+
     workdir: str = flag("", None, "RUN")
     step: int | None = flag(None, None, "N", least=0)
     doc: str | None = flag(None, None, "ID")
@@ -51,7 +53,7 @@ WHAT_WAS_TRAINED_ON = ("data.mixture", "data.max_epochs", "data.skip_batches", "
 def main(arguments: Arguments) -> int:
     """Prints the list and returns the exit code."""
     flags = arguments.flags
-    if not flags.workdir or arguments.config:
+    if not flags.workdir:
         raise BadInput("--workdir must be given, the folder of the run, which holds its config")
     if moved := [name for name in arguments.overrides if not name.startswith("data.")]:
         raise BadInput(f"--config.{moved[0]}: only settings of data may be given, to say where the data lie now")

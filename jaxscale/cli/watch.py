@@ -39,6 +39,8 @@ OPEN, CLOSE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen
 class WatchFlags:
     """The flags of `jaxscale watch`."""
 
+    no_config = "what it shows is in the work folder"
+
     workdir: str = flag("", "the folder of the run, local or gs://; it is only read", "FOLDER")
     every: int | None = flag(None, "seconds between two looks; default 2, and 15 for a bucket", "SECONDS", least=1)
     once: bool = flag(False, "prints one frame and leaves, as it does where the output is no terminal")
@@ -99,10 +101,10 @@ def grown(before: list[Row], follow: Follower, most: int, clean: Callable[[Row],
 def main(arguments: Arguments) -> int:
     """Shows the run until Ctrl-C, or once, and returns the exit code."""
     flags, workdir = arguments.flags, arguments.flags.workdir
-    if not workdir or arguments.config or arguments.overrides:
-        raise BadInput("watch needs --workdir=FOLDER and no --config: what it shows stands in the work folder")
+    if not workdir:
+        raise BadInput("--workdir must be given: the folder of a run, such as --workdir=runs/first")
     if not paths.is_remote(workdir) and not paths.as_path(workdir).is_dir():
-        raise BadInput(f"--workdir={workdir} is no folder; give that of a run, such as --workdir=runs/first")
+        raise BadInput(f"--workdir={workdir} is not a folder; give that of a run, such as --workdir=runs/first")
     default = EVERY_SECONDS_REMOTE if paths.is_remote(workdir) else EVERY_SECONDS
     look, stream = Look(workdir), sys.stdout
     if flags.once or not is_terminal(stream):

@@ -118,11 +118,7 @@ def supervised_table(histories: Sequence[History]) -> str:
             )
             for end in ends[-50:]
         ]  # fmt: skip
-        leaves = [
-            record
-            for record in history.supervised
-            if record.get("event") in ("leave", "give_up") or "goodput" in record
-        ]
+        leaves = [record for record in history.supervised if record.get("event") in ("leave", "gave_up")]
         last = leaves[-1] if leaves else {}
         told = f"<p>{escape(leave_text(last))}</p>" if last else ""
         if rows:

@@ -15,21 +15,21 @@ from jaxscale.system.process import folder_mode
 NEVER = ("seed", "seq_len", "batch_tokens")
 
 
-def allowed_names(text: str | None) -> tuple[str, ...]:
-    """The settings, or groups of them, that --allow_change names. Raises BadInput for one that may never change."""
-    names = tuple(name.strip() for name in text.split(",")) if text is not None else ()
-    known = {part for name, *_ in schema.describe(RunConfig) for part in groups_of(name)}
-    for name in names:
-        if name in NEVER:
+def allowed_names(name: str, text: str) -> tuple[str, ...]:
+    """The settings, or groups of them, that `name` lists in `text`. Raises BadInput for one that may never change."""
+    known = {part for setting, *_ in schema.describe(RunConfig) for part in groups_of(setting)}
+    names = tuple(one.strip() for one in text.split(","))
+    for one in names:
+        if one in NEVER:
             raise BadInput(
-                f"--allow_change={name}: which rows each step reads follows from {name}, so that a run cannot go on "
-                "with another; begin another --workdir"
+                f"{name}={one}: which rows each step reads follows from {one}, so that a run cannot go on with "
+                "another; begin a new run in another work folder"
             )
-        if name not in known:
+        if one not in known:
             leaf = {other.rpartition(".")[2]: other for other in sorted(known, reverse=True)}
-            close = difflib.get_close_matches(name, known, n=1) or [leaf[n] for n in [name] if n in leaf]
+            close = difflib.get_close_matches(one, known, n=1) or [leaf[n] for n in [one] if n in leaf]
             hint = f"; did you mean {close[0]}?" if close else "; write names as in --config.NAME, with commas between"
-            raise BadInput(f"--allow_change={name} is no setting{hint}")
+            raise BadInput(f"{name}={one} is not a setting{hint}")
     return names
 
 
@@ -37,13 +37,6 @@ def groups_of(name: str) -> list[str]:
     """'optim.peak_lr' -> ['optim', 'optim.peak_lr']."""
     parts = name.split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
-
-
-def step_of(name: str, text: str) -> int:
-    """The step that a flag names. Raises BadInput for one that is none."""
-    if not (text.isascii() and text.isdecimal() and int(text) > 0):
-        raise BadInput(f"--{name}={text} must be a step, 1 or more")
-    return int(text)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +47,14 @@ class RunOptions:
         None,
         "saves and leaves after this step (counted from 1); the learning rate's horizon stays as it is",
         "STEP",
-        read=step_of,
+        least=1,
     )
     allow_change: tuple[str, ...] = flag(
         (),
         "settings, or groups of them, with commas between, in which a run that goes on may differ from how it began: "
         "--allow_change=optim.peak_lr. Recorded; never for the order of the data",
         "NAMES",
-        read=lambda _, text: allowed_names(text),
+        read=lambda name, text: allowed_names(f"--{name}", text),
     )
     replay: str | None = flag(
         None,

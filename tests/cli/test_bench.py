@@ -25,6 +25,12 @@ TINY = [
     "--config.model.mlp_dim=16",
     "--config.model.attention=xla",
 ]
+BESIDE = [  # which takes time beside the steps that are timed
+    "--config.evals.words.kind=text",
+    "--config.evals.words.files=README.md",
+    "--config.export.every_steps=100",
+    "--config.checkpoint.save_every_steps=50",
+]
 OTHER = {"sys": "other", "tok_s": 50.0, "loss0": 3.47, "lossN": 3.46}
 
 
@@ -92,7 +98,7 @@ def test_a_step_is_told_to_people_in_words(step_record):
 
 
 def test_the_loop_saves_inside_its_segment_and_is_compared_with_the_bare_step(capsys):
-    assert bench.main(["loop", "--steps=4", *TINY]) == 0
+    assert bench.main(["loop", "--steps=4", *TINY, *BESIDE]) == 0
     text = capsys.readouterr().out
     assert "a checkpoint every 4 steps: 1)" in text
     assert "95% of the bare step" in text and "for data" in text
@@ -104,7 +110,7 @@ def test_what_surviving_costs_is_told_part_by_part(monkeypatch, capsys):
     guards, open_run = [], bench_loop.open_run
     seen = lambda cfg, *rest, **more: (guards.append(cfg.train.guard), open_run(cfg, *rest, **more))[1]
     monkeypatch.setattr(bench_loop, "open_run", seen)
-    assert bench.main(["survive", "--json", "--steps=2", "--rounds=1", *TINY]) == 0
+    assert bench.main(["survive", "--json", "--steps=2", "--rounds=1", *TINY, *BESIDE]) == 0
     record = json.loads(capsys.readouterr().out)
     assert [guard.spike_ratio for guard in guards] == [0.0]  # bare steps train on one batch alone
     assert set(record["parts_seconds"]) == {"guard", "fingerprints of a save", "watchdog", "lock"}

@@ -126,7 +126,7 @@ def test_average_of_the_last_steps_leaves_out_what_training_suspected(do, run, t
         (["average", "--workdir=RUN", "--to=x"], "ckpt average needs --last=5 or --steps=10,20,30, one of them"),
         (["average", "--workdir=RUN", "--to=x", "--last=9"], "--last=9: there are 3 clean steps"),
         (["average", "--workdir=RUN", "--to=RUN", "--last=2"], "is in use, it holds config.json; name a new folder"),
-        (["list", "--workdir=RUN", "--config=x.py"], "ckpt takes no --config"),
+        (["list", "--workdir=RUN", "--config=x.py"], "what it needs to know is in the work folder"),
     ],
 )
 def test_bad_input_is_one_clear_line(kept, flags, told):

@@ -68,7 +68,7 @@ def test_a_module_of_a_verb_runs_that_verb():
     ("arguments", "told"),
     [
         (["rezume", "--config=x.py"], "it has resume, parity"),
-        (["resume", "--config=missing.py"], "--config=missing.py is no file"),
+        (["resume", "--config=missing.py"], "--config=missing.py is not a file"),
         (["resume", "--config=missing.py", "--steps=3"], "--steps=3 must be a whole number, 12 or more"),
         (["parity", "--steps=12"], "--steps=12 is not a flag of this command"),
         (["resume", "--config=missing.py", "--small=yes"], "--small=yes must be on, off or auto"),
@@ -78,3 +78,33 @@ def test_a_wrong_command_line_of_verify_is_one_clear_line(arguments, told):
     with pytest.raises(ValueError, match=re.escape(told)) as error:
         verify.main(arguments)
     assert isinstance(error.value, BadInput) and "\n" not in str(error.value)
+
+
+DIGITS = "9" * 5000  # more than Python reads as a number
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("sample workdir=runs/x", "; write --workdir=runs/x"),
+        ("ckpt list workdir=runs/x", "; write --workdir=runs/x"),
+        ("ckpt list --workdir=x --keep-last=1", "; its other verbs have it"),
+        ("sample --workdir=x --config.seed=1", "; the settings of a model are read from its work folder"),
+        ("trace --workdir=x --step=3 --config=x.py", "; what the run trains on is read from its work folder"),
+        ("completion bash --config=x.py", "--config=x.py is not a flag"),
+        ("completion bash zsh", "zsh is not a flag"),
+        ("plan --loss=true --runs=x", "--config must be given"),
+        ("plan --loss --runs=x --json=/nowhere/x.json", "--json=/nowhere/x.json must be a file in a folder"),
+        ("bench data --config=x.py", "takes a recipe, --recipe=FILE"),
+        ("bench data --config.stages=x", "give --recipe=FILE or --input too"),
+        ("prepare --config=RECIPE --input=*.txt --output=w", "sources.web must be a group of settings"),
+        (f"train --stop_after={DIGITS}", "must be a whole number, 1 or more"),
+        (f"train --config=configs/quickstart.py --skip-data={DIGITS}:1", "must be ranges of batches"),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_what_does_not_belong_there_is_told_with_what_does(tmp_path, line, told):
+    (tmp_path / "recipe.py").write_text("def get_config():\n    return {'sources': {'web': 'x'}}\n")
+    with pytest.raises(BadInput) as error:
+        cli.dispatch(line.replace("RECIPE", str(tmp_path / "recipe.py")).split())
+    assert told in str(error.value)

@@ -60,7 +60,7 @@ def test_flags_of_the_verb_and_its_own_verbs(tab):
     assert "--steal_lock" in tab("jaxscale train --st") and "--config." in tab("jaxscale train --conf")
     assert "--keep_best=" in tab("jaxscale ckpt prune --keep_") and "verify" in tab("jaxscale ckpt v")
     assert set(tab("jaxscale completion ")) >= {"bash", "zsh"}
-    assert "--config." not in tab("jaxscale report --conf")
+    assert "--config." not in tab("jaxscale report --conf") and "--config=" not in tab("jaxscale trace --conf")
 
 
 def test_files_behind_the_equals_sign(tab):

@@ -45,6 +45,7 @@ def test_one_checkpoint_is_a_line_for_each_name(workdir, files, capsys):
     assert "perplexity" in lines["names"] and lines["names"].endswith("3 items")
     assert f"{workdir}/checkpoints/7: llama" in err and "ask: choice, 5 items" in err
     assert not (workdir / "evals.jsonl").exists()
+    assert [evaluate.counted(n, "left_out") for n in (1, 2)] == ["1 left out", "2 left out"]
 
 
 def test_no_number_depends_on_mesh_or_batch(workdir, files, capsys):
@@ -111,7 +112,7 @@ def test_help_begins_with_an_example(capsys):
         (["--workdir=w", "--limit=0", "--text=a"], "--limit=0 must be a whole number, 1 or more"),
         (["--workdir=w", "--limit=0", "--lm_eval=a"], "--limit=0 must be a whole number, 1 or more"),
         (["--workdir=w", "--chat", "--text=a"], "--chat is for --lm_eval; give that too"),
-        (["--workdir=w", "--config=c.py"], "evaluate takes no --config"),
+        (["--workdir=w", "--config=c.py"], "settings of a model are read from its work folder"),
         (["--workdir=/nowhere/run"], "--workdir=/nowhere/run holds no checkpoint"),
         (["--workdir=w", "--steps=all"], "holds no checkpoint"),
     ],
@@ -123,7 +124,7 @@ def test_bad_input_is_one_line(flags, wanted):
 def test_a_step_or_data_that_do_not_fit_are_told(workdir, files):
     at = f"--workdir={workdir}"
     assert "nothing to measure: the config has no evals" in told(at)
-    assert "step 5 is no checkpoint; there are 3, 7" in told(at, "--steps=3,5")
+    assert "step 5 is not a checkpoint; there are 3, 7" in told(at, "--steps=3,5")
     assert "is one checkpoint" in told(f"{at}/checkpoints/3", "--steps=all")
     long = f"--cloze=c={files}/words.jsonl"
     assert "its continuation has 4 tokens, and 2 are read" in told(at, long, "--context=2")

@@ -42,10 +42,10 @@ def test_a_page_is_written_and_jax_is_not_imported(run, tmp_path):
         (["--workdir="], "--workdir needs a value"),
         (["--workdir=RUN", "--price=cheap"], "dollars for one hour"),
         (["--workdir=RUN", "--price=nan"], "dollars for one hour"),
-        (["--workdir=RUN", "--serve=70000"], "is no port"),
+        (["--workdir=RUN", "--serve=70000"], "is not a port"),
         (["--workdir=RUN", "--serve", "--output=x.html"], "--serve writes no file"),
         (["--workdir=RUN", "--output=RUN/no/x.html"], "is in no folder"),
-        (["--workdir=RUN", "--config=x.py"], "takes no --config"),
+        (["--workdir=RUN", "--config=x.py"], "settings of a run are read from its work folder"),
     ],
 )
 def test_what_is_wrong_is_one_line(run, flags, told):

@@ -189,9 +189,9 @@ def test_help_begins_with_an_example(capsys):
         (["--workdir=w", f"--seed={2**32}"], "seed=4294967296 must be a whole number from 0 to 4294967295"),
         (["--workdir=w", "--prompt="], "--prompt needs a value"),
         (["--workdir=w", "--prompt", "--json"], "--prompt needs a value"),
-        (["--workdir=w", "--prompts=/no/file.txt"], "--prompts=/no/file.txt is no file"),
-        (["--workdir=w", "--config.model.num_layers=3"], "only the mesh may be set"),
-        (["--workdir=w", "--config=c.py"], "sampling takes no --config"),
+        (["--workdir=w", "--prompts=/no/file.txt"], "--prompts=/no/file.txt is not a file"),
+        (["--workdir=w", "--config.model.num_layers=3"], "only --mesh.AXIS may be set"),
+        (["--workdir=w", "--config=c.py"], "settings of a model are read from its work folder"),
         (["--workdir=w", "--mesh.data=0"], "mesh: data=0 must be a positive number"),
         (["--workdir=w", "--interactive", "--chat"], "give one of them"),
         (["--workdir=w", "--interactive", "--prompt=a"], "leave out --prompt"),
@@ -211,7 +211,7 @@ def test_bad_input_is_told_in_a_line(flags, wanted):
     "name, content, wanted",
     [
         ("empty.txt", b"\n \n", "is empty"),
-        ("half.txt", b"\xff\xfe", "no text in UTF-8"),
+        ("half.txt", b"\xff\xfe", "not text in UTF-8"),
         ("bad.jsonl", b'"a"\n\n{"question": 1}\n', "line 3 is neither text"),
     ],
 )

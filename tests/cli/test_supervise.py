@@ -261,11 +261,11 @@ def test_a_folder_that_was_moved_under_its_run_is_not_begun_anew(tmp_path, capsy
     ("arguments", "told"),
     [
         ([], "nothing to supervise"),
-        (["--config=x.py"], "--config belongs to the training"),
+        (["--config=x.py"], "it belongs to the training: jaxscale supervise -- --config=FILE"),
         (["--max_restarts=no", "--", "x", "--workdir=w"], "--max_restarts=no must be a whole number"),
         (["--max_restart=3", "--", "x"], "did you mean --max_restarts?"),
         (["--", "python"], "names neither --workdir nor --config"),
-        (["--", "no-such-program", "--workdir=w"], "no-such-program is no program"),
+        (["--", "no-such-program", "--workdir=w"], "no-such-program is not a program"),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(arguments, told):

@@ -138,19 +138,19 @@ def test_a_document_lists_its_steps(run, capsys):
     ("flags", "message"),
     [
         (["--step=1"], "--workdir must be given"),
-        (["--workdir={run}"], "give one of --step, --batch and --doc"),
-        (["--workdir={run}", "--step=1", "--doc=x"], "give one of --step, --batch and --doc"),
+        (["--workdir={run}"], "give one of step, batch and document"),
+        (["--workdir={run}", "--step=1", "--doc=x"], "give one of step, batch and document"),
         (["--workdir={run}", "--step=-1"], "--step=-1 must be a whole number"),
         (["--workdir={run}", "--doc=x"], "no document of the corpus has this id or place"),
         (["--workdir=nowhere", "--step=1"], "holds no config.json"),
         (["--workdir={run}", "--step=1", "--config.seed=3"], "only settings of data may be given"),
         (["--workdir={run}", "--step=1", "--config.data.max_epochs.web=3"], "is read from its work folder"),
-        (["--workdir={run}", "--step=1", "--row=16"], "--row=16 is not among the 16 rows of a batch; give 0 to 15"),
+        (["--workdir={run}", "--step=1", "--row=16"], "row=16 is not among the 16 rows of a batch; give 0 to 15"),
         (
             ["--workdir={run}", "--step=12"],
-            "--step=12 lies behind the end of the run, which has 12 steps .*give 0 to 11",
+            "step=12 is after the end of the run, which has 12 steps .*give 0 to 11",
         ),
-        (["--workdir={run}", "--batch=14"], "--batch=14 lies behind the end of the run.*give 0 to 13"),
+        (["--workdir={run}", "--batch=14"], "batch=14 is after the end of the run.*give 0 to 13"),
     ],
 )
 def test_what_is_wrong_with_the_command_is_one_line(run, flags, message):

@@ -70,7 +70,10 @@ def test_a_document_of_the_detour_is_found_by_its_name(rewound, capsys):
 @pytest.mark.parametrize(
     ("overrides", "told_"),
     [
-        ({"train.ladder.clean_source": "wiki", "train.ladder.clean_steps": 2}, "'wiki' is no source of data.mixture"),
+        (
+            {"train.ladder.clean_source": "wiki", "train.ladder.clean_steps": 2},
+            "'wiki' is not a source of data.mixture",
+        ),
         ({"train.ladder.clean_steps": 2}, "clean_source and clean_steps belong together"),
     ],
 )

@@ -177,10 +177,13 @@ def test_a_long_file_is_read_from_near_its_end(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ([], "needs --workdir"),
-        (["--workdir=/nowhere/at/all"], "is no folder"),
+        ([], "--workdir must be given"),
+        (["--workdir=/nowhere/at/all"], "is not a folder"),
         (["--workdir=.", "--every=0"], "--every=0 must be a whole number, 1 or more"),
-        (["--workdir=.", "--config=x.py"], "no --config"),
+        (
+            ["--workdir=.", "--config=x.py"],
+            "--config=x.py is not a flag of this command; what it shows is in the work folder",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_one_clear_line(arguments, told):

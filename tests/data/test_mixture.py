@@ -116,7 +116,7 @@ def test_stages_start_at_amounts_of_training(start):
         ({"web": 1.0}, {"books": 1.0}, "data.max_epochs names 'books'"),
         ({"10 steps": {"web": 1.0}}, {}, "begins at batch 10; its first stage must start at '0'"),
         ({"0": {"web": 1.0}, "0%": {"web": 1.0}}, {}, "two stages that start at one batch"),
-        ({"0": {"web": 1.0}, "soon": {"web": 1.0}}, {}, "is no amount of training"),
+        ({"0": {"web": 1.0}, "soon": {"web": 1.0}}, {}, "is not an amount of training"),
         ({"0": {"web": 1.0}, "web": 0.5}, {}, "not both in one"),
         ({"web": 0.0}, {}, "at least 0, and one above"),
         ({"web": -1.0, "code": 2.0}, {}, "at least 0, and one above"),

@@ -57,7 +57,7 @@ def test_verbs_flags_and_settings_are_real():
         ("jaxscale ckpt lst --workdir=runs/a", "lst"),
         ("jaxscale report --workdri=runs/a", "workdri"),
         ("jaxscale supervise -- --config=configs/quickstart.py --workdri=x", "workdri"),
-        ("jaxscale plan --config=configs/9b.py --topology=v5e:4x4", "no file"),
+        ("jaxscale plan --config=configs/9b.py --topology=v5e:4x4", "not a file"),
         ("jaxscale train --config=configs/quickstart.py --config.optim.peak_rl=1", "peak_rl"),
         ("jaxscale prepare --config=configs/data/web.py --config.near_dedup.treshold=1", "treshold"),
         ("python -m jaxscale.mian --config=configs/7b.py", "no verb's module"),

@@ -154,7 +154,7 @@ def test_patterns_find_folders_and_say_where_they_find_none(tmp_path, monkeypatc
 def test_another_amount_of_tokens_can_be_asked_for():
     cfg, budget = target_budget(TARGET, "512000")
     assert budget.total_steps == 2000 and cfg.model == TARGET.model
-    with pytest.raises(ValueError, match="--tokens='much' is no amount"):
+    with pytest.raises(ValueError, match="--tokens='much' is not an amount"):
         target_budget(TARGET, "much")
 
 

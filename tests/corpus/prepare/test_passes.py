@@ -180,7 +180,7 @@ def refuse(number):
 def test_an_error_for_people_stays_one_on_its_way_out_of_another_process_and_ends_no_process_but_its_own():
     callers = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(600,))
     callers.start()
-    with pytest.raises(ValueError, match="amount='three' is no amount of training"), LocalExecutor(2) as executor:
+    with pytest.raises(ValueError, match="amount='three' is not an amount of training"), LocalExecutor(2) as executor:
         list(executor.run_all(refuse, [1, 2, 3, 4]))
     for process in executor.context.started:
         process.join(20)
