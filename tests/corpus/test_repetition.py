@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxscale.corpus.curate import repetition
 from jaxscale.corpus.curate.config import RepetitionConfig
 from jaxscale.corpus.curate.english import words_of
 from jaxscale.corpus.curate.repetition import make_repetition, repeated_characters, said_again, sequences
@@ -123,15 +122,3 @@ def test_what_lies_in_a_repeated_sequence_is_not_counted_again():
     stats = block_stats(["a b c a b c a b c"])[0]
     ends = np.concatenate([[0], stats.lengths.cumsum()])
     assert repeated_characters(sequences(stats.hashes, 3), ends, 3) == 6
-
-
-def test_documents_looked_at_together_get_the_verdict_of_each_alone(monkeypatch):
-    rng = np.random.default_rng(4)
-    texts = [" ".join(rng.choice(others(rng.integers(1, 60)), rng.integers(0, 200))) for _ in range(200)]
-    stage = make_repetition(RepetitionConfig())
-    alone = [stage([Document(text)])[0].reason for text in texts]
-    assert 20 < sum(map(bool, alone)) < 180
-    for words, group in ((1 << 13, 1 << 10), (300, 1 << 10), (1 << 13, 3)):
-        monkeypatch.setattr(repetition, "GROUP_WORDS", words)
-        monkeypatch.setattr(repetition, "MAX_GROUP", group)
-        assert [outcome.reason for outcome in stage([Document(text) for text in texts])] == alone

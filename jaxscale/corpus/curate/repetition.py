@@ -2,11 +2,10 @@
 
 Two facts keep this cheap for the documents that pass, which are most. A sequence of four words occurs no more often
 than its first two. And each repeated sequence of six to ten words is made of repeated sequences of five: if those cover
-few enough characters, no longer one can break its rule. So a bound is
-taken for many documents at once, and only suspects are counted exactly.
+few enough characters, no longer one can break its rule.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -15,94 +14,29 @@ from jaxscale.corpus.curate.hashes import MULTIPLIER
 from jaxscale.corpus.curate.words import TextStats, stats_of
 from jaxscale.text.document import Document, Outcome, Stage, outcome_of
 
-GROUP_WORDS, MAX_GROUP = 1 << 13, 1 << 10  # of a group of documents that are looked at together
-OWNER_BITS = np.uint64(10)  # MAX_GROUP documents
 # sequences are told apart by a polynomial over the words' hashes
 POWERS = {width: np.uint64(pow(MULTIPLIER, width, 1 << 64)) for width in (1, 2, 4, 8)}
 
 
 def make_repetition(cfg: RepetitionConfig) -> Stage:
     """A stage that drops what breaks one of Gopher's rules of repetition."""
-    top, duplicate = cfg.top, cfg.duplicate
 
     def repetition(documents: Sequence[Document]) -> list[Outcome]:
-        outcomes = []
-        for group in grouped(documents):
-            for document, stats, (may_break_top, may_break_duplicate) in zip(*group, suspects(*group, top, duplicate)):
-                text = document.text
-                fault = "" if text and not text.isspace() else "repetition: no text"
-                fault = fault or line_fault(text, cfg)
-                fault = fault or (top_fault(stats, len(text), top) if may_break_top else "")
-                fault = fault or (duplicate_fault(stats, len(text), duplicate) if may_break_duplicate else "")
-                outcomes.append(outcome_of(document, fault))
-        return outcomes
+        return [
+            outcome_of(document, repetition_fault(document.text, stats, cfg))
+            for document, stats in zip(documents, stats_of(documents))
+        ]
 
     return repetition
 
 
-def grouped(documents: Sequence[Document]) -> Iterator[tuple[list[Document], list[TextStats]]]:
-    """The documents and their words in groups of about GROUP_WORDS words, at most MAX_GROUP documents."""
-    held: tuple[list[Document], list[TextStats]] = ([], [])
-    words = 0
-    for document, stats in zip(documents, stats_of(documents)):
-        held[0].append(document)
-        held[1].append(stats)
-        words += stats.total
-        if words >= GROUP_WORDS or len(held[0]) == MAX_GROUP:
-            yield held
-            held, words = ([], []), 0
-    if held[0]:
-        yield held
-
-
-def suspects(
-    documents: Sequence[Document],
-    stats: Sequence[TextStats],
-    top: Sequence[tuple[int, float]],
-    duplicate: Sequence[tuple[int, float]],
-) -> list[tuple[bool, bool]]:
-    """For each document whether it may break a rule of `top`, one of `duplicate`: never False for one that does.
-
-    N words, D documents of two words or more. A bound for all of them at once: how often the most frequent pair occurs,
-    or how many of the shortest sequences occurred before, times the characters of the document's longest sequence.
-    """
-    verdicts = [(False, False)] * len(documents)
-    long = [place for place, each in enumerate(stats) if each.total > 1]
-    if not long:
-        return verdicts
-    hashes_N = np.concatenate([stats[place].hashes for place in long])
-    ends = np.zeros(len(hashes_N) + 1, np.int64)
-    np.cumsum(np.concatenate([stats[place].lengths for place in long]), out=ends[1:])
-    totals_D = np.array([stats[place].total for place in long])
-    starts_D = totals_D.cumsum() - totals_D
-    owners_N = np.repeat(np.arange(len(long), dtype=np.uint64), totals_D)
-    characters_D = np.array([len(documents[place].text) for place in long])
-
-    def longest_D(n: int) -> np.ndarray:
-        spans = ends[np.minimum(np.arange(n, len(ends) + n - 1), len(ends) - 1)] - ends[:-1]
-        return np.maximum.reduceat(spans, starts_D) + n - 1  # may reach into the next document: too long, not too short
-
-    def ordered(n: int) -> np.ndarray:
-        keys, owners = sequences(hashes_N, n), owners_N[: max(0, len(owners_N) - n + 1)]
-        keys = (keys >> OWNER_BITS) | (owners << (np.uint64(64) - OWNER_BITS))
-        return np.sort(keys[owners == owners_N[n - 1 :]])
-
-    may_break_top = may_break_duplicate = np.zeros(len(long), bool)
-    if top:
-        keys = ordered(2)
-        firsts = np.concatenate([[0], 1 + np.flatnonzero(keys[1:] != keys[:-1])])
-        of_document = (keys.take(firsts) >> (np.uint64(64) - OWNER_BITS)).astype(np.intp)
-        often_D = np.maximum.reduceat(np.diff(firsts, append=len(keys)), of_document.searchsorted(np.arange(len(long))))
-        may_break_top = often_D * longest_D(max(n for n, _ in top)) > min(most for _, most in top) * characters_D
-    if duplicate:
-        keys = ordered(duplicate[0][0])
-        again = keys[1:][keys[1:] == keys[:-1]] >> (np.uint64(64) - OWNER_BITS)
-        again_D = np.bincount(again.astype(np.intp), minlength=len(long))
-        bound_D = again_D * longest_D(duplicate[0][0])
-        may_break_duplicate = bound_D > min(most for _, most in duplicate) * characters_D
-    for place, *verdict in zip(long, may_break_top.tolist(), may_break_duplicate.tolist()):
-        verdicts[place] = tuple(verdict)
-    return verdicts
+def repetition_fault(text: str, stats: TextStats, cfg: RepetitionConfig) -> str:
+    """The first rule that the text breaks, or ""."""
+    if not text or text.isspace():
+        return "repetition: no text"
+    fault = line_fault(text, cfg)
+    fault = fault or (top_fault(stats, len(text), cfg.top) if cfg.top else "")
+    return fault or (duplicate_fault(stats, len(text), cfg.duplicate) if cfg.duplicate else "")
 
 
 def said_again(parts: Sequence[str]) -> tuple[int, int]:
@@ -142,8 +76,9 @@ def top_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int, floa
             break
         spans = ends[n:] - ends[:-n]  # characters of each sequence; the spaces between its words count too
         least = int(most * characters / (int(spans.max()) + n - 1))  # to break the rule it must occur more often
-        if least >= len(ordered) or not (frequent := ordered[least:] == ordered[: len(ordered) - least]).any():
+        if often <= least:
             continue
+        frequent = ordered[least:] == ordered[: len(ordered) - least]
         places = np.flatnonzero(among(pairs[: len(spans)], ordered[least:][frequent]))
         if not len(places) or often * (int(spans.take(places).max()) + n - 1) <= most * characters:
             continue
@@ -161,10 +96,12 @@ def duplicate_fault(stats: TextStats, characters: int, rules: Sequence[tuple[int
     keys = sequences(stats.hashes, shortest)
     ordered = np.sort(keys)
     twice = ordered[1:] == ordered[:-1]
-    if not twice.any():
+    if not (repeats := np.count_nonzero(twice)):
         return ""
     ends = np.zeros(stats.total + 1, np.int64)
     np.cumsum(stats.lengths, out=ends[1:])
+    if repeats * int((ends[shortest:] - ends[:-shortest]).max()) <= allowed:  # as if all were the longest
+        return ""
     places = np.flatnonzero(among(keys, ordered[1:][twice]))
     found = keys.take(places)
     order = found.argsort(kind="stable")
