@@ -18,6 +18,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy.special import bdtrc
 
 from jaxscale.corpus.curate.config import ExactConfig, LineConfig, NearConfig
 from jaxscale.corpus.curate.hashes import (
@@ -149,14 +150,8 @@ def detection_curve(jaccard: float | np.ndarray, bands: int, rows: int) -> np.nd
 
 def verification_curve(jaccard: float | np.ndarray, threshold: float, permutations: int) -> np.ndarray:
     """The probability that a candidate of this similarity passes the verification: a binomial's upper tail."""
-    jaccard = np.clip(np.asarray(jaccard, np.float64), 1e-12, 1 - 1e-12)[..., None]
-    counts = range(math.ceil(threshold * permutations - 1e-9), permutations + 1)
-    log_ways = [
-        math.lgamma(permutations + 1) - math.lgamma(count + 1) - math.lgamma(permutations - count + 1)
-        for count in counts
-    ]
-    counts = np.array(counts)
-    return np.exp(log_ways + counts * np.log(jaccard) + (permutations - counts) * np.log1p(-jaccard)).sum(-1)
+    least = math.ceil(threshold * permutations - 1e-9)
+    return bdtrc(least - 1, permutations, np.asarray(jaccard, np.float64))
 
 
 @functools.cache
