@@ -58,7 +58,7 @@ class Profiler:
         self.leaving_out = 0  # steps whose time is no part of the throughput: while it is above 0
         self.failed = False
         self.asked, self.over = threading.Event(), threading.Event()
-        self.upload: threading.Thread | None = None
+        self.uploads: list[threading.Thread] = []
 
     def __enter__(self) -> "Profiler":
         if self.remote and self.process == 0:
@@ -69,8 +69,9 @@ class Profiler:
         self.over.set()
         if self.begun is not None:
             self.end()
-        if self.upload is not None:
-            self.upload.join(UPLOAD_SECONDS)
+        deadline = time.monotonic() + UPLOAD_SECONDS
+        for upload in self.uploads:
+            upload.join(max(0.0, deadline - time.monotonic()))
 
     def busy(self) -> bool:
         """True if the step whose numbers are read now was captured, or waited for a capture to begin or end."""
@@ -117,7 +118,8 @@ class Profiler:
             self.folder = folder
             self.start(str(folder))
         except Exception as error:  # OSError, or what the profiler of the platform raises, such as being in use
-            self.fail("could not begin", error)
+            self.begun = None
+            self.fail(step, "could not begin", error)
             return
         self.note("profile", step, what="begun", last=last, place=str(self.place))
         self.say(f"profile: capturing steps {step} to {last} into {self.place}")
@@ -133,12 +135,12 @@ class Profiler:
         except Stop:  # the folder is another's
             raise
         except Exception as error:
-            self.fail("could not be written", error)
+            self.fail(step, "could not be written", error)
             return
         seconds = round(time.monotonic() - began, 3)
         if self.remote:
-            self.upload = threading.Thread(target=self.bring, args=(step, self.folder, self.place), daemon=True)
-            self.upload.start()
+            self.uploads.append(threading.Thread(target=self.bring, args=(step, self.folder, self.place), daemon=True))
+            self.uploads[-1].start()
             return
         self.tell_written(step, self.place, seconds)
 
@@ -153,7 +155,7 @@ class Profiler:
             except Stop:
                 raise
             except Exception as error:  # whatever the storage's client raises
-                self.fail(f"could not be brought into the bucket, and stays in {folder}", error)
+                self.fail(step, f"could not be brought into the bucket, and stays in {folder}", error)
                 return
             self.tell_written(step, place, round(time.monotonic() - began, 3))
 
@@ -162,11 +164,11 @@ class Profiler:
         self.note("profile", step, what="written", place=str(place), seconds=seconds)
         self.say(f"profile: written in {seconds:g} s; look at it with: xprof {place}")
 
-    def fail(self, what: str, error: Exception) -> None:
-        """Tells that no capture can be made, once: there is none any more in this start."""
+    def fail(self, step: int, what: str, error: Exception) -> None:
+        """Tells what became of the capture that began at `step`. None begins after it in this start."""
         first_line = str(error).splitlines()[0] if str(error) else ""
-        cause = f"the profile of step {self.last} and those before it {what}: {type(error).__name__}: {first_line}"
-        self.begun, self.failed = None, True
+        cause = f"the profile from step {step} on {what}: {type(error).__name__}: {first_line}"
+        self.failed = True
         self.note("alarm", None, cause=cause)
         self.say(f"{cause}; training goes on without")
 

@@ -5,6 +5,7 @@ import gzip
 import io
 import json
 import pathlib
+import threading
 import time
 
 import pytest
@@ -186,18 +187,50 @@ class Bucket(Profiler):
         self.remote = True
 
 
-def test_in_a_bucket_a_thread_looks_for_the_file_and_brings_the_capture(tmp_path):
-    steps = Steps(tmp_path)
-    (tmp_path / "profiles" / "4").mkdir(parents=True)  # a bucket needs none
+def steps_in_a_bucket(folder, *captures, **settings):
+    """Steps whose captures are one file each; a bucket needs no folders for them."""
+    steps = Steps(folder)
+    for step in captures:
+        (folder / "profiles" / str(step)).mkdir(parents=True)
 
     def start(folder):
+        steps.start(folder)
         pathlib.Path(folder, "trace").write_text("abc")
 
     steps.profiler = Bucket(
-        tmp_path, steps=None, note=steps.profiler.note, say=steps.said.append, start=start, stop=lambda: None,
-        look_seconds=0.01,
-    )  # fmt: skip
+        folder, steps=None, note=steps.profiler.note, say=steps.said.append, start=start, stop=steps.stop, **settings
+    )
     steps.phase = Watchdog(None, HangConfig(), observers=(steps.profiler,)).phase
+    return steps
+
+
+def test_an_upload_that_fails_ends_no_other_capture(tmp_path):
+    steps, goes_on = steps_in_a_bucket(tmp_path, 2, 12), threading.Event()
+
+    def may_write():
+        if threading.current_thread() in steps.profiler.uploads[:1]:
+            goes_on.wait(20)
+            raise OSError("no route")
+
+    with fence.fenced(tmp_path, may_write):
+        with steps.profiler:
+            steps.profiler.compiled = True
+            steps.profiler.asked.set()
+            steps.run(2, 9)  # captures 2 to 6, which are on their way
+            steps.profiler.asked.set()
+            steps.run(12, 13)
+            goes_on.set()
+            steps.profiler.uploads[0].join(20)
+            assert steps.on
+            steps.run(14, 15)
+        assert not steps.on
+    (line,) = [line for line in steps.said if "training goes on without" in line]
+    assert line.startswith("the profile from step 2 on could not be brought into the bucket, and stays in ")
+    assert kinds(steps) == [(2, "begun"), (12, "begun"), (12, "written")]
+
+
+def test_in_a_bucket_a_thread_looks_for_the_file_and_brings_the_capture(tmp_path):
+    steps = steps_in_a_bucket(tmp_path, 4, look_seconds=0.01)
     with steps.profiler:
         steps.run(1, 3)
         (tmp_path / TOUCHED).touch()
