@@ -268,9 +268,10 @@ def iso_time(seconds: float) -> str:
 
 
 def unix_time(text: Any) -> float | None:
-    """Seconds since 1970 of an ISO 8601 time, None for what is none."""
+    """Seconds since 1970 of an ISO 8601 time, None for what is none, or lies in a year that no zone can write."""
     try:
-        return datetime.datetime.fromisoformat(text).timestamp()
+        when = datetime.datetime.fromisoformat(text)
+        return when.timestamp() if 1 < when.year < 9999 else None
     except (TypeError, ValueError, OverflowError):  # the last: a year that the clock does not reach
         return None
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 Points = list[tuple[float, float]]
 STEPS = (1.0, 2.0, 5.0, 10.0)
+LEAST = 1e-100  # a smaller number is drawn as 0: ratios and logarithms stay those of floats
 
 
 class Axis(NamedTuple):
@@ -69,9 +70,9 @@ def axis_over(values: Iterable[float], *, log: bool = False, zero: bool = False)
     """An axis that has room for the values.
 
     A few values far away from all others, as of a loss that explodes, do not flatten the rest: they lie beyond its
-    end. log: values of 0 and below count for nothing. zero: the axis begins at 0.
+    end. log: values that are not above 0 count for nothing. zero: the axis begins at 0.
     """
-    known = sorted(value for value in values if not log or value > 0)
+    known = sorted(value if abs(value) > LEAST else 0.0 for value in values if not log or value > LEAST)
     if not known:
         return Axis(0.1, 1.0, True) if log else Axis(0.0, 1.0)
     low, high = known[0], known[-1]

@@ -101,7 +101,7 @@ def across_of(histories: Sequence[History]) -> Axis:
 def tokens_per_step(history: History) -> float | None:
     """Tokens of one step, by the config or the metrics."""
     told = history.part("budget").get("batch_tokens")
-    if is_number(told) and told > 0:
+    if is_number(told) and told >= 1:
         return told
     steps, tokens = history.series("tokens_seen")
     return tokens[-1] / steps[-1] if steps and steps[-1] else None

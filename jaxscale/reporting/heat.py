@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxscale.reporting.axes import Axis
+from jaxscale.reporting.axes import LEAST, Axis
 from jaxscale.reporting.plots import HEIGHT, WIDTH, Figure, left_label, short
 from jaxscale.reporting.text import escape, plain
 
@@ -28,7 +28,7 @@ def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, 
     the value that is farthest from the row's median, so that one step's outlier is seen.
     """
     kept, cells = columns_of(heat.steps, heat.rows)
-    positive = [value for row in cells.values() for value in row if value is not None and value > 0]
+    positive = [value for row in cells.values() for value in row if value is not None and value > LEAST]
     low, high = (min(positive), max(positive)) if positive else (1.0, 1.0)
     paths: dict[int, list[str]] = {}
     edges = edges_of(kept, across)

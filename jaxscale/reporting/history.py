@@ -12,12 +12,11 @@ import functools
 import json
 import math
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxscale import units
-from jaxscale.reporting.json_lines import as_dict, clean_event, read_lines, read_object
+from jaxscale.reporting.json_lines import LARGEST_NUMBER, as_dict, clean_event, read_lines, read_object
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
@@ -311,7 +310,7 @@ def read_rows(path: Any, problems: list[str]) -> Iterator[Row]:
         nonfinite = [str(name) for name in told] if isinstance(told := record.get("nonfinite"), list) else []
         for name, value in record.items():
             kind = type(value)
-            if kind is float and value - value == 0.0:  # finite: nearly all there is, and a million lines are read
+            if kind is float and abs(value) <= LARGEST_NUMBER:  # nearly all there is, and a million lines are read
                 row[names.setdefault(name, name)] = value
             elif name in ("step", "nonfinite"):
                 continue
@@ -371,8 +370,8 @@ def read_forecast(folder: Any, problems: list[str]) -> dict[str, Any] | None:
 
 
 def is_finite(value: Any) -> bool:
-    """True for a finite number."""
-    return is_number(value) and abs(value) < sys.float_info.max
+    """True for a number that may be a measurement: finite, and not beyond all of them."""
+    return is_number(value) and abs(value) <= LARGEST_NUMBER
 
 
 def read_samples(folder: Any, problems: list[str]) -> tuple[Sample, ...]:

@@ -8,7 +8,7 @@ from jaxscale.monitor.records import Damage, read_records
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 
-LARGEST = 1e100  # a number beyond it is no measurement
+LARGEST_NUMBER = 1e100  # a number beyond it is no measurement
 NUMBERS = tuple("step code seconds bytes to until batch number steps_won steps_lost wall_seconds".split())
 OBJECTS = ("devices", "goodput", "left")
 
@@ -31,7 +31,10 @@ def read_lines(path: Any, problems: list[str]) -> Iterator[Row]:
 
 
 def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
-    """The JSON object in a file; {} with a problem told where there is none. without: what that means."""
+    """The JSON object in a file, as `finite` leaves it; {} with a problem told where there is none.
+
+    Args: without: what it means that there is none.
+    """
     try:
         found = paths.read_json(path)
     except FileNotFoundError:
@@ -43,7 +46,7 @@ def read_object(path: Any, problems: list[str], without: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         problems.append(f"{path.name} is no JSON object: {without}")
         return {}
-    return found
+    return finite(found)
 
 
 def clean_event(record: Row) -> Row | None:
@@ -65,7 +68,7 @@ def finite(value: Any) -> Any:
     if isinstance(value, list):
         return [finite(inner) for inner in value]
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return None if is_number and not abs(value) <= LARGEST else value
+    return None if is_number and not abs(value) <= LARGEST_NUMBER else value
 
 
 def as_list(value: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from jaxscale.monitor.health.speed_rules import OTHER_WORK
 from jaxscale.reporting.canvas import Canvas, grouped, history_label, plots, tokens_per_step
 from jaxscale.reporting.evals import evals_section
 from jaxscale.reporting.heat import HeatMap
-from jaxscale.reporting.history import History
+from jaxscale.reporting.history import History, is_number
 from jaxscale.reporting.plots import Band, Line, Plot, color_of, with_points
 from jaxscale.reporting.sources import data_table, is_of_source
 from jaxscale.reporting.tables import goodput_table, left_out, supervised_table
@@ -146,7 +146,7 @@ def optimizer(canvas: Canvas) -> str:
     lines = []
     for place, history in enumerate(canvas.histories):
         lines += canvas.lines_of(history, place, "grad_norm", "gradient norm" if canvas.single else "")
-        skipped = [row for row in history.rows if row.get("skipped") and row.get("grad_norm") is not None]
+        skipped = [row for row in history.rows if row.get("skipped") and is_number(row.get("grad_norm"))]
         label = "not applied" if canvas.single else f"{history.name}, not applied"
         lines.append(Line(label, [r["step"] for r in skipped], [r["grad_norm"] for r in skipped], "trouble", "dots"))
     note = " ".join(not_finite(canvas, "grad_norm"))

@@ -10,7 +10,7 @@ import pytest
 from made_run import BEGAN, make_run, written_at
 
 from jaxscale.cli.watch import Look, spelt
-from jaxscale.reporting import make_page
+from jaxscale.reporting import make_card, make_page
 from jaxscale.reporting.history import read_history
 
 ODD = (
@@ -26,6 +26,7 @@ device/power_watts nonfinite rewind text seconds bytes steps_won factor until gr
 tokens_per_second data_wait_seconds host_peak_bytes device_peak_bytes device_bytes_limit device_bytes_in_use""".split()
 KINDS = """started resumed restored saved skipped spike alarm lr_cut rewind stopped hang branch profile alert other
 end leave""".split()
+HUGE = ("goodput/step_seconds", "goodput/data_seconds")
 FILES = ("metrics.jsonl", "abandoned.jsonl", "events.jsonl", "samples.jsonl", "supervise.jsonl")
 
 
@@ -61,6 +62,35 @@ def test_a_folder_of_odd_values_makes_a_page_and_a_frame(tmp_path, seed):
     assert len(lines) <= 24 and all(len(line) <= 80 for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("metrics.jsonl", '{"step": 2, "loss": 1.0, "grad_norm": "1", "skipped": 1}'),
+        ("metrics.jsonl", '{"step": 2, "loss": 1.0, "grad_norm": 1e308}\n{"step": 3, "loss": 1, "grad_norm": 5e-324}'),
+        ("metrics.jsonl", '{"step": 2, "loss": 1.0, "stats/grad_norm/0": 1e308, "stats/grad_norm/1": 1e-320}'),
+        ("metrics.jsonl", json.dumps({"step": 2, "goodput/wall_seconds": 9} | dict.fromkeys(HUGE, 1e308))),
+        ("config.json", '{"budget": {"total_steps": 1e400}}'),
+        ("config.json", '{"budget": {"batch_tokens": 1e-300}}'),
+        ("events.jsonl", '{"event": "started", "time": "9999-12-31T23:59:59-14:00", "step": 0}'),
+    ],
+)  # fmt: skip
+def test_numbers_that_no_run_has_make_a_page_a_card_and_a_frame(tmp_path, name, text):
+    row = {"loss": 1.0, "grad_norm": 1.0, "stats/grad_norm/0": 1.0, "step_seconds": 1.0}
+    rows = [row | {"step": step} for step in (0, 1)]
+    events = [{"event": "started", "time": "2026-01-01T00:00:00+00:00", "step": 0}]
+    band = dict(tokens=[1e50, 1e99], low=[1, 1], middle=[1, 1], high=[2, 2])
+    found = {"config.json": "{}", "forecast.json": json.dumps(band)}
+    found |= {
+        file: "".join(map("{}\n".format, map(json.dumps, lines)))
+        for file, lines in (("metrics.jsonl", rows), ("events.jsonl", events))
+    }
+    found[name] = text if name == "config.json" else f"{found[name]}{text}\n"
+    for file, content in found.items():
+        (tmp_path / file).write_text(content)
+    assert make_page([read_history(tmp_path)], now=BEGAN).endswith("</html>\n")
+    assert make_card([read_history(tmp_path)], now=BEGAN) and frame(tmp_path)
+
+
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.503, 0.98, 0.9999])
 def test_files_that_end_anywhere_are_shown_as_far_as_they_go(tmp_path, part):
     folder = make_run(tmp_path / "run", last=1000)
@@ -80,7 +110,7 @@ def test_a_folder_in_which_a_run_has_just_begun(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("")
     page = make_page([read_history(tmp_path)], now=time.time())
     assert "No loss has been reported yet." in page and "There is no sample yet" in page
-    assert "no run here yet" in frame(tmp_path) and "no metrics yet" in frame(tmp_path)
+    assert "no start and no step noted yet" in frame(tmp_path) and "no metrics yet" in frame(tmp_path)
 
 
 @pytest.mark.soak
