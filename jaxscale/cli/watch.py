@@ -16,12 +16,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TextIO
 
 from jaxscale.cli import run_verb
-from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, Seen, frame
+from jaxscale.cli.watch_frame import LEAST_HEIGHT, LEAST_WIDTH, Line, frame
 from jaxscale.command_line import Arguments, flag
 from jaxscale.help_text import command
 from jaxscale.monitor.records import Follower
-from jaxscale.reporting.history import is_finite
-from jaxscale.reporting.json_lines import Row, clean_event
+from jaxscale.reporting.history import History, is_finite
+from jaxscale.reporting.json_lines import Row, as_dict, clean_event, finite
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 from jaxscale.system.redact import printable
@@ -57,9 +57,9 @@ class Look:
         self.config: dict[str, Any] = {}
         self.starts_seen = -1
 
-    def again(self) -> Seen:
+    def again(self) -> History:
         """What is known now. Storage that does not answer is a line in the frame."""
-        problem = ""
+        problems = ()
         try:
             self.records = grown(self.records, self.metrics, MOST_RECORDS, clean_record)
             self.events = grown(self.events, self.log, MOST_EVENTS, clean_event)
@@ -69,9 +69,12 @@ class Look:
                 self.starts_seen = starts if self.config else -1
         except Exception as error:  # whatever the storage's client raises: the next look may be luckier
             told = str(error).splitlines()[0] if str(error) else ""
-            problem = f"cannot be read now: {type(error).__name__}: {told}"
+            problems = (f"cannot be read now: {type(error).__name__}: {told}",)
         times = [follow.grown_at for follow in (self.metrics, self.log) if follow.grown_at is not None]
-        return Seen(self.workdir, self.config, self.records, self.events, max(times, default=None), problem)
+        return History(
+            workdir=self.workdir, rows=tuple(self.records), events=tuple(self.events), config=self.config,
+            written_at=max(times, default=None), problems=problems,
+        )  # fmt: skip
 
     def read_config(self) -> dict[str, Any]:
         """config.json, {} while there is none."""
@@ -79,12 +82,12 @@ class Look:
             config = paths.read_json(self.folder / "config.json")
         except FileNotFoundError:
             return {}
-        return config if isinstance(config, dict) else {}
+        return finite(as_dict(config))
 
 
 def clean_record(record: Row) -> Row | None:
     """The record's numbers, None for those that are not finite; None for a record without a step."""
-    if not is_finite(record.get("step")):
+    if type(record.get("step")) is not int:
         return None
     numbers = {name: value for name, value in record.items() if value is None or isinstance(value, (int, float))}
     return {name: value if is_finite(value) else None for name, value in numbers.items()}
@@ -131,7 +134,7 @@ def show(look: Look, stream: TextIO, every: float) -> None:
         time.sleep(TICK_SECONDS)
 
 
-def spelt(seen: Seen, size: os.terminal_size, stream: TextIO, *, colour: bool) -> str:
+def spelt(seen: History, size: os.terminal_size, stream: TextIO, *, colour: bool) -> str:
     """A frame as text for the stream, without a newline at its end."""
     encoding = getattr(stream, "encoding", None) or "ascii"
     unicode = "utf" in encoding.lower()

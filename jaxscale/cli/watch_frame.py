@@ -1,6 +1,5 @@
 """One frame of `jaxscale watch`, drawn from what a work folder says of its run. Pure: data in, lines of text out."""
 
-import dataclasses
 import datetime
 import math
 import statistics
@@ -11,19 +10,18 @@ from typing import Any, NamedTuple
 from jaxscale import units
 from jaxscale.hardware import find_chip
 from jaxscale.monitor.console import plain_number
-from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
-from jaxscale.reporting.history import is_finite, reached_step
+from jaxscale.monitor.goodput import goodput_of, unix_time
+from jaxscale.reporting.history import History, is_finite
 from jaxscale.reporting.json_lines import as_dict
-from jaxscale.reporting.status import patience_seconds
+from jaxscale.reporting.status import status_of
 from jaxscale.reporting.words import incidents
-from jaxscale.system.exits import meaning
 from jaxscale.system.redact import shown
 
 LEAST_WIDTH, LEAST_HEIGHT = 80, 24
 LABEL = 12  # columns
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS = "_.-~=+*#"
-ETA_RECORDS = 50
+STATES = {"running": "green", "finished": "green", "silent": "red", "failed": "red"}  # all others are yellow
 
 
 class Line(NamedTuple):
@@ -33,75 +31,29 @@ class Line(NamedTuple):
     colour: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Seen:
-    """What is known of a run at one look."""
-
-    workdir: str
-    config: Mapping[str, Any]
-    records: Sequence[Mapping[str, Any]]
-    events: Sequence[Mapping[str, Any]]
-    grown_at: float | None = None  # when a file of it last grew, seconds since 1970
-    problem: str = ""
-
-
-class State(NamedTuple):
-    """How the run is, in words."""
-
-    words: str
-    colour: str
-    alive: bool
-    silent: bool = False  # it has said no end, and nothing else for long
-
-
-def frame(seen: Seen, now: float, width: int, height: int, *, unicode: bool = True) -> list[Line]:
+def frame(run: History, now: float, width: int, height: int, *, unicode: bool = True) -> list[Line]:
     """At most `height` lines of at most `width` columns. now: seconds since 1970."""
-    training = [record for record in seen.records if "loss" in record]
-    total = number_of(as_dict(seen.config.get("budget")).get("total_steps"))
-    reported = max((int(record.get("step") or 0) for record in seen.records[-4:]), default=0)
-    step = reached_step(reported, seen.events)
-    state = state_of(seen, step, total, now)
+    training = [row for row in run.rows if "loss" in row]
+    status = status_of(run, now)
+    eta = status.left_seconds if status.state.name in ("running", "starting") else None
     room = max(8, width - LABEL - 42)
     lines = [
-        Line(both_ends(f"jaxscale watch  {seen.workdir}", state.words, width), state.colour),
-        Line(about(seen.config)),
-        Line(bar(step, total, eta_seconds(training, total) if state.alive else None, width, unicode=unicode)),
+        Line(
+            both_ends(f"jaxscale watch  {run.workdir}", status.state.words, width),
+            STATES.get(status.state.name, "yellow"),
+        ),
+        Line(about(run.config)),
+        Line(bar(status.step, status.total_steps or 0, eta, width, unicode=unicode)),
         Line(""),
-        *curves(training, seen.records, room, unicode=unicode),
+        *curves(training, run.rows, room, unicode=unicode),
         *machine(training),
-        *goodput_lines(seen, now if state.silent else None, width),
+        *goodput_lines(run, now if status.state.name == "silent" else None, width),
         Line(""),
     ]
-    left = height - len(lines) - bool(seen.problem)
-    lines += event_lines(seen.events, max(left, 1), now)
-    if seen.problem:
-        lines.append(Line(seen.problem, "red"))
+    left = height - len(lines) - len(run.problems)
+    lines += event_lines(run.events, max(left, 1), now)
+    lines += [Line(problem, "red") for problem in run.problems]
     return [Line(cut(shown(line.text).replace("\n", " "), width), line.colour) for line in lines[:height]]
-
-
-def state_of(seen: Seen, step: int, total: int, now: float) -> State:
-    """What the last event and the age of the files say."""
-    last = next(
-        (event for event in reversed(seen.events) if event.get("event") in ("started", "resumed", "stopped")), {}
-    )
-    if not last:
-        return State("no run here yet" if not seen.records else "unknown: no events", "yellow", False)
-    if last["event"] == "stopped":
-        code = last.get("code")
-        if code == 0:
-            done = total and step >= total
-            return State(
-                "done" if done else f"stopped at step {step}, as asked for", "green" if done else "yellow", False
-            )
-        what = meaning(code) if isinstance(code, int) else "stopped"
-        return State(what, "red" if code not in (10, 130) else "yellow", False)
-    silence = 0.0 if seen.grown_at is None else max(0.0, now - seen.grown_at)
-    began_at = last.get("step") or 0
-    if silence > patience_seconds(seen.records, began_at):
-        return State(f"silent for {units.duration(silence)}", "red", False, silent=True)
-    if not any("loss" in record and (record.get("step") or 0) > began_at for record in seen.records):
-        return State(f"starting for {units.duration(now - (unix_time(last.get('time')) or now))}", "yellow", True)
-    return State("running", "green", True)
 
 
 def about(config: Mapping[str, Any]) -> str:
@@ -206,9 +158,9 @@ def machine(training: Sequence[Mapping]) -> list[Line]:
     return lines + ([Line(f"{'device':<{LABEL}}{'  '.join(device)}")] if device else [])
 
 
-def goodput_lines(seen: Seen, now: float | None, width: int) -> list[Line]:
+def goodput_lines(run: History, now: float | None, width: int) -> list[Line]:
     """'goodput     91.2% of 3d04h  compile 2%  save 1%', over all starts."""
-    goodput = goodput_of(seen.records, seen.events, now)
+    goodput = goodput_of(run.rows, run.events, now)
     if goodput.fraction is None:
         return []
     wall = goodput.wall_seconds
@@ -239,32 +191,9 @@ def event_lines(events: Sequence[Mapping[str, Any]], most: int, now: float) -> l
     return found
 
 
-def eta_seconds(training: Sequence[Mapping], total: int) -> float | None:
-    """Seconds to the last step at the pace of the last records; None where that is not known."""
-    pace = seconds_per_step(training)
-    return None if pace is None or not total else max(0.0, (total - int(training[-1]["step"])) * pace)
-
-
-def seconds_per_step(training: Sequence[Mapping]) -> float | None:
-    """Wall time of a step over the last records of this start, saves and validations included where it is known."""
-    wall = f"{PREFIX}wall_seconds"
-    newest = [record for record in training[-ETA_RECORDS:] if is_finite(record.get(wall))]
-    for first in newest:  # the first record of this start: its clock is behind all that follow
-        steps, seconds = newest[-1]["step"] - first["step"], newest[-1][wall] - first[wall]
-        if steps > 0 and seconds > 0 and all(a[wall] <= b[wall] for a, b in zip(newest, newest[1:])):
-            return seconds / steps
-    times = [r["step_seconds"] for r in training[-ETA_RECORDS:] if is_finite(r.get("step_seconds"))]
-    return statistics.median(times) if times else None
-
-
 def newest_of(records: Sequence[Mapping], name: str) -> Any:
     """The newest number of this name, None if there is none among the last few records."""
     return next((r[name] for r in reversed(records[-5:]) if is_finite(r.get(name))), None)
-
-
-def number_of(value: Any) -> float:
-    """The value if it is a finite number, else 0."""
-    return value if is_finite(value) else 0
 
 
 def both_ends(left: str, right: str, width: int) -> str:

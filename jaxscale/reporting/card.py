@@ -40,7 +40,7 @@ def fact_rows(histories: Sequence[History], statuses: Sequence[Status]) -> list[
     each = list(zip(histories, statuses))
     known = lambda value, show: NONE if value is None else show(value)
     return [
-        ("state", [status.words for _, status in each]),
+        ("state", [status.state.sentence for _, status in each]),
         ("model", [model_words(history) for history, _ in each]),
         ("steps", [f"{status.step:,}" for _, status in each]),
         ("tokens", [known(status.tokens, units.count) for _, status in each]),

@@ -122,7 +122,7 @@ def one_head(history: History, status: Status) -> str:
         ("tokens", count(status.tokens), f"{count(speed)} a second lately" if speed is not None else ""),
         ("time", duration(status.wall_seconds), starts_text(status)),
     ]
-    if status.state != "finished":
+    if status.state.name != "finished":
         facts.append(("to go", duration(status.left_seconds), "at the speed of the last reports"))
     if status.mfu is not None:
         facts.append(("MFU", percent(status.mfu), "lately"))
@@ -134,9 +134,10 @@ def one_head(history: History, status: Status) -> str:
     )
     return (
         f'<div class="top"><h1>{escape(history.name)}</h1>'
-        f'<span class="state {status.state}">{escape(status.state)}</span></div>'
+        f'<span class="state {status.state.name}">{escape(status.state.name)}</span></div>'
         f'<p class="sub">{escape(" · ".join(part for part in parts if part))}</p>'
-        f'<p class="sub">{escape(sentence(status.words))}</p>{bar}<dl class="facts">{items}</dl>{fine_print([status])}'
+        f'<p class="sub">{escape(sentence(status.state.sentence))}</p>{bar}'
+        f'<dl class="facts">{items}</dl>{fine_print([status])}'
     )
 
 
@@ -170,10 +171,10 @@ def several_heads(histories: Sequence[History], statuses: Sequence[Status]) -> s
     for place, (history, s) in enumerate(zip(histories, statuses)):
         cells = [
             run_name(history, place),
-            Cell(f'<span class="state {s.state}">{escape(s.state)}</span>'),
+            Cell(f'<span class="state {s.state.name}">{escape(s.state.name)}</span>'),
             n(f"{s.step:,}"), n(f"{s.total_steps:,}" if s.total_steps else "n/a"), n(plain(s.loss)),
             n(plain(s.validation_loss)), n(count(s.tokens)), n(count(s.tokens_per_second)), n(percent(s.mfu)),
-            n(duration(s.wall_seconds)), n("" if s.state == "finished" else duration(s.left_seconds)),
+            n(duration(s.wall_seconds)), n("" if s.state.name == "finished" else duration(s.left_seconds)),
         ]  # fmt: skip
         rows.append([*cells, *([n(money(s.cost)), n(money(s.cost_to_end))] if has_cost else [])])
     head = ["run", "state", "step", "of", "loss", "validation", "tokens", "tokens/s", "MFU", "time", "to go"]

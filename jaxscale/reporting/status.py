@@ -1,19 +1,23 @@
-"""Where a run stands: state, time, what is left, when it counts as silent, and what it costs, also in words."""
+"""Where a run stands: state, time, what is left, when it counts as silent, and what it costs, also in words.
+
+The report and `jaxscale watch` both ask here.
+"""
 
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxscale import units
 from jaxscale.hardware import Price, find_chip
-from jaxscale.monitor.goodput import goodput_of, unix_time
+from jaxscale.monitor.goodput import PREFIX, goodput_of, unix_time
 from jaxscale.reporting.history import History, Row, is_finite, is_number
 from jaxscale.reporting.text import NONE, clock, money
-from jaxscale.system.exits import Exit, meaning
+from jaxscale.system.exits import Exit, is_failure, meaning
 
 MEASURING = ("validation_seconds", "evals_seconds")  # time of the loop that is no training
 RECENT = 20  # reports over which the speed, and their distance, are taken
+PACE = 50  # reports over which the wall time of a step is taken
 QUIET_SECONDS = 180.0  # saves, validation and a bucket's uploads lie between two lines
 RECORDS = 10  # or as long as so many of them take
 STARTING_SECONDS = 3600.0  # before the first one, while it compiles: the default of hang.compile_seconds
@@ -21,12 +25,24 @@ BEGINS = ("started", "resumed")
 OWN = "as given by --price"
 
 
+class State(NamedTuple):
+    """How a run is."""
+
+    name: str  # running, starting, finished, stopped, failed, silent, begun
+    words: str  # in short
+    more: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Both, as they stand beside the name."""
+        return "; ".join(part for part in (self.words, self.more) if part and part != self.name)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Status:
     """What the head of the page says of a run. None: not known."""
 
-    state: str  # running, finished, stopped, failed, silent, begun
-    words: str
+    state: State
     step: int
     total_steps: int | None
     loss: float | None
@@ -48,7 +64,7 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
     """The Status at the time `now` (Unix seconds). price: dollars an hour for one chip; else that of the chip table."""
     total = history.part("budget").get("total_steps")
     total = total if is_number(total) else None
-    state, words = state_of(history, now, total)
+    state = state_of(history, now, total)
     devices = history.part("devices")
     kind = str(devices.get("kind") or "")
     chip = find_chip(kind)
@@ -56,12 +72,11 @@ def status_of(history: History, now: float, price: float | None = None) -> Statu
     if chips is not None and chip is not None:
         chips = chips / chip.devices_per_chip
     wall, starts = wall_seconds(history)
-    left = left_seconds(history, total) if state != "finished" else 0.0
+    left = left_seconds(history, total) if state.name != "finished" else 0.0
     paid = Price(price, "", OWN) if price is not None else chip.price if chip else None
     hourly = paid.dollars_per_hour * chips / 3600 if paid and chips else None
     return Status(
         state=state,
-        words=words,
         step=history.reached_step,
         total_steps=total,
         loss=history.latest("loss"),
@@ -88,28 +103,29 @@ def tokens_of(history: History) -> float | None:
     return reported
 
 
-def state_of(history: History, now: float, total: int | None) -> tuple[str, str]:
-    """(state, what it means)."""
-    ends = [event for event in history.events if event["event"] in (*BEGINS, "stopped")]
-    if ends and ends[-1]["event"] == "stopped":
-        code, why = ends[-1].get("code"), str(ends[-1].get("why") or "")
-        code = code if isinstance(code, int) else Exit.ERROR
-        when = clock(unix_time(ends[-1].get("time")))
+def state_of(history: History, now: float, total: int | None) -> State:
+    """What the last start or end, and the age of the files, say."""
+    last = next((event for event in reversed(history.events) if event["event"] in (*BEGINS, "stopped")), None)
+    if last is not None and last["event"] == "stopped":
+        code = last.get("code") if isinstance(last.get("code"), int) else Exit.ERROR
+        when, why = clock(unix_time(last.get("time"))), str(last.get("why") or "")
         if code == Exit.DONE and (total is None or history.reached_step >= total):
-            return "finished", f"all steps are done, {when}" if when else "all steps are done"
-        state = "stopped" if code in (Exit.DONE, Exit.PREEMPTED) else "failed"
-        told = "ended before its last step, as it was told to" if code == Exit.DONE else meaning(code)
-        return state, "; ".join(part for part in (told, "" if why == "done" else why, when) if part)
+            return State("finished", "all steps are done", when)
+        words = "ended before its last step, as it was told to" if code == Exit.DONE else meaning(code)
+        more = "; ".join(part for part in ("" if why == "done" else why, when) if part)
+        return State("failed" if is_failure(code) else "stopped", words, more)
+    if last is None and not history.rows:
+        return State("begun", "no start and no step noted yet")
     if history.written_at is None:
-        return "begun", "when it was last written is not known"
-    quiet = now - history.written_at
-    step = ends[-1].get("step") if ends else None
-    if quiet > patience_seconds(history.rows, step if is_number(step) else 0):
-        return (
-            "silent",
-            f"nothing was written for {units.duration(quiet)}, and no end was noted: it was killed, or it hangs",
-        )
-    return "running", f"last written {units.duration(quiet)} ago"
+        return State("begun", "when it was last written is not known")
+    quiet = units.duration(now - history.written_at)
+    began_at = last["step"] if last and is_number(last.get("step")) else 0
+    if now - history.written_at > patience_seconds(history.rows, began_at):
+        return State("silent", f"silent for {quiet}", "no end was noted: it was killed, or it hangs")
+    if not any("loss" in row and row["step"] > began_at for row in reversed(history.rows)):
+        began = unix_time(last.get("time")) if last else None
+        return State("starting", f"starting for {units.duration(now - (now if began is None else began))}")
+    return State("running", "running", f"last written {quiet} ago")
 
 
 def wall_seconds(history: History) -> tuple[float | None, int]:
@@ -136,14 +152,29 @@ def step_time(rows: Sequence[Row]) -> float | None:
 
 
 def left_seconds(history: History, total: int | None) -> float | None:
-    """Seconds to the last step: the median of the last reports, and the share of measuring in the time so far."""
-    each = recent(history.rows, "step_seconds")
-    if total is None or each is None:
+    """Seconds to the last step, at the pace of the last reports; None where that is not known."""
+    pace = wall_pace(history.rows) or step_pace(history)
+    return None if total is None or pace is None else max(total - history.reached_step, 0) * pace
+
+
+def wall_pace(rows: Sequence[Row]) -> float | None:
+    """Wall time of a step over the last reports of this start, with saves and validations, where they tell it."""
+    wall = f"{PREFIX}wall_seconds"
+    told = [row for row in rows[-2 * PACE :] if "loss" in row and is_number(row.get(wall))][-PACE:]
+    first = len(told) - 1
+    while first > 0 and told[first - 1][wall] <= told[first][wall]:  # a start's clock begins at 0
+        first -= 1
+    steps = told[-1]["step"] - told[first]["step"] if told else 0
+    return (told[-1][wall] - told[first][wall]) / steps if steps > 0 else None
+
+
+def step_pace(history: History) -> float | None:
+    """Seconds of a step by the median of the last reports, with the share of measuring in the time so far."""
+    if (each := recent(history.rows, "step_seconds")) is None:
         return None
     spent = step_time(history.rows) or 0.0
     measuring = sum(sum(history.series(name)[1]) for name in MEASURING)
-    share = spent / (spent - measuring) if spent > measuring else 1.0
-    return max(total - history.reached_step, 0) * each * share
+    return each * (spent / (spent - measuring) if spent > measuring else 1.0)
 
 
 def recent(rows: Sequence[Row], name: str) -> float | None:
@@ -173,7 +204,7 @@ def cost_fact(status: Status) -> tuple[str, str, str]:
     name = "cost so far"
     if status.price is None:
         return (name, "no price", f"of {status.chip} is known") if status.chip else (name, NONE, "")
-    known = status.state != "finished" and status.cost_to_end is not None
+    known = status.state.name != "finished" and status.cost_to_end is not None
     return name, money(status.cost), f"{money(status.cost_to_end)} in all at its end" if known else ""
 
 

@@ -12,7 +12,7 @@ from jaxscale.reporting.history import Row, is_number
 from jaxscale.reporting.json_lines import as_list
 from jaxscale.reporting.plots import Mark
 from jaxscale.reporting.text import clock, plain, seconds
-from jaxscale.system.exits import Exit, meaning
+from jaxscale.system.exits import is_failure, meaning
 
 TROUBLE = frozenset(
     "save_failed fallback set_aside skipped spike alarm alert lr_cut rewind lock_stolen hang replicas_differ".split()
@@ -189,7 +189,7 @@ def alert_text(event: Row) -> str:
 def is_trouble(event: Row) -> bool:
     """True for what went wrong."""
     if event["event"] == "stopped":
-        return event.get("code") not in (Exit.DONE, Exit.PREEMPTED)
+        return is_failure(event.get("code"))
     return event["event"] in TROUBLE and not is_harmless(event)
 
 

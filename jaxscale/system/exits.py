@@ -73,6 +73,11 @@ def may_start_again(code: int) -> bool:
     return code in STARTED_AGAIN or (128 < code < 128 + signal.NSIG and code not in BY_A_PERSON)
 
 
+def is_failure(code: int | None) -> bool:
+    """True for an end that is neither done, nor saved on a signal, nor a person's wish."""
+    return code not in (Exit.DONE, Exit.PREEMPTED, *BY_A_PERSON)
+
+
 def meaning(code: int) -> str:
     """'exit 13, another process was lost', 'killed by SIGKILL': a code as in may_start_again, for people."""
     number = -code if code < 0 else code - 128

@@ -16,9 +16,10 @@ import time
 import pytest
 
 from jaxscale.cli import watch
-from jaxscale.cli.watch_frame import Seen, columns_of, cut, event_lines, frame, sparkline
+from jaxscale.cli.watch_frame import columns_of, cut, event_lines, frame, sparkline
 from jaxscale.monitor.goodput import iso_time
 from jaxscale.monitor.records import Follower
+from jaxscale.reporting.history import History
 
 NOW = 1_790_000_000.0
 CONFIG = {
@@ -48,10 +49,10 @@ RECORDS = [training(step) for step in range(10, 510, 10)]
 RECORDS.insert(20, {"step": 200, "validation/loss": 3.7, "validation_seconds": 1.0})
 
 
-def seen(records=RECORDS, events=(STARTED,), grown_at=NOW - 1, **changes):
-    return Seen(
-        **(dict(workdir="runs/a", config=CONFIG, records=records, events=list(events), grown_at=grown_at) | changes)
-    )
+def seen(records=RECORDS, events=(STARTED,), written_at=NOW - 1, **changes):
+    rows = tuple(row for record in records if (row := watch.clean_record(record)))
+    known = dict(workdir="runs/a", config=CONFIG, rows=rows, events=tuple(events), written_at=written_at)
+    return History(**known | changes)
 
 
 def text(of, width=80, height=24, **settings):
@@ -74,7 +75,7 @@ def test_a_frame_says_how_the_run_is():
 @pytest.mark.parametrize("unicode", [True, False])
 def test_a_frame_fits_every_terminal(width, height, unicode):
     events = [STARTED, *(event("alarm", n, n, cause=f"数据 {n} \x1b[2J " + "long " * 50) for n in range(200))]
-    lines = frame(seen(events=events, workdir="w/" * 300, problem="x" * 500), NOW, width, height, unicode=unicode)
+    lines = frame(seen(events=events, workdir="w/" * 300, problems=("x" * 500,)), NOW, width, height, unicode=unicode)
     assert len(lines) <= height and max(columns_of(line.text) for line in lines) <= width
     assert not any("\x1b" in line.text or "\n" in line.text for line in lines)
     if not unicode:
@@ -85,15 +86,20 @@ def test_a_frame_fits_every_terminal(width, height, unicode):
     ("of", "told", "colour"),
     [
         (seen(), "running", "green"),
-        (seen(grown_at=NOW - 1000), "silent for 16m40s", "red"),
-        (seen(records=[], events=[], grown_at=None, config={}), "no run here yet", "yellow"),
-        (seen(events=[STARTED, event("stopped", -1, code=0)]), "stopped at step 500, as asked for", "yellow"),
-        (seen(records=[training(1000)], events=[STARTED, event("stopped", -1, code=0)]), "done", "green"),
+        (seen(written_at=NOW - 1000), "silent for 16m40s", "red"),
+        (seen(records=[], events=[], written_at=None, config={}), "no start and no step noted yet", "yellow"),
+        (
+            seen(events=[STARTED, event("stopped", -1, code=0)]),
+            "ended before its last step, as it was told to",
+            "yellow",
+        ),
+        (seen(records=[training(1000)], events=[STARTED, event("stopped", -1, code=0)]), "all steps are done", "green"),
         (seen(events=[STARTED, event("stopped", -1, code=17, why="x")]), "exit 17, training diverged", "red"),
         (seen(events=[STARTED, event("stopped", -1, code=10, why="x")]), "exit 10, saved on a signal", "yellow"),
-        (seen(records=[], grown_at=NOW - 500), "starting for 8m20s", "yellow"),  # it compiles
-        (seen(records=[], events=[event("started", -4000, 0)], grown_at=NOW - 4000), "silent for 1h06m", "red"),
-        (seen(records=[], events=[event("started", -60, 0)], grown_at=NOW - 60), "starting for 1m00s", "yellow"),
+        (seen(events=[STARTED, event("stopped", -1, code=130)]), "exit 130, SIGINT", "yellow"),
+        (seen(records=[], written_at=NOW - 500), "starting for 8m20s", "yellow"),  # it compiles
+        (seen(records=[], events=[event("started", -4000, 0)], written_at=NOW - 4000), "silent for 1h06m", "red"),
+        (seen(records=[], events=[event("started", -60, 0)], written_at=NOW - 60), "starting for 1m00s", "yellow"),
     ],
 )
 def test_the_state_of_a_run_is_told_from_its_last_event_and_its_age(of, told, colour):
@@ -103,7 +109,7 @@ def test_the_state_of_a_run_is_told_from_its_last_event_and_its_age(of, told, co
 
 def test_a_slow_run_is_not_called_silent_between_its_records():
     slow = [training(step, step_seconds=60.0, **{"goodput/wall_seconds": step * 60.0}) for step in (10, 20, 30)]
-    assert "running" in text(seen(records=slow, grown_at=NOW - 900))
+    assert "running" in text(seen(records=slow, written_at=NOW - 900))
 
 
 def test_a_loss_that_is_not_finite_is_red_and_said():
@@ -136,11 +142,14 @@ def test_text_is_cut_by_the_columns_that_it_takes():
         (event("alert", 0, 9, what="loss_spike", over=True, seen="it fell"), "step 9: loss spike is over: it fell"),
         (event("save_failed", 0, 7, cause="no room"), "step 7: a save failed: no room"),
         (event("stopped", 0, code=15), "exit 15, nothing moved for too long"),
+        (event("stopped", 0, code=130), "exit 130, SIGINT"),
     ],
 )
 def test_events_are_told_in_the_words_of_the_report(of, words):
     (line,) = event_lines([of], 3, NOW)
-    assert line.text[8:].startswith(f"  {words}") and (line.colour == "red") == (not of.get("over"))
+    assert line.text[8:].startswith(f"  {words}") and (line.colour == "red") == (
+        not (of.get("over") or of.get("code") == 130)
+    )
 
 
 def write(folder, records, events=(STARTED,)):

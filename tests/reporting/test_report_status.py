@@ -35,10 +35,12 @@ def test_patience_is_that_of_ten_records_and_an_hour_before_the_first(rows, bega
 def test_a_run_that_compiles_is_not_called_silent_and_one_that_is_killed_meanwhile_is_in_the_end():
     started = {"event": "started", "step": 0, "time": "2026-09-21T00:00:00+00:00"}
     begun = History(workdir="run", events=(started,), written_at=BEGAN)
-    assert status_of(begun, BEGAN + 1800).state == "running"
-    assert status_of(begun, BEGAN + 3700).state == "silent"
+    assert status_of(begun, BEGAN + 1800).state.name == "starting"
+    assert status_of(begun, BEGAN + 3700).state.name == "silent"
     steps = dataclasses.replace(begun, rows=tuple(records(10, 20, seconds=1.0)))
-    assert status_of(steps, BEGAN + 170).state == "running" and status_of(steps, BEGAN + 190).state == "silent"
+    assert (
+        status_of(steps, BEGAN + 170).state.name == "running" and status_of(steps, BEGAN + 190).state.name == "silent"
+    )
 
 
 def test_the_time_to_go_has_validations_share_and_a_run_without_an_end_no_cost_there():
@@ -49,6 +51,14 @@ def test_the_time_to_go_has_validations_share_and_a_run_without_an_end_no_cost_t
     assert cost_fact(status_of(run, BEGAN, 3600.0)) == ("cost so far", "$20.00", "$60.00 in all at its end")
     endless = dataclasses.replace(run, config={"devices": devices})
     assert cost_fact(status_of(endless, BEGAN, 3600.0)) == ("cost so far", "$20.00", "")
+
+
+def test_the_time_to_go_has_the_saves_of_this_start_alone():
+    """Its clock begins anew: a step of a second is 1.5 with the saves, whatever the start before took."""
+    rows = [{"step": n, "loss": 1.0, "step_seconds": 1.0, "goodput/wall_seconds": 9.0 * n} for n in (10, 20)]
+    rows += [row | {"step": 20 + n, "goodput/wall_seconds": 1.5 * n} for row, n in zip(rows, (10, 20))]
+    run = History(workdir="run", rows=tuple(rows), config={"budget": {"total_steps": 60}})
+    assert status_of(run, BEGAN).left_seconds == pytest.approx(20 * 1.5)
 
 
 def test_the_served_page_is_made_anew_while_a_run_says_nothing(tmp_path):
@@ -70,6 +80,6 @@ def test_the_step_is_the_last_one_that_was_saved_where_none_was_reported_since()
     run = History(workdir="run", rows=rows, config=config, events=({"event": "started", "step": 0}, saved))
     assert (status_of(run, BEGAN).step, status_of(run, BEGAN).tokens) == (489, 48_900)
     done = dataclasses.replace(run, events=(*run.events, {"event": "stopped", "step": None, "code": 0}))
-    assert status_of(done, BEGAN).state == "finished"
+    assert status_of(done, BEGAN).state.name == "finished"
     back = dataclasses.replace(run, events=(*run.events, {"event": "rewind", "step": 489, "to": 400}))
     assert status_of(dataclasses.replace(back, rows=({"step": 400, "loss": 1.0},)), BEGAN).step == 400
