@@ -106,7 +106,7 @@ def config_values(path: str) -> dict[str, Any]:
         values = values.to_dict() if hasattr(values, "to_dict") else values
         if not isinstance(values, dict):
             raise BadInput(f"get_config() must return a ConfigDict or a dict, and returned {values!r}")
-    except Exception as error:  # a config is anybody's code: whatever it raises is told in one line
+    except (Exception, SystemExit) as error:  # a config is anybody's code: whatever it raises is told in one line
         kind = "" if type(error) in (ValueError, BadInput) else f"{type(error).__name__}: "
         told = " ".join(str(error).split())
         raise BadInput(f"--config={path} cannot be read: {kind}{told}{line_of(error, str(file))}") from None

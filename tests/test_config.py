@@ -189,6 +189,7 @@ def test_an_impossible_horizon_is_one_line(overrides, told):
         ("import ml_collections\ndef get_config():\n    return ml_collections.ConfigDict().absent.x\n", "absent"),
         ("def get_config():\n    raise ValueError('depth=0 must be at least 1')\n", "depth=0 must be at least 1"),
         ("def get_config():\n    return 1 / 0\n", "ZeroDivisionError"),
+        ("import sys\nsys.exit(0)\n", "SystemExit: 0"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_one_line_that_names_it(tmp_path, text, told):
