@@ -9,6 +9,7 @@ names of settings are completed up to the next dot, those of `prepare` from its 
 
 import dataclasses
 import importlib
+import importlib.resources
 import re
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -20,6 +21,8 @@ from jaxscale.config import RunConfig
 from jaxscale.corpus.prepare.config import PrepareConfig
 from jaxscale.help_text import Command, command
 from jaxscale.system.exits import put
+
+FILES = importlib.resources.files("jaxscale.cli")
 
 
 class Verb(NamedTuple):
@@ -59,13 +62,20 @@ def setting_flags(cls: type) -> list[str]:
 
 def bash(verbs: Mapping[str, Verb]) -> str:
     """The script for bash, which splits words at '=' and ':' and wants what is behind the last of them."""
-    return f"# jaxscale {__version__}, for bash: made by `jaxscale completion bash`\n" + tables(verbs) + BASH
+    return (
+        f"# jaxscale {__version__}, for bash: made by `jaxscale completion bash`\n" + tables(verbs) + behaviour("bash")
+    )
 
 
 def zsh(verbs: Mapping[str, Verb]) -> str:
     """The script for zsh."""
     head = f"#compdef jaxscale\n# jaxscale {__version__}, for zsh: made by `jaxscale completion zsh`\n"
-    return head + tables(verbs) + ZSH
+    return head + tables(verbs) + behaviour("zsh")
+
+
+def behaviour(shell: str) -> str:
+    """What the shell does with the words: a function of both shells, and its own."""
+    return "".join(f"\n{FILES.joinpath(f'completion.{kind}').read_text('utf-8')}" for kind in ("sh", shell))
 
 
 def tables(verbs: Mapping[str, Verb]) -> str:
@@ -90,82 +100,6 @@ def quoted(words: Iterable[str]) -> str:
     return f"'{' '.join(words)}'"
 
 
-# What both shells do with a list of names: keep those that begin with the word, each up to its next dot.
-NEXT = r"""
-_jaxscale_next() { # WORD NAME ...: names up to the dot behind WORD, each once
-  local word="$1" name rest last=""
-  shift
-  for name in "$@"; do
-    [[ "$name" == "$word"* ]] || continue
-    rest="${name#"$word"}"
-    [[ "$rest" == *.* ]] && name="$word${rest%%.*}."
-    [[ "$name" == "$last" ]] || echo "$name"
-    last="$name"
-  done
-}
-"""
-BASH = (
-    NEXT
-    + r"""
-_jaxscale() {
-  local line="${COMP_LINE:0:COMP_POINT}" verb="${COMP_WORDS[1]}" word kept breaks
-  word="${line##*[[:space:]]}"
-  breaks="${COMP_WORDBREAKS//[!=:]/}" # bash replaces only what is behind the last of these
-  kept=""
-  [[ -n "$breaks" && "$word" == *["$breaks"]* ]] && kept="${word%"${word##*["$breaks"]}"}"
-  local IFS=$' \t\n'
-  if [[ $COMP_CWORD -le 1 ]]; then
-    COMPREPLY=($(compgen -W "$(_jaxscale_verbs)" -- "$word"))
-    return
-  fi
-  case "$word" in
-    --config.*=*) COMPREPLY=() ;;
-    --config.*) COMPREPLY=($(_jaxscale_next "$word" $(_jaxscale_settings "$(_jaxscale_kind "$verb")"))) ;;
-    --config=*) COMPREPLY=($(_jaxscale_files "${word%%=*}=" "${word#*=}" '!*.py')) ;;
-    --*=*) COMPREPLY=($(_jaxscale_files "${word%%=*}=" "${word#*=}" '')) ;;
-    *)
-      COMPREPLY=($(compgen -W "$(_jaxscale_behind "$verb")" -- "$word"))
-      [[ -n "$(_jaxscale_kind "$verb")" && --config. == "$word"* ]] && COMPREPLY+=(--config.)
-      ;;
-  esac
-  [[ ${#COMPREPLY[@]} -eq 1 && "${COMPREPLY[0]}" == *[=./] ]] && compopt -o nospace 2>/dev/null
-  COMPREPLY=("${COMPREPLY[@]#"$kept"}")
-}
-_jaxscale_files() { # PREFIX START FILTER: files and folders, where the filter leaves them
-  compgen -P "$1" -S / -d -- "$2"
-  compgen -P "$1" -X "$3" -f -- "$2" | while read -r file; do [[ -d "${file#"$1"}" ]] || echo "$file"; done
-}
-complete -F _jaxscale jaxscale
-"""
-)
-ZSH = (
-    NEXT
-    + r"""
-_jaxscale() {
-  local verb="${words[2]}" word="${PREFIX}"
-  if (( CURRENT == 2 )); then
-    compadd -- ${=$(_jaxscale_verbs)}
-    return
-  fi
-  case "$word" in
-    --config.*=*) ;;
-    --config.*)
-      local names="$(_jaxscale_settings "$(_jaxscale_kind "$verb")")"
-      compadd -Q -S '' -- ${(f)"$(_jaxscale_next "$word" ${=names})"}
-      ;;
-    --config=*) compset -P '*=' && _files -g '*.py(-.)' ;;
-    --*=*) compset -P '*=' && _files ;;
-    *)
-      local -a found=(${=$(_jaxscale_behind "$verb")})
-      [[ -n "$(_jaxscale_kind "$verb")" ]] && found+=(--config.)
-      compadd -S '' -- ${(M)found:#*[=.]}
-      compadd -- ${found:#*[=.]}
-      ;;
-  esac
-}
-[[ -n "${funcstack[1]}" && "${funcstack[1]}" == _jaxscale ]] && _jaxscale "$@" || compdef _jaxscale jaxscale
-"""
-)
 SHELLS = {"bash": bash, "zsh": zsh}
 
 

@@ -1,8 +1,11 @@
 """What `jaxscale completion` prints completes the command in a real shell, as the Tab key would."""
 
+import os
+import pathlib
 import shlex
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -82,6 +85,9 @@ def test_names_of_settings_up_to_the_next_dot(tab):
 
 def test_no_shell_finds_a_fault_in_it(scripts):
     subprocess.run(["bash", "-n", scripts["bash"]], check=True)
+    if tool := shutil.which("shellcheck", path=f"{pathlib.Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
+        words = "SC2207,SC2046"  # lists are split into words on purpose
+        subprocess.run([tool, "-s", "bash", "-e", words, scripts["bash"]], check=True)
     if zsh := shutil.which("zsh"):
         subprocess.run([zsh, "-n", scripts["zsh"]], check=True)
 
