@@ -16,8 +16,8 @@ HEAD = """# The command line
 def pages() -> dict[str, str]:
     """{file: Markdown}."""
     found = {"command_line.md": overview()}
-    for verb, (_, text) in cli.VERBS.items():
-        found[f"verbs/{verb}.md"] = f"# jaxscale {verb}\n\n{sentence(text)}\n\n{body(verb)}"
+    for verb, about in cli.VERBS.items():
+        found[f"verbs/{verb}.md"] = f"# jaxscale {verb}\n\n{sentence(about.what)}\n\n{body(verb)}"
     return found
 
 
@@ -25,7 +25,7 @@ def overview() -> str:
     """The tables of verbs, by when they are wanted."""
     tables = []
     for group, verbs in cli.GROUPS.items():
-        rows = [[f"[`{verb}`](verbs/{verb}.md)", escaped(cli.VERBS[verb][1])] for verb in verbs]
+        rows = [[f"[`{verb}`](verbs/{verb}.md)", escaped(about.what)] for verb, about in verbs.items()]
         tables.append(f"## {group[0].upper()}{group[1:]}\n\n{table(['verb', 'what it does'], rows)}")
     return HEAD + "\n".join(tables)
 

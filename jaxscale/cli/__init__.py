@@ -6,57 +6,56 @@
 import difflib
 import importlib
 import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jaxscale.system import process
 from jaxscale.system.exits import BadInput, codes_help, put, run_and_exit
 
-VERBS = {
-    "train": ("jaxscale.main", "train a language model, or go on with one"),
-    "prepare": (
-        "jaxscale.cli.prepare",
-        "turn raw text into token shards, each document traceable",
-    ),
-    "plan": (
-        "jaxscale.cli.plan",
-        "what a run costs before it is paid for: size, memory, time, money, data; or a model for the money",
-    ),
-    "preflight": (
-        "jaxscale.cli.preflight",
-        "compile a config's step for chips that are not here: memory, time, traffic",
-    ),
-    "bench": ("jaxscale.cli.bench", "measure the step and the loop, alone and beside other programs"),
-    "ckpt": ("jaxscale.cli.ckpt", "list, check, copy, thin out and average checkpoints, without a device"),
-    "convert": (
-        "jaxscale.cli.convert",
-        "bring a Hugging Face model in, or take a checkpoint out as one",
-    ),
-    "trace": ("jaxscale.cli.trace", "list the documents that a step trained on, or the steps that saw a document"),
-    "evaluate": (
-        "jaxscale.cli.evaluate",
-        "measure a model: text, multiple choice and cloze by likelihood, lm-eval's tasks, of all checkpoints",
-    ),
-    "rehearse": (
-        "jaxscale.cli.rehearse",
-        "try a run here for minutes: step, evaluate, save, kill, go on, compare; GO or NO-GO",
-    ),
-    "report": (
-        "jaxscale.cli.report",
-        "one HTML page about a run, or several: curves, cost, data, incidents",
-    ),
-    "sample": ("jaxscale.cli.sample", "write text with a model: from prompts, in a terminal, or as a chat page"),
-    "supervise": ("jaxscale.cli.supervise", "start a training again as long as that can help"),
-    "watch": ("jaxscale.cli.watch", "show a run in a terminal while it trains"),
-    "completion": ("jaxscale.cli.completion", "print what completes this command in bash or zsh"),
-    "verify": ("jaxscale.cli.verify", "prove on your config that resuming is exact and that no mesh changes a number"),
-}
+
+class Verb(NamedTuple):
+    """What a verb does, and what its process is set up with before jax is imported."""
+
+    what: str
+    set_up: Callable[[], None]
+    module: str = ""  # jaxscale.cli.VERB unless given
+
+
+HERE, AHEAD = process.prepare, process.prepare_ahead  # the devices of this machine; none of them
+NONE: Callable[[], None] = lambda: None  # what these start sets itself up
 GROUPS = {  # when a person wants which verb
-    "before a run": ("plan", "prepare", "convert", "preflight", "verify", "bench", "rehearse"),
-    "the run": ("train", "supervise", "watch"),
-    "after it, or beside it": ("sample", "evaluate", "report", "ckpt", "trace"),
-    "the shell": ("completion",),
+    "before a run": {
+        "plan": Verb(
+            "what a run costs before it is paid for: size, memory, time, money, data; or a model for the money", AHEAD
+        ),
+        "prepare": Verb("turn raw text into token shards, each document traceable", NONE),
+        "convert": Verb("bring a Hugging Face model in, or take a checkpoint out as one", AHEAD),
+        "preflight": Verb("compile a config's step for chips that are not here: memory, time, traffic", AHEAD),
+        "verify": Verb("prove on your config that resuming is exact and that no mesh changes a number", HERE),
+        "bench": Verb("measure the step and the loop, alone and beside other programs", HERE),
+        "rehearse": Verb("try a run here for minutes: step, evaluate, save, kill, go on, compare; GO or NO-GO", NONE),
+    },
+    "the run": {
+        "train": Verb("train a language model, or go on with one", HERE, "jaxscale.main"),
+        "supervise": Verb("start a training again as long as that can help", NONE),
+        "watch": Verb("show a run in a terminal while it trains", NONE),
+    },
+    "after it, or beside it": {
+        "sample": Verb("write text with a model: from prompts, in a terminal, or as a chat page", HERE),
+        "evaluate": Verb(
+            "measure a model: text, multiple choice and cloze by likelihood, lm-eval's tasks, of all checkpoints", HERE
+        ),
+        "report": Verb("one HTML page about a run, or several: curves, cost, data, incidents", NONE),
+        "ckpt": Verb("list, check, copy, thin out and average checkpoints, without a device", AHEAD),
+        "trace": Verb("list the documents that a step trained on, or the steps that saw a document", AHEAD),
+    },
+    "the shell": {"completion": Verb("print what completes this command in bash or zsh", NONE)},
 }
-AHEAD = ("plan", "preflight", "trace", "ckpt", "convert")  # verbs that use no device that is here
-WITHOUT_DEVICE = ("completion", "prepare", "rehearse", "report", "supervise", "watch")  # what they start sets itself up
+VERBS = {
+    verb: about._replace(module=about.module or f"jaxscale.cli.{verb}")
+    for verbs in GROUPS.values()
+    for verb, about in verbs.items()
+}
 
 
 def main() -> None:
@@ -72,10 +71,8 @@ def run_verb(verb: str) -> None:
 def run(argv: list[str]) -> None:
     """Sets the process up for the verb, runs it, and leaves with its exit code."""
     verb = argv[0] if argv else ""
-    if verb in AHEAD:
-        process.prepare_ahead()
-    elif verb in VERBS and verb not in WITHOUT_DEVICE:
-        process.prepare()
+    if verb in VERBS:
+        VERBS[verb].set_up()
     run_and_exit(lambda _: dispatch(argv), is_verb=verb in VERBS)
 
 
@@ -89,12 +86,17 @@ def dispatch(argv: list[str]) -> int:
         close = difflib.get_close_matches(verb, VERBS, n=1, cutoff=0.5)
         hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(VERBS)}"
         raise BadInput(f"jaxscale has no verb {verb!r}; {hint}")
-    return importlib.import_module(VERBS[verb][0]).main(rest)
+    return command_of(verb)(rest)
+
+
+def command_of(verb: str) -> Any:
+    """The Command of a verb, imported now."""
+    return importlib.import_module(VERBS[verb].module).main
 
 
 def help_of(verb: str) -> str:
     """The page of a verb, as it is written: --help fits it to the terminal, and has groups of settings behind it."""
-    return importlib.import_module(VERBS[verb][0]).main.page
+    return command_of(verb).page
 
 
 def verbs_help() -> str:
@@ -102,6 +104,6 @@ def verbs_help() -> str:
     width = max(map(len, VERBS))
     lines = ["jaxscale VERB ...", "", "  jaxscale train --config=configs/quickstart.py", ""]
     for group, verbs in GROUPS.items():
-        lines += [f"{group}:", *(f"  {verb.ljust(width)}  {VERBS[verb][1]}" for verb in verbs), ""]
+        lines += [f"{group}:", *(f"  {verb.ljust(width)}  {about.what}" for verb, about in verbs.items()), ""]
     lines += ["jaxscale VERB --help tells more, an example first.", "", "exit codes:", codes_help()]
     return "\n".join(lines)

@@ -8,7 +8,6 @@ names of settings are completed up to the next dot, those of `prepare` from its 
 """
 
 import dataclasses
-import importlib
 import importlib.resources
 import re
 from collections.abc import Iterable, Mapping
@@ -35,7 +34,7 @@ class Verb(NamedTuple):
 
 def read_verbs() -> dict[str, Verb]:
     """All verbs, by the flags that they declare."""
-    return {verb: read_verb(importlib.import_module(module).main) for verb, (module, _) in cli.VERBS.items()}
+    return {verb: read_verb(cli.command_of(verb)) for verb in cli.VERBS}
 
 
 def read_verb(main: Command) -> Verb:

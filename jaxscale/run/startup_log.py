@@ -57,9 +57,8 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
     )
     flops = cfg.flops_per_token
     log(f"{budget}; {flops / 1e6:.4g} MFLOP a token; peak {peak}")
-    widths = [max(len(row[i]) for row in program.parameter_table) for i in range(5)]
-    for row in program.parameter_table:
-        log("  " + "  ".join(text.ljust(width) for text, width in zip(row, widths)).rstrip())
+    for line in units.table(program.parameter_table):
+        log(line)
 
 
 def log_resume(program: Program, recorded: dict[str, Any], step: int, budget: Budget, log: Log) -> None:

@@ -140,7 +140,7 @@ def test_help_begins_with_examples_and_the_verb_is_in_the_table(capsys):
     for flags in (["--help"], ["verify", "--help"], []):
         assert ckpt.main(flags) == 0
         assert "jaxscale ckpt list    --workdir=" in "".join(capsys.readouterr().out.splitlines(True)[:4])
-    assert cli.VERBS["ckpt"][0] == "jaxscale.cli.ckpt" and "ckpt" in cli.AHEAD
+    assert cli.VERBS["ckpt"].set_up is cli.AHEAD
 
 
 def test_progress_is_seldom_and_tells_the_rate(capsys):

@@ -22,8 +22,8 @@ def test_help_lists_every_verb_with_a_line():
     done = jaxscale("--help")
     assert done.returncode == 0 and done.stderr == "" and CODES_LINE not in done.stdout
     assert all(f" {int(code)}  {ADVICE[code][0]}" in done.stdout for code in Exit)
-    for verb, (_, text) in cli.VERBS.items():
-        assert any(line.split() == [verb, *text.split()] for line in done.stdout.splitlines())
+    for verb, about in cli.VERBS.items():
+        assert any(line.split() == [verb, *about.what.split()] for line in done.stdout.splitlines())
 
 
 def test_help_does_not_wait_for_jax():
@@ -47,8 +47,8 @@ def test_an_unknown_verb_is_one_line_with_the_nearest_name(verb, told):
 
 
 def test_every_verb_is_there():
-    for module, text in cli.VERBS.values():
-        assert importlib.util.find_spec(module) is not None and text
+    for about in cli.VERBS.values():
+        assert importlib.util.find_spec(about.module) is not None and about.what
 
 
 def test_both_doors_lead_to_the_same_verb():
@@ -59,8 +59,8 @@ def test_both_doors_lead_to_the_same_verb():
 
 
 def test_a_module_of_a_verb_runs_that_verb():
-    for verb, (module, _) in cli.VERBS.items():
-        source = pathlib.Path(importlib.util.find_spec(module).origin).read_text()
+    for verb, about in cli.VERBS.items():
+        source = pathlib.Path(importlib.util.find_spec(about.module).origin).read_text()
         assert source.endswith(f'\n\nif __name__ == "__main__":\n    run_verb("{verb}")\n'), verb
 
 
