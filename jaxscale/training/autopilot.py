@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxscale import units
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.data.batch import Batch
 from jaxscale.hosts.agree import agreed
@@ -138,11 +139,11 @@ class Autopilot:
         """The error that says at which step, and in which parameter's gradient, it goes wrong."""
         batch, reading, verdict = self.worst
         in_row, skipped = reading.skipped_in_row, len(self.trouble.bad)
-        what = f"{in_row} step{'s' * (in_row > 1)} in a row"
+        count, what = in_row, f"{units.plural(in_row, 'step')} in a row"
         if in_row <= self.of.guard.max_skipped_in_row:
-            were, what = "were", f"{skipped} of the last {self.of.guard.window_steps} steps"
+            count, what = skipped, f"{skipped} of the last {self.of.guard.window_steps} steps"
         done = (f"{len(self.cuts)} cuts of the learning rate", f"{len(self.of.past.rewinds)} rewinds")
-        were, name = "were" if in_row > 1 else "was", guard.SETTINGS.get(verdict)
+        were, name = "were" if count > 1 else "was", guard.SETTINGS.get(verdict)
         setting = f", or raise train.guard.{name} if these steps were well" if name else ""
         tried = f", after {' and '.join(done)}" if self.cuts or self.of.past.rewinds else ""
         tried += f", and no checkpoint before step {self.trouble.bad[0]} to go back to" if no_checkpoint else ""

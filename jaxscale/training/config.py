@@ -51,8 +51,10 @@ class GuardConfig:
     )
 
     def __post_init__(self):
-        if self.max_grad_norm <= 0 or self.max_skipped_in_row < 0:
-            raise BadInput("max_grad_norm must be above 0 and max_skipped_in_row at least 0")
+        if self.max_grad_norm <= 0:
+            raise BadInput(f"max_grad_norm={self.max_grad_norm} must be above 0")
+        if self.max_skipped_in_row < 0:
+            raise BadInput(f"max_skipped_in_row={self.max_skipped_in_row} must be at least 0")
         if self.window_steps < ENOUGH:
             raise BadInput(f"window_steps={self.window_steps} must be at least {ENOUGH}: fewer have no steady median")
         for name in ("spike_sigma", "grad_ratio", "max_spikes_in_row"):
@@ -133,14 +135,19 @@ class RecoveryConfig:
     )
 
     def __post_init__(self):
-        if self.cut_factor <= 1 or self.cut_steps < 1:
-            raise BadInput("cut_factor must be above 1 and cut_steps at least 1")
+        if self.cut_factor <= 1:
+            raise BadInput(f"cut_factor={self.cut_factor} must be above 1")
+        if self.cut_steps < 1:
+            raise BadInput(f"cut_steps={self.cut_steps} must be at least 1")
         most = ("max_skipped_in_window", "max_cuts", "max_rewinds", "max_rewind_steps")
         for name in (*most, "rewind_margin_steps", "clean_steps"):
             if getattr(self, name) < 0:
                 raise BadInput(f"{name}={getattr(self, name)} must be at least 0")
         if bool(self.clean_source) != bool(self.clean_steps):
-            raise BadInput("clean_source and clean_steps belong together: a source, and how many steps it is for")
+            raise BadInput(
+                f"clean_source={self.clean_source!r} and clean_steps={self.clean_steps} belong together: a source, and "
+                "how many steps it is for"
+            )
         if len(set(self.rungs)) < len(self.rungs):
             raise BadInput(f"rungs={self.rungs} names one twice; max_cuts and max_rewinds say how often")
 
@@ -210,8 +217,9 @@ class ReplicaConfig:
         may_change=True, read_if="train.replicas.every_steps",)  # fmt: skip
 
     def __post_init__(self):
-        if self.every_steps < 0 or self.max_passing < 0:
-            raise BadInput("every_steps and max_passing must be at least 0")
+        for name in ("every_steps", "max_passing"):
+            if getattr(self, name) < 0:
+                raise BadInput(f"{name}={getattr(self, name)} must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -217,8 +217,8 @@ class ReplicaWatch:
         self.passing.update(report.devices)
         often = [device for device in report.devices if self.passing[device] > self.cfg.max_passing]
         if often:
-            times = ", ".join(f"device {device} for the {self.passing[device]}th time" for device in often)
-            self.end(step, report, f"{times}, and train.replicas.max_passing={self.cfg.max_passing}")
+            times = (f"device {device} has had {units.plural(self.passing[device], 'such fault')}" for device in often)
+            self.end(step, report, f"and {', '.join(times)} (train.replicas.max_passing={self.cfg.max_passing})")
         self.suspected = step
         self.tell(step, "unknown", f"{report}; the same steps are run again from the last checkpoint", report)
         return False

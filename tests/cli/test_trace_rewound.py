@@ -74,7 +74,7 @@ def test_a_document_of_the_detour_is_found_by_its_name(rewound, capsys):
             {"train.ladder.clean_source": "wiki", "train.ladder.clean_steps": 2},
             "'wiki' is not a source of data.mixture",
         ),
-        ({"train.ladder.clean_steps": 2}, "clean_source and clean_steps belong together"),
+        ({"train.ladder.clean_steps": 2}, "clean_source=None and clean_steps=2 belong together"),
     ],
 )
 def test_a_clean_source_must_be_one_of_the_mixture(home, overrides, told_):

@@ -348,6 +348,12 @@ def test_the_last_line_names_what_was_refused_and_by_which_setting(verdict, line
         pilot.act(1, None)
 
 
+def test_many_that_stand_alone_are_told_as_many():
+    pilot, _ = pilot_that_has_read(*[(guard.LOSS_RATIO, 1)] * 51)
+    with pytest.raises(Stop, match="^51 of the last 100 steps were refused, up to step 51, which had"):
+        pilot.act(51, None)
+
+
 @pytest.mark.fault("F11")
 def test_a_run_that_cannot_be_healed_stops_after_so_many_rewinds(tmp_path, spoil):
     spoil("10:99:nan")

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxscale.training.config import GuardConfig, RecoveryConfig
+from jaxscale.system.exits import BadInput
+from jaxscale.training.config import GuardConfig, RecoveryConfig, ReplicaConfig
 from jaxscale.training.decisions import Decisions, GoneBack, LrCut, decisions_of
 from jaxscale.training.recovery import (
     Action,
@@ -148,3 +149,13 @@ def test_a_clean_checkpoint_that_is_very_old_is_not_waited_for():
 
 def test_nothing_was_decided_in_a_new_run():
     assert decisions_of([]) == Decisions()
+
+
+@pytest.mark.parametrize(
+    "config, name, value",
+    [(GuardConfig, "max_grad_norm", 0.0), (GuardConfig, "max_skipped_in_row", -1), (RecoveryConfig, "cut_factor", 1.0),
+     (RecoveryConfig, "cut_steps", 0), (ReplicaConfig, "every_steps", -1), (ReplicaConfig, "max_passing", -1)],
+)  # fmt: skip
+def test_a_setting_out_of_its_bounds_is_named_with_its_value_alone(config, name, value):
+    with pytest.raises(BadInput, match=f"^{name}={value} must be (above|at least) -?[01]$"):
+        config(**{name: value})

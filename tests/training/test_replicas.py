@@ -208,12 +208,13 @@ def test_a_fault_that_comes_again_ends_the_run_with_the_name_of_the_device():
     assert heard.events[-1] == ("replicas_differ", 10, "lasting", [6])
 
 
-def test_a_device_with_one_passing_fault_too_many_ends_the_run():
-    heard = Heard(max_passing=2)
-    for step in (5, 15):
+@pytest.mark.parametrize("passing, told", [(2, "has had 3 such faults"), (0, "has had 1 such fault")])
+def test_a_device_with_one_passing_fault_too_many_ends_the_run(passing, told):
+    heard = Heard(max_passing=passing)
+    for step in (5, 15)[:passing]:
         assert not heard.agree(step, wrong=3) and heard.agree(step)
-    assert not heard.agree(20, wrong=4) and heard.agree(20)
-    with pytest.raises(Stop, match="device 3 for the 3th time, and train.replicas.max_passing=2"):
+    assert not passing or not heard.agree(20, wrong=4) and heard.agree(20)
+    with pytest.raises(Stop, match=rf", and device 3 {told} \(train.replicas.max_passing={passing}\); take the device"):
         heard.agree(25, wrong=3)
 
 
