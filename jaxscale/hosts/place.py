@@ -1,6 +1,7 @@
 """Which process this is, of how many, and where the first one listens: from flags or from what the cluster says."""
 
 import dataclasses
+import http.client
 import os
 import re
 import urllib.request
@@ -252,12 +253,12 @@ def metadata_server(env: Mapping[str, str]) -> str | None:
 
 
 def ask_instance(server: str, name: str) -> str | None:
-    """A value of this virtual machine, or None where the server has none, or there is no server."""
+    """A value of this virtual machine, or None where the server has none, or none answers as a metadata server does."""
     url = f"http://{server}/computeMetadata/v1/instance/{name}"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy does not know this address
     try:
         request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
         with opener.open(request, timeout=METADATA_SECONDS) as answer:
             return answer.read().decode()
-    except OSError:
+    except (OSError, http.client.HTTPException, UnicodeDecodeError):  # the last two: a proxy, or something else
         return None

@@ -133,10 +133,10 @@ class Watchdog:
             self.backstop.arm(phase.deadline, f"{line}; stacks of all threads: {self.stacks.name}")
 
     def accusation(self, phase: "Phase") -> str:
-        """'process 1: step 7 has not ended in 600 s (hang.step_seconds)'."""
+        """'process 1: step 7 has made no progress for 600 s (hang.step_seconds)'."""
         what = f"{phase.name}" + (f" of step {phase.step}" if phase.step is not None and phase.name != "step" else "")
         what = f"step {phase.step}" if phase.name == "step" and phase.step is not None else what
-        return f"process {self.process}: {what} has not got on for {phase.budget:g} s (hang.{phase.name}_seconds)"
+        return f"process {self.process}: {what} has made no progress for {phase.budget:g} s (hang.{phase.name}_seconds)"
 
     def prepare(self, phase: "Phase") -> None:
         """Opens the file for the stacks and makes the kernel's timers: at the first phase there is a work folder."""

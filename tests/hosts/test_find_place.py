@@ -1,6 +1,7 @@
 """A process finds out which one it is from flags, from each kind of cluster, and never guesses from half of it."""
 
 import http.server
+import socket
 import threading
 
 import pytest
@@ -115,6 +116,21 @@ def test_a_tpu_vm_asks_its_metadata_server(monkeypatch):
         finally:
             server.shutdown()
     assert find_place({}, {}, lambda name: ask_instance(address, f"attributes/{name}")) is None  # no server: no TPU VM
+
+
+@pytest.mark.parametrize("answer", [b"220 no HTTP\r\n\r\n", b"Content-Length: 9\r\n\r\nab", b"\r\n\xff\xfe"], ids=str)
+def test_what_answers_otherwise_is_no_metadata_server(answer):
+    def serve():
+        client, _ = server.accept()
+        with client:
+            client.recv(1 << 16)
+            client.sendall(answer if answer.startswith(b"2") else b"HTTP/1.1 200 OK\r\n" + answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        assert ask_instance(f"127.0.0.1:{server.getsockname()[1]}", "preempted") is None
+        thread.join()
 
 
 def test_where_no_tpu_is_no_server_is_asked():

@@ -150,7 +150,7 @@ def test_a_hang_of_one_is_heard_by_all_others(team, hanging, capfd):
     heard = {}
     for number in range(COUNT):
         team.watches[number].heard_hang = lambda line, number=number: heard.update({number: line})
-    team.watches[hanging].tell_hang("process 1: data of step 3 has not got on")
+    team.watches[hanging].tell_hang("process 1: data of step 3 has made no progress")
     others = [number for number in range(COUNT) if number != hanging]
     assert team.settled(*others) == dict.fromkeys(others, Exit.HANG)
-    assert heard == dict.fromkeys(others, "process 1: data of step 3 has not got on")
+    assert heard == dict.fromkeys(others, "process 1: data of step 3 has made no progress")

@@ -67,7 +67,7 @@ def test_an_overdue_phase_leaves_stacks_a_line_and_an_event_and_tells_the_others
             began = time.monotonic()
             assert bitten.over.wait(10) and time.monotonic() - began < 3
         text, mode = stacks(workdir).read_text(), stacks(workdir).stat().st_mode
-    line = "process 1: data of step 7 has not got on for 1 s (hang.data_seconds)"
+    line = "process 1: data of step 7 has made no progress for 1 s (hang.data_seconds)"
     assert bitten.codes == [15] and bitten.told == [line]
     ((kind, step, facts),) = bitten.events
     assert (kind, step, facts["phase"], facts["cause"]) == ("hang", 7, "data", line)
@@ -106,7 +106,7 @@ def test_each_thread_has_its_own_phase(tmp_path, quick):
         with bitten.watchdog.phase("step", 6):
             assert bitten.over.wait(10)
         thread.join()
-    assert bitten.told == ["process 1: save of step 5 has not got on for 1 s (hang.save_seconds)"]
+    assert bitten.told == ["process 1: save of step 5 has made no progress for 1 s (hang.save_seconds)"]
 
 
 @pytest.mark.fault("F8")
@@ -114,10 +114,10 @@ def test_the_hang_of_another_ends_this_one_with_its_stacks_too(tmp_path, quick, 
     bitten = Bitten(tmp_path, step_seconds=60)
     with bitten.watchdog:
         with bitten.watchdog.phase("step", 3):
-            bitten.heard("process 0: data of step 3 has not got on")
+            bitten.heard("process 0: data of step 3 has made no progress")
         assert "in phase step" in stacks(tmp_path).read_text()
     assert bitten.codes == [15] and bitten.told == []  # the other one tells
-    assert "stopped (hang, exit 15): process 0: data of step 3 has not got on; stacks" in capfd.readouterr().err
+    assert "stopped (hang, exit 15): process 0: data of step 3 has made no progress; stacks" in capfd.readouterr().err
 
 
 def test_an_empty_file_of_a_killed_start_is_removed(tmp_path):
@@ -182,6 +182,6 @@ def test_a_real_process_ends_with_code_15_wherever_it_stands_still(tmp_path, how
         error = child.communicate()[1]
         killer.cancel()
     assert line == "begun\n" and child.returncode == 15 and time.monotonic() - began < 1 + 5, error
-    assert "stopped (hang, exit 15): process 0: step 4 has not got on for 1 s (hang.step_seconds)" in error
+    assert "stopped (hang, exit 15): process 0: step 4 has made no progress for 1 s (hang.step_seconds)" in error
     assert "standstill" in stacks(tmp_path).read_text()
     assert ("Python stands still" in error) == ("with the lock" in how)
