@@ -1,18 +1,22 @@
 """Objects that take each other's place only in a known generation, refusals that name a right, and no way abroad."""
 
 import dataclasses
+import email.message
+import http.server
 import os
 import pathlib
 import subprocess
 import sys
+import threading
 
 import pytest
 from gcs_emulator import Emulator, Fault
 from gcs_weather import Weather
 
 from jaxscale.system import paths
-from jaxscale.system.bucket import age
+from jaxscale.system.bucket import age, check_size
 from jaxscale.system.bucket_errors import Changed, Forbidden, Transient, missing_permission
+from jaxscale.system.exits import BadInput
 from jaxscale.system.storage import OWN_CLIENT, check_environment, open_bucket
 
 URL = "gs://bucket/run/lock"
@@ -74,6 +78,43 @@ def test_one_try_says_that_the_next_may_do_better(gcs, status):
     gcs.weather = Weather(down=True)
     with pytest.raises(Transient):
         open_bucket(writing=True).put(URL, b"")
+
+
+def test_an_answer_that_is_none_of_the_services_is_told(gcs):
+    class Page(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<html>sign in first")
+
+        def log_message(self, *message):
+            """Is quiet."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Page) as proxy:
+        threading.Thread(target=proxy.handle_request, daemon=True).start()
+        door = dataclasses.replace(open_bucket(writing=True), endpoint=f"http://127.0.0.1:{proxy.server_port}")
+        with pytest.raises(Transient, match="the answer is no JSON: is a proxy between"):
+            door.put(URL, b"")
+
+
+@pytest.mark.parametrize("told", [{}, {"Content-Range": "bytes 0-4/*"}])
+def test_an_answer_without_a_size_is_not_called_another_size(told):
+    headers = email.message.Message()
+    for name, value in told.items():
+        headers[name] = value
+    with pytest.raises(BadInput, match="does not say how many bytes it has; read it without the proxy"):
+        check_size(headers, URL, 5)
+
+
+def test_of_a_file_that_grows_so_much_is_sent_as_was_announced(gcs, tmp_path):
+    class Older(type(tmp_path)):
+        def stat(self, **how):
+            return os.stat(tmp_path / "short")
+
+    (tmp_path / "short").write_bytes(b"12345")
+    (tmp_path / "events").write_bytes(b"12345678")
+    open_bucket(writing=True).upload(Older(tmp_path / "events"), URL)
+    assert open_bucket().read(URL) == b"12345"
 
 
 @pytest.mark.fault("F18")

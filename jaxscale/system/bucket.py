@@ -188,12 +188,13 @@ class Bucket:
                 self.wait(fault, failures, url)
 
     def upload(self, path: Path, url: str) -> None:
-        """Copies a local file to an object, which appears whole. Raises as Upload does."""
-        md5 = hashlib.md5(usedforsecurity=False)
+        """Copies what a local file holds now to an object, which appears whole. Raises as Upload does."""
+        md5, left = hashlib.md5(usedforsecurity=False), path.stat().st_size
         with open(path, "rb") as file:
-            upload = Upload(self, url, path.stat().st_size)
-            while piece := file.read(PIECE):
+            upload = Upload(self, url, left)
+            while piece := file.read(min(PIECE, left)):
                 md5.update(piece)
+                left -= len(piece)
                 upload.write(piece)
         upload.finish(md5.digest(), f"what {path} does")
 
@@ -253,6 +254,8 @@ class Bucket:
             raise Transient(str(error.reason)) from None
         except (OSError, http.client.HTTPException) as error:
             raise Transient(str(error) or type(error).__name__) from None
+        except (json.JSONDecodeError, UnicodeDecodeError):
+            raise Transient("the answer is no JSON: is a proxy between?") from None
 
     def told_wait(self, retry_after: str) -> float:
         """Seconds that a Retry-After header asks for: a number, or a date (RFC 9110, section 10.2.3)."""
@@ -299,6 +302,7 @@ class Upload:
     def write(self, content: Any) -> None:
         """Takes the next bytes, a buffer."""
         view = memoryview(content)
+        assert self.sent + len(self.buffer) + len(view) <= self.total, f"{self.url}: more than {self.total} bytes came"
         while len(view):
             room = UPLOAD_CHUNK - len(self.buffer)
             self.buffer += view[:room]
@@ -351,9 +355,14 @@ OPENER = urllib.request.build_opener(NoRedirects)
 
 
 def check_size(headers: Any, url: str, size: int) -> None:
-    """Raises BadInput if an answer says that the object has another size."""
-    total = headers.get("Content-Range", "").rpartition("/")[2] or headers["Content-Length"]
-    if not total or int(total) != size:
+    """Raises BadInput if an answer says that the object has another size, or does not say which."""
+    total = headers.get("Content-Range", "").rpartition("/")[2] or headers.get("Content-Length", "")
+    if not total.isdecimal():
+        raise BadInput(
+            f"{url}: the answer does not say how many bytes it has; read it without the proxy that may be between, and "
+            "store it without Content-Encoding"
+        )
+    if int(total) != size:
         raise BadInput(f"{url} has {total} bytes where {size} are expected: it was replaced since")
 
 
