@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import tensorstore
 
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import files_under
@@ -37,13 +38,6 @@ DICT_KEY = 2  # how Orbax writes that a level of the tree is a dict
 MANIFEST = "manifest.ocdbt"
 DATA_FILE = re.compile(r"(?:ocdbt\.process_\d+/)?(?:d/[0-9a-f]{16,}|manifest\.ocdbt)")
 DESCRIPTIONS = (".zarray", "zarr.json")  # of an array; what else lies below it are its pieces
-
-
-def tensorstore() -> Any:
-    """The library, which is needed with the first save only; Orbax loads it then."""
-    import tensorstore as library
-
-    return library
 
 
 def compare_leaf(arrays: "Arrays", name: str, shape: list[int], dtype: str, mark: int) -> tuple[str, int]:
@@ -75,13 +69,13 @@ class Arrays:
         self.driver = "zarr"
         with contextlib.suppress(OSError, ValueError, AttributeError):  # who needs the tree finds out by itself
             self.driver = "zarr3" if paths.read_json(folder / TREE).get("use_zarr3") else "zarr"
-        self.context = tensorstore().Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
+        self.context = tensorstore.Context({"cache_pool": {"total_bytes_limit": CACHE_BYTES}})
 
     def open(self, name: str) -> Any:
-        """The leaf as a tensorstore.TensorStore. Raises BadInput (its own, of many lines) if it is not there."""
+        """The leaf as a tensorstore.TensorStore. Raises ValueError, of many lines, if it is not there."""
         store = {"driver": "ocdbt", "base": kvstore(self.folder / STATE), "path": f"{stored_name(name)}/"}
         spec = {"driver": self.driver, "kvstore": store, "recheck_cached_data": False}
-        return tensorstore().open(spec, open=True, read=True, context=self.context).result()
+        return tensorstore.open(spec, open=True, read=True, context=self.context).result()
 
 
 def stored_name(leaf: str) -> str:
@@ -183,18 +177,17 @@ class Output:
     def __init__(self, folder: Any):
         self.folder = folder
         self.transaction, self.pending, self.bytes = None, [], 0
-        self.context = tensorstore().Context()
+        self.context = tensorstore.Context()
 
     def create(self, layouts: Mapping[str, Layout]) -> list[Any]:
         """Arrays of these names and layouts, in order; the index is written once for all.
 
         One that is there already, of the same layout, is opened. Raises Stop (STORAGE).
         """
-        library = tensorstore()
-        transaction = library.Transaction()
+        transaction = tensorstore.Transaction()
         how = dict(open=True, create=True, context=self.context, transaction=transaction)
         try:
-            made = [library.open(self.spec(name, layout), **how) for name, layout in layouts.items()]
+            made = [tensorstore.open(self.spec(name, layout), **how) for name, layout in layouts.items()]
             arrays = [future.result() for future in made]
             transaction.commit_sync()
         except ValueError as error:
@@ -212,7 +205,7 @@ class Output:
     def write(self, array: Any, box: Box, value: np.ndarray) -> bool:
         """Takes a piece, which is on the disk at the latest after `commit`; True if it and all before it are now."""
         if self.transaction is None:
-            self.transaction = tensorstore().Transaction()
+            self.transaction = tensorstore.Transaction()
         self.pending.append(array.with_transaction(self.transaction)[box].write(value))
         self.bytes += box_bytes(array, box)
         if self.bytes >= COMMIT_BYTES:
@@ -248,7 +241,7 @@ class Locations:
             self.found = {}
             with contextlib.suppress(Exception):  # the index may be what is damaged
                 base = open_base(self.folder / STATE)
-                newest = tensorstore().ocdbt.dump(base).result()["versions"][-1]
+                newest = tensorstore.ocdbt.dump(base).result()["versions"][-1]
                 for key, location in entries(base, newest["root"].get("location")):
                     name, _, piece = key.decode().rpartition("/")
                     if piece not in DESCRIPTIONS:
@@ -267,7 +260,7 @@ def index_damages(folder: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
             inner = name.removesuffix(MANIFEST).rstrip("/")
             try:
                 base = open_base(folder / STATE / inner if inner else folder / STATE)
-                manifest = tensorstore().ocdbt.dump(base).result()
+                manifest = tensorstore.ocdbt.dump(base).result()
                 seen: set[str] = set()
                 for root in roots(base, manifest):
                     for _ in entries(base, root, seen=seen):
@@ -280,7 +273,7 @@ def index_damages(folder: Any) -> Iterator[tuple[str, str, tuple[str, ...]]]:
 
 def open_base(folder: Any) -> Any:
     """The folder that an index lies in."""
-    return tensorstore().KvStore.open(kvstore(folder)).result()
+    return tensorstore.KvStore.open(kvstore(folder)).result()
 
 
 def roots(base: Any, node: dict[str, Any]) -> Iterator[str | None]:
@@ -289,9 +282,9 @@ def roots(base: Any, node: dict[str, Any]) -> Iterator[str | None]:
         if "root" in version:
             yield version["root"].get("location")
         else:
-            yield from roots(base, tensorstore().ocdbt.dump(base, version["location"]).result())
+            yield from roots(base, tensorstore.ocdbt.dump(base, version["location"]).result())
     for older in node.get("version_tree_nodes", ()):
-        yield from roots(base, tensorstore().ocdbt.dump(base, older["location"]).result())
+        yield from roots(base, tensorstore.ocdbt.dump(base, older["location"]).result())
 
 
 def entries(
@@ -305,7 +298,7 @@ def entries(
         return
     if seen is not None:
         seen.add(location)
-    for entry in tensorstore().ocdbt.dump(base, location).result()["entries"]:
+    for entry in tensorstore.ocdbt.dump(base, location).result()["entries"]:
         if "location" in entry:
             yield from entries(base, entry["location"], prefix + entry["subtree_common_prefix"], seen)
         else:

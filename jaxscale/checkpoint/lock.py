@@ -1,6 +1,6 @@
 """One writer for a run's folder: a second process is refused, and one that has lost the folder writes no more.
 
-A owner renews its lock every lease_seconds. It is dead when its kernel says so, or when nothing has been renewed for
+An owner renews its lock every lease_seconds. It is dead when its kernel says so, or when nothing has been renewed for
 three leases: watched by one's own steady clock, or measured by the bucket's, never by comparing those of two machines.
 """
 
@@ -19,7 +19,7 @@ from jaxscale.system import fence, paths
 from jaxscale.system.bucket_errors import Changed, Unreachable
 from jaxscale.system.exits import Exit, Stop
 
-LEASES = 3  # without a sign of life, after which a owner counts as dead
+LEASES = 3  # without a sign of life, after which an owner counts as dead
 LOOKS = 8  # at a lock during one lease
 JOIN_SECONDS = 5.0  # for a renewal that is under way when the run ends
 USUAL = LockConfig()

@@ -194,15 +194,20 @@ class FileLock:
         try:
             if handle is not None and flock(handle) is False:  # of several that take over, one at a time
                 time.sleep(SETTLE_SECONDS)  # perhaps one of them; perhaps a child that its trainer left behind
-            now = self.look_again()
-            if not steal and now != look.version:
-                own.unlink()
+            if steal or self.look_again() == look.version:
+                os.replace(own, self.path)
+            else:
                 self.release()
                 return False
-            os.replace(own, self.path)
+        except FileNotFoundError:  # who has taken over meanwhile has removed it
+            self.release()
+            return False
         finally:
             if handle is not None:
                 os.close(handle)
+            own.unlink(missing_ok=True)
+        for left in self.path.parent.glob(".lock.*"):  # of one that was killed here, or comes too late
+            left.unlink(missing_ok=True)
         paths.sync_folder(self.path.parent)
         time.sleep(SETTLE_SECONDS)
         return self.is_own(owner)

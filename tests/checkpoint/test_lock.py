@@ -127,11 +127,14 @@ def test_the_lock_of_a_run_that_was_killed_is_taken_over_at_once(workdir, holdin
     first, said, events = holding(workdir), [], []
     first.kill()
     first.wait()
+    if not workdir.startswith("gs://"):
+        pathlib.Path(workdir, ".lock.0123").write_text("of one that was killed while it took over")
     clock = Steady()
     note = lambda kind, step=None, **facts: events.append((kind, facts))
     with lock(workdir, said=said, clock=clock, sleep=clock.sleep, note=note) as second:
         second.check()
         assert second.taken_from.pid == first.pid and not clock.slept
+        assert workdir.startswith("gs://") or [path.name for path in pathlib.Path(workdir).iterdir()] == ["lock"]
     assert f"the lock of process {first.pid}" in said[0] and events[0][0] == "lock_stolen"
 
 
