@@ -202,9 +202,7 @@ def prepare_folder(to: Any, source: Source, shards: Sequence[Shard], dtype: str)
     identity = digest([source.record["sha256"], source.what, dtype, plan])
     journal, resumed = open_journal(folder, JOURNAL, identity, f"--to={to}")
     if resumed:
-        for path in [path for path in folder.iterdir() if path.name.startswith(".model")]:
-            if path.name.endswith(".tmp"):  # of a file that was being written
-                path.unlink()
+        paths.remove_temporaries(folder, ("*",))
     return folder, journal
 
 
