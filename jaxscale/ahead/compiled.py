@@ -223,7 +223,7 @@ def read_result(key: str, say: Callable[[str], None]) -> Compiled | None:
     except FileNotFoundError:
         return None
     except (BadInput, TypeError, KeyError, AttributeError) as error:
-        say(f"a kept result cannot be read ({error}), so it is compiled again: {file}")
+        say(f"a kept result cannot be read ({error}) and counts for nothing: {file}")
         return None
 
 

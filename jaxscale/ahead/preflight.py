@@ -38,10 +38,11 @@ def ahead_program(cfg: RunConfig, topology: Topology) -> Program:
     return make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), topology.devices)
 
 
-def find_kept(cfg: RunConfig, topology: str) -> Kept | None:
+def find_kept(cfg: RunConfig, topology: str, say: Callable[[str], None]) -> Kept | None:
     """What preflight kept about this very step; None where nothing is, or no package here could tell.
 
-    Compiles nothing. The step is traced to find its name, which takes seconds; nothing is traced where nothing is kept.
+    The step is not compiled, but traced to find its name, which takes seconds; nothing is where nothing is kept.
+    Options for the compiler, where the config has any, are each tried on a small program, as before training.
     """
     if not any((cache_dir() / "preflight").glob("*.json")):
         return None
@@ -50,7 +51,7 @@ def find_kept(cfg: RunConfig, topology: str) -> Kept | None:
         program = ahead_program(cfg, opened)
     except BadInput:  # no libtpu or CUDA plugin here, or a machine that only plan knows
         return None
-    if (found := read_result(lower(program, opened)[1], print)) is None:
+    if (found := read_result(lower(program, opened)[1], say)) is None:
         return None
     report = make_report("", program, opened, found)
     if report.peak_bytes is None or report.roofline is None:

@@ -191,14 +191,14 @@ def learnt_scale(one: Candidate, tried: Tried) -> float:
 
     The last one of its remat policy tells it, else the last of any; without one it is a hope.
     """
-    scale = HOPEFUL
-    for other, report in tried:
-        alike = other.cfg.model.remat == one.cfg.model.remat
-        if report.peak_bytes is None or not other.guess.activation_bytes or not (alike or scale == HOPEFUL):
-            continue
-        needed = max(0, report.peak_bytes - other.guess.state_bytes)
-        scale = MARGIN * needed / other.guess.activation_bytes
-    return scale
+    told = [
+        (other, report) for other, report in tried if report.peak_bytes is not None and other.guess.activation_bytes
+    ]
+    alike = [both for both in told if both[0].cfg.model.remat == one.cfg.model.remat]
+    if not told:
+        return HOPEFUL
+    other, report = (alike or told)[-1]
+    return MARGIN * max(0, report.peak_bytes - other.guess.state_bytes) / other.guess.activation_bytes
 
 
 def needs_as_much(one: Candidate, failed: Candidate) -> bool:

@@ -16,13 +16,16 @@ from jaxscale.system.exits import BadInput
 DEFAULT_WISHES = Wishes()
 
 
-def plan(cfg: RunConfig, topology: str, wishes: Wishes = DEFAULT_WISHES) -> RunPlan:
-    """What a run costs on a machine, by arithmetic: `jaxscale plan`. Nothing is compiled.
+def plan(
+    cfg: RunConfig, topology: str, wishes: Wishes = DEFAULT_WISHES, say: Callable[[str], None] = lambda line: None
+) -> RunPlan:
+    """What a run costs on a machine, by arithmetic: `jaxscale plan`. No step is compiled.
 
     Args: topology: 'v5p:4x4x8', 'h100:32x8', ..., or 'here'. wishes: price, deadline, budget and what else is known.
+    say: is told of a result of preflight that cannot be read.
     """
     machine, measured = machine_of(topology)
-    kept = None if machine.name == HERE else compiled.find_kept(cfg, machine.name)
+    kept = None if machine.name == HERE else compiled.find_kept(cfg, machine.name, say)
     return make_plan(cfg, machine, wishes, measured=measured, kept=kept)
 
 

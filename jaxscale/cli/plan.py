@@ -21,9 +21,9 @@ from jaxscale.help_text import command
 from jaxscale.planning import cost
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
-from jaxscale.planning.speed import PUBLISHED
+from jaxscale.planning.speed import PUBLISHED, check_peak
 from jaxscale.planning.text import plan_lines, proposal_lines
-from jaxscale.system.exits import BadInput, Exit, put
+from jaxscale.system.exits import BadInput, Exit, put, tell
 from jaxscale.system.paths import write_json, write_text_atomic
 
 SECONDS = {"s": 1.0, "m": 60.0, "h": cost.HOUR, "d": cost.DAY, "w": 7 * cost.DAY}
@@ -136,7 +136,7 @@ def main(arguments: Arguments) -> int:
 
 def answer(cfg: RunConfig, flags: PlanFlags, wishes: Wishes) -> Exit:
     """Prints the plan of a config; DONE, or NO_GO where it does not fit."""
-    plan = api.plan(cfg, flags.topology, wishes)
+    plan = api.plan(cfg, flags.topology, wishes, say=tell)
     put(*plan_lines(plan))
     if flags.json:
         write_json(flags.json, plan.to_dict())
@@ -212,6 +212,8 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
         raise BadInput(f"--budget: no price of {chip.name} is known; give --price=DOLLARS a chip and hour")
     if topology.platform not in PUBLISHED and not flags.mfu:
         raise BadInput("--budget needs --topology of TPUs or GPUs, or --mfu")
+    if flags.mfu:
+        check_peak(topology, flags.mfu)
     mfu = flags.mfu or PUBLISHED[topology.platform][0].low  # what is left over costs less than what is short
     peak = chip.peak_flops * chip.devices_per_chip
     flops = cost.flops_for_dollars(flags.budget, price, peak, mfu, cost.GOODPUT)

@@ -37,6 +37,14 @@ class Measured:
     date: str
     versions: dict[str, str | None]
 
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value, kind = getattr(self, field.name), field.type
+            if kind is str and not isinstance(value, str):
+                raise TypeError(f"{field.name}={value!r} is no text")
+            if kind in (int, float) and not (type(value) in (int, float) and 0 < value < math.inf):
+                raise TypeError(f"{field.name}={value!r} is no number above 0")
+
 
 def measured_file() -> pathlib.Path:
     """Where measurements are kept."""

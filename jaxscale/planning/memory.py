@@ -199,7 +199,9 @@ def usable_memory(topology: Topology) -> tuple[int, str]:
             try:
                 fraction = float(text)
             except ValueError:
-                raise BadInput(f"{name}={text!r} must be a number, such as 0.9") from None
+                fraction = math.nan
+            if not 0 < fraction <= 1:
+                raise BadInput(f"{name}={text!r} must be a number above 0, at most 1, such as 0.9")
             return int(there * fraction), f"{name}={text} of it is for jax"
     way_out = f"set {GPU_FRACTION_VARIABLES[0]}=0.92 here and in training for more"
     return int(there * GPU_FRACTION), f"jax takes {GPU_FRACTION:.0%} of a GPU's memory; {way_out}"

@@ -16,6 +16,7 @@ from jaxscale.planning.measured import Measured, rate_for
 from jaxscale.planning.memory import activation_bytes, activation_sizes, host_bytes, saved_names, shard_bytes
 from jaxscale.planning.topology import Topology, link_domains, link_shares
 from jaxscale.sharding.mesh import spanning_shape
+from jaxscale.system.exits import BadInput
 
 PALM = "46.2%: PaLM 540B, 6,144 TPU v4 (arXiv:2204.02311)"
 LLAMA3 = "38% to 43%: Llama 3 405B, 8,192 and 16,384 H100 (arXiv:2407.21783)"
@@ -34,6 +35,7 @@ class Speed:
     tokens_per_second: Range | None
     compute_seconds: float | None  # least time of the products, recomputation included, at the chip's peak
     link_seconds: float | None  # least time of the bytes that the layout must send, one link after another
+    measured: bool = False  # by a step that was timed on this machine, and not by a share of the peak
 
 
 def speed(
@@ -41,11 +43,14 @@ def speed(
 ) -> Speed:
     """The speed of a program. ceiling: the MFU that a compiled step can reach at most, where that is known.
 
-    measured: of this very machine, where it is the one that is planned for.
+    measured: of this very machine, where it is the one that is planned for. Raises BadInput for a wished MFU of a
+    device whose peak is not known.
     """
     cfg = program.cfg
     step_flops = cfg.flops_per_token * cfg.tokens_per_step
-    if measured:
+    if wished_mfu is not None:
+        check_peak(topology, wished_mfu)
+    elif measured:
         return measured_speed(program, topology, measured, step_flops)
     chip, number = topology.chip, len(topology.devices)
     guess = estimate(program, topology)
@@ -67,6 +72,12 @@ def speed(
             source += f"; at most {most:.1%} {why}"
     seconds = mfu.under(step_flops / peak)
     return Speed(seconds, mfu, source, seconds.under(cfg.tokens_per_step), guess.compute_s, links)
+
+
+def check_peak(topology: Topology, wished_mfu: float) -> None:
+    """Raises BadInput where a share of the peak says nothing, for the peak is not known."""
+    if find_chip(kind := topology.devices[0].device_kind) is None:
+        raise BadInput(f"--mfu={wished_mfu:g} is a share of the peak, and none of {kind!r} is known; leave --mfu out")
 
 
 def share_of_peak(chip: Chip, platform: str, model: ModelConfig) -> tuple[float, str]:
@@ -94,7 +105,7 @@ def measured_speed(program: Program, topology: Topology, measured: list[Measured
     mfu = seconds.under(step_flops / (chip.peak_flops * len(topology.devices))) if chip else None
     names = " and ".join(f"{one.spec} ({one.flops_per_second / 1e9:,.0f} GFLOP/s, {one.date})" for one in used)
     source = f"measured here by jaxscale bench step --save: {names}, give or take 15%"
-    return Speed(seconds, mfu, source, seconds.under(cfg.tokens_per_step), None, None)
+    return Speed(seconds, mfu, source, seconds.under(cfg.tokens_per_step), None, None, measured=True)
 
 
 @dataclasses.dataclass(frozen=True)

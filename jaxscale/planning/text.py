@@ -104,8 +104,9 @@ def time_rows(plan: RunPlan) -> Rows:
     if found.step_seconds is None:
         return [("step", NOT_KNOWN, found.source)]
     mfu = span(found.mfu, lambda share: f"{share:.1%}") if found.mfu else NOT_KNOWN
+    rate = "FLOPs a second that were measured here" if found.measured else "(MFU x peak x devices)"
     rows = [
-        ("step", span(found.step_seconds, seconds), "FLOPs of a step / (MFU x peak x devices)"),
+        ("step", span(found.step_seconds, seconds), f"FLOPs of a step / {rate}"),
         ("MFU", mfu, "" if found.mfu else "this device has no peak in the table"),
         ("tokens/s", span(found.tokens_per_second, count), "of all devices"),
         ("wall time", span(time.wall_seconds, duration), f"steps / {time.goodput:.0%} goodput"),
@@ -181,7 +182,11 @@ def caution_lines(plan: RunPlan) -> list[str]:
 def assumption_lines(plan: RunPlan) -> list[str]:
     """Every figure that came from outside, with its source."""
     fit, price = scaling.BESIROGLU, plan.money.price
-    found = [f"MFU: {plan.time.speed.source}", f"goodput {plan.time.goodput:.0%}: {cost.GOODPUT_SOURCE}"]
+    speed = plan.time.speed
+    found = [
+        f"{'step' if speed.measured else 'MFU'}: {speed.source}",
+        f"goodput {plan.time.goodput:.0%}: {cost.GOODPUT_SOURCE}",
+    ]
     if price is not None and plan.money.dollars is not None:
         found.append(f"price ({price.date}): {price.source}")
     if plan.work.optimal is not None:

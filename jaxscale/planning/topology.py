@@ -61,6 +61,7 @@ ALIASES = {
     "v5litepod": "v5e", "v5lite": "v5e", "trillium": "v6e", "ironwood": "tpu7x", "v7x": "tpu7x", "a100": "a100-80gb",
 }  # fmt: skip
 CARDS_PER_HOST = 8  # HGX and DGX boards hold 4 or 8; more share no NVLink switch in these generations
+MAX_CHIPS = 65_536  # of all slices; the most published are 50,944, in 199 of v5e (Google Cloud's blog, November 2023)
 MAX_HOSTS = 4096  # beyond any cluster of these cards that is rented; a typing error more likely
 
 # Shapes smaller than one 4x4x4 cube, and all 2D ones: the tables of supported configurations on the pages above.
@@ -193,9 +194,13 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
 
     Raises BadInput, in one line with the nearest that works, for an unknown chip or a shape that is not made.
     """
-    match = re.fullmatch(r"(?:(\d+)\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])(\d+(?:x\d+)*))?", text.strip().lower())
+    number = r"\d{1,9}"  # digits
+    form = rf"(?:({number})\*)?([a-z][a-z0-9]*(?:-\d+gb)?)(?:([:-])({number}(?:x{number})*))?"
+    match = re.fullmatch(form, text.strip().lower())
     if not match:
-        raise BadInput(f"topology {text!r} is no chip and shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8")
+        raise BadInput(
+            f"topology {text[:80]!r} is no chip and shape; write v5p:4x4x8, v5p-256, 2*v6e:16x16 or h100:32x8"
+        )
     slices, chip, mark, sizes = match.groups()
     num_slices = int(slices or 1)
     family = ALIASES.get(chip, chip)
@@ -213,10 +218,13 @@ def parse_topology(text: str, *, planned: bool = False) -> TopologyName:
     if PLANNED[family].dims == 0:
         hosts, cards = gpu_shape(text, family, shape, counted=mark == "-")
         if num_slices > 1:
-            whole = TopologyName(family, (num_slices * hosts, cards))
+            whole = TopologyName(family, (min(MAX_HOSTS, num_slices * hosts), cards))
             raise BadInput(f"topology {text!r}: GPU hosts are joined by one network, not in slices; write {whole}")
         return TopologyName(family, (hosts, cards))
     shape = counted_shape(text, family, shape) if mark == "-" else checked_shape(text, family, shape)
+    if num_slices * math.prod(shape) > MAX_CHIPS:
+        most = TopologyName(family, shape, MAX_CHIPS // math.prod(shape))
+        raise BadInput(f"topology {text!r}: {MAX_CHIPS:,} chips are the most that one job has; write {most}")
     return TopologyName(family, shape, num_slices)
 
 
@@ -230,7 +238,8 @@ def gpu_shape(text: str, family: str, shape: tuple[int, ...], *, counted: bool) 
     """(hosts, cards of each) of a GPU name."""
     if counted or len(shape) > 2:
         total = math.prod(shape)
-        nearest = TopologyName(family, (max(1, round(total / CARDS_PER_HOST)), min(total, CARDS_PER_HOST)))
+        hosts = min(MAX_HOSTS, max(1, round(total / CARDS_PER_HOST)))
+        nearest = TopologyName(family, (hosts, min(total, CARDS_PER_HOST)))
         raise BadInput(f"topology {text!r}: GPUs are named by hosts x cards of a host; write {nearest}")
     hosts, cards = (1, *shape) if len(shape) == 1 else shape
     if not (1 <= cards <= CARDS_PER_HOST and 1 <= hosts <= MAX_HOSTS):

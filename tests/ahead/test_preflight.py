@@ -14,6 +14,7 @@ from jaxscale.ahead import compiled as ahead
 from jaxscale.ahead.preflight import ahead_program, make_report, preflight, usable_memory
 from jaxscale.ahead.report import report_lines
 from jaxscale.planning.memory import memory_need
+from jaxscale.system.exits import BadInput
 
 
 @pytest.fixture(scope="module")
@@ -218,6 +219,7 @@ def test_jax_takes_a_part_of_a_gpus_memory_and_the_variable_changes_it(topology,
     assert usable_memory(gpu)[0] == 0.75 * 2**30 and usable_memory(topology)[0] == 2**30
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")
     assert usable_memory(gpu)[0] == 2**29
-    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "much")
-    with pytest.raises(ValueError, match="XLA_PYTHON_CLIENT_MEM_FRACTION='much' must be a number"):
-        usable_memory(gpu)
+    for text in ("much", "nan", "inf", "-1", "0", "2"):
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", text)
+        with pytest.raises(BadInput, match=f"XLA_PYTHON_CLIENT_MEM_FRACTION='{text}' must be a number above 0"):
+            usable_memory(gpu)

@@ -75,6 +75,14 @@ class Machine:
                        say=self.said.append, enough=enough)  # fmt: skip
 
 
+def test_the_last_of_its_own_remat_tells_how_large_a_candidate_is_else_the_last_of_any(report):
+    compiled = lambda peak: dataclasses.replace(report, peak_bytes=peak * GB)
+    tried = [(candidate(1, 1, model__remat=name), compiled(peak)) for name, peak in (("full", 3), ("dots", 2))]
+    expected = lambda name: search.learnt_scale(candidate(1, 1, model__remat=name), tried) / search.MARGIN
+    assert [round(expected(name), 9) for name in ("full", "dots", "none")] == [3, 2, 2]
+    assert search.learnt_scale(candidate(1, 1), []) == search.HOPEFUL
+
+
 def test_the_best_guess_is_compiled_first_and_what_cannot_fit_never(report):
     machine = Machine(report)
     slow, fast = candidate(2.0, 5, mesh__tensor=2), candidate(1.0, 5, mesh__data=2)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import pathlib
 
 import pytest
@@ -17,6 +18,7 @@ from jaxscale.planning.measured import Kept, Measured
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import config_text, propose_for_flops, propose_for_size, shape_params
 from jaxscale.planning.text import WIDTH, plan_lines
+from jaxscale.system.exits import BadInput
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 H100, T4, V5P = CHIPS["NVIDIA H100 80GB HBM3"], CHIPS["Tesla T4"], CHIPS["TPU v5"]
@@ -105,7 +107,15 @@ def test_a_small_machine_that_was_measured_predicts_its_steps():
     middle = sum(plan.time.speed.step_seconds) / 2
     assert middle == pytest.approx(cfg.flops_per_token * cfg.tokens_per_step / 1e11)
     assert plan.time.speed.mfu is None and plan.money.dollars is None
-    assert any("MFU" in line and "n/a" in line for line in plan_lines(plan))
+    told = "\n".join(plan_lines(plan))
+    assert (
+        "FLOPs a second that were measured here" in told and "x peak" not in told and "\n  step: measured here" in told
+    )
+    with pytest.raises(BadInput, match="--mfu=0.4 is a share of the peak, and none of 'cpu' is known"):
+        make_plan(cfg, measured_machine(one), Wishes(mfu=0.4), measured=[one])
+    card = dataclasses.replace(one, device_kind="NVIDIA H100 80GB HBM3", platform="gpu")
+    wished = make_plan(cfg, measured_machine(card), Wishes(mfu=0.4), measured=[card])
+    assert wished.time.speed.mfu == (0.4, 0.4) and "MFU: as given by --mfu" in "\n".join(plan_lines(wished))
 
 
 def test_measurements_are_kept_and_a_damaged_file_is_named(monkeypatch, tmp_path):
@@ -119,9 +129,11 @@ def test_measurements_are_kept_and_a_damaged_file_is_named(monkeypatch, tmp_path
     assert newer in measured.read_measured()
     other = dataclasses.replace(one, device_kind="TPU v5", date="2026-11-22")
     assert measured.newest_machine([*measured.read_measured(), other]) == [other]
-    measured.measured_file().write_text(json.dumps({"format": measured.FORMAT, "measured": [{"spec": "T"}]}))
-    with pytest.raises(ValueError, match="measured.json is no file of measurements"):
-        measured.read_measured()
+    damaged = [{"spec": "T"}, *(vars(one) | change for change in ({"flops_per_second": "x"}, {"date": None}))]
+    for each in [*damaged, vars(one) | {"num_devices": 0}, vars(one) | {"pass_flops": math.nan}]:
+        measured.measured_file().write_text(json.dumps({"format": measured.FORMAT, "measured": [each]}))
+        with pytest.raises(BadInput, match="measured.json is no file of measurements"):
+            measured.read_measured()
 
 
 def test_a_smaller_model_reaches_the_same_loss_with_more_tokens():
