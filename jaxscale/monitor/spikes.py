@@ -1,7 +1,8 @@
 """What a spike is: how far above the median of the good values before it a loss or a gradient norm lies.
 
 The same arithmetic for all who ask, on Python floats and, with maximum=jnp.maximum, in a compiled step. The guard
-decides by it which steps are applied (training/guard.py); recovery and health only describe.
+decides by it which steps are applied (training/guard.py), recovery describes by it. Health has the same noise and a
+limit of its own for every ratio (health/robust.py).
 """
 
 from collections.abc import Callable

@@ -68,6 +68,15 @@ def test_noise_that_is_wide_is_no_spike_however_high_the_ratio():
     assert [kind for kind, *_ in said([record(n + 1, loss) for n, loss in enumerate(wide)])[0] if kind == "spike"] == []
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-9, 0.01])
+def test_a_loss_near_zero_that_doubles_by_chance_alerts_nobody_and_one_half_a_nat_higher_does(scale):
+    losses = [scale * (5 if 60 <= n < 64 else 1) for n in range(1, 100)]
+    low = [record(n, loss, **{"train/web/loss": loss}) for n, loss in enumerate(losses, 1)]
+    assert said(low)[0] == []
+    told, found = said([*low, *(record(n, 0.7 * (n < 103)) for n in range(100, 120))])
+    assert told == [("spike", 100, False), ("spike", 105, True)] and "inf" not in found[0].seen
+
+
 def test_a_loss_that_stays_up_is_a_divergence_and_its_level_becomes_the_usual_one():
     told, found = said([record(step, None if step < 40 else 5 + NOISE[step]) for step in range(1, 100)])
     assert [(kind, over) for kind, _, over in told] == [("spike", False), ("divergence", False), ("spike", True)]
@@ -259,7 +268,8 @@ def test_leaving_the_forecast_is_told_and_coming_back_too():
 
 def test_causes_come_in_the_order_of_their_evidence():
     spike = lambda step: record(step, 9.0 if step == 110 else None, grad_norm=40.0 if step == 110 else 0.5)
-    finding = next(f for f in said([spike(step) for step in range(1, 120)])[1] if f.kind == "spike")
+    facts = dataclasses.replace(FACTS, workdir="runs/a b")
+    finding = next(f for f in said([spike(step) for step in range(1, 120)], facts)[1] if f.kind == "spike")
     causes = {cause.what: cause.evidence for cause in finding.causes}
     assert causes["the warmup is too short"] == "the warmup ended at step 100, 10 steps before"
     assert causes["a gradient explosion"] == "the norm reached 40 at step 110 and was clipped to 1"
@@ -267,7 +277,9 @@ def test_causes_come_in_the_order_of_their_evidence():
     assert causes["the data changed"] == "the mixture of sources is the same all along"
     assert list(causes).index("the data changed") > list(causes).index("the learning rate is too high")
     batch = causes["a bad batch: broken, repeated or very long documents"]
-    assert batch == "step 110 trained on batch 109: `jaxscale trace --workdir=runs/a --batch=109` lists its documents"
+    assert (
+        batch == "step 110 trained on batch 109: `jaxscale trace --workdir='runs/a b' --batch=109` lists its documents"
+    )
 
 
 def test_a_batch_that_came_before_is_the_first_suspect():

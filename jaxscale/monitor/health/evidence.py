@@ -1,6 +1,7 @@
 """What a run holds for or against a cause: one small function for each kind of evidence."""
 
 import collections
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -153,7 +154,7 @@ def batch(past: Past, facts: RunFacts, step: int) -> Evidence:
 
 def trace(facts: RunFacts, number: int) -> str:
     """The command that lists a batch's documents."""
-    return f"`jaxscale trace --workdir={facts.workdir} --batch={number}` lists its documents"
+    return f"`jaxscale trace --workdir={shlex.quote(facts.workdir)} --batch={number}` lists its documents"
 
 
 def gradient(past: Past, facts: RunFacts, step: int) -> Evidence:

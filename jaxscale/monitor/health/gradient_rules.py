@@ -3,7 +3,7 @@
 import collections
 
 from jaxscale.monitor.health.finding import GOOD, Sign
-from jaxscale.monitor.health.robust import Baseline
+from jaxscale.monitor.health.robust import Baseline, loss_limit, many
 from jaxscale.monitor.health.rule import Rule, View, named
 
 
@@ -29,7 +29,7 @@ class Explosion(Rule):
         if not (absurd or steep):
             back = ratio is None or ratio < 3
             return Sign(False, f"the gradient norm is back at {norm:.4g}", told) if back or not self.spoken else None
-        usual = f", {ratio:.1f} times its median {judged.centre:.4g}" if judged else ""
+        usual = f", {many(ratio, 1)} times its median {judged.centre:.4g}" if judged else ""
         clip = view.facts.clip_norm
         beside = f", {'above' if norm > 3 * clip else 'below'} 3 times the clip norm, {3 * clip:g} (another)"
         side = "above" if norm > view.cfg.grad_norm else "below"
@@ -170,7 +170,7 @@ class SourceJump(Rule):
         for name, loss in losses.items():
             baseline = self.baselines.setdefault(name, Baseline())
             judged = baseline.judge(loss)
-            if judged and judged.ratio > view.cfg.source_ratio and judged.sigmas > 6:
+            if judged and loss > loss_limit(view.cfg.source_ratio, judged.centre) and judged.sigmas > 6:
                 jumped[name] = (loss, judged.centre)
                 self.refused[name] += 1
                 if self.refused[name] >= 20:  # its level now

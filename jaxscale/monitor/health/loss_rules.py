@@ -5,7 +5,7 @@ import math
 from statistics import median
 
 from jaxscale.monitor.health.finding import GOOD, Sign
-from jaxscale.monitor.health.robust import Blocks, deviation, slope
+from jaxscale.monitor.health.robust import Blocks, deviation, loss_limit, many, slope
 from jaxscale.monitor.health.rule import Rule, View
 from jaxscale.monitor.spikes import SIGMA_OF_MAD
 
@@ -52,10 +52,11 @@ class Spike(Rule):
         if view.losses.new_level:
             seen = f"the loss has not come back from {loss:.4g} to {self.usual:.4g}: that is taken as its level now"
             return Sign(False, seen, told, sure=True) if self.spoken else GOOD
-        high = judged.ratio >= view.cfg.spike_ratio and judged.sigmas >= view.cfg.spike_sigma
-        sharp = judged.ratio >= LOW_RATIO and judged.sigmas >= 2 * view.cfg.spike_sigma
+        least = loss_limit(LOW_RATIO, judged.centre)
+        high = loss >= loss_limit(view.cfg.spike_ratio, judged.centre) and judged.sigmas >= view.cfg.spike_sigma
+        sharp = loss >= least and judged.sigmas >= 2 * view.cfg.spike_sigma
         if not (high or sharp):
-            healed = judged.sigmas < 4 or judged.ratio < (1 + LOW_RATIO) / 2
+            healed = judged.sigmas < 4 or loss < (judged.centre + least) / 2
             seen = f"the loss is back at {loss:.4g}; its highest was {self.highest:.4g}"
             return Sign(False, seen, told | {"highest": self.highest}) if healed or not self.spoken else None
         if not self.spoken:
@@ -64,8 +65,8 @@ class Spike(Rule):
             f"{'above' if judged.ratio >= level else 'below'} {level:g} ({source})" for level, source in SPIKE_LEVELS
         )
         seen = (
-            f"the loss is {loss:.4g}, {judged.ratio:.2f} times the median {judged.centre:.4g} of the records before: "
-            f"{levels}; {judged.sigmas:.0f} standard deviations of its noise"
+            f"the loss is {loss:.4g}, {many(judged.ratio, 2)} times the median {judged.centre:.4g} of the records "
+            f"before: {levels}; {many(judged.sigmas, 0)} standard deviations of its noise"
         )
         told |= {"ratio": judged.ratio, "sigmas": judged.sigmas, "threshold": view.cfg.spike_ratio}
         return Sign(True, seen, told, sure=judged.ratio >= max(SURE_RATIO, view.cfg.spike_ratio))
@@ -90,7 +91,7 @@ class Divergence(Rule):
         if self.lowest <= 0:  # no cross-entropy of a batch
             return None
         told = {"smoothed": smoothed, "lowest": self.lowest, "lowest_step": self.lowest_step}
-        limit = self.lowest * view.cfg.divergence_ratio
+        limit = loss_limit(view.cfg.divergence_ratio, self.lowest)
         if smoothed > limit and smoothed > self.lowest + SURE_SIGMAS * usual[1]:
             recent = list(view.losses.recent)
             if not self.spoken and median(recent[5:]) < median(recent[:5]) - usual[1]:

@@ -25,6 +25,16 @@ class Judged(NamedTuple):
     sigmas: float  # above the centre
 
 
+def loss_limit(ratio: float, centre: float) -> float:
+    """`ratio` times the centre of a loss; below a nat the rise is that of a nat: a loss near 0 doubles by chance."""
+    return centre + (ratio - 1) * max(centre, 1.0)
+
+
+def many(ratio: float, decimals: int) -> str:
+    """'2.67', for people; 'many' where it is of 0."""
+    return f"{ratio:.{decimals}f}" if math.isfinite(ratio) else "many"
+
+
 class Baseline:
     """The accepted values of a metric, by which the next one is judged before it is let in.
 
