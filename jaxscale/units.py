@@ -93,7 +93,7 @@ def plural(number: int, noun: str) -> str:
 def size(num_bytes: float) -> str:
     """Bytes for people, in powers of 1024: 26.2e9 -> '24.4 GiB'."""
     for unit, letter in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
-        if abs(num_bytes) >= unit:
+        if abs(num_bytes) >= unit * (1 - 0.05 / 1024):  # from there on the smaller one would be 1024.0
             return f"{num_bytes / unit:.1f} {letter}"
     return f"{num_bytes:.0f} B"
 

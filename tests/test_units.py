@@ -99,7 +99,14 @@ def test_a_number_of_things_is_spelt(number, text):
 
 @pytest.mark.parametrize(
     ("num_bytes", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (2048, "2.0 KiB"), (26.2e9, "24.4 GiB"), (3 * 2**40, "3.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (2048, "2.0 KiB"),
+        (2**20 - 1, "1.0 MiB"),
+        (26.2e9, "24.4 GiB"),
+        (3 * 2**40, "3.0 TiB"),
+    ],
 )
 def test_sizes_are_in_powers_of_1024(num_bytes, text):
     assert units.size(num_bytes) == text

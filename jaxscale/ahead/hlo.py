@@ -56,7 +56,7 @@ def read_hlo(text: str, mesh_shape: Mapping[str, int], slice_of: Sequence[int] |
 
     Args: mesh_shape: the axes in the mesh's order. slice_of: for each device in the mesh's order, the island of fast
     links that it is in (topology.link_domains of mesh.devices.flat); None: one island.
-    Raises BadInput for a text that is no program, or not one of this mesh.
+    Raises BadInput for a text that is no program. One that is of another mesh is the caller's defect (ValueError).
     """
     module = parse_module(text)
     layout = make_layout(mesh_shape, slice_of, module.num_partitions)

@@ -120,10 +120,11 @@ class Console:
         if self.stream is None:
             return
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        text = redact(text).encode(encoding, "replace").decode(encoding)
         try:
-            self.stream.write(redact(text).encode(encoding, "replace").decode(encoding))
+            self.stream.write(text)
             self.stream.flush()
-        except OSError:
+        except (OSError, ValueError):  # the latter of one that was closed here
             self.stream = None  # nobody is reading any more; metrics.jsonl still has everything
 
 

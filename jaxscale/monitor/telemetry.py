@@ -8,6 +8,7 @@ executing); for a TPU, https://cloud.google.com/tpu/docs/tpu-monitoring-library 
 sample period in which the accelerator was processing). A TPU tells neither power nor temperature there.
 """
 
+import itertools
 import math
 import os
 import shutil
@@ -82,23 +83,24 @@ def read_nvidia() -> dict[str, float]:
 def parse_nvidia(text: str, visible: str | None = None) -> list[dict[str, float]]:
     """One dict a GPU out of the answer to QUERY. What a GPU does not tell ('[N/A]') is left out.
 
-    Args: visible: CUDA_VISIBLE_DEVICES, which nvidia-smi itself does not obey: numbers, or beginnings of UUIDs.
+    Args: visible: CUDA_VISIBLE_DEVICES, which nvidia-smi itself does not obey: numbers, or beginnings of UUIDs; what
+    stands behind one that is no GPU here, such as -1, does not count.
     Raises ValueError for text that is no such table.
     """
-    wanted = None if visible is None else [name.strip() for name in visible.split(",")]
-    found = []
+    found: dict[tuple[str, str], dict[str, float]] = {}  # by index and UUID
     for line in filter(None, map(str.strip, text.splitlines())):
         cells = [cell.strip() for cell in line.split(",")]
         if len(cells) != len(FIELDS) or not cells[0].isdecimal():
             raise ValueError(f"nvidia-smi printed no table: {line[:80]!r}")
-        index, uuid, *numbers = cells
-        if wanted is not None and not any(name == index or name and uuid.startswith(name) for name in wanted):
-            continue
-        percent, watts, celsius = map(number_of, numbers)
+        percent, watts, celsius = map(number_of, cells[2:])
         told = {"utilisation": None if percent is None else percent / 100, "power_watts": watts}
         told |= {"temperature_c": celsius}
-        found.append({name: value for name, value in told.items() if value is not None})
-    return found
+        found[cells[0], cells[1]] = {name: value for name, value in told.items() if value is not None}
+    if visible is None:
+        return list(found.values())
+    named = lambda name: [key for key in found if name == key[0] or name and key[1].startswith(name)]
+    keys = itertools.takewhile(bool, (named(name.strip()) for name in visible.split(",")))
+    return [found[key[0]] for key in keys]
 
 
 def number_of(cell: str) -> float | None:

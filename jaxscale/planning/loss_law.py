@@ -217,7 +217,7 @@ def write_forecast(path: Any, law: LossLaw, band: Mapping[str, Sequence[float]],
 
     Args: path: the folder. band: tokens, low, middle, high, of equal length, for the smoothed training loss. facts:
     what else a reader may want, such as made_from, as JSON has it.
-    Raises: BadInput for numbers that are not finite.
+    Numbers that are not finite are the caller's defect (ValueError), and nothing is written.
     """
     assert set(band) == {"tokens", "low", "middle", "high"} and len(set(map(len, band.values()))) == 1, sorted(band)
     paths.write_json(paths.as_path(path) / "forecast.json", {**band, **facts, "law": law.to_dict()})

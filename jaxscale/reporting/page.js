@@ -23,7 +23,7 @@
   const BYTES = [[2 ** 40, " TiB"], [2 ** 30, " GiB"], [2 ** 20, " MiB"], [2 ** 10, " KiB"]];
   const write = {
     plain: v => {
-      if (Math.abs(v) >= 1e4) return count(v);
+      if (Math.abs(v) >= 9999.5) return count(v);
       return v !== 0 && Math.abs(v) < 1e-4 ? power(v) : trim(v, 4);
     },
     percent: v => trim(100 * v, 3) + "%",

@@ -19,7 +19,7 @@ FOR_SCRIPT = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028
 
 
 def json_block(value: Any) -> str:
-    """The value as JSON that can stand in a script element. Raises BadInput for NaN."""
+    """The value as JSON that can stand in a script element. NaN in it is the caller's defect (ValueError)."""
     written = json.dumps(redacted(value), allow_nan=False, separators=(",", ":"), ensure_ascii=True)
     for character, spelt in FOR_SCRIPT.items():
         written = written.replace(character, spelt)
@@ -31,7 +31,7 @@ def plain(value: float | None) -> str:
     if value is None:
         return NONE
     size = abs(value)
-    if size >= 10_000:
+    if size >= 9999.5:  # five digits, as it is written
         return units.count(value)
     if size and size < 1e-4:
         return power(value)

@@ -211,7 +211,7 @@ def read_json(path: Any) -> Any:
 
 
 def write_json(path: Any, value: Any) -> None:
-    """Writes the value as indented JSON, whole or not at all. Raises BadInput for NaN, which JSON does not have."""
+    """Writes the value as indented JSON, whole or not at all. NaN, which JSON does not have, is the caller's defect."""
     write_text_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 

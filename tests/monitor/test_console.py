@@ -48,6 +48,14 @@ def test_validation_has_a_line_of_its_own():
     assert stream.getvalue() == "step 50/1000  validation  loss 2.000  bits_per_byte 1.250\n"
 
 
+def test_a_stream_that_was_closed_ends_nothing():
+    stream = io.StringIO()
+    console, _ = make_console("lines", stream)
+    stream.close()
+    console.say("saved")
+    console.metrics(100, METRICS)
+
+
 def test_the_bar_stays_on_one_line_below_the_messages():
     stream = Terminal()
     console, clock = make_console("bar", stream, width=60)

@@ -39,7 +39,8 @@ def test_the_programs_answer_becomes_means_and_the_hottest(program):
 
 
 @pytest.mark.parametrize(
-    ("visible", "watts"), [("1", 587.65), ("GPU-1111", 612.35), ("0,1", 600.0), (None, 600.0), ("", None)]
+    ("visible", "watts"),
+    [("1", 587.65), ("GPU-1111", 612.35), ("0,1", 600.0), (None, 600.0), ("", None), ("0,-1,1", 612.35), ("7,1", None)],
 )
 def test_only_the_devices_of_this_process_count(visible, watts):
     assert combined(parse_nvidia(TWO, visible)).get("device/power_watts") == (watts and pytest.approx(watts))

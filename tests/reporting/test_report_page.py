@@ -88,7 +88,15 @@ def test_a_mean_over_neighbours_keeps_a_straight_line_at_its_beginning():
 
 @pytest.mark.parametrize(
     ("number", "text"),
-    [(0, "0"), (2.3456, "2.346"), (3e-4, "0.0003"), (2.5e-7, "2.5e-7"), (12_345, "12.3K"), (None, "n/a")],
+    [
+        (0, "0"),
+        (2.3456, "2.346"),
+        (3e-4, "0.0003"),
+        (2.5e-7, "2.5e-7"),
+        (9999.9, "10K"),
+        (12_345, "12.3K"),
+        (None, "n/a"),
+    ],
 )
 def test_numbers_are_short(number, text):
     assert plain(number) == text
