@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 
+from jaxscale import units
 from jaxscale.checkpoint import folders, verify
 from jaxscale.checkpoint.folders import sync_tree
 from jaxscale.checkpoint.record import LAST_GOOD, RECORD, nest, read_record
@@ -271,14 +272,9 @@ def check_room(directory: Any, needed: float) -> None:
 
 
 def room_text(directory: Any, needed: float) -> str:
-    """'needs 1.2 GB, has 0.3 GB'."""
+    """'needs 1.2 GiB, has 307.2 MiB'."""
     free = free_bytes(directory)
-    return f"needs {size(needed * MARGIN)}" + ("" if free is None else f", has {size(free)}")
-
-
-def size(number: float) -> str:
-    """Bytes for people."""
-    return f"{number / 1e9:.3g} GB" if number >= 1e8 else f"{number / 1e6:.3g} MB"
+    return f"needs {units.size(needed * MARGIN)}" + ("" if free is None else f", has {units.size(free)}")
 
 
 def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -> str | None:
@@ -309,9 +305,8 @@ def check_before_run(directory: Any, needed: int, keep: int, steps: list[int]) -
     free, total = free_bytes(directory), number * needed
     if free is None or free >= total * MARGIN:
         return None
-    lack = (
-        f"{directory} has {size(free)} free, and {number} checkpoints of {size(needed)} need {size(total * MARGIN)}; "
-    )
+    need = f"{number} checkpoints of {units.size(needed)} need {units.size(total * MARGIN)}"
+    lack = f"{directory} has {units.size(free)} free, and {need}; "
     if not steps and not aside:
         raise Stop(Exit.NO_GO, f"{lack}free some, choose another --workdir, or lower checkpoint.keep_last")
     if not aside:

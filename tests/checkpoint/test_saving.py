@@ -154,7 +154,7 @@ def test_a_full_disk_is_known_at_the_next_step_and_the_save_is_tried_again(noted
     noted.poll(3)  # the step after it failed
     ((step, facts),) = notes.of("save_failed")
     assert step == 2 and facts["in_row"] == 1
-    assert "File too large" in facts["cause"] and "needs 2.2 MB, has" in facts["cause"]
+    assert "File too large" in facts["cause"] and "needs 2.1 MiB, has" in facts["cause"]
     assert noted.retry_due and noted.all_steps() == [1]
     small_files(None)  # the disk has room again
     noted.save(3, big_state(3), {})
@@ -219,7 +219,7 @@ def test_too_little_room_is_found_before_a_byte_is_written(own_disk, notes):
     ended(checkpoints)
     checkpoints.poll(3)
     ((step, facts),) = notes.of("save_failed")
-    assert step == 2 and facts["cause"].startswith("No space left on device (needs 2.2 MB, has 1.")
+    assert step == 2 and facts["cause"].startswith("No space left on device (needs 2.1 MiB, has 1.")
     assert sorted(path.name for path in checkpoints.directory.iterdir()) == ["1", "last_good.json"]
     (own_disk / "ballast").unlink()
     checkpoints.save(3, big_state(), {}, wait=True)
@@ -299,7 +299,7 @@ def test_a_start_that_is_killed_leaves_no_probe_and_the_next_one_removes_an_olde
 def test_a_run_whose_checkpoints_have_no_room_is_refused_before_it_begins(own_disk):
     checkpoints = Checkpoints(own_disk / "run", CheckpointConfig(keep_last=3))
     error = stop_of(checkpoints.check_room, jax.eval_shape(big_state))
-    assert error.code == Exit.NO_GO and "5 checkpoints of 2 MB need 11 MB" in str(error)
+    assert error.code == Exit.NO_GO and "5 checkpoints of 1.9 MiB need 10.5 MiB" in str(error)
     Checkpoints(own_disk / "run", CheckpointConfig(keep_last=1)).check_room(jax.eval_shape(big_state))
     assert not list((own_disk / "run").iterdir())
 
@@ -314,7 +314,7 @@ def test_a_run_that_goes_on_without_room_for_all_is_told_what_can_go_and_not_ref
     checkpoints.check_room(jax.eval_shape(big_state))
     told = capsys.readouterr().out
     aside = sorted(str(path) for path in checkpoints.directory.glob("rewound-*"))
-    assert told.startswith("WARNING: ") and "4 checkpoints of 2 MB need 8.8 MB" in told and len(aside) == 2
+    assert told.startswith("WARNING: ") and "4 checkpoints of 1.9 MiB need 8.4 MiB" in told and len(aside) == 2
     assert told.endswith(f"this removes it: rm -r {aside[0]} {aside[1]}\n")
     checkpoints.save(3, big_state(), {}, wait=True)
     with contextlib.suppress(OSError), (own_disk / "ballast").open("wb") as file:
@@ -322,7 +322,7 @@ def test_a_run_that_goes_on_without_room_for_all_is_told_what_can_go_and_not_ref
             file.write(bytes(4096))
             file.flush()
     checkpoints.check_room(jax.eval_shape(big_state))  # not one byte is left
-    assert "has 0 MB free" in capsys.readouterr().out
+    assert "has 0 B free" in capsys.readouterr().out
 
 
 def test_a_save_that_never_ends_stops_the_run(tmp_path):

@@ -14,6 +14,7 @@ import pytest
 import tiny
 from xla_flags import xla_flags
 
+from jaxscale import units
 from jaxscale.checkpoint import write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
@@ -178,14 +179,12 @@ def test_too_little_room_for_what_is_kept_is_no_go(tmp_path, report, monkeypatch
         monkeypatch.setattr(shutil, "disk_usage", lambda folder, free=free: types.SimpleNamespace(free=free))
         rehearsal.check_space(one, report, free and int(free))
     assert [mark for _, mark, _, _ in report.rows] == [OK, NO, NOTE]  # None: a bucket
-    assert f"4 checkpoints of {write.size(size)} need {write.size(4 * size * MARGIN)}" in report.rows[1][3]
+    assert f"4 checkpoints of {units.size(size)} need {units.size(4 * size * MARGIN)}" in report.rows[1][3]
     shutil.copytree(one.folder / "straight" / "checkpoints", tmp_path / "run" / "checkpoints")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: types.SimpleNamespace(free=3 * size * MARGIN))
     rehearsal.check_space(one, report, 3 * size)  # one of those that will be kept is there already
     assert report.rows[-1][1] == OK
-    assert "has 0.000198 MB free" in write.check_before_run(
-        tmp_path / "run" / "checkpoints", size, 3, [1]
-    )  # training's
+    assert "has 198 B free" in write.check_before_run(tmp_path / "run" / "checkpoints", size, 3, [1])  # training's
 
 
 def test_a_storage_that_cannot_be_written_is_no_go(tmp_path, report):
