@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 from jaxscale.hosts.backstop import Backstop
+from jaxscale.hosts.cluster import Team
 from jaxscale.hosts.config import HangConfig
 from jaxscale.system import faults, fence, paths
 from jaxscale.system.exits import Exit, silence_closed_streams, tell
@@ -43,18 +44,6 @@ class Observer(Protocol):
         """The innermost phase of this thread is over."""
 
 
-class Others(Protocol):
-    """The other processes, as the watchdog needs them."""
-
-    process: int
-
-    def tell_hang(self, line: str) -> None:
-        """Tells all others that this process ends because of a hang."""
-
-    def on_hang(self, heard: Callable[[str], None]) -> None:
-        """heard(line) is called when another one has reported a hang."""
-
-
 def ignore(kind: str, step: int | None = None, **facts: Any) -> None:
     """A note that nobody takes."""
 
@@ -68,7 +57,7 @@ class Watchdog:
         cfg: HangConfig,
         *,
         note: Callable[..., None] = ignore,
-        others: Others | None = None,
+        others: Team | None = None,
         end: Callable[[int], None] = os._exit,
         observers: Sequence[Observer] = (),
     ):

@@ -4,12 +4,12 @@ A piece is what a restore reads at once, on whatever mesh: it lies in one layer,
 array, so that a device that wants a part of an array reads little else, and a bucket is not asked a thousand times.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from jaxscale.checkpoint.array_store import cut
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.safetensors import DTYPES, Tensor, how_to_widen
 from jaxscale.system.exits import BadInput
@@ -98,20 +98,10 @@ def in_order(values: np.ndarray) -> np.ndarray:
     """
     if values.flags.c_contiguous:
         return values
-    near = min(range(values.ndim), key=lambda axis: (abs(values.strides[axis]), -axis))
-    last = values.ndim - 1
+    near, last = min(range(values.ndim), key=lambda axis: (abs(values.strides[axis]), -axis)), values.ndim - 1
     if near == last:
         return np.ascontiguousarray(values)
     out = np.empty(values.shape, values.dtype)
-    tiled = {near, last}
-    ranges = [
-        range(0, size, TILE) if axis in tiled and size > TILE else [None] if axis in tiled else range(size)
-        for axis, size in enumerate(values.shape)
-    ]
-    for starts in itertools.product(*ranges):
-        place = tuple(
-            slice(None) if start is None else slice(start, start + TILE) if axis in tiled else start
-            for axis, start in enumerate(starts)
-        )
-        out[place] = values[place]
+    for tile in cut(values.shape, [TILE if axis in (near, last) else 1 for axis in range(values.ndim)]):
+        out[tile] = values[tile]
     return out

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.hosts.agree import gathered, next_key
+from jaxscale.hosts.agree import Board, gathered, next_key
 from jaxscale.monitor.events import Note
 from jaxscale.monitor.machine import HostLoad
 from jaxscale.monitor.throughput import Throughput
@@ -23,7 +23,7 @@ from jaxscale.training.services import UNATTENDED, Services
 from jaxscale.training.state import TrainState
 from jaxscale.training.statistics import StatisticsStep, Watch
 from jaxscale.training.step import TrainStep
-from jaxscale.training.stopping import Board, StopRequest
+from jaxscale.training.stopping import StopRequest
 
 LAST_SECONDS = 5.0  # for a save under way, where its storage has been given up already
 

@@ -9,8 +9,8 @@ import os
 import signal
 import types
 from collections.abc import Iterator
-from typing import Protocol
 
+from jaxscale.hosts.agree import Board
 from jaxscale.hosts.maintenance import Maintenance
 from jaxscale.system.exits import Exit, Stop, Terminated
 
@@ -18,14 +18,6 @@ from jaxscale.system.exits import Exit, Stop, Terminated
 # have begun n + 1 by then, but when it looks at the board after having begun n + 2 it has read the metrics of n + 1,
 # which do not exist before every process has begun that step: so all see the line in time, and no device waits.
 STEPS_AHEAD = 2
-
-
-class Board(Protocol):
-    """One line that all processes see; the first to post wins."""
-
-    def post(self, line: str) -> None: ...
-
-    def read(self) -> str | None: ...
 
 
 @contextlib.contextmanager
