@@ -19,7 +19,7 @@ def test_few_tests_replace_functions_of_ours():
         ("patch.setattr('jaxscale.checkpoint.write.free_bytes', f)", 1),
         ("mock.patch.object(write, 'free_bytes')", 1),
         ("patch.setattr(found.rules[0], 'look', f)", 1),
-        ("for name in ('MARGIN', 'size'):\n    patch.setattr(write, name, f)", 1),
+        ("for name in ('MARGIN', 'room_text'):\n    patch.setattr(write, name, f)", 1),
         ("patch.setattr(*place, f)", 1),
         ("patch.setattr(write, 'MARGIN', 2)", 0),
         ("for name in ('MARGIN', 'FULL'):\n    patch.setattr(write, name, 2)", 0),
