@@ -28,7 +28,7 @@ from jaxscale.sharding.compiler_options import VARIABLES
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
 
-FORMAT = 3  # of a kept result; another number makes all earlier ones unread
+FORMAT = 4  # of a kept result; another number makes all earlier ones unread
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([0-9.]+)([BKMGT]?)"
@@ -47,7 +47,6 @@ class Memory:
     peak: int  # the largest sum of live buffers at any time: what must fit
     arguments: int
     code: int
-    host: int  # in the host's memory, of this device's arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +131,6 @@ def read_memory(stats: Any, platform: str) -> Memory:
         peak=arguments + fresh + temporaries if platform == "cpu" else stats.peak_memory_in_bytes - on_host,
         arguments=arguments,
         code=stats.generated_code_size_in_bytes,
-        host=stats.host_argument_size_in_bytes,
     )
 
 

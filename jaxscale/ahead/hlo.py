@@ -17,7 +17,6 @@ from jaxscale.ahead.hlo_trips import count_runs
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
 PALLAS = "tpu_custom_call"
-NO_ESTIMATE = 2**62  # XLA:TPU prints the largest int64 where it has no estimate of cycles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +41,7 @@ class HloFacts:
     collectives: list[Collective]
     dot_flops: float  # of matrix products, 2 for each multiply-add; library kernels with known shapes included
     hbm_bytes: float  # an estimate: operands and results of what runs, without what a fusion keeps to itself
-    estimated_cycles: float | None  # the TPU compiler's own, without Pallas kernels and collectives
     unknown_trips: int  # loops whose trips could not be read and count as one
-    custom_calls: dict[str, int]  # target to runs
     host_bytes: float = 0.0  # to and from the host's memory
     dot_flops_by_type: dict[str, float] = dataclasses.field(default_factory=dict)
     kernel_flops: float = 0.0  # of Pallas kernels, beside dot_flops: as declared, or splash attention's from its shapes
@@ -65,8 +62,7 @@ def read_hlo(text: str, mesh_shape: Mapping[str, int], slice_of: Sequence[int] |
     collectives: list[Collective] = []
     flops: collections.Counter[str] = collections.Counter()
     moved: collections.Counter[int] = collections.Counter()
-    calls: collections.Counter[str] = collections.Counter()
-    cycles, pallas, silent = None, 0.0, 0
+    pallas, silent = 0.0, 0
     for computation in module.computations.values():
         times = runs[computation.name]
         for instruction in computation.instructions.values() if times else ():
@@ -75,25 +71,18 @@ def read_hlo(text: str, mesh_shape: Mapping[str, int], slice_of: Sequence[int] |
                 collectives.append(found)
             if product := product_flops(instruction, computation):
                 flops[product[0]] += product[1] * times
-            if instruction.opcode == "custom-call":
-                target = custom_target(instruction)
-                calls[target] += times
-                if target == PALLAS:
-                    known = kernel_flops(instruction, computation)
-                    pallas += known * times
-                    silent += times * (known == 0)
+            if instruction.opcode == "custom-call" and custom_target(instruction) == PALLAS:
+                known = kernel_flops(instruction, computation)
+                pallas += known * times
+                silent += times * (known == 0)
             if not inside:
                 for space, nbytes in instruction_traffic(module, computation, instruction).items():
                     moved[space] += nbytes * times
-            if (noted := instruction.attribute(r'"estimated_cycles":"(\d+)"')) and int(noted) < NO_ESTIMATE:
-                cycles = (cycles or 0.0) + int(noted) * times
     return HloFacts(
         collectives=collectives,
         dot_flops=math.fsum(flops.values()),
         hbm_bytes=moved[HBM],
-        estimated_cycles=cycles,
         unknown_trips=unknown,
-        custom_calls=dict(calls),
         host_bytes=moved[HOST],
         dot_flops_by_type=dict(flops),
         kernel_flops=pallas,

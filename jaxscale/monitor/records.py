@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from jaxscale.monitor.upload import Uploader, take_up
+from jaxscale.monitor.upload import OwnObject, Uploader
 from jaxscale.system import fence, paths
 from jaxscale.system.exits import BadInput, Stop
 from jaxscale.system.foreign import parse_json
@@ -279,9 +279,10 @@ class RecordFile:
         self.uploader: Uploader | None = None
 
     def take_up(self) -> bytes:
-        """What a bucket's object holds, which this process goes on with. Raises OSError or BadInput."""
-        found, replace = take_up(self.path)
-        self.uploader = Uploader(self.path, every_seconds=self.every_seconds, clock=self.clock, write=replace)
+        """What a bucket's object holds, which this process goes on with. Raises as OwnObject.read does."""
+        own = OwnObject(os.fspath(self.path))
+        found = own.read()
+        self.uploader = Uploader(self.path, every_seconds=self.every_seconds, clock=self.clock, write=own.write)
         return found
 
     @property

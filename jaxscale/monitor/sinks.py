@@ -44,10 +44,10 @@ class Service(NamedTuple):
 class Begin:
     """What a service is told of the run that it shows."""
 
-    def __init__(self, workdir: Any, name: str, start_step: int):
+    def __init__(self, workdir: Any, name: str):
         """Counts this opening as an attempt. Raises OSError or BadInput where the work folder does not take it."""
         folder = paths.as_path(workdir)
-        self.folder, self.start_step, self.run_name = folder, start_step, str(folder.name) or "run"
+        self.folder, self.run_name = folder, str(folder.name) or "run"
         file = folder / FOLDER / f"{name}.json"
         before = paths.read_json(file) if file.exists() else {}  # also of one killed before its first checkpoint
         self.id = str(before.get("id") or secrets.token_hex(6))
@@ -75,13 +75,12 @@ class Sink:
         self,
         name: str,
         workdir: Any,
-        start_step: int,
         open_service: Callable[[Begin], Service],
         *,
         most_waiting: int = MOST_WAITING,
         close_seconds: float = CLOSE_SECONDS,
     ):
-        self.name, self.workdir, self.start_step, self.open_service = name, workdir, start_step, open_service
+        self.name, self.workdir, self.open_service = name, workdir, open_service
         self.close_seconds = close_seconds
         self.records: queue.Queue[tuple[int, dict[str, Any]] | None] = queue.Queue(most_waiting)
         self.lost, self.cause = 0, ""
@@ -110,7 +109,7 @@ class Sink:
         """Opens the service and hands it the records until the end."""
         with TURNS.get(self.name, contextlib.nullcontext()):
             try:
-                service = self.open_service(Begin(self.workdir, self.name, self.start_step))
+                service = self.open_service(Begin(self.workdir, self.name))
                 self.news = f"{self.name}: {service.place}"
                 while (record := self.records.get()) is not None:
                     service.log(*record)
@@ -195,11 +194,11 @@ def open_trackio(begin: Begin) -> Service:
 OPEN = {"wandb": open_wandb, "trackio": open_trackio}
 
 
-def open_sinks(names: Sequence[str], workdir: Any, start_step: int) -> list[Sink]:
+def open_sinks(names: Sequence[str], workdir: Any) -> list[Sink]:
     """A sink for each name. Raises BadInput where a package is missing."""
     if missing := missing_packages(names):
         raise BadInput("; ".join(missing))
-    return [Sink(name, workdir, start_step, OPEN[name]) for name in names]
+    return [Sink(name, workdir, OPEN[name]) for name in names]
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:

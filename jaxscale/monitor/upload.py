@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from jaxscale.system import fence, paths
+from jaxscale.system import fence
 from jaxscale.system.bucket import Bucket
 from jaxscale.system.bucket_errors import Changed
 from jaxscale.system.exits import BadInput, Stop
@@ -43,7 +43,7 @@ class Uploader:
         write: Callable[[bytes], None] | None = None,
     ):
         self.path, self.every_seconds, self.clock = path, every_seconds, clock
-        self.write = write or make_write(path)
+        self.write = write or OwnObject(os.fspath(path)).write
         self.pieces: list[str] = []
         self.version = self.sent = 0  # of the text that there is, and of that which the object holds
         self.failures, self.failing_since, self.due = 0, 0.0, 0.0
@@ -127,27 +127,6 @@ class Uploader:
                 self.problem = f"{self.path} is behind and tried again: {' '.join(str(error).split())}"
             longest = min(FIRST_WAIT * 2 ** min(self.failures - 1, 10), LONGEST_WAIT)
             self.due = now + max(getattr(error, "wait", 0.0), longest * random.uniform(0.5, 1.0))
-
-
-def make_write(path: Any) -> Callable[[bytes], None]:
-    """The function that writes the whole content to the path, in one try that ends."""
-    if os.fspath(path).startswith("gs://"):
-        return OwnObject(os.fspath(path)).write
-    return lambda content: paths.write_bytes_atomic(path, content)
-
-
-def take_up(path: Any) -> tuple[bytes, Callable[[bytes], None]]:
-    """(what the object holds, b"" where there is none; make_write's function, which replaces just that).
-
-    Raises: OSError, or BadInput, where it cannot be read.
-    """
-    if os.fspath(path).startswith("gs://"):
-        own = OwnObject(os.fspath(path))
-        return own.read(), own.write
-    try:
-        return paths.read_bytes(path), make_write(path)
-    except FileNotFoundError:
-        return b"", make_write(path)
 
 
 class OwnObject:

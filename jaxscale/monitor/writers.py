@@ -67,7 +67,7 @@ class Writer:
         if earlier.dropped_steps:
             first, last = min(earlier.dropped_steps), max(earlier.dropped_steps)
             self.say(f"metrics.jsonl: steps {first} to {last} are run again")
-        self.sinks = open_sinks(cfg.writers, self.workdir, start_step)
+        self.sinks = open_sinks(cfg.writers, self.workdir)
         if cfg.tensorboard and paths.is_remote(workdir):
             self.say("TensorBoard events are written to local folders only; metrics.jsonl has every number")
 

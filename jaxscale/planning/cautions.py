@@ -1,7 +1,6 @@
 """What is unwise about a plan. Each function looks at one thing and returns a Caution, or None where all is well."""
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxscale import units
@@ -210,8 +209,3 @@ def too_many_epochs(epochs: float, most: float = 4.0) -> Caution | None:
         "add data, or shorten the run",
         "arXiv:2305.16264",
     )
-
-
-def present(found: Sequence[Caution | None]) -> tuple[Caution, ...]:
-    """Those that are there."""
-    return tuple(one for one in found if one is not None)

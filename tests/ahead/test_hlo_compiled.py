@@ -73,7 +73,7 @@ def test_a_tpu_program_gathers_a_layer_at_a_time_and_its_bytes_are_those_of_its_
     facts = read_hlo(step.lower(weights, x).compile().as_text(), mesh.shape)
     product = 2 * 8 * 512 * 512
     assert facts.dot_flops in [6 * 3 * product, 6 * 4 * product]
-    assert facts.unknown_trips == 0 and facts.estimated_cycles
+    assert facts.unknown_trips == 0
     moved = {kind: sum(c.wire_bytes * c.times for c in facts.collectives if c.kind == kind) for kind in KINDS}
     # This stack leaves the choice to the compiler, and for v5p it takes an all-reduce: twice a reduce-scatter's bytes.
     reductions = 2 if name.startswith("v5p") and moved["all-reduce"] > 1000 else 1
@@ -105,7 +105,7 @@ def test_a_gpu_program_s_bytes_are_those_of_its_shapes_and_part_of_them_leaves_t
     step, weights, x = make_step(mesh, num_layers=6, width=512)
     facts = read_hlo(step.lower(weights, x).compile().as_text(), mesh.shape, link_domains(list(mesh.devices.flat)))
     assert facts.dot_flops in [6 * 3 * 2 * 8 * 512 * 512, 6 * 4 * 2 * 8 * 512 * 512]
-    assert facts.unknown_trips == 0 and facts.estimated_cycles is None
+    assert facts.unknown_trips == 0
     layer = 512 * 512 * 2
     for kind, passes in (("all-gather", 2), ("reduce-scatter", 1)):
         found = [c for c in facts.collectives if c.kind == kind]

@@ -12,8 +12,7 @@ from jaxscale.ahead.preflight import ahead_program, find_kept
 from jaxscale.planning.topology import open_topology
 
 FACTS = HloFacts(
-    collectives=[], dot_flops=1e9, hbm_bytes=1e3, estimated_cycles=None, unknown_trips=0, custom_calls={},
-    dot_flops_by_type={"bf16": 1e9},
+    collectives=[], dot_flops=1e9, hbm_bytes=1e3, unknown_trips=0, dot_flops_by_type={"bf16": 1e9}
 )  # fmt: skip
 WHERE = "v5e:2x2"
 
@@ -28,7 +27,7 @@ def test_a_result_is_found_by_its_step_and_by_no_other(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     topology = open_topology(WHERE)
     program = ahead_program(config(), topology)
-    memory = Memory(peak=123_456_789, arguments=1, code=0, host=0)
+    memory = Memory(peak=123_456_789, arguments=1, code=0)
     result = Compiled(memory, FACTS, None, 1.0, 1.0, {}, "2026-11-21")
     ahead.write_result(ahead.lower(program, topology)[1], result, print)
     found = find_kept(config(), WHERE, print)

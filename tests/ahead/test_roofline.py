@@ -20,7 +20,7 @@ def collective(axes, wire, times=1, dcn=0.0):
 
 def facts(*collectives, **flops):
     """A step of 40 bytes of memory traffic."""
-    return HloFacts(list(collectives), sum(flops.values()), 40.0, None, 0, {}, dot_flops_by_type=flops)
+    return HloFacts(list(collectives), sum(flops.values()), 40.0, 0, dot_flops_by_type=flops)
 
 
 def test_each_resource_is_busy_for_its_work_over_its_speed():

@@ -39,7 +39,7 @@ class Service:
         self.finished = True
 
 
-def opened(folder, made, *, gate=None, start_step=0, **limits):
+def opened(folder, made, *, gate=None, **limits):
     """A sink whose services are appended to `made`."""
 
     def open_service(begin):
@@ -48,7 +48,7 @@ def opened(folder, made, *, gate=None, start_step=0, **limits):
             made[-1].gate = gate
         return made[-1]
 
-    return Sink("test", folder, start_step, open_service, **limits)
+    return Sink("test", folder, open_service, **limits)
 
 
 def test_every_record_arrives_in_order_and_the_end_is_waited_for(tmp_path):
@@ -63,8 +63,8 @@ def test_every_record_arrives_in_order_and_the_end_is_waited_for(tmp_path):
 def test_a_run_keeps_its_id_and_counts_attempts_also_where_it_begins_again_without_a_checkpoint(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"config": {"seed": 3}}))
     made = []
-    for start_step in (0, 0, 5, 2):
-        opened(tmp_path, made, start_step=start_step).close()
+    for _ in range(4):
+        opened(tmp_path, made).close()
     begins = [service.begin for service in made]
     assert len({begin.id for begin in begins}) == 1 and [begin.attempt for begin in begins] == [1, 2, 3, 4]
     assert begins[0].config == {"config": {"seed": 3}}
@@ -74,7 +74,7 @@ def test_a_run_keeps_its_id_and_counts_attempts_also_where_it_begins_again_witho
 def test_secrets_do_not_reach_a_service(tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "correcthorsebattery")
     (tmp_path / "config.json").write_text(json.dumps({"config": {"data": {"files": "x?key=correcthorsebattery"}}}))
-    assert "correcthorse" not in json.dumps(Begin(tmp_path, "test", 0).config)
+    assert "correcthorse" not in json.dumps(Begin(tmp_path, "test").config)
 
 
 def test_a_service_that_stands_still_keeps_nobody_waiting(tmp_path):
@@ -100,7 +100,7 @@ def test_a_service_that_fails_is_told_of_once_and_the_file_is_whole(tmp_path, er
 
     stream = io.StringIO()
     writer = Writer(tmp_path, MonitorConfig(tensorboard=False, progress="lines"), 10, stream=stream)
-    writer.sinks = [Sink("test", tmp_path, 0, fail)]
+    writer.sinks = [Sink("test", tmp_path, fail)]
     writer.sinks[0].over.wait(10)
     for step in range(1, 4):
         writer.write(step, {"loss": 1.0})
@@ -205,7 +205,7 @@ def test_wandb_without_a_login_asks_nobody(tmp_path):
         pytest.skip("wandb is not installed: pip install 'jaxscale[wandb]'")
     code = (
         "import sys\nfrom jaxscale.monitor.sinks import OPEN, Sink\n"
-        "sink = Sink('wandb', sys.argv[1], 0, OPEN['wandb'])\nsink.over.wait(60)\nprint(sink.problem)"
+        "sink = Sink('wandb', sys.argv[1], OPEN['wandb'])\nsink.over.wait(60)\nprint(sink.problem)"
     )
     keep = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")}
     done = subprocess.run(

@@ -155,7 +155,6 @@ class SourceJump(Rule):
 
     kind = "source_jump"
     begin, end = 3, 5
-    not_sources = frozenset({"loss_scale", "objective", "real_tokens"})
 
     def __init__(self) -> None:
         super().__init__()
