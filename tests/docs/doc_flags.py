@@ -67,7 +67,7 @@ def check_verb(words: list[str]) -> None:
         flags = flags[:cut]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        code = importlib.import_module(cli.VERBS[verb][0]).main([*flags, "--help"])
+        code = importlib.import_module(cli.VERBS[verb].module).main([*flags, "--help"])
     if code or not said.getvalue():
         raise ValueError(
             f"jaxscale {verb} {' '.join(flags)} --help ends with {code} and {len(said.getvalue())} characters"
