@@ -37,7 +37,7 @@ def check(words: list[str]) -> None:
     elif program == "jaxscale":
         check_verb(rest)
     elif words[:2] == ["python", "-m"] and words[2].startswith("jaxscale"):
-        modules = {module: verb for verb, (module, _) in cli.VERBS.items()}
+        modules = {about.module: verb for verb, about in cli.VERBS.items()}
         if words[2] not in modules:
             raise ValueError(f"{words[2]} is no verb's module")
         check_verb([modules[words[2]], *words[3:]])
