@@ -22,6 +22,7 @@ OWN = {  # functions that write and do not ask, and why they need not
     "checkpoint/write.py:describe": "for commit, which asks, in a folder that is held open",
     "checkpoint/folders.py:mark_committed": "for commit, which asks",
     "checkpoint/folders.py:copy_objects": "for set_aside, which asks",
+    "checkpoint/folders.py:commit": "of averages, copies and imports, which are programs of their own",
     "checkpoint/retention.py:unpin": "a verb on checkpoints, a program of its own",
     "hosts/watchdog.py:open_private": "its own file, made when a run begins; bark asks",
     "hosts/watchdog.py:remove_if_empty": "its own empty file",

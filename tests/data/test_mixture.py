@@ -118,8 +118,8 @@ def test_stages_start_at_amounts_of_training(start):
         ({"0": {"web": 1.0}, "0%": {"web": 1.0}}, {}, "two stages that start at one batch"),
         ({"0": {"web": 1.0}, "soon": {"web": 1.0}}, {}, "is not an amount of training"),
         ({"0": {"web": 1.0}, "web": 0.5}, {}, "not both in one"),
-        ({"web": 0.0}, {}, "at least 0, and one above"),
-        ({"web": -1.0, "code": 2.0}, {}, "at least 0, and one above"),
+        ({"web": 0.0}, {}, "at least 0, finite, and one above"),
+        ({"web": -1.0, "code": 2.0}, {}, "at least 0, finite, and one above"),
     ],
 )
 def test_what_is_wrong_with_a_mixture_is_one_line(mixture, max_epochs, message):
