@@ -193,7 +193,7 @@ def test_a_tensor_axis_of_a_torus_lies_on_neighbours(tpu):
 
 @pytest.mark.aot
 @pytest.mark.parametrize(
-    ("sizes", "crossing"), [({"data": 2}, {"ALL_REDUCE"}), ({}, {"ALL_GATHER", "ALL_REDUCE"})], ids=str
+    ("sizes", "crossing"), [({"data": 2}, {"ALL_REDUCE"}), ({}, {"ALL_GATHER", "ALL_REDUCE"})], ids=["data", "fsdp"]
 )
 def test_between_slices_data_costs_a_reduction_and_fsdp_the_gathers_too(tpu, sizes, crossing):
     """What crosses is named in the compiled program, as sends of the multi-slice runtime."""
