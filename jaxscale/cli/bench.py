@@ -24,12 +24,10 @@ import jax
 from jaxscale import schema
 from jaxscale.cli import (
     bench_against,
-    bench_collectives,
     bench_data,
     bench_loop,
     bench_sample,
     bench_statistics,
-    bench_step,
     bench_survive,
     run_verb,
 )
@@ -41,6 +39,8 @@ from jaxscale.help_text import command
 from jaxscale.hosts import cluster
 from jaxscale.planning.check import device_bytes
 from jaxscale.planning.measured import from_record, keep_measured
+from jaxscale.qualify.collectives import collective_lines, measure_collectives, read_mesh, read_sizes
+from jaxscale.qualify.step import SPECS, measure_step, read_config, step_lines
 from jaxscale.system.exits import BadInput, put
 
 
@@ -72,7 +72,7 @@ class BenchFlags(cluster.HostFlags):
         None,
         "collectives: sizes of the whole array in MiB (on CPU 1,4,16)",
         "1,16,256",
-        read=lambda _, text: bench_collectives.read_sizes(text),
+        read=lambda _, text: read_sizes(text),
     )
     repeats: int = flag(10, "collectives: calls, of which the median counts", least=1)
     against: tuple[str, ...] = flag(
@@ -129,7 +129,7 @@ def main(arguments: Arguments) -> None:
     elif flags.save:
         save_steps(arguments)
     else:
-        show(flags, *measure(what, *bench_step.read_config(arguments), flags))
+        show(flags, *measure(what, *read_config(arguments), flags))
 
 
 def show(flags: BenchFlags, record: Mapping[str, Any], lines: Iterable[str]) -> None:
@@ -142,8 +142,8 @@ def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[di
     loops = lambda: dict(steps=whole_number("--steps", str(flags.steps or 20), 2), rounds=flags.rounds or 5)
     match what:
         case "step":
-            record = bench_step.measure_step(name, cfg, steps=flags.steps or 6, warmup=flags.warmup)
-            return record, bench_step.step_lines(record)
+            record = measure_step(name, cfg, steps=flags.steps or 6, warmup=flags.warmup)
+            return record, step_lines(record)
         case "loop":
             record = bench_loop.measure_loop(cfg, steps=flags.steps or 100)
             return record, bench_loop.loop_lines(name, record)
@@ -161,9 +161,9 @@ def measure(what: str, name: str, cfg: RunConfig, flags: BenchFlags) -> tuple[di
 def save_steps(arguments: Arguments) -> None:
     """`jaxscale bench step --save`: measures the config or spec, or every spec, and keeps the results."""
     flags = arguments.flags
-    for spec in [flags.spec] if arguments.config or flags.spec else bench_step.SPECS:
+    for spec in [flags.spec] if arguments.config or flags.spec else SPECS:
         one = dataclasses.replace(arguments, flags=dataclasses.replace(flags, spec=spec))
-        record, lines = measure("step", *bench_step.read_config(one), flags)
+        record, lines = measure("step", *read_config(one), flags)
         show(flags, record, lines)
         devices = jax.devices()
         about = dict(platform=devices[0].platform, num_devices=len(devices), memory_bytes=device_bytes(devices) or 0)
@@ -174,13 +174,13 @@ def save_steps(arguments: Arguments) -> None:
 
 def collectives(arguments: Arguments) -> None:
     """`jaxscale bench collectives`."""
-    cfg, flags = bench_collectives.read_mesh(arguments), arguments.flags
+    cfg, flags = read_mesh(arguments), arguments.flags
     facts = schema.flatten(
         {"mesh": schema.to_dict(cfg), "megabytes": arguments.options.get("megabytes"), "repeats": flags.repeats}
     )
     with cluster.joined(cluster.find_own_place(arguments.options), facts, arguments.options) as say:
-        record = bench_collectives.measure_collectives(cfg, sizes=flags.megabytes, repeats=flags.repeats)
-        say(json.dumps(record) if flags.json else "\n".join(bench_collectives.collective_lines(record)))
+        record = measure_collectives(cfg, sizes=flags.megabytes, repeats=flags.repeats)
+        say(json.dumps(record) if flags.json else "\n".join(collective_lines(record)))
 
 
 def data(arguments: Arguments) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def data(arguments: Arguments) -> dict[str, Any]:
 
 def against(arguments: Arguments) -> None:
     """`jaxscale bench step --against=...`."""
-    bench_step.read_config(arguments)  # what is wrong with our own side is said before anything runs
+    read_config(arguments)  # what is wrong with our own side is said before anything runs
     flags = arguments.flags
     if flags.save:
         raise BadInput("--save keeps what our step was measured at, and --against compares it; give one of them")

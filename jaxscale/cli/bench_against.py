@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jaxscale.cli.bench_step import loss_problem
+from jaxscale.qualify.step import loss_problem
 from jaxscale.system import process
 from jaxscale.system.exits import BadInput
 from jaxscale.units import table

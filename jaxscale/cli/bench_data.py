@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from jaxscale import schema
-from jaxscale.cli.bench_timing import median_seconds, seconds_of
 from jaxscale.corpus.curate.duplicates import make_near_sketch
 from jaxscale.corpus.prepare.blocks import cut
 from jaxscale.corpus.prepare.config import STAGES, PrepareConfig
@@ -30,6 +29,7 @@ from jaxscale.corpus.prepare.work import make_stage
 from jaxscale.data.config import DataConfig
 from jaxscale.data.dataset import read_ahead
 from jaxscale.data.pipeline import Corpus, open_data
+from jaxscale.qualify.timing import median_seconds, seconds_of
 from jaxscale.system.exits import BadInput
 from jaxscale.text.document import Document
 from jaxscale.text.sources.files import list_files, stdlib_files

@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxscale.cli.bench_timing import seconds_of
 from jaxscale.config import RunConfig
 from jaxscale.models.layers import split_model
 from jaxscale.models.sharded import shard_model
 from jaxscale.ops.project import with_precision
 from jaxscale.planning.check import check_machine
+from jaxscale.qualify.timing import seconds_of
 from jaxscale.sampling.config import GREEDY
 from jaxscale.sampling.generator import Engine, Generator
 from jaxscale.sharding.mesh import make_mesh, mesh_layout

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jaxscale.cli.bench_loop import loop_pair, open_bench
-from jaxscale.cli.bench_timing import seconds_of
 from jaxscale.config import RunConfig
+from jaxscale.qualify.timing import seconds_of
 from jaxscale.training.statistics import named
 
 WANTED = 0.02  # of the time of all steps

@@ -18,9 +18,9 @@ from jaxscale.checkpoint.fingerprint import fingerprints
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli.bench_loop import loop_pair, open_bench, run_bare
-from jaxscale.cli.bench_timing import median_seconds
 from jaxscale.config import RunConfig
 from jaxscale.hosts.watchdog import Watchdog
+from jaxscale.qualify.timing import median_seconds
 from jaxscale.training import guard
 from jaxscale.training.config import GuardConfig
 from jaxscale.training.services import UNATTENDED, Services

@@ -17,10 +17,10 @@ import numpy as np
 
 from jaxscale.build import Program, make_program
 from jaxscale.cli.attempt import simulated
-from jaxscale.cli.compilations import CompileLog
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
+from jaxscale.qualify.compilations import CompileLog
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.sharding.shardings import put_rows

@@ -10,6 +10,7 @@ import pytest
 
 from jaxscale.cli import bench, bench_against, bench_loop, bench_sample, bench_statistics, bench_survive
 from jaxscale.command_line import parse
+from jaxscale.qualify import step
 from jaxscale.system import process
 
 TINY = [
@@ -87,13 +88,13 @@ def test_statistics_say_what_a_look_at_the_layers_costs(cost, verdict):
 
 def test_losses_on_random_tokens_start_near_the_log_of_the_vocabulary(step_record):
     log_vocab = step_record["log_vocab"]
-    assert bench.bench_step.loss_problem(step_record["loss0"], step_record["lossN"], log_vocab) is None
-    assert "first loss is 9" in bench.bench_step.loss_problem(9.0, 3.4, log_vocab)
-    assert "last loss is nan" in bench.bench_step.loss_problem(3.4, float("nan"), log_vocab)
+    assert step.loss_problem(step_record["loss0"], step_record["lossN"], log_vocab) is None
+    assert "first loss is 9" in step.loss_problem(9.0, 3.4, log_vocab)
+    assert "last loss is nan" in step.loss_problem(3.4, float("nan"), log_vocab)
 
 
 def test_a_step_is_told_to_people_in_words(step_record):
-    text = "\n".join(bench.bench_step.step_lines(step_record))
+    text = "\n".join(step.step_lines(step_record))
     assert "compiled once" in text and "tokens/s" in text and "sane" in text
 
 

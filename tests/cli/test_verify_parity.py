@@ -14,9 +14,9 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale import schema
 from jaxscale.cli import verify_parity as vp
-from jaxscale.cli.compilations import CompileLog
 from jaxscale.cli.verify_parity import Layout
 from jaxscale.config import RunConfig
+from jaxscale.qualify.compilations import CompileLog
 
 SIZES = dict(vocab_size=263, num_layers=2, embed_dim=32)  # 263 is prime
 LLAMA = SIZES | dict(name="llama", num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64)

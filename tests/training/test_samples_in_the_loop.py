@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxscale.cli.compilations import CompileLog
 from jaxscale.hosts.config import HangConfig
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.monitor.goodput import TimeLedger
+from jaxscale.qualify.compilations import CompileLog
 from jaxscale.reporting.history import read_history
 from jaxscale.run.opening import open_run
 from jaxscale.training import loop

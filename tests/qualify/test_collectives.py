@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from processes import free_ports
 
 from jaxscale.cli import bench
-from jaxscale.cli.bench_collectives import (
+from jaxscale.hardware import CHIPS
+from jaxscale.qualify.collectives import (
     KINDS,
     MEASURES,
     collective_lines,
@@ -26,7 +27,6 @@ from jaxscale.cli.bench_collectives import (
     slow_ones,
     wire_bytes,
 )
-from jaxscale.hardware import CHIPS
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 

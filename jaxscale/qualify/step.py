@@ -11,7 +11,6 @@ import jax
 
 from jaxscale import config_file, schema, units
 from jaxscale.build import Program, make_program
-from jaxscale.cli.compilations import CompileLog
 from jaxscale.command_line import Arguments
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.config_file import config_name
@@ -21,6 +20,7 @@ from jaxscale.hardware import find_chip
 from jaxscale.monitor.machine import memory_metrics
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.planning.check import check_machine
+from jaxscale.qualify.compilations import CompileLog
 from jaxscale.sharding.shardings import local_rows, put_rows
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import has_huge_pages

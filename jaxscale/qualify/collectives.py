@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale import config_file, schema, units
-from jaxscale.cli.bench_timing import median_seconds
 from jaxscale.command_line import Arguments
 from jaxscale.hardware import Chip, find_chip
+from jaxscale.qualify.timing import median_seconds
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.sharding.mesh import groups_along, make_mesh, mesh_layout
 from jaxscale.sharding.torus import link_stages

@@ -1,0 +1,1 @@
+"""What a machine does, measured: products, memory, links, kernels, a training step, storage."""
