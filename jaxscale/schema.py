@@ -6,9 +6,11 @@ apart by their `name: Literal[...]`, or `kind: Literal[...]` where they have no 
 """
 
 import ast
+import contextlib
 import dataclasses
 import difflib
 import functools
+import json
 import operator
 import re
 import sys
@@ -44,6 +46,7 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
         head, _, rest = dotted.partition(".")
         if rest:
             inner = merged.get(head, {})
+            inner = literal(inner) if isinstance(inner, str) else inner
             if not isinstance(inner, Mapping):
                 raise BadInput(f"{dotted}={value!r} reaches into {head}, which is {inner!r}, not a group of settings")
             merged[head] = merge(inner, {rest: value})
@@ -55,7 +58,8 @@ def merge(values: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 def from_dict(cls: type[T], values: Mapping[str, Any], path: str = "") -> T:
     """The dataclass `cls` built from `values`. Raises BadInput that names the setting, the value and the rule."""
     if not isinstance(values, Mapping):
-        raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}")
+        way = as_dict(path) if path and isinstance(values, str) else ""
+        raise BadInput(f"{path or cls.__name__} must be a group of settings of {cls.__name__}, not {values!r}{way}")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     for key in values:
@@ -197,7 +201,7 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         if int in candidates and isinstance(value, (int, float)) and abs(value) > MOST_INTEGER
         else ""
     )
-    raise BadInput(f"{path}={clipped(value)} is not {type_name(hint)}{large}{nearest(value, candidates)}")
+    raise BadInput(f"{path}={clipped(value)} is not {type_name(hint)}{large}{how_written(value, candidates, path)}")
 
 
 def clipped(value: Any) -> str:
@@ -250,12 +254,22 @@ def parse_text(text: str, candidates: list[Any]) -> Any:
         return None
     if any(typing.get_origin(option) is Literal and text in typing.get_args(option) for option in candidates):
         return text
-    try:
+    found = literal(text)
+    if found is not text:
+        return found
+    names = [name.strip() for name in text.split(",")]
+    inner = [typing.get_args(option)[0] for option in candidates if typing.get_origin(option) is tuple]
+    return names if any(typing.get_origin(of) is Literal for of in inner) else text  # 'a,b' of names that are known
+
+
+def literal(text: str) -> Any:
+    """What the text is in Python or, of a dict or a list, in JSON ('{"x": true}'); the text itself where in neither."""
+    with contextlib.suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that ast documents
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # all that the ast module documents
-        names = [name.strip() for name in text.split(",")]
-        inner = [typing.get_args(option)[0] for option in candidates if typing.get_origin(option) is tuple]
-        return names if any(typing.get_origin(of) is Literal for of in inner) else text  # 'a,b' of names that are known
+    if text.lstrip().startswith(("{", "[")):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(text)
+    return text
 
 
 def choose_group(groups: list[type], value: Any, path: str) -> type:
@@ -289,6 +303,7 @@ def group_tag(group: type) -> str:
 def with_default_name(value: Any, field: dataclasses.Field, hint: Any) -> Any:
     """`value`; if several dataclasses could be meant and it says no name, with the name of the field's default."""
     several = sum(dataclasses.is_dataclass(option) for option in options(hint)) > 1
+    value = literal(value) if several and isinstance(value, str) else value
     if several and isinstance(value, Mapping) and "name" not in value:
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if dataclasses.is_dataclass(default):
@@ -313,11 +328,18 @@ def suggestion(key: str, cls: type, path: str) -> str:
     return f"; did you mean {close[0]!r}?" if close else f"; it has {', '.join(names)}"
 
 
-def nearest(value: Any, candidates: list[Any]) -> str:
-    """'; did you mean ...?' for a misspelt choice."""
+def how_written(value: Any, candidates: list[Any], path: str) -> str:
+    """'; did you mean ...?' for a misspelt choice; how a dict is written, for text that is none."""
+    if isinstance(value, str) and any(typing.get_origin(option) is dict for option in candidates):
+        return as_dict(path)
     choices = [arg for option in candidates if typing.get_origin(option) is Literal for arg in typing.get_args(option)]
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def as_dict(path: str) -> str:
+    """How a dict or a group of settings is written on a command line."""
+    return f"""; write {path}='{{"NAME": VALUE}}', or {path}.NAME=VALUE for one of them"""
 
 
 def type_name(hint: Any) -> str:

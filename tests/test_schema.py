@@ -54,6 +54,7 @@ class Run:
     betas: tuple[float, float] = setting((0.9, 0.95), "decay rates")
     groups: tuple[Group, ...] = setting((), "ordered")
     mixture: dict[str, float] = setting({"web": 1.0}, "weights")
+    limits: dict[str, bool | int | str] = setting({}, "by name")
     batch: Literal["auto"] | int = setting("auto", "rows")
     model: Model = setting(lambda: Model(vocab_size=256), "the model")
     optim: Adam | Sgd = setting(Adam, "the optimizer")
@@ -96,6 +97,10 @@ def test_nothing_given_is_the_defaults():
         ("betas", [0, 1], (0.0, 1.0)),
         ("groups", "[{'pattern': 'wq', 'lr': 2}]", (Group(pattern="wq", lr=2.0),)),
         ("mixture", "{'web': 1, 'code': 3}", {"web": 1.0, "code": 3.0}),
+        ("mixture", '{"web": 1, "code": 3e0}', {"web": 1.0, "code": 3.0}),
+        ("groups", '[{"pattern": "null"}]', (Group(pattern="null"),)),
+        ("limits", '{"x": true, "y": "no"}', {"x": True, "y": "no"}),
+        ("optim", '{"peak_lr": 2, "clip_norm": null}', Adam(peak_lr=2.0)),
         ("batch", "auto", "auto"),
         ("batch", "8", 8),
         ("optim", {"name": "sgd", "momentum": "0.5"}, Sgd(momentum=0.5)),
@@ -123,6 +128,12 @@ def test_text_becomes_the_type_of_the_setting(name, text, value):
         ({"optim": {"name": "sgd", "peak_lr": 1}}, "optim.peak_lr is not a setting of Sgd; it has name, momentum"),
         ({"model": {"num_heads": 4}}, "model.vocab_size must be given: number of tokens"),
         ({"model": 3}, "model must be a group of settings of Model, not 3"),
+        (
+            {"model": "{num_heads: 3}"},
+            "model must be a group of settings of Model, not '{num_heads: 3}'; write model='{",
+        ),
+        ({"mixture": '{"x": tru}'}, "mixture='{\"x\": tru}' is not a dict of name to (a number); write mixture='{"),
+        ({"limits": '{"x": null}'}, "limits.x=None is not true or false or an integer or text"),
         ({"seed": "many"}, "seed='many' is not an integer"),
         ({"seed": 1.5}, "seed=1.5 is not an integer"),
         ({"seed": "1e999"}, "seed=inf is not an integer"),
@@ -189,6 +200,7 @@ def test_an_override_cannot_reach_into_a_value():
 
 def test_later_overrides_win():
     assert schema.merge({}, {"a": {"b": 1, "c": 2}, "a.b": 3}) == {"a": {"b": 3, "c": 2}}
+    assert schema.merge({}, {"a": '{"b": true, "c": 2}', "a.b": "3"}) == {"a": {"b": "3", "c": 2}}
 
 
 def test_defaults_are_not_shared_between_runs():
