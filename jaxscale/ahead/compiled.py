@@ -28,7 +28,7 @@ from jaxscale.sharding.compiler_options import VARIABLES
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
 
-FORMAT = 4  # of a kept result; another number makes all earlier ones unread
+FORMAT = 5  # of a kept result; another number makes all earlier ones unread
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 UNITS = {"": 1, "B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 SIZE = r"([0-9.]+)([BKMGT]?)"

@@ -125,7 +125,10 @@ def tpu_devices(name: TopologyName) -> list[Any]:
         raise BadInput(f"{name} is compiled for by libtpu, which is not installed: pip install 'jaxscale[tpu]'")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # else a second process waits for a lock file
-    options: dict[str, Any] = {"num_slices": name.num_slices} if name.num_slices > 1 else {}
+    closed = [wraps(FAMILIES[name.family].dims, name.shape, size) for size in name.shape]
+    options: dict[str, Any] = {"wrap": (*closed, *[False] * (3 - len(closed)))}  # else libtpu compiles for open lines
+    if name.num_slices > 1:
+        options["num_slices"] = name.num_slices
     if name.family == "v4":
         options["chip_config_name"] = "megacore"  # one device a chip, as Cloud TPU's runtime gives them
     if math.prod(name.shape) == 1:
@@ -176,17 +179,19 @@ def link_shares(mesh: jax.sharding.Mesh, chip: Chip) -> dict[str, float]:
         line = np.moveaxis(coords, number, 0).reshape(devices.shape[number], -1, coords.shape[-1])[:, 0]
         extents = [len(set(column)) for column in line.T.tolist()]
         along = [(extent, int(size)) for extent, size in zip(extents, sizes) if extent > 1]
-        rings = [1.0 if extent == size and wraps(chip, size) else 0.5 for extent, size in along]
+        closed = [extent == size and wraps(chip.ici_dims, sizes.tolist(), size) for extent, size in along]
+        rings = [1.0 if ring else 0.5 for ring in closed]
         shares[axis] = min(1.0, sum(rings) / chip.ici_dims) or 1.0  # along slices or the cores of a chip: no ICI
     return shares
 
 
-def wraps(chip: Chip, size: int) -> bool:
-    """True if a dimension of this size is closed to a ring. Source: the pages above, for v4; v5p and TPU7x taken alike.
+def wraps(num_dims: int, shape: Sequence[int], size: int) -> bool:
+    """True if a dimension of this size is closed to a ring in a slice of this shape.
 
-    On the 2D chips only a whole side of a pod is: cloud.google.com/tpu/docs calls the 16x16 pod a torus.
+    3D slices of whole 4x4x4 cubes are closed all round, smaller ones are open. On the 2D chips only a whole side of a
+    pod is closed. Source: the pages above, and MaxText's accelerator_to_spec_map.py, which is Google's own.
     """
-    return size % 4 == 0 if chip.ici_dims == 3 else size == 16
+    return all(side % 4 == 0 for side in shape) if num_dims == 3 else size == 16
 
 
 def parse_topology(text: str, *, planned: bool = False) -> TopologyName:

@@ -1,10 +1,15 @@
 """Names of machines that are not here: what they stand for, and what is said of those that do not exist."""
 
 import importlib.util
+import re
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxscale.hardware import CHIPS
 from jaxscale.planning import topology
@@ -116,7 +121,7 @@ def mesh_of(devices, **shape):
     [
         ("TPU v5", (4, 4, 8), {"fsdp": 128, "tensor": 1}, {"fsdp": 1.0, "tensor": 1.0}),
         ("TPU v5", (4, 4, 4), {"fsdp": 16, "tensor": 4}, {"fsdp": 2 / 3, "tensor": 1 / 3}),
-        ("TPU v5", (2, 2, 4), {"fsdp": 16}, {"fsdp": 2 / 3}),  # two dimensions are lines, with one link at each end
+        ("TPU v5", (2, 2, 4), {"fsdp": 16}, {"fsdp": 1 / 2}),  # under a cube: three lines, with one link at each end
         ("TPU v5 lite", (4, 4), {"fsdp": 4, "tensor": 4}, {"fsdp": 1 / 4, "tensor": 1 / 4}),
         ("TPU v5 lite", (16, 16), {"fsdp": 16, "tensor": 16}, {"fsdp": 1 / 2, "tensor": 1 / 2}),
         ("NVIDIA H100 80GB HBM3", (8, 1), {"fsdp": 4, "tensor": 2}, {"fsdp": 1.0, "tensor": 1.0}),
@@ -145,6 +150,24 @@ def test_a_tpu_is_opened_where_there_is_none(text, devices, hosts, slices, capfd
     assert opened.chip is CHIPS[opened.devices[0].device_kind] and opened.platform == "tpu"
     assert sorted(set(link_domains(opened.devices))) == list(range(slices))
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.aot
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("name", "shape"), [("v5p:4x4x4", "TORUS"), ("v5p:2x2x4", "MESH"), ("v6e:4x4", "MESH"), ("v6e:16x16", "TORUS")]
+)
+def test_the_compiler_is_told_which_slices_are_closed_to_rings(name, shape):
+    devices = open_topology(name).devices
+    sides = np.array([device.coords for device in devices]).max(axis=0) + 1
+    mesh = Mesh(np.array(sorted(devices, key=lambda device: device.coords)).reshape(sides), ("x", "y", "z"))
+    gather = jax.shard_map(
+        lambda x: jax.lax.all_gather(x, "y", tiled=True), mesh=mesh, in_specs=P("y"), out_specs=P(), check_vma=False
+    )
+    options = {"xla_tpu_enable_sparse_core_collective_offload_all_gather": True}  # such programs name their rings
+    x = jax.ShapeDtypeStruct((2**14, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, P("y")))
+    text = jax.jit(gather, compiler_options=options).lower(x).compile().as_text()
+    assert set(re.findall(r"ICI_RING_DIM_[XYZ]_(\w+)", text)) == {shape}
 
 
 @pytest.mark.aot
