@@ -28,6 +28,7 @@ from jaxscale.system.exits import Exit, Stop
 READ_AHEAD_BYTES = 64 << 20  # asked for and not yet used: hides the latency of a bucket, and is what memory it takes
 CACHE_BYTES = 16 << 20  # of the index of a checkpoint, or every piece would ask a bucket for it again
 STATE, TREE = "state", "state/_METADATA"
+DIFFERS = "its bits differ from those that were saved"
 NUMBERS = {"int": int, "float": float, "bool": bool, "complex": complex}  # Python's: saved as arrays without axes
 KEY = "key<"  # how the dtype of random keys begins, which are saved as words, in one axis more
 COMMIT_BYTES = 64 << 20  # written at once: each commit writes the index anew, and holds this much memory
@@ -43,14 +44,10 @@ DESCRIPTIONS = (".zarray", "zarr.json")  # of an array; what else lies below it 
 def compare_leaf(arrays: "Arrays", name: str, shape: list[int], dtype: str, mark: int) -> tuple[str, int]:
     """('' or what is wrong with the leaf, bytes read). Args: shape, dtype, mark: as its record has them."""
     array = arrays.open(name)
-    is_key, own = dtype.startswith(KEY), list(array.shape)
-    if (own[:-1] if is_key else own) != shape:
-        return f"its shape is {own}, and {shape} was saved", 0
-    if dtype not in NUMBERS and not is_key and array.dtype.name != dtype:
-        return f"its dtype is {array.dtype.name}, and {dtype} was saved", 0
-    total = size = 0
-    value = None
-    for box, value in zip(boxes(array), read_ahead((array, box) for box in boxes(array))):
+    if wrong := misfit(array, shape, dtype):
+        return wrong, 0
+    total, size, value = 0, 0, None
+    for box, value in in_pieces(array, boxes(array)):
         total += host_fingerprint(value, start=[part.start for part in box], shape=array.shape)
         size += value.nbytes
     found = {total % 2**32}
@@ -58,7 +55,17 @@ def compare_leaf(arrays: "Arrays", name: str, shape: list[int], dtype: str, mark
         number = NUMBERS[dtype](value.item())
         # a numpy bool and Python's look alike in the record
         found = {zlib.crc32(repr(number).encode())} | (found if dtype == array.dtype.name else set())
-    return ("" if mark in found else "its bits differ from those that were saved"), size
+    return ("" if mark in found else DIFFERS), size
+
+
+def misfit(array: Any, shape: list[int], dtype: str) -> str:
+    """'' if the array in the files is one of this shape and dtype, as a record has them; else what it is."""
+    is_key, own = dtype.startswith(KEY), list(array.shape)
+    if (own[:-1] if is_key else own) != shape:
+        return f"its shape is {own}, and {shape} was saved"
+    if dtype not in NUMBERS and not is_key and array.dtype.name != dtype:
+        return f"its dtype is {array.dtype.name}, and {dtype} was saved"
+    return ""
 
 
 class Arrays:
@@ -128,6 +135,11 @@ def read_ahead(wanted: Iterable[tuple[Any, Box]], limit: int = READ_AHEAD_BYTES)
     while pending:
         future, _ = pending.popleft()
         yield future.result()
+
+
+def in_pieces(array: Any, wanted: Sequence[Box]) -> Iterator[tuple[Box, np.ndarray]]:
+    """Yields (piece, its values) of one array, read ahead."""
+    return zip(wanted, read_ahead((array, box) for box in wanted))
 
 
 @dataclasses.dataclass(frozen=True)

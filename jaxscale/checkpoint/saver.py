@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jaxscale.checkpoint import folders, retention, verify, write
+from jaxscale.checkpoint import folders, read_back, retention, write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.record import describe_leaf, seal, write_last_good
 from jaxscale.checkpoint.snapshot import Snapshot
@@ -25,7 +25,7 @@ from jaxscale.system import paths
 from jaxscale.system.exits import Stop
 from jaxscale.system.faults import crash_point
 
-DAMAGED = verify.Damaged.__name__
+DAMAGED = read_back.Damaged.__name__
 
 
 class SaveFailed(Exception):
@@ -191,13 +191,13 @@ class Saver:
             return False
         folder, share, shares = self.directory / str(job.step), jax.process_index(), jax.process_count()
 
-        def read_back() -> None:
-            leaves = (record or verify.sealed_record(folder, write.wait_for_record))["leaves"]
-            verify.verify_leaves(folder, leaves, share, shares)
+        def read() -> dict[str, list[int]]:
+            leaves = (record or read_back.sealed_record(folder, write.wait_for_record))["leaves"]
+            return read_back.piece_sums(folder, leaves, share, shares)
 
         crash_point("verify/before")
         try:
-            self.stage(job, "verify", read_back)
+            self.stage(job, "verify", read, lambda sums: read_back.what_differs(record["leaves"], sums))
         except (SaveFailed, TimeoutError) as failed:
             if failed.args[1:] == (DAMAGED,):
                 if jax.process_index() == 0:
@@ -254,29 +254,35 @@ class Saver:
             self.facts[step] = retention.read_facts(self.directory / str(step))
         return self.facts[step]
 
-    def stage(self, job: Job, name: str, work: Callable[[], bool | None] | None) -> bool:
+    def stage(
+        self,
+        job: Job,
+        name: str,
+        work: Callable[[], Any] | None,
+        damage: Callable[[list[Any]], str] = lambda results: "",
+    ) -> bool:
         """Does this process's part and returns when all have done theirs: True if the first one's work said so.
 
+        damage: what is damaged, in words, by what the work of all has returned; asked at the first process.
         Raises: SaveFailed with the cause of any, damage before all else. A Stop is raised here as it is; the others
         hear of it as of a failure.
         """
-        stop, mine = None, None
+        stop, mine = None, {}
         try:
             if work is not None:
-                mine = work() or None
+                mine = {"result": work()}
         except Stop as error:
-            stop, mine = error, [str(error), "Stop"]
+            stop, mine = error, {"failure": [str(error), "Stop"]}
         except Exception as error:
-            mine = [short_reason(error), type(error).__name__]
-            if isinstance(error, verify.Damaged | FileExistsError):
-                mine[0] = clip(str(error))
-        results = gathered(f"{job.key}/{name}", mine, self.cfg.max_save_seconds)
+            kept = isinstance(error, read_back.Damaged | FileExistsError)
+            mine = {"failure": [clip(str(error)) if kept else short_reason(error), type(error).__name__]}
+        made_of = lambda parts: outcome(parts, damage)
+        found = gathered(f"{job.key}/{name}", mine, self.cfg.max_save_seconds, made_of)
         if stop:
             raise stop
-        failed = [(process, *failure) for process, failure in enumerate(results) if isinstance(failure, list)]
-        for process, cause, kind in sorted(failed, key=lambda failure: failure[2] != DAMAGED):
-            raise SaveFailed(f"process {process}: {cause}" if len(results) > 1 else cause, kind)
-        return results[0] is True
+        if "failure" in found:
+            raise SaveFailed(*found["failure"])
+        return found["result"]
 
     def cause_of(self, error: Exception, job: Job) -> str:
         """The cause of a failed save with what it needs and has, and what permission is missing."""
@@ -297,3 +303,14 @@ def record_of(job: Job) -> dict[str, Any]:
     leaves = {name: [*describe_leaf(leaf), prints[name]] for name, leaf in job.snapshot.leaves.items()}
     content = {"step": job.step, "run": json.loads(job.run_text), "leaves": leaves}
     return seal(content | {"health": job.health, "metrics": job.metrics})
+
+
+def outcome(parts: list[dict[str, Any]], damage: Callable[[list[Any]], str]) -> dict[str, Any]:
+    """What a stage comes to: {"failure": [cause, kind]}, or {"result": True if the first process's work said so}."""
+    failed = [(process, *part["failure"]) for process, part in enumerate(parts) if "failure" in part]
+    for process, cause, kind in sorted(failed, key=lambda failure: failure[2] != DAMAGED):
+        return {"failure": [f"process {process}: {cause}" if len(parts) > 1 else cause, kind]}
+    results = [part.get("result") for part in parts]
+    if wrong := damage(results):
+        return {"failure": [clip(wrong), DAMAGED]}
+    return {"result": results[0] is True}

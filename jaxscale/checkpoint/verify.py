@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxscale.checkpoint.array_store import DICT_KEY, TREE, Arrays, Locations, compare_leaf, index_damages, named_files
-from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED, files_under, forget, mark_of
+from jaxscale.checkpoint.folders import COMMIT_TEXT, COMMITTED, files_under, mark_of
 from jaxscale.checkpoint.record import RECORD, is_sealed, read_record, require_record, seal
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason
 from jaxscale.system import paths
@@ -122,41 +122,6 @@ def tree_damages(folder: Any, leaves: Mapping[str, Any]) -> Iterator[Damage]:
         yield Damage(name, f"it cannot be understood: {short_reason(error)}")
 
 
-class Damaged(Exception):
-    """What lies in the files is not what was saved."""
-
-
-def verify_leaves(folder: Any, leaves: Mapping[str, list], share: int = 0, shares: int = 1) -> None:
-    """Returns if each leaf of a committed step has its fingerprint; reads the files, not what the system remembers.
-
-    Args: leaves: {name: [shape, dtype, fingerprint]} of its record. share: which of the `shares` this process reads.
-    Raises: Damaged with the name of the first leaf that differs or is not there.
-    """
-    if not paths.is_remote(folder):
-        for name in files_under(folder):
-            forget(folder / name)
-    arrays = Arrays(folder)
-    for name in sorted(leaves)[share::shares]:
-        try:
-            wrong, _ = compare_leaf(arrays, name, *leaves[name])
-        except Exception as error:
-            if is_storage_error(error):
-                raise
-            raise Damaged(f"{name} cannot be read back: {short_reason(error)}") from error
-        if wrong:
-            raise Damaged(f"{name}: {wrong}")
-
-
-def sealed_record(folder: Any, read: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
-    """The record as `read` gives it. Raises Damaged if one bit of it is another."""
-    try:
-        return read(folder)
-    except BadInput as error:
-        if is_storage_error(error):
-            raise
-        raise Damaged(f"its record cannot be read back: {error}") from error
-
-
 def list_own_files(folder: Any, process: int) -> None:
     """Writes down the data files of one process. Returns when the list is on the disk."""
     data = DATA_FOLDER.format(process)
@@ -181,24 +146,33 @@ def changed_files(
 ) -> Iterator[tuple[str, str]]:
     """Yields (file, what is wrong with it) of those that are not as they were written; of what has no list nothing.
 
-    Args: share: which of `shares` equal parts of the files to look at. finished: False before the step counts. small:
-    leave out what lies beside the arrays, so that little is read.
+    Args: share: which of `shares` parts of the files to look at: the first process's list is read by all, any other by
+    one, or by several that share its files. finished: False before the step counts. small: leave out what lies beside
+    the arrays, so that little is read.
     Raises: what says that the storage cannot be asked.
     """
-    lists = [name for name in files_under(folder / LISTS) if LIST.fullmatch(name)]
-    wanted: dict[str, list] = {}
-    if share == 0 and REST not in lists and (lists or must_be_listed(folder)):
-        yield f"{LISTS}/{REST}", "it is missing, and with it the marks of the other files"
-    for name in lists:
-        found = read_list(folder / LISTS / name)
-        if found is None and share == 0:
-            yield f"{LISTS}/{name}", "it cannot be read as it was written"
-        wanted |= found or {}
+    rest = read_list(folder / LISTS / REST)
+    if rest is not None:
+        lists = sorted(name for name in rest if LIST.fullmatch(name.removeprefix(f"{LISTS}/")))
+    else:
+        found = files_under(folder / LISTS)
+        lists = [f"{LISTS}/{name}" for name in found if LIST.fullmatch(name) and name != REST]
+        if share == 0 and REST in found:
+            yield f"{LISTS}/{REST}", "it cannot be read as it was written"
+        elif share == 0 and (lists or must_be_listed(folder)):
+            yield f"{LISTS}/{REST}", "it is missing, and with it the marks of the other files"
+    wanted = dict(sorted((rest or {}).items())[share::shares])
+    for number, name in enumerate(() if small else lists):
+        if (number - share) % min(shares, len(lists)) == 0:
+            if (found := read_list(folder / name)) is None:
+                yield name, "it cannot be read as it was written"
+            first, step = share // len(lists), max(1, -(-(shares - number) // len(lists)))  # of those who share it
+            wanted |= dict(sorted((found or {}).items())[first::step])
     if not finished:
         wanted.pop(COMMITTED, None)
     if small:
         wanted = {name: mark for name, mark in wanted.items() if not name.startswith(STATE_PREFIX)}
-    for name in sorted(wanted)[share::shares]:
+    for name in sorted(wanted):
         if cause := compare(folder / name, wanted[name]):
             yield name, cause
 

@@ -25,7 +25,7 @@ from typing import Any
 import jax
 
 from jaxscale import units
-from jaxscale.checkpoint import folders, verify
+from jaxscale.checkpoint import folders, read_back, verify
 from jaxscale.checkpoint.folders import sync_tree
 from jaxscale.checkpoint.record import LAST_GOOD, RECORD, nest, read_record
 from jaxscale.checkpoint.storage_errors import is_storage_error, no_inodes_message
@@ -41,6 +41,7 @@ HANDLERS = {  # what stock Orbax looks for in a step
 }
 MARGIN = 1.1  # names, manifests and the blocks of the file system, over the bytes of the arrays
 
+PIECE_BYTES = 64 << 20  # of an array at most, where it can be cut: what is read back at once, and by one process
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no room for a file, however little it holds
 
 
@@ -96,7 +97,8 @@ def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: 
     orbax, folder = import_orbax(), folders.unfinished_folder(directory, step)
     with itself(folder) as opened:
         fence.ask(folder)
-        array_handler().save(epath(opened / "state"), args=orbax.args.PyTreeSave(nest(leaves)))
+        pieces = nest({name: orbax.SaveArgs(chunk_byte_size=PIECE_BYTES) for name in leaves})
+        array_handler().save(epath(opened / "state"), args=orbax.args.PyTreeSave(nest(leaves), pieces))
         crash_point("save/arrays")
         fence.ask(folder)
         if not paths.is_remote(directory):
@@ -105,6 +107,7 @@ def write_arrays(directory: Any, step: int, leaves: Mapping[str, Any], process: 
                     sync_tree(opened / "state" / part)
         fence.ask(folder)
         verify.list_own_files(opened, process)
+        read_back.forget_files(opened / verify.DATA_FOLDER.format(process))
     crash_point("save/arrays_synced")
 
 
@@ -143,6 +146,7 @@ def commit(directory: Any, step: int, record: Mapping[str, Any], may_commit: Cal
         if not paths.is_remote(directory):
             folders.mark_committed(opened)
             sync_tree(opened)
+            read_back.forget_files(opened, but="state/ocdbt.process_")
             crash_point("save/synced")
     may_commit()
     crash_point("save/before_commit")

@@ -74,16 +74,20 @@ def process_and_count() -> tuple[int, int]:
     return (0, 1) if distributed.global_state.client is None else (jax.process_index(), jax.process_count())
 
 
-def gathered(key: str, mine: Any, seconds: float = WAIT_SECONDS) -> list[Any]:
+def gathered(
+    key: str, mine: Any, seconds: float = WAIT_SECONDS, made_of: Callable[[list[Any]], Any] = lambda parts: parts
+) -> Any:
     """What each process gave under this key, in their order: the same list for all, once all have given theirs.
 
     May be called in any thread. Args: key: from next_key in the main thread, so that all have the same, and with an
     ending of its own for each use. mine: plain data that JSON can hold. seconds: how long the slowest may take.
+    made_of: what the first process makes of the list, which all then get in its place: what is sent grows with the
+    square of the number of processes otherwise.
     Raises: TimeoutError that names the process that said nothing.
     """
     index, count = process_and_count()
     if count == 1:
-        return [mine]
+        return made_of([mine])
     client = distributed.global_state.client
     deadline = time.monotonic() + seconds
 
@@ -99,7 +103,7 @@ def gathered(key: str, mine: Any, seconds: float = WAIT_SECONDS) -> list[Any]:
         answer = get("all", 0)
     else:
         try:
-            answer = {"all": [mine, *(get(f"from/{other}", other) for other in range(1, count))]}
+            answer = {"all": made_of([mine, *(get(f"from/{other}", other) for other in range(1, count))])}
         except TimeoutError as error:
             answer = {"late": str(error)}
         client.key_value_set(f"{key}/all", json.dumps(answer))

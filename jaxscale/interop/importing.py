@@ -16,9 +16,10 @@ from jaxscale.checkpoint import array_store, write
 from jaxscale.checkpoint.array_store import Output, cut, new_layout, tree_of
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, commit, make_anew, remove_tree, unfinished_folder
+from jaxscale.checkpoint.read_back import Damaged, verify_leaves
 from jaxscale.checkpoint.record import seal
 from jaxscale.checkpoint.storage_errors import written
-from jaxscale.checkpoint.verify import Damaged, list_all_others, verify_leaves
+from jaxscale.checkpoint.verify import list_all_others
 from jaxscale.interop.families import TensorPair
 from jaxscale.interop.journal import Journal, open_journal
 from jaxscale.interop.pieces import OURS, PREFIX, array_shapes, chunk_shapes, in_order, plan_units

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from ckpt_states import data_files, flip_bit, make_state, stop_of
 
-from jaxscale.checkpoint import array_store
+from jaxscale.checkpoint import array_store, write
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.fingerprint import fingerprints, host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.verify import Damaged, verify_leaves
+from jaxscale.checkpoint.read_back import Damaged, piece_sums, verify_leaves, what_differs
 from jaxscale.system.exits import Exit
 
 
@@ -69,17 +69,43 @@ def test_reading_back_sees_what_restoring_sees(checkpoints):
     verify_leaves(folder, leaves)
 
 
-def test_processes_share_the_reading(checkpoints):
-    checkpoints.save(1, {name: jnp.ones(3) for name in "abcde"}, {}, wait=True)
-    leaves = checkpoints.read_record(1)["leaves"]
-    wrong = leaves | {"c": [*leaves["c"][:2], 1]}
-    failing = []
-    for share in range(3):
-        try:
-            verify_leaves(checkpoints.directory / "1", wrong, share, 3)
-        except Damaged as error:
-            failing.append((share, str(error)))
-    assert failing == [(2, "c: its bits differ from those that were saved")]
+@pytest.mark.parametrize("shares", [1, 3, 8, 40])
+def test_processes_share_the_reading_by_pieces_and_not_by_arrays(checkpoints, shares):
+    state = {"large": make_state().params["block"]["w"], "one": np.float32([3]), "n": 7}
+    checkpoints.save(1, state, {}, wait=True)
+    leaves, folder = checkpoints.read_record(1)["leaves"], checkpoints.directory / "1"
+    found = [piece_sums(folder, leaves, share, shares) for share in range(shares)]
+    assert what_differs(leaves, found) == ""
+    numbers = [sum(numbers for _, numbers in sums.values()) for sums in found]
+    assert sum(numbers) == 32 * 16 + 1 and max(numbers) <= 512 / shares + 65  # a piece more, of 64
+
+    for name in ("large", "one"):
+        wrong = leaves | {name: [*leaves[name][:2], 1]}
+        assert what_differs(wrong, found) == f"{name}: its bits differ from those that were saved"
+    missing = [sums for sums in found if "large" not in sums]
+    assert what_differs(leaves, missing) == "large: 0 of its 512 numbers were read back"
+
+
+def test_a_flip_in_any_piece_is_found_whichever_process_reads_it(checkpoints):
+    state = make_state(width=256).params["block"]  # pieces too large to lie in the index, which is compressed
+    checkpoints.save(1, {"w": state["w"], "v": np.arange(9.0)}, {}, wait=True)
+    leaves, folder = checkpoints.read_record(1)["leaves"], checkpoints.directory / "1"
+    files = {path: path.read_bytes() for path in data_files(checkpoints.directory, 1)}
+    w = np.asarray(state["w"])
+    for row, column in np.ndindex(4, 2):  # the eight pieces
+        piece = w[8 * row : 8 * row + 8, 128 * column : 128 * column + 128].tobytes()
+        path = next(path for path, content in files.items() if piece in content)
+        flip_bit(path, 8 * files[path].index(piece) + 3)
+        sums = [piece_sums(folder, leaves, share, 5) for share in range(5)]
+        assert what_differs(leaves, sums) == "w: its bits differ from those that were saved"
+        path.write_bytes(files[path])
+
+
+def test_pieces_are_cut_so_that_no_process_holds_a_whole_array(checkpoints, monkeypatch):
+    monkeypatch.setattr(write, "PIECE_BYTES", 1 << 20)
+    checkpoints.save(1, {"w": jnp.ones((1024, 1024))}, {}, wait=True)
+    array = array_store.Arrays(checkpoints.directory / "1").open("w")
+    assert [array_store.box_bytes(array, box) for box in array_store.boxes(array)] == [1 << 20] * 4
 
 
 def test_a_large_array_is_read_in_the_pieces_in_which_it_was_written(checkpoints):
