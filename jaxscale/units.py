@@ -12,6 +12,7 @@ FORM = re.compile(r"\s*([0-9][0-9_]*\.?[0-9]*(?:[eE][+-]?[0-9]+)?)\s*(%|[a-zA-Z]
 UNITS = {"": "tokens", "token": "tokens", "tokens": "tokens", "step": "steps", "steps": "steps", "%": "%"}
 UNITS |= {"row": "rows", "rows": "rows", "epoch": "epochs", "epochs": "epochs"}
 MOST_TOKENS = 1e18  # of any unit: below the largest int64, and more than there is text
+YEAR = 365.25 * 86_400  # seconds
 INDENT = "  "  # of a table
 ROUNDED = 0.9995  # of a unit: from here on three digits say the whole
 
@@ -99,8 +100,10 @@ def size(num_bytes: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people: 3725 -> '1h02m', 65 -> '1m05s', 4.2 -> '4.2s'; 0 for a negative number."""
+    """Seconds for people: 3725 -> '1h02m', 65 -> '1m05s', 4.2 -> '4.2s', from two years '38.7 years'; 0 if negative."""
     seconds = max(seconds, 0.0)
+    if seconds >= 2 * YEAR:
+        return f"{digits(seconds / YEAR)} years"
     if round(seconds, 1) < 60:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

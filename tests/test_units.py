@@ -116,7 +116,7 @@ def test_sizes_are_in_powers_of_1024(num_bytes, text):
     ("seconds", "text"),
     [
         (4.2, "4.2s"), (65, "1m05s"), (3725, "1h02m"), (3600, "1h00m"), (3 * 86400 + 7200, "3d02h"), (59.99, "1m00s"),
-        (-3, "0.0s"),
+        (-3, "0.0s"), (700 * 86400, "700d00h"), (14148.68 * 86400, "38.7 years"), (1e15, "31,688,088 years"),
     ],
 )  # fmt: skip
 def test_durations_are_short(seconds, text):

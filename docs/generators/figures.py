@@ -163,7 +163,7 @@ def bought(chip: Chip, budget: float, mfu: float) -> scaling.Alternative:
     """The compute-optimal model for so many dollars at the chip's list price."""
     peak = chip.peak_flops * chip.devices_per_chip
     flops = cost.flops_for_dollars(budget, chip.price.dollars_per_hour, peak, mfu, cost.GOODPUT)
-    return scaling.optimal_alternative(flops)
+    return scaling.lowest_alternative(flops)
 
 
 def ten_million() -> str:

@@ -7,6 +7,10 @@ from jaxscale import units
 from jaxscale.hardware import Chip
 from jaxscale.planning import cost, scaling
 
+LONGEST_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.02001, table 1
+MOST_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
+MOST_SENDING = 0.2  # ours: part of a step that chips may wait for their links
+
 
 class Caution(NamedTuple):
     """One thing to look at."""
@@ -79,13 +83,89 @@ def tokens_of_params(params: float, tokens: float, fewest: float = 10.0) -> Caut
     ratio = tokens / params
     if ratio >= fewest:
         return None
-    best = scaling.optimal_alternative(scaling.train_flops(params, tokens))
+    best = scaling.lowest_alternative(scaling.train_flops(params, tokens))
     return Caution(
         f"{ratio:.2g} tokens a parameter are few: the model is too large for its training",
         f"for the same operations {units.count(best.params)} parameters on {units.count(best.tokens)} tokens reach "
-        "a lower loss: about 20 a parameter",
-        f"train on {units.count(scaling.optimal_tokens(params))} tokens, or take the smaller model",
-        "arXiv:2203.15556",
+        f"a lower loss: {units.digits(best.tokens / best.params)} a parameter",
+        f"train on {units.count(scaling.lowest_tokens(params))} tokens, or take the smaller model",
+        scaling.BESIROGLU.source if best.loss else "arXiv:2203.15556",
+    )
+
+
+def tokens_beyond_text(tokens: float) -> Caution | None:
+    """More tokens than any published run was trained on."""
+    if tokens <= MOST_TOKENS:
+        return None
+    return Caution(
+        f"{units.count(tokens)} tokens are more than any published run was trained on",
+        f"the most that we know of is {units.count(MOST_TOKENS)}, synthetic text included; where there is no more text "
+        "it is read again, and up to about 4 times that is worth nearly as much as new text",
+        f"set train_tokens={MOST_TOKENS:.3g} or less, and a model that suits them",
+        "arXiv:2505.09388, section 3.1; arXiv:2305.16264",
+    )
+
+
+def wall_too_long(wall: cost.Range, num_chips: float, flops: float | None) -> Caution | None:
+    """A run of years. flops: operations of training, for decoders, so that a size for this machine can be proposed."""
+    if wall.low <= LONGEST_SECONDS:
+        return None
+    share, longest = LONGEST_SECONDS / wall.high, f"{LONGEST_SECONDS / cost.DAY:.0f} days"
+    failures = wall.low / cost.mean_seconds_between_failures(num_chips)
+    way_out = f"use about {cost.chips(math.ceil(num_chips / share))}"
+    if flops is not None:
+        best = scaling.lowest_alternative(share * flops)
+        way_out += (
+            f", or train {units.count(best.params)} parameters on {units.count(best.tokens)} tokens, which these "
+            f"{units.digits(num_chips)} do in {longest}"
+        )
+    return Caution(
+        f"the run takes {units.duration(wall.low)} at the better end",
+        f"the longest published one that we know of took {longest} (BLOOM, 176B parameters on 384 A100); "
+        f"{units.digits(failures)} interruptions are to be expected on the way",
+        way_out,
+        f"arXiv:2211.02001, table 1; {cost.FAILURES_SOURCE}",
+    )
+
+
+def waits_for_links(products: float, exposed: float) -> Caution | None:
+    """Chips that stand still while they send. Both in seconds of a step; exposed: what no product hides."""
+    share = exposed / (products + exposed)
+    if share <= MOST_SENDING:
+        return None
+    return Caution(
+        f"{share:.0%} of each step is waiting for links, at the chips' full speed",
+        f"products take {products:.3g} s and hide none of {exposed:.3g} s of sending; what is sent hardly depends on "
+        "the tokens of a step, and the products do",
+        "give each device more tokens (a larger batch, or fewer chips), send in train.reduce_dtype='bfloat16', or keep "
+        "mesh.fsdp inside a host or slice and let mesh.data cross it",
+        f"ours: {MOST_SENDING:.0%}; bytes by the layout, bandwidth by jaxscale/hardware.py",
+    )
+
+
+def links_not_known(domains: int, devices: int, chip: Chip) -> Caution | None:
+    """Several devices of which nobody told how fast they reach each other. domains: of fast links, among `devices`."""
+    inside, outside = devices > domains, domains > 1
+    if (chip.ici_bandwidth or not inside) and (chip.dcn_bandwidth or not outside):
+        return None
+    where = "hosts" if chip.ici_bandwidth or not inside else "devices of a host"
+    return Caution(
+        f"how fast {where} of {chip.name} reach each other is not known",
+        "sending is left out of the step: time and money above are lower bounds, and far too low where links are slow",
+        "give --mfu as it was measured on such a machine",
+        chip.links_source or chip.source,
+    )
+
+
+def mfu_beyond_reach(mfu: float, step: float, products: float) -> Caution | None:
+    """A wished MFU that makes a step shorter than its products at the peak. Both in seconds; recomputation included."""
+    if step >= products:
+        return None
+    return Caution(
+        f"--mfu={mfu:g} is more than any such step can reach",
+        f"a step would take {step:.3g} s, and its products, recomputation included, take {products:.3g} s at the peak",
+        f"give --mfu={math.floor(100 * mfu * step / products) / 100:g} or less, or a remat that computes less twice",
+        "model FLOPs over the chip's peak: arXiv:2204.02311, appendix B",
     )
 
 

@@ -1,6 +1,7 @@
 """The plan of a run: what config, machine and wishes say without compiling, computed once, as plain data."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import jax
@@ -20,7 +21,7 @@ from jaxscale.planning import cautions, cost, scaling
 from jaxscale.planning.cautions import Caution
 from jaxscale.planning.cost import Range
 from jaxscale.planning.measured import Kept, Measured
-from jaxscale.planning.memory import fitting_parts, host_bytes, memory_need, memory_rows, usable_memory
+from jaxscale.planning.memory import fitting_parts, host_bytes, least_memory, memory_need, memory_rows, usable_memory
 from jaxscale.planning.run_plan import Data, Device, Machine, Money, RunPlan, Saves, Time, Work
 from jaxscale.planning.speed import Speed, speed
 from jaxscale.planning.topology import Topology, link_domains
@@ -116,7 +117,7 @@ def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
         seq_len=cfg.seq_len,
         num_microbatches=cfg.train.num_microbatches,
         rows_per_pass=cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards,  # on one batch shard
-        optimal=scaling.optimal_alternative(scaling.train_flops(params, tokens)) if is_decoder else None,
+        optimal=scaling.lowest_alternative(scaling.train_flops(params, tokens)) if is_decoder else None,
         serving=tuple(scaling.serving_alternatives(params, tokens)) if is_decoder else (),
         loss=scaling.fitted_loss(params, tokens) if is_decoder else None,  # only for comparing sizes
     )
@@ -131,6 +132,7 @@ def plan_device(program: Program, topology: Topology, kept: Kept | None) -> Devi
         host_bytes=host_bytes(program.abstract_state),
         usable_bytes=usable,
         usable_why=usable_why,
+        least_devices=math.ceil(least_memory(program.cfg, 1).state / usable),
         fitting_microbatches=fitting_parts(program, usable),  # the fewest by the estimate; None: none does
         kept=kept,
     )
@@ -184,36 +186,76 @@ def find_cautions(
     plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology, wishes: Wishes
 ) -> tuple[Caution, ...]:
     """What is unwise about the plan. Rules that were found for AdamW or for decoders are asked of these alone."""
-    work, time, money, saves, chip = plan.work, plan.time, plan.money, plan.saves, topology.chip
+    found = [
+        *training_cautions(plan, cfg),
+        *time_cautions(plan, cfg),
+        *machine_cautions(plan, cfg, program, topology),
+        *speed_cautions(plan, cfg, wishes),
+    ]
+    return tuple(one for one in found if one is not None)
+
+
+def training_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
+    """Of warmup, rate, tokens and batch."""
+    work = plan.work
     is_decoder, size = cfg.model.kind == "decoder", (work.params, work.tokens)
-    found = []
+    found = [cautions.tokens_beyond_text(work.tokens)]
+    if plan.data.epochs:
+        found.append(cautions.too_many_epochs(plan.data.epochs))
     if cfg.optim.name == "adamw":
         warmup_tokens = work.warmup_steps * work.batch_tokens
         found.append(cautions.warmup_too_short(work.params, work.warmup_steps, warmup_tokens, cfg.optim.b2))
         if is_decoder:
             found.append(cautions.rate_outside(*size, work.batch_tokens, cfg.optim.peak_lr))
     if is_decoder:
-        found.append(cautions.tokens_of_params(*size))
+        found += [cautions.tokens_of_params(*size), cautions.batch_too_large(*size, work.batch_tokens)]
+    return found
+
+
+def time_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
+    """Of the wall time, what ends the run, and the checkpoints."""
+    work, time, money, saves, chips = plan.work, plan.time, plan.money, plan.saves, plan.machine.num_chips
+    if (wall := time.wall_seconds) is None:
+        return []
+    is_decoder = cfg.model.kind == "decoder"
+    found = [cautions.wall_too_long(wall, chips, work.flops_per_token_6n * work.tokens if is_decoder else None)]
     for limit, there, needed in (
-        ("the deadline", time.deadline_seconds, time.wall_seconds),
+        ("the deadline", time.deadline_seconds, wall),
         ("the budget", money.budget_dollars, money.dollars),
     ):
         if there is not None and needed is not None:  # what ends the run early even at the better speed
             reached = min(1.0, there / needed.low) * work.tokens
             found.append(cautions.horizon_too_far(work.tokens, reached, cfg.optim.decay, limit))
-    if is_decoder:
-        found.append(cautions.batch_too_large(*size, work.batch_tokens))
     if (interval := saves.save_interval_seconds) is not None:
-        chips, wall = plan.machine.num_chips, time.wall_seconds
         found.append(cautions.save_interval(interval.high, saves.save_seconds, chips, wall.high))
-    islands = link_domains(topology.devices) if topology.platform != "cpu" else [0] * len(topology.devices)
-    found.append(cautions.tensor_over_slow_links(program.mesh.shape["tensor"], islands.count(islands[0]), chip))
-    found.append(cautions.dtype_of_chip(cfg.model.compute_dtype, chip))
-    if (compute := time.speed.compute_seconds) is not None and wishes.mfu is None:
-        found.append(cautions.pass_too_short(compute / cfg.train.num_microbatches))
-    if plan.data.epochs:
-        found.append(cautions.too_many_epochs(plan.data.epochs))
-    return tuple(one for one in found if one is not None)
+    return found
+
+
+def machine_cautions(plan: RunPlan, cfg: RunConfig, program: Program, topology: Topology) -> list[Caution | None]:
+    """Of the links between devices, and of the type on this chip."""
+    chip, devices = topology.chip, len(topology.devices)
+    islands = link_domains(topology.devices) if topology.platform != "cpu" else [0] * devices
+    found = [
+        cautions.tensor_over_slow_links(program.mesh.shape["tensor"], islands.count(islands[0]), chip),
+        cautions.dtype_of_chip(cfg.model.compute_dtype, chip),
+    ]
+    if not plan.time.speed.measured and plan.time.speed.mfu is not None:
+        found.append(cautions.links_not_known(len(set(islands)), devices, chip))
+    return found
+
+
+def speed_cautions(plan: RunPlan, cfg: RunConfig, wishes: Wishes) -> list[Caution | None]:
+    """Of the step: how much of it is products, and whether they are enough for the MFU."""
+    speed = plan.time.speed
+    if (products := speed.compute_seconds) is None:
+        return []
+    exposed = max(0.0, (speed.link_seconds or 0.0) - products)
+    found = [cautions.waits_for_links(products, exposed)]
+    if wishes.mfu is None:
+        found.append(cautions.pass_too_short(products / cfg.train.num_microbatches))
+    else:
+        found.append(cautions.mfu_beyond_reach(wishes.mfu, speed.step_seconds.low, products))
+    return found
 
 
 def count_tokens(cfg: DataConfig, vocab_size: int) -> tuple[int | None, str]:

@@ -31,6 +31,12 @@ class Proposal:
     peak_lr: float
     rule: scaling.Alternative  # what the rule says before a shape of whole heads is found for it
     num_microbatches: int = 1
+    save_every_steps: int = 500
+
+    @property
+    def total_steps(self) -> int:
+        """Whole steps."""
+        return self.tokens // (self.rows * self.seq_len)
 
     def values(self) -> dict[str, Any]:
         """The settings of a RunConfig."""
@@ -44,27 +50,35 @@ class Proposal:
             "optim": {"peak_lr": self.peak_lr, "min_lr": self.peak_lr / 10, "warmup_tokens": warmup(self)},
             "data": {"name": "tokens", "files": "shards/*.bin"},
             "eval": {"every_steps": 500, "num_rows": 1024},
-            "checkpoint": {"save_every_steps": 500, "keep_last": 3},
+            "checkpoint": {"save_every_steps": self.save_every_steps, "keep_last": 3},
         }
 
 
 def propose_for_flops(flops: float, why: str) -> Proposal:
-    """The compute-optimal run for so many operations: N = (C / 6 / 20) ** 0.5, D = C / 6 / N."""
+    """The compute-optimal run for so many operations: N = scaling.lowest_params(C), D = C / 6 / N."""
     if not 1.2e16 <= flops <= 6 * scaling.TOKENS_PER_PARAM * LARGEST**2:
         raise BadInput(f"{flops:.3g} FLOPs are outside what a proposal is made for, 1.2e16 to 1.2e28; check the units")
-    model, rule = shape(scaling.optimal_params(flops), within=0.02), scaling.optimal_alternative(flops)
-    why += ": N = (C / 6 / 20)^0.5, D = C / 6 / N (arXiv:2203.15556)"
-    return finish(model, round(flops / 6 / shape_params(model)), rule, why)
+    rule = scaling.lowest_alternative(flops)
+    model = shape(rule.params, within=0.02)
+    return finish(model, round(flops / 6 / shape_params(model)), rule, f"{why}: {rule_of(rule)}")
 
 
 def propose_for_size(params: float, why: str) -> Proposal:
-    """The compute-optimal run of about so many parameters: 20 tokens for each."""
+    """The run of about so many parameters with the tokens for which they are compute-optimal."""
     if not 1e7 <= params <= LARGEST:
         raise BadInput(f"a model of {params:.3g} parameters is outside what is proposed, 1e7 to 1e13; check the units")
     model = shape(params)
-    rule = scaling.optimal_alternative(scaling.train_flops(params, scaling.optimal_tokens(params)))
-    tokens = round(scaling.optimal_tokens(shape_params(model)))
-    return finish(model, tokens, rule, f"{why}: D = 20 N (arXiv:2203.15556)")
+    tokens = scaling.lowest_tokens(params)
+    loss = scaling.fitted_loss(params, tokens)
+    rule = scaling.Alternative(params, tokens, scaling.train_flops(params, tokens), loss)
+    return finish(model, round(scaling.lowest_tokens(shape_params(model))), rule, f"{why}: {rule_of(rule)}")
+
+
+def rule_of(rule: scaling.Alternative) -> str:
+    """By what size and tokens were chosen, with its source."""
+    if rule.loss is None:
+        return f"{scaling.TOKENS_PER_PARAM:g} tokens a parameter (arXiv:2203.15556); no fit has models so small"
+    return f"where E + A / N^a + B / D^b is lowest for 6 N D operations ({scaling.BESIROGLU.source})"
 
 
 def shortened(proposal: Proposal, share: float) -> Proposal:
@@ -90,7 +104,7 @@ def finish(model: dict[str, Any], tokens: int, rule: scaling.Alternative, why: s
 
 def warmup(proposal: Proposal) -> str:
     """The published 2,000 steps, or 1% of a run for which that would be more than a tenth."""
-    steps = proposal.tokens // (proposal.rows * proposal.seq_len)
+    steps = proposal.total_steps
     return "2000 steps" if steps >= 20_000 else f"{max(1, min(2000, max(40, steps // 100), steps // 10))} steps"
 
 

@@ -55,6 +55,7 @@ class Device:
     host_bytes: int
     usable_bytes: int
     usable_why: str
+    least_devices: int  # that hold parameters, moments and gradients, shared evenly by all of them
     fitting_microbatches: int | None  # the fewest with which the estimate fits; None: none does
     kept: Kept | None  # what preflight found out about this very step, where that is kept
 

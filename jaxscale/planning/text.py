@@ -46,10 +46,11 @@ def model_rows(plan: RunPlan) -> Rows:
     ratio = work.tokens / work.params
     if work.optimal is None:
         word = "no optimum was published for this kind of model"
-    elif ratio > 40:
-        word = "more than the compute-optimal 20: over-trained, which serving likes"
     else:
-        word = "about 20 is compute-optimal"
+        best = work.optimal.tokens / work.optimal.params
+        word = f"{digits(best)} is compute-optimal" + (
+            ": over-trained, which serving likes" if ratio > 2 * best else ""
+        )
     active = f"{work.params:,} in all and active: this kind of model has no experts"
     formula = f"by the model's own formula, attention included; 6 N = {scientific(work.flops_per_token_6n)}"
     rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
@@ -71,9 +72,11 @@ def size_lines(plan: RunPlan) -> list[str]:
     if work.optimal is None:
         return [f"{INDENT}{NOT_KNOWN}: the rule and the fit are of decoders that predict the next token"]
     this = scaling.Alternative(work.params, work.tokens, work.flops_per_token_6n * work.tokens, work.loss)
+    best = work.optimal
+    by = "by the rule; no fit has models so small" if best.loss is None else "lowest loss for these FLOPs, by the fit"
     named = [
         ("this plan", this, ""),
-        ("compute-optimal", work.optimal, "lowest loss for these FLOPs: 20 a parameter"),
+        ("compute-optimal", best, f"{by}: {digits(best.tokens / best.params)} a parameter"),
     ]
     for one in work.serving:
         paid = f"pays off after {count(one.served_tokens)} tokens served" if one.served_tokens else ""
@@ -193,7 +196,8 @@ def assumption_lines(plan: RunPlan) -> list[str]:
         found += [
             f"loss fit: E + A / N^a + B / D^b with E {fit.E}, A {fit.A}, B {fit.B}, a {fit.alpha}, b {fit.beta}; from "
             f"{count(scaling.SMALLEST_FITTED)} parameters on: {fit.source}",
-            "compute-optimal: 20 tokens a parameter, N = (C / 6 / 20)^0.5: arXiv:2203.15556",
+            "compute-optimal: where that fit is lowest for 6 N D operations; below those sizes the rule of 20 tokens a "
+            "parameter: arXiv:2203.15556",
         ]
     found += [
         f"interruptions: {cost.FAILURES_SOURCE}",
@@ -225,6 +229,11 @@ def verdict_line(plan: RunPlan) -> str:
     parts = device.fitting_microbatches
     if parts is not None and not device.kept:
         return f"does not fit by the estimate; with --config.train.num_microbatches={parts} it would"
+    if device.least_devices > plan.machine.num_devices:
+        return (
+            f"does not fit: parameters, moments and gradients alone fill {device.least_devices:,} such devices; use "
+            "more than that, or a smaller model"
+        )
     return "does not fit: use more chips, mesh.fsdp=-1 with rules=zero3, model.remat=full, or a smaller model"
 
 
@@ -267,12 +276,11 @@ def proposal_lines(proposal: Proposal) -> list[str]:
     """What is proposed, and by which rules."""
     model, params, tokens = proposal.model, proposal.params, proposal.tokens
     heads = f"{model['num_heads']} heads of {model['head_dim']}, mlp {model['mlp_dim']:,}"
-    steps = tokens // (proposal.rows * proposal.seq_len)
     batch = "0.2920 C^0.3271 tokens (arXiv:2401.02954), at most the critical batch"
     rows = [
-        ("by the rule", count(proposal.rule.params), f"on {count(proposal.rule.tokens)} tokens"),
+        ("optimal", count(proposal.rule.params), f"on {count(proposal.rule.tokens)} tokens"),
         ("parameters", count(params), f"{params:,}: the nearest shape of whole heads"),
-        ("tokens", count(tokens), f"{tokens / params:.3g} a parameter; {steps:,} steps"),
+        ("tokens", count(tokens), f"{tokens / params:.3g} a parameter; {proposal.total_steps:,} steps"),
         ("FLOPs (6ND)", scientific(proposal.flops), ""),
         ("shape", f"{model['num_layers']} x {model['embed_dim']:,}", heads),
         ("batch", f"{proposal.rows} x {proposal.seq_len:,}", batch),

@@ -9,6 +9,8 @@ import pathlib
 import pytest
 import tiny
 
+from jaxscale import units
+from jaxscale.cli.plan import run_of
 from jaxscale.config_file import load_config
 from jaxscale.hardware import CHIPS
 from jaxscale.planning import cautions, cost, measured, scaling
@@ -54,7 +56,7 @@ def test_the_lines_are_short_and_say_each_thing_once(plan):
     lines = plan_lines(plan)
     assert max(map(len, lines)) <= WIDTH
     for text in ("6,744,707,072", "tokens per parameter", "chip-hours", "by Young and Daly", "deadline",
-                 "goodput 90%: arXiv", "price (now)", "compute-optimal: 20 tokens"):  # fmt: skip
+                 "goodput 90%: arXiv", "price (now)", "compute-optimal: where that fit"):  # fmt: skip
         assert sum(text in line for line in lines) == 1, text
     assert any("budget" in line and "not enough: 3." in line for line in lines)
     assert any("deadline" in line and "enough at both ends" in line for line in lines)
@@ -153,6 +155,19 @@ def test_a_smaller_model_reaches_the_same_loss_with_more_tokens():
     assert near(first) > 2 * 20 and 14 < near(scaling.BESIROGLU) < 28
 
 
+@pytest.mark.parametrize("flops", [1e18, 1e22, 1e27])
+def test_the_compute_optimal_size_is_where_the_law_beside_it_is_lowest(flops):
+    best = scaling.lowest_alternative(flops)
+    loss = lambda params: scaling.predicted_loss(params, flops / 6 / params)
+    assert best.loss == pytest.approx(loss(best.params)) and best.loss < min(
+        loss(f * best.params) for f in (0.99, 1.01)
+    )
+    assert best.loss < loss(scaling.optimal_params(flops)) < 1.0015 * best.loss  # the rule of 20 is near, and not it
+    assert scaling.lowest_tokens(best.params) == pytest.approx(best.tokens) == pytest.approx(flops / 6 / best.params)
+    few = scaling.lowest_alternative(1e16)
+    assert few.loss is None and few.tokens == 20 * few.params and scaling.lowest_tokens(1e7) == 2e8
+
+
 def test_young_and_daly_lose_the_least():
     between = cost.mean_seconds_between_failures(16_384)
     assert between / cost.HOUR == pytest.approx(54 * 24 / 419)
@@ -174,7 +189,7 @@ def test_young_and_daly_lose_the_least():
          lambda: cautions.rate_outside(7e9, 140e9, 4e6, 3e-4), "by the square-root rule"),
         (lambda: cautions.rate_outside(7e9, 140e9, 4e6, 1e-5),
          lambda: cautions.rate_outside(7e9, 140e9, 4e6, 2e-4), "by the linear rule"),
-        (lambda: cautions.tokens_of_params(7e9, 69e9), lambda: cautions.tokens_of_params(7e9, 7e10), "20 a parameter"),
+        (lambda: cautions.tokens_of_params(7e9, 69e9), lambda: cautions.tokens_of_params(7e9, 7e10), ": 21 a param"),
         (lambda: cautions.horizon_too_far(1e12, 5e11, "cosine", "the budget"),
          lambda: cautions.horizon_too_far(1e12, 1e12, "cosine", "the budget"), "100% too long"),
         (lambda: cautions.horizon_too_far(1e12, 8e11, "linear", "the deadline"),
@@ -188,6 +203,17 @@ def test_young_and_daly_lose_the_least():
         (lambda: cautions.save_interval(30, 6, 1, 600),
          lambda: cautions.save_interval(10 * cost.DAY, 6, 1, 600), "at the end alone"),
         (lambda: cautions.pass_too_short(9.9e-4), lambda: cautions.pass_too_short(1e-3), "0.99 ms at its peak"),
+        (lambda: cautions.tokens_beyond_text(3.61e13), lambda: cautions.tokens_beyond_text(3.6e13), "3.6e+13 or less"),
+        (lambda: cautions.wall_too_long(Range(119 * cost.DAY, 236 * cost.DAY), 64, 1e23),
+         lambda: cautions.wall_too_long(Range(117 * cost.DAY, 236 * cost.DAY), 64, 1e23),
+         "128 chips, or train 20.6B parameters on 404B tokens, which these 64 do in 118 days"),
+        (lambda: cautions.wall_too_long(Range(3 * units.YEAR, 4 * units.YEAR), 1, None),
+         lambda: cautions.wall_too_long(Range(3.0, 4.0), 1, None), "use about 13 chips"),
+        (lambda: cautions.waits_for_links(3.0, 0.76), lambda: cautions.waits_for_links(3.0, 0.74), "20% of each step"),
+        (lambda: cautions.links_not_known(2, 2, T4), lambda: cautions.links_not_known(1, 1, T4), "hosts of T4"),
+        (lambda: cautions.links_not_known(1, 8, T4), lambda: cautions.links_not_known(8, 64, H100), "devices of"),
+        (lambda: cautions.mfu_beyond_reach(1.0, 3.06, 3.86),
+         lambda: cautions.mfu_beyond_reach(0.4, 7.65, 3.86), "--mfu=0.79 or less"),
         (lambda: cautions.tensor_over_slow_links(16, 8, H100),
          lambda: cautions.tensor_over_slow_links(8, 8, H100), "mesh.tensor=8 or less"),
         (lambda: cautions.tensor_over_slow_links(2, 8, T4),
@@ -262,7 +288,8 @@ def test_epochs_are_passes_over_what_lies_there(tmp_path):
 def test_the_shipped_configs_of_published_shapes_get_no_caution_on_rate_warmup_tokens_or_type(name):
     cfg = load_config(str(ROOT / "configs" / f"{name}.py"), {"mesh.tensor": "1"})
     plan = make_plan(cfg, open_machine("v5p:2x2x4"), Wishes())
-    assert not [one for one in plan.cautions if not one.what.startswith(("a checkpoint", "1.7 tokens"))
+    years = "the run takes"  # of 16 chips
+    assert not [one for one in plan.cautions if not one.what.startswith(("a checkpoint", "1.7 tokens", years))
                 and not (name == "175b" and "tokens a parameter" in one.what)]  # fmt: skip
 
 
@@ -275,8 +302,10 @@ def test_a_run_that_the_money_ends_before_its_schedule_is_warned_of(plan):
 @pytest.mark.parametrize("flops", [1e17, 1e19, 6e23, 1e25])
 def test_a_proposal_is_compute_optimal_and_its_config_loads(flops, tmp_path):
     found = propose_for_flops(flops, "test")
-    assert found.params == shape_params(found.model) == pytest.approx(scaling.optimal_params(flops), rel=0.15)
-    assert (found.rule.params, found.rule.tokens) == (scaling.optimal_params(flops), 20 * scaling.optimal_params(flops))
+    assert (
+        found.params == shape_params(found.model) == pytest.approx(scaling.lowest_alternative(flops).params, rel=0.15)
+    )
+    assert found.rule == scaling.lowest_alternative(flops)
     assert scaling.train_flops(found.params, found.tokens) == pytest.approx(flops, rel=1e-6)
     assert found.rows & (found.rows - 1) == 0 and found.tokens / found.rows / found.seq_len >= 100
     file = tmp_path / "proposed.py"
@@ -289,11 +318,28 @@ def test_a_proposal_is_compute_optimal_and_its_config_loads(flops, tmp_path):
     assert not [one for one in plan.cautions if "warmup" in one.what or "peak_lr" in one.what or "batch" in one.what]
 
 
+def test_a_plan_of_years_says_so_and_what_would_not():
+    """495B on 64 H100: neither the time nor the memory is there."""
+    found = seven("h100:8x8", (("train_tokens", "1e16"), ("train.num_microbatches", "8")))
+    told = " ".join(plan_lines(found))
+    assert "the run takes" in told and "years" in told and "tokens are more than any published run" in told
+    unknown = seven("l4:2x8")
+    assert [one for one in unknown.cautions if "lower bounds" in one.why]
+    too_large = make_plan(run_of(propose_for_size(4.95e11, "test")), open_machine("h100:8x8"), Wishes())
+    least = too_large.device.least_devices
+    assert (
+        (least - 1) * too_large.device.usable_bytes
+        < 16 * too_large.work.params
+        <= least * too_large.device.usable_bytes
+    )
+    assert f"fill {least} such devices" in plan_lines(too_large)[-1]
+
+
 def test_a_proposal_of_a_size_has_it():
     for size in (1.5e7, 1.25e8, 7e9, 7e10):
         found = propose_for_size(size, "test")
         assert found.params == pytest.approx(size, rel=0.2)
-        assert found.tokens == round(20 * found.params)
+        assert found.tokens == round(scaling.lowest_tokens(found.params))
     for wrong in (1e6, 1e15):
         with pytest.raises(ValueError, match="check the units"):
             propose_for_size(wrong, "test")
