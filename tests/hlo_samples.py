@@ -5,13 +5,14 @@ from jaxscale.ahead.hlo import read_hlo
 MESH = {"data": 2, "fsdp": 4}
 
 
-def facts_of(body, before="", mesh=MESH, slice_of=None, partitions=8):
+def facts_of(body, before="", mesh=MESH, slice_of=None, partitions=8, torus=None):
     """The facts of a program whose entry is `body`."""
     return read_hlo(
         f"HloModule m, is_scheduled=true, num_partitions={partitions}\n\n{before}\n"
         f"ENTRY %main (p: f32[4]) -> f32[4] {{\n  %p = f32[4] parameter(0)\n{body}\n}}\n",
         mesh,
         slice_of,
+        torus,
     )
 
 

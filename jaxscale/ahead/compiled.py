@@ -21,8 +21,10 @@ from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxscale.ahead.hlo import Collective, HloFacts, read_hlo
+from jaxscale.ahead.hlo_schedule import item_from_json
 from jaxscale.build import Program
-from jaxscale.planning import gpu_target
+from jaxscale.planning import gpu_target, links
+from jaxscale.planning.links import Stage, make_torus
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.compiler_options import VARIABLES
 from jaxscale.system.exits import BadInput
@@ -104,8 +106,9 @@ def compile_ahead(
     compile_seconds = time.monotonic() - begin
     if shortage is None:
         memory = read_memory(executable.memory_analysis(), topology.platform)
-        islands = link_domains(list(program.mesh.devices.flat))  # XLA numbers devices by their place in the mesh
-        facts = read_hlo(executable.as_text(), dict(program.mesh.shape), islands)
+        devices = list(program.mesh.devices.flat)  # XLA numbers devices by their place in the mesh
+        torus = make_torus(devices, topology.chip)
+        facts = read_hlo(executable.as_text(), dict(program.mesh.shape), link_domains(devices), torus)
         if save_executable is not None:
             write_executable(executable, save_executable, topology.name)
     today = datetime.date.today().isoformat()
@@ -191,8 +194,9 @@ def result_key(stablehlo: str, program: Program, topology: Topology) -> str:
 
 
 def reader_digest() -> str:
-    """A hash of the code that turns a compiled program into facts, and that describes GPUs to the compiler."""
-    files = [*sorted(pathlib.Path(__file__).parent.glob("hlo*.py")), pathlib.Path(gpu_target.__file__)]
+    """A hash of the code that turns a compiled program into facts, that knows links, and that describes GPUs."""
+    described = [pathlib.Path(module.__file__) for module in (gpu_target, links)]
+    files = [*sorted(pathlib.Path(__file__).parent.glob("hlo*.py")), *described]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -229,12 +233,19 @@ def from_json(values: dict[str, Any]) -> Compiled:
     """The inverse of dataclasses.asdict and JSON."""
     memory, facts, shortage = values["memory"], values["facts"], values["shortage"]
     if facts is not None:
-        collectives = [Collective(**(one | {"axes": tuple(one["axes"])})) for one in facts["collectives"]]
-        facts = HloFacts(**(facts | {"collectives": collectives}))
+        collectives = [collective_from_json(one) for one in facts["collectives"]]
+        schedule = tuple(map(item_from_json, facts["schedule"]))
+        facts = HloFacts(**(facts | {"collectives": collectives, "schedule": schedule}))
     if shortage is not None:
         shortage = Shortage(**(shortage | {"largest": tuple(map(tuple, shortage["largest"]))}))
     memory = memory and Memory(**memory)
     return Compiled(**(values | {"memory": memory, "facts": facts, "shortage": shortage}))
+
+
+def collective_from_json(values: dict[str, Any]) -> Collective:
+    """The inverse of dataclasses.asdict and JSON."""
+    stages = tuple(Stage(**stage) for stage in values["stages"])
+    return Collective(**(values | {"axes": tuple(values["axes"]), "stages": stages}))
 
 
 def write_executable(executable: jax.stages.Compiled, file: pathlib.Path, topology: str) -> None:

@@ -10,13 +10,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from jaxscale.ahead.hlo_costs import HBM, HOST, custom_target, instruction_traffic, kernel_flops, product_flops
+from jaxscale.ahead.hlo_costs import HBM, HOST, PALLAS, custom_target, instruction_traffic, kernel_flops, product_flops
 from jaxscale.ahead.hlo_groups import Layout, Span, make_layout, span_groups
+from jaxscale.ahead.hlo_schedule import Item, read_schedule
 from jaxscale.ahead.hlo_text import Computation, Instruction, Module, Shape, parse_module
 from jaxscale.ahead.hlo_trips import count_runs
+from jaxscale.planning.links import DCN, Stage, Torus, ring_through, rotated, staged
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all", "collective-permute")
-PALLAS = "tpu_custom_call"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +33,10 @@ class Collective:
     times: int
     dcn_bytes: float = 0.0  # the part of wire_bytes that leaves the slice; the rest stays on its fast links
     dtype: str = ""
+    stages: tuple[Stage, ...] = ()  # what it does on the links, one after the other
+    name: str = ""  # of the instruction
+    operation: str = ""  # of JAX's program, as XLA notes it
+    computation: str = ""  # in whose schedule it stands: the entry, a loop's body, a branch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,20 +51,25 @@ class HloFacts:
     dot_flops_by_type: dict[str, float] = dataclasses.field(default_factory=dict)
     kernel_flops: float = 0.0  # of Pallas kernels, beside dot_flops: as declared, or splash attention's from its shapes
     silent_kernels: int = 0  # runs of Pallas kernels of which nothing is known: their FLOPs are in no figure here
+    schedule: tuple[Item, ...] = ()  # products and collectives in the order in which they run; () if it is not known
 
 
-def read_hlo(text: str, mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None = None) -> HloFacts:
+def read_hlo(
+    text: str, mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None = None, torus: Torus | None = None
+) -> HloFacts:
     """The facts of a compiled program's text.
 
     Args: mesh_shape: the axes in the mesh's order. slice_of: for each device in the mesh's order, the island of fast
-    links that it is in (topology.link_domains of mesh.devices.flat); None: one island.
+    links that it is in (topology.link_domains of mesh.devices.flat); None: one island. torus: where the devices are in
+    theirs (links.make_torus of the same); None: a switch joins them.
     Raises BadInput for a text that is no program. One that is of another mesh is the caller's defect (ValueError).
     """
     module = parse_module(text)
-    layout = make_layout(mesh_shape, slice_of, module.num_partitions)
+    layout = make_layout(mesh_shape, slice_of, module.num_partitions, torus)
     runs, fused, unknown = count_runs(module)
     starts = asynchronous_starts(module)
     collectives: list[Collective] = []
+    numbers: dict[tuple[str, str], int] = {}  # of the collectives, by computation and instruction
     flops: collections.Counter[str] = collections.Counter()
     moved: collections.Counter[int] = collections.Counter()
     pallas, silent = 0.0, 0
@@ -68,6 +78,7 @@ def read_hlo(text: str, mesh_shape: Mapping[str, int], slice_of: Sequence[int] |
         for instruction in computation.instructions.values() if times else ():
             inside = computation.name in fused
             if found := read_collective(instruction, computation, inside, layout, times, starts):
+                numbers[computation.name, instruction.name] = len(collectives)
                 collectives.append(found)
             if product := product_flops(instruction, computation):
                 flops[product[0]] += product[1] * times
@@ -78,8 +89,9 @@ def read_hlo(text: str, mesh_shape: Mapping[str, int], slice_of: Sequence[int] |
             if not inside:
                 for space, nbytes in instruction_traffic(module, computation, instruction).items():
                     moved[space] += nbytes * times
+    schedule, places = read_schedule(module, numbers)
     return HloFacts(
-        collectives=collectives,
+        collectives=[dataclasses.replace(one, computation=places.get(n, "")) for n, one in enumerate(collectives)],
         dot_flops=math.fsum(flops.values()),
         hbm_bytes=moved[HBM],
         unknown_trips=unknown,
@@ -87,6 +99,7 @@ def read_hlo(text: str, mesh_shape: Mapping[str, int], slice_of: Sequence[int] |
         dot_flops_by_type=dict(flops),
         kernel_flops=pallas,
         silent_kernels=silent,
+        schedule=schedule,
     )
 
 
@@ -122,10 +135,47 @@ def make_collective(
 ) -> Collective:
     """A collective with the bytes that it puts on wires."""
     ici, dcn = wire_bytes(kind, result, span.size, span.slices)
-    dtype = shapes[0].dtype if shapes else ""
+    stages = link_stages(kind, ici, span, instruction)
+    if dcn:
+        stages += (Stage(DCN, span.slices, 1.0, dcn),)
     return Collective(
-        kind, span.axes, span.slices > 1, span.size, int(result), ici + dcn, times, dcn_bytes=dcn, dtype=dtype
+        kind=kind,
+        axes=span.axes,
+        crosses_slices=span.slices > 1,
+        group_size=span.size,
+        result_bytes=int(result),
+        wire_bytes=ici + dcn,
+        times=times,
+        dcn_bytes=dcn,
+        dtype=shapes[0].dtype if shapes else "",
+        stages=stages,
+        name=instruction.name,
+        operation=instruction.attribute(r'op_name="([^"]*)"') or "",
     )
+
+
+def link_stages(kind: str, sent: float, span: Span, instruction: Instruction) -> tuple[Stage, ...]:
+    """The stages of a collective of which a device sends so many bytes on the links of its slice.
+
+    Over several dimensions of the torus in one instruction XLA:TPU runs one ring through all of them (emitters
+    1DAllGather..., rings of so many cores) or divides the bytes over several orders of the dimensions (StrategyND with
+    its colors), which is taken for all that say nothing (seen with libtpu 0.0.51).
+    """
+    lines = span.lines
+    members = math.prod(line.size for line in lines)
+    if not sent or members < 2:
+        return ()
+    whole = (
+        sent if kind == "collective-permute" else sent * members / (members - 1) / (2 if kind == "all-reduce" else 1)
+    )
+    if len(lines) > 1 and kind not in ("collective-permute", "all-to-all"):
+        cores = re.search(r'"core_count":"(\d+)"', instruction.attributes)
+        if '"emitter":"1DAllGather' in instruction.attributes or cores and int(cores[1]) == members:
+            lines = ring_through(lines, span.chip_links)
+        else:
+            orders = [[*lines[first:], *lines[:first]] for first in range(len(lines))]
+            return rotated([staged(kind, whole, order) for order in orders])
+    return staged(kind, whole, lines)
 
 
 def wire_bytes(kind: str, result: float, size: int, slices: int) -> tuple[float, float]:

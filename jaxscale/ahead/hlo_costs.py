@@ -18,9 +18,11 @@ CUDNN_FORWARD, CUDNN_BACKWARD = "__cudnn$fmha", "Backward"
 SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
 SPLASH_FUSED_BACKWARD = 5
 HBM, HOST = 0, 5
+PALLAS = "tpu_custom_call"
 NOTHING = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "after-all",
-    "partition-id", "replica-id", "optimization-barrier", "add-dependency", "domain", "async-start",
+    "partition-id", "replica-id", "optimization-barrier", "add-dependency", "domain", "async-start", "call-start",
+    "custom-call-start",
 }  # fmt: skip
 MARKERS = ("AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast", "Sharding", "AsyncCollective", "SliceId")
 SLICERS = ("dynamic-slice", "slice", "gather")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from jaxscale.ahead.hlo_text import Instruction
+from jaxscale.planning.links import Stage, Torus, group_lines, permute_line
 
 MESH_GROUPS = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:,\s*device_ids=\((.*?)\))?\s*\{([^}]*)\}")
 IOTA_GROUPS = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -22,6 +23,7 @@ class Layout:
     mesh_shape: Mapping[str, int]
     slice_of: tuple[int, ...]
     positions: tuple[int, ...]  # of the program's own partitions: all, or one slice's where it was compiled by slice
+    torus: Torus | None  # None: a switch joins the devices of a slice
 
     @property
     def size(self) -> int:
@@ -44,9 +46,13 @@ class Span:
     axes: tuple[str, ...]  # mesh axes along which members of one group differ
     size: int  # devices in a group
     slices: int  # slices in a group
+    lines: tuple[Stage, ...] = ()  # the links that join its members within a slice
+    chip_links: int = 1  # of the torus, at each chip
 
 
-def make_layout(mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None, num_partitions: int | None) -> Layout:
+def make_layout(
+    mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None, num_partitions: int | None, torus: Torus | None
+) -> Layout:
     """Raises ValueError where the program, the mesh and the slices do not belong together."""
     size = math.prod(mesh_shape.values())
     slices = tuple(slice_of) if slice_of is not None else (0,) * size
@@ -57,12 +63,13 @@ def make_layout(mesh_shape: Mapping[str, int], slice_of: Sequence[int] | None, n
     partitions = num_partitions or 1
     if partitions not in (1, size, len(first)):
         raise ValueError(f"the program has {partitions} partitions, and the mesh {dict(mesh_shape)} has {size} devices")
-    return Layout(mesh_shape, slices, first if partitions == len(first) else tuple(range(size)))
+    return Layout(mesh_shape, slices, first if partitions == len(first) else tuple(range(size)), torus)
 
 
 def span_groups(instruction: Instruction, layout: Layout) -> Span:
     """What a collective's replica groups or source-target pairs cover."""
-    if instruction.opcode.startswith("collective-permute"):
+    is_permute = instruction.opcode.startswith("collective-permute")
+    if is_permute:
         groups = np.array(ints(instruction.attribute(PAIRS) or ""), int).reshape(-1, 2)  # (source, target)
     else:
         groups = parse_groups(instruction.attributes, len(layout.positions))
@@ -79,8 +86,14 @@ def span_groups(instruction: Instruction, layout: Layout) -> Span:
         if np.any(coordinate != coordinate[:, :1]):
             axes.append(name)
             sizes.append(length)
-    size = math.prod(sizes) if instruction.opcode.startswith("collective-permute") else groups.shape[1]
-    return Span(tuple(axes), size, max(len(set(row)) for row in slices.tolist()))
+    inside = [row for row, ids in zip(positions.tolist(), slices.tolist()) if len(set(ids)) == 1]
+    if is_permute:
+        lines = permute_line(layout.torus, inside)
+    else:
+        lines = group_lines(layout.torus, positions[0][slices[0] == slices[0][0]].tolist())
+    chip_links = layout.torus.num_links if layout.torus else 1
+    size = math.prod(sizes) if is_permute else groups.shape[1]
+    return Span(tuple(axes), size, max(len(set(row)) for row in slices.tolist()), lines, chip_links)
 
 
 def parse_groups(attributes: str, num_devices: int) -> np.ndarray:

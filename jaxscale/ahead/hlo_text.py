@@ -68,9 +68,10 @@ class Instruction:
         found = re.findall(
             r"\b(?:calls|true_computation|false_computation|condition|body)=%?([\w.\-]+)", self.attributes
         )
-        if self.opcode in ("call", "async-start"):
+        if self.opcode in ("call", "async-start", "call-start"):
             found += re.findall(r"\bto_apply=%?([\w.\-]+)", self.attributes)
-        for names in re.findall(r"branch_computations=\{([^}]*)\}", self.attributes):
+        lists = r"\b(?:branch|called)_computations" if self.opcode.endswith("-start") else r"\bbranch_computations"
+        for names in re.findall(lists + r"=\{([^}]*)\}", self.attributes):
             found += [name.strip().lstrip("%") for name in names.split(",")]
         return found
 
@@ -110,6 +111,7 @@ class Module:
     computations: dict[str, Computation]
     entry: str
     num_partitions: int | None
+    is_scheduled: bool  # instructions stand in the order in which they run
 
 
 def parse_module(text: str) -> Module:
@@ -131,8 +133,9 @@ def parse_module(text: str) -> Module:
             lines[-1] += line  # Pallas kernels carry metadata that is printed over several lines
     if entry is None:
         raise BadInput("this is not the text of a compiled program: it has no ENTRY computation")
-    partitions = re.search(r"\bnum_partitions=(\d+)", text[: text.find("\n")])
-    return Module(computations, entry, int(partitions[1]) if partitions else None)
+    header = text[: text.find("\n")]
+    partitions = re.search(r"\bnum_partitions=(\d+)", header)
+    return Module(computations, entry, int(partitions[1]) if partitions else None, "is_scheduled=true" in header)
 
 
 def parse_instruction(line: str) -> Instruction | None:

@@ -14,8 +14,7 @@ Linear = tuple[int | None, int]
 def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
     """(runs of each computation per step, names of those inside fusions, loops whose trips could not be read).
 
-    Such a loop counts as one trip. A conditional whose name says how often it is true (ops.attention.either) counts
-    each branch as often as it is taken; all branches of another count as taken.
+    Such a loop counts as one trip. Of a conditional each branch counts as often as branch_shares says.
     """
     runs = dict.fromkeys(module.computations, 0)
     runs[module.entry] = 1
@@ -30,23 +29,43 @@ def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
                 times *= 1 if trips is None else trips
             if instruction.opcode.endswith(("-done", "-update")):  # its start was counted
                 continue
-            taken = count_taken(instruction, times)
+            shares = branch_shares(module, instruction)
             for called in instruction.called:
                 if called in runs:
-                    runs[called] += taken.get(called, times)
+                    runs[called] += round(times * shares.get(called, 1))
                     if instruction.opcode == "fusion" or name in fused:
                         fused.add(called)
     return runs, fused, unknown
 
 
-def count_taken(instruction: Instruction, times: int) -> dict[str, int]:
-    """{branch: its runs} of a conditional of two branches that says it is true `taken_N_of_M`; {} for anything else."""
-    share = re.search(r'op_name="[^"]*\btaken_(\d+)_of_(\d+)', instruction.attributes)
-    if instruction.opcode != "conditional" or share is None or len(instruction.called) != 2:
+def branch_shares(module: Module, instruction: Instruction) -> dict[str, float]:
+    """{branch: the part of a conditional's runs that take it}; {} for anything else.
+
+    One of two branches whose name says how often it is true, `taken_N_of_M` (ops.attention.either), is known. Of any
+    other conditional the branch with the most instructions is taken for the one that runs: the most that it can cost.
+    """
+    if instruction.opcode != "conditional":
         return {}
-    if_true = instruction.attribute(r"\btrue_computation=%?([\w.\-]+)") or instruction.called[1]
-    often = round(times * int(share[1]) / int(share[2]))
-    return {name: often if name == if_true else times - often for name in instruction.called}
+    branches = instruction.called
+    share = re.search(r'op_name="[^"]*\btaken_(\d+)_of_(\d+)', instruction.attributes)
+    if share is None or len(branches) != 2:
+        size = lambda name: sum(len(one.instructions) for one in reachable(module, name))
+        largest = max(branches, key=size)
+        return {name: float(name == largest) for name in branches}
+    if_true = instruction.attribute(r"\btrue_computation=%?([\w.\-]+)") or branches[1]
+    often = int(share[1]) / int(share[2])
+    return {name: often if name == if_true else 1 - often for name in branches}
+
+
+def reachable(module: Module, name: str) -> list[Computation]:
+    """A computation and all that it calls."""
+    found, waiting = {}, [name]
+    while waiting:
+        current = module.computations.get(waiting.pop())
+        if current is not None and current.name not in found:
+            found[current.name] = current
+            waiting += [called for one in current.instructions.values() for called in one.called]
+    return list(found.values())
 
 
 def count_trips(module: Module, caller: Computation, loop: Instruction) -> int | None:

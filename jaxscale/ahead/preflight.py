@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.ahead.compiled import Compiled, compile_ahead, lower, read_result
+from jaxscale.ahead.overlap import collective_rows
 from jaxscale.ahead.report import Report, sum_traffic
 from jaxscale.ahead.roofline import Roofline, roofline
 from jaxscale.build import Program, make_program
@@ -12,7 +13,7 @@ from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.planning.check import UNCOUNTED
 from jaxscale.planning.measured import Kept
 from jaxscale.planning.memory import MemoryRow, host_bytes, shard_bytes, usable_memory
-from jaxscale.planning.topology import Topology, link_shares, open_topology
+from jaxscale.planning.topology import Topology, open_topology
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir
@@ -64,8 +65,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
     cfg, facts, shortage = program.cfg, compiled.facts, compiled.shortage
     num_devices = len(topology.devices)
     model_flops = cfg.flops_per_token * cfg.tokens_per_step / num_devices
-    shares = link_shares(program.mesh, topology.chip)
-    bounds = facts and roofline(facts, topology.chip, topology.num_slices, model_flops, shares)
+    bounds = facts and roofline(facts, topology.chip, model_flops)
     usable, why = usable_memory(topology)
     if shortage is not None and shortage.space == "hbm" and shortage.available is not None:
         usable, why = shortage.available, "what the compiler may use"
@@ -91,6 +91,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
         compiled_flops=facts and facts.dot_flops + facts.kernel_flops,
         model_flops=model_flops,
         traffic=sum_traffic(facts.collectives) if facts else (),
+        collectives=collective_rows(facts, bounds.played) if facts and bounds.played else (),
         roofline=bounds,
         notes=notes(program, bounds),
         lower_seconds=compiled.lower_seconds,

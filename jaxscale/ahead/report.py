@@ -7,6 +7,7 @@ from typing import Any
 from jaxscale import units
 from jaxscale.ahead.compiled import Shortage
 from jaxscale.ahead.hlo import Collective
+from jaxscale.ahead.overlap import CollectiveRow, overlap_line
 from jaxscale.ahead.roofline import Roofline
 from jaxscale.planning.memory import MemoryRow
 from jaxscale.units import INDENT, table
@@ -49,6 +50,7 @@ class Report:
     compiled_flops: float | None  # of one device and step
     model_flops: float
     traffic: tuple[Traffic, ...]
+    collectives: tuple[CollectiveRow, ...]  # in the order of the program
     roofline: Roofline | None
     notes: tuple[str, ...]  # what the figures leave out
     lower_seconds: float
@@ -69,7 +71,10 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
-        return dataclasses.asdict(self) | {"fits": self.fits}
+        found = dataclasses.asdict(self) | {"fits": self.fits}
+        if self.roofline is not None:
+            del found["roofline"]["played"]  # it is in the rows of collectives
+        return found
 
 
 def sum_traffic(collectives: Sequence[Collective]) -> tuple[Traffic, ...]:
@@ -147,14 +152,21 @@ def traffic_lines(report: Report) -> list[str]:
 def roofline_lines(report: Report) -> list[str]:
     """The least time that a step can take, by part."""
     roofline = report.roofline
-    rows = [("products", milliseconds(roofline.compute_s)), ("device memory", milliseconds(roofline.hbm_s))]
-    rows += [(f"link {name}", milliseconds(seconds)) for name, seconds in roofline.links_s.items()]
+    rows = [("products", milliseconds(roofline.compute_s), ""), ("device memory", milliseconds(roofline.hbm_s), "")]
+    for name, seconds in roofline.links_s.items():
+        exposed = roofline.exposed_s.get(name, 0.0)
+        rows.append(
+            (f"link {name}", milliseconds(seconds), f"{milliseconds(exposed)} of it exposed" if exposed else "")
+        )
     rows += [
-        ("all at once (the longest)", milliseconds(roofline.overlapped_s)),
-        ("one after another (the sum)", milliseconds(roofline.serial_s)),
+        ("at least, in the program's order", milliseconds(roofline.at_least_s), "products, and what they wait for"),
+        ("all at once (the longest)", milliseconds(roofline.overlapped_s), "if the order let all hide"),
+        ("one after another (the sum)", milliseconds(roofline.serial_s), ""),
     ]
     lines = ["roofline: least time of a step at the chip's peak rates, nothing measured", *table(rows, right=(1,))]
-    lines.append(f"{INDENT}MFU is at most {roofline.mfu_ceiling:.1%}, if all runs at once")
+    if report.collectives:
+        lines.append(f"{INDENT}{overlap_line(report.collectives)}")
+    lines.append(f"{INDENT}MFU is at most {roofline.mfu_ceiling:.1%}")
     return lines
 
 
@@ -180,10 +192,10 @@ def verdict_line(report: Report) -> str:
 
 def summary_rows(reports: Sequence[tuple[str, Report]]) -> list[str]:
     """A table with a row for each (label, report), for a search."""
-    rows = [("settings", "peak", "roofline", "sum", "MFU at most", "compiled in", "")]
+    rows = [("settings", "peak", "at least", "sum", "MFU at most", "compiled in", "")]
     for label, report in reports:
         line = report.roofline
-        times = (milliseconds(line.overlapped_s), milliseconds(line.serial_s)) if line else ("", "")
+        times = (milliseconds(line.at_least_s), milliseconds(line.serial_s)) if line else ("", "")
         mfu = f"{line.mfu_ceiling:.1%}" if line else ""
         peak = units.size(report.peak_bytes) if report.peak_bytes is not None else "too large"
         took = "kept" if report.kept else f"{report.compile_seconds:.0f} s"

@@ -183,7 +183,7 @@ def is_hopeful(one: Candidate, tried: Tried, enough: int | None) -> bool:
         if report.fits and enough and other.changes.items() <= one.changes.items():
             return False  # the same repair, and more than that
     best = winner(tried)
-    return bool(enough) or best is None or one.guess.compute_s <= best[1].roofline.overlapped_s * SAME_TIME
+    return bool(enough) or best is None or one.guess.compute_s <= best[1].roofline.at_least_s * SAME_TIME
 
 
 def learnt_scale(one: Candidate, tried: Tried) -> float:
@@ -225,7 +225,7 @@ def rank(pair: tuple[Candidate, Report]) -> tuple[float, ...]:
     if not report.fits:
         return (1, report.peak_bytes or math.inf)
     line = report.roofline
-    return (0, bucket(line.overlapped_s), line.serial_s, report.peak_bytes)
+    return (0, bucket(line.at_least_s), line.serial_s, report.peak_bytes)
 
 
 def winner(tried: Tried) -> tuple[Candidate, Report] | None:
@@ -249,7 +249,7 @@ def outcome_text(report: Report) -> str:
     size = units.size(report.peak_bytes) if report.peak_bytes is not None else "more than there is"
     if not report.fits:
         return f"does not fit: {size}"
-    return f"fits: {size}, at least {report.roofline.overlapped_s * 1e3:.4g} ms a step"
+    return f"fits: {size}, at least {report.roofline.at_least_s * 1e3:.4g} ms a step"
 
 
 def override_lines(changes: dict[str, Any]) -> list[str]:

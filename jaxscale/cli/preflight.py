@@ -3,7 +3,8 @@
   jaxscale preflight --config=FILE --topology=v5p:4x4x8
 
 No device is touched, and none need be there; TPUs need the package libtpu, GPUs jax's CUDA plugin. Times are the least
-that the chip's datasheet allows. Exit code 0: it fits; 3: it does not, and two changes that do are shown if they exist.
+that the chip's datasheet and the order of the program allow; --collectives shows what hides behind products. Exit code
+0: it fits; 3: it does not, and two changes that do are shown if they exist.
 """
 
 import dataclasses
@@ -13,6 +14,7 @@ from collections.abc import Callable
 
 from jaxscale import config_file
 from jaxscale.ahead import search
+from jaxscale.ahead.overlap import collective_lines
 from jaxscale.ahead.preflight import preflight
 from jaxscale.ahead.report import Report, report_lines, summary_rows
 from jaxscale.ahead.search import Candidate, Tried, winner
@@ -41,6 +43,7 @@ class PreflightFlags:
         "NAME",
     )
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
+    collectives: bool = flag(False, "also prints each collective: what it sends, and how much of it products hide")
     search: bool = flag(
         False, "also compiles other meshes, remat policies and microbatches, and writes the best settings"
     )
@@ -75,6 +78,8 @@ def answer(cfg: RunConfig, topology: Topology, flags: PreflightFlags) -> Exit:
     )
     report = compile_one(cfg, flags.save_executable)
     put(*report_lines(report))
+    if flags.collectives:
+        put(*collective_lines(report.collectives))
     if flags.save_executable and report.fits:
         put(f"the compiled step is in {flags.save_executable}; loading it needs the chips and was never tried")
     known, tried = [(search.own_candidate(cfg, topology), report)], []

@@ -5,74 +5,130 @@ import dataclasses
 import pytest
 
 from jaxscale.ahead.hlo import Collective, HloFacts
+from jaxscale.ahead.hlo_schedule import Item
 from jaxscale.ahead.roofline import roofline
+from jaxscale.ahead.timeline import play
 from jaxscale.hardware import Chip
+from jaxscale.planning.links import DCN, Stage
 
 CHIP = Chip(
     "made up", 100.0, 1000, 10.0, "this test", ici_bandwidth=6.0, ici_dims=3, dcn_bandwidth=0.5, fp8_flops=200.0
 )
 
 
-def collective(axes, wire, times=1, dcn=0.0):
-    """A collective of which only the bytes and the axes matter."""
-    return Collective("all-gather", axes, dcn > 0, 4, 8, wire, times, dcn_bytes=dcn)
+def collective(axes, *stages, times=1):
+    """A collective of which only the axes and the stages matter: ('x', bytes) with one of three dimensions' links."""
+    stages = tuple(Stage(along, 4, 1.0 if along == DCN else len(along) / 3, sent) for along, sent in stages)
+    return Collective("all-gather", axes, False, 4, 8, sum(one.nbytes for one in stages), times, stages=stages)
 
 
-def facts(*collectives, **flops):
+def facts(*collectives, schedule=(), **flops):
     """A step of 40 bytes of memory traffic."""
-    return HloFacts(list(collectives), sum(flops.values()), 40.0, 0, dot_flops_by_type=flops)
+    return HloFacts(list(collectives), sum(flops.values()), 40.0, 0, dot_flops_by_type=flops, schedule=schedule)
+
+
+def work(seconds):
+    return Item("work", flops={"bf16": 100.0 * seconds})
+
+
+def start(number):
+    return Item("start", number)
+
+
+def done(number):
+    return Item("done", number)
+
+
+def blocking(number):
+    return Item("blocking", number)
+
+
+def runs(times, *items):
+    return Item("runs", times=times, items=items)
 
 
 def test_each_resource_is_busy_for_its_work_over_its_speed():
-    step = facts(collective(("fsdp",), 12.0, times=2), collective(("data",), 5.0, dcn=2.0), bf16=300.0)
-    bound = roofline(step, CHIP, 2, model_flops_per_device=250.0)
+    step = facts(collective(("fsdp",), ("x", 12.0), times=2), collective(("data",), ("y", 3.0), (DCN, 2.0)), bf16=300.0)
+    bound = roofline(step, CHIP, model_flops_per_device=250.0)
     assert (bound.compute_s, bound.hbm_s) == (3.0, 4.0)
-    assert bound.links_s == {"ici:fsdp": 4.0, "ici:data": 0.5, "dcn:data": 4.0}
-    assert bound.overlapped_s == 4.5  # the ICI, whose links all axes share
-    assert bound.serial_s == 3.0 + 4.0 + 4.5 + 4.0
-    assert bound.mfu_ceiling == pytest.approx(250 / (100 * 4.5))
-    assert bound.unpriced == ()
+    assert bound.links_s == {"ici:fsdp:x": 12.0, "ici:data:y": 1.5, "dcn:data": 4.0}
+    assert bound.overlapped_s == bound.at_least_s == 12.0  # the program has no order: all may hide
+    assert bound.serial_s == 3.0 + 4.0 + 12.0 + 1.5 + 4.0
+    assert bound.mfu_ceiling == pytest.approx(250 / (100 * 12.0))
+    assert (bound.unpriced, bound.exposed_s) == ((), {})
 
 
-def test_an_axis_along_one_dimension_of_the_torus_has_its_links_only():
-    step = facts(collective(("fsdp",), 6.0), collective(("fsdp", "tensor"), 6.0), collective((), 0.0), bf16=100.0)
-    bound = roofline(step, CHIP, 1, 100.0, link_shares={"fsdp": 2 / 3, "tensor": 1 / 3, "data": 1.0})
-    assert bound.links_s == pytest.approx({"ici:fsdp": 1.5, "ici:fsdp+tensor": 1.0})
+def test_axes_on_one_dimension_share_its_links_and_stages_over_two_keep_both_busy():
+    step = facts(collective(("fsdp",), ("x", 6.0)), collective(("tensor",), ("x", 2.0), ("xy", 8.0)), bf16=100.0)
+    bound = roofline(step, CHIP, 100.0)
+    assert bound.links_s == {"ici:fsdp:x": 3.0, "ici:tensor:x": 1.0, "ici:tensor:xy": 2.0}
+    assert bound.overlapped_s == 3.0 + 1.0 + 2.0
 
 
-def test_axes_on_different_links_of_a_chip_overlap_and_all_bytes_still_pass_its_links():
-    shares = {"fsdp": 2 / 3, "tensor": 1 / 3}
-    apart = roofline(
-        facts(collective(("fsdp",), 40.0), collective(("tensor",), 20.0), bf16=100.0), CHIP, 1, 1.0, shares
-    )
-    assert apart.links_s == pytest.approx({"ici:fsdp": 10.0, "ici:tensor": 10.0})
-    assert (apart.overlapped_s, apart.serial_s) == pytest.approx((10.0, 1.0 + 4.0 + 20.0))
-    shared = facts(collective(("fsdp",), 40.0), collective(("fsdp", "tensor"), 60.0), bf16=100.0)
-    assert roofline(shared, CHIP, 1, 1.0, shares).overlapped_s == pytest.approx(40 / 6 + 10)
+ONE = collective(("fsdp",), ("x", 4.0))  # 2 s
+TWO = collective(("fsdp",), ("x", 4.0), ("y", 6.0))  # 2 s, then 3 s
+
+
+@pytest.mark.parametrize(
+    ("items", "collectives", "seconds", "exposed"),
+    [
+        ([blocking(0), work(5)], [ONE], 7, {"x": 2}),
+        ([start(0), work(5), done(0)], [ONE], 5, {}),
+        ([start(0), work(1), done(0), work(4)], [ONE], 6, {"x": 1}),
+        ([start(0), work(5), done(0)], [TWO], 5, {}),
+        ([start(0), work(4), done(0)], [TWO], 5, {"x": 0.4, "y": 0.6}),  # one second, by the stages' parts
+        ([start(0), start(1), work(2), done(0), done(1)], [ONE, ONE], 4, {"x": 2}),  # not both behind the same work
+        ([start(0), start(1), work(3), done(0), done(1)], [ONE, collective((), ("y", 6.0))], 3, {}),  # other links
+        ([start(0), work(1), blocking(1)], [ONE, ONE], 4, {"x": 3}),  # waits for the links, then sends
+        ([work(1), start(0)], [ONE], 3, {}),  # nobody waits, and the step is not over before
+    ],
+)
+def test_a_collective_hides_behind_the_work_between_its_start_and_its_end(items, collectives, seconds, exposed):
+    played = play(items, collectives, CHIP)
+    assert played.seconds == pytest.approx(seconds)
+    told = {link.split(":")[-1]: waited for link, waited in played.exposed.items() if waited}
+    assert told == pytest.approx(exposed)
+
+
+def test_a_loop_is_its_first_run_and_all_others_alike():
+    body = (start(0), work(1), done(0), work(3))
+    played = play([runs(10, *body)], [ONE], CHIP)
+    assert played.seconds == pytest.approx(50) and sum(played.exposed.values()) == pytest.approx(10)
+    (one,) = played.collectives
+    assert (one.runs, one.link_s, one.cover_s, one.is_blocking) == pytest.approx((10, 20, 10, False))
+    ahead = (done(0), start(0), work(3))  # what the last run started is waited for in this one
+    played = play([start(0), runs(10, *ahead), done(0)], [ONE], CHIP)
+    assert played.seconds == pytest.approx(2 + 30) and played.collectives[0].runs == 11
+
+
+def test_a_branch_counts_as_often_as_it_is_taken():
+    played = play([runs(0.25, blocking(0), work(2)), runs(0.75, work(4))], [ONE], CHIP)
+    assert played.seconds == pytest.approx(0.25 * 4 + 0.75 * 4)
+    assert (played.collectives[0].runs, played.blocking["ici:fsdp:x"]) == pytest.approx((0.25, 0.5))
+
+
+def test_the_step_takes_its_products_and_what_they_wait_for():
+    items = (runs(2, start(0), work(1), done(0)), blocking(1), work(1))
+    step = facts(dataclasses.replace(ONE, times=2), ONE, schedule=items, bf16=300.0)
+    bound = roofline(step, CHIP, 300.0)
+    assert (bound.at_least_s, bound.overlapped_s, bound.mfu_ceiling) == pytest.approx((7.0, 6.0, 3 / 7))
+    assert bound.exposed_s == pytest.approx({"ici:fsdp:x": 4.0}) and bound.blocking_s == {"ici:fsdp:x": 2.0}
 
 
 @pytest.mark.parametrize(("dtype", "seconds"), [("bf16", 4.0), ("f32", 4.0), ("f8e4m3fn", 2.0), ("s8", 4.0)])
 def test_products_run_at_the_peak_of_their_type(dtype, seconds):
-    assert roofline(facts(**{dtype: 400.0}), CHIP, 1, 400.0).compute_s == seconds  # int8: the table has no figure
+    assert roofline(facts(**{dtype: 400.0}), CHIP, 400.0).compute_s == seconds  # int8: the table has no figure
 
 
 def test_kernels_count_beside_products():
     step = dataclasses.replace(facts(bf16=100.0), kernel_flops=50.0)
-    assert roofline(step, CHIP, 1, 100.0).compute_s == 1.5
+    assert roofline(step, CHIP, 100.0).compute_s == 1.5
 
 
 def test_what_has_no_price_is_told_and_in_no_time():
-    step = facts(collective(("data",), 5.0, dcn=5.0), bf16=100.0)
+    step = facts(collective(("data",), (DCN, 5.0)), bf16=100.0, schedule=(work(1), blocking(0)))
     step = dataclasses.replace(step, silent_kernels=3, unknown_trips=2, host_bytes=1e9)
-    bound = roofline(step, dataclasses.replace(CHIP, dcn_bandwidth=None), 2, 100.0)
-    assert bound.links_s == {} and bound.overlapped_s == 4.0
+    bound = roofline(step, dataclasses.replace(CHIP, dcn_bandwidth=None), 100.0)
+    assert bound.links_s == {} and bound.at_least_s == 4.0
     told = "; ".join(bound.unpriced)
     assert all(part in told for part in ("3 kernel runs", "2 loops", "1e+09 bytes", "dcn:data: no bandwidth"))
-
-
-def test_bytes_between_gpu_hosts_go_through_the_network_without_slices():
-    gpu = dataclasses.replace(CHIP, ici_dims=0)
-    assert roofline(facts(collective(("fsdp",), 7.0, dcn=1.0)), gpu, 1, 1.0).links_s == {
-        "ici:fsdp": 1.0,
-        "dcn:fsdp": 2.0,
-    }

@@ -20,6 +20,11 @@ GB = 10**9
 LIMIT = 10 * GB
 
 
+def bounds(seconds):
+    """A roofline of which only the time matters."""
+    return Roofline(seconds, 0.0, {}, {}, {}, seconds, seconds, seconds, 0.5, (), ())
+
+
 @pytest.fixture(scope="module")
 def topology():
     return ahead_of_time.topology()
@@ -33,7 +38,8 @@ def report():
         num_slices=1, layout="fsdp=8", settings={}, memory=(), host_bytes=0, peak_bytes=0, code_bytes=0,
         chip_bytes=LIMIT,
         usable_bytes=LIMIT, usable_why="", shortage=None, compiled_flops=1.0, model_flops=1.0, traffic=(),
-        roofline=Roofline(1.0, 0.0, {}, 1.0, 1.0, 0.5, ()), notes=(), lower_seconds=0.0, compile_seconds=0.0,
+        collectives=(),
+        roofline=bounds(1.0), notes=(), lower_seconds=0.0, compile_seconds=0.0,
         versions={}, date="2026-11-21", kept=False,
     )  # fmt: skip
 
@@ -64,7 +70,7 @@ class Machine:
 
     def result(self, one):
         took = self.seconds.get(one.label, one.guess.compute_s)
-        line = Roofline(took, 0.0, {}, took, took, 0.5, ())
+        line = bounds(took)
         needs = int(self.factor * one.guess.activation_bytes)
         report = dataclasses.replace(self.report, peak_bytes=needs, usable_bytes=LIMIT, roofline=line)
         return report if report.fits else dataclasses.replace(report, roofline=None)

@@ -1,0 +1,97 @@
+"""Each collective of a compiled step as a row: what it sends over which links, and how much of it products hide."""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+
+from jaxscale.ahead.hlo import HloFacts
+from jaxscale.ahead.hlo_schedule import Item
+from jaxscale.ahead.timeline import Played
+from jaxscale.units import table
+
+SMALL = 1e-3  # of all bytes: collectives below are one row together
+WRAPPERS = re.compile(r"\b(?:jit|shard_map|while|body|eval_jaxpr|closed_call|checkpoint|cond)(?:\([^()]*\))?/")
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveRow:
+    """One collective of the program. Seconds and bytes are of one run."""
+
+    kind: str
+    operation: str  # of JAX's program
+    computation: str  # in whose schedule it stands
+    times: float
+    axes: str
+    stages: str  # 'z4 y2': the dimensions of the torus one after the other, 'xy64': both at once
+    sent_bytes: float
+    is_blocking: bool
+    link_s: float
+    cover_s: float  # products between its start and its end
+    exposed_s: float  # for which products stand still
+
+
+def collective_rows(facts: HloFacts, played: Sequence[Played]) -> tuple[CollectiveRow, ...]:
+    """The rows in the order of the program; () where it has none."""
+    rows = []
+    for number in dict.fromkeys(numbers_in_order(facts.schedule)):
+        one, found = facts.collectives[number], played[number]
+        runs = found.runs or 1.0
+        rows.append(
+            CollectiveRow(
+                kind=one.kind,
+                operation=short_operation(one.operation) or one.name,
+                computation=one.computation,
+                times=found.runs,
+                axes="+".join(one.axes),
+                stages=" ".join(f"{stage.along}{stage.size}" for stage in one.stages),
+                sent_bytes=one.wire_bytes,
+                is_blocking=found.is_blocking,
+                link_s=found.link_s / runs,
+                cover_s=found.cover_s / runs,
+                exposed_s=found.exposed_s / runs,
+            )
+        )
+    return tuple(rows)
+
+
+def numbers_in_order(items: Sequence[Item]) -> Iterator[int]:
+    """Numbers of collectives as they start."""
+    for item in items:
+        if item.what in ("start", "blocking"):
+            yield item.collective
+        yield from numbers_in_order(item.items)
+
+
+def short_operation(name: str) -> str:
+    """'jit(train_step)/shard_map/jvp()/while/body/gather_weights/all_gather' -> 'jvp()/gather_weights'."""
+    name, _, _ = WRAPPERS.sub("", name).rpartition("/")
+    return name
+
+
+def overlap_line(rows: Sequence[CollectiveRow]) -> str:
+    """'98.1% of the bytes are sent between a start and an end, and products hide 51.2% of the time on links'."""
+    sent = sum(row.sent_bytes * row.times for row in rows) or 1.0
+    between = sum(row.sent_bytes * row.times for row in rows if not row.is_blocking) / sent
+    covered = sum(row.sent_bytes * row.times for row in rows if row.exposed_s <= 0.05 * row.link_s) / sent
+    busy = sum(row.link_s * row.times for row in rows) or 1.0
+    hidden = max(0.0, 1 - sum(row.exposed_s * row.times for row in rows) / busy)
+    return (
+        f"{between:.1%} of the bytes are sent between a start and an end, {covered:.1%} under products that last as "
+        f"long; {hidden:.1%} of the time on links is hidden"
+    )
+
+
+def collective_lines(rows: Sequence[CollectiveRow]) -> list[str]:
+    """The table. Loops are told by how often their bodies run."""
+    sent = sum(row.sent_bytes * row.times for row in rows)
+    large = [row for row in rows if row.sent_bytes * row.times >= SMALL * sent]
+    found = [("", "kind", "operation", "times", "axes", "links", "MB sent", "link ms", "cover ms", "exposed ms")]
+    for row in large:
+        times = tuple(f"{seconds * 1e3:.3f}" for seconds in (row.link_s, row.cover_s, row.exposed_s))
+        state, size = "blocking" if row.is_blocking else "async", f"{row.sent_bytes / 1e6:.1f}"
+        found.append((state, row.kind, row.operation, f"{row.times:g}", row.axes, row.stages, size, *times))
+    lines = ["collectives in the order of the program, each of one run", *table(found, right=(3, 6, 7, 8, 9))]
+    if rest := [row for row in rows if row.sent_bytes * row.times < SMALL * sent]:
+        exposed = sum(row.exposed_s * row.times for row in rest)
+        lines.append(f"  and {len(rest)} of less than {SMALL:.1%} of the bytes each, {exposed * 1e3:.3f} ms exposed")
+    return lines
