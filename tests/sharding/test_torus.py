@@ -26,11 +26,11 @@ def test_runs_are_along_one_coordinate(points, sizes):
     assert stage_sizes(points) == sizes
 
 
-def fake_mesh(shape, names):
-    """A mesh of things with coordinates, as the devices of a TPU slice have them."""
+def fake_mesh(shape, names, platform="tpu"):
+    """A mesh of things with coordinates, as the devices of a TPU slice have them, and those of GPUs not at hand."""
     devices = np.empty(shape, object)
     for place in np.ndindex(*shape):
-        devices[place] = types.SimpleNamespace(coords=place, core_on_chip=0)
+        devices[place] = types.SimpleNamespace(coords=place, core_on_chip=0, platform=platform)
     return types.SimpleNamespace(axis_names=names, devices=devices.reshape(shape[0] * shape[1], shape[2]))
 
 
@@ -39,6 +39,10 @@ def test_groups_hold_the_positions_that_share_a_link():
     across, along = link_stages(mesh, "fsdp")
     assert across == ((0, 3), (1, 4), (2, 5)) and along == ((0, 1, 2), (3, 4, 5))
     assert link_stages(mesh, "tensor") == ()  # one link: nothing to do in stages
+
+
+def test_gpus_leave_the_way_to_nccl():
+    assert link_stages(fake_mesh((2, 3, 4), ("fsdp", "tensor"), "gpu"), "fsdp") == ()
 
 
 def test_devices_without_coordinates_have_no_stages():
