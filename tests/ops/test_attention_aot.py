@@ -2,6 +2,7 @@
 
 import collections
 import importlib.util
+import json
 import re
 
 import jax
@@ -9,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
-from jaxscale.ops.attention import choose_attention, splash
+from jaxscale.ops.attention import choose_attention, cudnn_packed, splash
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.config import MeshConfig
@@ -102,11 +103,59 @@ def test_a_step_that_keeps_attentions_result_runs_its_kernel_once_a_layer(topolo
 
 @pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=4, tensor=2)], ids=str)
 @pytest.mark.parametrize("window", [None, 200])
-def test_cudnn_attention_compiles_on_a_mesh_of_gpus_and_moves_nothing(mesh, window, devices_of):
+@pytest.mark.parametrize("card", ["h100", "a100"])
+def test_cudnn_attention_compiles_on_a_mesh_of_gpus_and_moves_nothing(card, mesh, window, devices_of):
     needs = AttentionNeeds(head_dim=128, dtype="bfloat16", window=window)
-    text, chosen = compile_attention(devices_of("h100:1x8"), mesh, needs, seq_len=255)
-    assert chosen == "cudnn" and sum(custom_calls(text).values()) == 2
+    text, chosen = compile_attention(devices_of(f"{card}:1x8"), mesh, needs, seq_len=255)
+    packed = card == "h100"
+    calls = {"__cudnn$fmhaSoftmax": 3, "__cudnn$fmhaSoftmaxBackward": 2}  # once, and in rounds that few rows need
+    with_bias = {"__cudnn$fmhaScaleBiasSoftmax": 1, "__cudnn$fmhaScaleBiasSoftmaxBackward": 1}
+    assert chosen == "cudnn" and custom_calls(text) == (calls if packed else with_bias)
     assert not re.findall(COLLECTIVES, text)
+    assert bool(re.findall(r"\[(?:\d+,)*25[56],25[56]\]", text)) != packed  # no array of positions by positions
+
+
+def test_packed_attention_is_the_call_that_jax_makes(devices_of):
+    """Of equal numbers of heads, where JAX's own places are right; its own tests run it on GPUs."""
+    from jax._src.cudnn import fused_attention_stablehlo as jax_cudnn  # its checks want a card, its primitives do not
+
+    place = SingleDeviceSharding(devices_of("h100:1x8")[0])
+    make = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    x, statistics = make((2, 64, 4, 128), jnp.bfloat16), make((2 * 16, 4, 64), jnp.float32)
+    spans = cudnn_packed.Spans(make((2, 16), jnp.int32), make((2, 17), jnp.int32))
+    how = dict(scale=128**-0.5, seed=42, dropout_rate=0.0, variadic_args=(False, False), layout=0)
+    how |= dict(mask_type=jax_cudnn.MaskType.PADDING_CAUSAL, sliding_window_length=9)
+    none = lambda: (jnp.zeros(0, jnp.bfloat16),)
+    ours = cudnn_packed.cudnn_kernel(window=9)
+
+    def theirs_forward(q, k, v, spans):
+        places = (spans.lengths_BC, spans.lengths_BC, spans.begins_BC, spans.begins_BC)
+        bind = jax_cudnn._dot_product_attention_fwd_p_wrapper.bind
+        return bind(q, k, v, *none(), *places, *none(), *none(), is_training=True, **how)
+
+    def theirs_backward(q, k, v, spans, out, statistics, dout):
+        places = (spans.lengths_BC, spans.lengths_BC, spans.begins_BC, spans.begins_BC)
+        bind = jax_cudnn._dot_product_attention_bwd_p_wrapper.bind
+        return bind(q, k, v, *none(), *places, *none(), *none(), statistics, out, dout, **how)
+
+    for mine, theirs, more in (
+        (ours.forward, theirs_forward, ()),
+        (ours.backward, theirs_backward, (x, statistics, x)),
+    ):
+        found, right = (cudnn_call(jax.jit(f).lower(x, x, x, spans, *more).compile()) for f in (mine, theirs))
+        assert found == right
+
+
+def cudnn_call(compiled):
+    """(types of results and operands, target, settings) of a program's one call of cuDNN."""
+    (line,) = [line for line in compiled.as_text().splitlines() if "__cudnn$" in line]
+    types, operands = re.search(r"= (\(.*?\)) custom-call\(", line)[1], re.search(r"constraints={(.*?)}, api", line)[1]
+    settings = json.loads(line[line.index("backend_config=") + len("backend_config=") :])["cudnn_fmha_backend_config"]
+    scores = settings["intermediate_tensor_shape"]
+    kept = {name: scores[name] for name in ("element_type", "dimensions")} | {
+        "order": scores["layout"]["minor_to_major"]
+    }
+    return types, operands, re.search(r'target="([^"]*)"', line)[1], settings | {"intermediate_tensor_shape": kept}
 
 
 def test_what_cudnn_keeps_is_not_a_mask_for_each_layer(devices_of):

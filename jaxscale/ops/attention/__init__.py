@@ -7,7 +7,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxscale.ops.attention import blockwise, cudnn, long, splash, xla
+from jaxscale.ops.attention import blockwise, cudnn, cudnn_packed, long, splash, xla
 from jaxscale.ops.config import AttentionName, AttentionNeeds, Mix
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
@@ -44,7 +44,7 @@ def choose_attention(
     make = {
         "xla": xla.make_attend,
         "splash": splash.make_attend,
-        "cudnn": cudnn.make_attend,
+        "cudnn": cudnn_packed.make_attend if reads_packed_rows(device) else cudnn.make_attend,
         "blockwise": make_blockwise,
     }
     settings: dict[str, Any] = {}
@@ -88,10 +88,19 @@ def what_lacks(name: str, needs: AttentionNeeds, device: jax.Device | None) -> s
         return "cudnn has no softcap"
     if needs.head_dim > cudnn.MOST_HEAD_DIM or needs.head_dim % 8:
         return f"cudnn takes a head_dim of at most {cudnn.MOST_HEAD_DIM} and a multiple of 8, not {needs.head_dim}"
-    capability = getattr(device, "compute_capability", None)  # "9.0"
-    if capability and float(capability) < cudnn.LEAST_CAPABILITY:
+    if (capability := compute_capability(device)) < cudnn.LEAST_CAPABILITY:
         return f"cudnn needs compute capability {cudnn.LEAST_CAPABILITY} (Ampere), and this card has {capability}"
     return ""
+
+
+def compute_capability(device: jax.Device | None) -> float:
+    """Of an NVIDIA GPU; the least that cuDNN's attention runs on where no device is known."""
+    return float(getattr(device, "compute_capability", None) or cudnn.LEAST_CAPABILITY)
+
+
+def reads_packed_rows(device: jax.Device | None) -> bool:
+    """Whether cuDNN reads packed documents on this card; it is given a mask on others."""
+    return compute_capability(device) >= cudnn_packed.LEAST_CAPABILITY
 
 
 def either(near: Callable[..., Any], far: Callable[..., Any], mix: Mix) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
-"""cuDNN's flash attention for NVIDIA GPUs, through jax.nn: scores never reach the card's memory.
+"""cuDNN's flash attention for Ampere, through jax.nn: scores never reach the card's memory.
 
-Packed documents are told apart by a mask that is read as a bias, T x T numbers in the compute dtype for each row of the
-batch and shared by all heads. cuDNN's own packing needs a known number of documents and memory for each of them.
+Packed documents are told apart by a mask that is read as a bias: T x T numbers in the compute dtype for each row of the
+batch, shared by all heads, and as many for its gradient, which nobody reads. Newer cards: cudnn_packed.py.
 
 B batch  T query position  S key position  N query heads  K key-value heads  H head dim
 """
