@@ -45,12 +45,9 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
     except Unreadable as error:
         failure = [0, *error.args]
     # before the devices are asked, for all or for none
-    answers = gathered(next_key("restore"), failure, RESTORE_SECONDS)
-    for process, found in enumerate(answers):
-        if found:
-            code, item, cause = found
-            cause = f"process {process}: {cause}" if len(answers) > 1 else cause
-            raise Stop(Exit(code), cause) if code else Unreadable(item, cause)
+    if found := gathered(next_key("restore"), failure, RESTORE_SECONDS, made_of=first_failure):
+        code, item, cause = found
+        raise Stop(Exit(code), cause) if code else Unreadable(item, cause)
     leaves = [restored[name] for name in wanted]
     for name, found in zip(wanted, fingerprints(leaves)):
         if found != saved[name][2]:
@@ -72,12 +69,26 @@ def changed_files_of(folder: Any, small: bool = False) -> str:
         if not is_storage_error(error):
             raise
         mine = [["its files", f"they could not be compared with their list: {short_reason(error)}"]]
-    changed = [found for process in gathered(next_key("files"), mine, RESTORE_SECONDS) for found in process]
-    if not changed:
+    changed, number = gathered(next_key("files"), mine, RESTORE_SECONDS, made_of=first_and_number)
+    if not number:
         return ""
-    (name, cause), more = changed[0], f"; and {len(changed) - 1} more" if len(changed) > 1 else ""
+    (name, cause), more = changed, f"; and {number - 1} more" if number > 1 else ""
     rest = "jaxscale ckpt verify reads all of it" if small else "every array came back bit for bit"
     return f"{name} in {folder}: {cause}{more}; {rest}, but is the disk well?"
+
+
+def first_failure(answers: list[list[Any] | None]) -> list[Any] | None:
+    """[exit code or 0, item, cause with the process] of the first process that could not read, or None."""
+    for process, found in enumerate(answers):
+        if found:
+            return [*found[:2], f"process {process}: {found[2]}" if len(answers) > 1 else found[2]]
+    return None
+
+
+def first_and_number(answers: list[list[Any]]) -> tuple[Any, int]:
+    """(the first of all that the processes have found, how many they have found)."""
+    found = [one for answer in answers for one in answer]
+    return (found[0] if found else None), len(found)
 
 
 def load_record(folder: Any) -> dict[str, Any]:

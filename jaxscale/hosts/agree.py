@@ -1,13 +1,19 @@
 """Agreements between the processes of a run, over jax's coordination service: no device takes part in them.
 
+The service runs in the first process, so every request is work for that one host. Whatever is agreed costs each of the
+others a few requests, however long it takes and however many they are, and nobody is sent what all have said: what
+comes back to all is what the first process makes of it. `jaxscale bench hosts` drives it with any number of hosts.
+
 jax offers its client only under a private name, which Orbax uses as well; here it is used in this file alone.
 """
 
+import concurrent.futures
 import itertools
 import json
+import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 from jax._src import distributed
@@ -18,104 +24,147 @@ from jaxscale.system.exits import Exit, Stop
 WAIT_SECONDS = 300  # for another process to come to the same place; one that died is noticed long before
 SEEN_SECONDS = 30  # for a file to be seen by other machines: network file systems remember that it was not there
 ALL_SECONDS = 10
-SLICE_SECONDS = 1.0  # of waiting in C++, where a signal has no effect
-BOARD = "jaxscale/board"
-ALREADY, NOTHING, LATE = "ALREADY_EXISTS", "NOT_FOUND", "DEADLINE_EXCEEDED"  # how the service's errors begin
+SLICE_SECONDS = 0.25  # of waiting without a look at signals: the kernel may hand one to another thread
+ALREADY, LATE = "ALREADY_EXISTS", "DEADLINE_EXCEEDED"  # how the service's errors begin
 
 
-numbers = itertools.count(1)  # of agreements, so that all processes give the n-th one the same key
+class Peer(NamedTuple):
+    """A process among those that agree."""
+
+    client: Any  # of the coordination service
+    process: int
+    count: int
+    numbers: Iterator[int]  # of agreements, so that all processes give the n-th one the same key
 
 
-def agreed(decide: Callable[[], Any], seconds: float = WAIT_SECONDS) -> Any:
+OWN_NUMBERS = itertools.count(1)
+
+
+def own_peer() -> Peer:
+    """This process; touches no device where JAX's processes are not connected."""
+    client = distributed.global_state.client
+    process, count = (0, 1) if client is None else (jax.process_index(), jax.process_count())
+    return Peer(client, process, count, OWN_NUMBERS)
+
+
+def process_and_count() -> tuple[int, int]:
+    """The number of this process, and how many there are; touches no device where they are not connected."""
+    return own_peer()[1:3]
+
+
+def agreed(decide: Callable[[], Any], seconds: float = WAIT_SECONDS, peer: Peer | None = None) -> Any:
     """What decide() returns at the first process, on all of them. All must call it at the same place of the program.
 
     Args: decide: returns plain data that JSON can hold. Where it raises, it raises at the first process only, whose
-    end then ends the others. seconds: how long the first process may take.
+    end then ends the others. seconds: how long the first process may take. peer: this process, unless given.
     """
-    if jax.process_count() == 1:
+    peer = peer or own_peer()
+    if peer.count == 1:
         return decide()
-    client, key = distributed.global_state.client, next_key("agreed")
-    if jax.process_index() == 0:
-        client.key_value_set(key, json.dumps(decide()))
-    line = waited(client, key, seconds)
+    key = next_key("agreed", peer)
+    if peer.process == 0:
+        line = json.dumps(decide())
+        peer.client.key_value_set(key, line)
+    else:
+        line = waited(peer.client, key, seconds)
     if line is None:
         raise Stop(Exit.PEER_LOST, f"process 0 said nothing for {seconds:g} s; start all again")
     return json.loads(line)
 
 
-def all_here() -> None:
+def all_here(peer: Peer | None = None) -> None:
     """Returns once all processes have come to this place of the program."""
     try:
-        gathered(next_key("all_here"), None)  # jax's own barrier lets no handler of a signal run
+        # jax's own barrier lets no handler of a signal run
+        gathered(next_key("all_here", peer), None, made_of=lambda _: None, peer=peer)
     except TimeoutError as error:
         raise Stop(Exit.PEER_LOST, f"{error}; start all again") from None
 
 
 def waited(client: Any, key: str, seconds: float) -> str | None:
-    """The line under the key as soon as there is one, or None after so long.
-
-    In slices: no handler of a signal runs while the main thread waits in C++. After the first one it asks and sleeps,
-    for the service would keep what a slice asked until the key is there.
-    """
-    deadline = time.monotonic() + seconds
+    """The line under the key as soon as there is one, or None after so long: one request, however long it takes."""
     try:
-        return client.blocking_key_value_get(key, max(1, round(min(seconds, SLICE_SECONDS) * 1000)))
+        return beside_signals(lambda: client.blocking_key_value_get(key, max(1, round(seconds * 1000))))
     except jax.errors.JaxRuntimeError as error:
         if LATE not in str(error):
             raise
-    keys = Keys(client)
-    while (line := keys.read(key)) is None and (left := deadline - time.monotonic()) > 0:
-        time.sleep(min(left, SLICE_SECONDS / 4))
-    return line
+    return None
 
 
-def process_and_count() -> tuple[int, int]:
-    """The number of this process, and how many there are; touches no device where JAX's processes are not connected."""
-    return (0, 1) if distributed.global_state.client is None else (jax.process_index(), jax.process_count())
+def beside_signals(work: Callable[[], Any]) -> Any:
+    """What work() returns or raises. Handlers of signals run meanwhile, as they do not where the main thread is in C++.
+
+    So it leaves the main thread, which waits in Python.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    outcome: concurrent.futures.Future = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(work())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="waited", daemon=True).start()  # a handler that raises leaves it behind
+    while not concurrent.futures.wait([outcome], SLICE_SECONDS).done:
+        pass
+    return outcome.result()
 
 
 def gathered(
-    key: str, mine: Any, seconds: float = WAIT_SECONDS, made_of: Callable[[list[Any]], Any] = lambda parts: parts
+    key: str,
+    mine: Any,
+    seconds: float = WAIT_SECONDS,
+    made_of: Callable[[list[Any]], Any] = list,
+    peer: Peer | None = None,
 ) -> Any:
-    """What each process gave under this key, in their order: the same list for all, once all have given theirs.
+    """What made_of makes of what each process gave under this key, in their order: the same for all, once all have.
 
     May be called in any thread. Args: key: from next_key in the main thread, so that all have the same, and with an
     ending of its own for each use. mine: plain data that JSON can hold. seconds: how long the slowest may take.
-    made_of: what the first process makes of the list, which all then get in its place: what is sent grows with the
-    square of the number of processes otherwise.
+    made_of: called by the first process; what it returns is sent to all, so let it be short: a list of what all have
+    said is as many times as long as there are processes, sent as often. peer: this process, unless given.
     Raises: TimeoutError that names the process that said nothing.
     """
-    index, count = process_and_count()
-    if count == 1:
+    peer = peer or own_peer()
+    if peer.count == 1:
         return made_of([mine])
-    client = distributed.global_state.client
-    deadline = time.monotonic() + seconds
-
-    def get(name: str, whom: int) -> Any:
-        line = waited(client, f"{key}/{name}", deadline - time.monotonic())
-        if line is None:
-            raise TimeoutError(f"process {whom} said nothing for {seconds:g} s")
-        return json.loads(line)
-
-    if index:
-        client.key_value_set(f"{key}/from/{index}", json.dumps(mine))
-        deadline += ALL_SECONDS  # the first process waits for the slowest, and only then speaks
-        answer = get("all", 0)
+    if peer.process == 0:
+        answer = beside_signals(lambda: collected(key, mine, seconds, made_of, peer))
     else:
-        try:
-            answer = {"all": made_of([mine, *(get(f"from/{other}", other) for other in range(1, count))])}
-        except TimeoutError as error:
-            answer = {"late": str(error)}
-        client.key_value_set(f"{key}/all", json.dumps(answer))
-        client.key_value_delete(f"{key}/from")  # all of them; the service would keep them for as long as the run lasts
+        peer.client.key_value_set(f"{key}/from/{peer.process}", json.dumps(mine))
+        # the first process waits for the slowest, and only then speaks
+        line = waited(peer.client, f"{key}/all", seconds + ALL_SECONDS)
+        answer = {"late": late(0, seconds)} if line is None else json.loads(line)
     if "late" in answer:
         raise TimeoutError(answer["late"])
     return answer["all"]
 
 
-def next_key(name: str) -> str:
+def collected(key: str, mine: Any, seconds: float, made_of: Callable[[list[Any]], Any], peer: Peer) -> dict[str, Any]:
+    """The first process's part of gathered: the answer that all of them get."""
+    deadline, found, answer = time.monotonic() + seconds, [mine], None
+    for other in range(1, peer.count):
+        line = waited(peer.client, f"{key}/from/{other}", deadline - time.monotonic())
+        if line is None:
+            answer = {"late": late(other, seconds)}
+            break
+        found.append(json.loads(line))
+    answer = answer or {"all": made_of(found)}
+    peer.client.key_value_set(f"{key}/all", json.dumps(answer))
+    peer.client.key_value_delete(f"{key}/from")  # all of them; the service would keep them for as long as the run lasts
+    return answer
+
+
+def late(process: int, seconds: float) -> str:
+    """That a process has not come."""
+    return f"process {process} said nothing for {seconds:g} s"
+
+
+def next_key(name: str, peer: Peer | None = None) -> str:
     """A key that no earlier agreement had. To be called in the main thread, at the same place in all processes."""
-    return f"jaxscale/{name}/{next(numbers)}"
+    return f"jaxscale/{name}/{next(peer.numbers if peer else OWN_NUMBERS)}"
 
 
 def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
@@ -123,7 +172,8 @@ def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
 
     Of a checkpoint each process writes its part: into folders of their own they would leave none that is whole.
     """
-    if jax.process_count() == 1:
+    process, count = process_and_count()
+    if count == 1:
         return prepare()
 
     def leave_mark() -> str:
@@ -138,52 +188,41 @@ def check_shared(folder: Any, prepare: Callable[[], None]) -> None:
         if time.monotonic() > deadline:
             raise Stop(
                 Exit.BAD_INPUT,
-                f"workdir={folder} of process {jax.process_index()} is not the folder of process 0; name one that all "
+                f"workdir={folder} of process {process} is not the folder of process 0; name one that all "
                 "hosts share: an absolute path on a network file system, or gs://",
             )
         time.sleep(0.2)
     all_here()
-    if jax.process_index() == 0:
+    if process == 0:
         mark.unlink(missing_ok=True)
 
 
-class Keys:
-    """A few lines that all processes can read and write under keys of their own, kept by the first process."""
+class Board:
+    """Lines that all processes can read, each written by whoever is first. All of them are looked at in one request."""
 
-    def __init__(self, client: Any = None):
-        """client: jax's own, unless another is given."""
-        self.client = client or distributed.global_state.client
+    def __init__(self, peer: Peer | None = None):
+        """To be made at the same place of the program by all processes."""
+        self.peer = peer or own_peer()
+        self.root = next_key("board", self.peer) + "/"
+        self.lines: dict[str, str] = {}
 
-    def post(self, key: str, line: str) -> bool:
-        """True if the line was written; False if there is one already, which stays."""
+    def post(self, name: str, line: str) -> None:
+        """Writes the line, if there is none of this name yet. In any thread."""
         try:
-            self.client.key_value_set(key, line)
+            self.peer.client.key_value_set(self.root + name, line)
         except jax.errors.JaxRuntimeError as error:
             if ALREADY not in str(error):
                 raise
-            return False
-        return True
 
-    def read(self, key: str) -> str | None:
-        """The line, or None: one question to the first process, and none to a device."""
-        try:
-            return self.client.key_value_try_get(key)
-        except jax.errors.JaxRuntimeError as error:
-            if NOTHING not in str(error):
-                raise
-            return None
+    def look(self) -> None:
+        """Reads what is there now; to be called after each step, by the thread that asks."""
+        found = self.peer.client.key_value_dir_get(self.root)
+        self.lines = {key.removeprefix(self.root): line for key, line in found}
 
+    def read(self, name: str) -> str | None:
+        """The line of this name at the last look, or None."""
+        return self.lines.get(name)
 
-class Board:
-    """One line that all processes can read, written by whoever is first."""
-
-    def __init__(self):
-        self.keys = Keys()
-
-    def post(self, line: str) -> None:
-        """Writes the line if there is none yet."""
-        self.keys.post(BOARD, line)
-
-    def read(self) -> str | None:
-        """The line, or None."""
-        return self.keys.read(BOARD)
+    def remove(self, name: str) -> None:
+        """Takes a line away that all have read."""
+        self.peer.client.key_value_delete(self.root + name)

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 
 from jaxscale.hosts.backstop import linger_on_abort
+from jaxscale.hosts.config import host_budgets
 from jaxscale.hosts.place import FLAGS, HostFlags, Place, find_own_place, number
-from jaxscale.hosts.roll_call import SECONDS, call_roll, interface
-from jaxscale.hosts.watch import HEARTBEAT_SECONDS, Watch
+from jaxscale.hosts.roll_call import call_roll, interface
+from jaxscale.hosts.watch import Watch
 from jaxscale.system.exits import Exit, Stop, put, silence_closed_streams, tell, verdict
 from jaxscale.system.redact import redact, shown_traceback
 
@@ -61,7 +62,9 @@ def joined(place: Place | None, facts: Mapping[str, Any], flags: Mapping[str, st
     if place is None:
         yield Team()
         return
-    seconds = float(number("--roll_call_seconds", flags.get("roll_call_seconds", f"{SECONDS:.0f}")))
+    given = flags.get("roll_call_seconds")
+    usual = host_budgets(place.num_processes).roll_call_seconds
+    seconds = usual if given is None else float(number("--roll_call_seconds", given))
     watch = Watch(place, call_roll(place, facts | own_facts(), seconds), aborts=linger_on_abort())
     sys.setswitchinterval(SWITCH_SECONDS)
     try:
@@ -103,7 +106,7 @@ def start_jax(place: Place) -> None:
             local_device_ids=place.local_device_ids,
             cluster_detection_method="deactivate",  # it would give each Slurm process a single GPU
             coordinator_bind_address=address(interface(place.host), place.port) if place.is_first else None,
-            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            heartbeat_timeout_seconds=host_budgets(place.num_processes).heartbeat_seconds,
             shutdown_timeout_seconds=SHUTDOWN_SECONDS,
         )
     except (RuntimeError, OSError) as error:

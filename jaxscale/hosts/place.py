@@ -26,7 +26,11 @@ class HostFlags:
     process_id: str | None = flag(
         None, "which of them this is, from 0; all three are found without flags on TPU slices, Slurm and GKE", "I"
     )
-    roll_call_seconds: str | None = flag(None, "how long the first waits for all to be there; default 300", "S")
+    roll_call_seconds: str | None = flag(
+        None,
+        "how long the first waits for all to be there; default: 300 up to 16, 720 for 1,536",
+        "S",
+    )
 
 
 FLAGS = tuple(flags_of(HostFlags))

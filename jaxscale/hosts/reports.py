@@ -7,9 +7,7 @@ moment. The training threads hear of it at one step, so that all retry, or give 
 import json
 import threading
 
-import jax
-
-from jaxscale.hosts.agree import Keys, next_key
+from jaxscale.hosts.agree import Board
 from jaxscale.system.exits import Exit, Stop
 
 # As for a signal (training/stopping.py): who posts after step n, before it begins n + 1, is read by all after n + 2.
@@ -17,15 +15,13 @@ STEPS_AHEAD = 2
 
 
 class SharedReports:
-    """Failed saves of a run of several processes. To be made at the same place of the program by all of them."""
+    """Failed saves of a run of several processes."""
 
-    def __init__(self, keys: Keys | None = None, process: int | None = None, count: int | None = None, root: str = ""):
-        """keys, process, count, root: those of jax, and a root that no earlier one had, unless given."""
-        self.keys = keys or Keys()
-        self.process = jax.process_index() if process is None else process
-        self.count = jax.process_count() if count is None else count
-        self.root = root or next_key("saves")
+    def __init__(self, board: Board):
+        """board: which the training thread looks at after each step, before it asks for news."""
+        self.board = board
         self.reported = 0  # failures that all processes have heard of
+        self.last_step = -1  # of the last one of these
         self.own: list[int] = []  # steps of failures here that are not reported yet
         self.lock = threading.Lock()
 
@@ -34,8 +30,8 @@ class SharedReports:
 
         What failed only because another had failed is no cause: the first one that was reported stays.
         """
-        name = f"process {self.process} of {self.count}"
-        self.keys.post(f"{self.root}/failed/{step}", cause if cause.startswith("process ") else f"{name}: {cause}")
+        name = f"process {self.board.peer.process} of {self.board.peer.count}"
+        self.board.post(f"failed/{step}", cause if cause.startswith("process ") else f"{name}: {cause}")
         with self.lock:
             self.own.append(step)
 
@@ -45,14 +41,13 @@ class SharedReports:
         To be asked by the training thread after each step, when the metrics of the step before it have been read.
         Raises: Stop (PEER_LOST) in a process that was too far ahead to hear it in time.
         """
-        key = f"{self.root}/news/{self.reported}"
+        name = f"news/{self.reported}"
         with self.lock:
             mine = self.own[0] if self.own else None
-        if mine is not None:
-            cause = self.keys.read(f"{self.root}/failed/{mine}")
-            self.keys.post(key, json.dumps([now_step + STEPS_AHEAD, mine, cause]))
-        line = self.keys.read(key)
+        line = self.board.read(name)
         if line is None:
+            if mine is not None and (cause := self.board.read(f"failed/{mine}")):  # else it is there at the next look
+                self.board.post(name, json.dumps([now_step + STEPS_AHEAD, mine, cause]))
             return None
         when, step, cause = json.loads(line)
         if now_step > when:
@@ -63,7 +58,14 @@ class SharedReports:
             )
         if now_step < when:
             return None
-        self.reported += 1
+        self.forget_last()
+        self.reported, self.last_step = self.reported + 1, step
         with self.lock:
             self.own = [other for other in self.own if other != step]
         return step, cause
+
+    def forget_last(self) -> None:
+        """Takes the lines of the news before these away: two steps have passed since, so that all have heard them."""
+        if self.reported and self.board.peer.process == 0:
+            self.board.remove(f"news/{self.reported - 1}")
+            self.board.remove(f"failed/{self.last_step}")

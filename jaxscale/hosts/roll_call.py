@@ -18,7 +18,6 @@ from jaxscale.hosts.place import Place
 from jaxscale.system.exits import BadInput, Exit, Stop
 from jaxscale.system.foreign import parse_json
 
-SECONDS = 300.0  # machines of a slice start minutes apart
 AFTER_A_PROBLEM = 10.0  # seconds for the others to come and show theirs, once one does not fit
 ANSWER_SECONDS = 20.0  # beyond the roll call's own, for an answer to be on its way
 SHOWN = 8  # missing processes or differing facts that are named
@@ -71,7 +70,7 @@ class Wire:
         self.sock.close()
 
 
-def call_roll(place: Place, facts: Mapping[str, Any], seconds: float = SECONDS) -> dict[int, tuple[Wire, str]]:
+def call_roll(place: Place, facts: Mapping[str, Any], seconds: float) -> dict[int, tuple[Wire, str]]:
     """{process: (connection, name)} once all are there and run the same: of all others at the first, of it elsewhere.
 
     Args: facts: plain values by name that must be the same everywhere.

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from jaxscale.hosts.config import host_budgets
 from jaxscale.hosts.place import Place
 from jaxscale.hosts.roll_call import Wire
 from jaxscale.system.exits import INTERRUPTED, Exit, silence_closed_streams, tell
@@ -25,7 +26,6 @@ GRACE_SECONDS = 5.0  # where one has stopped with an error, the others may be ab
 LAST_SECONDS = 10.0  # the first process leaves last, or jax would end the others for its sake; not longer than this
 LOST_SECONDS = 1.5  # the same where a process is lost: the others have only a line to print
 PING_SECONDS = 2.0  # for the answer to a ping; an abort leaves six
-HEARTBEAT_SECONDS = 10  # jax's default of 100 leaves the others waiting for a dead machine for that long
 AGAIN = "the run goes on from its last checkpoint"
 QUIET_CODES = (Exit.DONE, Exit.PREEMPTED)  # all processes end with these together
 OWN_CODES = (Exit.ERROR, Exit.PEER_LOST, INTERRUPTED)  # of one process alone; for the others they mean a lost peer
@@ -109,7 +109,12 @@ class Watch:
         self.leave(Exit.PEER_LOST, f"{name} {how}; start all again with the same command: {AGAIN}", LOST_SECONDS)
 
     def stopped(self, name: str, code: int, line: str | None) -> None:
-        """Another process stopped with an error: ends this one with the same, unless it does so itself in time."""
+        """Another process stopped with an error: ends this one with the same, unless it does so itself in time.
+
+        The first that is heard of is the one that is told: where all stop, each telling all would be n^2 messages.
+        """
+        if self.following.is_set():
+            return
         self.following.set()
         self.pass_on(stopped=code, name=name, line=line)
         own = Exit.PEER_LOST if code in OWN_CODES or code not in list(Exit) else Exit(code)
@@ -130,7 +135,8 @@ class Watch:
         silent = [number for number in self.wires if number not in self.answered | self.said_goodbye]
         if silent and not self.following.is_set():
             names = ", ".join(self.names[number] for number in silent)
-            self.lost(names, f"has not answered for {HEARTBEAT_SECONDS} s or more (frozen, or cut off)")
+            seconds = host_budgets(self.place.num_processes).heartbeat_seconds
+            self.lost(names, f"has not answered for {seconds} s or more (frozen, or cut off)")
 
     def hangs(self, line: str) -> None:
         """Another process ends because of a hang: this one leaves its stacks and ends as well."""

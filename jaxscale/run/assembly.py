@@ -20,7 +20,6 @@ from jaxscale.eval.perplexity import evaluate, make_eval_step
 from jaxscale.eval.scorer import Scorer
 from jaxscale.eval.text import Reading
 from jaxscale.hardware import find_chip
-from jaxscale.hosts.agree import Board
 from jaxscale.monitor.alerts import Diagnosis, read_facts
 from jaxscale.monitor.events import read_events
 from jaxscale.monitor.runinfo import run_info
@@ -115,7 +114,6 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
         sample_prompt=cfg.sample.prompt,
         finish=lambda state: finish(cfg.sample, parts.sample, state, folder.path, writer),
         source_names=mixture_names(cfg.data.mixture),
-        board=Board() if jax.process_count() > 1 else None,
     )
 
 

@@ -10,6 +10,7 @@ from jaxscale.checkpoint.folders import remove_leftovers
 from jaxscale.checkpoint.lock import RunLock
 from jaxscale.config import RunConfig
 from jaxscale.hosts import cluster
+from jaxscale.hosts.agree import Board
 from jaxscale.hosts.reports import SharedReports
 from jaxscale.hosts.watchdog import Watchdog
 from jaxscale.interop.periodic import exporting
@@ -36,6 +37,7 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
     A start that is refused leaves no trace in the folder. Raises: Stop (LOCK_HELD) where another run is in it.
     """
     primary = jax.process_index() == 0
+    board = Board() if jax.process_count() > 1 else None
     ledger = TimeLedger(age_seconds=own_age_seconds())
     events = Events(workdir, primary=primary)
     lock = RunLock(workdir, cfg.lock, steal=options.steal_lock, note=events.note, log=team)
@@ -53,7 +55,8 @@ def run_services(cfg: RunConfig, workdir: str, options: RunOptions, team: cluste
                     watchdog,
                     lock.check,
                     lock.poll,
-                    SharedReports() if jax.process_count() > 1 else None,
+                    SharedReports(board) if board else None,
+                    board,
                     ledger=ledger,
                     vitals=lambda: ledger.metrics() | telemetry.metrics(),
                     profiling=profiler.busy,

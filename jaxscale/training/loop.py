@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.hosts.agree import Board, gathered, next_key
+from jaxscale.hosts.agree import gathered, next_key
 from jaxscale.monitor.events import Note
 from jaxscale.monitor.machine import HostLoad
 from jaxscale.monitor.throughput import Throughput
@@ -62,7 +62,6 @@ class Run:
     stop_after: int | None = None  # leave after this step, with the horizon as it is
     services: Services = UNATTENDED
     source_names: Sequence[str] = ()  # of the mixture, as the step numbers them
-    board: Board | None = None  # of several processes
     evaluators: Sequence[NamedEvaluate] = ()
 
 
@@ -104,7 +103,7 @@ def run_steps(run: Run) -> TrainState | Rewound:
     feed = run.open_feed(run.start_step, last_step)
     run.throughput.start()
     try:
-        with StopRequest(run.board) as stop:
+        with StopRequest(run.services.board) as stop:
             state = step_through(run, reporter, feed, stop, last_step)
         if leaving := asked_anywhere(stop.requested):  # since the last step was told to stay
             raise Stop(
@@ -149,6 +148,8 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
             read(unread)  # of the step before: the device is never idle while the host reads
         unread = Unread(now, metrics, batch, n, waited, statistics.end(now, pending))
         with phase("step", now):
+            if run.services.board:
+                run.services.board.look()  # once for all that is asked of it
             checkpoints.poll(now)
             run.services.poll()
             leaving = stop.leave_after(now)  # asked once: a signal after this is obeyed at a later step
@@ -199,9 +200,9 @@ def due_after(run: Run, step: int, last_step: int, leaving: str | None) -> Due:
     )
 
 
-def asked_anywhere(requested: str | None, gather: Callable[[str, Any], list[Any]] = gathered) -> str | None:
+def asked_anywhere(requested: str | None, gather: Callable[..., Any] = gathered) -> str | None:
     """The first process's signal of those that have one, or None: the same in all, which call it together."""
-    return next(filter(None, gather(next_key("leaving"), requested)), None)
+    return gather(next_key("leaving"), requested, made_of=lambda names: next(filter(None, names), None))
 
 
 def is_due(step: int, every: int) -> bool:

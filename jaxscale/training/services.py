@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from jaxscale.hosts.agree import Board
 from jaxscale.hosts.watchdog import UNWATCHED, Watchdog
 from jaxscale.monitor.events import Note, ignore
 from jaxscale.monitor.goodput import TimeLedger
@@ -16,6 +17,7 @@ class Services(NamedTuple):
     may_commit: Callable[[], None] = lambda: None  # raises if the folder is no longer ours
     poll: Callable[[], None] = lambda: None  # the same, asked after every step at no cost
     reports: Any = None  # of saves that failed in any of several processes
+    board: Board | None = None  # of several processes, looked at after every step
     ledger: TimeLedger | None = None  # of where the time goes
     vitals: Callable[[], dict[str, Any]] = dict  # for each record: goodput, and what the devices say
     profiling: Callable[[], bool] = lambda: False  # whether the step that has just finished was slowed by a capture

@@ -44,7 +44,7 @@ class StopRequest:
     SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, board: Board | None = None):
-        """board: shared by all processes; None where there is one."""
+        """board: shared by all processes, and looked at before each question; None where there is one."""
         self.board = board
         self.requested: str | None = None
         self.posted = self.signalled = False
@@ -70,8 +70,8 @@ class StopRequest:
             return self.requested
         if self.requested and not self.posted:
             self.posted = True
-            self.board.post(f"{step + STEPS_AHEAD} {self.requested}")
-        line = self.board.read()
+            self.board.post("leave", f"{step + STEPS_AHEAD} {self.requested}")
+        line = self.board.read("leave")
         if line is None:
             return None
         last, _, name = line.partition(" ")

@@ -1,12 +1,14 @@
 """One process cannot save: all hear why, at the same step."""
 
 import concurrent.futures
+import itertools
+import zlib
 
 import processes
 import pytest
 from jax._src.lib import _jax
 
-from jaxscale.hosts.agree import Keys
+from jaxscale.hosts.agree import Board, Peer
 from jaxscale.hosts.reports import SharedReports
 from jaxscale.system.exits import Exit, Stop
 
@@ -28,7 +30,14 @@ def clients():
 
 @pytest.fixture
 def all_reports(clients, request):
-    return [SharedReports(Keys(clients[n]), n, COUNT, f"test/{request.node.name}") for n in range(COUNT)]
+    first = zlib.crc32(request.node.name.encode())  # every test has a board of its own
+    return [SharedReports(Board(Peer(clients[n], n, COUNT, itertools.count(first)))) for n in range(COUNT)]
+
+
+def news(reports, step):
+    """As the training loop asks for it."""
+    reports.board.look()
+    return reports.news(step)
 
 
 def together(work):
@@ -40,10 +49,10 @@ def together(work):
 
 @pytest.mark.fault("F9")
 def test_the_news_reach_all_at_one_step_with_the_first_cause(all_reports):
-    assert [reports.news(5) for reports in all_reports] == [None] * COUNT
+    assert [news(reports, 5) for reports in all_reports] == [None] * COUNT
     all_reports[1].failed(4, FULL)
     all_reports[0].failed(4, "its barrier broke")  # an echo
-    heard = {n: [(step, found) for step in range(6, 12) if (found := all_reports[n].news(step))] for n in (1, 0, 2)}
+    heard = {n: [(step, found) for step in range(6, 12) if (found := news(all_reports[n], step))] for n in (1, 0, 2)}
     assert heard == dict.fromkeys(range(COUNT), [(8, (4, f"process 1 of 3: {FULL}"))])
 
 
@@ -54,16 +63,18 @@ def test_a_second_failure_is_told_as_well(all_reports):
     heard = [[] for _ in range(COUNT)]
     for step in range(6, 14):  # all train in step
         for number, reports in enumerate(all_reports):
-            if found := reports.news(step):
+            if found := news(reports, step):
                 heard[number].append((step, found))
     first, second = heard[0]
     assert first[1] == (4, f"process 1 of 3: {FULL}") and second[1] == (6, "process 2 of 3: Permission denied")
     assert heard == [[first, second]] * COUNT
+    all_reports[0].board.look()
+    assert sorted(all_reports[0].board.lines) == ["failed/6", "news/1"]  # what all have heard does not pile up
 
 
 def test_who_missed_the_news_stops(all_reports):
     all_reports[1].failed(4, FULL)
-    assert all_reports[1].news(6) is None
+    assert news(all_reports[1], 6) is None
     with pytest.raises(Stop, match="all were to hear at step 8") as stop:
-        all_reports[2].news(9)
+        news(all_reports[2], 9)
     assert stop.value.code == Exit.PEER_LOST

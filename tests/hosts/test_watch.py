@@ -112,6 +112,15 @@ def test_all_that_stop_with_the_same_error_end_by_themselves(team, capfd):
     assert team.ends == {1: 17, 2: 17} and capfd.readouterr().err == ""
 
 
+def test_of_many_that_stop_only_the_first_is_told_to_all(team):
+    told = []
+    team.watches[0].pass_on = lambda **message: told.append(message["name"])
+    for number in (1, 2):
+        team.watches[0].hear(number, {"goodbye": int(Exit.NON_FINITE), "line": "x"})
+    assert told == ["process 1 of 3 (h1)"]  # each to each would be n^2 messages
+    team.watches[0].leaving.set()
+
+
 @pytest.mark.parametrize("code", [Exit.DONE, Exit.PREEMPTED])
 def test_leaving_together_is_no_loss_and_the_first_leaves_last(team, code, capfd):
     began = time.monotonic()

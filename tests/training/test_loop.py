@@ -151,7 +151,7 @@ def test_a_stop_request_notes_the_first_signal_and_gives_the_old_handlers_back()
 
 @pytest.mark.parametrize("theirs", [None, "SIGTERM"])
 def test_a_signal_during_a_rewind_is_known_to_all_processes(theirs):
-    gather = lambda key, mine: [mine, theirs]
+    gather = lambda key, mine, made_of: made_of([mine, theirs])
     assert loop.asked_anywhere(None, gather) == theirs and loop.asked_anywhere("SIGINT", gather) == "SIGINT"
 
 
@@ -183,13 +183,14 @@ def test_a_save_is_waited_for_unless_its_storage_was_given_up(code, most_seconds
 class PaperBoard:
     """A board that several stop requests share."""
 
-    line = None
+    def __init__(self):
+        self.lines = {}
 
-    def post(self, line):
-        self.line = self.line or line
+    def post(self, name, line):
+        self.lines.setdefault(name, line)
 
-    def read(self):
-        return self.line
+    def read(self, name):
+        return self.lines.get(name)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
