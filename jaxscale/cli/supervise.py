@@ -27,8 +27,9 @@ from jaxscale.cli.ledger import SuperviseLedger, Totals
 from jaxscale.command_line import Arguments, flag
 from jaxscale.config_file import config_name
 from jaxscale.help_text import command
+from jaxscale.hosts.config import host_budgets
 from jaxscale.hosts.place import FLAGS as HOST_FLAGS
-from jaxscale.hosts.place import find_own_place
+from jaxscale.hosts.place import Place, find_own_place
 from jaxscale.monitor.records import Record, tail_records
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, codes_help, may_start_again, meaning, tell
@@ -41,9 +42,11 @@ PASSED_ON = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signa
 class Policy:
     """When to start again, and how long to wait."""
 
-    max_restarts: int = flag(100, "after so many it gives up, whatever they brought", least=0)
-    max_fruitless: int = flag(
-        5, "so many starts in a row without a new checkpoint are a crash loop, and it gives up", least=1
+    max_fruitless: int | None = flag(
+        None,
+        "so many starts in a row without a new checkpoint are a crash loop, and it gives up; a run that advances never "
+        "runs out of starts; default: by the number of processes, 5 up to 64 and 10 for 1,536",
+        least=1,
     )
     min_seconds: int = flag(
         60, "a start that lasted less counts as a quick end: the pause before the next one doubles", least=0
@@ -164,8 +167,6 @@ def why_give_up(policy: Policy, ends: Sequence[Ended]) -> str:
         kept = f"step {last.after.newest} is the newest and is kept" if last.after.newest else "there is none"
         seen = f" ({last.after.unknown})" if last.after.unknown else ""
         return f"crash loop: {fruitless} starts in a row brought no new checkpoint{seen}; {kept}; they ended: {codes}"
-    if len(ends) > policy.max_restarts:
-        return f"it was started again {policy.max_restarts} times (--max_restarts), and ended: {meaning(ends[-1].code)}"
     return ""
 
 
@@ -232,10 +233,11 @@ class Supervisor:
             quick = trailing(ends, lambda end: end.seconds < self.policy.min_seconds or end.fruitless)
             seconds = self.policy.pause(quick, self.draw())
             self.note("pause", seconds=round(seconds, 3), restart=len(ends))
+            vain = trailing(ends, lambda end: end.fruitless)
+            left = f" (start {vain} of at most {self.policy.max_fruitless} without a new checkpoint)" if vain else ""
             self.say(
                 f"supervise: {meaning(end.code)}, after {units.duration(end.seconds)} at step {progress.newest}"
-                f" ({end.steps_won:+d}, {end.steps_lost} to be run again); started again in {seconds:.1f} s"
-                f" ({len(ends)} of at most {self.policy.max_restarts})"
+                f" ({end.steps_won:+d}, {end.steps_lost} to be run again); started again in {seconds:.1f} s{left}"
             )
             self.pause(seconds)
             if self.asked:
@@ -312,8 +314,11 @@ def main(arguments: Arguments) -> int:
     if training[0].startswith("--"):
         training = [sys.executable, "-m", "jaxscale.cli", "train", *training]
     workdir = flags.workdir or workdir_of(training)
-    ledger = SuperviseLedger(flags.ledger or default_ledger(workdir, training), say=tell)
-    return Supervisor(training, workdir, flags, ledger, say=tell).supervise()
+    place = place_of(training)
+    ledger = SuperviseLedger(flags.ledger or default_ledger(workdir, place), say=tell)
+    usual = host_budgets(place.num_processes if place else 1).max_fruitless
+    policy = dataclasses.replace(flags, max_fruitless=flags.max_fruitless or usual)
+    return Supervisor(training, workdir, policy, ledger, say=tell).supervise()
 
 
 def flags_of(command: Sequence[str]) -> dict[str, str]:
@@ -336,13 +341,17 @@ def workdir_of(command: Sequence[str]) -> str:
     raise BadInput("the command names neither --workdir nor --config; say jaxscale supervise --workdir=FOLDER -- ...")
 
 
-def default_ledger(workdir: str, command: Sequence[str]) -> str:
-    """WORKDIR/supervise.jsonl; of several processes each has its own, supervise-3.jsonl."""
+def place_of(command: Sequence[str]) -> Place | None:
+    """The place of the command's process among several; None where it is alone, or says itself what is wrong."""
     flags = flags_of(command)
     try:
-        place = find_own_place({name: flags[name] for name in HOST_FLAGS if name in flags})
-    except BadInput:  # the command itself says what is wrong
-        place = None
+        return find_own_place({name: flags[name] for name in HOST_FLAGS if name in flags})
+    except BadInput:
+        return None
+
+
+def default_ledger(workdir: str, place: Place | None) -> str:
+    """WORKDIR/supervise.jsonl; of several processes each has its own, supervise-3.jsonl."""
     number = f"-{place.process_id}" if place is not None and not place.is_first else ""
     return f"{workdir.rstrip('/')}/supervise{number}.jsonl"
 

@@ -161,15 +161,18 @@ def test_pauses_grow_while_starts_end_quickly_and_never_beyond_the_longest():
     assert policy.pause(3, 0.99) == pytest.approx(20 * 0.505)
 
 
-def test_a_run_that_advances_is_not_started_again_for_ever(tmp_path, capfd):
-    training = Training(tmp_path, *[f"saves={n} exits=10" for n in range(1, 9)])
-    assert training.supervise("--max_restarts=3") == Exit.ERROR and training.left() == 4
-    assert "it was started again 3 times (--max_restarts)" in capfd.readouterr().err
+def test_starts_are_counted_since_the_last_new_checkpoint(tmp_path, capfd):
+    advances = [plan for n in range(1, 5) for plan in (f"saves={n} exits=10", "dies=9")]
+    training = Training(tmp_path, *advances, "dies=9", "exits=0")
+    assert training.supervise("--max_fruitless=2") == Exit.ERROR and training.left() == 1
+    told = capfd.readouterr().err
+    assert told.count("started again in") == 8 and told.count("(start 1 of at most 2 without a new checkpoint)") == 4
+    assert "gave up: crash loop: 2 starts in a row" in told
 
 
 def test_a_step_that_is_saved_again_after_a_rewind_is_new(tmp_path):
     training = Training(tmp_path, "saves=8 exits=13")
-    training.supervise("--max_restarts=1", "--max_fruitless=1")
+    training.supervise("--max_fruitless=1")
     before = look(training.workdir)
     record = training.workdir / "checkpoints" / "8" / "run" / "metadata"
     os.utime(record, (1, 1))
@@ -262,8 +265,8 @@ def test_a_folder_that_was_moved_under_its_run_is_not_begun_anew(tmp_path, capsy
     [
         ([], "nothing to supervise"),
         (["--config=x.py"], "it belongs to the training: jaxscale supervise -- --config=FILE"),
-        (["--max_restarts=no", "--", "x", "--workdir=w"], "--max_restarts=no must be a whole number"),
-        (["--max_restart=3", "--", "x"], "did you mean --max_restarts?"),
+        (["--max_fruitless=no", "--", "x", "--workdir=w"], "--max_fruitless=no must be a whole number"),
+        (["--max_fruitles=3", "--", "x"], "did you mean --max_fruitless?"),
         (["--", "python"], "names neither --workdir nor --config"),
         (["--", "no-such-program", "--workdir=w"], "no-such-program is not a program"),
     ],
@@ -288,5 +291,7 @@ def test_the_work_folder_is_that_of_the_command(command, folder):
 
 def test_each_of_several_processes_keeps_a_ledger_of_its_own():
     place = ["--coordinator=localhost:4000", "--num_processes=4"]
-    ledgers = [supervise.default_ledger("w", ["p", *place, f"--process_id={number}"]) for number in (0, 3)]
+    ledgers = [
+        supervise.default_ledger("w", supervise.place_of(["p", *place, f"--process_id={number}"])) for number in (0, 3)
+    ]
     assert ledgers == ["w/supervise.jsonl", "w/supervise-3.jsonl"]
