@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from jaxscale.system import process
 
 
@@ -64,3 +66,21 @@ def test_programs_for_several_simulated_devices_are_scheduled_for_memory(monkeyp
     monkeypatch.setenv("XLA_FLAGS", users)
     process.order_collectives()
     assert os.environ["XLA_FLAGS"] == users
+
+
+@pytest.mark.parametrize("hard", [100, 4096])
+def test_the_limit_of_open_files_is_raised_or_told(hard):
+    code = f"""
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, {hard}))
+from jaxscale.system import process
+process.check_open_files(1000, "connections with other processes")
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    told = (
+        "WARNING: open files: 1,000 connections with other processes and about 256 others need 1,256, and the system "
+        "allows 100; raise it before the start: ulimit -Hn 1256"
+    )
+    assert done.stdout == f"{hard}\n" and done.stderr.startswith(told if hard == 100 else "")
+    assert bool(done.stderr) == (hard == 100)

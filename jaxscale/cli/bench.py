@@ -6,6 +6,7 @@
   jaxscale bench statistics           what looking at each layer costs (monitor.statistics_every_steps), beside the step
   jaxscale bench sample               tokens/s that are written with a cache of keys and values, beside full passes
   jaxscale bench collectives          bandwidth along each mesh axis, beside the chip table, and hosts that are slow
+  jaxscale bench hosts                the control plane of many hosts, simulated: seconds, requests, how they grow
   jaxscale bench data                 preparing and reading data, on one core: each stage, a recipe, shards, batches
 
 collectives runs on many hosts as training does, and takes its mesh from --config=FILE or from --config.mesh.AXIS=N.
@@ -25,6 +26,7 @@ from jaxscale import schema
 from jaxscale.cli import (
     bench_against,
     bench_data,
+    bench_hosts,
     bench_loop,
     bench_sample,
     bench_statistics,
@@ -85,6 +87,10 @@ class BenchFlags(cluster.HostFlags):
     rounds: int | None = flag(
         None, "step: turns of each with --against; survive, statistics: of each (5)", "3", least=1
     )
+    hosts: list[int] | None = flag(
+        None, "hosts: how many are simulated, one number after the other", "16,256,1536", read=bench_hosts.read_hosts
+    )
+    workers: int = flag(4, "hosts: processes that share all hosts but the first", least=1)
     prompt_tokens: int = flag(256, "sample: tokens of each prompt", least=1)
     num_tokens: int = flag(64, "sample: tokens that are written behind it", least=1)
     rows: int = flag(1, "sample: prompts at a time", least=1)
@@ -105,6 +111,7 @@ SUBVERBS = {
     "statistics": (*SHARED, "rounds"),
     "sample": (*ALL, "spec", "dtype", "devices", "prompt_tokens", "num_tokens", "rows"),
     "data": (*ALL, "input", "recipe", "seq_len", "batch_rows", "rounds"),
+    "hosts": ("json", "save", "against", "hosts", "workers"),
     "collectives": (*ALL, "devices", "megabytes", "repeats", *cluster.FLAGS),
 }
 
@@ -123,6 +130,9 @@ def main(arguments: Arguments) -> None:
         jax.config.update("jax_num_cpu_devices", flags.devices)
     if what == "collectives":
         collectives(arguments)
+    elif what == "hosts":
+        record = bench_hosts.measure_hosts(flags.hosts or bench_hosts.USUAL, flags.workers)
+        show(flags, record, bench_hosts.host_lines(record))
     elif what == "data":
         record = data(arguments)
         show(flags, record, bench_data.data_lines(record))

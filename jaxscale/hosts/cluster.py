@@ -19,6 +19,7 @@ from jaxscale.hosts.place import FLAGS, HostFlags, Place, find_own_place, number
 from jaxscale.hosts.roll_call import call_roll, interface
 from jaxscale.hosts.watch import Watch
 from jaxscale.system.exits import Exit, Stop, put, silence_closed_streams, tell, verdict
+from jaxscale.system.process import check_open_files
 from jaxscale.system.redact import redact, shown_traceback
 
 SHUTDOWN_SECONDS = 60
@@ -62,6 +63,8 @@ def joined(place: Place | None, facts: Mapping[str, Any], flags: Mapping[str, st
     if place is None:
         yield Team()
         return
+    # the first has two connections with each of the others: of the roll call, which stays, and of jax's service
+    check_open_files(2 * place.num_processes if place.is_first else 2, "connections with other processes")
     given = flags.get("roll_call_seconds")
     usual = host_budgets(place.num_processes).roll_call_seconds
     seconds = usual if given is None else float(number("--roll_call_seconds", given))

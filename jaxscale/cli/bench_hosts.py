@@ -1,0 +1,419 @@
+"""The control plane of a run of many hosts, driven on this machine: what each part costs, and how it grows.
+
+Every simulated host is a real client of jax's coordination service with its own connection of the roll call, and runs
+the code that a process of a run runs there: the roll call, agreements, the board after each step, the watch. Not
+simulated are devices, storage and the network between machines. The first host has a process to itself, whose CPU time
+is what the first process of a run spends; the others share processes.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import itertools
+import math
+import multiprocessing
+import os
+import platform
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+from jax._src.lib import _jax
+
+from jaxscale import units
+from jaxscale.checkpoint.saver import worst
+from jaxscale.hosts.agree import Board, Peer, agreed, all_here, gathered, next_key
+from jaxscale.hosts.config import host_budgets
+from jaxscale.hosts.place import Place
+from jaxscale.hosts.reports import SharedReports
+from jaxscale.hosts.roll_call import call_roll
+from jaxscale.hosts.watch import Watch
+from jaxscale.system.exits import BadInput, Exit
+from jaxscale.system.process import check_open_files
+from jaxscale.training.stopping import StopRequest
+
+USUAL = (16, 256, 1536)  # hosts; the last have 4 chips each of the largest slice of v5p there is
+AT_ONCE = 20  # calls of what is quick, of which the mean counts
+STAGES = ("folder", "arrays", "commit", "verify")  # of a save, each of which all finish together (checkpoint/saver.py)
+STEPS = 3  # after which all have obeyed a signal, or heard of a failed save, that came after the first of them
+FAILED = "OSError: [Errno 28] No space left on device: '/bucket/run/checkpoints/1000.tmp/state/ocdbt.process_7/d/0a1b'"
+FACTS = {f"fact {number}": "0.10.2" for number in range(16)}  # as many as a run compares
+CLOSED_SECONDS = 30.0
+LOOPBACK = "127.0.0.1"
+
+
+class Counted:
+    """A client of the coordination service, with a count of its requests and of the characters of keys and values."""
+
+    def __init__(self, client: Any):
+        self.client, self.requests, self.characters = client, 0, 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self.client, name)
+
+        def counted(*args: Any) -> Any:
+            self.requests += 1
+            found = call(*args)
+            self.characters += characters(args) + characters(found)
+            return found
+
+        return counted
+
+
+def characters(value: Any) -> int:
+    """How long all texts in it are."""
+    if isinstance(value, str):
+        return len(value)
+    return sum(map(characters, value)) if isinstance(value, list | tuple) else 0
+
+
+class Host:
+    """One simulated host. Its methods are the parts that are measured; each runs on all hosts at the same time."""
+
+    def __init__(self, place: Place):
+        self.place, self.over, self.code = place, threading.Event(), 0
+
+    def roll_call(self) -> None:
+        """All say that they are there, and hear that all are."""
+        self.wires = call_roll(self.place, FACTS, host_budgets(self.place.num_processes).roll_call_seconds)
+
+    def connect(self) -> None:
+        """Joins jax's coordination service, as jax.distributed does."""
+        number, count = self.place.process_id, self.place.num_processes
+        client = _jax.get_distributed_runtime_client(
+            f"{self.place.host}:{self.place.port}",
+            number,
+            init_timeout=round(host_budgets(count).roll_call_seconds),
+            heartbeat_timeout=100,  # of a real host it is host_budgets'; here all share what cores there are
+            shutdown_on_destruction=False,
+        )
+        client.connect()
+        self.client = Counted(client)
+        self.peer = Peer(self.client, number, count, itertools.count(1))
+        self.watch = Watch(self.place, self.wires, end=self.end)
+
+    def prepare(self) -> None:
+        """Makes what a run makes once: its board."""
+        self.board = Board(self.peer)
+        self.reports, self.stop = SharedReports(self.board), StopRequest(self.board)
+
+    def agree(self) -> None:
+        """The first decides, and all learn it."""
+        assert agreed(lambda: {"step": 1000}, peer=self.peer) == {"step": 1000}
+
+    def all_here(self) -> None:
+        """All come to one place of the program."""
+        all_here(self.peer)
+
+    def step(self) -> None:
+        """What all ask after each step."""
+        self.board.look()
+        assert self.reports.news(1) is None and self.stop.leave_after(1) is None
+
+    def save(self) -> None:
+        """The agreements of one save."""
+        key = next_key("save", self.peer)
+        for stage in STAGES:
+            assert not gathered(f"{key}/{stage}", None, merge=worst, peer=self.peer)[1]
+
+    def failed_save(self) -> None:
+        """One host cannot write, and all fail with its cause."""
+        mine = [FAILED, "OSError"] if self.place.process_id == self.place.num_processes - 1 else None
+        _, (cause, _) = gathered(next_key("failed", self.peer), mine, merge=worst, peer=self.peer)
+        self.reports.failed(1000, cause)
+
+    def hear(self, step: int) -> list[Any]:
+        """After each of these steps: what is heard of failed saves, and of signals, one of which comes at first."""
+        if step == 1 and self.place.process_id == self.place.num_processes // 2:
+            self.stop.request("SIGTERM")
+        self.board.look()
+        return [self.reports.news(step), self.stop.leave_after(step)]
+
+    def lost(self) -> int:
+        """The last host dies: the exit code of each of the others, once it has ended for that."""
+        if self.place.process_id == self.place.num_processes - 1:
+            self.watch.leaving.set()
+            self.cut()
+            return int(Exit.PEER_LOST)
+        assert self.over.wait(CLOSED_SECONDS), "it has not heard of it"
+        return self.code
+
+    def disconnect(self) -> None:
+        """Leaves the coordination service, as jax does at the end: all together."""
+        self.client.client.shutdown()
+        self.cut()
+
+    def end(self, code: int) -> None:
+        """What the watch does at last: the process would end, and its connections with it."""
+        self.code = code
+        self.cut()
+        self.over.set()
+
+    def cut(self) -> None:
+        """Ends the connections of the roll call."""
+        for wire, _ in self.wires.values():
+            with contextlib.suppress(OSError):
+                wire.sock.shutdown(socket.SHUT_RDWR)
+
+
+class Outcome(NamedTuple):
+    """What a part took in one process of the simulation, by the machine's monotonic clock."""
+
+    began: float
+    ended: float
+    requests: int
+    characters: int
+    found: list[Any]
+
+
+class Group:
+    """The hosts of one process, each with a thread. The one with the first host has the coordination service."""
+
+    def __init__(self, numbers: Sequence[int], count: int):
+        self.numbers, self.count, self.service = numbers, count, None
+        self.pool = ThreadPoolExecutor(len(numbers))
+        check_open_files(3 * (count if 0 in numbers else len(numbers)), "connections")
+
+    def open(self, port: int) -> None:
+        """Makes the hosts of a start, and the service that they will call."""
+        self.hosts = [
+            Host(Place(host=LOOPBACK, port=port, num_processes=self.count, process_id=number, found_in="bench"))
+            for number in self.numbers
+        ]
+        if 0 in self.numbers:
+            self.service = _jax.get_distributed_runtime_service(f"{LOOPBACK}:{port}", self.count, heartbeat_timeout=100)
+
+    def close(self) -> None:
+        """Ends the service, once all have left it."""
+        if self.service is not None:
+            self.service.shutdown()
+            self.service = None
+
+    def run(self, name: str, times: int = 1, *args: Any) -> Outcome:
+        """Lets every host do its part so often, all at the same time."""
+        before, began = self.counts(), time.monotonic()
+        work = lambda host: [getattr(host, name)(*args) for _ in range(times)][-1]
+        found = list(self.pool.map(work, self.hosts))
+        ended = time.monotonic()
+        requests, sent = (now - then for now, then in zip(self.counts(), before))
+        return Outcome(began, ended, requests, sent, found)
+
+    def cpu_seconds(self) -> float:
+        """What this process has spent so far, in Python and in C++."""
+        return time.process_time()
+
+    def counts(self) -> tuple[int, int]:
+        """(requests, characters) of all hosts so far."""
+        clients = [host.client for host in self.hosts if hasattr(host, "client")]
+        return sum(client.requests for client in clients), sum(client.characters for client in clients)
+
+
+def serve(connection: Any, numbers: Sequence[int], count: int) -> None:
+    """A process of the simulation: does what it is told until it is told None."""
+    sys.stderr = open(os.devnull, "w")  # every host would tell how it ended
+    group = Group(numbers, count)
+    while (told := connection.recv()) is not None:
+        name, *args = told
+        try:
+            connection.send(getattr(group, name)(*args))
+        except BaseException:
+            connection.send(AssertionError(traceback.format_exc()))
+    os._exit(0)  # thousands of threads of C++ have nothing left to do
+
+
+class Elsewhere:
+    """A group in a process of its own."""
+
+    def __init__(self, numbers: Sequence[int], count: int):
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=serve, args=(other, numbers, count), daemon=True)
+        self.process.start()
+        other.close()
+
+    def tell(self, *told: Any) -> None:
+        """Begins something; `answer` waits for it."""
+        self.connection.send(told)
+
+    def answer(self) -> Any:
+        """What it came to. Raises BadInput where the process has ended."""
+        try:
+            found = self.connection.recv()
+        except EOFError:
+            raise BadInput("a process of the simulation ended: most likely for want of memory or threads; use fewer "
+                           "--hosts") from None  # fmt: skip
+        if isinstance(found, AssertionError):
+            raise found
+        return found
+
+    def leave(self) -> None:
+        """Ends the process."""
+        with contextlib.suppress(OSError):
+            self.connection.send(None)
+        self.process.join(10)
+        self.process.kill()
+
+
+@contextlib.contextmanager
+def groups(count: int, workers: int) -> Iterator[list[Any]]:
+    """The processes of a simulation of so many hosts: one for the first host, and so many for the others."""
+    others = [range(start + 1, count, workers) for start in range(min(workers, count - 1))]
+    made = [Elsewhere(numbers, count) for numbers in ([0], *others)]
+    try:
+        yield made
+    finally:
+        for group in made:
+            group.leave()
+
+
+@dataclasses.dataclass
+class Part:
+    """One measured part of the control plane, once on each host."""
+
+    name: str
+    hosts: int
+    seconds: float
+    first_cpu_seconds: float  # of the first host's process
+    requests: float
+    characters: float
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+
+class Simulation:
+    """Tells all groups what to do, and measures it."""
+
+    def __init__(self, made: Sequence[Any], count: int):
+        self.made, self.count, self.parts = made, count, []
+
+    def all(self, *told: Any) -> list[Any]:
+        """What each group answers."""
+        for group in self.made:
+            group.tell(*told)
+        return [group.answer() for group in self.made]
+
+    def part(self, name: str, method: str, times: int = 1, *args: Any) -> list[Any]:
+        """Measures a part, and returns what it came to at each host."""
+        before = self.all("cpu_seconds")[0]
+        outcomes = self.all("run", method, times, *args)
+        cpu = self.all("cpu_seconds")[0] - before  # it serves the others when its own part is done
+        seconds = max(found.ended for found in outcomes) - min(found.began for found in outcomes)
+        requests, sent = (sum(getattr(one, what) for one in outcomes) for what in ("requests", "characters"))
+        self.parts.append(Part(name, self.count, *(value / times for value in (seconds, cpu, requests, sent))))
+        return [one for outcome in outcomes for one in outcome.found]
+
+    def start(self, prefix: str = "") -> None:
+        """A start: the roll call, jax's service, and the first agreement."""
+        self.all("open", free_port())
+        self.part(f"{prefix}roll call", "roll_call")
+        self.part(f"{prefix}joining jax's service", "connect")
+        self.all("run", "prepare")
+
+    def work(self) -> None:
+        """What a run agrees about on its way, to a save that fails and a signal that all obey."""
+        self.part("a decision", "agree", AT_ONCE)
+        self.part("all are here", "all_here", 5)
+        self.part("a step", "step", AT_ONCE)
+        self.part("a save", "save", 3)
+        self.part("a save that fails on one host", "failed_save")
+        heard = [self.all("run", "hear", 1, step) for step in range(1, STEPS + 1)]
+        steps = [[one for outcome in outcomes for one in outcome.found] for outcomes in heard]
+        news = [[step for step, found in enumerate(steps, 1) if found[host][0]] for host in range(self.count)]
+        left = [[step for step, found in enumerate(steps, 1) if found[host][1]] for host in range(self.count)]
+        assert len({tuple(found) for found in news}) == len({tuple(found) for found in left}) == 1, "at other steps"
+        assert news[0] == left[0] == [3], (news[0], left[0])
+
+    def run(self) -> list[Part]:
+        """A run that starts, works, loses a host, starts again and ends."""
+        self.start()
+        self.work()
+        codes = set(self.part("a host is lost: until all know", "lost"))
+        assert codes == {int(Exit.PEER_LOST)}, codes
+        self.all("run", "disconnect")
+        self.all("close")
+        self.start("restart: ")
+        self.part("leaving jax's service", "disconnect")
+        self.all("close")
+        return self.parts
+
+
+def free_port() -> int:
+    """A port that is free together with the next one."""
+    for port in itertools.count(20_000 + os.getpid() % 10_000 + next(PORTS), 2):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for one in (port, port + 1):
+                stack.enter_context(socket.create_server((LOOPBACK, one)))
+            return port
+    raise AssertionError
+
+
+PORTS = itertools.count(0, 2)
+
+
+def measure_hosts(counts: Iterable[int], workers: int) -> dict[str, Any]:
+    """The parts of the control plane at each of these numbers of hosts, which have more than one."""
+    parts = []
+    for count in counts:
+        with groups(count, workers) as made:
+            parts += Simulation(made, count).run()
+    return {
+        "parts": [part.record() for part in parts],
+        "workers": workers,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "versions": {name: version(name) for name in ("jax", "jaxlib")} | {"python": platform.python_version()},
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def slope(rows: Sequence[dict[str, Any]], what: str) -> float | None:
+    """The power of the number of hosts by which it grows, between the two largest numbers; None for fewer or none."""
+    if len(rows) < 2 or not (rows[-2][what] and rows[-1][what]):
+        return None
+    return math.log(rows[-1][what] / rows[-2][what]) / math.log(rows[-1]["hosts"] / rows[-2]["hosts"])
+
+
+def host_lines(record: dict[str, Any]) -> list[str]:
+    """The record for people: a table in Markdown, its figures without a number of hosts being of the largest one."""
+    versions = ", ".join(f"{name} {text}" for name, text in record["versions"].items())
+    counts = list(dict.fromkeys(row["hosts"] for row in record["parts"]))
+    heads = [f"{count:,} hosts" for count in counts] + [
+        "a host", "requests a host", "requests/s", "sent a host", "first host's CPU", "grow as: seconds, CPU, sent"
+    ]  # fmt: skip
+    lines = [
+        f"{record['cores']} cores, the first host and {record['workers']} processes of others; {versions}; "
+        f"{record['date']}",
+        "",
+        f"| part | {' | '.join(heads)} |",
+        "|---" * (1 + len(heads)) + "|",
+    ]
+    for name in dict.fromkeys(row["name"] for row in record["parts"]):
+        rows = [row for row in record["parts"] if row["name"] == name]
+        last = rows[-1]
+        asks = last["requests"] > 0
+        powers = [slope(rows, what) for what in ("seconds", "first_cpu_seconds", "characters")]
+        cells = [f"{row['seconds']:.3f} s" for row in rows] + [
+            f"{last['seconds'] / last['hosts'] * 1e3:.2f} ms",
+            f"{last['requests'] / last['hosts']:.2f}" if asks else "",
+            f"{last['requests'] / last['seconds']:,.0f}" if asks else "",
+            units.size(round(last["characters"] / last["hosts"])) if asks else "",
+            f"{last['first_cpu_seconds']:.3f} s",
+            ", ".join(f"n^{power:.2f}" for power in powers if power is not None),
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def read_hosts(_: str, text: str) -> list[int]:
+    """'16,256' as numbers of hosts. Raises BadInput."""
+    numbers = text.split(",")
+    if not all(number.isdecimal() and 2 <= int(number) <= 20_000 for number in numbers):
+        raise BadInput(f"--hosts={text} must be numbers from 2 to 20,000, such as 16,256,1536")
+    return sorted({int(number) for number in numbers})
