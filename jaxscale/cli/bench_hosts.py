@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 from jax._src.lib import _jax
 
 from jaxscale import units
-from jaxscale.checkpoint.saver import worst
+from jaxscale.checkpoint.saver import outcome
 from jaxscale.hosts.agree import Board, Peer, agreed, all_here, gathered, next_key
 from jaxscale.hosts.config import host_budgets
 from jaxscale.hosts.place import Place
@@ -44,8 +44,14 @@ STAGES = ("folder", "arrays", "commit", "verify")  # of a save, each of which al
 STEPS = 3  # after which all have obeyed a signal, or heard of a failed save, that came after the first of them
 FAILED = "OSError: [Errno 28] No space left on device: '/bucket/run/checkpoints/1000.tmp/state/ocdbt.process_7/d/0a1b'"
 FACTS = {f"fact {number}": "0.10.2" for number in range(16)}  # as many as a run compares
+SUMS = {f"layers.mlp.w_{name}": [0xDEADBEEF, 234_881_024] for name in ("gate", "up", "down")}  # of what one reads back
 CLOSED_SECONDS = 30.0
 LOOPBACK = "127.0.0.1"
+
+
+def made(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the first process makes of what all say of a stage, as a save does."""
+    return outcome(parts, lambda results: "")
 
 
 class Counted:
@@ -120,13 +126,17 @@ class Host:
         """The agreements of one save."""
         key = next_key("save", self.peer)
         for stage in STAGES:
-            assert not gathered(f"{key}/{stage}", None, merge=worst, peer=self.peer)[1]
+            found = gathered(
+                f"{key}/{stage}", {"result": SUMS if stage == "verify" else True}, made_of=made, peer=self.peer
+            )
+            assert "failure" not in found
 
     def failed_save(self) -> None:
         """One host cannot write, and all fail with its cause."""
-        mine = [FAILED, "OSError"] if self.place.process_id == self.place.num_processes - 1 else None
-        _, (cause, _) = gathered(next_key("failed", self.peer), mine, merge=worst, peer=self.peer)
-        self.reports.failed(1000, cause)
+        is_last = self.place.process_id == self.place.num_processes - 1
+        mine = {"failure": [FAILED, "OSError"]} if is_last else {"result": None}
+        found = gathered(next_key("failed", self.peer), mine, made_of=made, peer=self.peer)
+        self.reports.failed(1000, found["failure"][0])
 
     def hear(self, step: int) -> list[Any]:
         """After each of these steps: what is heard of failed saves, and of signals, one of which comes at first."""
