@@ -12,7 +12,7 @@ import re
 from jaxscale.ahead.hlo_text import Computation, Instruction, Module, Shape
 
 CUBLAS = ("__cublas$gemm", "__cublas$lt$matmul", "__cublas$lt$matmul$f8")
-# cuDNN's fused attention: 2 products forward, 5 backward (scores again, and four gradients), over all T x S positions.
+# cuDNN's fused attention: 2 products forward, 5 backward (scores again, and four gradients).
 CUDNN_FORWARD, CUDNN_BACKWARD = "__cudnn$fmha", "Backward"
 # JAX's splash attention: products of each kernel (the backward ones compute the scores again), by its printed name.
 SPLASH = {"fwd": 2, "dkv": 4, "dq": 3}
@@ -36,7 +36,7 @@ def product_flops(instruction: Instruction, computation: Computation) -> tuple[s
         return convolution_flops(instruction, *operand_shapes(instruction, computation)[:2])
     target = custom_target(instruction) if opcode == "custom-call" else ""
     if target.startswith(CUDNN_FORWARD):
-        return cudnn_flops(target, operand_shapes(instruction, computation))
+        return cudnn_flops(instruction, target, operand_shapes(instruction, computation))
     if opcode in ("dot", "ragged-dot"):
         contracted = r"lhs_contracting_dims=\{([\d,]*)\}"
     elif target.startswith(CUBLAS):
@@ -92,13 +92,18 @@ def valid_taps(
     return count
 
 
-def cudnn_flops(target: str, operands: list[Shape]) -> tuple[str, float] | None:
-    """FLOPs of cuDNN's fused attention over every position, masked or not (as the plain form computes them)."""
+def cudnn_flops(instruction: Instruction, target: str, operands: list[Shape]) -> tuple[str, float] | None:
+    """FLOPs of cuDNN's fused attention over the positions that its own mask leaves. Packed documents leave fewer, by
+    what is in the data; the kernel is counted as if each row held one."""
     arrays = [shape for shape in operands if len(shape.dims) == 4]
     if len(arrays) < 3:
         return None
     (B, T, N, H), (_, S, *_) = arrays[0].dims, arrays[1].dims
-    return arrays[0].dtype, 2.0 * B * N * T * S * H * (5 if CUDNN_BACKWARD in target else 2)
+    seen = T * S
+    if instruction.attribute(r'"mask_type":\s*"\w*(CAUSAL)"'):
+        window = min(S, int(instruction.attribute(r'"sliding_window_length":\s*(\d+)') or 0) or S)
+        seen = T * window - window * (window - 1) // 2
+    return arrays[0].dtype, 2.0 * B * N * seen * H * (5 if CUDNN_BACKWARD in target else 2)
 
 
 def kernel_flops(instruction: Instruction, computation: Computation) -> float:

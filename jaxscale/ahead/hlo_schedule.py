@@ -6,6 +6,7 @@ and its end runs beside what stands between; any other holds the core up.
 
 import collections
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -14,6 +15,7 @@ from jaxscale.ahead.hlo_text import Computation, Instruction, Module
 from jaxscale.ahead.hlo_trips import branch_shares, count_trips
 
 KERNEL = "kernel"  # the type under which FLOPs of Pallas kernels are counted
+SYNCHRONOUS = re.compile(r'"is_sync":\s*true')
 FUSION_ENDS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 
 
@@ -93,6 +95,8 @@ class Reader:
                 return [*work, *running.end(channel)]
             running.open[channel].append(found)
             return [*work, *(Item("start", number) for number in found)]
+        if SYNCHRONOUS.search(instruction.attributes):  # XLA:GPU runs the start to its end; its -done is of nothing
+            return [*work, *(Item("blocking", number) for number in found)]
         if opcode.endswith("-start") or opcode == "send":
             return running.start(instruction, found)
         return [*work, *(Item("blocking", number) for number in found)]

@@ -69,9 +69,13 @@ def reachable(module: Module, name: str) -> list[Computation]:
 
 
 def count_trips(module: Module, caller: Computation, loop: Instruction) -> int | None:
-    """Trips of a while loop: as XLA noted them, or read off its condition, start and step; None if neither can be."""
-    if noted := loop.attribute(r'"known_trip_count":\{"n":"(\d+)"'):
-        return int(noted)
+    """Trips of a while loop: as XLA noted them, or read off its condition, start and step; None if neither can be.
+
+    A loop whose length is in the data says how long it usually is: its name ends in `usually_N_trips/while`.
+    """
+    for noted in (r'"known_trip_count":\{"n":"(\d+)"', r'op_name="[^"]*\busually_(\d+)_trips\b[^"/]*/while"'):
+        if trips := loop.attribute(noted):
+            return int(trips)
     body, condition = (
         module.computations.get(loop.attribute(rf"\b{key}=%?([\w.\-]+)") or "") for key in ("body", "condition")
     )

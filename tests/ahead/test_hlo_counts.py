@@ -139,6 +139,56 @@ def test_products_inside_fusions_and_in_libraries_count_by_operand_type():
     assert facts.dot_flops_by_type == {"s8": 480, "bf16": 480 + (2 + 5) * 2 * 2 * 4 * 16 * 32 * 8}
 
 
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        ('"mask_type": "NO_MASK", "sliding_window_length": 0', 16 * 16),
+        ('"mask_type": "PADDING_CAUSAL", "sliding_window_length": 0', 16 * 17 // 2),
+        ('"mask_type":"CAUSAL","sliding_window_length":4', 1 + 2 + 3 + 13 * 4),
+        ('"mask_type":"CAUSAL","sliding_window_length":40', 16 * 17 // 2),
+    ],
+)
+def test_cudnn_computes_what_its_mask_leaves(mask, seen):
+    body = f"""\
+  %q = bf16[2,16,4,8] custom-call()
+  %o = (bf16[2,16,4,8], u8[0]) custom-call(%q, %q, %q), custom_call_target="__cudnn$fmhaSoftmax", \
+backend_config={{"cudnn_fmha_backend_config": {{{mask}}}}}
+"""
+    assert facts_of(body).dot_flops == 2 * 2 * 2 * 4 * seen * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "trips", "unknown"),
+    [
+        ("jit(f)/transpose(jvp(usually_0_trips))/while", 0, 0),
+        ("jit(f)/usually_3_trips/while", 3, 0),
+        ("jit(f)/usually_3_trips/while/body/while", 1, 1),  # another loop, inside
+    ],
+)
+def test_a_loop_whose_length_is_in_the_data_says_how_long_it_usually_is(name, trips, unknown):
+    before = """\
+%body (t: (f32[4,4], pred[])) -> (f32[4,4], pred[]) {
+  %t = (f32[4,4], pred[]) parameter(0)
+  %x = f32[4,4] get-tuple-element(%t), index=0
+  %y = f32[4,4] dot(%x, %x), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %b = pred[] get-tuple-element(%t), index=1
+  ROOT %r = (f32[4,4], pred[]) tuple(%y, %b)
+}
+%condition (t: (f32[4,4], pred[])) -> pred[] {
+  %t = (f32[4,4], pred[]) parameter(0)
+  ROOT %b = pred[] get-tuple-element(%t), index=1
+}
+"""
+    body = f"""\
+  %x = f32[4,4] custom-call()
+  %b = pred[] custom-call()
+  %i = (f32[4,4], pred[]) tuple(%x, %b)
+  %w = (f32[4,4], pred[]) while(%i), condition=%condition, body=%body, metadata={{op_name="{name}"}}
+"""
+    facts = facts_of(body, before=before)
+    assert (facts.dot_flops, facts.unknown_trips) == (trips * 2 * 4 * 4 * 4, unknown)
+
+
 SPLASH = """\
   %l = f32[2,3] constant(0)
   %r = f32[3,2] constant(0)

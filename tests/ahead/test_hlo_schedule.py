@@ -53,6 +53,14 @@ STARTED, ENDED = Item("start", 0), Item("done", 0)
             (STARTED, WORK, ENDED),
         ),
         (
+            f"  %s = (f32[16]{{0}}, f32[64]{{0}}) all-gather-start(%p), {GATHER}, "
+            'backend_config={"collective_backend_config": {"is_sync": true}}\n'
+            f"  %d = {DOT}\n"
+            "  %e = f32[64]{0} all-gather-done(%s)",
+            "",
+            (Item("blocking", 0), WORK),
+        ),
+        (
             f"  %s = ((f32[16]{{0}}), f32[64]{{0}}) call-start(%p), to_apply=%offloaded\n  %d = {DOT}\n"
             "  %e = f32[64]{0} call-done(%s)",
             SPARSECORE,
@@ -75,7 +83,7 @@ STARTED, ENDED = Item("start", 0), Item("done", 0)
             (STARTED, WORK, ENDED),
         ),
     ],
-    ids=["blocking", "start and done", "call", "custom call", "fusions"],
+    ids=["blocking", "start and done", "synchronous start", "call", "custom call", "fusions"],
 )
 def test_a_collective_starts_and_ends_where_the_program_says(body, before, expected):
     found = facts_of(OPERANDS + body, before=before)
