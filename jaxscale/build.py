@@ -114,10 +114,10 @@ class Shardings:
 def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] | None = None) -> Program:
     """The model, optimizer and step of a config over `devices` (all unless given). Compiles nothing yet."""
     mesh = make_mesh(cfg.mesh, devices)
-    model = shard_run_model(cfg, mesh)
+    options = choose_options(cfg, mesh)
+    model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
     for check in DEVICE_CHECKS:
         check(cfg, model)
-    options = choose_options(cfg, mesh)
     updates = make_updates(cfg, budget, model)
     shardings = plan_shardings(cfg, model, updates)
     init = functools.partial(init_train_state, cfg, model, updates)
@@ -148,7 +148,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         train_step=jit(
             precisely(train_step), out_shardings=(shardings.state, shardings.whole), donate_argnums=0, **compiled
         ),
-        gradient_norms=jit(precisely(make_gradient_norms(gradients)), out_shardings=shardings.whole),
+        gradient_norms=jit(precisely(make_gradient_norms(gradients)), out_shardings=shardings.whole, **compiled),
         statistics=jit(precisely(statistics), out_shardings=shardings.whole, **compiled),
         schedule=updates.schedule,
         batch_sharding=shardings.rows,
@@ -164,7 +164,7 @@ def choose_options(cfg: RunConfig, mesh: Mesh) -> CompilerOptions:
     return compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ)
 
 
-def shard_run_model(cfg: RunConfig, mesh: Mesh) -> ShardedModel:
+def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool) -> ShardedModel:
     """The model on the mesh. Raises BadInput where the mesh does not divide its parameters."""
     return shard_model(
         cfg.model,
@@ -174,6 +174,7 @@ def shard_run_model(cfg: RunConfig, mesh: Mesh) -> ShardedModel:
         offloaded=cfg.optim.offload_params,
         prefix=cfg.row_lengths.prefix,
         reduce_dtype=cfg.train.reduce_dtype,
+        torus_at_once=torus_at_once,
     )
 
 

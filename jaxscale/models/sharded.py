@@ -130,17 +130,21 @@ def shard_model(
     offloaded: bool = False,
     prefix: bool = False,
     reduce_dtype: Any = jnp.float32,
+    torus_at_once: bool = False,
 ) -> ShardedModel:
     """The model on a mesh. Raises BadInput where the mesh does not divide its parameters.
 
     lora: of the adapters that the model is trained with: they are among its parameters until they are merged.
     prefix: rows have a prefix that is attended to in both directions. reduce_dtype: in which gradients are summed.
+    torus_at_once: a collective along several dimensions of a torus is one operation, which XLA must be able to run
+    (compiler_options.offloads_torus); else it takes one dimension after the other.
     """
     rules = RULES[rules] if isinstance(rules, str) else rules
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=prefix)
     kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
-    batch_axes = make_batch_axes(mesh, rules, reduce_dtype)
-    model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, kernels, batch_axes, make_tensor_axis(mesh))
+    batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once)
+    tensor = make_tensor_axis(mesh, torus_at_once=torus_at_once)
+    model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, kernels, batch_axes, tensor)
     check_fits(model, rules.params)
     return model
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.hardware import Chip
-from jaxscale.planning.topology import wraps
+from jaxscale.sharding.torus import wraps
 
 DIMENSIONS = "xyz"
 CORE = "core"  # between the two devices of one chip, which need no link of the torus

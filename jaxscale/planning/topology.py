@@ -24,6 +24,7 @@ from jax.experimental import topologies
 
 from jaxscale.hardware import CHIPS, Chip
 from jaxscale.planning.gpu_target import target_config
+from jaxscale.sharding.torus import wraps
 from jaxscale.system.exits import BadInput
 
 
@@ -183,15 +184,6 @@ def link_shares(mesh: jax.sharding.Mesh, chip: Chip) -> dict[str, float]:
         rings = [1.0 if ring else 0.5 for ring in closed]
         shares[axis] = min(1.0, sum(rings) / chip.ici_dims) or 1.0  # along slices or the cores of a chip: no ICI
     return shares
-
-
-def wraps(num_dims: int, shape: Sequence[int], size: int) -> bool:
-    """True if a dimension of this size is closed to a ring in a slice of this shape.
-
-    3D slices of whole 4x4x4 cubes are closed all round, smaller ones are open. On the 2D chips only a whole side of a
-    pod is closed. Source: the pages above, and MaxText's accelerator_to_spec_map.py, which is Google's own.
-    """
-    return all(side % 4 == 0 for side in shape) if num_dims == 3 else size == 16
 
 
 def parse_topology(text: str, *, planned: bool = False) -> TopologyName:

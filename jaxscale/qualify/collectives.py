@@ -20,7 +20,7 @@ from jaxscale.hardware import Chip, find_chip
 from jaxscale.qualify.timing import median_seconds
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.sharding.mesh import groups_along, make_mesh, mesh_layout
-from jaxscale.sharding.torus import link_stages
+from jaxscale.sharding.torus import link_stages, scatter_along
 from jaxscale.system.exits import BadInput
 
 MIB = 2**20
@@ -106,9 +106,7 @@ def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], j
         if what == "all-gather":
             return jax.lax.all_gather(x_1n, axis, axis=1, tiled=True)
         if what == "reduce-scatter":
-            for groups in link_stages(mesh, axis) or (None,):  # as training does it
-                x_1n = jax.lax.psum_scatter(x_1n, axis, scatter_dimension=1, axis_index_groups=groups, tiled=True)
-            return x_1n
+            return scatter_along(x_1n, axis, 1, link_stages(mesh, axis))  # as training does it
         if what == "all-reduce":
             return jax.lax.psum(x_1n, axis)
         return jax.lax.ppermute(x_1n, axis, [(n, (n + 1) % size) for n in range(size)])

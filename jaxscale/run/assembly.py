@@ -241,7 +241,9 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
     rows = rows_per_pass(program)
     on_mesh = functools.partial(put_rows, rows=list(range(rows)), num_rows=rows, sharding=program.batch_sharding)
     step = jax.jit(
-        make_eval_step(program.model.token_losses, len(corpus.source_names)), out_shardings=replicated(program.mesh)
+        make_eval_step(program.model.token_losses, len(corpus.source_names)),
+        out_shardings=replicated(program.mesh),
+        compiler_options=program.compiler_options.values or None,
     )
 
     @functools.cache

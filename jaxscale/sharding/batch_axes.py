@@ -23,7 +23,7 @@ from jax.sharding import Mesh
 from jaxscale.sharding import tensor_axis
 from jaxscale.sharding.rules import Placement, Rules, names_of
 from jaxscale.sharding.shardings import is_axes
-from jaxscale.sharding.torus import Groups, gather_along, link_stages, scatter_along
+from jaxscale.sharding.torus import LinkStage, gather_along, link_stages, scatter_along
 from jaxscale.units import divisors
 
 GATHERED = "gathered"  # the name of gathered weights for remat policies: never to be kept for the backward pass
@@ -44,7 +44,7 @@ class Communication:
     """
 
     dtype: Any
-    stages: tuple[tuple[str, tuple[Groups, ...]], ...]
+    stages: tuple[tuple[str, tuple[LinkStage, ...]], ...]
     tiled: bool
 
 
@@ -140,10 +140,12 @@ class BatchAxes:
         return lax.axis_index(self.axes) * num_rows if self.axes else 0
 
 
-def make_batch_axes(mesh: Mesh, rules: Rules, reduce_dtype: Any = jnp.float32) -> BatchAxes:
-    """The axes of this mesh that shard rows."""
+def make_batch_axes(
+    mesh: Mesh, rules: Rules, reduce_dtype: Any = jnp.float32, *, torus_at_once: bool = False
+) -> BatchAxes:
+    """The axes of this mesh that shard rows. torus_at_once: as for link_stages."""
     axes = tuple(name for name in names_of(rules.params["act_batch"]) if mesh.shape[name] > 1)
-    stages = tuple((name, link_stages(mesh, name)) for name in axes)
+    stages = tuple((name, link_stages(mesh, name, torus_at_once=torus_at_once)) for name in axes)
     return BatchAxes(mesh, rules, axes, Communication(jnp.dtype(reduce_dtype), stages, on_tpu(mesh)))
 
 

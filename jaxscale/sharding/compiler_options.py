@@ -1,7 +1,7 @@
 """Options for XLA by platform: a table, every row of which was seen to change a compiled training step.
 
-What is published for TPUs elsewhere is by now the compiler's own default: setting it again compiles the same program
-(ON_ALREADY), so no row is for a TPU. tests/sharding/test_compiler_options.py compiles with and without each name here.
+Much of what is published for TPUs elsewhere is by now the compiler's own default: setting it again compiles the same
+program (ON_ALREADY). tests/sharding/test_compiler_options.py compiles with and without each name here.
 """
 
 import dataclasses
@@ -23,18 +23,59 @@ FLAG = re.compile(r"--(\w+)")
 class Option:
     """A row of the table."""
 
-    devices: str  # a platform, "tpu" or "gpu", or a device_kind
+    devices: tuple[str, ...]  # platforms, "tpu" or "gpu", or device_kinds
     name: str
     value: Value
     does: str
     seen: str  # what changed in a compiled program: chip, versions, date
 
 
-# How it was seen: a Llama of 4 layers, d 512, zero3 over 8 cards, compiled ahead of time on 2026-11-21 with jax 0.10.2
+# Chips with SparseCores, which run collectives beside the TensorCore's products. One that they are not given stands in
+# the way of every product: XLA:TPU runs no other gather or scatter of a manual program asynchronously there.
+SPARSE_CORES = ("TPU v5", "TPU v6 lite")
+SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload_"
+# With these a gather or scatter over a whole slice is one asynchronous operation: sharding/torus.py.
+OFFLOAD = tuple(SPARSE_CORE + what for what in ("all_gather", "reduce_scatter"))
+OFFLOAD_TORUS = tuple(SPARSE_CORE + what for what in ("2d_all_gather", "3d_all_gather", "nd_reduce_scatter"))
+PIPELINE = ("xla_tpu_enable_ici_ag_pipelining", "xla_tpu_enable_ici_rs_pipelining")
+
+# How the rows of GPUs were seen: a Llama of 4 layers, d 512, zero3 over 8 cards, compiled ahead of time on 2026-11-21
+# with jax 0.10.2
 # and its CUDA 12 plugin. No card was there, so that the time it saves was not measured.
 TABLE = (
+    *(
+        Option(
+            SPARSE_CORES,
+            name,
+            True,
+            "gives gathers and reduce-scatters along one dimension of the torus to the SparseCores",
+            "v5p:2x2x4 and v6e:8x8, libtpu 0.0.51, 2026-11-23: start and done of all of them instead of none",
+        )
+        for name in OFFLOAD
+    ),
+    *(
+        Option(
+            SPARSE_CORES,
+            name,
+            True,
+            "the same for those along several dimensions, whose links a gather then uses all at once",
+            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: 3 gathers of 6 rings each for 3 matrices instead of 9 of one each",
+        )
+        for name in OFFLOAD_TORUS
+    ),
+    *(
+        Option(
+            SPARSE_CORES,
+            name,
+            True,
+            "gathers the next layer's parameters, and scatters the last one's gradients, in a loop over layers",
+            "v5p:2x2x4, libtpu 0.0.51, 2026-11-23: a layer's products between start and done of every gather of the "
+            "forward loop and every scatter of the backward one",
+        )
+        for name in PIPELINE
+    ),
     Option(
-        "gpu",
+        ("gpu",),
         "xla_gpu_enable_latency_hiding_scheduler",
         True,
         "moves the start of a collective up and its end down, so that products run meanwhile",
@@ -42,7 +83,7 @@ TABLE = (
         "0, 2 and 0; peak memory of this small program 100 MB instead of 73. 8 H100: nothing, for it is on there",
     ),
     Option(
-        "gpu",
+        ("gpu",),
         "xla_gpu_enable_pipelined_all_gather",
         True,
         "gathers the next layer's parameters during this one, in a loop over layers; costs their bytes once more",
@@ -68,6 +109,11 @@ class CompilerOptions:
     values: dict[str, Value]  # for jax.jit(compiler_options=...)
     left_out: tuple[str, ...]  # rows of the table that the environment sets already
 
+    @property
+    def offloads_torus(self) -> bool:
+        """Whether collectives over several dimensions of the torus are one asynchronous operation."""
+        return all(self.values.get(name) is True for name in OFFLOAD + OFFLOAD_TORUS)
+
     def __str__(self) -> str:
         """'a=True, b=2; c as XLA_FLAGS has it', or '' where there is nothing to say."""
         parts = [", ".join(f"{name}={value}" for name, value in self.values.items())]
@@ -84,7 +130,7 @@ def compiler_options(
     win over them in silence. What `extra` names was asked for by name, and does win.
     """
     set_already = {name for variable in VARIABLES for name in FLAG.findall(environment.get(variable, ""))}
-    rows = [row for row in TABLE if row.devices in (platform, device_kind) and row.name not in extra]
+    rows = [row for row in TABLE if {platform, device_kind} & set(row.devices) and row.name not in extra]
     return CompilerOptions(
         values={row.name: row.value for row in rows if row.name not in set_already} | dict(extra),
         left_out=tuple(row.name for row in rows if row.name in set_already),

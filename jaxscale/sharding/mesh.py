@@ -13,6 +13,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
+from jaxscale.sharding.torus import widest_outermost
 from jaxscale.system.exits import BadInput
 from jaxscale.units import divisors, or_list
 
@@ -54,7 +55,7 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[jax.Device] | None = None) -> M
     """
     devices = list(jax.devices() if devices is None else devices)
     shape = mesh_shape(cfg, len(devices))
-    return Mesh(arrange(shape, devices), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    return Mesh(widest_outermost(arrange(shape, devices)), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
 def arrange(shape: dict[str, int], devices: Sequence[jax.Device]) -> np.ndarray:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxscale.sharding.torus import Groups, gather_along, link_stages, scatter_along
+from jaxscale.sharding.torus import LinkStage, gather_along, link_stages, scatter_along
 
 AXIS = "tensor"
 POSITIONS = 1  # the dimension of a residual stream [B, T, D] that is cut
@@ -29,7 +29,7 @@ class TensorAxis:
     """
 
     size: int = 1
-    stages: tuple[Groups, ...] = ()
+    stages: tuple[LinkStage, ...] = ()
 
     def gather(self, x_BTD: jax.Array) -> jax.Array:
         """All positions, from the device's own. Going back, its own of the summed gradients."""
@@ -88,16 +88,16 @@ class WholeRows(TensorAxis):
 ONE = TensorAxis()
 
 
-def make_tensor_axis(mesh: Mesh) -> TensorAxis:
-    """The tensor axis of this mesh."""
-    return TensorAxis(mesh.shape[AXIS], link_stages(mesh, AXIS))
+def make_tensor_axis(mesh: Mesh, *, torus_at_once: bool = False) -> TensorAxis:
+    """The tensor axis of this mesh. torus_at_once: as for link_stages."""
+    return TensorAxis(mesh.shape[AXIS], link_stages(mesh, AXIS, torus_at_once=torus_at_once))
 
 
-def _gathered(stages: tuple[Groups, ...], x_BTD: jax.Array) -> jax.Array:
+def _gathered(stages: tuple[LinkStage, ...], x_BTD: jax.Array) -> jax.Array:
     return gather_along(x_BTD, AXIS, POSITIONS, stages)
 
 
-def _scattered(stages: tuple[Groups, ...], x_BTD: jax.Array) -> jax.Array:
+def _scattered(stages: tuple[LinkStage, ...], x_BTD: jax.Array) -> jax.Array:
     return scatter_along(x_BTD, AXIS, POSITIONS, stages)
 
 

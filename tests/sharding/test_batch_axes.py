@@ -16,6 +16,7 @@ from jaxscale.sharding.batch_axes import GATHERED, make_batch_axes
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES, partition_spec
+from jaxscale.sharding.torus import LinkStage
 
 AXES = {"w": ("embed", "mlp"), "norm": ("norm",)}
 RNG = np.random.default_rng(0)
@@ -25,12 +26,13 @@ PARAMS = {
 }
 X_BD = RNG.normal(size=(8, 16)).astype(np.float32)
 MESHES = [{"data": 8}, {"fsdp": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
-STAGES = (((0, 2), (1, 3)), ((0, 1), (2, 3)))  # a line of 4 devices as 2 rows of 2
+STAGES = (LinkStage(((0, 2), (1, 3))), LinkStage(((0, 1), (2, 3))))  # a line of 4 devices as 2 rows of 2
 CUBE = (  # a line of 8 devices as 2 planes of 2 rows of 2
-    ((0, 4), (1, 5), (2, 6), (3, 7)),
-    ((0, 2), (1, 3), (4, 6), (5, 7)),
-    ((0, 1), (2, 3), (4, 5), (6, 7)),
+    LinkStage(((0, 4), (1, 5), (2, 6), (3, 7))),
+    LinkStage(((0, 2), (1, 3), (4, 6), (5, 7))),
+    LinkStage(((0, 1), (2, 3), (4, 5), (6, 7))),
 )
+SLICES = (LinkStage(((0, 2, 4, 6), (1, 3, 5, 7))), LinkStage(((0, 1), (2, 3), (4, 5), (6, 7)), between_slices=True))
 
 
 def summed(params, x_BD, gather=lambda w, axes, dtype: w):
@@ -69,7 +71,11 @@ def test_the_gradient_is_that_of_one_device(mesh, rules):
 
 
 @pytest.mark.parametrize("rules", ["zero1", "zero3"])
-@pytest.mark.parametrize(("mesh", "stages"), [({"data": 2, "fsdp": 4}, STAGES), ({"fsdp": 8}, CUBE)], ids=["2", "3"])
+@pytest.mark.parametrize(
+    ("mesh", "stages"),
+    [({"data": 2, "fsdp": 4}, STAGES), ({"fsdp": 8}, CUBE), ({"fsdp": 8}, SLICES)],
+    ids=["2", "3", "slices"],
+)
 def test_stages_put_every_part_where_one_go_would(mesh, stages, rules):
     staged = spread_gradients(rules, mesh, stages={"data": (), "fsdp": stages})(PARAMS, X_BD)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), staged, alone())

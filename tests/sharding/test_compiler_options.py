@@ -10,17 +10,24 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxscale.planning.topology import open_topology
-from jaxscale.sharding.compiler_options import ON_ALREADY, TABLE, check_options, compiler_options
+from jaxscale.sharding.compiler_options import OFFLOAD_TORUS, ON_ALREADY, TABLE, check_options, compiler_options
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 
-GPU = [row for row in TABLE if row.devices == "gpu"]
+GPU = [row for row in TABLE if row.devices == ("gpu",)]
 SCHEDULER, GATHER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_pipelined_all_gather"
 
 
 def test_a_platform_gets_its_own_rows():
     assert compiler_options("gpu", "any", {}, {}).values == {SCHEDULER: True, GATHER: True}
-    assert compiler_options("cpu", "cpu", {}, {}).values == compiler_options("tpu", "TPU v5", {}, {}).values == {}
+    assert compiler_options("cpu", "cpu", {}, {}).values == compiler_options("tpu", "TPU v5 lite", {}, {}).values == {}
+    assert compiler_options("tpu", "TPU v5", {}, {}).offloads_torus
+
+
+@pytest.mark.parametrize("extra", [{OFFLOAD_TORUS[0]: False}, {}], ids=["config", "environment"])
+def test_without_one_of_the_rows_for_the_torus_collectives_are_taken_in_stages(extra):
+    environment = {} if extra else {"LIBTPU_INIT_ARGS": f"--{OFFLOAD_TORUS[0]}=false"}
+    assert not compiler_options("tpu", "TPU v5", extra, environment).offloads_torus
 
 
 def test_every_row_says_what_it_does_and_what_was_seen():

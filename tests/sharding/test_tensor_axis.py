@@ -20,8 +20,9 @@ from jaxscale.ops.embed import lookup, lookup_shared
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.tensor_axis import ONE, make_tensor_axis
+from jaxscale.sharding.torus import LinkStage
 
-STAGES = (((0, 2), (1, 3)), ((0, 1), (2, 3)))  # a line of 4 devices as 2 rows of 2
+STAGES = (LinkStage(((0, 2), (1, 3))), LinkStage(((0, 1), (2, 3))))  # a line of 4 devices as 2 rows of 2
 RNG = np.random.default_rng(0)
 X_BTD = RNG.normal(size=(2, 8, 4)).astype(np.float32)
 close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
