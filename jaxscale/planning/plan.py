@@ -249,8 +249,7 @@ def speed_cautions(plan: RunPlan, cfg: RunConfig, wishes: Wishes) -> list[Cautio
     speed = plan.time.speed
     if (products := speed.compute_seconds) is None:
         return []
-    exposed = max(0.0, (speed.link_seconds or 0.0) - products)
-    found = [cautions.waits_for_links(products, exposed)]
+    found = [cautions.waits_for_links(products, speed.exposed_seconds or 0.0)]
     if wishes.mfu is None:
         found.append(cautions.pass_too_short(products / cfg.train.num_microbatches))
     else:

@@ -9,13 +9,13 @@ import dataclasses
 
 from jaxscale.build import Program
 from jaxscale.hardware import Chip, find_chip
-from jaxscale.models.config import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig, lora_params
+from jaxscale.models.config import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.cost import Range
 from jaxscale.planning.measured import Measured, rate_for
 from jaxscale.planning.memory import activation_bytes, activation_sizes, host_bytes, saved_names, shard_bytes
-from jaxscale.planning.topology import Topology, link_domains, link_shares
-from jaxscale.sharding.mesh import spanning_shape
+from jaxscale.planning.sending import plan_sending
+from jaxscale.planning.topology import Topology
 from jaxscale.system.exits import BadInput
 
 PALM = "46.2%: PaLM 540B, 6,144 TPU v4 (arXiv:2204.02311)"
@@ -35,6 +35,7 @@ class Speed:
     tokens_per_second: Range | None
     compute_seconds: float | None  # least time of the products, recomputation included, at the chip's peak
     link_seconds: float | None  # least time of the bytes that the layout must send, one link after another
+    exposed_seconds: float | None  # the part of them for which products stand still (sending.plan_sending)
     measured: bool = False  # by a step that was timed on this machine, and not by a share of the peak
 
 
@@ -54,13 +55,13 @@ def speed(
         return measured_speed(program, topology, measured, step_flops)
     chip, number = topology.chip, len(topology.devices)
     guess = estimate(program, topology)
-    links = link_seconds(program, topology)
+    sending = plan_sending(program, topology)
     peak = chip.peak_flops * number
     if wished_mfu is not None:
         mfu, source = Range(wished_mfu, wished_mfu), "as given by --mfu"
     else:
         mfu, source = PUBLISHED[topology.platform]
-        most = step_flops / peak / max(guess.compute_s, guess.link_s)
+        most = step_flops / peak / guess.cost[0]
         why = "by the chip's peak and links for this layout"
         if ceiling is not None and ceiling < most:
             most, why = ceiling, "by the compiled step of jaxscale preflight"
@@ -71,7 +72,8 @@ def speed(
             mfu = Range(min(mfu.low, most * mfu.low / mfu.high), most)
             source += f"; at most {most:.1%} {why}"
     seconds = mfu.under(step_flops / peak)
-    return Speed(seconds, mfu, source, seconds.under(cfg.tokens_per_step), guess.compute_s, links)
+    tokens_per_second, exposed = seconds.under(cfg.tokens_per_step), sending.exposed_s(guess.compute_s)
+    return Speed(seconds, mfu, source, tokens_per_second, guess.compute_s, sending.total_s, exposed)
 
 
 def check_peak(topology: Topology, wished_mfu: float) -> None:
@@ -105,7 +107,7 @@ def measured_speed(program: Program, topology: Topology, measured: list[Measured
     mfu = seconds.under(step_flops / (chip.peak_flops * len(topology.devices))) if chip else None
     names = " and ".join(f"{one.spec} ({one.flops_per_second / 1e9:,.0f} GFLOP/s, {one.date})" for one in used)
     source = f"measured here by jaxscale bench step --save: {names}, give or take 15%"
-    return Speed(seconds, mfu, source, seconds.under(cfg.tokens_per_step), None, None, measured=True)
+    return Speed(seconds, mfu, source, seconds.under(cfg.tokens_per_step), None, None, None, measured=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +117,8 @@ class Estimate:
     state_bytes: int  # parameters, moments and gradients in the device's own memory
     activation_bytes: int
     compute_s: float
-    link_s: float  # on all links, one after another
+    link_s: float  # on all links, one after another, and to the host
+    exposed_s: float = 0.0  # the part of link_s for which products stand still
 
     def memory(self, scale: float = 1.0) -> float:
         """Bytes at the peak, with activations and temporaries `scale` times as large as guessed."""
@@ -123,8 +126,8 @@ class Estimate:
 
     @property
     def cost(self) -> tuple[float, float]:
-        """What candidates are sorted by: the time if all overlaps, then the time if nothing does."""
-        return (max(self.compute_s, self.link_s), self.compute_s + self.link_s)
+        """What candidates are sorted by: the time with what is exposed, then the time if nothing overlaps."""
+        return (self.compute_s + self.exposed_s, self.compute_s + self.link_s)
 
 
 def estimate(program: Program, topology: Topology) -> Estimate:
@@ -138,11 +141,14 @@ def estimate(program: Program, topology: Topology) -> Estimate:
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
     passes = 2 * cfg.train.num_microbatches  # of weights to the device, forward and backward
     moved = 2 * host_bytes(state) + passes * host_bytes(state[0])  # and there and back when the step renews it
+    compute = flops * cfg.tokens_per_step / program.mesh.size / topology.chip.peak_flops
+    sending, host = plan_sending(program, topology), moved / HOST_LINK
     return Estimate(
         state_bytes=shard_bytes(state) + gradients,
         activation_bytes=activation_bytes(program),
-        compute_s=flops * cfg.tokens_per_step / program.mesh.size / topology.chip.peak_flops,
-        link_s=link_seconds(program, topology) + moved / HOST_LINK,
+        compute_s=compute,
+        link_s=sending.total_s + host,
+        exposed_s=max(sending.exposed_s(compute), host - compute),
     )
 
 
@@ -157,30 +163,3 @@ def recomputed_flops(model: ModelConfig, seq_len: int) -> float:
     costs[ATTENTION_ADDED] = 2 * D * model.query_width
     held = kept | set(model.remat_offload)
     return float(model.num_layers * sum(cost for name, cost in costs.items() if name not in held))
-
-
-def link_seconds(program: Program, topology: Topology) -> float:
-    """Seconds that one device sends, by the layout: gathers and sums along fsdp, sums along data and tensor."""
-    cfg, shape, chip = program.cfg, program.mesh.shape, topology.chip
-    data, fsdp, tensor = shape["data"], shape["fsdp"], shape["tensor"]
-    params, parts = cfg.model.num_params / tensor, cfg.train.num_microbatches
-    reduced = 2 if cfg.train.reduce_dtype == "bfloat16" else 4
-    computed = 4 if cfg.model.compute_dtype == "float32" else 2
-    learned = lora_params(cfg.model, cfg.lora) / tensor if cfg.lora.on else params
-    along_fsdp = reduced * learned * (parts if cfg.rules != "zero1" else 1)
-    along_fsdp += 2 * parts * computed * params if cfg.rules == "zero3" else 4 * params
-    along_data = 2 * reduced * learned / fsdp
-    passes = 2 if (kept := saved_names(cfg.model)) is None or ATTENTION_ADDED in kept else 3
-    rows = cfg.tokens_per_step / (data * fsdp) * cfg.model.embed_dim * computed
-    along_tensor = passes * 2 * cfg.model.num_layers * 2 * rows
-    groups = link_domains(list(program.mesh.devices.flat))
-    outer = spanning_shape(dict(shape), "group", groups) if len(set(groups)) > 1 else dict.fromkeys(shape, 1)
-    shares = link_shares(program.mesh, chip)
-    total = 0.0
-    for axis, sent in (("fsdp", along_fsdp), ("data", along_data), ("tensor", along_tensor)):
-        inside = shape[axis] // outer[axis]
-        if inside > 1 and chip.ici_bandwidth:
-            total += sent * (inside - 1) / inside / (chip.ici_bandwidth * shares[axis])
-        if outer[axis] > 1 and chip.dcn_bandwidth:
-            total += sent * (outer[axis] - 1) / outer[axis] / inside / chip.dcn_bandwidth
-    return total

@@ -115,9 +115,10 @@ def time_rows(plan: RunPlan) -> Rows:
         ("wall time", span(time.wall_seconds, duration), f"steps / {time.goodput:.0%} goodput"),
     ]
     if found.compute_seconds is not None:
-        sent = f"sending {seconds(found.link_seconds)}" if found.link_seconds else "nothing is sent"
+        sent = f"sending {seconds(found.link_seconds)}, {seconds(found.exposed_seconds)} of it exposed"
+        sent = sent if found.link_seconds else "nothing is sent"
         least = f"products {seconds(found.compute_seconds)}, {sent}; recomputation included"
-        rows.append(("least of a step", seconds(max(found.compute_seconds, found.link_seconds)), least))
+        rows.append(("least of a step", seconds(found.compute_seconds + found.exposed_seconds), least))
     if (limit := time.deadline_seconds) is not None:
         rows.append(("deadline", duration(limit), reached(time.wall_seconds, limit)))
     return rows

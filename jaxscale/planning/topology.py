@@ -19,7 +19,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental import topologies
 
 from jaxscale.hardware import CHIPS, Chip
@@ -162,28 +161,6 @@ def link_domains(devices: Sequence[Any]) -> list[int]:
     if devices[0].platform == "tpu":
         return [getattr(device, "slice_index", None) or 0 for device in devices]
     return [device.process_index for device in devices]
-
-
-def link_shares(mesh: jax.sharding.Mesh, chip: Chip) -> dict[str, float]:
-    """For each mesh axis, the part of a chip's fast links that a collective along it can keep busy.
-
-    An axis that runs along some dimensions of the torus has their links; half of them where it ends at an edge, since
-    what passes an end of a line comes in by one link. 1 for every axis where a switch joins the devices.
-    """
-    devices = mesh.devices
-    if chip.ici_dims == 0 or not hasattr(devices.flat[0], "coords"):
-        return dict.fromkeys(mesh.axis_names, 1.0)
-    coords = np.array([device.coords for device in devices.flat]).reshape(*devices.shape, -1)
-    sizes = coords.reshape(-1, coords.shape[-1]).max(axis=0) + 1
-    shares = {}
-    for number, axis in enumerate(mesh.axis_names):
-        line = np.moveaxis(coords, number, 0).reshape(devices.shape[number], -1, coords.shape[-1])[:, 0]
-        extents = [len(set(column)) for column in line.T.tolist()]
-        along = [(extent, int(size)) for extent, size in zip(extents, sizes) if extent > 1]
-        closed = [extent == size and wraps(chip.ici_dims, sizes.tolist(), size) for extent, size in along]
-        rings = [1.0 if ring else 0.5 for ring in closed]
-        shares[axis] = min(1.0, sum(rings) / chip.ici_dims) or 1.0  # along slices or the cores of a chip: no ICI
-    return shares
 
 
 def parse_topology(text: str, *, planned: bool = False) -> TopologyName:

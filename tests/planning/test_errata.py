@@ -20,7 +20,8 @@ from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import least_memory
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import shape, shape_params
-from jaxscale.planning.speed import PUBLISHED, link_seconds, recomputed_flops
+from jaxscale.planning.sending import plan_sending
+from jaxscale.planning.speed import PUBLISHED, recomputed_flops
 from jaxscale.training.config import LossScaleConfig
 from jaxscale.training.state import adjust_loss_scale, init_loss_scale
 
@@ -158,7 +159,7 @@ def test_what_data_parallelism_sends_does_not_depend_on_the_batch():
 
     def sent(rows):
         cfg = tiny.config({"rules": "zero1", "batch_tokens": f"{rows} rows", "model.embed_dim": 64})
-        return link_seconds(make_program(cfg, resolve_budget(cfg, None), machine.devices), machine)
+        return plan_sending(make_program(cfg, resolve_budget(cfg, None), machine.devices), machine).total_s
 
     assert sent(64) == sent(640) > 0
 

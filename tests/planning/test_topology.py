@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.hardware import CHIPS
 from jaxscale.planning import topology
 from jaxscale.planning.gpu_target import CARDS, target_config
-from jaxscale.planning.topology import FAMILIES, legal_shapes, link_domains, link_shares, open_topology, parse_topology
+from jaxscale.planning.topology import FAMILIES, legal_shapes, link_domains, open_topology, parse_topology
 
 needs_libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: jaxscale[tpu]")
 needs_cuda = pytest.mark.skipif(
@@ -102,33 +101,6 @@ def test_without_the_compiler_one_line_says_what_to_install(monkeypatch):
         open_topology("v5p-256")
     with pytest.raises(ValueError, match=r"^h100:1x8 .* pip install 'jaxscale\[cuda12\]'$"):
         open_topology("h100:8")
-
-
-def torus(*shape):
-    """Devices of a TPU slice as far as their places go, in rising order."""
-    return [types.SimpleNamespace(coords=place, platform="tpu") for place in np.ndindex(*shape)]
-
-
-def mesh_of(devices, **shape):
-    """What link_shares reads of a mesh."""
-    array = np.empty(len(devices), object)
-    array[:] = devices
-    return types.SimpleNamespace(devices=array.reshape(tuple(shape.values())), axis_names=tuple(shape))
-
-
-@pytest.mark.parametrize(
-    ("kind", "slice_shape", "axes", "shares"),
-    [
-        ("TPU v5", (4, 4, 8), {"fsdp": 128, "tensor": 1}, {"fsdp": 1.0, "tensor": 1.0}),
-        ("TPU v5", (4, 4, 4), {"fsdp": 16, "tensor": 4}, {"fsdp": 2 / 3, "tensor": 1 / 3}),
-        ("TPU v5", (2, 2, 4), {"fsdp": 16}, {"fsdp": 1 / 2}),  # under a cube: three lines, with one link at each end
-        ("TPU v5 lite", (4, 4), {"fsdp": 4, "tensor": 4}, {"fsdp": 1 / 4, "tensor": 1 / 4}),
-        ("TPU v5 lite", (16, 16), {"fsdp": 16, "tensor": 16}, {"fsdp": 1 / 2, "tensor": 1 / 2}),
-        ("NVIDIA H100 80GB HBM3", (8, 1), {"fsdp": 4, "tensor": 2}, {"fsdp": 1.0, "tensor": 1.0}),
-    ],
-)
-def test_an_axis_has_the_links_of_the_dimensions_that_it_runs_along(kind, slice_shape, axes, shares):
-    assert link_shares(mesh_of(torus(*slice_shape), **axes), CHIPS[kind]) == pytest.approx(shares)
 
 
 @pytest.mark.aot

@@ -1,0 +1,121 @@
+"""What the layout of a step sends over which links, and how much of it products hide: arithmetic, no compiler."""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxscale.build import Program
+from jaxscale.models.config import ATTENTION_ADDED, lora_params
+from jaxscale.planning.links import DCN, Stage, Torus, group_lines, make_torus, ring_through, rotated, staged
+from jaxscale.planning.memory import saved_names
+from jaxscale.planning.topology import Topology, link_domains
+from jaxscale.sharding.mesh import spanning_shape
+
+OFFLOADED = "xla_tpu_enable_sparse_core_collective_offload_"
+KINDS = frozenset({"all-gather", "reduce-scatter"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Alike collectives of a step, of one device."""
+
+    axis: str
+    kind: str
+    nbytes: float  # of the whole arrays, over all of a step
+    hides: bool  # beside products, where the compiler lets it run beside any
+
+
+@dataclasses.dataclass(frozen=True)
+class Sending:
+    """Seconds of one device and step."""
+
+    links_s: dict[str, float]  # by link, 'ici:fsdp:x' or 'dcn:data'
+    total_s: float  # one after the other
+    blocking_s: float  # of those beside which nothing runs
+
+    def exposed_s(self, compute_s: float) -> float:
+        """How long products stand still: for what blocks, and for what takes longer than all of them."""
+        return self.blocking_s + max(0.0, self.total_s - self.blocking_s - compute_s)
+
+
+def plan_sending(program: Program, topology: Topology) -> Sending:
+    """What a step sends, each stage with the links of its own dimension of the torus.
+
+    Assumed of the compiler (hidden_kinds): which kinds run beside products. The sum over data, once at a step's end,
+    and those of activations over tensor, which the next product waits for, run beside none.
+    """
+    devices, chip = list(program.mesh.devices.flat), topology.chip
+    shape, groups, torus = dict(program.mesh.shape), link_domains(devices), make_torus(devices, chip)
+    outer = spanning_shape(shape, "group", groups) if len(set(groups)) > 1 else dict.fromkeys(shape, 1)
+    hidden = hidden_kinds(program, topology)
+    links: collections.Counter[str] = collections.Counter()
+    blocking = 0.0
+    for sent in sent_arrays(program):
+        if shape[sent.axis] == 1:
+            continue
+        lines = axis_lines(program, sent.axis, groups, torus)
+        stages = list(stages_of(sent, lines, torus))
+        if (number := outer[sent.axis]) > 1:
+            passes = 2 if sent.kind == "all-reduce" else 1
+            inside = math.prod(line.size for line in lines)
+            stages.append(Stage(DCN, number, 1.0, passes * sent.nbytes * (number - 1) / number / inside))
+        for stage in stages:
+            seconds = stage.seconds(chip) or 0.0
+            along = f":{stage.along}" if torus and stage.along != DCN else ""
+            links[f"{'dcn' if stage.along == DCN else 'ici'}:{sent.axis}{along}"] += seconds
+            blocking += 0.0 if sent.hides and sent.kind in hidden else seconds
+    return Sending(dict(links), links.total(), blocking)
+
+
+def hidden_kinds(program: Program, topology: Topology) -> frozenset[str]:
+    """The kinds of collectives that the compiler runs beside products, as its scheduled programs show it.
+
+    XLA:TPU (libtpu 0.0.51): gathers on v5e; elsewhere those that the SparseCores are given. XLA:GPU: both, by its
+    latency-hiding scheduler. Seen on programs of this project, 2026-11-23; nothing was timed.
+    """
+    if topology.platform == "gpu":
+        return KINDS
+    if topology.devices[0].device_kind == "TPU v5 lite":
+        return frozenset({"all-gather"})
+    options = program.compiler_options.values
+    return frozenset(kind for kind in KINDS if options.get(OFFLOADED + kind.replace("-", "_")))
+
+
+def sent_arrays(program: Program) -> list[Sent]:
+    """Weights gathered and gradients scattered along fsdp, summed along data, activations summed along tensor."""
+    cfg, shape = program.cfg, program.mesh.shape
+    data, fsdp, tensor = shape["data"], shape["fsdp"], shape["tensor"]
+    params, parts = cfg.model.num_params / tensor, cfg.train.num_microbatches
+    reduced = 2 if cfg.train.reduce_dtype == "bfloat16" else 4
+    computed = 4 if cfg.model.compute_dtype == "float32" else 2
+    learned = reduced * (lora_params(cfg.model, cfg.lora) / tensor if cfg.lora.on else params)
+    gathered = 2 * parts * computed * params if cfg.rules == "zero3" else 4 * params
+    passes = 2 if (kept := saved_names(cfg.model)) is None or ATTENTION_ADDED in kept else 3
+    rows = cfg.tokens_per_step / (data * fsdp) * cfg.model.embed_dim * computed
+    return [
+        Sent("fsdp", "all-gather", gathered, True),
+        Sent("fsdp", "reduce-scatter", learned * (parts if cfg.rules != "zero1" else 1), True),
+        Sent("data", "all-reduce", learned / fsdp, False),
+        Sent("tensor", "all-reduce", passes * 2 * cfg.model.num_layers * rows, False),
+    ]
+
+
+def axis_lines(program: Program, axis: str, groups: Sequence[int], torus: Torus | None) -> tuple[Stage, ...]:
+    """The links that join the devices along a mesh axis within one slice or host."""
+    mesh = program.mesh
+    places = np.arange(mesh.size).reshape(mesh.devices.shape)
+    line = np.moveaxis(places, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis])[0].tolist()
+    return group_lines(torus, [place for place in line if groups[place] == groups[line[0]]])
+
+
+def stages_of(sent: Sent, lines: Sequence[Stage], torus: Torus | None) -> tuple[Stage, ...]:
+    """The stages of collectives as the step makes them (sharding/torus.py), and XLA runs them (ahead/hlo.py)."""
+    if torus is None or len(lines) < 2 or sent.kind == "reduce-scatter" or sent.axis == "tensor":
+        return staged(sent.kind, sent.nbytes, lines)
+    if sent.kind == "all-reduce":
+        orders = [[*lines[first:], *lines[:first]] for first in range(len(lines))]
+        return rotated([staged(sent.kind, sent.nbytes, order) for order in orders])
+    return staged(sent.kind, sent.nbytes, lines if len(lines) > 2 else ring_through(lines, torus.num_links))
