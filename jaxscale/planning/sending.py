@@ -12,9 +12,9 @@ from jaxscale.models.config import ATTENTION_ADDED, lora_params
 from jaxscale.planning.links import DCN, Stage, Torus, group_lines, make_torus, ring_through, rotated, staged
 from jaxscale.planning.memory import saved_names
 from jaxscale.planning.topology import Topology, link_domains
+from jaxscale.sharding.compiler_options import SPARSE_CORE
 from jaxscale.sharding.mesh import spanning_shape
 
-OFFLOADED = "xla_tpu_enable_sparse_core_collective_offload_"
 KINDS = frozenset({"all-gather", "reduce-scatter"})
 
 
@@ -57,7 +57,7 @@ def plan_sending(program: Program, topology: Topology) -> Sending:
         if shape[sent.axis] == 1:
             continue
         lines = axis_lines(program, sent.axis, groups, torus)
-        stages = list(stages_of(sent, lines, torus))
+        stages = list(stages_of(sent, lines, torus, program.compiler_options.offloads_torus))
         if (number := outer[sent.axis]) > 1:
             passes = 2 if sent.kind == "all-reduce" else 1
             inside = math.prod(line.size for line in lines)
@@ -81,7 +81,7 @@ def hidden_kinds(program: Program, topology: Topology) -> frozenset[str]:
     if topology.devices[0].device_kind == "TPU v5 lite":
         return frozenset({"all-gather"})
     options = program.compiler_options.values
-    return frozenset(kind for kind in KINDS if options.get(OFFLOADED + kind.replace("-", "_")))
+    return frozenset(kind for kind in KINDS if options.get(SPARSE_CORE + kind.replace("-", "_")))
 
 
 def sent_arrays(program: Program) -> list[Sent]:
@@ -111,11 +111,17 @@ def axis_lines(program: Program, axis: str, groups: Sequence[int], torus: Torus 
     return group_lines(torus, [place for place in line if groups[place] == groups[line[0]]])
 
 
-def stages_of(sent: Sent, lines: Sequence[Stage], torus: Torus | None) -> tuple[Stage, ...]:
-    """The stages of collectives as the step makes them (sharding/torus.py), and XLA runs them (ahead/hlo.py)."""
-    if torus is None or len(lines) < 2 or sent.kind == "reduce-scatter" or sent.axis == "tensor":
+def stages_of(sent: Sent, lines: Sequence[Stage], torus: Torus | None, at_once: bool) -> tuple[Stage, ...]:
+    """The stages of collectives as the step makes them (sharding/torus.py), and XLA:TPU runs them (libtpu 0.0.51).
+
+    at_once: gathers and scatters over several dimensions are one operation. Gathers then keep the links of all of them
+    busy, scatters go round one ring through all; as do gathers over two dimensions that the TensorCores run.
+    """
+    if torus is None or len(lines) < 2:
         return staged(sent.kind, sent.nbytes, lines)
-    if sent.kind == "all-reduce":
+    if sent.kind == "reduce-scatter" and at_once or sent.kind == "all-gather" and len(lines) == 2 and not at_once:
+        return staged(sent.kind, sent.nbytes, ring_through(lines, torus.num_links))
+    if sent.kind == "all-gather" and at_once or sent.axis == "data":
         orders = [[*lines[first:], *lines[:first]] for first in range(len(lines))]
         return rotated([staged(sent.kind, sent.nbytes, order) for order in orders])
-    return staged(sent.kind, sent.nbytes, lines if len(lines) > 2 else ring_through(lines, torus.num_links))
+    return staged(sent.kind, sent.nbytes, lines)

@@ -58,7 +58,7 @@ def computations(text):
 
 
 def runs(bodies, entry):
-    """{computation: its runs}: a loop runs as often as the only constant of its condition says."""
+    """{computation: its runs}. Loops count up by one."""
     found, waiting = collections.Counter(), [(entry, 1)]
     while waiting:
         name, times = waiting.pop()
@@ -70,12 +70,30 @@ def runs(bodies, entry):
             ):
                 continue
             trips = 1
-            if condition := re.search(r" while\(.*condition=%?([\w.\-]+)", line):
-                (trips,) = set(re.findall(r"s32\[\]\S* constant\((\d+)\)", bodies[condition[1]]))
+            if loop := re.search(r" while\(%?([\w.\-]+)\).*condition=%?([\w.\-]+)", line):
+                trips = end_of(bodies[loop[2]]) - start_of(bodies[name], loop[1], bodies[loop[2]])
             for called in re.findall(CALLED + r"=\{?%?([\w.\-]+)", line):
                 if called in bodies:
-                    waiting.append((called, times * int(trips)))
+                    waiting.append((called, times * trips))
     return found
+
+
+def end_of(condition):
+    """The only constant of a loop's condition."""
+    (number,) = set(re.findall(r"s32\[\]\S* constant\((\d+)\)", condition))
+    return int(number)
+
+
+def start_of(body, init, condition):
+    """What the counter, the only number that the condition reads, is at first."""
+    (index,) = re.findall(r"s32\[\]\S* get-tuple-element\(.*?index=(\d+)", condition)
+    line = lambda name: re.search(rf"%{re.escape(name)} = (.*)", body)[1]
+    while not (names := re.search(r" tuple\((.*?)\)", line(init))):
+        (init,) = re.findall(r" copy\(%([\w.\-]+)\)", line(init))
+    value = line(re.findall(r"%([\w.\-]+)", names[1])[int(index)])
+    while not (number := re.search(r" constant\((\d+)\)", value)):
+        value = line(re.search(r" copy\(%([\w.\-]+)\)", value)[1])
+    return int(number[1])
 
 
 def arrays(types, kind, line):
