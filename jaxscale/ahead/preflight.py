@@ -10,7 +10,7 @@ from jaxscale.ahead.report import Report, sum_traffic
 from jaxscale.ahead.roofline import Roofline, roofline
 from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig, resolve_budget
-from jaxscale.planning.check import UNCOUNTED
+from jaxscale.planning.fitting import UNCOUNTED, fitting_program
 from jaxscale.planning.measured import Kept
 from jaxscale.planning.memory import MemoryRow, host_bytes, shard_bytes, usable_memory
 from jaxscale.planning.topology import Topology, open_topology
@@ -29,7 +29,7 @@ def preflight(
     say: Callable[[str], None] = print,
 ) -> Report:
     """The report on a config on a topology. Raises BadInput for a config that no such machine can run."""
-    program = ahead_program(cfg, topology)
+    program = fitting_program(cfg, topology.devices)
     compiled = compile_ahead(program, topology, keep=keep, save_executable=save_executable, say=say)
     return make_report(config_name, program, topology, compiled)
 

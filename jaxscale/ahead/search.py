@@ -13,12 +13,12 @@ from jaxscale.ahead.report import Report
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.models.config import RematName
+from jaxscale.planning.fitting import all_meshes
 from jaxscale.planning.speed import Estimate, estimate
 from jaxscale.planning.topology import Topology
 from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.system.exits import BadInput
 
-MAX_TENSOR = 16  # beyond it the sums of activations cost more than the products that they feed
 HOPEFUL = 0.5  # of a guessed size, for a policy of which nothing was compiled yet: guesses are rather too large
 MARGIN = 0.9  # of a size that was scaled by what a sibling needed
 SAME_TIME = 1.01  # times this close are one time, and the next criterion decides
@@ -51,27 +51,18 @@ Tried = list[tuple[Candidate, Report]]
 
 def search_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
     """Every mesh of data, fsdp and tensor, with every remat policy and number of microbatches that goes with it."""
-    return list(make_candidates(cfg, topology, all_meshes(topology), [cfg.rules], [cfg.optim.offload_moments]))
+    return list(
+        make_candidates(cfg, topology, all_meshes(len(topology.devices)), [cfg.rules], [cfg.optim.offload_moments])
+    )
 
 
 def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
     """What may make a config fit that does not: also zero3, and moments in the host's memory. Not the config itself."""
     current = mesh_shape(cfg.mesh, len(topology.devices))
-    meshes = [mesh for mesh in all_meshes(topology) if mesh["data"] in (1, current["data"])]
+    meshes = [mesh for mesh in all_meshes(len(topology.devices)) if mesh["data"] in (1, current["data"])]
     rules = list(dict.fromkeys([cfg.rules, "zero3"]))
     offload = list(dict.fromkeys([cfg.optim.offload_moments, True]))
     return [found for found in make_candidates(cfg, topology, meshes, rules, offload) if found.changes]
-
-
-def all_meshes(topology: Topology) -> list[dict[str, int]]:
-    """Sizes of data, fsdp and tensor that multiply to the devices. What cannot be made is found out by making it."""
-    total = len(topology.devices)
-    tensors = [size for size in units.divisors(total) if size <= MAX_TENSOR]
-    return [
-        {"data": data, "fsdp": total // tensor // data, "tensor": tensor}
-        for tensor in tensors
-        for data in units.divisors(total // tensor)
-    ]
 
 
 def make_candidates(

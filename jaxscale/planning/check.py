@@ -6,18 +6,17 @@ import os
 import jax
 
 from jaxscale import units
-from jaxscale.build import make_program
-from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.config import RunConfig
 from jaxscale.data.pipeline import check_data
 from jaxscale.hardware import find_chip, host_memory_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.monitor.sinks import missing_packages
 from jaxscale.ops.kernels import choose_kernels
+from jaxscale.planning.fitting import fitting_program
 from jaxscale.planning.memory import MemoryNeed, least_memory, memory_need
 from jaxscale.system.exits import BadInput, Exit, Stop
 
 JOIN = "train with --coordinator=HOST:PORT --num_processes=N --process_id=I on each"
-UNCOUNTED = 10**12  # tokens of an epoch of data that are not opened; the compiled step does not depend on it
 DATA = "data: "  # how a line about the data begins
 
 
@@ -46,7 +45,7 @@ def find_problems(cfg: RunConfig, devices: list[jax.Device]) -> tuple[list[str],
     findings += kernels + [f"{DATA}{line}" for line in check_data(cfg.data, cfg.seq_len, cfg.model.vocab_size)]
     program = None
     try:  # the horizon may be in epochs of data that nobody has counted yet; shapes do not depend on it
-        program = make_program(cfg, resolve_budget(cfg, epoch_tokens=UNCOUNTED), devices)
+        program = fitting_program(cfg, devices)
     except BadInput as error:
         findings.append(str(error))
     need = memory_need(program) if program else least_memory(cfg, len(devices))

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxscale.build import Program, make_program
+from jaxscale.build import Program
 from jaxscale.checkpoint.write import state_bytes
 from jaxscale.config import Budget, RunConfig, resolve_budget
 from jaxscale.data.cache import raw_dtype
@@ -20,6 +20,7 @@ from jaxscale.hardware import Price
 from jaxscale.planning import cautions, cost, scaling
 from jaxscale.planning.cautions import Caution
 from jaxscale.planning.cost import Range
+from jaxscale.planning.fitting import fitting_program
 from jaxscale.planning.measured import Kept, Measured
 from jaxscale.planning.memory import fitting_parts, host_bytes, least_memory, memory_need, memory_rows, usable_memory
 from jaxscale.planning.run_plan import Data, Device, Machine, Money, RunPlan, Saves, Time, Work
@@ -62,7 +63,7 @@ def make_plan(
     data_tokens, data_source = count_tokens(cfg.data, cfg.model.vocab_size)
     budget = resolve_budget(cfg, data_tokens)
     plain = dataclasses.replace(cfg, compiler={})  # options for the compiler change nothing that is planned here
-    program = make_program(plain, budget, topology.devices)
+    program = fitting_program(plain, topology.devices, budget)
     found = speed(program, topology, wishes.mfu, kept.mfu_ceiling if kept else None, measured or [])
     machine, work = plan_machine(topology, program), plan_work(cfg, budget, program)
     wall = found.step_seconds and found.step_seconds.times(budget.total_steps / cost.GOODPUT)
