@@ -291,7 +291,7 @@ class Part:
     seconds: float
     first_cpu_seconds: float  # of the first host's process
     requests: float
-    characters: float
+    characters: float  # of keys and values to and from all but the first, with which the service is
 
     def record(self) -> dict[str, Any]:
         """For JSON."""
@@ -316,7 +316,7 @@ class Simulation:
         outcomes = self.all("run", method, times, *args)
         cpu = self.all("cpu_seconds")[0] - before  # it serves the others when its own part is done
         seconds = max(found.ended for found in outcomes) - min(found.began for found in outcomes)
-        requests, sent = (sum(getattr(one, what) for one in outcomes) for what in ("requests", "characters"))
+        requests, sent = sum(one.requests for one in outcomes), sum(one.characters for one in outcomes[1:])
         self.parts.append(Part(name, self.count, *(value / times for value in (seconds, cpu, requests, sent))))
         return [one for outcome in outcomes for one in outcome.found]
 
@@ -413,7 +413,7 @@ def host_lines(record: dict[str, Any]) -> list[str]:
             f"{last['seconds'] / last['hosts'] * 1e3:.2f} ms",
             f"{last['requests'] / last['hosts']:.2f}" if asks else "",
             f"{last['requests'] / last['seconds']:,.0f}" if asks else "",
-            units.size(round(last["characters"] / last["hosts"])) if asks else "",
+            units.size(round(last["characters"] / (last["hosts"] - 1))) if asks else "",
             f"{last['first_cpu_seconds']:.3f} s",
             ", ".join(f"n^{power:.2f}" for power in powers if power is not None),
         ]

@@ -24,6 +24,7 @@ from jaxscale.system.exits import Exit, Stop
 WAIT_SECONDS = 300  # for another process to come to the same place; one that died is noticed long before
 SEEN_SECONDS = 30  # for a file to be seen by other machines: network file systems remember that it was not there
 ALL_SECONDS = 10
+FIRST_PAUSE_SECONDS = 0.002  # between looks at what the others have given; doubled up to SLICE_SECONDS
 SLICE_SECONDS = 0.25  # of waiting without a look at signals: the kernel may hand one to another thread
 ALREADY, LATE = "ALREADY_EXISTS", "DEADLINE_EXCEEDED"  # how the service's errors begin
 
@@ -131,7 +132,7 @@ def gathered(
     if peer.count == 1:
         return made_of([mine])
     if peer.process == 0:
-        answer = beside_signals(lambda: collected(key, mine, seconds, made_of, peer))
+        answer = collected(key, mine, seconds, made_of, peer)
     else:
         peer.client.key_value_set(f"{key}/from/{peer.process}", json.dumps(mine))
         # the first process waits for the slowest, and only then speaks
@@ -143,15 +144,23 @@ def gathered(
 
 
 def collected(key: str, mine: Any, seconds: float, made_of: Callable[[list[Any]], Any], peer: Peer) -> dict[str, Any]:
-    """The first process's part of gathered: the answer that all of them get."""
-    deadline, found, answer = time.monotonic() + seconds, [mine], None
-    for other in range(1, peer.count):
-        line = waited(peer.client, f"{key}/from/{other}", deadline - time.monotonic())
-        if line is None:
-            answer = {"late": late(other, seconds)}
+    """The first process's part of gathered: the answer that all of them get.
+
+    It looks at all that is there in one request, at longer and longer intervals: its own service, and nobody else's
+    time. One request for each of the others, waited for in turn, took 0.3 ms of its CPU each (1,536 hosts, 2026-11-23).
+    """
+    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE_SECONDS
+    while True:
+        found = {int(name.rpartition("/")[2]): line for name, line in peer.client.key_value_dir_get(f"{key}/from/")}
+        missing = next((other for other in range(1, peer.count) if other not in found), None)
+        if missing is None:
+            answer = {"all": made_of([mine, *(json.loads(found[other]) for other in range(1, peer.count))])}
             break
-        found.append(json.loads(line))
-    answer = answer or {"all": made_of(found)}
+        if (left := deadline - time.monotonic()) <= 0:
+            answer = {"late": late(missing, seconds)}
+            break
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, SLICE_SECONDS)
     peer.client.key_value_set(f"{key}/all", json.dumps(answer))
     peer.client.key_value_delete(f"{key}/from")  # all of them; the service would keep them for as long as the run lasts
     return answer

@@ -6,6 +6,7 @@ from jaxscale.cli import bench_hosts
 from jaxscale.system.exits import BadInput
 
 HOSTS = 16
+LOOKS = 15  # of the first at what is there, longer and longer apart: a second and a half, more than any of it takes
 
 
 @pytest.fixture(scope="module")
@@ -14,20 +15,16 @@ def record():
 
 
 def test_every_part_asks_a_few_requests_of_each_host(record):
-    others = HOSTS - 1
-    gathered = 3 * others + 2  # the first reads each, gives the answer and clears up; each gives its own and reads it
-    assert {part["name"]: part["requests"] for part in record["parts"] if part["requests"]} == {
-        "a decision": HOSTS,
-        "all are here": gathered,
-        "a step": HOSTS,
-        "a save": 4 * gathered,
-        "a save that fails on one host": gathered + HOSTS,
-    }
+    others, counted = HOSTS - 1, {part["name"]: part["requests"] for part in record["parts"] if part["requests"]}
+    assert counted.pop("a decision") == counted.pop("a step") == HOSTS
+    assert counted.pop("a save that fails on one host") - HOSTS < 2 * others + LOOKS
+    assert counted.pop("a save") < 4 * (2 * others + LOOKS)  # each gives its own and reads the answer
+    assert counted.pop("all are here") < 2 * others + LOOKS and not counted
 
 
 def test_nobody_is_sent_what_all_have_said(record):
-    most = {part["name"]: part["characters"] / HOSTS for part in record["parts"]}
-    assert most["all are here"] < 120 and most["a save"] < 1000  # keys, answers and sums of its own
+    most = {part["name"]: part["characters"] / (HOSTS - 1) for part in record["parts"]}
+    assert most["all are here"] < 120 and most["a save"] < 4 * 160  # keys, answers and sums of its own
     assert most["a save that fails on one host"] < 600  # the cause goes to each once, and comes from those who know it
 
 
