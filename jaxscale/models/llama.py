@@ -18,7 +18,7 @@ from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import rms_norm_heads
 from jaxscale.ops.recorder import ATTENTION, MLP
-from jaxscale.ops.rope import Rotation, make_rotation, rotate, stretched
+from jaxscale.ops.rope import Rotation, make_rotation, stretched
 from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
 
@@ -67,8 +67,8 @@ class Attention(nnx.Module):
         of_queries = rotation
         if cfg.query_scalar is not None:  # attend divides by sqrt(head_dim)
             of_queries = stretched(rotation, (cfg.head_dim / cfg.query_scalar) ** 0.5)
-        q_BTNH = checkpoint_name(rotate(q_BTNH, of_queries), QUERY)
-        k_BSKH = checkpoint_name(rotate(k_BSKH, rotation), KEY)
+        q_BTNH = checkpoint_name(self.kernels.rotate(q_BTNH, of_queries), QUERY)
+        k_BSKH = checkpoint_name(self.kernels.rotate(k_BSKH, rotation), KEY)
         seen = {} if local is None else {"local": local}
         out_BTNH = self.kernels.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **seen)  # named ATTENTION_OUT within
         out_BTD = self.kernels.project("BTNH,NHD->BTD", out_BTNH, self.wo[...])

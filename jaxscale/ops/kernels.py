@@ -13,6 +13,7 @@ from jaxscale.ops.config import AttentionName, AttentionNeeds
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
 from jaxscale.ops.recorder import NO_RECORDER, Recorder, StatisticsRecorder
+from jaxscale.ops.rope import Rotation, rotate, rotate_on_tpu
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 
@@ -24,6 +25,7 @@ class Kernels:
     attention: str  # the resolved name of `attend`, for logs
     project: Project
     why_plain: str = ""  # what kept "auto" from the platform's own attention
+    rotate: Callable[[jax.Array, Rotation], jax.Array] = rotate
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
     geglu_tanh: Callable[[jax.Array, jax.Array], jax.Array] = geglu_tanh
@@ -42,7 +44,8 @@ def choose_kernels(
     """
     attend, resolved, why_plain = choose_attention(attention, platform, needs, device)
     project = cpu_project if platform == "cpu" else einsum_project
-    return Kernels(attend=attend, attention=resolved, why_plain=why_plain, project=project)
+    turn = rotate_on_tpu if platform == "tpu" else rotate
+    return Kernels(attend=attend, attention=resolved, why_plain=why_plain, project=project, rotate=turn)
 
 
 def make_recorder(kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis) -> StatisticsRecorder:

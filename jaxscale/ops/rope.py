@@ -3,21 +3,26 @@
 B batch  T position  N heads  H head dim  h half of H
 """
 
+import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxscale.ops.config import RopeScaling
 
 
 class Rotation(NamedTuple):
-    """Cosine and sine of every position's angles, float32 [B, T, h]. Made once, it serves every layer."""
+    """Of every position's angles, float32 [B, T, H]. Made once, it serves every layer.
 
-    cos_BTh: jax.Array
-    sin_BTh: jax.Array
+    What is multiplied with a head and, the sine, with the head that has its halves changed about.
+    """
+
+    cos_BTH: jax.Array  # the same for both halves
+    sin_BTH: jax.Array  # negative for the first half
 
 
 def frequencies(head_dim: int, base: float, scaling: RopeScaling | None = None) -> np.ndarray:
@@ -39,30 +44,61 @@ def make_rotation(positions_BT: jax.Array, head_dim: int, base: float, scaling: 
     """The rotation of each position; angles are float32, exact for positions below 2**24."""
     freq_11h = jnp.asarray(frequencies(head_dim, base, scaling), jnp.float32)[None, None, :]
     angle_BTh = positions_BT.astype(jnp.float32)[:, :, None] * freq_11h
-    return Rotation(jnp.cos(angle_BTh), jnp.sin(angle_BTh))
+    cos_BTh, sin_BTh = jnp.cos(angle_BTh), jnp.sin(angle_BTh)
+    rotation = Rotation(jnp.concatenate([cos_BTh, cos_BTh], -1), jnp.concatenate([-sin_BTh, sin_BTh], -1))
+    return Rotation(*lax.optimization_barrier(rotation))  # XLA:TPU would make it anew in each layer, to save its memory
 
 
-@jax.custom_vjp
 def rotate(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
     """x with each head's halves turned by the rotation; computed in float32, returned in x.dtype."""
-    cos_BT1h, sin_BT1h = rotation.cos_BTh[:, :, None, :], rotation.sin_BTh[:, :, None, :]
+    return _rotate(by_halves, x_BTNH, rotation)
+
+
+def rotate_on_tpu(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
+    """What rotate returns, bit for bit, in one pass over x where it is bfloat16.
+
+    A TPU's lanes are filled by whole heads, and by halves in part. Halves also let XLA:TPU leave x in float32, which
+    takes the product before them twice as long. Estimated by it for the queries of a 7B, product and rotation together,
+    12 rows of 4096 on v6e: 8.3 million cycles instead of 12.4 (jax 0.12.0.1, libtpu 0.0.51, 2026-11-23).
+    """
+    return _rotate(by_halves if x_BTNH.dtype == jnp.float32 else by_product, x_BTNH, rotation)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _rotate(turn, x_BTNH, rotation):
+    return turn(x_BTNH, rotation)
+
+
+def _rotate_forward(turn, x_BTNH, rotation):
+    return turn(x_BTNH, rotation), rotation
+
+
+def _rotate_backward(turn, rotation, dy_BTNH):
+    back = Rotation(rotation.cos_BTH, -rotation.sin_BTH)  # a rotation's transpose turns the other way
+    return turn(dy_BTNH, back), None  # positions are integers: the angles need no gradient
+
+
+_rotate.defvjp(_rotate_forward, _rotate_backward)
+
+
+def by_halves(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
+    """The rotation of each half by itself."""
+    half = x_BTNH.shape[-1] // 2
+    cos_BT1h, sin_BT1h = rotation.cos_BTH[:, :, None, :half], rotation.sin_BTH[:, :, None, half:]
     first_BTNh, second_BTNh = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     turned = (first_BTNh * cos_BT1h - second_BTNh * sin_BT1h, second_BTNh * cos_BT1h + first_BTNh * sin_BT1h)
     return jnp.concatenate(turned, axis=-1).astype(x_BTNH.dtype)
 
 
-def _rotate_forward(x_BTNH, rotation):
-    return rotate(x_BTNH, rotation), rotation
-
-
-def _rotate_backward(rotation, dy_BTNH):
-    back = Rotation(rotation.cos_BTh, -rotation.sin_BTh)  # a rotation's transpose turns the other way
-    return rotate(dy_BTNH, back), None  # positions are integers: the angles need no gradient
-
-
-rotate.defvjp(_rotate_forward, _rotate_backward)
+def by_product(x_BTNH: jax.Array, rotation: Rotation) -> jax.Array:
+    """The rotation of whole heads. Their halves change places in a product with ones and zeros, which is exact."""
+    H = x_BTNH.shape[-1]
+    swap_HH = jnp.asarray(np.roll(np.eye(H), H // 2, axis=1), x_BTNH.dtype)
+    swapped_BTNH = jnp.einsum("BTNH,HI->BTNI", x_BTNH, swap_HH, preferred_element_type=jnp.float32)
+    turned_BTNH = x_BTNH.astype(jnp.float32) * rotation.cos_BTH[:, :, None]
+    return (turned_BTNH + swapped_BTNH * rotation.sin_BTH[:, :, None]).astype(x_BTNH.dtype)
 
 
 def stretched(rotation: Rotation, factor: float) -> Rotation:
     """The rotation that also makes its vectors longer, without a rounding of its own."""
-    return Rotation(*(factor * part_BTh for part_BTh in rotation))
+    return Rotation(*(factor * part_BTH for part_BTH in rotation))

@@ -3,6 +3,7 @@
 import collections
 import importlib.util
 import json
+import math
 import re
 
 import jax
@@ -12,10 +13,13 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
+from jaxscale.ahead.hlo_text import parse_module, parse_shapes
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
 from jaxscale.ops.attention import choose_attention, cudnn_packed, splash
 from jaxscale.ops.config import AttentionNeeds
+from jaxscale.ops.kernels import choose_kernels
+from jaxscale.ops.rope import make_rotation
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
@@ -99,6 +103,27 @@ def test_a_step_that_keeps_attentions_result_runs_its_kernel_once_a_layer(topolo
     )
     # The scanned layers hold each kernel once; with full remat the backward loop holds the forward kernel again.
     assert 0 < kept < again
+
+
+def test_heads_are_rotated_whole_in_bfloat16_and_in_the_order_of_the_kernel(devices_of):
+    device = devices_of("v6e:2x2")[0]
+    kernels = choose_kernels("tpu", "auto", AttentionNeeds(head_dim=128, dtype="bfloat16"), device)
+
+    def heads(x_BTD, w_DNH, positions_BT):
+        q_BTNH = kernels.project("BTD,DNH->BTNH", x_BTD, w_DNH)
+        return kernels.rotate(q_BTNH, make_rotation(positions_BT, 128, 10_000.0)).swapaxes(1, 2)
+
+    place = SingleDeviceSharding(device)
+    make = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=place)
+    args = make((4, 512, 512), "bfloat16"), make((512, 16, 128), "bfloat16"), make((4, 512), "int32")
+    module = parse_module(jax.jit(heads).lower(*args).compile().as_text())
+    written = [
+        (instruction.opcode, shape.dtype)
+        for instruction in module.computations[module.entry].instructions.values()
+        for shape in parse_shapes(instruction.type_text)
+        if math.prod(shape.dims) >= 4 * 512 * 16 * 64
+    ]
+    assert written == [("fusion", "bf16")] * 2  # the product, and the rotation
 
 
 @pytest.mark.parametrize("mesh", [dict(fsdp=8), dict(fsdp=4, tensor=2)], ids=str)

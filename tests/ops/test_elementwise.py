@@ -8,7 +8,7 @@ import pytest
 from jaxscale.ops.activation import gelu_tanh, swiglu
 from jaxscale.ops.config import RopeScaling
 from jaxscale.ops.norm import layer_norm, rms_norm
-from jaxscale.ops.rope import frequencies, make_rotation, rotate
+from jaxscale.ops.rope import frequencies, make_rotation, rotate, rotate_on_tpu
 
 random = np.random.default_rng(0)
 x_BTD = jnp.asarray(random.standard_normal((2, 3, 8)) * 3 + 1, jnp.float32)
@@ -84,6 +84,16 @@ def test_the_gradient_of_a_rotation_is_the_rotation_back():
     _, pull = jax.vjp(lambda x: rotate(x, rotation), x)
     np.testing.assert_allclose(rotate(pull(dy)[0], rotation), dy, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(jnp.sum(rotate(x, rotation) * dy), jnp.sum(x * pull(dy)[0]), rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_whole_heads_are_turned_to_the_same_bits_as_halves(dtype):
+    x, dy = (jnp.asarray(random.standard_normal((2, 3, 2, 8)), dtype) for _ in range(2))
+    rotation = make_rotation(jnp.asarray([[0, 1, 2], [5, 600, 7000]], jnp.int32), 8, 10_000.0)
+    halves, pull_halves = jax.vjp(lambda x: rotate(x, rotation), x)
+    whole, pull_whole = jax.vjp(lambda x: rotate_on_tpu(x, rotation), x)
+    np.testing.assert_array_equal(whole, halves)
+    np.testing.assert_array_equal(pull_whole(dy)[0], pull_halves(dy)[0])
 
 
 def test_linear_scaling_divides_positions():

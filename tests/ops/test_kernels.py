@@ -6,7 +6,7 @@ import numpy as np
 
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import PLAIN, choose_kernels
-from jaxscale.ops.rope import make_rotation, rotate
+from jaxscale.ops.rope import make_rotation
 
 B, T, D, N, H, F = 2, 20, 8, 2, 4, 12
 NEEDS = AttentionNeeds(head_dim=H, dtype="float32")
@@ -18,7 +18,7 @@ def layer_loss(kernels, params, x, segment_ids_BT):
     h = kernels.rms_norm(x, params["norm"], 1e-5)
     q, k, v = (kernels.project("BTD,DNH->BTNH", h, params[name]) for name in ("wq", "wk", "wv"))
     rotation = make_rotation(positions_BT, H, 100.0)
-    out = kernels.attend(rotate(q, rotation), rotate(k, rotation), v, segment_ids_BT)
+    out = kernels.attend(kernels.rotate(q, rotation), kernels.rotate(k, rotation), v, segment_ids_BT)
     x = x + kernels.project("BTNH,NHD->BTD", out, params["wo"])
     gate, up = (kernels.project("BTD,DF->BTF", x, params[name]) for name in ("gate", "up"))
     return jnp.sum(jnp.sin(kernels.project("BTF,FD->BTD", kernels.swiglu(gate, up), params["down"])))
