@@ -1,13 +1,14 @@
 """Options for XLA: the table's rows, what the user has set, what a program is compiled with, and what each row does."""
 
 import importlib.util
+import math
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 import tiny
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.compiler_options import OFFLOAD_TORUS, ON_ALREADY, TABLE, check_options, compiler_options
@@ -20,7 +21,7 @@ SCHEDULER, GATHER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_p
 
 def test_a_platform_gets_its_own_rows():
     assert compiler_options("gpu", "any", {}, {}).values == {SCHEDULER: True, GATHER: True}
-    assert compiler_options("cpu", "cpu", {}, {}).values == compiler_options("tpu", "TPU v5 lite", {}, {}).values == {}
+    assert compiler_options("cpu", "cpu", {}, {}).values == compiler_options("tpu", "TPU v4", {}, {}).values == {}
     assert compiler_options("tpu", "TPU v5", {}, {}).offloads_torus
 
 
@@ -132,6 +133,22 @@ def test_a_row_changes_the_program_and_more_is_done_while_data_are_on_their_way(
     compile_with = lambda options: lowered.compile(compiler_options=options).as_text()
     without, within = between(compile_with(others), kind), between(compile_with(others | {row: True}), kind)
     assert max(within) > max(without)
+
+
+@pytest.mark.aot
+def test_with_more_fast_memory_a_product_is_taken_in_fewer_tiles():
+    pytest.importorskip("libtpu")
+    device = open_topology("v5p:2x2x1").devices[0]
+    make = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=SingleDeviceSharding(device))
+    product = jax.jit(lambda x, y, w: x + jax.nn.silu(y) @ w)
+    lowered = product.lower(make(4, 4096, 4096), make(4, 4096, 11_008), make(11_008, 4096))
+
+    def tiles(options):
+        found = re.findall(r'"iteration_bounds":\[([^]]*)\]', lowered.compile(compiler_options=options).as_text())
+        return [math.prod(int(bound.strip('"')) for bound in bounds.split(",")) for bounds in found]
+
+    (many,), (few,) = tiles(None), tiles(compiler_options("tpu", device.device_kind, {}, {}).values)
+    assert few < many
 
 
 @pytest.mark.aot
