@@ -3,9 +3,7 @@
     python -m jaxscale.main --config=configs/13b.py --config.data.files='shards/*.bin'
 
 Cost of the whole run at 40% MFU: 2.1e+22 FLOPs, 32,322 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, 2026-11-21 (jax 0.12.0, libtpu 0.0.51), remat full:
-    v5p:8x8x8: 5.8 GiB a chip; a step 1.91 s at least, MFU 77% at most; 104 GB sent
-    4*v6e:16x16 (data=4): 4.8 GiB a chip; a step 0.46 s at least, MFU 80% at most; 107 + 0.3 GB DCN sent
+Preflight: jaxscale preflight --config=configs/13b.py --topology='v5p:8x8x8'
 """
 
 import ml_collections

@@ -3,10 +3,7 @@
     python -m jaxscale.main --config=configs/70b.py --config.data.files='shards/*.bin'
 
 Cost of the whole run at 40% MFU: 5.9e+23 FLOPs, 894,492 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, 2026-11-21 (jax 0.12.0, libtpu 0.0.51; GPUs jax 0.10.2), remat full:
-    v5p:8x8x8: 16.9 GiB a chip; a step 9.72 s at least, MFU 79% at most; 496 GB sent
-    4*v6e:16x16 (data=4): 12.1 GiB a chip; a step 2.36 s at least, MFU 81% at most; 318 + 1.6 GB DCN sent
-    a100:32x8 (2 parts, tensor=8): 39.5 GiB a chip; a step 31.21 s at least, MFU 72% at most; 1,811 + 133.4 GB DCN sent
+Preflight: jaxscale preflight --config=configs/70b.py --topology='v5p:8x8x8'
 """
 
 import ml_collections

@@ -3,14 +3,7 @@
     python -m jaxscale.main --config=configs/7b.py --config.data.files='shards/*.bin'
 
 Cost of the whole run at 40% MFU: 5.8e+21 FLOPs, 8,759 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, 2026-11-21 (jax 0.12.0, libtpu 0.0.51; GPUs jax 0.10.2), remat full:
-    v5p:2x2x4 (16 microbatches): 15.7 GiB a chip; a step 32.19 s at least, MFU 76% at most; 819 GB sent
-    v5p:8x8x16: 2.2 GiB a chip; a step 0.50 s at least, MFU 76% at most; 55 GB sent
-    v5e:16x16: 7.2 GiB a chip; a step 4.69 s at least, MFU 76% at most; 53 GB sent
-    v6e:8x8 (2 microbatches): 15.5 GiB a chip; a step 3.80 s at least, MFU 81% at most; 111 GB sent
-    v6e:16x16: 7.3 GiB a chip; a step 0.95 s at least, MFU 81% at most; 53 GB sent
-    h100:1x8 (32 microbatches): 32.1 GiB a chip; a step 31.47 s at least, MFU 72% at most; 1,496 GB sent
-    h100:8x8 (4 microbatches): 15.5 GiB a chip; a step 3.93 s at least, MFU 72% at most; 104 + 106.0 GB DCN sent
+Preflight: jaxscale preflight --config=configs/7b.py --topology='v5p:2x2x4'
 """
 
 import ml_collections

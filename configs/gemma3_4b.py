@@ -7,8 +7,7 @@
 Shape: config.json of google/gemma-3-4b-pt and transformers' Gemma3TextConfig; its vision part is left out. All but the
 model is as in llama3_8b.py.
 Continued pretraining of one billion tokens at 40% MFU costs 37 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, 2026-11-22 (jax 0.10.2, libtpu 0.0.42.1), remat full, v5p:2x2x2:
-27.5 GiB a chip; a step 4.65 s at least, MFU 75% at most.
+Preflight: jaxscale preflight --config=configs/gemma3_4b.py --topology='v5p:2x2x2'
 """
 
 import llama3_8b

@@ -6,8 +6,7 @@
 
 Shape: config.json of Qwen/Qwen3-8B. All but the model is as in llama3_8b.py.
 Continued pretraining of one billion tokens at 40% MFU costs 80 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight, 2026-11-22 (jax 0.10.2, libtpu 0.0.42.1), remat full, v5p:2x2x2:
-45.1 GiB a chip; a step 9.97 s at least, MFU 75% at most.
+Preflight: jaxscale preflight --config=configs/qwen3_8b.py --topology='v5p:2x2x2'
 """
 
 import llama3_8b

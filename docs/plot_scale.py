@@ -18,7 +18,8 @@ PANELS = (
 
 def main() -> None:
     """Writes the picture."""
-    rows = json.loads((HERE / "scale.json").read_text())
+    kept = json.loads((HERE / "scale.json").read_text())
+    rows = sorted((row for name, row in kept.items() if name.startswith("growth")), key=lambda row: row["chips"])
     figure, axes = plt.subplots(1, len(PANELS), figsize=(11, 3.2), layout="constrained")
     for ax, (name, label) in zip(axes, PANELS):
         ax.plot([row["chips"] for row in rows], [row[name] for row in rows], marker="o")
