@@ -53,16 +53,19 @@ def process_and_count() -> tuple[int, int]:
     return own_peer()[1:3]
 
 
-def agreed(decide: Callable[[], Any], seconds: float = WAIT_SECONDS, peer: Peer | None = None) -> Any:
+def agreed(
+    decide: Callable[[], Any], seconds: float = WAIT_SECONDS, peer: Peer | None = None, key: str | None = None
+) -> Any:
     """What decide() returns at the first process, on all of them. All must call it at the same place of the program.
 
     Args: decide: returns plain data that JSON can hold. Where it raises, it raises at the first process only, whose
     end then ends the others. seconds: how long the first process may take. peer: this process, unless given.
+    key: of the caller's own, which it forgets.
     """
     peer = peer or own_peer()
     if peer.count == 1:
         return decide()
-    key = next_key("agreed", peer)
+    key = key or next_key("agreed", peer)
     if peer.process == 0:
         line = json.dumps(decide())
         peer.client.key_value_set(key, line)
@@ -169,6 +172,36 @@ def collected(key: str, mine: Any, seconds: float, made_of: Callable[[list[Any]]
 def late(process: int, seconds: float) -> str:
     """That a process has not come."""
     return f"process {process} said nothing for {seconds:g} s"
+
+
+def consulted(key: str, mine: Any, answer: Callable[[list[Any]], list[Any]], seconds: float = WAIT_SECONDS) -> Any:
+    """This process's own of the answers that the first one gives to what all have said, one for each.
+
+    So what is sent grows with the processes, not with their square. Raises TimeoutError as gathered does.
+    Args: as of gathered. answer: what all gave, in their order -> an answer for each; called by the first process.
+    """
+    peer, own = own_peer(), []
+
+    def hand_out(found: list[Any]) -> None:
+        answers = answer(found)
+        own.append(answers[0])
+        for process in range(1, peer.count):
+            peer.client.key_value_set(f"{key}/to/{process}", json.dumps(answers[process]))
+
+    gathered(key, mine, seconds, hand_out, peer)
+    return own[0] if peer.process == 0 else json.loads(waited(peer.client, f"{key}/to/{peer.process}", ALL_SECONDS))
+
+
+def forget(key: str) -> None:
+    """Removes all that was said under a key, once no process asks for it any more. For the first process."""
+    if (peer := own_peer()).count > 1:
+        peer.client.key_value_delete(key)
+
+
+def coordinator_host() -> str | None:
+    """The name or address of the first process's machine; None for a process that is alone."""
+    address = distributed.global_state.coordinator_address if own_peer().count > 1 else None
+    return address.rpartition(":")[0].strip("[]") if address else None
 
 
 def next_key(name: str, peer: Peer | None = None) -> str:
