@@ -11,6 +11,36 @@ ARROW = "=>"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalConfig:
+    """Copies of the state on the hosts themselves, made every few seconds, for a restart after a kill."""
+
+    folder: str | None = setting(
+        None,
+        "folder of each host for its part of the newest states, such as /dev/shm/jaxscale; $VARIABLES are those of the "
+        "host; none: no local copies",
+        may_change=True,
+    )
+    every_seconds: float = setting(5.0, "seconds between two local copies", may_change=True, read_if=".folder")
+    every_steps: int = setting(
+        0, "steps between two local copies; 0: by every_seconds", may_change=True, read_if=".folder"
+    )
+    neighbour: bool = setting(
+        True,
+        "each host also keeps the copies of another, which may then be replaced",
+        may_change=True,
+        read_if=".folder",
+    )
+
+    def __post_init__(self):
+        if self.folder is not None and ("://" in self.folder or not self.folder.strip()):
+            raise BadInput(f"folder={self.folder!r} must be a folder of the host itself, such as /dev/shm/jaxscale")
+        if self.every_seconds <= 0:
+            raise BadInput(f"every_seconds={self.every_seconds} must be above 0")
+        if self.every_steps < 0:
+            raise BadInput(f"every_steps={self.every_steps} must be 0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """When the state is saved, and which checkpoints stay."""
 
@@ -35,6 +65,7 @@ class CheckpointConfig:
     max_save_seconds: float = setting(
         1800.0, "how long a save may take, waiting for storage included, before the run stops", may_change=True
     )
+    local: LocalConfig = setting(LocalConfig)
 
     def __post_init__(self):
         for name in ("save_every_steps", "keep_every_steps", "keep_best"):

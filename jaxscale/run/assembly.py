@@ -100,6 +100,7 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
         eval_every_steps=cfg.eval.every_steps,
         evaluators=parts.evaluators,
         checkpoints=folder.checkpoints,
+        local=folder.checkpoints.local,
         save_every_steps=cfg.checkpoint.save_every_steps,
         position=lambda step: record | {"step": step, "data": data_position(start, cfg.seed, step)},
         writer=writer,

@@ -9,7 +9,7 @@ import jax
 from jaxscale import build
 from jaxscale.build import Program
 from jaxscale.checkpoint.branch import branch_state
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.tiers import Tiers
 from jaxscale.config import Budget, RunConfig
 from jaxscale.eval.named import check_files
 from jaxscale.hosts.agree import check_shared
@@ -87,9 +87,9 @@ def prepare_folder(
     return RunFolder(cfg, path, checkpoints, services, options, log, replayed)
 
 
-def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> Checkpoints:
+def open_checkpoints(cfg: RunConfig, path: Any, services: Services) -> Tiers:
     """The checkpoints of the run."""
-    return Checkpoints(
+    return Tiers(
         path / "checkpoints",
         cfg.checkpoint,
         note=services.note,
@@ -114,6 +114,7 @@ def restore_start(folder: RunFolder, start: Start, program: Program) -> tuple[St
             continue
         if start.step is not None:
             checkpoints.log_changed_files(start.step, log)
+        checkpoints.begin(start.steps_done)
         return start, state
 
 

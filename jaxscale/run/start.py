@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxscale.checkpoint.branch import Source, open_source
-from jaxscale.checkpoint.manager import Checkpoints
+from jaxscale.checkpoint.tiers import Tiers
 from jaxscale.config import Budget, RunConfig, resolve_budget
 from jaxscale.data.dataset import Transform
 from jaxscale.data.mixture import Detour, Mixture
@@ -34,7 +34,7 @@ class RunFolder:
 
     cfg: RunConfig
     path: Any
-    checkpoints: Checkpoints
+    checkpoints: Tiers
     services: Services
     options: RunOptions
     log: Log

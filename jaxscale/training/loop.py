@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from jaxscale.checkpoint.local_saver import LocalSaver
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.hosts.agree import gathered, next_key
 from jaxscale.monitor.events import Note
@@ -63,6 +64,7 @@ class Run:
     services: Services = UNATTENDED
     source_names: Sequence[str] = ()  # of the mixture, as the step numbers them
     evaluators: Sequence[NamedEvaluate] = ()
+    local: LocalSaver | None = None  # copies on the hosts themselves
 
 
 @contextlib.contextmanager
@@ -132,6 +134,8 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
         # the first step also waits for whichever process compiles the longest
         with phase("compile" if unread.step == run.start_step + 1 else "step", unread.step):
             pilot.read(unread.step, reporter.report(unread), unread.batch)
+        if run.local is not None:
+            run.local.confirm(unread.step, pilot.action is None)
 
     for step in range(run.start_step, last_step):
         began, now = time.monotonic(), step + 1
@@ -167,6 +171,8 @@ def step_through(run: Run, reporter: Reporter, feed: Feed, stop: StopRequest, la
             write_sample(run, now, state)
         if due.save:
             save(run, now, state, pilot.health(now), found, due.last)
+        elif run.local is not None and pilot.action is None:
+            run.local.offer(now, state, run.position, pilot.health(now))
         crash_point("step")
         if leaving and now < last_step:
             raise Stop(Exit.PREEMPTED, f"{leaving}: saved step {now}; the same command goes on from there")

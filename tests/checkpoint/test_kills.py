@@ -28,14 +28,14 @@ def start(code, *arguments):
 def points():
     """The names of all places where training can be killed on purpose in a save; those of buckets are left out.
 
-    Those of `jaxscale ckpt` have a dot and a test of their own.
+    Those of `jaxscale ckpt`, which have a dot, and those of local copies have tests of their own.
     """
     names = set()
     for path in pathlib.Path(checkpoint.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "crash_point":
                 names.add(node.args[0].value)
-    return sorted(name for name in names if "/" in name and not name.startswith("gs/"))
+    return sorted(name for name in names if "/" in name and not name.startswith(("gs/", "local/")))
 
 
 # A run that saves every step, keeps two, and after three steps moves the newest aside and goes on from the one before.

@@ -123,6 +123,14 @@ FAULTS = {
         "a defect of ours, whatever the class of its exception",
         "exit 1 with its traceback; never told as the user's mistake",
     ),
+    "F41": Row(
+        "a host's local copy is damaged, or the host is replaced",
+        "told; the neighbour's copy serves, else the copy before it, else the work folder's checkpoint",
+    ),
+    "F42": Row(
+        "local copies of steps that the run went back from, of another run, of a start that had lost the lock",
+        "never taken",
+    ),
 }
 THREATS = {
     "H1": Row(
@@ -149,7 +157,7 @@ THREATS = {
     ),
     "H8": Row(
         "ports that anybody can reach",
-        "listening on the coordinator's own interface, and no server of any other kind",
+        "listening on the interface of the run alone, and no server of any other kind; local copies need a secret",
     ),
     "H9": Row(
         "documents as script in HTML reports",
