@@ -2,7 +2,8 @@
 
   jaxscale bench step                 the compiled step on random tokens: each step waited for, the median
   jaxscale bench loop --config=FILE   the loop (data, step, metrics, a checkpoint every 100 steps) beside the bare step
-  jaxscale bench survive              what guard, watchdog, lock, fingerprints and saves cost, beside the step
+  jaxscale bench survive              what guard, watchdog, lock, fingerprints and saves cost, beside the step; with
+                                      --processes=4, how long a run stands still when one of four is killed
   jaxscale bench statistics           what looking at each layer costs (monitor.statistics_every_steps), beside the step
   jaxscale bench sample               tokens/s that are written with a cache of keys and values, beside full passes
   jaxscale bench collectives          bandwidth along each mesh axis, beside the chip table, and hosts that are slow
@@ -28,6 +29,7 @@ from jaxscale.cli import (
     bench_data,
     bench_hosts,
     bench_loop,
+    bench_restart,
     bench_sample,
     bench_statistics,
     bench_survive,
@@ -91,6 +93,10 @@ class BenchFlags(cluster.HostFlags):
         None, "hosts: how many are simulated, one number after the other", "16,256,1536", read=bench_hosts.read_hosts
     )
     workers: int = flag(4, "hosts: processes that share all hosts but the first", least=1)
+    processes: int | None = flag(
+        None, "survive: kills one of so many processes, and times the restart of all (--config=FILE)", "4", least=2
+    )
+    kill_after: int = flag(20, "survive --processes: seconds of training before the kill", least=1)
     prompt_tokens: int = flag(256, "sample: tokens of each prompt", least=1)
     num_tokens: int = flag(64, "sample: tokens that are written behind it", least=1)
     rows: int = flag(1, "sample: prompts at a time", least=1)
@@ -107,7 +113,7 @@ SHARED = (*ALL, "spec", "dtype", "steps", "devices")
 SUBVERBS = {
     "step": (*SHARED, "warmup", "rounds"),
     "loop": SHARED,
-    "survive": (*SHARED, "rounds"),
+    "survive": (*SHARED, "rounds", "processes", "kill_after"),
     "statistics": (*SHARED, "rounds"),
     "sample": (*ALL, "spec", "dtype", "devices", "prompt_tokens", "num_tokens", "rows"),
     "data": (*ALL, "input", "recipe", "seq_len", "batch_rows", "rounds"),
@@ -125,6 +131,14 @@ def main(arguments: Arguments) -> None:
             raise BadInput(f"--{name} {does}: it is for jaxscale bench step")
     if flags.against:
         against(arguments)
+        return
+    if flags.processes:
+        if not arguments.config:
+            raise BadInput("--processes starts a run of several processes: give its --config=FILE")
+        settings = [f"--config.{name}={text}" for name, text in arguments.overrides.items()]
+        own = [f"--config={arguments.config}", *settings]
+        record = bench_restart.measure_restart(own, processes=flags.processes, seconds=flags.kill_after)
+        show(flags, record, bench_restart.restart_lines(record))
         return
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)

@@ -68,11 +68,16 @@ def joined(place: Place | None, facts: Mapping[str, Any], flags: Mapping[str, st
     given = flags.get("roll_call_seconds")
     usual = host_budgets(place.num_processes).roll_call_seconds
     seconds = usual if given is None else float(number("--roll_call_seconds", given))
-    watch = Watch(place, call_roll(place, facts | own_facts(), seconds), aborts=linger_on_abort())
+    facts, began = facts | own_facts(), time.monotonic()
+    watch = Watch(place, call_roll(place, facts, seconds), aborts=linger_on_abort())
     sys.setswitchinterval(SWITCH_SECONDS)
+    called = time.monotonic()
     try:
         start_jax(place)
-        yield Team(watch, place.process_id, jax.process_index() == 0)  # on a TPU, its own wiring numbers the processes
+        team = Team(watch, place.process_id, jax.process_index() == 0)  # on a TPU, its own wiring numbers the processes
+        joining = time.monotonic() - called
+        team(f"{place.num_processes} processes: the roll call took {called - began:.2f} s, joining jax {joining:.2f} s")
+        yield team
     except BaseException as error:
         end_with(watch, error)
     watch.goodbye(Exit.DONE)

@@ -191,6 +191,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
         (["step", "--dtype=float8"], "model.compute_dtype"),
         (["loop", "--against=true"], "--against compares steps"),
         (["step", "--against"], "--against needs a value"),
+        (["survive", "--processes=2"], "--processes starts a run of several processes: give its --config=FILE"),
         (["step", "--against=A=1"], "has no command"),
         (["step", "--against=python 'a"], "cannot be split into words"),
         (["--agianst=x"], "--agianst=x is not a flag of this command"),

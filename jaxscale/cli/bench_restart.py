@@ -1,0 +1,181 @@
+"""How long a run of several processes stands still when one is killed, phase by phase, and how much work is lost.
+
+`jaxscale bench survive --processes=N`: real processes of the training command on this machine, each with a local folder
+of its own as if it were a host. The last one is killed by SIGKILL in the midst of training and all are started again at
+once: without local copies, and with them. What a supervisor waits between two starts is not in it.
+"""
+
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jaxscale.system.exits import BadInput
+
+LOCAL = "JAXSCALE_BENCH_HOST"  # the variable that names each process's own local folder
+MOST_SECONDS = 500.0  # for a start to come to its steps
+STEP, JOINED = (
+    re.compile(r"step (\d+)/"),
+    re.compile(r"processes: the roll call took ([\d.]+) s, joining jax ([\d.]+) s"),
+)
+PHASES = (
+    ("detection", "the first survivor says who is lost"),
+    ("teardown", "until the last process has left"),
+    ("imports", "new processes, until they call the roll"),
+    ("distributed init", "roll call and jax.distributed"),
+    ("opening", "lock, checkpoints listed, data opened, program described"),
+    ("restore", "state read, verified and placed, record and metrics opened"),
+    ("first step", "compiled or found in the cache, run, and reported"),
+)
+
+
+class Started:
+    """The processes of one start, with the time of each line that they print."""
+
+    def __init__(self, flags: Sequence[str], count: int, folder: pathlib.Path):
+        self.began, port = time.monotonic(), free_ports()
+        self.lines: list[list[tuple[float, str]]] = [[] for _ in range(count)]
+        self.processes = []
+        for number in range(count):
+            place = [f"--coordinator=localhost:{port}", f"--num_processes={count}", f"--process_id={number}"]
+            env = os.environ | {LOCAL: str(folder / f"host{number}"), "PYTHONUNBUFFERED": "1"}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "jaxscale.main", *flags, *place],
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
+                )
+            )  # fmt: skip
+            threading.Thread(target=self.read, args=(number,), daemon=True).start()
+
+    def read(self, number: int) -> None:
+        """Notes when each line of a process came."""
+        for line in self.processes[number].stdout:
+            self.lines[number].append((time.monotonic(), line.rstrip("\n")))
+
+    def find(self, pattern: str | re.Pattern, processes: Sequence[int] = (0,)) -> tuple[float, re.Match] | None:
+        """(when, match) of the first line that matches."""
+        found = [(when, re.search(pattern, line)) for one in processes for when, line in list(self.lines[one])]
+        return min(((when, match) for when, match in found if match), key=lambda pair: pair[0], default=None)
+
+    def wait_for(self, pattern: str | re.Pattern, processes: Sequence[int] = (0,)) -> tuple[float, re.Match]:
+        """As find, once it is there. Raises BadInput with the last lines of a run that ends before."""
+        deadline = time.monotonic() + MOST_SECONDS
+        while (found := self.find(pattern, processes)) is None:
+            if all(process.poll() is not None for process in self.processes) or time.monotonic() > deadline:
+                time.sleep(0.5)  # the last lines may be on their way
+                if found := self.find(pattern, processes):
+                    return found
+                raise BadInput(
+                    f"the run did not come to {pattern!r}: {' | '.join(text for _, text in self.lines[0][-3:])}"
+                )
+            time.sleep(0.005)
+        return found
+
+    def steps(self) -> dict[int, float]:
+        """When each step was reported."""
+        return {int(found[1]): when for when, line in list(self.lines[0]) if (found := STEP.match(line))}
+
+    def end(self) -> None:
+        """Kills what is left."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def started(*arguments: Any) -> Iterator[Started]:
+    """A start that is ended with the block."""
+    one = Started(*arguments)
+    try:
+        yield one
+    finally:
+        one.end()
+
+
+def measure_restart(flags: Sequence[str], *, processes: int, seconds: float) -> dict[str, Any]:
+    """Phases of a restart and lost work [s], without local copies and with them.
+
+    Args: flags: of the training command, but for its work folder. seconds: of training before the kill.
+    """
+    ways = {"work folder alone": [], "local copies": [f"--config.checkpoint.local.folder=${LOCAL}"]}
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
+        found = {}
+        for name, more in ways.items():
+            place = pathlib.Path(folder, name.replace(" ", "_"))
+            place.mkdir()
+            own = [*flags, *more, "--config.monitor.log_every_steps=1", "--config.monitor.progress=lines"]
+            found[name] = one_restart([*own, f"--workdir={place / 'run'}"], processes, seconds, place)
+    return {"processes": processes, "seconds": seconds, "load": os.getloadavg()[0], "ways": found}
+
+
+def one_restart(flags: Sequence[str], count: int, seconds: float, folder: pathlib.Path) -> dict[str, Any]:
+    """What one kill and restart took."""
+    with started(flags, count, folder) as before:
+        before.wait_for(STEP)
+        time.sleep(seconds)
+        steps, killed = before.steps(), time.monotonic()
+        before.processes[-1].send_signal(signal.SIGKILL)
+        survivors = range(count - 1)
+        named = before.wait_for("was lost|has left|broke", survivors)[0]
+        for process in before.processes:
+            process.wait(MOST_SECONDS)
+        ended = time.monotonic()
+    with started(flags, count, folder) as after:
+        first = after.wait_for(STEP)[0]
+        joined, took = after.wait_for(JOINED)
+        described = after.wait_for("parameters, ")[0]
+        restored = after.wait_for("^versions: ")[0]
+        resumed = after.find(r"going on from step (\d+)")
+        began = after.began
+    roll, jax = float(took[1]), float(took[2])
+    times = [
+        named - killed, ended - named, joined - began - roll - jax, roll + jax, described - joined,
+        restored - described, first - restored,
+    ]  # fmt: skip
+    step = int(resumed[1][1]) if resumed else 0
+    return {
+        "phases": {name: spent for (name, _), spent in zip(PHASES, times, strict=True)},
+        "still_seconds": (ended - killed) + (first - began),
+        "step": step,
+        "steps_lost": max(steps) - step,
+        "work_lost_seconds": killed - steps.get(step, min(steps.values())),
+    }
+
+
+def free_ports() -> int:
+    """A port of this machine that is free together with the next one."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port = one.getsockname()[1]
+            with contextlib.suppress(OSError, OverflowError):
+                other.bind(("127.0.0.1", port + 1))
+                return port
+
+
+def restart_lines(record: dict[str, Any]) -> list[str]:
+    """The record for people."""
+    ways = record["ways"]
+    lines = [
+        f"SIGKILL of one of {record['processes']} processes after {record['seconds']:g} s of training (load "
+        f"{record['load']:.1f})",
+        f"  {'seconds':<18}" + "".join(f"{name:>20}" for name in ways),
+    ]
+    for name, about in PHASES:
+        lines.append(
+            f"  {name:<18}" + "".join(f"{way['phases'][name]:>20.2f}" for way in ways.values()) + f"   {about}"
+        )
+    for name, key in (("kill to next step", "still_seconds"), ("work lost", "work_lost_seconds")):
+        lines.append(f"  {name:<18}" + "".join(f"{way[key]:>20.2f}" for way in ways.values()))
+    lines.append(f"  {'steps lost':<18}" + "".join(f"{way['steps_lost']:>20}" for way in ways.values()))
+    return lines
