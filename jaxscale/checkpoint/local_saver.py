@@ -148,6 +148,7 @@ class LocalSaver:
                 if pending.good:
                     self.make(pending)
             finally:
+                pending = None  # the buffers of the copy go before the next one is waited for
                 self.jobs.task_done()
 
     def make(self, pending: Pending) -> None:

@@ -103,24 +103,28 @@ class Tiers(Checkpoints):
         self.taken = None
         while self.offers:
             offer = self.offers.pop(0)
-            cause = None
+            cause, passed_over = None, None
             try:
-                about, pieces = self.load(offer)
+                about, pieces, passed_over = self.load(offer)
             except (Damaged, OSError) as error:
-                cause = str(error) if isinstance(error, Damaged) else short_reason(error)
-            if failed := gathered(next_key("local"), cause, restore.RESTORE_SECONDS, causes):
+                cause = reason(error)
+            both = [cause, passed_over]
+            failed, mended = gathered(next_key("local"), both, restore.RESTORE_SECONDS, causes_of_both)
+            if failed:
                 self.tell(offer.step, f"the local copy of step {offer.step} is passed over: {failed}", log)
                 continue
+            if mended:
+                self.tell(offer.step, f"step {offer.step} is taken from a neighbour's copy: {mended}", log)
             record = agreed(lambda about=about: about["record"])
             self.taken = offer, record, pieces
             log(f"step {offer.step} is taken from the local copies in {self.cfg.local.folder}")
             return offer.step
         return None
 
-    def load(self, offer: Offer) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(what the copy says of itself, its pieces), of this process's part, wherever a good one is left.
+    def load(self, offer: Offer) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+        """(what the copy says of itself, its pieces, what is wrong with the place that was tried before).
 
-        Raises: Damaged or OSError, of the last place that was tried.
+        Of this process's part, wherever a good one is left. Raises: Damaged or OSError, of the last place.
         """
         name, failure = name_of(jax.process_index(), offer.step, offer.token), None
         for place in ([None] if offer.here else []) + offer.elsewhere:
@@ -128,7 +132,8 @@ class Tiers(Checkpoints):
                 if place is not None:
                     exchange.get(place, self.store.folder, name)
                 about = local_copy.read_about(self.store.folder / name)
-                return about, local_copy.read_pieces(self.store.folder / name, about)
+                pieces = local_copy.read_pieces(self.store.folder / name, about)
+                return about, pieces, failure and reason(failure)
             except (Damaged, OSError) as error:
                 failure = error
         raise failure
@@ -233,6 +238,16 @@ class Tiers(Checkpoints):
             self.local.close()
         if self.exchange is not None:
             self.exchange.close()
+
+
+def reason(error: Exception) -> str:
+    """What is wrong with a copy, in words."""
+    return str(error) if isinstance(error, Damaged) else short_reason(error)
+
+
+def causes_of_both(found: list[list[str | None]]) -> list[str]:
+    """[what failed, what was only passed over], of all processes."""
+    return [causes([one[which] for one in found]) for which in range(2)]
 
 
 Key = tuple[int, str, str]  # step, token, mark

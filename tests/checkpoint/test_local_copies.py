@@ -19,6 +19,7 @@ from jaxscale.checkpoint.read_back import Damaged
 from jaxscale.checkpoint.record import describe_leaf
 from jaxscale.checkpoint.snapshot import take_snapshot
 from jaxscale.checkpoint.tiers import Tiers, whole_copies
+from jaxscale.hosts.exchange import Exchange
 from jaxscale.system.exits import BadInput, Exit
 
 
@@ -184,6 +185,33 @@ def test_a_damaged_local_copy_is_told_and_the_one_before_it_taken(opened):
     step, state = start(opened())
     assert step == 10  # of the work folder
     assert_same_bits(state, state_of(10))
+
+
+@pytest.mark.fault("F41")
+@pytest.mark.parametrize("lost", ["a bit", "all"])
+def test_what_a_host_has_lost_is_brought_from_its_neighbour(opened, tmp_path, lost):
+    first = opened()
+    start(first)
+    copy(first, 14)
+    kill(first)
+    shutil.copytree(first.store.folder, tmp_path / "neighbour")
+    there, second = Exchange(tmp_path / "neighbour", "127.0.0.1"), opened()
+    second.look(print)
+    offer = second.offers[0]._replace(elsewhere=[list(there.address)])
+    if lost == "all":
+        shutil.rmtree(second.store.folder)
+        offer = offer._replace(here=False)
+    else:
+        flip_bit(next(path for *_, path in second.store.files()), 8 * 300)
+    about, pieces, passed_over = second.load(offer)
+    there.close()
+    assert about["record"]["step"] == 14 and (passed_over is None) == (lost == "all")
+    assert lost == "all" or "the bits of" in passed_over
+    state = state_of(14)
+    assert_same_bits({name: on_devices(pieces[name], leaf) for name, leaf in state.items()}, state)
+    step, state = start(opened())  # and it lies in the host's own folder again
+    assert step == 14
+    assert_same_bits(state, state_of(14))
 
 
 def test_a_copy_of_another_mesh_is_told_and_passed_over(opened):

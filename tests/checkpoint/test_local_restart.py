@@ -104,6 +104,7 @@ def test_a_replaced_host_and_a_flipped_bit_cost_nothing_and_two_neighbours_the_s
     codes, said = run(home, workdir, "step:9", 3)
     assert codes == [13, 13, 13, -9], said
     assert went_on_from(said) == newest and "is taken from the local copies" in said
+    assert re.search(rf"WARNING: step {newest} is taken from a neighbour's copy: process 1: .* the bits of", said)
 
     newest = max(step for _, step in copies(workdir, 0))
     slow = newest_slow(workdir)
