@@ -3,7 +3,8 @@
 import dataclasses
 import importlib.resources
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxscale.reporting.canvas import Canvas, across_of, tokens_per_step
 from jaxscale.reporting.evals import eval_plots, eval_table
@@ -44,7 +45,9 @@ def make_page(
     statuses = [status_of(history, now, price) for history in histories]
     sections = [*differences(histories), *plot_sections(canvas), *text_sections(histories)]
     head = one_head(histories[0], statuses[0]) if canvas.single else several_heads(histories, statuses)
-    return whole_page(canvas, head, sections, foot(now, "jaxscale report"), version)
+    title = ", ".join(history.name for history in histories)
+    data = {"plots": canvas.data, "version": version}
+    return whole_page(title, head, sections, foot(now, "jaxscale report"), data, told(histories))
 
 
 def make_evals_page(history: History, *, now: float | None = None) -> str:
@@ -54,24 +57,26 @@ def make_evals_page(history: History, *, now: float | None = None) -> str:
     sections = [section for section in sections if section.html]
     head = f'<div class="top"><h1>{escape(history.name)}</h1></div><p class="sub">{escape(history.workdir)}</p>'
     made = foot(time.time() if now is None else now, "jaxscale evaluate")
-    return whole_page(canvas, head, sections, made)
+    return whole_page(history.name, head, sections, made, {"plots": canvas.data}, told([history]))
 
 
-def whole_page(canvas: Canvas, head: str, sections: Sequence[Section], end: str, version: str | None = None) -> str:
-    """The HTML file around these sections, whose plots the canvas holds."""
-    histories = canvas.histories
-    title = ", ".join(history.name for history in histories)
+def whole_page(
+    title: str, head: str, sections: Sequence[Section], end: str, data: Mapping[str, Any], told: str = ""
+) -> str:
+    """The HTML file around these sections.
+
+    Args: data: what page.js needs of their plots, and the version of a served page. told: HTML below the links.
+    """
     links = "".join(f'<a href="#{section.id}">{escape(section.title)}</a>' for section in sections)
     body = "".join(f'<section><h2 id="{s.id}">{escape(s.title)}</h2>{s.html}</section>' for s in sections)
-    data = {"plots": canvas.data, "version": version}
-    policy = POLICY + (SERVED if version else "")
+    policy = POLICY + (SERVED if data.get("version") else "")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
         f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head><body>"
-        f"<header>{head}<nav>{links}</nav>{told(histories)}</header><main>{body}</main>"
+        f"<header>{head}<nav>{links}</nav>{told}</header><main>{body}</main>"
         f"<footer>{escape(end)}</footer>"
         '<button id="reset" type="button" hidden>Show the whole run</button>'
         f'<script id="plot-data" type="application/json">{json_block(data)}</script>'
