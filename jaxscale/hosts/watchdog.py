@@ -54,16 +54,19 @@ class Watchdog:
     def __init__(
         self,
         workdir: Any,
-        cfg: HangConfig,
+        cfg: Any,
         *,
+        setting: str = "hang.{}_seconds",
         note: Callable[..., None] = ignore,
         others: Team | None = None,
         end: Callable[[int], None] = os._exit,
         observers: Sequence[Observer] = (),
     ):
-        """note: takes the event "hang". end: called with the exit code. No file is made before a phase begins."""
+        """cfg: NAME_seconds for each phase NAME: HangConfig, or another dataclass. setting: what a person calls these.
+
+        note: takes the event "hang". end: called with the exit code. No file is made before a phase begins."""
         self.observers = observers
-        self.workdir, self.note, self.others, self.end = workdir, note, others, end
+        self.workdir, self.note, self.others, self.end, self.setting = workdir, note, others, end, setting
         self.budgets = {
             field.name.removesuffix("_seconds"): getattr(cfg, field.name) for field in dataclasses.fields(cfg)
         }
@@ -96,7 +99,7 @@ class Watchdog:
                 remove_if_empty(pathlib.Path(self.stacks.name))
             self.stacks = None
 
-    def phase(self, name: PhaseName, step: int | None = None) -> "Phase":
+    def phase(self, name: PhaseName | str, step: int | None = None) -> "Phase":
         """A block of this thread that must end within the budget of its name.
 
         A phase within another stops that one's time. step: which one it belongs to, for who reads the stacks.
@@ -124,8 +127,9 @@ class Watchdog:
     def accusation(self, phase: "Phase") -> str:
         """'process 1: step 7 has made no progress for 600 s (hang.step_seconds)'."""
         what = f"{phase.name}" + (f" of step {phase.step}" if phase.step is not None and phase.name != "step" else "")
+        setting = self.setting.format(phase.name)
         what = f"step {phase.step}" if phase.name == "step" and phase.step is not None else what
-        return f"process {self.process}: {what} has made no progress for {phase.budget:g} s (hang.{phase.name}_seconds)"
+        return f"process {self.process}: {what} has made no progress for {phase.budget:g} s ({setting})"
 
     def prepare(self, phase: "Phase") -> None:
         """Opens the file for the stacks and makes the kernel's timers: at the first phase there is a work folder."""
