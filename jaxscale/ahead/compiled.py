@@ -105,10 +105,7 @@ def compile_ahead(
             shortage = read_shortage(str(error))
     compile_seconds = time.monotonic() - begin
     if shortage is None:
-        memory = read_memory(executable.memory_analysis(), topology.platform)
-        devices = list(program.mesh.devices.flat)  # XLA numbers devices by their place in the mesh
-        torus = make_torus(devices, topology.chip)
-        facts = read_hlo(executable.as_text(), dict(program.mesh.shape), link_domains(devices), torus)
+        memory, facts = read_executable(executable, program, topology)
         if save_executable is not None:
             write_executable(executable, save_executable, topology.name)
     today = datetime.date.today().isoformat()
@@ -116,6 +113,14 @@ def compile_ahead(
     if keep:
         write_result(key, result, say)
     return result
+
+
+def read_executable(executable: jax.stages.Compiled, program: Program, topology: Topology) -> tuple[Memory, HloFacts]:
+    """What the compiler says of a training step that it has compiled, for devices that are here or not."""
+    devices = list(program.mesh.devices.flat)  # XLA numbers devices by their place in the mesh
+    torus = make_torus(devices, topology.chip)
+    facts = read_hlo(executable.as_text(), dict(program.mesh.shape), link_domains(devices), torus)
+    return read_memory(executable.memory_analysis(), topology.platform), facts
 
 
 def lower(program: Program, topology: Topology) -> tuple[jax.stages.Lowered, str]:
