@@ -7,7 +7,7 @@ from jaxscale.ahead import preflight as compiled
 from jaxscale.ahead.report import Report
 from jaxscale.config import RunConfig
 from jaxscale.planning.machine import HERE, measured_machine, open_machine
-from jaxscale.planning.measured import Measured, measured_file, newest_machine, read_measured
+from jaxscale.planning.measured import Measured, measured_file, newest_machine, of_chip, read_measured
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.run_plan import RunPlan
 from jaxscale.planning.topology import Topology, open_topology
@@ -30,15 +30,17 @@ def plan(
 
 
 def machine_of(topology: str | None) -> tuple[Topology, list[Measured]]:
-    """(the machine that a topology names, what was measured on it if it is this one)."""
+    """(the machine that a topology names, what was measured on it if it is this one, or on chips of its kind)."""
     if topology is None:
         raise BadInput("--topology must be given, such as --topology=v5p:4x4x8, --topology=h100:8x8 or here")
     if topology != HERE:
-        return open_machine(topology), []
+        machine = open_machine(topology)
+        return machine, of_chip(read_measured(), machine.devices[0].device_kind)
     measured = newest_machine(read_measured())
     if not measured:
         raise BadInput(
-            f"--topology=here: {measured_file()} has no measurement of this machine; run: jaxscale bench step --save"
+            f"--topology=here: {measured_file()} has no measurement of this machine; run: jaxscale bench step --save, "
+            "or jaxscale qualify"
         )
     return measured_machine(measured[-1]), measured
 

@@ -21,7 +21,7 @@ from jaxscale.help_text import command
 from jaxscale.planning import cost
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.propose import Proposal, config_text, propose_for_flops, propose_for_size, shortened
-from jaxscale.planning.speed import PUBLISHED, check_peak
+from jaxscale.planning.speed import PUBLISHED, check_peak, usual_mfu
 from jaxscale.planning.text import plan_lines, proposal_lines
 from jaxscale.system.exits import BadInput, Exit, put, tell
 from jaxscale.system.paths import write_json, write_text_atomic
@@ -79,7 +79,7 @@ class PlanFlags:
     topology: str | None = flag(
         None,
         "as in preflight: v5p:4x4x8, v5p-256 (TensorCores), 2*v6e:16x16, h100:32x8 (hosts x cards); also b200, v100, "
-        "t4, l4; here: this machine, once `jaxscale bench step --save` measured it",
+        "t4, l4; here: this machine, once `jaxscale qualify` or `jaxscale bench step --save` measured it",
         "NAME",
     )
     settings: dict[str, str] = flag(dict, "sets any setting, as in training", "VALUE", name="config.NAME")
@@ -211,7 +211,7 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
         return propose_for_size(flags.model_size, f"--model_size={arguments.options['model_size']}")
     if flags.flops:
         return propose_for_flops(flags.flops, f"--flops={flags.flops:.3g}")
-    topology, _ = api.machine_of(flags.topology)
+    topology, measured = api.machine_of(flags.topology)
     chip = topology.chip
     price = flags.price or (chip.price and chip.price.dollars_per_hour)
     if price is None:
@@ -220,7 +220,7 @@ def proposal_of(arguments: Arguments, flags: PlanFlags) -> Proposal:
         raise BadInput("--budget needs --topology of TPUs or GPUs, or --mfu")
     if flags.mfu:
         check_peak(topology, flags.mfu)
-    mfu = flags.mfu or PUBLISHED[topology.platform][0].low  # what is left over costs less than what is short
+    mfu = flags.mfu or usual_mfu(topology, measured)[0].low  # what is left over costs less than what is short
     peak = chip.peak_flops * chip.devices_per_chip
     flops = cost.flops_for_dollars(flags.budget, price, peak, mfu, cost.GOODPUT)
     why = (

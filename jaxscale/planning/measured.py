@@ -1,4 +1,4 @@
-"""Step timings of this machine by `jaxscale bench step --save`, kept in the user's cache folder."""
+"""What `jaxscale bench step --save` and `jaxscale qualify` measured here, kept in the user's cache folder."""
 
 import dataclasses
 import math
@@ -10,6 +10,7 @@ from jaxscale.system.exits import BadInput
 from jaxscale.system.paths import cache_dir, make_private, read_json, write_json
 
 FORMAT = 2
+QUALIFY = "jaxscale qualify"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Measured:
     flops_per_second: float  # over all devices
     date: str
     versions: dict[str, str | None]
+    by: str = "jaxscale bench step --save"
+    save_bytes_per_second: float | None = None  # of all hosts together, to the folder that was tried
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -79,6 +82,11 @@ def newest_machine(kept: Sequence[Measured]) -> list[Measured]:
         return []
     last = max(kept, key=lambda one: one.date)
     return [one for one in kept if (one.device_kind, one.num_devices) == (last.device_kind, last.num_devices)]
+
+
+def of_chip(kept: Sequence[Measured], device_kind: str) -> list[Measured]:
+    """What `jaxscale qualify` measured on chips of this kind, however many they were."""
+    return [one for one in kept if one.by == QUALIFY and one.device_kind == device_kind]
 
 
 def rate_for(kept: Sequence[Measured], dtype: str, pass_flops: float) -> tuple[float, list[Measured]]:

@@ -57,7 +57,8 @@ def make_plan(
 ) -> RunPlan:
     """The plan of a config on a machine of machine.open_machine().
 
-    Args: measured: of this machine, where it is planned for. kept: what preflight knows of this step.
+    Args: measured: of this machine, where it is planned for, or of its kind of chip. kept: what preflight knows of this
+    step.
     Raises BadInput for a config that no such machine can run, and where the horizon cannot be known.
     """
     data_tokens, data_source = count_tokens(cfg.data, cfg.model.vocab_size)
@@ -75,7 +76,7 @@ def make_plan(
         device=plan_device(program, topology, kept),
         time=Time(speed=found, goodput=cost.GOODPUT, wall_seconds=wall, deadline_seconds=wishes.deadline_seconds),
         money=plan_money(wishes, topology, machine.num_chips, wall),
-        saves=plan_saves(cfg, wishes, machine, program, work.total_steps, found),
+        saves=plan_saves(cfg, machine, program, work.total_steps, found, save_rate(wishes, machine, measured or [])),
         data=Data(
             data_bytes=work.tokens * id_bytes,
             data_bytes_per_second=found.step_seconds and found.tokens_per_second.times(id_bytes),
@@ -157,23 +158,34 @@ def plan_money(wishes: Wishes, topology: Topology, num_chips: float, wall: Range
     )
 
 
+def save_rate(wishes: Wishes, machine: Machine, measured: list[Measured]) -> tuple[float, str]:
+    """(bytes/s to storage of all hosts together, how it is known)."""
+    if wishes.save_bytes_per_second:
+        return wishes.save_bytes_per_second, "as given by --save_bandwidth"
+    if timed := [one for one in measured if one.save_bytes_per_second]:
+        last = max(timed, key=lambda one: one.date)
+        rate = last.save_bytes_per_second * machine.num_devices / last.num_devices
+        return rate, f"measured by {last.by} with {last.num_devices} devices, {last.date}, and taken to grow with them"
+    assumed = "1 GB/s of each host, assumed; jaxscale qualify and jaxscale rehearse measure it"
+    return cost.SAVE_BYTES_PER_SECOND * machine.num_hosts, assumed
+
+
 def plan_saves(
-    cfg: RunConfig, wishes: Wishes, machine: Machine, program: Program, total_steps: int, found: Speed
+    cfg: RunConfig, machine: Machine, program: Program, total_steps: int, found: Speed, rate: tuple[float, str]
 ) -> Saves:
-    """Size and time of a checkpoint, how often one is due, and what all that stay take."""
-    saves, given = cfg.checkpoint, wishes.save_bytes_per_second
+    """Size and time of a checkpoint, how often one is due, and what all that stay take. rate: of save_rate()."""
+    saves, (bytes_per_second, source) = cfg.checkpoint, rate
     one_save = state_bytes(jax.tree.leaves(program.abstract_state))
-    save_seconds = one_save / (given or cost.SAVE_BYTES_PER_SECOND * machine.num_hosts)
+    save_seconds = one_save / bytes_per_second
     between = cost.mean_seconds_between_failures(machine.num_chips)
     steps = found.step_seconds if saves.save_every_steps else None
     number = cost.kept_checkpoints(
         total_steps, saves.save_every_steps, saves.keep_last, saves.keep_every_steps, saves.keep_best
     )
-    assumed = "1 GB/s of each host, assumed; jaxscale rehearse measures it"
     return Saves(
         checkpoint_bytes=one_save,
         save_seconds=save_seconds,
-        save_source="as given by --save_bandwidth" if given else assumed,
+        save_source=source,
         save_interval_seconds=steps and steps.times(saves.save_every_steps),
         best_interval_seconds=cost.best_save_interval(save_seconds, between),
         between_failures_seconds=between,

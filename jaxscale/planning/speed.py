@@ -6,12 +6,15 @@ products and the bytes of the collectives that the layout needs at the least.
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 from jaxscale.build import Program
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.models.config import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.cost import Range
+from jaxscale.planning.machine import HERE
 from jaxscale.planning.measured import Measured, rate_for
 from jaxscale.planning.memory import activation_bytes, activation_sizes, host_bytes, saved_names, shard_bytes
 from jaxscale.planning.sending import plan_sending
@@ -44,14 +47,14 @@ def speed(
 ) -> Speed:
     """The speed of a program. ceiling: the MFU that a compiled step can reach at most, where that is known.
 
-    measured: of this very machine, where it is the one that is planned for. Raises BadInput for a wished MFU of a
-    device whose peak is not known.
+    measured: of this very machine, where it is the one that is planned for; else of its kind of chip. Raises BadInput
+    for a wished MFU of a device whose peak is not known.
     """
     cfg = program.cfg
     step_flops = cfg.flops_per_token * cfg.tokens_per_step
     if wished_mfu is not None:
         check_peak(topology, wished_mfu)
-    elif measured:
+    elif measured and topology.name == HERE:
         return measured_speed(program, topology, measured, step_flops)
     chip, number = topology.chip, len(topology.devices)
     guess = estimate(program, topology)
@@ -60,7 +63,7 @@ def speed(
     if wished_mfu is not None:
         mfu, source = Range(wished_mfu, wished_mfu), "as given by --mfu"
     else:
-        mfu, source = PUBLISHED[topology.platform]
+        mfu, source = usual_mfu(topology, measured, step_flops / cfg.train.num_microbatches)
         most = step_flops / peak / guess.cost[0]
         why = "by the chip's peak and links for this layout"
         if ceiling is not None and ceiling < most:
@@ -74,6 +77,21 @@ def speed(
     seconds = mfu.under(step_flops / peak)
     tokens_per_second, exposed = seconds.under(cfg.tokens_per_step), sending.exposed_s(guess.compute_s)
     return Speed(seconds, mfu, source, tokens_per_second, guess.compute_s, sending.total_s, exposed)
+
+
+def usual_mfu(topology: Topology, measured: Sequence[Measured], pass_flops: float | None = None) -> tuple[Range, str]:
+    """(MFU to expect of a large run, the source): as it was measured on such chips, or else as it was published.
+
+    measured: of the kind of chip; the one counts whose pass is nearest in size, a device for a device.
+    """
+    if not measured:
+        return PUBLISHED[topology.platform]
+    sizes = {id(one): math.log(one.pass_flops / one.num_devices) for one in measured}
+    wanted = math.log(pass_flops / len(topology.devices)) if pass_flops else max(sizes.values())
+    near = min(measured, key=lambda one: abs(sizes[id(one)] - wanted))
+    share = near.flops_per_second / (topology.chip.peak_flops * near.num_devices)
+    source = f"{share:.1%} of {near.spec} on {near.num_devices} such chips, measured by {near.by}, {near.date}"
+    return Range(0.85 * share, min(1.0, 1.15 * share)), f"{source}, give or take 15%"
 
 
 def check_peak(topology: Topology, wished_mfu: float) -> None:
@@ -106,7 +124,7 @@ def measured_speed(program: Program, topology: Topology, measured: list[Measured
     chip = find_chip(used[0].device_kind)
     mfu = seconds.under(step_flops / (chip.peak_flops * len(topology.devices))) if chip else None
     names = " and ".join(f"{one.spec} ({one.flops_per_second / 1e9:,.0f} GFLOP/s, {one.date})" for one in used)
-    source = f"measured here by jaxscale bench step --save: {names}, give or take 15%"
+    source = f"measured here by {used[0].by}: {names}, give or take 15%"
     return Speed(seconds, mfu, source, seconds.under(cfg.tokens_per_step), None, None, None, measured=True)
 
 

@@ -1,0 +1,64 @@
+"""What qualify measured on chips of a kind stands in plans in the place of published ranges."""
+
+import pytest
+
+from jaxscale import config_file
+from jaxscale.api import planning as api
+from jaxscale.planning import measured as kept
+from jaxscale.planning.plan import Wishes
+from jaxscale.planning.speed import PUBLISHED
+
+SEVEN = config_file.load_config("configs/7b.py", {})
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def measured(**settings):
+    given = dict(
+        spec="1B", device_kind=H100, platform="gpu", num_devices=8, memory_bytes=80 * 10**9, dtype="bfloat16",
+        pass_flops=2e15, step_seconds=0.5, flops_per_second=0.3 * 8 * 989.4e12, date="2026-11-23", versions={},
+        by=kept.QUALIFY, save_bytes_per_second=4e9,
+    )  # fmt: skip
+    return kept.Measured(**given | settings)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Nothing is kept before a test, and nothing of it after."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_a_plan_takes_what_was_measured_on_such_chips():
+    before = api.plan(SEVEN, "h100:8x8")
+    kept.keep_measured(measured())
+    plan = api.plan(SEVEN, "h100:8x8")
+    assert before.time.speed.source.startswith(PUBLISHED["gpu"][1])
+    assert plan.time.speed.mfu.low == pytest.approx(0.85 * 0.3) and plan.time.speed.mfu.high == pytest.approx(
+        1.15 * 0.3
+    )
+    assert "30.0% of 1B on 8 such chips, measured by jaxscale qualify, 2026-11-23" in plan.time.speed.source
+    assert plan.time.wall_seconds.low > before.time.wall_seconds.low
+    assert plan.saves.save_seconds == pytest.approx(plan.saves.checkpoint_bytes / (8 * 4e9))  # 64 devices, 8 measured
+    assert "measured by jaxscale qualify with 8 devices" in plan.saves.save_source
+    given = api.plan(SEVEN, "h100:8x8", Wishes(mfu=0.5, save_bytes_per_second=1e9))
+    assert given.time.speed.mfu.low == 0.5 and given.saves.save_source == "as given by --save_bandwidth"
+
+
+def test_other_chips_and_small_steps_say_nothing_about_it():
+    kept.keep_measured(measured(device_kind="NVIDIA H200"))
+    kept.keep_measured(measured(spec="S", by="jaxscale bench step --save"))
+    assert api.plan(SEVEN, "h100:8x8").time.speed.source.startswith(PUBLISHED["gpu"][1])
+
+
+def test_of_several_the_pass_that_is_nearest_in_size_counts():
+    kept.keep_measured(measured(spec="0.1B", pass_flops=1e12, flops_per_second=0.1 * 8 * 989.4e12))
+    kept.keep_measured(measured())
+    assert "1B on 8 such chips" in api.plan(SEVEN, "h100:8x8").time.speed.source
+
+
+def test_what_was_kept_before_is_still_read():
+    old = kept.dataclasses.asdict(measured())
+    del old["by"], old["save_bytes_per_second"]
+    kept.make_private(kept.measured_file().parent)
+    kept.write_json(kept.measured_file(), {"format": 2, "measured": [old]})
+    (one,) = kept.read_measured()
+    assert one.by == "jaxscale bench step --save" and one.save_bytes_per_second is None
