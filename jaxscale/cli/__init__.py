@@ -32,6 +32,9 @@ GROUPS = {  # when a person wants which verb
         "convert": Verb("bring a Hugging Face model in, or take a checkpoint out as one", AHEAD),
         "preflight": Verb("compile a config's step for chips that are not here: memory, time, traffic", AHEAD),
         "verify": Verb("prove on your config that resuming is exact and that no mesh changes a number", HERE),
+        "qualify": Verb(
+            "measure new chips beside their datasheet: products, memory, links, kernels, step, saves", HERE
+        ),
         "bench": Verb("measure the step and the loop, alone and beside other programs", HERE),
         "rehearse": Verb("try a run here for minutes: step, evaluate, save, kill, go on, compare; GO or NO-GO", NONE),
     },

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from jaxscale import config_file, schema, units
 from jaxscale.command_line import Arguments
 from jaxscale.hardware import Chip, find_chip
-from jaxscale.qualify.timing import median_seconds
+from jaxscale.qualify.products import product_seconds
+from jaxscale.qualify.timing import Timed, timed
 from jaxscale.sharding.config import MESH_AXES, MeshConfig
 from jaxscale.sharding.mesh import groups_along, make_mesh, mesh_layout
 from jaxscale.sharding.torus import link_stages, scatter_along
@@ -60,27 +61,8 @@ def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats
     """
     mesh = make_mesh(cfg)
     device = mesh.devices.flat[0]
-    chip, (kind, groups) = find_chip(device.device_kind), groups_along(mesh)
-    if sizes is None:
-        sizes = [MIB, 4 * MIB, 16 * MIB] if device.platform == "cpu" else [MIB, 16 * MIB, 256 * MIB]
-    rows = []
-    for axis in [axis for axis in MESH_AXES if mesh.shape[axis] > 1]:
-        for what in KINDS:
-            for size in sizes:
-                size = max(1, size // (4 * mesh.size)) * 4 * mesh.size  # whole float32 numbers on every device
-                seconds = float(gathered(time_collective(mesh, axis, what, size, repeats)).max())
-                rows.append(
-                    {
-                        "axis": axis,
-                        "devices": mesh.shape[axis],
-                        "collective": what,
-                        "bytes": size,
-                        "seconds": seconds,
-                        "bytes_per_s": wire_bytes(what, size, mesh.shape[axis]) / seconds,
-                        "table_bytes_per_s": link_figure(chip, crosses=groups[axis] > 1),
-                        "link": f"between {kind}s" if groups[axis] > 1 else f"within one {kind}",
-                    }
-                )
+    chip = find_chip(device.device_kind)
+    rows = measure_axes(mesh, KINDS, sizes or default_sizes(device), repeats)
     processes = measure_processes(mesh, repeats)
     return {
         "mesh": mesh_layout(mesh),
@@ -96,6 +78,37 @@ def measure_collectives(cfg: MeshConfig, *, sizes: Sequence[int] | None, repeats
         "jax": jax.__version__,
         "date": datetime.date.today().isoformat(),
     }
+
+
+def default_sizes(device: jax.Device) -> list[int]:
+    """Bytes of the arrays that are exchanged."""
+    return [MIB, 4 * MIB, 16 * MIB] if device.platform == "cpu" else [MIB, 16 * MIB, 256 * MIB]
+
+
+def measure_axes(mesh: Mesh, kinds: Sequence[str], sizes: Sequence[int], repeats: int) -> list[dict[str, Any]]:
+    """A row for each kind and size along each axis with several devices; see measure_collectives."""
+    rows = []
+    chip, (kind, groups) = find_chip(mesh.devices.flat[0].device_kind), groups_along(mesh)
+    for axis in [axis for axis in MESH_AXES if mesh.shape[axis] > 1]:
+        for what in kinds:
+            for size in sizes:
+                size = max(1, size // (4 * mesh.size)) * 4 * mesh.size  # whole float32 numbers on every device
+                own = time_collective(mesh, axis, what, size, repeats)
+                median, low, high = gathered(np.array(own[:3])).max(axis=0).tolist()
+                rows.append(
+                    {
+                        "axis": axis,
+                        "devices": mesh.shape[axis],
+                        "collective": what,
+                        "bytes": size,
+                        "seconds": median,
+                        "seconds_range": [low, high],
+                        "bytes_per_s": wire_bytes(what, size, mesh.shape[axis]) / median,
+                        "table_bytes_per_s": link_figure(chip, crosses=groups[axis] > 1),
+                        "link": f"between {kind}s" if groups[axis] > 1 else f"within one {kind}",
+                    }
+                )
+    return rows
 
 
 def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], jax.Array]:
@@ -115,24 +128,18 @@ def make_collective(mesh: Mesh, axis: str, what: str) -> Callable[[jax.Array], j
     return jax.jit(jax.shard_map(own, mesh=mesh, in_specs=row, out_specs=row, check_vma=False))
 
 
-def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -> float:
+def time_collective(mesh: Mesh, axis: str, what: str, size: int, repeats: int) -> Timed:
     """Seconds of one collective over arrays of `size` bytes, on this process."""
     f = make_collective(mesh, axis, what)
     numbers = own_numbers(what, size, mesh.shape[axis])
     place = NamedSharding(mesh, P(MESH_AXES, None))
     x = jax.jit(lambda: jnp.ones((mesh.size, numbers), jnp.float32), out_shardings=place)()
-    return waited_seconds(f, x, repeats)
+    return timed(lambda: f(x), repeats)
 
 
 def own_numbers(what: str, size: int, devices: int) -> int:
     """How many float32 numbers a device holds before the collective, if the larger of before and after is `size`."""
     return size // 4 // (devices if what == "all-gather" else 1)
-
-
-def waited_seconds(f: Callable[[jax.Array], jax.Array], x: jax.Array, repeats: int) -> float:
-    """The median of several calls, each waited for, after one that compiles."""
-    jax.block_until_ready(f(jax.block_until_ready(x)))
-    return median_seconds(lambda: jax.block_until_ready(f(x)), repeats)
 
 
 def wire_bytes(what: str, size: int, devices: int) -> float:
@@ -155,7 +162,7 @@ def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
     axis = max(MESH_AXES, key=lambda axis: mesh.shape[axis])
     local = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     product, copy = zip(*[time_device(device, repeats) for device in local])
-    permute = time_collective(mesh, axis, "permute", MIB, repeats) if mesh.size > 1 else 0.0
+    permute = time_collective(mesh, axis, "permute", MIB, repeats).median if mesh.size > 1 else 0.0
     name = socket.gethostname().encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0")
     names = gathered(np.frombuffer(name, np.uint8))
     times = gathered(np.array([max(product), max(copy), permute]))
@@ -168,17 +175,9 @@ def measure_processes(mesh: Mesh, repeats: int) -> list[dict[str, Any]]:
 
 def time_device(device: jax.Device, repeats: int) -> tuple[float, float]:
     """(seconds of a matrix product on this device alone, seconds of a copy of 16 MiB to it)."""
-    width = 512 if device.platform == "cpu" else 4096
-    dtype = jnp.float32 if device.platform == "cpu" else jnp.bfloat16
-    a_NN = jax.device_put(np.ones((width, width), dtype), device)
     rows = np.ones((16 * MIB // 4,), np.float32)
-    return waited_seconds(multiply, a_NN, repeats), waited_seconds(lambda x: jax.device_put(x, device), rows, repeats)
-
-
-@jax.jit
-def multiply(a_NN: jax.Array) -> jax.Array:
-    """Eight products in a row: long enough beside the call."""
-    return jax.lax.fori_loop(0, 8, lambda _, b_NN: jnp.tanh(b_NN @ a_NN), a_NN)
+    copy = timed(lambda: jax.device_put(rows, device), repeats)
+    return product_seconds(device, repeats), copy.median
 
 
 def gathered(value: np.ndarray | float) -> np.ndarray:

@@ -84,12 +84,10 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         batches = random_batches(program, 1 + warmup + steps)
         hits, losses, seconds, cpu_seconds = log.from_cache, [], [], []
         for batch in batches:
-            began, cpu_began = time.perf_counter(), time.process_time()
-            state, metrics = program.train_step(state, place(program, batch))
-            losses.append(float(metrics["loss"]))
-            jax.block_until_ready(state)
-            seconds.append(time.perf_counter() - began)
-            cpu_seconds.append(time.process_time() - cpu_began)
+            took, cpu_took, loss, state = run_step(program, program.train_step, state, batch)
+            losses.append(loss)
+            seconds.append(took)
+            cpu_seconds.append(cpu_took)
             if len(losses) == 1:
                 first_step_s, from_cache = process_age(), log.from_cache > hits
         compiled = log.seconds.get(program.train_step.__name__, [])
@@ -129,6 +127,15 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "date": datetime.date.today().isoformat(),
         **run_info(),
     }
+
+
+def run_step(program: Program, train_step: Any, state: Any, batch: Batch) -> tuple[float, float, float, Any]:
+    """(seconds, processor seconds over all threads, loss, new state) of one batch from the host, waited for."""
+    began, cpu_began = time.perf_counter(), time.process_time()
+    state, metrics = train_step(state, place(program, batch))
+    loss = float(metrics["loss"])
+    jax.block_until_ready(state)
+    return time.perf_counter() - began, time.process_time() - cpu_began, loss, state
 
 
 def random_batches(program: Program, number: int) -> list[Batch]:

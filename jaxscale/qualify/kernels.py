@@ -1,0 +1,231 @@
+"""Each kernel of this platform beside its definition in float32, on the device: values and gradients.
+
+B batch  T query position  S key position  D embed  N query heads  K key-value heads  H head dim  V vocab  F mlp
+"""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.ops.activation import geglu_tanh, swiglu
+from jaxscale.ops.attention import BEST, HOMES, LONG_ROW, choose_attention, xla
+from jaxscale.ops.config import AttentionName, AttentionNeeds
+from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy
+from jaxscale.ops.kernels import PLAIN, choose_kernels
+from jaxscale.ops.norm import layer_norm, rms_norm
+from jaxscale.ops.quantized import with_matmul_dtype
+from jaxscale.ops.rope import frequencies, make_rotation
+from jaxscale.qualify.result import Figure, Machine, Probe, first_words
+from jaxscale.system.exits import BadInput
+
+F32 = jnp.float32
+EPS = 1e-6
+ROPE_BASE = 10_000.0
+ATTENTIONS = [name for name in get_args(AttentionName) if name not in ("auto", "xla")]  # "xla" is the definition
+# Root-mean-square errors over that of the exact result: about three times those that these kernels have on XLA:CPU (at
+# most 0.0031 in bfloat16, 0.011 in int8, in fp8 0.037 for values and 0.059 for gradients; jax 0.10.2, 2026-11-23).
+# float16 rounds 8 times as finely as bfloat16. A kernel that does something else is off by a tenth and more.
+TOLERANCE = {"bfloat16": 0.01, "float16": 0.01 / 8}
+EIGHT_BIT = {"int8": (0.03, 0.03), "fp8": (0.1, 0.15)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel and what it must equal."""
+
+    name: str
+    kernel: Callable[..., Any]  # of the operands in the compute type
+    exact: Callable[..., Any]  # of the same in float32
+    operands: tuple[jax.Array, ...]  # float32: all are differentiated by
+    dtype: str
+    value_most: float
+    gradient_most: float
+
+
+def measure_kernels(machine: Machine) -> Probe:
+    """The largest error of each kernel's value and gradients, as shares of their sizes; and which were left out."""
+    figures, notes, problems = [], [], []
+    dtype = compute_dtype(machine)
+    for make in (attention_cases, loss_case, small_cases, product_cases):
+        for case in make(machine, dtype):
+            if isinstance(case, str):
+                notes.append(case)
+                continue
+            try:
+                value, gradient = errors_of(case)
+            except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+                problems.append(f"{case.name}: {first_words(error)}")
+                continue
+            figures.append(Figure(name=f"{case.name}: value", value=value, unit="share", most=case.value_most))
+            figures.append(
+                Figure(name=f"{case.name}: gradients", value=gradient, unit="share", most=case.gradient_most)
+            )
+    notes.append(f"errors are root mean squares over those of the exact result; operands in {dtype}")
+    return Probe(name="kernels", figures=tuple(figures), notes=tuple(notes), problem="; ".join(problems))
+
+
+def compute_dtype(machine: Machine) -> str:
+    """What training computes in on such devices."""
+    return "float16" if machine.chip and not machine.chip.bfloat16 else "bfloat16"
+
+
+def errors_of(case: Case) -> tuple[float, float]:
+    """(error of the value, largest error of a gradient): root mean squares, over those of the exact result."""
+    rounded = tuple(x.astype(case.dtype) for x in case.operands)
+    exact_operands = tuple(x.astype(F32) for x in rounded)
+    value, pull = jax.vjp(jax.jit(case.exact), *exact_operands)
+    away = jax.random.normal(jax.random.key(1), value.shape, F32).astype(case.dtype)  # what the gradient is taken along
+    away = away if value.ndim else jnp.ones((), case.dtype)
+
+    @jax.jit
+    def own(away: jax.Array, *operands: jax.Array) -> tuple[jax.Array, Any]:
+        result, pull_own = jax.vjp(case.kernel, *operands)
+        return result, pull_own(away.astype(result.dtype))
+
+    found, gradients = own(away, *rounded)
+    wanted = pull(away.astype(F32))
+    return relative(found, value), max(map(relative, gradients, wanted))
+
+
+def relative(found: jax.Array, wanted: jax.Array) -> float:
+    """Root mean square of the difference over that of what is wanted."""
+    difference = found.astype(F32) - wanted
+    return float(jnp.sqrt(jnp.mean(jnp.square(difference)) / jnp.mean(jnp.square(wanted))))
+
+
+def exactly(f: Callable[..., Any]) -> Callable[..., Any]:
+    """f with float32 products that are not rounded to fewer bits, as TPUs and GPUs do unasked."""
+
+    @functools.wraps(f)
+    def precise(*args: jax.Array) -> Any:
+        with jax.default_matmul_precision("highest"):
+            return f(*args)
+
+    return precise
+
+
+def normal(number: int, *shape: int) -> jax.Array:
+    """Random numbers of mean 0 and variance 1, float32."""
+    return jax.random.normal(jax.random.key(number), shape, F32)
+
+
+def near(dtype: str) -> tuple[float, float]:
+    """The tolerance of a value and of gradients."""
+    return TOLERANCE[dtype], TOLERANCE[dtype]
+
+
+def attention_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
+    """Every form that this platform has: rows of several documents, grouped heads; a window; a softcap; odd lengths."""
+    device = jax.local_devices()[0]
+    lengths = (256, LONG_ROW + 76) if machine.on_cpu else (2048, 1100)  # on a CPU long rows take another form
+    heads = (4, 2) if machine.on_cpu else (8, 2)
+    needs_of = functools.partial(AttentionNeeds, head_dim=64 if machine.on_cpu else 128, dtype=dtype)
+    variants = [(needs_of(), "", length) for length in lengths]
+    variants += [
+        (needs_of(window=100), ", window of 100", lengths[0]),
+        (needs_of(softcap=20.0), ", softcap", lengths[0]),
+    ]
+    for form in ATTENTIONS:
+        if form in HOMES and BEST.get(machine.platform) != form:
+            continue
+        for needs, words, length in variants:
+            name = f"{form} attention of {length}{words}"
+            try:
+                attend, *_ = choose_attention(form, machine.platform, needs, device)
+            except BadInput as error:
+                yield f"{name}: left out, {error}"
+                continue
+            exact = xla.make_attend(softcap=needs.softcap, window=needs.window)
+            yield attention_case(name, attend, exact, needs, heads, length)
+
+
+def attention_case(name: str, attend, exact, needs: AttentionNeeds, heads: tuple[int, int], length: int) -> Case:
+    """A form of attention over two rows of three documents."""
+    (N, K), H = heads, needs.head_dim
+    ids_BT = jnp.repeat(jnp.arange(1, 4), -(-length // 3))[None, :length] * jnp.ones((2, 1), jnp.int32)
+    operands = (normal(2, 2, length, N, H), normal(3, 2, length, K, H), normal(4, 2, length, K, H))
+    return Case(
+        name, lambda q, k, v: attend(q, k, v, ids_BT), exactly(lambda q, k, v: exact(q, k, v, ids_BT)), operands,
+        needs.dtype, *near(needs.dtype),
+    )  # fmt: skip
+
+
+def loss_case(machine: Machine, dtype: str) -> Iterator[Case]:
+    """The cross-entropy in chunks, with its z-loss, beside the whole."""
+    B, T, D, V = (2, 64, 64, 512) if machine.on_cpu else (4, 512, 1024, 32_768)
+    targets_BT = jax.random.randint(jax.random.key(5), (B, T), 0, V)
+    weights_BT = jnp.ones((B, T), F32).at[:, T // 2].set(0.0)
+    cfg = LossSettings(chunk_tokens=B * T // 4, z_loss=1e-4)
+
+    def exact(h_BTD: jax.Array, w_DV: jax.Array) -> jax.Array:
+        logits_BTV = jnp.einsum("BTD,DV->BTV", h_BTD, w_DV)
+        lse_BT = jax.nn.logsumexp(logits_BTV, axis=-1)
+        target_BT = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+        return jnp.sum((lse_BT - target_BT + 1e-4 * lse_BT**2) * weights_BT)
+
+    kernel = lambda h_BTD, w_DV: summed_cross_entropy(h_BTD, w_DV, targets_BT, weights_BT, cfg).total
+    operands = (normal(6, B, T, D), normal(7, D, V) * D**-0.5)
+    yield Case(f"cross-entropy over {V} words", kernel, exactly(exact), operands, dtype, *near(dtype))
+
+
+def small_cases(machine: Machine, dtype: str) -> Iterator[Case]:
+    """Norms, gated activations and rotary positions."""
+    shape = (2, 128, 256) if machine.on_cpu else (4, 1024, 2048)
+    x, scale, bias = normal(8, *shape), 1 + 0.1 * normal(9, shape[-1]), normal(10, shape[-1])
+    wide = lambda vector: vector[None, None]
+
+    def exact_rms(x: jax.Array, scale: jax.Array) -> jax.Array:
+        return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + EPS) * wide(scale)
+
+    def exact_layer(x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+        centred = x - jnp.mean(x, axis=-1, keepdims=True)
+        return centred / jnp.sqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + EPS) * wide(scale) + wide(bias)
+
+    allowed = near(dtype)
+    yield Case("rms_norm", lambda x, s: rms_norm(x, s, EPS), exact_rms, (x, scale), dtype, *allowed)
+    yield Case("layer_norm", lambda x, s, b: layer_norm(x, s, b, EPS), exact_layer, (x, scale, bias), dtype, *allowed)
+    pair = (x, normal(11, *shape))
+    yield Case("swiglu", swiglu, lambda g, u: g / (1 + jnp.exp(-g)) * u, pair, dtype, *allowed)
+    gelu = lambda g: 0.5 * g * (1 + jnp.tanh(jnp.sqrt(2 / jnp.pi) * (g + 0.044715 * g**3)))
+    yield Case("geglu_tanh", geglu_tanh, lambda g, u: gelu(g) * u, pair, dtype, *allowed)
+    B, T, H = 2, shape[1], 64
+    positions_BT = jnp.arange(T)[None] * jnp.ones((B, 1), jnp.int32)
+    rotation = make_rotation(positions_BT, H, ROPE_BASE)
+    turn = choose_kernels(machine.platform, "xla", AttentionNeeds(head_dim=H, dtype=dtype)).rotate
+    exact_turn = functools.partial(turned, positions_BT)
+    yield Case("rotary positions", lambda x: turn(x, rotation), exact_turn, (normal(12, B, T, 4, H),), dtype, *allowed)
+
+
+def turned(positions_BT: jax.Array, x_BTNH: jax.Array) -> jax.Array:
+    """Rotary positions as products of complex numbers: the halves of a head are real and imaginary parts."""
+    first, second = jnp.split(x_BTNH, 2, axis=-1)
+    freq_h = jnp.asarray(frequencies(x_BTNH.shape[-1], ROPE_BASE), F32)
+    angle_BT1h = positions_BT[:, :, None, None] * freq_h[None, None, None]
+    product = jax.lax.complex(first, second) * jnp.exp(1j * angle_BT1h)
+    return jnp.concatenate([product.real, product.imag], axis=-1)
+
+
+def product_cases(machine: Machine, dtype: str) -> Iterator[Case | str]:
+    """The projections in the compute type, and in 8 bits where the chip's datasheet has them."""
+    B, T, D, F = (2, 128, 256, 512) if machine.on_cpu else (4, 1024, 2048, 4096)
+    spec, operands = "BTD,DF->BTF", (normal(13, B, T, D), normal(14, D, F) * D**-0.5)
+    exact = exactly(functools.partial(jnp.einsum, spec))
+    needs = AttentionNeeds(head_dim=64, dtype=dtype)
+    kernels = choose_kernels(machine.platform, "xla", needs)
+    yield Case("projection", functools.partial(kernels.project, spec), exact, operands, dtype, *near(dtype))
+    has = {"int8": machine.on_cpu or (machine.chip and machine.chip.int8_flops)}
+    has["fp8"] = machine.on_cpu or (machine.chip and machine.chip.fp8_flops)
+    for name in EIGHT_BIT:
+        if not has[name]:
+            yield f"projection in {name}: left out, the datasheet has no such products"
+        elif importlib.util.find_spec("qwix") is None:
+            yield f"projection in {name}: left out, qwix is not installed: pip install 'jaxscale[quant]'"
+        else:
+            project = with_matmul_dtype(PLAIN, name).project
+            kernel = functools.partial(project, spec)
+            yield Case(f"projection in {name}", kernel, exact, operands, dtype, *EIGHT_BIT[name])

@@ -1,0 +1,90 @@
+"""Gathers, scatters and sums over the links between devices, along each dimension of them, beside the datasheet."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxscale.planning.links import CORE, DIMENSIONS, Stage, group_lines, make_torus
+from jaxscale.qualify.collectives import default_sizes, measure_axes
+from jaxscale.qualify.result import NO_DATASHEET, Figure, Machine, Probe, held
+from jaxscale.sharding.config import MESH_AXES, MeshConfig
+from jaxscale.sharding.mesh import device_groups, make_mesh
+from jaxscale.units import size as size_words
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+REPEATS = 10
+
+
+def measure_links(machine: Machine, sizes: Sequence[int] | None = None) -> Probe:
+    """bytes/s out of one device of each collective and size, over all devices and along each dimension by itself.
+
+    The largest size is held against the datasheet, along single dimensions where there are several; all else is told
+    beside it. A figure is that of the process where it took longest.
+    """
+    if len(machine.devices) == 1:
+        return Probe(name="links", notes=("one device has nothing to exchange",))
+    sizes = sizes or default_sizes(machine.devices[0])
+    figures: list[Figure] = []
+    for mesh in (found := meshes(machine.devices)):
+        rows = measure_axes(mesh, KINDS, sizes, REPEATS)
+        largest = max(row["bytes"] for row in rows)
+        figures += [figure_of(row, mesh, machine, judged=mesh is found[-1] and row["bytes"] == largest) for row in rows]
+    return Probe(name="links", figures=tuple(figures), notes=() if machine.chip else (NO_DATASHEET,))
+
+
+def meshes(devices: Sequence[Any]) -> list[Mesh]:
+    """All devices along one axis, as training lays them; and, if there are several dimensions, an axis for each.
+
+    Dimensions are those of a TPU slice's torus and the cores of a chip; beside them the slices or nodes, which the
+    data centre's network joins.
+    """
+    whole = make_mesh(MeshConfig(fsdp=-1), devices)
+    _, _, group_of = device_groups(devices)
+    placed = sorted(zip(group_of, devices), key=lambda pair: (pair[0], place_of(pair[1]), pair[1].id))
+    inside = extents([device for group, device in placed if group == placed[0][0]])
+    shape = (len(set(group_of)), *inside)
+    if sum(size > 1 for size in shape) < 2 or math.prod(shape) != len(devices):  # one dimension, or no whole box
+        return [whole]
+    shape += (1,) * (len(MESH_AXES) - len(shape))  # the first may cross from slice to slice, or node to node
+    box = np.array([device for _, device in placed], dtype=object).reshape(shape)
+    return [whole, Mesh(box, MESH_AXES)]
+
+
+def place_of(device: Any) -> tuple[int, ...]:
+    """Where a TPU is on the torus, and on its chip; () for what is on none."""
+    return (*device.coords, getattr(device, "core_on_chip", 0)) if device.platform == "tpu" else ()
+
+
+def extents(devices: Sequence[Any]) -> tuple[int, ...]:
+    """How many places TPUs have along each dimension of the torus, and on a chip; of others, how many there are."""
+    return tuple(len(set(column)) for column in zip(*map(place_of, devices))) or (len(devices),)
+
+
+def figure_of(row: dict[str, Any], mesh: Mesh, machine: Machine, *, judged: bool) -> Figure:
+    """A row of collectives.measure_axes beside the datasheet's figure for the links that it can use."""
+    axis, chip = row["axis"], machine.chip
+    low, high = row["seconds_range"]
+    sent = row["bytes_per_s"] * row["seconds"]
+    rate = (row["bytes_per_s"], sent / high, sent / low)
+    lines = lines_of(mesh, axis, machine)
+    along = ", ".join(line.along for line in lines if line.along in DIMENSIONS)
+    where = f"{row['devices']} devices {row['link']}" + (f", along {along} of the torus" if along else "")
+    name = f"{row['collective']}, {size_words(row['bytes'])}, {where}"
+    table = row["table_bytes_per_s"]
+    if table and row["link"].startswith("within"):  # several dimensions, and the cores of a chip, have no one figure
+        table = table * lines[0].share if len(lines) == 1 and lines[0].along != CORE else None
+    floor = machine.floors.links if judged else None
+    return held(rate, name, "bytes/s", table, floor, chip.links_source if chip else "")
+
+
+def lines_of(mesh: Mesh, axis: str, machine: Machine) -> tuple[Stage, ...]:
+    """The links that a group along the axis has, a stage for each dimension; () without a datasheet."""
+    if machine.chip is None:
+        return ()
+    place = mesh.axis_names.index(axis)
+    order = np.moveaxis(np.arange(mesh.size).reshape(mesh.devices.shape), place, 0)
+    members = order.reshape(len(order), -1)[:, 0]
+    return group_lines(make_torus(list(mesh.devices.flat), machine.chip), members.tolist())

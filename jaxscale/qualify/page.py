@@ -1,0 +1,143 @@
+"""A qualification as one HTML page, and as lines for a terminal."""
+
+from collections.abc import Iterator
+
+from jaxscale.qualify.result import NO_DATASHEET, Figure, Floors, Probe, Qualification, amount
+from jaxscale.reporting.page import whole_page
+from jaxscale.reporting.sections import Section
+from jaxscale.reporting.tables import Cell, n, table
+from jaxscale.reporting.text import escape
+from jaxscale.units import duration, plural
+from jaxscale.units import table as text_table
+
+TITLES = {
+    "products": "Products and memory",
+    "devices": "Devices beside each other",
+    "links": "Links",
+    "kernels": "Kernels beside float32",
+    "step": "A training step",
+    "storage": "Saves and restores",
+}
+SHOWN = {"passed": "finished", "below": "failed", "failed": "failed", "left out": "stopped", "measured": "running"}
+HEAD = ("", "measured", "from", "to", "compared with", "share", "", "limit", "")
+DRAWN = 120  # pixels of a bar for all of what is compared with
+
+
+def make_page(result: Qualification) -> str:
+    """The page: the verdict, then a table for each probe, then floors and versions."""
+    word, kind = verdict(result)
+    facts = [
+        ("devices", result.devices, result.chip or "no datasheet"),
+        ("hosts", str(len(result.hosts)), ", ".join(result.hosts[:4])),
+        *headlines(result),
+        ("took", duration(result.seconds), result.date[:16].replace("T", " ") + " UTC"),
+    ]
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(more)}</small></dd></div>"
+        for name, value, more in facts
+    )
+    lines = "".join(f"<li>{escape(line)}</li>" for line in result.failures)
+    told = f'<ul class="told">{lines}</ul>' if lines else ""
+    head = (
+        f'<div class="top"><h1>{escape(result.devices)}</h1><span class="state {kind}">{escape(word)}</span></div>'
+        f'<p class="sub">{escape(result.datasheet or NO_DATASHEET)}</p><dl class="facts">{items}</dl>{told}'
+    )
+    sections = [Section(probe.name, TITLES[probe.name], probe_html(probe)) for probe in result.probes]
+    sections.append(Section("floors", "Floors and versions", floors_html(result)))
+    end = f"Made {result.date} by jaxscale qualify. Figures are medians; from and to are the slowest and fastest call."
+    return whole_page(f"{result.devices}: {word}", head, sections, end, {"plots": []})
+
+
+def verdict(result: Qualification) -> tuple[str, str]:
+    """(the verdict in words, its style)."""
+    if result.unfinished:
+        return f"under way, {', '.join(result.unfinished)} to come", "running"
+    if not result.passed:
+        return f"NOT QUALIFIED: {plural(len(result.failures), 'finding')}", "failed"
+    missing = [probe.name for probe in result.probes if probe.left_out]
+    return ("QUALIFIED" + (f", but for {', '.join(missing)}, left out" if missing else "")), "finished"
+
+
+def headlines(result: Qualification) -> Iterator[tuple[str, str, str]]:
+    """The few figures that are asked for first."""
+    for probe in result.probes:
+        for figure in probe.figures:
+            if figure.name in ("speed of the step", "MFU", "overlap: collective time in which products run") or (
+                probe.name == "products" and figure is probe.figures[0]
+            ):
+                more = f"{figure.share:.1%} of the datasheet" if figure.share is not None else ""
+                yield figure.name.removeprefix("overlap: "), amount(figure.value, figure.unit), more
+
+
+def probe_html(probe: Probe) -> str:
+    """The state of a probe, its figures and its notes."""
+    state = f'<p><span class="state {SHOWN[probe.state]}">{escape(probe.state)}</span></p>'
+    rows = [figure_row(figure) for figure in probe.figures]
+    filled = [any(isinstance(row[place], str) or row[place].html for row in rows) for place in range(len(HEAD))]
+    keep = lambda cells: [cell for cell, wanted in zip(cells, filled) if wanted]
+    kinds = ["trouble" if figure.passed is False else "" for figure in probe.figures]
+    notes = [*([probe.problem] if probe.problem else []), *probe.notes]
+    told = "".join(f'<p class="left">{escape(note)}</p>' for note in notes)
+    return state + table(keep(HEAD), map(keep, rows), kinds) + told
+
+
+def figure_row(figure: Figure) -> list[str | Cell]:
+    """The cells of a figure."""
+    told = lambda value: n("" if value is None else amount(value, figure.unit))
+    quiet = lambda text: Cell(escape(text), "t")
+    share = figure.share
+    bar = ""
+    if share is not None:
+        filled = f'<i style="width:{100 * min(share, 1):.1f}%"></i>'
+        bar = f'<div class="bar" style="width:{DRAWN}px;margin:8px 0 0">{filled}</div>'
+    mark = {True: "passed", False: "not passed", None: ""}[figure.passed]
+    values = (figure.value, figure.low, figure.high, figure.against)
+    part = n("" if share is None else f"{share:.1%}")
+    return [Cell(escape(figure.name), "w"), *map(told, values), part, Cell(bar), quiet(limits(figure)), quiet(mark)]
+
+
+def limits(figure: Figure) -> str:
+    """'at least 593 TFLOP/s'."""
+    told = [f"at least {amount(figure.least, figure.unit)}"] if figure.least is not None else []
+    return " and ".join(told + ([f"at most {amount(figure.most, figure.unit)}"] if figure.most is not None else []))
+
+
+def floor_rows(floors: Floors) -> list[tuple[str, str, str]]:
+    """(flag, floor, of what)."""
+    return [
+        ("--products_floor", f"{floors.products:.0%}", "of the datasheet's FLOP/s, in each type"),
+        ("--bandwidth_floor", f"{floors.bandwidth:.0%}", "of the datasheet's memory bandwidth"),
+        (
+            "--links_floor",
+            f"{floors.links:.0%}",
+            "of the datasheet's link bandwidth, largest size, along one dimension",
+        ),
+        ("--mfu_floor", f"{floors.mfu:.0%}", "of the datasheet's FLOP/s, by the training step"),
+        ("--memory_within", f"{floors.memory_within:.0%}", "of the compiler's figure, either way, for the step's peak"),
+        ("--slow", f"{floors.slow:g}", "times the median device"),
+    ]
+
+
+def floors_html(result: Qualification) -> str:
+    """What was asked for, and what it was measured with."""
+    versions = [(name, version) for name, version in result.versions.items() if version]
+    return table(("flag", "floor", ""), floor_rows(result.floors)) + table(("version of", ""), versions)
+
+
+def summary_lines(result: Qualification) -> list[str]:
+    """The result for a terminal: each figure with a limit or beside the datasheet, then the floors and the verdict."""
+    lines = [f"{result.devices} on {plural(len(result.hosts), 'host')}; {result.datasheet or NO_DATASHEET}"]
+    for probe in result.probes:
+        lines += ["", f"{probe.name}: {probe.state}, {duration(probe.seconds)}"]
+        rows = [
+            (
+                figure.name, amount(figure.value, figure.unit),
+                "" if figure.share is None else f"{figure.share:.1%} of {amount(figure.against, figure.unit)}",
+                limits(figure), "NOT PASSED" if figure.passed is False else "",
+            )
+            for figure in probe.figures
+        ]  # fmt: skip
+        lines += text_table(rows, right=(1,)) if rows else []
+        lines += [f"  {note}" for note in ([probe.problem] if probe.problem else []) + list(probe.notes)]
+    floors = ", ".join(f"{flag}={floor}" for flag, floor, _ in floor_rows(result.floors))
+    return [*lines, "", f"floors: {floors}", verdict(result)[0]]

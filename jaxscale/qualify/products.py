@@ -1,0 +1,163 @@
+"""Matrix products and memory of a device, beside the datasheet; and every device beside the others.
+
+N width of the square operands
+"""
+
+import dataclasses
+import socket
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxscale.hardware import Chip
+from jaxscale.hosts.agree import gathered, next_key
+from jaxscale.qualify.result import NO_DATASHEET, Figure, Machine, Probe, first_words, held
+from jaxscale.qualify.timing import Timed, timed
+
+MIB = 2**20
+QUEUED = 8  # products that are asked for before the last is waited for: the call itself takes its time too
+REPEATS = 10
+WIDTH, CPU_WIDTH = 8192, 512  # 8192: 1.1e12 operations, a millisecond of the fastest chip in the table
+MEMORY_BYTES, CPU_MEMORY_BYTES = 2**30, 64 * MIB  # larger than any chip's fast memory, and than a CPU's cache
+RESULTS = {"int8": jnp.int32, "float8_e4m3fn": jnp.bfloat16}  # of products of 8-bit operands
+
+
+def measure_products(machine: Machine) -> Probe:
+    """FLOP/s of this process's first device in each type that its datasheet has, and bytes/s of its memory.
+
+    Of a CPU, float32 and bfloat16. What the compiler refuses is told, and is no failure of the machine.
+    """
+    device, chip = jax.local_devices()[0], machine.chip
+    source = chip.source if chip else ""
+    figures, notes = [], [] if chip else [NO_DATASHEET]
+    for dtype, peak in product_types(machine, chip):
+        try:
+            found, flops = time_products(device, product_width(device), dtype)
+        except (jax.errors.JaxRuntimeError, NotImplementedError, TypeError) as error:
+            notes.append(f"products in {dtype}: not measured, {first_words(error)}")
+            continue
+        name = f"products in {dtype}"
+        figures.append(held(found.rate(flops), name, "FLOP/s", peak, machine.floors.products, source))
+    found, moved = time_memory(device)
+    datasheet = chip.hbm_bandwidth if chip else None
+    rate = found.rate(moved)
+    figures.append(held(rate, "memory, read and written", "bytes/s", datasheet, machine.floors.bandwidth, source))
+    return Probe(name="products", figures=tuple(figures), notes=tuple(notes))
+
+
+def product_types(machine: Machine, chip: Chip | None) -> list[tuple[str, float | None]]:
+    """(type of the operands, the datasheet's FLOP/s or None)."""
+    if chip is None:
+        return [("float32", None), ("bfloat16", None)]
+    found = [("bfloat16" if chip.bfloat16 else "float16", chip.peak_flops)]
+    found += [("int8", chip.int8_flops)] if chip.int8_flops else []
+    return found + ([("float8_e4m3fn", chip.fp8_flops)] if chip.fp8_flops else [])
+
+
+def product_width(device: jax.Device) -> int:
+    """Of the operands: a fraction of a second in all."""
+    return CPU_WIDTH if device.platform == "cpu" else WIDTH
+
+
+def time_products(device: jax.Device, width: int, dtype: str, repeats: int = REPEATS) -> tuple[Timed, float]:
+    """(seconds of QUEUED products of square matrices on this device alone, their operations).
+
+    The numbers are random: chips draw less power, and clock higher, on constant ones.
+    """
+    key = jax.random.key(0)
+    if dtype == "int8":
+        make = lambda: jax.random.randint(key, (2, width, width), -127, 128, jnp.int8)
+    else:
+        make = lambda: jax.random.normal(key, (2, width, width), jnp.bfloat16).astype(dtype)
+    with jax.default_device(device):
+        a_NN, b_NN = jax.jit(lambda: tuple(make()))()
+        found = timed(lambda: [multiply(a_NN, b_NN) for _ in range(QUEUED)], repeats)
+    return found, QUEUED * 2.0 * width**3
+
+
+@jax.jit
+def multiply(a_NN: jax.Array, b_NN: jax.Array) -> jax.Array:
+    """a b', the form that 8-bit products of NVIDIA's library have; of 8-bit operands in a wider type."""
+    result = RESULTS.get(a_NN.dtype.name, a_NN.dtype)
+    return lax.dot_general(a_NN, b_NN, (((1,), (1,)), ((), ())), preferred_element_type=result)
+
+
+def time_memory(device: jax.Device, repeats: int = REPEATS) -> tuple[Timed, float]:
+    """(seconds of QUEUED passes over an array that read and write all of it, the bytes that they move)."""
+    num_bytes = CPU_MEMORY_BYTES if device.platform == "cpu" else MEMORY_BYTES
+    x = jax.device_put(np.ones(num_bytes // 4, np.float32), device)
+    found = timed(lambda: over(x), repeats)
+    return found, QUEUED * 2.0 * num_bytes
+
+
+@jax.jit
+def over(x: jax.Array) -> jax.Array:
+    """QUEUED passes one after the other, in one program: a pass reads what the one before it wrote."""
+    return lax.fori_loop(0, QUEUED, lambda _, x: x * 0.5 + 1.0, x)
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceTime:
+    """Seconds of the same products on one device."""
+
+    name: str  # 'TPU 3 at (0, 1, 1)'
+    host: str
+    process: int
+    seconds: float
+
+
+TimeDevice = Callable[[jax.Device], float]
+
+
+def product_seconds(device: jax.Device, repeats: int = REPEATS) -> float:
+    """The median seconds of one product on this device alone."""
+    dtype = "float32" if device.platform == "cpu" else "bfloat16"
+    return time_products(device, product_width(device), dtype, repeats)[0].median / QUEUED
+
+
+def measure_devices(machine: Machine, time_device: TimeDevice = product_seconds) -> Probe:
+    """Each device of all processes beside the median of all; those that are slow, by name.
+
+    The simulated devices of a CPU share its cores, so that of each process one is timed.
+    """
+    local = [device for device in machine.devices if device.process_index == jax.process_index()]
+    shared = machine.on_cpu and len(local) > 1 and time_device is product_seconds
+    mine = [
+        dataclasses.asdict(DeviceTime(device_name(d), socket.gethostname(), jax.process_index(), time_device(d)))
+        for d in (local[:1] if shared else local)
+    ]
+    rows = [DeviceTime(**row) for rows in gathered(next_key("devices"), mine) for row in rows]
+    notes = ["simulated devices share the processor: one of each process was timed"] if shared else []
+    if len(rows) == 1:
+        return Probe(name="devices", notes=(*notes, "one device has none to be slower than"))
+    return Probe(name="devices", figures=beside_median(rows, machine.floors.slow), notes=tuple(notes))
+
+
+def beside_median(rows: Sequence[DeviceTime], most: float) -> tuple[Figure, ...]:
+    """The median device, and each device that takes more than `most` times as long, slowest first.
+
+    Of two devices the median is the faster one.
+    """
+    usual = statistics.median_low([row.seconds for row in rows])
+    times = sorted(rows, key=lambda row: -row.seconds)
+    slow = [row for row in times if row.seconds > most * usual]
+    fastest, slowest = times[-1].seconds, times[0].seconds
+    name = f"a product, median of {len(rows)} devices"
+    found = [Figure(name=name, value=usual, unit="s", low=fastest, high=slowest)]
+    if not slow:
+        slowest_name = f"slowest, {times[0].name} on {times[0].host}"
+        return (*found, Figure(name=slowest_name, value=slowest / usual, unit="times", most=most))
+    slow_name = lambda row: f"{row.name} on {row.host} (process {row.process}) is slow"
+    ratios = [Figure(name=slow_name(row), value=row.seconds / usual, unit="times", most=most) for row in slow]
+    return (*found, *ratios)
+
+
+def device_name(device: Any) -> str:
+    """'TPU 3 at (0, 1, 1)', 'GPU 5'."""
+    coords = getattr(device, "coords", None)
+    return f"{device.platform.upper()} {device.id}" + (f" at {tuple(coords)}" if coords is not None else "")

@@ -1,0 +1,140 @@
+"""All probes one after the other: their order, the time to go, a bound for each, and the result as it grows."""
+
+import dataclasses
+import datetime
+import json
+import socket
+import time
+import traceback
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+
+from jaxscale.hosts.agree import agreed, gathered, next_key
+from jaxscale.monitor.runinfo import run_info
+from jaxscale.planning.measured import QUALIFY, Measured, keep_measured
+from jaxscale.qualify.kernels import measure_kernels
+from jaxscale.qualify.links import measure_links
+from jaxscale.qualify.model import measure_model
+from jaxscale.qualify.page import make_page
+from jaxscale.qualify.products import measure_devices, measure_products
+from jaxscale.qualify.result import Machine, Probe, ProbeFunction, Qualification, first_words
+from jaxscale.qualify.storage import measure_storage
+from jaxscale.system import paths
+from jaxscale.system.exits import Exit, Stop
+from jaxscale.units import duration
+
+# Seconds that a probe is taken to need on an accelerator, most for compiling. Assumed, and used for the time to go.
+EXPECTED = {"products": 20.0, "devices": 20.0, "links": 60.0, "kernels": 90.0, "step": 180.0, "storage": 60.0}
+PROBES = tuple(EXPECTED)
+
+
+class Kept:
+    """What a probe leaves for `jaxscale plan` beside its figures."""
+
+    measured: Measured | None = None
+
+
+def probe_functions(kept: Kept) -> dict[str, ProbeFunction]:
+    """{name: probe}, in their order."""
+
+    def step(machine: Machine) -> Probe:
+        probe, kept.measured = measure_model(machine)
+        return probe
+
+    functions = (measure_products, measure_devices, measure_links, measure_kernels, step, measure_storage)
+    return dict(zip(PROBES, functions))
+
+
+def qualify(
+    machine: Machine, *, only: Collection[str] = PROBES, say: Callable[[str], None], clock=time.monotonic
+) -> Qualification:
+    """Runs the probes and writes qualify.json and qualify.html after each; all processes call it, the first one writes.
+
+    A probe that fails is reported in words. One that hangs is the watchdog's, whose phases machine.phase gives.
+    """
+    began, kept = clock(), Kept()
+    hosts = tuple(gathered(next_key("hosts"), socket.gethostname()))
+    found: list[Probe] = []
+    wanted = [name for name in PROBES if name in only]
+    for name, function in probe_functions(kept).items():
+        elapsed = agreed(lambda: clock() - began)
+        if name not in only:
+            found.append(Probe(name=name, left_out=True, notes=("not asked for",)))
+        elif elapsed > machine.seconds:
+            found.append(Probe(name=name, left_out=True, notes=(f"no time was left after {duration(elapsed)}",)))
+        else:
+            number = wanted.index(name) + 1
+            say(f"[{number}/{len(wanted)}] {name}: {to_go(wanted[: number - 1], wanted[number - 1 :], elapsed)}")
+            found.append(attempt(name, function, machine, clock))
+            say(f"      {probe_line(found[-1])}")
+        left = tuple(name for name in PROBES[len(found) :] if name in only)
+        result = describe(machine, hosts, tuple(found), clock() - began, left)
+        if jax.process_index() == 0:
+            write(result, machine.folder)
+    if kept.measured is not None and jax.process_index() == 0:
+        keep_measured(dataclasses.replace(kept.measured, by=QUALIFY, save_bytes_per_second=save_rate(found)))
+    return result
+
+
+def to_go(done: Collection[str], ahead: Collection[str], elapsed: float) -> str:
+    """'about 3m20s to go', by what is expected, at the pace so far."""
+    pace = elapsed / sum(EXPECTED[name] for name in done) if done else 1.0
+    return f"about {duration(pace * sum(EXPECTED[name] for name in ahead))} to go"
+
+
+def attempt(name: str, function: ProbeFunction, machine: Machine, clock: Callable[[], float]) -> Probe:
+    """The probe, with what failed in words, here or in another process, and how long it took."""
+    began = clock()
+    try:
+        with machine.phase(name):
+            probe = function(machine)
+    except Exception as error:
+        if isinstance(error, Stop) and error.code == Exit.PEER_LOST:
+            raise
+        probe = Probe(name=name, problem=first_words(error), traceback=traceback.format_exc())
+    others = []
+    for process, failures in enumerate(gathered(next_key("probe"), list(probe.failures))):
+        if process != jax.process_index():
+            others += [f"process {process}: {line}" for line in failures if line not in probe.failures]
+    if others:
+        probe = dataclasses.replace(probe, problem="; ".join([*filter(None, [probe.problem]), *others]))
+    return dataclasses.replace(probe, seconds=clock() - began)
+
+
+def probe_line(probe: Probe) -> str:
+    """'passed in 12s', with what failed behind it."""
+    return f"{probe.state} in {duration(probe.seconds)}" + "".join(f"\n      {line}" for line in probe.failures)
+
+
+def describe(
+    machine: Machine, hosts: tuple[str, ...], probes: tuple[Probe, ...], seconds: float, unfinished: tuple[str, ...]
+) -> Qualification:
+    """The result so far."""
+    chip = machine.chip
+    return Qualification(
+        devices=f"{len(machine.devices)} x {machine.devices[0].device_kind}",
+        hosts=hosts,
+        chip=chip and chip.name,
+        datasheet=chip.source if chip else "",
+        floors=machine.floors,
+        probes=probes,
+        seconds=seconds,
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        versions=run_info()["versions"],
+        unfinished=unfinished,
+    )
+
+
+def write(result: Qualification, folder: Any) -> None:
+    """Writes qualify.json and qualify.html."""
+    text = json.dumps(result.to_dict(), indent=1, default=str)
+    paths.write_text_atomic(folder / "qualify.json", text + "\n")
+    paths.write_text_atomic(folder / "qualify.html", make_page(result))
+
+
+def save_rate(probes: Collection[Probe]) -> float | None:
+    """bytes/s of a save, of all hosts together, where it was measured."""
+    figures = [figure for probe in probes if probe.name == "storage" for figure in probe.figures]
+    return next((figure.value for figure in figures if figure.name.startswith("save")), None)
