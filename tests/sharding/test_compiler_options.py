@@ -17,10 +17,12 @@ from jaxscale.sharding.mesh import make_mesh
 
 GPU = [row for row in TABLE if row.devices == ("gpu",)]
 SCHEDULER, GATHER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_pipelined_all_gather"
+APART = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+USUAL = {row.name: row.value for row in GPU}
 
 
 def test_a_platform_gets_its_own_rows():
-    assert compiler_options("gpu", "any", {}, {}).values == {SCHEDULER: True, GATHER: True}
+    assert compiler_options("gpu", "any", {}, {}).values == {SCHEDULER: True, GATHER: True, APART: 1}
     assert compiler_options("cpu", "cpu", {}, {}).values == compiler_options("tpu", "TPU v4", {}, {}).values == {}
     assert compiler_options("tpu", "TPU v5", {}, {}).offloads_torus
 
@@ -40,8 +42,8 @@ def test_every_row_says_what_it_does_and_what_was_seen():
 @pytest.mark.parametrize("value", ["", "=true", "=false"])
 def test_what_the_environment_sets_is_left_to_it_and_told(variable, value):
     options = compiler_options("gpu", "any", {}, {variable: f"--xla_a=1 --{SCHEDULER}{value}  --xla_b"})
-    assert options.values == {GATHER: True} and options.left_out == (SCHEDULER,)
-    assert str(options) == f"{GATHER}=True; {SCHEDULER} as XLA_FLAGS or LIBTPU_INIT_ARGS has it"
+    assert options.values == {GATHER: True, APART: 1} and options.left_out == (SCHEDULER,)
+    assert str(options) == f"{GATHER}=True, {APART}=1; {SCHEDULER} as XLA_FLAGS or LIBTPU_INIT_ARGS has it"
 
 
 def test_a_name_that_only_begins_alike_is_no_such_option():
@@ -50,7 +52,7 @@ def test_a_name_that_only_begins_alike_is_no_such_option():
 
 def test_the_config_goes_over_the_table_and_the_environment():
     options = compiler_options("gpu", "any", {SCHEDULER: False, "xla_c": 3}, {"XLA_FLAGS": f"--{SCHEDULER}=true"})
-    assert options.values == {SCHEDULER: False, "xla_c": 3, GATHER: True} and options.left_out == ()
+    assert options.values == USUAL | {SCHEDULER: False, "xla_c": 3} and options.left_out == ()
 
 
 @pytest.mark.parametrize(
@@ -149,6 +151,19 @@ def test_with_more_fast_memory_a_product_is_taken_in_fewer_tiles():
 
     (many,), (few,) = tiles(None), tiles(compiler_options("tpu", device.device_kind, {}, {}).values)
     assert few < many
+
+
+@pytest.mark.aot
+def test_gradients_are_scattered_each_for_itself():
+    lowered = lowered_for("h100:8")
+    without = {name: value for name, value in USUAL.items() if name != APART}
+    arrays = lambda options: [
+        len(re.findall(r"\w+\[", scatter)) // 2  # each as it goes in and as it comes out
+        for scatter in re.findall(
+            r"= (\(.*\)) reduce-scatter-start\(", lowered.compile(compiler_options=options).as_text()
+        )
+    ]
+    assert max(arrays(without)) == 2 and set(arrays(USUAL)) == {1}
 
 
 @pytest.mark.aot
