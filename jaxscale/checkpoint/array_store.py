@@ -80,9 +80,13 @@ class Arrays:
 
     def open(self, name: str) -> Any:
         """The leaf as a tensorstore.TensorStore. Raises ValueError, of many lines, if it is not there."""
+        return self.opening(name).result()
+
+    def opening(self, name: str) -> Any:
+        """The future of `open`: many leaves of a bucket are opened at once."""
         store = {"driver": "ocdbt", "base": kvstore(self.folder / STATE), "path": f"{stored_name(name)}/"}
         spec = {"driver": self.driver, "kvstore": store, "recheck_cached_data": False}
-        return tensorstore.open(spec, open=True, read=True, context=self.context).result()
+        return tensorstore.open(spec, open=True, read=True, context=self.context)
 
 
 def stored_name(leaf: str) -> str:

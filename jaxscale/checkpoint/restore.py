@@ -7,17 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from jaxscale.checkpoint import folders, record
+from jaxscale.checkpoint import folders, placing, record
 from jaxscale.checkpoint.fingerprint import fingerprints
-from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, nest, read_record
+from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, read_record
 from jaxscale.checkpoint.storage_errors import clip, is_storage_error, short_reason
 from jaxscale.checkpoint.verify import changed_files
-from jaxscale.checkpoint.write import epath, import_orbax
 from jaxscale.hosts.agree import agreed, gathered, next_key, process_and_count
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop
+from jaxscale.system.faults import crash_point
 
 SHOWN_MISMATCHES = 4
 RESTORE_SECONDS = 3600.0  # for the slowest process to read its part
@@ -37,7 +36,7 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
     try:
         saved = load_record(folder)["leaves"]
         check_fit(folder, saved, {name: describe_leaf(leaf) for name, leaf in wanted.items()}, partial)
-        restored = read_state(folder, wanted, partial)
+        restored = read_state(folder, wanted)
     except (MemoryError, jax.errors.JaxRuntimeError):  # too little memory here says nothing about the files
         raise
     except Stop as stop:
@@ -48,6 +47,7 @@ def restore_state(folder: Any, abstract_state: Any, partial: bool) -> Any:
     if found := gathered(next_key("restore"), failure, RESTORE_SECONDS, made_of=first_failure):
         code, item, cause = found
         raise Stop(Exit(code), cause) if code else Unreadable(item, cause)
+    restored = placing.exchanged(restored, wanted)
     leaves = [restored[name] for name in wanted]
     for name, found in zip(wanted, fingerprints(leaves)):
         if found != saved[name][2]:
@@ -103,17 +103,17 @@ def load_record(folder: Any) -> dict[str, Any]:
         raise_for(folder, "run", cause, trouble)
 
 
-def read_state(folder: Any, wanted: Mapping[str, Any], partial: bool) -> dict[str, Any]:
-    """{name: leaf} of a step. Raises as load_record does, and what too little memory raises as it is."""
+def read_state(folder: Any, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """What placing.read_leaves reads. Raises as load_record does, and what too little memory raises as it is."""
     try:
-        orbax = import_orbax()
-        restore_args = nest({name: restore_arg(orbax, leaf) for name, leaf in wanted.items()})
-        args = orbax.args.PyTreeRestore(item=nest(wanted), restore_args=restore_args, partial_restore=partial)
-        return named_leaves(orbax.PyTreeCheckpointHandler().restore(epath(folder / "state"), args=args))
+        found = placing.read_leaves(folder, wanted)
+        crash_point("restore.read")
+        return found
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:
-        raise_for(folder, "state", short_reason(error), is_storage_error(error))
+        cause = str(error) if isinstance(error, placing.Misfit) else short_reason(error)
+        raise_for(folder, "state", cause, is_storage_error(error))
 
 
 def raise_for(folder: Any, item: str, cause: str, trouble: bool) -> None:
@@ -125,16 +125,6 @@ def raise_for(folder: Any, item: str, cause: str, trouble: bool) -> None:
             "again when the storage answers",
         )
     raise Unreadable(item, cause)
-
-
-def restore_arg(orbax: Any, leaf: Any) -> Any:
-    """How Orbax should bring this leaf back: a Python number as one, an array placed by its sharding."""
-    if not hasattr(leaf, "dtype"):
-        return orbax.RestoreArgs(restore_type=type(leaf))
-    if isinstance(leaf, np.ndarray):
-        return orbax.RestoreArgs(restore_type=np.ndarray)
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return orbax.ArrayRestoreArgs(sharding=sharding, dtype=leaf.dtype, global_shape=leaf.shape)
 
 
 def check_fit(folder: Any, saved: Mapping, wanted: Mapping, partial: bool) -> None:
