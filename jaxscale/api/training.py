@@ -11,6 +11,7 @@ from jaxscale.command_line import whole_number
 from jaxscale.config import RunConfig
 from jaxscale.config_file import load_config
 from jaxscale.hosts import cluster
+from jaxscale.hosts.programs import keep_programs
 from jaxscale.planning.check import check_machine
 from jaxscale.reporting.history import read_history
 from jaxscale.run.opening import open_run, train_to_completion
@@ -67,6 +68,7 @@ def train_in(workdir: str, cfg: RunConfig, options: RunOptions, flags: Mapping[s
     place = cluster.find_own_place(flags)
     facts = {"--workdir": workdir} | options.facts | schema.flatten(schema.to_dict(cfg))
     with terminated_well(), files_as(options.mode), cluster.joined(place, facts, flags) as team:
+        keep_programs(workdir)
         check_machine(cfg, begun=reached(lambda: has_begun(workdir), workdir))
         with run_services(cfg, workdir, options, team) as services:
             train_to_completion(open_run(cfg, workdir, team, services=services, options=options))

@@ -173,7 +173,9 @@ THREATS = {
         "text that drives a terminal or breaks a log",
         "control characters taken out of what is printed; records are JSON",
     ),
-    "H14": Row("races in /tmp", "nothing is kept there; compiled programs lie in the user's own cache"),
+    "H14": Row(
+        "races in /tmp", "nothing is kept there; compiled programs lie in the user's own cache and the work folder"
+    ),
     "H15": Row("links inside a folder that came from elsewhere", "no file outside that folder is read"),
     "H16": Row(
         "hostile names and texts in pages, cards, terminals and logs",
