@@ -6,6 +6,7 @@ Runs are compared by their held-out loss after the last step. Those that are not
 tokenizer, row length or schedule are left out, each with its reason. Nothing is compiled; a forecast takes seconds.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import math
@@ -17,11 +18,13 @@ from jaxscale.config import Budget, RunConfig
 from jaxscale.help_text import command
 from jaxscale.planning.ladder import Ladder, Rung, find_runs, read_ladder, schedule_of, target_budget
 from jaxscale.planning.loss_curve import SMOOTHED, Band, coverage, inside, make_band, shape_of
-from jaxscale.planning.loss_law import INTERVAL, LossLaw, Prediction, fit, write_forecast
+from jaxscale.planning.loss_fit import PULL_AT
+from jaxscale.planning.loss_law import INTERVAL, LossLaw, Noise, Prediction, fit, write_forecast
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, put
 
 LEAST_DRAWS = 200
+MOST_NOISE = 0.2  # of a run's loss; more is a percentage that was written without its sign
 NO_FLOOR = 0.05  # an E below this part of the least loss
 FAR = 10.0  # times the FLOPs of the largest run: docs/loss_law.md reports no trial that far out
 
@@ -29,6 +32,15 @@ FAR = 10.0  # times the FLOPs of the largest run: docs/loss_law.md reports no tr
 def number_file(name: str, text: str) -> Any:
     """The file of --json, which may be in a bucket. Raises BadInput where it cannot be written."""
     return paths.as_path(text) if paths.is_remote(text) else file_to_write(name, text)
+
+
+def noise_of(name: str, text: str) -> float:
+    """A part of the loss, '0.005' or '0.5%'. Raises BadInput for anything else."""
+    with contextlib.suppress(ValueError):
+        number = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        if 0 < number <= MOST_NOISE:
+            return number
+    raise BadInput(f"--{name}={text} must be a part of the loss above 0, at most {MOST_NOISE:g}, such as 0.005 or 0.5%")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +57,13 @@ class ForecastFlags:
         None,
         "writes forecast.json there: the band that its training loss should stay in, for the report and the alerts",
         "WORKDIR",
+    )
+    noise: float | None = flag(
+        None,
+        "standard deviation, as a part of the loss, of runs that differ in seed alone; 5 runs are then enough, else 7. "
+        "Measured where the ladder holds such runs",
+        "0.005",
+        read=noise_of,
     )
     draws: int = flag(LEAST_DRAWS, "fits of the bootstrap", least=LEAST_DRAWS)
     seed: int = flag(0, "of these", least=0)
@@ -65,6 +84,15 @@ class Forecast(NamedTuple):
     why_no_band: str  # or ""
     covered: dict[str, float]  # of each run of the ladder's curve, by the band of the others' and its own end
     largest: tuple[str, float] | None  # the largest run, and how much of its curve all others' forecast of it holds
+    noise: Noise | None  # as it was given, or measured from seeds
+
+
+class Fitting(NamedTuple):
+    """How a law is fitted."""
+
+    draws: int
+    seed: int
+    noise: Noise | None
 
 
 @command(ForecastFlags, __doc__)
@@ -78,7 +106,8 @@ def main(arguments: Arguments) -> None:
     ladder = read_ladder(find_runs(flags.runs), cfg, budget, flags.to)
     for folder, why in ladder.left_out:
         put(f"left out {folder}: {why}")
-    forecast = make_forecast(ladder, cfg, budget, flags.draws, flags.seed)
+    given = None if flags.noise is None else Noise(flags.noise, math.inf)
+    forecast = make_forecast(ladder, cfg, budget, Fitting(flags.draws, flags.seed, given or ladder.noise))
     put(*forecast_lines(forecast))
     if flags.json:
         paths.write_json(flags.json, as_json(forecast))
@@ -87,29 +116,29 @@ def main(arguments: Arguments) -> None:
         save(forecast, flags.to, cfg, budget)
 
 
-def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, draws: int, seed: int) -> Forecast:
+def make_forecast(ladder: Ladder, cfg: RunConfig, budget: Budget, how: Fitting) -> Forecast:
     """The forecast of a run's end, and of its curve where the ladder allows one. Raises BadInput as fit() does."""
-    law = fit(ladder.points, draws=draws, seed=seed)
+    law = fit(ladder.points, **how._asdict())
     params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
-    end = law.predict(params, tokens, seed)
+    end = law.predict(params, tokens, how.seed)
     band, why = None, ""
     try:
         band = make_band(end, shape_of(ladder.rungs, schedule_of(cfg, budget)), tokens)
     except BadInput as error:
         why = str(error)
-    tried = (coverage(ladder.rungs), forecast_largest(ladder, draws, seed)) if band else ({}, None)
-    return Forecast(ladder, law, params, tokens, cfg.flops_per_token * tokens, end, band, why, *tried)
+    tried = (coverage(ladder.rungs), forecast_largest(ladder, how)) if band else ({}, None)
+    return Forecast(ladder, law, params, tokens, cfg.flops_per_token * tokens, end, band, why, *tried, how.noise)
 
 
-def forecast_largest(ladder: Ladder, draws: int, seed: int) -> tuple[str, float] | None:
+def forecast_largest(ladder: Ladder, how: Fitting) -> tuple[str, float] | None:
     """(the run with most FLOPs, part of its curve in the band that all others make for it); None if these are too few.
 
     This is the whole forecast tried once: law, interval and shape know nothing of the run.
     """
     *rest, largest = ladder.rungs
     try:
-        law = fit([point for rung in rest for point in rung.points], draws=draws, seed=seed)
-        end = law.predict(largest.params, largest.tokens, seed)
+        law = fit([point for rung in rest for point in rung.points], **how._asdict())
+        end = law.predict(largest.params, largest.tokens, how.seed)
         band = make_band(end, shape_of(rest, largest.schedule), largest.tokens)
     except BadInput:
         return None
@@ -144,10 +173,38 @@ def forecast_lines(forecast: Forecast) -> list[str]:
     bits = ladder.bits_per_nat
     if bits is not None:
         lines.append(f"  {bits * end.middle:.4f} bits/byte, {bits * end.low:.4f} to {bits * end.high:.4f}")
+    lines += [f"  {pull_line(forecast)}", f"  {noise_line(forecast)}"]
     times = law.reach(forecast.params, forecast.tokens, forecast.flops)
     lines.append(f"  {units.digits(times)} times the FLOPs of the ladder's largest run" + far(times))
     lines.append(band_line(forecast))
     return lines
+
+
+def pull_line(forecast: Forecast) -> str:
+    """What the pull toward published exponents does to the forecast."""
+    law, end = forecast.law, forecast.end
+    free = law.without_pull.loss(forecast.params, forecast.tokens)
+    names = [name for name in ("alpha", "beta") if getattr(law.terms, name)]
+    moved = ", ".join(
+        f"{name} {getattr(law.without_pull, name):.3g}, not {getattr(law.terms, name):.3g}" for name in names
+    )
+    share = end.middle / free - 1
+    text = f"the pull of exponents toward {PULL_AT:g} moved it by {share:+.1%}: without it {free:.4f}, {moved}"
+    if end.low <= free <= end.high:
+        return text
+    return f"{text}; that is outside the interval, so not the ladder decides but the pull: add sizes further apart"
+
+
+def noise_line(forecast: Forecast) -> str:
+    """Where the noise of one run in the interval is from."""
+    freedom, noise = forecast.law.freedom, forecast.noise
+    left = f"Student's interval of {freedom:.0f} degrees of freedom"
+    if noise is None or noise.freedom != freedom:
+        more = "" if noise is None else f", more than the {noise.off:.2%} that were told"
+        return f"the noise of a run is what the ladder lies off its law{more}: {left}"
+    if math.isinf(freedom):
+        return f"the noise of a run is {noise.off:.2%}, as given"
+    return f"the noise of a run is {noise.off:.2%}, measured from seeds: {left}"
 
 
 def far(times: float) -> str:
@@ -252,6 +309,7 @@ def as_json(forecast: Forecast) -> dict[str, Any]:
         "bits_per_byte": {n: bits * v for n, v in forecast.end._asdict().items()} if bits is not None else None,
         "reach": forecast.law.reach(forecast.params, forecast.tokens, forecast.flops),
         "law": forecast.law.to_dict(),
+        "noise": forecast.noise and {"off": forecast.noise.off, "measured": math.isfinite(forecast.noise.freedom)},
         "left_out": [{"run": folder, "why": why} for folder, why in forecast.ladder.left_out],
         "band": forecast.band._asdict() if forecast.band else None,
         "why_no_band": forecast.why_no_band,

@@ -6,6 +6,7 @@ constant give points on the way.
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import numpy as np
 from jaxscale import schema, units
 from jaxscale.config import Budget, RunConfig, resolve_budget
 from jaxscale.optim.optimizers import optim_schedule
-from jaxscale.planning.loss_law import Point
+from jaxscale.planning.loss_law import Noise, Point
 from jaxscale.reporting.history import History, read_history
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
@@ -28,6 +29,7 @@ COMPARED = (
     "seq_len", "model.name", "model.vocab_size", "data.name", "data.files", "data.val_files", "data.val_fraction",
     "data.tokenizer", "data.bos_token", "data.packing", "data.mixture", "data.objective",
 )  # fmt: skip
+LEAST_FREEDOM = 2  # of a noise measured from seeds: one pair alone tells next to nothing
 WARMUP_OFF = 0.03  # difference of two warmups, as parts of their runs, that one shape of curve can have
 
 
@@ -65,6 +67,8 @@ class Rung:
     flops: float
     loss: float  # held-out, nats per token, at the end
     bits_per_byte: float | None
+    recipe: str  # settings of the training, all but the seed
+    seed: int
     points: tuple[Point, ...]  # the end, and points on the way where the rate was constant
     schedule: Schedule
     steps: np.ndarray  # as parts of the run, (0, 1]
@@ -86,6 +90,18 @@ class Ladder(NamedTuple):
     def points(self) -> tuple[Point, ...]:
         """Of all runs."""
         return tuple(point for rung in self.rungs for point in rung.points)
+
+    @property
+    def noise(self) -> Noise | None:
+        """What runs differ by that differ in seed alone; None where fewer than LEAST_FREEDOM could be compared."""
+        ends: dict[str, dict[int, float]] = {}
+        for rung in self.rungs:
+            ends.setdefault(rung.recipe, {})[rung.seed] = math.log(rung.loss)
+        groups = [np.array(list(losses.values())) for losses in ends.values() if len(losses) > 1]
+        freedom = sum(len(group) - 1 for group in groups)
+        if freedom < LEAST_FREEDOM:
+            return None
+        return Noise(math.sqrt(sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / freedom), freedom)
 
     @property
     def bits_per_nat(self) -> float | None:
@@ -171,6 +187,8 @@ def read_rung(folder: str, wanted: dict[str, Any], own: Schedule) -> Rung:
         flops=flops * end["step"] * tokens,
         loss=end[LOSS],
         bits_per_byte=end.get(BITS),
+        recipe=recipe_of(cfg, budget),
+        seed=cfg.seed,
         points=tuple(points),
         schedule=schedule,
         steps=steps / max(1, end["step"]),
@@ -195,6 +213,12 @@ def comparable(cfg: RunConfig) -> dict[str, Any]:
     """What must be the same for two held-out losses to be comparable: the text, the tokens, the rows, the question."""
     values = schema.to_dict(cfg)
     return {name: schema.look_up(values, name) for name in COMPARED}
+
+
+def recipe_of(cfg: RunConfig, budget: Budget) -> str:
+    """What runs share that differ in seed alone: model, optimizer, amounts and data, as JSON."""
+    parts = [schema.to_dict(part) for part in (cfg.model, cfg.optim, cfg.data, budget)]
+    return json.dumps(parts, sort_keys=True, default=str)
 
 
 def told(value: Any) -> str:

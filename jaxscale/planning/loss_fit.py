@@ -35,6 +35,7 @@ class Problem(NamedTuple):
     form: Form
     starts: np.ndarray  # float64[starts, 1 + 2 powers]
     losses: np.ndarray  # float64[starts, points]: Huber losses of the starts
+    width: float = PULL_WIDTH  # of the pull on each exponent
 
     @classmethod
     def of(cls, points: Sequence[Any], form: Form) -> "Problem":
@@ -57,12 +58,12 @@ class Problem(NamedTuple):
         weights, pull = np.ones(len(self.target)), np.full(self.powers, PULL_AT)
         order = np.argsort(self.start_losses(weights[None], pull[None])[0], kind="stable")[:DESCENTS]
         alike = lambda values: np.tile(values, (len(order), 1))
-        thetas, losses = self.descend_each(self.starts[order], alike(weights), alike(pull))
+        thetas, losses = self.descend_each(self.starts[order], alike(weights), alike(pull), alike(self.target))
         return thetas[np.argmin(losses)]
 
     def start_losses(self, weights_RP: np.ndarray, pulls: np.ndarray) -> np.ndarray:
         """float64[draws, starts]: the loss of each start of the grid."""
-        off = (self.starts[None, :, 1 + self.powers :] - pulls[:, None]) / PULL_WIDTH
+        off = (self.starts[None, :, 1 + self.powers :] - pulls[:, None]) / self.width
         return weights_RP @ self.losses.T + 0.5 * (off**2).sum(-1)
 
     @property
@@ -72,18 +73,25 @@ class Problem(NamedTuple):
         top = float(self.target.max())  # no term is more than the loss
         return np.array([[LEAST_TERM] * levels + [EXPONENTS[0]] * powers, [top] * levels + [EXPONENTS[1]] * powers])
 
-    def best_each(self, theta: np.ndarray, weights: np.ndarray, pulls: np.ndarray) -> np.ndarray:
+    def best_each(
+        self, theta: np.ndarray, weights: np.ndarray, pulls: np.ndarray, moved: np.ndarray | float = 0.0
+    ) -> np.ndarray:
         """float64[draws, 1 + 2 powers]: theta of the least loss under each row of weights and pulls.
 
-        Each draw goes down from `theta` and from its best start of the grid.
+        Each draw goes down from `theta` and from its best start of the grid. moved: float64[draws, points], added to
+        log L in each.
         """
+        targets = self.target + np.broadcast_to(moved, weights.shape)
         nearest = self.starts[np.argmin(self.start_losses(weights, pulls), axis=1)]
         starts = np.concatenate([np.tile(theta, (len(weights), 1)), nearest])
-        thetas, losses = self.descend_each(starts, np.tile(weights, (2, 1)), np.tile(pulls, (2, 1)))
+        alike = lambda values: np.tile(values, (2, 1))
+        thetas, losses = self.descend_each(starts, alike(weights), alike(pulls), alike(targets))
         (first, second), (one, other) = np.split(thetas, 2), np.split(losses, 2)
         return np.where((one <= other)[:, None], first, second)
 
-    def descend_each(self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def descend_each(
+        self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """(thetas, their losses) at their feet, by damped Newton steps of all draws together; one that is there leaves.
 
         The curvature is that of the parabola that touches the Huber loss from above (reweighted least squares), so
@@ -92,7 +100,7 @@ class Problem(NamedTuple):
         """
         least, most = self.bounds
         thetas = np.clip(thetas, least, most)
-        losses, slopes, curves = self.model(thetas, weights, pulls)
+        losses, slopes, curves = self.model(thetas, weights, pulls, targets)
         damping, left = np.full(len(thetas), 1e-3), np.arange(len(thetas))
         for _ in range(STEPS):
             now, slope, curve = thetas[left], slopes[left], curves[left]
@@ -101,7 +109,7 @@ class Problem(NamedTuple):
             damped = curve * (free[:, :, None] & free[:, None]) + diagonal[:, :, None] * np.eye(len(least))
             steps = np.linalg.solve(damped, (slope * free)[:, :, None])[:, :, 0]
             tried = np.clip(now - steps, least, most)
-            moved, found = tried - now, self.model(tried, weights[left], pulls[left])
+            moved, found = tried - now, self.model(tried, weights[left], pulls[left], targets[left])
             foretold = -(slope * moved).sum(1) - 0.5 * np.einsum("rp,rpq,rq->r", moved, curve, moved)
             gained = losses[left] - found[0]
             ended = (np.abs(foretold) <= GAIN * (1 + losses[left])) & (damping[left] < 0.1) | (damping[left] > 1e12)
@@ -118,21 +126,24 @@ class Problem(NamedTuple):
         return thetas, losses
 
     def model(
-        self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray
+        self, thetas: np.ndarray, weights: np.ndarray, pulls: np.ndarray, targets: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(losses [draws], their gradients [draws, p], positive curvatures [draws, p, p]), p = 1 + 2 powers."""
+        """(losses [draws], their gradients [draws, p], positive curvatures [draws, p, p]), p = 1 + 2 powers.
+
+        Each row of thetas has its own weights and targets, float64[draws, points], and pulls.
+        """
         powers = self.powers
         parts = log_terms(thetas, self.x)
         fitted = np.logaddexp.reduce(parts, axis=1)
         shares = np.exp(parts - fitted[:, None])
-        off, pulls_off = (fitted - self.target) / DELTA, (thetas[:, 1 + powers :] - pulls) / PULL_WIDTH
+        off, pulls_off = (fitted - targets) / DELTA, (thetas[:, 1 + powers :] - pulls) / self.width
         slopes = np.concatenate([shares, -shares[:, 1:] * self.x], axis=1) / DELTA  # of each point, [draws, p, points]
         losses = (huber(off) * weights).sum(1) + 0.5 * (pulls_off**2).sum(1)
         gradients = np.einsum("rpn,rn->rp", slopes, np.clip(off, -1, 1) * weights)
-        gradients[:, 1 + powers :] += pulls_off / PULL_WIDTH
+        gradients[:, 1 + powers :] += pulls_off / self.width
         curves = (slopes * (weights / np.maximum(np.abs(off), 1))[:, None]) @ slopes.swapaxes(1, 2)
         places = np.arange(1 + powers, 1 + 2 * powers)
-        curves[:, places, places] += 1 / PULL_WIDTH**2
+        curves[:, places, places] += 1 / self.width**2
         return losses, gradients, curves
 
     def terms(self, theta: np.ndarray) -> tuple[float, float, float, float, float]:

@@ -7,7 +7,9 @@ exponents were rounded. So losses are summed here, in units of delta, a descent 
 and nothing is rounded but in print.
 
 Few runs leave the exponents open: a weak pull holds them near what larger ladders found, and every draw of the
-bootstrap has another pull, so that the interval shows what the ladder does not decide.
+bootstrap has another pull, so that the interval shows what the ladder does not decide. Few runs also lie near any law
+of five numbers, whatever their noise: how far they are off tells too little of it, so the interval is widened as
+Student's is for what they leave over, and fewer than LEAST_RUNS need the noise told.
 """
 
 import dataclasses
@@ -23,7 +25,8 @@ from jaxscale.system.exits import BadInput
 from jaxscale.units import count
 
 INTERVAL = (0.05, 0.95)  # quantiles of low and high
-LEAST_POINTS, LEAST_SIZES, LEAST_RUNS = 5, 2, 3
+LEAST_RUNS, LEAST_TOLD, LEAST_SIZES = 7, 5, 2  # LEAST_TOLD: runs that are enough where the noise is told
+FREE = 1.5  # width of a pull that hardly pulls: ten times that of the fit, as wide as all that exponents may be
 PULLS = (0.1, 1.0)  # the range that a draw's pull lies in
 SAME = 0.02  # two numbers of parameters or tokens closer than this, relatively, are one
 
@@ -41,6 +44,13 @@ class Point(NamedTuple):
     def compute(self) -> float:
         """Floating-point operations up to this point."""
         return 6 * self.params * self.tokens if self.flops is None else self.flops
+
+
+class Noise(NamedTuple):
+    """What one run differs from the next by that has another seed and nothing else."""
+
+    off: float  # standard deviation of log L
+    freedom: float  # degrees of freedom that it was measured with; infinite where it was given
 
 
 class Terms(NamedTuple):
@@ -74,8 +84,12 @@ class LossLaw:
     points: tuple[Point, ...]
     form: Form
     terms: Terms
+    without_pull: Terms  # the same, the exponents not held
     draws: tuple[Terms, ...]  # of the bootstrap
     noise: tuple[float, ...]  # what a run of the ladder lies off the law, in log L, made as large as a new run's
+    freedom: (
+        float  # degrees of freedom behind this noise: runs left over by the numbers of the law, or those of a Noise
+    )
     left_out_error: float | None  # log of (measured / forecast) of the run with most FLOPs, from the others
     line: tuple[float, float] | None  # form params: log D = line[0] + line[1] log N in the ladder
 
@@ -83,9 +97,12 @@ class LossLaw:
         """(low, middle, high) of a run's end. Raises BadInput where the ladder says nothing about such a run."""
         self.check_reach(params, tokens)
         middle = self.terms.loss(params, tokens)
-        drawn = np.log([terms.loss(params, tokens) for terms in self.draws])
-        noise = np.random.default_rng(seed).choice(np.asarray(self.noise), (16, len(drawn)))
-        low, high = np.exp(np.quantile(drawn + noise, INTERVAL))
+        drawn = np.log([terms.loss(params, tokens) for terms in self.draws]) - math.log(middle)
+        rng = np.random.default_rng(seed)
+        off = drawn + rng.choice(np.asarray(self.noise), (16, len(drawn)))
+        if math.isfinite(self.freedom):  # the noise itself is known so well and no better: Student's interval
+            off = off * np.sqrt(self.freedom / rng.chisquare(self.freedom, off.shape))
+        low, high = middle * np.exp(np.quantile(off, INTERVAL))
         # A law that missed the ladder's own largest run by so much is not known better further out.
         missed = abs(self.left_out_error or 0.0)
         return Prediction(
@@ -124,33 +141,46 @@ class LossLaw:
             "interval": list(INTERVAL),
             "intervals": low_high,
             "draws": len(self.draws),
+            "without_pull": self.without_pull._asdict(),
             "left_out_error": self.left_out_error,
             "points": [point._asdict() for point in self.points],
         }
 
 
-def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0) -> LossLaw:
+def fit(points: Sequence[Point], *, draws: int = 400, seed: int = 0, noise: Noise | None = None) -> LossLaw:
     """The law of the points, the same for the same points and seed; 400 draws of 9 runs take about 1 s.
 
-    Raises BadInput, in one line that says what is missing, for a ladder that fixes no law.
+    noise: of a run, where it is known; at least that much is in the interval. Raises BadInput, in one line that says
+    what is missing, for a ladder that fixes no law.
     """
     points = tuple(points)
+    check_enough(points, noise)
     form, line = choose_form(points)
     problem = Problem.of(points, form)
     theta = problem.best()
     # Weights of the Bayesian bootstrap (Rubin 1981): unlike drawing whole runs, no draw lacks a size altogether.
     rng, names = np.random.default_rng(seed), list(dict.fromkeys(run_of(points)))
-    weights = rng.exponential(size=(draws, len(names)))
+    places = [names.index(name) for name in run_of(points)]
+    weights, moved = rng.exponential(size=(draws, len(names))), np.zeros((draws, len(names)))
     weights /= weights.mean(axis=1, keepdims=True)
     pulls = np.clip(rng.normal(PULL_AT, PULL_WIDTH, (draws, problem.powers)), *PULLS)
-    thetas = problem.best_each(theta, weights[:, [names.index(name) for name in run_of(points)]], pulls)
     off = problem.off(theta) * math.sqrt(len(points) / max(1, len(points) - len(theta)))
+    freedom = float(max(1, len(names) - len(theta)))
+    if noise is not None and (len(names) <= len(theta) or noise.off > math.sqrt(np.mean(off**2))):
+        weights, moved = np.ones_like(weights), rng.normal(0, noise.off, moved.shape)
+        off, freedom = rng.normal(0, noise.off, 1000), noise.freedom
+    thetas = problem.best_each(theta, weights[:, places], pulls, moved[:, places])
+    free = problem._replace(width=FREE).best_each(
+        theta, np.ones((1, len(points))), np.full((1, problem.powers), PULL_AT)
+    )
     return LossLaw(
         points=points,
         form=form,
         terms=Terms(*problem.terms(theta)),
+        without_pull=Terms(*problem.terms(free[0])),
         draws=tuple(Terms(*problem.terms(drawn)) for drawn in thetas),
         noise=tuple(float(value) for value in np.concatenate([off, -off])),
+        freedom=freedom,
         left_out_error=left_out_error(points, form),
         line=line,
     )
@@ -161,17 +191,22 @@ def run_of(points: Sequence[Point]) -> list[str]:
     return [point.run or f"point {place}" for place, point in enumerate(points)]
 
 
-def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | None]:
-    """(which terms the points can tell, how tokens follow from parameters where they do). Raises as fit() does."""
+def check_enough(points: Sequence[Point], noise: Noise | None) -> None:
+    """Raises BadInput where the runs are too few for an interval that holds what it says, or a loss is none."""
     if bad := [point for point in points if not (point.loss > 0 and math.isfinite(point.loss))]:
         raise BadInput(f"the loss of {bad[0].run or 'a run'} is {bad[0].loss}; leave it out")
-    if len(points) < LEAST_POINTS:
+    runs = len(set(run_of(points)))
+    if runs < (LEAST_RUNS if noise is None else LEAST_TOLD):
         raise BadInput(
-            f"a law needs {LEAST_POINTS} finished runs or more, and the ladder has {len(points)}; "
-            "three sizes with three amounts of tokens each are a good start"
+            f"a law needs {LEAST_RUNS} finished runs or more, and the ladder has {runs}: so few lie near any law, and "
+            "their interval would hold far less than it says; three sizes with three amounts of tokens each are a good "
+            f"start. {LEAST_TOLD} are enough where it is known by how much runs differ that differ in seed alone: give "
+            "--noise=0.005 (half a percent), or repeat some with other seeds"
         )
-    if (runs := len(set(run_of(points)))) < LEAST_RUNS:
-        raise BadInput(f"the points are of {runs} runs, and an interval needs {LEAST_RUNS}: points of one run agree")
+
+
+def choose_form(points: Sequence[Point]) -> tuple[Form, tuple[float, float] | None]:
+    """(which terms the points can tell, how tokens follow from parameters where they do). Raises as fit() does."""
     sizes, amounts = distinct([p.params for p in points]), distinct([p.tokens for p in points])
     if sizes < LEAST_SIZES and amounts < 3:
         raise BadInput(
@@ -202,8 +237,8 @@ def left_out_error(points: Sequence[Point], form: Form) -> float | None:
     largest = max(points, key=lambda point: point.compute)
     name = largest.run or None
     rest = [point for point in points if point is not largest and (name is None or point.run != name)]
-    try:  # twice the rest: one run fewer than a law needs will do for a trial, if it has the same form
-        if len(rest) < LEAST_POINTS - 1 or choose_form([*rest, *rest])[0] != form:
+    try:  # one run fewer than a law needs will do for a trial, if it has the same form
+        if len(rest) < LEAST_TOLD - 1 or choose_form(rest)[0] != form:
             return None
     except BadInput:
         return None

@@ -57,6 +57,19 @@ def test_the_band_lies_in_the_work_folder_where_the_report_finds_it(runs, config
         main([*argv, "--config.model.mlp_dim=64"])
 
 
+def test_five_runs_are_forecast_where_the_noise_is_told(runs, config_file, tmp_path, capsys):
+    five = ",".join(f"{runs}/{name}" for name in ("16-200", "16-800", "32-400", "64-200", "64-800"))
+    argv = [f"--runs={five}", f"--config={config_file}", f"--json={tmp_path / 'all.json'}"]
+    with pytest.raises(ValueError, match="needs 7 finished runs or more, and the ladder has 5.*--noise=0.005"):
+        main(argv)
+    assert main([*argv, "--noise=0.3%"]) == 0
+    told, printed = json.loads((tmp_path / "all.json").read_text()), capsys.readouterr().out
+    assert told["noise"] == {"off": pytest.approx(0.003), "measured": False}
+    assert "the noise of a run is 0.30%, as given" in printed
+    free = told["law"]["without_pull"]["alpha"]
+    assert "the pull of exponents toward 0.35 moved it by" in printed and f"alpha {free:.3g}, not " in printed
+
+
 def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs, config_file, tmp_path, capsys):
     argv = [f"--runs={runs}/*", f"--config={config_file}", "--config.optim.warmup_tokens=20%"]
     assert main(argv) == 0
@@ -69,7 +82,9 @@ def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs,
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        (["--runs=RUNS/16-*"], "needs 5 finished runs or more, and the ladder has 3"),
+        (["--runs=RUNS/16-*"], "needs 7 finished runs or more, and the ladder has 3"),
+        (["--runs=RUNS/16-*", "--noise=0.5%"], "and the ladder has 3"),
+        (["--runs=RUNS/*", "--noise=5"], "--noise=5 must be a part of the loss above 0"),
         (["--runs=RUNS/none*"], "matches no folder"),
         ([], "--runs must be given"),
         (["--runs=RUNS/*", "--draws=20"], "--draws=20 must be a whole number, 200 or more"),
@@ -77,7 +92,17 @@ def test_without_the_same_schedule_there_is_no_band_and_nothing_is_written(runs,
         (["--runs=RUNS/*", "--token=5"], "did you mean --tokens"),
         (["--runs=RUNS/*", "--config.seq_len=32"], "the ladder has 0"),
     ],
-    ids=["too few", "no folder", "no runs", "few draws", "epochs", "misspelt", "other rows"],
+    ids=[
+        "too few",
+        "too few with noise",
+        "no noise",
+        "no folder",
+        "no runs",
+        "few draws",
+        "epochs",
+        "misspelt",
+        "other rows",
+    ],
 )
 def test_what_cannot_be_forecast_is_refused_in_one_line(runs, config_file, flags, told):
     argv = [flag.replace("RUNS", str(runs)) for flag in flags]

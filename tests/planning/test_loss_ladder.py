@@ -38,6 +38,20 @@ def test_finished_runs_are_read_as_they_ended(ladder):
     assert len(ladder.points) == 9 and ladder.bits_per_nat == pytest.approx(made_ladder.BITS_PER_NAT)
 
 
+def test_the_noise_is_measured_from_runs_that_differ_in_seed_alone(ladder, tmp_path):
+    assert ladder.noise is None
+    for seed, (width, steps) in enumerate([(16, 200), (16, 200), (16, 200), (16, 400), (32, 400), (32, 400)]):
+        cfg = made_ladder.config(width, steps, seed=seed)
+        made_ladder.write(tmp_path / f"{width}-{steps}-{seed}", cfg, noise=0.02, seed=seed)
+    found = read_ladder(find_runs(f"{tmp_path}/*"), TARGET, BUDGET)
+    ends = {rung.name: np.log(rung.loss) for rung in found.rungs}
+    three, two = ([end for name, end in ends.items() if name.startswith(of)] for of in ("16-200", "32-400"))
+    assert found.noise.freedom == 3 and len(three) == 3 and len(two) == 2
+    assert found.noise.off**2 * 3 == pytest.approx(2 * np.var(three, ddof=1) + np.var(two, ddof=1))
+    pair = read_ladder(find_runs(f"{tmp_path}/32-*"), TARGET, BUDGET)
+    assert pair.noise is None  # of one degree of freedom
+
+
 def test_its_law_forecasts_a_larger_run(ladder):
     law, tokens = fit(ladder.points, draws=100), BUDGET.total_steps * BUDGET.batch_tokens
     low, middle, high = law.predict(TARGET.model.num_params, tokens)

@@ -7,9 +7,11 @@ import math
 import numpy as np
 import pytest
 import scipy.optimize
+import scipy.stats
 
-from jaxscale.planning.loss_fit import Problem
-from jaxscale.planning.loss_law import INTERVAL, LossLaw, Point, Terms, choose_form, fit, write_forecast
+from jaxscale.planning.loss_fit import PULL_AT, Problem
+from jaxscale.planning.loss_law import INTERVAL, LossLaw, Noise, Point, Terms, check_enough, fit, write_forecast
+from jaxscale.system.exits import BadInput
 
 # arXiv:2203.15556, equation 10 with the numbers of appendix D.3; and their revision in arXiv:2404.10102, table 1
 CHINCHILLA = Terms(E=1.69, A=406.4, B=410.7, alpha=0.34, beta=0.28)
@@ -69,19 +71,22 @@ def test_scipy_finds_no_lower_foot_from_any_draw():
     weights, pulls = rng.exponential(size=(20, 9)), rng.uniform(0.1, 1.0, (20, 2))
     drawn = problem.best_each(problem.best(), weights, pulls)
     for theta, weight, pull in zip(drawn, weights, pulls):
+        given = (weight[None], pull[None], problem.target[None])
         under = lambda theta, *given: [part[0] for part in problem.model(theta[None], *given)][:2]
         end = scipy.optimize.minimize(
-            under, theta, (weight[None], pull[None]), "L-BFGS-B", jac=True, bounds=problem.bounds.T,
+            under, theta, given, "L-BFGS-B", jac=True, bounds=problem.bounds.T,
             options=dict(maxiter=2000, maxfun=4000, ftol=1e-12, gtol=1e-7),
         )  # fmt: skip
-        assert under(theta, weight[None], pull[None])[0] <= end.fun * (1 + 1e-7)
+        assert under(theta, *given)[0] <= end.fun * (1 + 1e-7)
 
 
 def test_the_slope_is_that_of_the_loss():
     problem = Problem.of(points(REPLICATION, SMALL_SIZES, SMALL_TOKENS, noise=0.005), "both")
     theta, weights, pull = problem.starts[700], np.linspace(0.5, 2, 9), np.array([0.3, 0.4])
     near = theta + 1e-6 * np.concatenate([np.zeros((1, 5)), np.eye(5), -np.eye(5)])
-    losses, slopes, curves = problem.model(near, np.tile(weights, (11, 1)), np.tile(pull, (11, 1)))
+    losses, slopes, curves = problem.model(
+        near, np.tile(weights, (11, 1)), np.tile(pull, (11, 1)), np.tile(problem.target, (11, 1))
+    )
     np.testing.assert_allclose((losses[1:6] - losses[6:]) / 2e-6, slopes[0], rtol=1e-4)
     assert np.all(np.linalg.eigvalsh(curves[0]) > 0)
 
@@ -115,7 +120,7 @@ def test_the_error_of_the_largest_run_is_that_of_a_law_without_it(noisy):
 
 
 def test_one_size_gives_a_law_in_tokens_for_that_size_alone():
-    law = fit(points(REPLICATION, [1e8], np.geomspace(2e8, 2e10, 6)), draws=2)
+    law = fit(points(REPLICATION, [1e8], np.geomspace(2e8, 2e10, 7)), draws=2)
     assert law.form == "tokens" and law.terms.A == law.terms.alpha == 0
     assert law.predict(1e8, 1e11).middle == pytest.approx(REPLICATION.loss(1e8, 1e11), rel=0.01)
     with pytest.raises(ValueError, match="one size, 100M parameters, and cannot tell the loss of 1B"):
@@ -124,7 +129,7 @@ def test_one_size_gives_a_law_in_tokens_for_that_size_alone():
 
 @pytest.mark.parametrize("tokens_of", [lambda n: 2e9, lambda n: 20 * n], ids=["fixed", "in proportion"])
 def test_tokens_that_follow_the_size_give_a_law_in_parameters_along_that_line(tokens_of):
-    made = [Point(n, tokens_of(n), REPLICATION.loss(n, tokens_of(n))) for n in np.geomspace(1e7, 1e9, 6)]
+    made = [Point(n, tokens_of(n), REPLICATION.loss(n, tokens_of(n))) for n in np.geomspace(1e7, 1e9, 7)]
     law = fit(made, draws=2)
     assert law.form == "params" and law.terms.B == law.terms.beta == 0
     assert law.predict(3e9, tokens_of(3e9)).middle == pytest.approx(REPLICATION.loss(3e9, tokens_of(3e9)), rel=0.01)
@@ -135,18 +140,44 @@ def test_tokens_that_follow_the_size_give_a_law_in_parameters_along_that_line(to
 @pytest.mark.parametrize(
     ("made", "told"),
     [
-        (points(REPLICATION, SIZES[:2], TOKENS[:2]), "needs 5 finished runs or more, and the ladder has 4"),
+        (
+            points(REPLICATION, SIZES[:2], TOKENS[:3]),
+            "needs 7 finished runs or more, and the ladder has 6.*--noise=0.005",
+        ),
         ([], "the ladder has 0"),
-        (points(REPLICATION, SIZES[:1], np.repeat(TOKENS[:2], 3)), "1 size and 2 amounts of tokens"),
-        (points(REPLICATION, np.repeat(SIZES[:2], 3), TOKENS[:1]), "2 sizes, each with one amount of tokens"),
+        (points(REPLICATION, SIZES[:1], np.repeat(TOKENS[:2], 4)), "1 size and 2 amounts of tokens"),
+        (points(REPLICATION, np.repeat(SIZES[:2], 4), TOKENS[:1]), "2 sizes, each with one amount of tokens"),
         ([*points(REPLICATION), Point(1e8, 1e9, math.nan, "bad")], "the loss of bad is nan"),
-        ([p._replace(run="one") for p in points(REPLICATION)], "of 1 runs"),
+        ([p._replace(run="one") for p in points(REPLICATION)], "the ladder has 1: so few"),
     ],
-    ids=["four", "none", "two amounts", "two sizes", "nan", "one run"],
+    ids=["six", "none", "two amounts", "two sizes", "nan", "one run"],
 )
 def test_a_ladder_that_fixes_no_law_is_told_what_it_lacks(made, told):
-    with pytest.raises(ValueError, match=told):
-        choose_form(made)
+    with pytest.raises(BadInput, match=told):
+        fit(made)
+
+
+def test_five_runs_are_enough_where_their_noise_is_told():
+    told = Noise(0.005, math.inf)
+    check_enough(points(REPLICATION, SIZES[:1], np.geomspace(2e8, 2e10, 5)), told)
+    with pytest.raises(BadInput, match="the ladder has 4"):
+        check_enough(points(REPLICATION, SIZES[:2], TOKENS[:2]), told)
+
+
+def test_the_pull_is_told_by_the_law_without_it(noisy):
+    """What is held lies nearer to where it is pulled."""
+    off = lambda terms: math.hypot(terms.alpha - PULL_AT, terms.beta - PULL_AT)
+    assert off(noisy.terms) < off(noisy.without_pull)
+    assert noisy.to_dict()["without_pull"]["alpha"] == noisy.without_pull.alpha
+
+
+def test_the_interval_is_students_for_what_few_runs_leave_over(noisy):
+    assert noisy.freedom == 4 and fit(points(REPLICATION, [1e8], np.geomspace(2e8, 2e10, 7)), draws=2).freedom == 4
+    off = scipy.stats.norm.ppf((np.arange(1000) + 0.5) / 1000) * 0.01
+    sure = dataclasses.replace(noisy, draws=(noisy.terms,) * 1000, noise=tuple(off), left_out_error=0.0)
+    for freedom, times in ((2.0, 2.92), (4.0, 2.132), (math.inf, 1.645)):  # Student's 95% quantiles
+        low, middle, high = dataclasses.replace(sure, freedom=freedom).predict(1e8, 2e9)
+        assert math.log(high / middle) == pytest.approx(0.01 * times, rel=0.05) == math.log(middle / low)
 
 
 def test_a_forecast_file_holds_band_law_and_facts(tmp_path, noisy):
@@ -157,6 +188,38 @@ def test_a_forecast_file_holds_band_law_and_facts(tmp_path, noisy):
     with pytest.raises(ValueError):
         write_forecast(tmp_path, noisy, band | {"high": [1.0, math.inf]})
     assert json.loads((tmp_path / "forecast.json").read_text()) == told
+
+
+FIVE = [(0, 0), (0, 2), (1, 1), (2, 0), (2, 2)]  # of three sizes and three amounts, as places
+SEVEN = [*FIVE, (0, 1), (1, 0)]
+
+
+def share_of_made_laws(places, ladders, noise=None, draws=60):
+    """The share of new runs that the intervals hold, ten times the FLOPs of the largest; each ladder of another law."""
+    held = 0
+    for seed in range(ladders):
+        rng = np.random.default_rng(seed)
+        law = Terms(rng.uniform(0.8, 2.2), 0.0, 0.0, *rng.uniform(0.25, 0.5, 2))
+        law = law._replace(A=rng.uniform(0.3, 2) * 3e7**law.alpha, B=rng.uniform(0.3, 2) * 1e9**law.beta)
+        ends = [(SMALL_SIZES[i], SMALL_TOKENS[j]) for i, j in places]
+        made = [Point(*end, law.loss(*end) * math.exp(0.005 * rng.normal())) for end in ends]
+        target = SMALL_SIZES[2] * 10**0.5, SMALL_TOKENS[2] * 10**0.5
+        low, _, high = fit(made, draws=draws, seed=seed, noise=noise).predict(*target)
+        held += low <= law.loss(*target) * math.exp(0.005 * rng.normal()) <= high
+    return held / ladders
+
+
+def test_intervals_of_few_runs_hold_the_truth_of_most_made_laws():
+    # of 4 at 90%: 2 or fewer are 1 in 20
+    assert share_of_made_laws(FIVE, 4, Noise(0.005, math.inf), draws=20) >= 0.7
+    assert share_of_made_laws(SEVEN, 4, draws=20) >= 0.7
+
+
+@pytest.mark.soak
+def test_intervals_of_few_runs_hold_nine_in_ten():
+    # of 100: three standard deviations of a share of 0.9 are 0.09
+    assert share_of_made_laws(FIVE, 100, Noise(0.005, math.inf)) >= 0.81
+    assert share_of_made_laws(SEVEN, 100) >= 0.81
 
 
 def share_inside(sizes, tokens, target, ladders, draws=200):
