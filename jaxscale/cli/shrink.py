@@ -8,7 +8,7 @@ import dataclasses
 
 from jaxscale import schema
 from jaxscale.config import RunConfig
-from jaxscale.data.pipeline import check_data
+from jaxscale.data.checks import check_data
 from jaxscale.hardware import host_memory_bytes
 from jaxscale.interop.config import ExportConfig
 from jaxscale.models import AnyModelConfig

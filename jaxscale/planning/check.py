@@ -7,7 +7,7 @@ import jax
 
 from jaxscale import units
 from jaxscale.config import RunConfig
-from jaxscale.data.pipeline import check_data
+from jaxscale.data.checks import check_data
 from jaxscale.hardware import find_chip, host_memory_bytes
 from jaxscale.models import AnyModelConfig
 from jaxscale.monitor.sinks import missing_packages
