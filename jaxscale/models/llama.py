@@ -6,6 +6,8 @@ Settings make it its relatives: Mistral (arXiv:2310.06825), Qwen2 and 3 (arXiv:2
 B batch  T query position  S key position  D embed  N query heads  K kv heads  H head dim  F mlp  V vocab  L layers
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,7 +19,7 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import rms_norm_heads
-from jaxscale.ops.recorder import ATTENTION, MLP
+from jaxscale.ops.recorder import ATTENTION, MLP, NO_RECORDER
 from jaxscale.ops.rope import Rotation, make_rotation, stretched
 from jaxscale.sharding.shardings import Gather
 from jaxscale.sharding.tensor_axis import TensorAxis
@@ -116,7 +118,7 @@ class Block(nnx.Module):
     """Attention, then MLP, each normalised and added to the residual stream."""
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
-        self.cfg, self.kernels = cfg, kernels
+        self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
         before, after = cfg.norm_placement != "after", cfg.norm_placement != "before"
         self.attention_norm = norm_scale(cfg, cfg.embed_dim) if before else None
         self.attention = Attention(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
@@ -126,6 +128,13 @@ class Block(nnx.Module):
         self.mlp_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
 
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
+        run = functools.partial(self.run, local=local)
+        if self.kernels.recorder is not NO_RECORDER:  # it takes one record a layer
+            return run(x_BTD, rotation, segment_ids_BT)
+        return self.tensor.in_halves(run, x_BTD, rotation, segment_ids_BT)
+
+    def run(self, x_BTD, rotation: Rotation, segment_ids_BT, *, local: jax.Array | None):
+        """The block on some rows."""
         sow = self.kernels.recorder.sow
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         added_BTD = self.attention(self.normalised(x_BTD, self.attention_norm), rotation, segment_ids_BT, local)

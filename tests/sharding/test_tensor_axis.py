@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
@@ -53,6 +54,23 @@ def test_positions_are_gathered_and_sums_scattered_forward_and_backward(stages):
     y_BTD, dx_BTD = on_four(f, (CUT, CUT), (CUT, CUT), stages)(X_BTD, dy_BTD)
     close(y_BTD, 10 * X_BTD)
     close(dx_BTD, 10 * dy_BTD)
+
+
+@pytest.mark.parametrize(("rows", "parts"), [(4, 2), (3, 1)])
+def test_even_rows_are_taken_in_halves_and_no_row_changes(rows, parts):
+    taken = []
+
+    def f(tensor, x_BTD, ids_BT):
+        def run(x_BTD, ids_BT):
+            taken.append(len(x_BTD))
+            return tensor.scatter(jnp.tanh(tensor.gather(x_BTD)) * tensor.gather(ids_BT)[..., None])
+
+        return tensor.in_halves(run, x_BTD, ids_BT)
+
+    x_BTD = RNG.normal(size=(rows, 8, 4)).astype(np.float32)
+    ids_BT = RNG.integers(0, 8, (rows, 8)).astype(np.float32)
+    close(on_four(f, (CUT, CUT), CUT)(x_BTD, ids_BT), 4 * np.tanh(x_BTD) * ids_BT[..., None])
+    assert taken == [rows // parts] * parts
 
 
 def test_a_device_takes_its_own_positions_and_ids():
