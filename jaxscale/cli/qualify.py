@@ -102,7 +102,7 @@ def main(arguments: Arguments) -> int:
     own_model = model_of(arguments)
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)
-    facts = {"qualify": dataclasses.asdict(flags)}
+    facts = {f"--{name}": str(value) for name, value in vars(flags).items() if name not in cluster.FLAGS}
     with cluster.joined(cluster.find_own_place(arguments.options), facts, arguments.options) as team:
         result = measure(flags, own_model, team)
         team("\n".join(["", *summary_lines(result)]))
