@@ -26,11 +26,15 @@ OWN = {  # functions that write and do not ask, and why they need not
     "checkpoint/retention.py:unpin": "a verb on checkpoints, a program of its own",
     "hosts/watchdog.py:open_private": "its own file, made when a run begins; bark asks",
     "hosts/watchdog.py:remove_if_empty": "its own empty file",
+    **{f"checkpoint/local_{place}": "this host's own folder of copies, which no other owner of the work folder writes"
+       for place in ("store.py:clear", "store.py:keep_only", "store.py:make_owner", "copy.py:write_copy")},
+    **{f"hosts/exchange.py:{name}": "files of a neighbour's local copies, in this host's own folder"
+       for name in ("receive", "answer", "get")},
     "hosts/agree.py:check_shared": "its own mark, when a run begins",
     "monitor/tensorboard.py:__init__": "its own file, behind make_folder, which asks",
     "system/paths.py:locked": "an empty file that is made to be locked",
     "monitor/profile.py:bring": "removes a folder of this machine's /tmp",
-}
+}  # fmt: skip
 # The verbs on checkpoints, and conversions: programs of their own, in folders that no run writes.
 OTHER_PROGRAMS = {f"checkpoint/{name}.py" for name in ("average", "merge", "transfer")}
 

@@ -38,7 +38,8 @@ def fitting_program(cfg: RunConfig, devices: Sequence[Any], budget: Budget | Non
 def find_fitting(cfg: RunConfig, devices: Sequence[Any], make: Callable[[RunConfig], Program]) -> str:
     """What to change for a mesh that `make` accepts, in words; '' where none is found. The other axes stay."""
     try:
-        alone = shard_run_model(dataclasses.replace(cfg, mesh=MeshConfig()), make_mesh(MeshConfig(), devices[:1]))
+        mesh = make_mesh(MeshConfig(), devices[:1])
+        alone = shard_run_model(dataclasses.replace(cfg, mesh=MeshConfig()), mesh, torus_at_once=False)
         found = sorted(fitting_configs(cfg, alone, len(devices)), key=lambda wanted: order(cfg, wanted))
     except BadInput:  # it is not the mesh that it is refused for
         return ""

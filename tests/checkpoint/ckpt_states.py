@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import tensorstore
 
 from jaxscale.system.exits import Stop
 
@@ -112,3 +113,12 @@ def refuse_to_open(patch, refused, error):
 
     patch.setattr(builtins, "open", refusing(open))
     patch.setattr(os, "open", refusing(os.open))
+    store_open = tensorstore.open  # reads in C++, out of reach of the two above
+
+    def opened_store(spec, **how):
+        base = spec["kvstore"].get("base", {}) if isinstance(spec, dict) else None
+        if isinstance(base, dict) and refused(pathlib.Path(base.get("path", "")) / "manifest.ocdbt"):
+            raise error
+        return store_open(spec, **how)
+
+    patch.setattr(tensorstore, "open", opened_store)

@@ -86,9 +86,10 @@ def test_damage_is_told_before_trouble(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, CheckpointConfig(max_failed_saves=1))
     real = saver.gathered
 
-    def gathered(key, mine, seconds):
-        others = [["late", "TimeoutError"], ["w is another", "Damaged"]] if key.endswith("/verify") else []
-        return [*real(key, mine, seconds), *others]
+    def gathered(key, mine, seconds, made_of=list):
+        failures = [["late", "TimeoutError"], ["w is another", "Damaged"]] if key.endswith("/verify") else []
+        others = [{"failure": failure} for failure in failures]
+        return real(key, mine, seconds, lambda answers: made_of([*answers, *others]))
 
     monkeypatch.setattr(saver, "gathered", gathered)
     assert "process 2: w is another" in str(stop_of(checkpoints.save, 5, STATE, {}, wait=True))

@@ -183,7 +183,7 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
     [
         (
             ["speed"],
-            "bench has no verb 'speed'; it has step, loop, survive, statistics, sample, data, collectives",
+            "bench has no verb 'speed'; it has step, loop, survive, statistics, sample, data, hosts, collectives",
         ),
         (["step", "--spec=U"], "--spec=U is not known; there is S or T, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give one of them"),

@@ -288,8 +288,13 @@ def test_epochs_are_passes_over_what_lies_there(tmp_path):
 def test_the_shipped_configs_of_published_shapes_get_no_caution_on_rate_warmup_tokens_or_type(name):
     cfg = load_config(str(ROOT / "configs" / f"{name}.py"), {"mesh.tensor": "1"})
     plan = make_plan(cfg, open_machine("v5p:2x2x4"), Wishes())
-    years = "the run takes"  # of 16 chips
-    assert not [one for one in plan.cautions if not one.what.startswith(("a checkpoint", "1.7 tokens", years))
+    usual = (
+        "a checkpoint",
+        "1.7 tokens",
+        "the run takes",
+        "21% of each step is waiting for links",
+    )  # years on 16 chips
+    assert not [one for one in plan.cautions if not one.what.startswith(usual)
                 and not (name == "175b" and "tokens a parameter" in one.what)]  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""The estimate of a device's memory against what the compiler said, as the headers of the shipped configs tell it."""
+"""The estimate of a device's memory against what the compiler said, of shipped configs."""
 
 import math
 import pathlib
-import re
 
 import jax
 import pytest
@@ -18,25 +17,26 @@ from jaxscale.planning.topology import open_topology
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIGS = sorted(file for file in (ROOT / "configs").glob("*.py"))
-LINE = re.compile(r"^    (\S+:\S+?)(?: \((.*?)\))?: ([0-9.]+) GiB a chip", re.M)
 GIB = 2**30
 
 
-def preflights():
-    """(config, topology, settings, GiB of the compiler) of every line in a header."""
-    for file in CONFIGS:
-        for topology, said, gib in LINE.findall(file.read_text()):
-            overrides = {}
-            for part in filter(None, said.split(", ")):
-                if found := re.fullmatch(r"(\d+) (?:microbatches|parts)", part):
-                    overrides["train.num_microbatches"] = found[1]
-                else:
-                    axis, size = part.split("=")
-                    overrides[f"mesh.{axis}"] = size
-            yield file.stem, topology, overrides, float(gib)
-
-
-CASES = list(preflights())  # the factors of planning/memory.py were fitted to these, all of them with remat
+# (config, topology, settings, GiB of the compiler): jax 0.12.0, libtpu 0.0.51 and, of GPUs, jax 0.10.2, 2026-11-21. The
+# factors of planning/memory.py were fitted to these, all of them with remat.
+CASES = [
+    ("13b", "v5p:8x8x8", {}, 5.8),
+    ("13b", "4*v6e:16x16", {"mesh.data": "4"}, 4.8),
+    ("1b", "v5e:4x4", {"train.num_microbatches": "8"}, 4.0),
+    ("70b", "v5p:8x8x8", {}, 16.9),
+    ("70b", "4*v6e:16x16", {"mesh.data": "4"}, 12.1),
+    ("70b", "a100:32x8", {"train.num_microbatches": "2", "mesh.tensor": "8"}, 39.5),
+    ("7b", "v5p:2x2x4", {"train.num_microbatches": "16"}, 15.7),
+    ("7b", "v5p:8x8x16", {}, 2.2),
+    ("7b", "v5e:16x16", {}, 7.2),
+    ("7b", "v6e:8x8", {"train.num_microbatches": "2"}, 15.5),
+    ("7b", "v6e:16x16", {}, 7.3),
+    ("7b", "h100:1x8", {"train.num_microbatches": "32"}, 32.1),
+    ("7b", "h100:8x8", {"train.num_microbatches": "4"}, 15.5),
+]
 # The others: jaxscale preflight, or the step of jaxscale bench statistics, jax 0.10.2, libtpu 0.0.42.1, 2026-11-22.
 HELD_OUT = [
     ("1b", "v5e:2x4", {"train.num_microbatches": "16"}, 5.474),  # docs/statistics.md
@@ -72,10 +72,6 @@ LOOPS = {
 }
 # MiB of the arguments of these programs: parameters, moments and a batch of a few KiB.
 ARGUMENTS = {"quickstart": 13.355, "masked_lm": 12.881, "span_corruption": 27.653, "gpt2_124m": 194.92}
-
-
-def test_the_headers_have_results_of_many_machines():
-    assert len(CASES) >= 13 and len({case[0] for case in CASES}) >= 4
 
 
 @pytest.mark.parametrize(("name", "topology", "overrides", "gib"), COMPARED, ids=lambda value: str(value))
