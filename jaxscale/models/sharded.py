@@ -102,7 +102,9 @@ class ShardedModel:
             init = functools.partial(self.init, tensor=tensor, recorder=recorder)
             graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
         variables = self.differentiable(params) if variables is None else variables
-        return merge_model(graphdef, fetch_outside_blocks(params, variables) if self.offloaded else variables)
+        if self.offloaded:
+            return merge_model(graphdef, fetch_outside_blocks(params, variables))
+        return merge_model(graphdef, self.batch_axes.narrowed(variables, self.axes, self.cfg.compute_dtype))
 
     @property
     def token_losses(self) -> Callable[[Any, Batch], jax.Array]:

@@ -93,6 +93,17 @@ class BatchAxes:
         narrow = jnp.dtype(dtype)
         return checkpoint_name(_gather(partition, narrow, self.communication, w), GATHERED)
 
+    def narrowed(self, params: Any, axes: Any, dtype: Any) -> Any:
+        """Stacked shards in the dtype that they are gathered in, where their gradients are summed in it too.
+
+        Cast before the loop over layers, they get a stack of gradients of that dtype and not of float32, with the same
+        values: on v5p:2x2x4 a 7B's is 0.8 GiB smaller.
+        """
+        if self.communication.dtype != jnp.dtype(dtype):
+            return params
+        stacked = lambda a: a[:1] == ("layers",) and self.partition(a, self.rules.params)
+        return self.map(lambda w, a: w.astype(dtype) if stacked(a) else w, params, axes)
+
     def reduce_each(self, grads: Any, axes: Any) -> Any:
         """float32 gradients of one microbatch, reduce-scattered where only gradients are sharded (ZeRO-2)."""
         rules = self.rules
