@@ -11,19 +11,9 @@ import time
 from xla_flags import xla_flags
 
 from jaxscale import main
+from jaxscale.cli.bench_restart import free_ports as free_ports
 
 SECONDS = 400  # a process that has not ended by then is killed, and the test fails
-
-
-def free_ports() -> int:
-    """A port that is free together with the next one."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port = one.getsockname()[1]
-            with contextlib.suppress(OSError, OverflowError):
-                other.bind(("127.0.0.1", port + 1))
-                return port
 
 
 @contextlib.contextmanager
