@@ -1,0 +1,221 @@
+"""One simulated host of `jaxscale bench hosts`, a client of jax's coordination service, and the hosts of a process."""
+
+import contextlib
+import itertools
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+from jax._src.lib import _jax
+
+from jaxscale.checkpoint.saver import outcome
+from jaxscale.hosts.agree import Board, Peer, agreed, all_here, gathered, next_key
+from jaxscale.hosts.config import host_budgets
+from jaxscale.hosts.place import Place
+from jaxscale.hosts.reports import SharedReports
+from jaxscale.hosts.roll_call import call_roll
+from jaxscale.hosts.watch import Watch
+from jaxscale.system.exits import Exit
+from jaxscale.system.process import check_open_files
+from jaxscale.training.stopping import StopRequest
+
+STAGES = ("folder", "arrays", "commit", "verify")  # of a save, each of which all finish together (checkpoint/saver.py)
+FAILED = "OSError: [Errno 28] No space left on device: '/bucket/run/checkpoints/1000.tmp/state/ocdbt.process_7/d/0a1b'"
+FACTS = {f"fact {number}": "0.10.2" for number in range(16)}  # as many as a run compares
+SUMS = {f"layers.mlp.w_{name}": [0xDEADBEEF, 234_881_024] for name in ("gate", "up", "down")}  # of what one reads back
+CLOSED_SECONDS = 30.0
+LOOPBACK = "127.0.0.1"
+
+
+def made(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the first process makes of what all say of a stage, as a save does."""
+    return outcome(parts, lambda results: "")
+
+
+class Counted:
+    """A client of the coordination service, with a count of its requests and of the characters of keys and values."""
+
+    def __init__(self, client: Any):
+        self.client, self.requests, self.characters = client, 0, 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        call = getattr(self.client, name)
+
+        def counted(*args: Any) -> Any:
+            self.requests += 1
+            found = call(*args)
+            self.characters += characters(args) + characters(found)
+            return found
+
+        return counted
+
+
+def characters(value: Any) -> int:
+    """How long all texts in it are."""
+    if isinstance(value, str):
+        return len(value)
+    return sum(map(characters, value)) if isinstance(value, list | tuple) else 0
+
+
+class Host:
+    """One simulated host. Its methods are the parts that are measured; each runs on all hosts at the same time."""
+
+    def __init__(self, place: Place):
+        self.place, self.over, self.code = place, threading.Event(), 0
+
+    def roll_call(self) -> None:
+        """All say that they are there, and hear that all are."""
+        self.wires = call_roll(self.place, FACTS, host_budgets(self.place.num_processes).roll_call_seconds)
+
+    def connect(self) -> None:
+        """Joins jax's coordination service, as jax.distributed does."""
+        number, count = self.place.process_id, self.place.num_processes
+        client = _jax.get_distributed_runtime_client(
+            f"{self.place.host}:{self.place.port}",
+            number,
+            init_timeout=round(host_budgets(count).roll_call_seconds),
+            heartbeat_timeout=100,  # of a real host it is host_budgets'; here all share what cores there are
+            shutdown_on_destruction=False,
+        )
+        client.connect()
+        self.client = Counted(client)
+        self.peer = Peer(self.client, number, count, itertools.count(1))
+        self.watch = Watch(self.place, self.wires, end=self.end)
+
+    def prepare(self) -> None:
+        """Makes what a run makes once: its board."""
+        self.board = Board(self.peer)
+        self.reports, self.stop = SharedReports(self.board), StopRequest(self.board)
+
+    def agree(self) -> None:
+        """The first decides, and all learn it."""
+        assert agreed(lambda: {"step": 1000}, peer=self.peer) == {"step": 1000}
+
+    def all_here(self) -> None:
+        """All come to one place of the program."""
+        all_here(self.peer)
+
+    def step(self) -> None:
+        """What all ask after each step."""
+        self.board.look()
+        assert self.reports.news(1) is None and self.stop.leave_after(1) is None
+
+    def save(self) -> None:
+        """The agreements of one save."""
+        key = next_key("save", self.peer)
+        for stage in STAGES:
+            found = gathered(
+                f"{key}/{stage}", {"result": SUMS if stage == "verify" else True}, made_of=made, peer=self.peer
+            )
+            assert "failure" not in found
+
+    def failed_save(self) -> None:
+        """One host cannot write, and all fail with its cause."""
+        is_last = self.place.process_id == self.place.num_processes - 1
+        mine = {"failure": [FAILED, "OSError"]} if is_last else {"result": None}
+        found = gathered(next_key("failed", self.peer), mine, made_of=made, peer=self.peer)
+        self.reports.failed(1000, found["failure"][0])
+
+    def hear(self, step: int) -> list[Any]:
+        """After each of these steps: what is heard of failed saves, and of signals, one of which comes at first."""
+        if step == 1 and self.place.process_id == self.place.num_processes // 2:
+            self.stop.request("SIGTERM")
+        self.board.look()
+        return [self.reports.news(step), self.stop.leave_after(step)]
+
+    def lost(self) -> int:
+        """The last host dies: the exit code of each of the others, once it has ended for that."""
+        if self.place.process_id == self.place.num_processes - 1:
+            self.watch.leaving.set()
+            self.cut()
+            return int(Exit.PEER_LOST)
+        assert self.over.wait(CLOSED_SECONDS), "it has not heard of it"
+        return self.code
+
+    def disconnect(self) -> None:
+        """Leaves the coordination service, as jax does at the end: all together."""
+        self.client.client.shutdown()
+        self.cut()
+
+    def end(self, code: int) -> None:
+        """What the watch does at last: the process would end, and its connections with it."""
+        self.code = code
+        self.cut()
+        self.over.set()
+
+    def cut(self) -> None:
+        """Ends the connections of the roll call."""
+        for wire, _ in self.wires.values():
+            with contextlib.suppress(OSError):
+                wire.sock.shutdown(socket.SHUT_RDWR)
+
+
+class Outcome(NamedTuple):
+    """What a part took in one process of the simulation, by the machine's monotonic clock."""
+
+    began: float
+    ended: float
+    requests: int
+    characters: int
+    found: list[Any]
+
+
+class Group:
+    """The hosts of one process, each with a thread. The one with the first host has the coordination service."""
+
+    def __init__(self, numbers: Sequence[int], count: int):
+        self.numbers, self.count, self.service = numbers, count, None
+        self.pool = ThreadPoolExecutor(len(numbers))
+        check_open_files(3 * (count if 0 in numbers else len(numbers)), "connections")
+
+    def open(self, port: int) -> None:
+        """Makes the hosts of a start, and the service that they will call."""
+        self.hosts = [
+            Host(Place(host=LOOPBACK, port=port, num_processes=self.count, process_id=number, found_in="bench"))
+            for number in self.numbers
+        ]
+        if 0 in self.numbers:
+            self.service = _jax.get_distributed_runtime_service(f"{LOOPBACK}:{port}", self.count, heartbeat_timeout=100)
+
+    def close(self) -> None:
+        """Ends the service, once all have left it."""
+        if self.service is not None:
+            self.service.shutdown()
+            self.service = None
+
+    def run(self, name: str, times: int = 1, *args: Any) -> Outcome:
+        """Lets every host do its part so often, all at the same time."""
+        before, began = self.counts(), time.monotonic()
+        work = lambda host: [getattr(host, name)(*args) for _ in range(times)][-1]
+        found = list(self.pool.map(work, self.hosts))
+        ended = time.monotonic()
+        requests, sent = (now - then for now, then in zip(self.counts(), before))
+        return Outcome(began, ended, requests, sent, found)
+
+    def cpu_seconds(self) -> float:
+        """What this process has spent so far, in Python and in C++."""
+        return time.process_time()
+
+    def counts(self) -> tuple[int, int]:
+        """(requests, characters) of all hosts so far."""
+        clients = [host.client for host in self.hosts if hasattr(host, "client")]
+        return sum(client.requests for client in clients), sum(client.characters for client in clients)
+
+
+def serve(connection: Any, numbers: Sequence[int], count: int) -> None:
+    """A process of the simulation: does what it is told until it is told None."""
+    sys.stderr = open(os.devnull, "w")  # every host would tell how it ended
+    group = Group(numbers, count)
+    while (told := connection.recv()) is not None:
+        name, *args = told
+        try:
+            connection.send(getattr(group, name)(*args))
+        except BaseException:
+            connection.send(AssertionError(traceback.format_exc()))
+    os._exit(0)  # thousands of threads of C++ have nothing left to do
