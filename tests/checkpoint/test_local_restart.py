@@ -52,6 +52,14 @@ def copies(workdir, host):
     return {(int(path.parent.name), int(path.name.partition("-")[0])): path for path in found}
 
 
+def newest_whole(workdir):
+    """The newest step of which each process's part is on some host; the last one may have been under way."""
+    owners = {}
+    for owner, step in (key for host in range(COUNT) for key in copies(workdir, host)):
+        owners.setdefault(step, set()).add(owner)
+    return max(step for step, found in owners.items() if len(found) == COUNT)
+
+
 def went_on_from(said):
     return int(re.search(r"going on from step (\d+)", said)[1])
 
@@ -97,16 +105,16 @@ def test_a_replaced_host_and_a_flipped_bit_cost_nothing_and_two_neighbours_the_s
 ):
     workdir = tmp_path / "run"
     assert run(home, workdir, "step:16", 1)[0] == [13, -9, 13, 13]
-    newest = max(step for _, step in copies(workdir, 0))
+    newest = newest_whole(workdir)
     assert newest > newest_slow(workdir) and {owner for owner, _ in copies(workdir, 0)} == {0, 3}
-    shutil.rmtree(local(workdir, 2))  # another machine
-    flip_bit(copies(workdir, 1)[1, newest], 8 * 300)
-    codes, said = run(home, workdir, "step:9", 3)
+    shutil.rmtree(local(workdir, 2))  # another machine: its own part is on host 3, and part 1 is on host 1 alone
+    flip_bit(copies(workdir, 3)[3, newest], 8 * 300)  # a good one is on host 0
+    codes, said = run(home, workdir, "step:14", 3)  # of this start: behind the save of step 20, before that of 30
     assert codes == [13, 13, 13, -9], said
     assert went_on_from(said) == newest and "is taken from the local copies" in said
-    assert re.search(rf"WARNING: step {newest} is taken from a neighbour's copy: process 1: .* the bits of", said)
+    assert re.search(rf"WARNING: step {newest} is taken from a neighbour's copy: process 3: .* the bits of", said)
 
-    newest = max(step for _, step in copies(workdir, 0))
+    newest = newest_whole(workdir)
     slow = newest_slow(workdir)
     assert newest > slow
     for host in (1, 2):
