@@ -20,8 +20,8 @@ from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.folders import COMMITTED, commit, make_anew
 from jaxscale.checkpoint.lock_stores import held
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import read_optional, require_step, seal, weight_leaves
-from jaxscale.checkpoint.storage_errors import short_reason
+from jaxscale.checkpoint.record import require_step, seal, weight_leaves
+from jaxscale.checkpoint.storage_errors import read_optional, short_reason
 from jaxscale.checkpoint.verify import list_all_others, require_reachable, verify_folder
 from jaxscale.checkpoint.write import describe
 from jaxscale.system import paths

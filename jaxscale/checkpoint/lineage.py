@@ -9,7 +9,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from jaxscale.checkpoint.record import read_optional
+from jaxscale.checkpoint.storage_errors import read_optional
 from jaxscale.system import paths
 
 FILE = "local_copies.json"
@@ -31,16 +31,22 @@ def belongs(starts: Mapping[str, int | None], token: str, step: int) -> bool:
     return token in starts and (starts[token] is None or step <= starts[token])
 
 
+def read_begun(workdir: Any) -> int:
+    """The step from which the newest start went on, be it a local copy's; 0 where nothing is known."""
+    found = read_optional(workdir / FILE).get("begun")
+    return found if type(found) is int else 0
+
+
 def cut(workdir: Any, step: int) -> None:
     """Nothing after `step` counts any more of what was copied before now. For the first process, with the lock."""
     if starts := read_starts(workdir):
-        write(workdir, shortened(starts, step))
+        write(workdir, shortened(starts, step), min(step, read_begun(workdir)))
 
 
 def begin(workdir: Any, step: int) -> str:
     """The token of a start that goes on from `step`, after a cut there. For the first process, with the lock."""
     token = secrets.token_hex(8)
-    write(workdir, shortened(read_starts(workdir), step) | {token: None})
+    write(workdir, shortened(read_starts(workdir), step) | {token: None}, step)
     return token
 
 
@@ -49,6 +55,6 @@ def shortened(starts: Mapping[str, int | None], step: int) -> Starts:
     return {token: step if last is None else min(last, step) for token, last in starts.items()}
 
 
-def write(workdir: Any, starts: Starts) -> None:
-    """Writes the newest of them down."""
-    paths.write_json(workdir / FILE, {"starts": dict(list(starts.items())[-MOST:])})
+def write(workdir: Any, starts: Starts, begun: int) -> None:
+    """Writes the newest of them down, and from which step the last went on."""
+    paths.write_json(workdir / FILE, {"starts": dict(list(starts.items())[-MOST:]), "begun": begun})

@@ -27,7 +27,8 @@ from jaxscale.checkpoint.average import (
 )
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import read_optional, require_step, weight_leaves
+from jaxscale.checkpoint.record import require_step, weight_leaves
+from jaxscale.checkpoint.storage_errors import read_optional
 from jaxscale.models.config import NO_LORA, LoraConfig
 from jaxscale.models.lora import A, B, is_adapter
 from jaxscale.schema import from_dict, to_dict

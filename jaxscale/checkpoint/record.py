@@ -1,6 +1,5 @@
 """What a checkpoint says of itself: names and fingerprints of its arrays, and what the run needs, under a sha256."""
 
-import contextlib
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -129,14 +128,6 @@ def is_sealed(record: Any) -> bool:
 def digest(content: Any) -> str:
     """sha256 of the JSON text with sorted keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def read_optional(path: Any) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none. Raises Stop (STORAGE) where its bucket cannot be reached."""
-    with contextlib.suppress(OSError, ValueError):
-        value = reached(lambda: paths.read_json(path), path)
-        return value if isinstance(value, dict) else {}
-    return {}
 
 
 def write_last_good(directory: Any, step: int, *, verified: bool, health: str, sha256: str) -> None:

@@ -18,8 +18,8 @@ from jaxscale.checkpoint.folders import (
     remove_step,
     remove_tree,
 )
-from jaxscale.checkpoint.record import LAST_GOOD, RECORD, read_last_good, read_optional, read_record, require_record
-from jaxscale.checkpoint.storage_errors import errors_behind, is_storage_error, short_reason
+from jaxscale.checkpoint.record import LAST_GOOD, RECORD, read_last_good, read_record, require_record
+from jaxscale.checkpoint.storage_errors import errors_behind, is_storage_error, read_optional, short_reason
 from jaxscale.checkpoint.verify import LISTS, REST
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput, Exit, Stop

@@ -1,5 +1,6 @@
 """Why storage failed, as one short line; Orbax reports the same through pages of tracebacks."""
 
+import contextlib
 import errno
 import os
 import re
@@ -114,6 +115,14 @@ def reached(ask: Callable[[], T], folder: Any) -> T:
         cause = short_reason(error)
         way_out = missing_grant(cause, folder) or "; start again when it answers"
         raise Stop(Exit.STORAGE, f"{folder} cannot be reached: {cause}{way_out}") from None
+
+
+def read_optional(path: Any) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is none. Raises Stop (STORAGE) where its bucket cannot be reached."""
+    with contextlib.suppress(OSError, ValueError):
+        value = reached(lambda: paths.read_json(path), path)
+        return value if isinstance(value, dict) else {}
+    return {}
 
 
 def written(write: Callable[[], T], folder: Any) -> T:

@@ -23,8 +23,9 @@ from jaxscale.checkpoint.folders import (
 )
 from jaxscale.checkpoint.lock_stores import held
 from jaxscale.checkpoint.manager import Checkpoints
-from jaxscale.checkpoint.record import RECORD, digest, read_optional, require_record, require_step
+from jaxscale.checkpoint.record import RECORD, digest, require_record, require_step
 from jaxscale.checkpoint.retention import COPIED
+from jaxscale.checkpoint.storage_errors import read_optional
 from jaxscale.checkpoint.verify import Damage, changed_files, verify_folder
 from jaxscale.monitor.events import NAME as EVENTS
 from jaxscale.system import paths

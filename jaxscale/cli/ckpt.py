@@ -29,7 +29,6 @@ from jaxscale.checkpoint.average import average_steps
 from jaxscale.checkpoint.config import CheckpointConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.merge import merge_lora
-from jaxscale.checkpoint.record import read_optional
 from jaxscale.checkpoint.retention import (
     StepFacts,
     delete_step,
@@ -40,7 +39,7 @@ from jaxscale.checkpoint.retention import (
     unpin,
     why_kept,
 )
-from jaxscale.checkpoint.storage_errors import TELLING, short_reason
+from jaxscale.checkpoint.storage_errors import TELLING, read_optional, short_reason
 from jaxscale.checkpoint.transfer import copy_step
 from jaxscale.checkpoint.verify import verify_folder
 from jaxscale.cli import run_verb

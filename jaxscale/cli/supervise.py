@@ -21,6 +21,7 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.checkpoint.folders import all_steps
+from jaxscale.checkpoint.lineage import read_begun
 from jaxscale.cli import run_verb
 from jaxscale.cli.attempt import Attempt
 from jaxscale.cli.ledger import SuperviseLedger, Totals
@@ -44,8 +45,9 @@ class Policy:
 
     max_fruitless: int | None = flag(
         None,
-        "so many starts in a row without a new checkpoint are a crash loop, and it gives up; a run that advances never "
-        "runs out of starts; default: by the number of processes, 5 up to 64 and 10 for 1,536",
+        "so many starts in a row without a new checkpoint, or a local copy of a later step that the next start takes, "
+        "are a crash loop, and it gives up; a run that advances never runs out of starts; default: by the number of "
+        "processes, 5 up to 64 and 10 for 1,536",
         least=1,
     )
     min_seconds: int = flag(
@@ -81,6 +83,7 @@ class Progress:
     last_record: Record | None = None  # of metrics.jsonl, to tell whether anything was added
     step_seconds: float = 0.0  # median over the last steps; 0: unknown
     unknown: str = ""  # why the folder could not be read
+    begun: int = 0  # the furthest step from which a start went on, which a local copy may have held
 
     @property
     def newest(self) -> int:
@@ -88,19 +91,27 @@ class Progress:
         return max(self.saved, default=0)
 
     def won(self, before: "Progress") -> bool:
-        """True if a checkpoint is here that was not there before, be it of an earlier step after a rewind."""
-        return bool(set(self.saved.items()) - set(before.saved.items()))
+        """True if a checkpoint is here that was not there before, be it of an earlier step after a rewind.
+
+        Or if a start went on from further than any before: the one before it has left local copies that were good.
+        """
+        return bool(set(self.saved.items()) - set(before.saved.items())) or self.begun > before.begun
 
 
-def look(workdir: Any) -> Progress:
-    """The progress of the run in `workdir`; empty where there is none yet, with the cause where it cannot be read."""
+def look(workdir: Any, begun: int = 0) -> Progress:
+    """The progress of the run in `workdir`; empty where there is none yet, with the cause where it cannot be read.
+
+    begun: the furthest step from which a start was seen to go on before.
+    """
     folder = paths.as_path(workdir)
     try:
         checkpoints = folder / "checkpoints"
         saved = {step: written_at(checkpoints / str(step)) for step in all_steps(checkpoints)}
         records = tail_records(folder / "metrics.jsonl")
+        begun = max(begun, read_begun(folder))
     except Exception as error:  # whatever the storage's client raises: to look is never worth an end
-        return Progress({}, unknown=f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+        why = str(error).splitlines()[0] if str(error) else ""
+        return Progress({}, begun=begun, unknown=f"{type(error).__name__}: {why}")
     steps = [record for record in records if "tokens_hash" in record]
     seconds = [record["step_seconds"] for record in steps if record.get("step_seconds")]
     return Progress(
@@ -108,6 +119,7 @@ def look(workdir: Any) -> Progress:
         logged=max((record["step"] for record in steps), default=0),
         last_record=records[-1] if records else None,
         step_seconds=statistics.median(seconds) if seconds else 0.0,
+        begun=begun,
     )
 
 
@@ -130,7 +142,7 @@ class Ended:
 
     @property
     def fruitless(self) -> bool:
-        """True if it left no new checkpoint that can be seen."""
+        """True if it left no new checkpoint that can be seen, nor went on from further than those before."""
         return not self.after.won(self.before)
 
     @property
@@ -254,7 +266,7 @@ class Supervisor:
         code = self.attempt.wait()
         self.attempt = None
         seconds = time.monotonic() - began
-        end = Ended(code, seconds, before, self.look())
+        end = Ended(code, seconds, before, self.look(before.begun))
         self.totals.up += seconds
         self.totals.steps_won += end.steps_won
         self.totals.steps_lost += end.steps_lost
@@ -262,10 +274,10 @@ class Supervisor:
         self.note("end", number=self.totals.starts, **end.record())
         return end
 
-    def look(self) -> Progress:
+    def look(self, begun: int = 0) -> Progress:
         """Reads the run's folder."""
         began = time.monotonic()
-        found = look(self.workdir)
+        found = look(self.workdir, begun)
         self.totals.keeping += time.monotonic() - began
         return found
 

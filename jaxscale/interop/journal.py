@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jaxscale.checkpoint.lock_stores import held
-from jaxscale.checkpoint.record import read_optional
-from jaxscale.checkpoint.storage_errors import written
+from jaxscale.checkpoint.storage_errors import read_optional, written
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
 

@@ -348,6 +348,9 @@ def test_a_later_start_shortens_what_counts_of_the_earlier_ones(tmp_path):
     lineage.cut(tmp_path, 5)
     three = lineage.begin(tmp_path, 6)
     assert lineage.read_starts(tmp_path) == {one: 5, two: 5, three: None}
+    assert lineage.read_begun(tmp_path) == 6
+    lineage.cut(tmp_path, 4)
+    assert lineage.read_begun(tmp_path) == 4
     assert lineage.belongs({one: 5}, one, 5) and not lineage.belongs({one: 5}, one, 6)
     (tmp_path / lineage.FILE).write_text(json.dumps({"starts": [one]}))
     assert lineage.read_starts(tmp_path) == {}

@@ -31,6 +31,8 @@ for word in now.split():
         record = workdir / "checkpoints" / value / "run" / "metadata"
         record.parent.mkdir(parents=True, exist_ok=True)
         record.write_text("{}")
+    elif kind == "begins":  # goes on from a local copy of this step
+        (workdir / "local_copies.json").write_text('{"starts": {}, "begun": ' + value + "}")
     elif kind == "sleeps":
         time.sleep(float(value))
     elif kind == "dies":
@@ -168,6 +170,14 @@ def test_starts_are_counted_since_the_last_new_checkpoint(tmp_path, capfd):
     told = capfd.readouterr().err
     assert told.count("started again in") == 8 and told.count("(start 1 of at most 2 without a new checkpoint)") == 4
     assert "gave up: crash loop: 2 starts in a row" in told
+
+
+def test_a_run_that_advances_by_local_copies_alone_is_no_crash_loop(tmp_path, capfd):
+    advances = [f"begins={step} dies=9" for step in (0, 40, 80, 120, 160)]
+    loops = ["begins=160 dies=9", "begins=150 dies=9", "begins=160 dies=9"]  # a host was lost: no further than before
+    training = Training(tmp_path, *advances, *loops, "exits=0")
+    assert training.supervise("--max_fruitless=3") == Exit.ERROR and training.left() == 1
+    assert "gave up: crash loop: 3 starts in a row" in capfd.readouterr().err
 
 
 def test_a_step_that_is_saved_again_after_a_rewind_is_new(tmp_path):
