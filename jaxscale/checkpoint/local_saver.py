@@ -70,8 +70,7 @@ class LocalSaver:
         self.prepared, self.owner = prepared, jax.process_index()
         self.root, self.next_step = next_key("local"), 0
         self.said: list[str] = []  # keys of what all have heard by the time of the next copy
-        self.taken_at = self.asked_at = clock()
-        self.taken_step = self.asked_step = None
+        self.taken_at, self.taken_step = clock(), None
         self.pending: Pending | None = None
         self.cause, self.num_bytes, self.seconds = "", 0, 0.0  # of the last failure; of the last copy
         self.jobs: queue.Queue[Pending | None] = queue.Queue()
@@ -100,21 +99,21 @@ class LocalSaver:
     def decide(self, step: int) -> tuple[bool, int, int]:
         """(copy now, steps until this is asked again, base), by the first process's clock."""
         now, cfg = self.clock(), self.cfg
-        first = self.asked_step is None
-        pace = 0.0 if first else max((now - self.asked_at) / (step - self.asked_step), 1e-9)
-        self.asked_at, self.asked_step = now, step
-        if first:
+        if self.taken_step is None:
             self.taken_at, self.taken_step = now, step  # what came before was compiling
             return False, cfg.every_steps or 1, -1
-        since = now - self.taken_at
-        due = step - self.taken_step >= cfg.every_steps if cfg.every_steps else since + pace / 2 >= cfg.every_seconds
+        since, passed = now - self.taken_at, step - self.taken_step
+        pace = max(since / passed, 1e-9)
+        due = passed >= cfg.every_steps if cfg.every_steps else since + pace / 2 >= cfg.every_seconds
         if due and (self.jobs.unfinished_tasks or not self.prepared()):
             return False, 1, -1
         if due:
-            self.taken_at, self.taken_step, since = now, step, 0.0
+            self.taken_at, self.taken_step = now, step
             self.tidy()
-        left = cfg.every_steps - (step - self.taken_step) if cfg.every_steps else (cfg.every_seconds - since) / pace
-        return due, max(1, int(left)), self.base()
+            return True, cfg.every_steps or 1, self.base()
+        # steps are dispatched ahead of the devices: a few in a burst say little of how long the next will take
+        left = cfg.every_steps - passed if cfg.every_steps else min((cfg.every_seconds - since) / pace, passed)
+        return False, max(1, int(left)), -1
 
     def say(self, key: str) -> None:
         """Remembers a key that the first process has said something under."""

@@ -14,7 +14,8 @@ from ckpt_states import assert_same_bits, flip_bit, shardings, stop_of
 from jaxscale.checkpoint import lineage
 from jaxscale.checkpoint.config import CheckpointConfig, LocalConfig
 from jaxscale.checkpoint.local_copy import on_devices, read_about, read_pieces, write_copy
-from jaxscale.checkpoint.local_store import Copy
+from jaxscale.checkpoint.local_saver import LocalSaver
+from jaxscale.checkpoint.local_store import Copy, LocalStore
 from jaxscale.checkpoint.read_back import Damaged
 from jaxscale.checkpoint.record import describe_leaf
 from jaxscale.checkpoint.snapshot import take_snapshot
@@ -278,6 +279,28 @@ def test_a_copy_counts_only_when_the_metrics_of_its_step_called_for_nothing(open
     assert copy(first, 5) and not copy(first, 9, good=False)
     kill(first)
     assert start(opened())[0] == 5
+
+
+@pytest.mark.parametrize("burst", [1, 2, 8, 30])
+def test_steps_that_are_dispatched_in_bursts_do_not_put_a_copy_off(tmp_path, burst):
+    """Each step takes 0.3 s of the devices, of which the loop sees bursts: several at once, then a wait."""
+    now, taken, asked = [0.0], [], []
+    cfg, store = LocalConfig(folder=str(tmp_path), every_seconds=5.0), LocalStore(str(tmp_path), tmp_path / "run")
+    saver = LocalSaver(
+        cfg, store, "0" * 16, newest=None, base=lambda: -1, neighbour=None, note=None, clock=lambda: now[0]
+    )  # fmt: skip
+    following = 0
+    for step in range(1, 400):
+        now[0] = 0.3 * (step - step % burst) + 1e-5 * (step % burst)
+        if step >= following:
+            asked.append(step)
+            wanted, wait, _ = saver.decide(step)
+            following = step + wait
+            taken += [now[0]] * wanted
+    saver.close()
+    gaps = np.diff([0.3, *taken])
+    assert len(taken) > 5 and gaps.max() <= 5.0 + 0.3 * burst + 0.3
+    assert burst > 1 or len(asked) < 8 * len(taken)
 
 
 def test_a_host_keeps_two_copies_and_none_after_the_last_save(opened):
