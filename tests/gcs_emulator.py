@@ -52,7 +52,7 @@ class Emulator:
         self.objects: dict[tuple[str, str], Stored] = {}
         self.faults: list[Fault] = []
         self.weather, self.clock = Weather(), clock
-        self.log: list[tuple[str, str, str]] = []  # (method, object's name or path, Range header)
+        self.log: list[tuple[str, str, str]] = []  # (method, object's name, "list PREFIX" or path, Range header)
         self.sent = 0  # bytes of media
         self.lock = threading.RLock()
         self.uploads: dict[str, dict] = {}
@@ -108,6 +108,14 @@ class Emulator:
         return None
 
 
+class Door(Emulator):
+    """Another address of an emulator, with a log, faults and weather of its own: what comes in here is told apart."""
+
+    def __init__(self, home: Emulator):
+        super().__init__(home.clock)
+        self.objects, self.uploads, self.lock, self.put = home.objects, home.uploads, home.lock, home.put
+
+
 class Handler(BaseHTTPRequestHandler):
     """Answers one connection."""
 
@@ -158,6 +166,10 @@ class Handler(BaseHTTPRequestHandler):
         parts = [urllib.parse.unquote(part) for part in path.strip("/").split("/")]
         media = method == "GET" and self.query.get("alt") == "media"
         name = parts[3] if len(parts) > 3 else url.path
+        if method == "GET" and len(parts) == 3:
+            name = f"list {self.query.get('prefix', '')}"
+        elif method == "POST" and url.path.startswith("/upload/"):  # named in the address, or first in the body
+            name = self.query.get("name") or re.search(rb'"name":\s*"([^"]+)"', body)[1].decode()
         with self.gcs.lock:
             self.gcs.log.append((method, f"media {name}" if media else name, self.headers.get("Range", "")))
             exists = len(parts) > 2 and (parts[1], self.query.get("name", name)) in self.gcs.objects

@@ -87,7 +87,10 @@ class BenchFlags(cluster.HostFlags):
         "'COMMAND'",
     )
     rounds: int | None = flag(
-        None, "step: turns of each with --against; survive, statistics: of each (5)", "3", least=1
+        None,
+        "step: turns of each with --against; survive, statistics: of each (5; survive --processes: 1)",
+        "3",
+        least=1,
     )
     hosts: list[int] | None = flag(
         None, "hosts: how many are simulated, one number after the other", "16,256,1536", read=bench_hosts.read_hosts
@@ -137,7 +140,8 @@ def main(arguments: Arguments) -> None:
             raise BadInput("--processes starts a run of several processes: give its --config=FILE")
         settings = [f"--config.{name}={text}" for name, text in arguments.overrides.items()]
         own = [f"--config={arguments.config}", *settings]
-        record = bench_restart.measure_restart(own, processes=flags.processes, seconds=flags.kill_after)
+        how = dict(processes=flags.processes, seconds=flags.kill_after, rounds=flags.rounds or 1)
+        record = bench_restart.measure_restart(own, **how)
         show(flags, record, bench_restart.restart_lines(record))
         return
     if flags.devices:

@@ -9,8 +9,10 @@ import contextlib
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +26,7 @@ from jaxscale.system.exits import BadInput
 LOCAL = "JAXSCALE_BENCH_HOST"  # the variable that names each process's own local folder
 MOST_SECONDS = 500.0  # for a start to come to its steps
 STEP, JOINED = (
-    re.compile(r"step (\d+)/"),
+    re.compile(r"step (\d+)/\d+  loss "),  # of training; an evaluation may come before
     re.compile(r"processes: the roll call took ([\d.]+) s, joining jax ([\d.]+) s"),
 )
 PHASES = (
@@ -102,20 +104,35 @@ def started(*arguments: Any) -> Iterator[Started]:
         one.end()
 
 
-def measure_restart(flags: Sequence[str], *, processes: int, seconds: float) -> dict[str, Any]:
-    """Phases of a restart and lost work [s], without local copies and with them.
+def measure_restart(flags: Sequence[str], *, processes: int, seconds: float, rounds: int) -> dict[str, Any]:
+    """Phases of a restart and lost work [s], without local copies and with them, in turn: medians of the rounds.
 
     Args: flags: of the training command, but for its work folder. seconds: of training before the kill.
     """
     ways = {"work folder alone": [], "local copies": [f"--config.checkpoint.local.folder=${LOCAL}"]}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        found = {}
-        for name, more in ways.items():
-            place = pathlib.Path(folder, name.replace(" ", "_"))
-            place.mkdir()
-            own = [*flags, *more, "--config.monitor.log_every_steps=1", "--config.monitor.progress=lines"]
-            found[name] = one_restart([*own, f"--workdir={place / 'run'}"], processes, seconds, place)
-    return {"processes": processes, "seconds": seconds, "load": os.getloadavg()[0], "ways": found}
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+        for turn in range(rounds):
+            for name, more in ways.items():
+                place = pathlib.Path(folder, f"{name.replace(' ', '_')}_{turn}")
+                place.mkdir()
+                own = [*flags, *more, "--config.monitor.log_every_steps=1", "--config.monitor.progress=lines"]
+                found[name].append(one_restart([*own, f"--workdir={place / 'run'}"], processes, seconds, place))
+                shutil.rmtree(place)
+    return {
+        "processes": processes, "seconds": seconds, "rounds": rounds, "load": os.getloadavg()[0],
+        "ways": {name: medians(turns) for name, turns in found.items()}, "turns": found,
+    }  # fmt: skip
+
+
+def medians(turns: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Of each figure of several restarts the median."""
+    middle = lambda name, of: statistics.median(one[name] for one in of)
+    inner = [one["phases"] for one in turns]
+    figures = [name for name in turns[0] if name != "phases"]
+    return {"phases": {name: middle(name, inner) for name in inner[0]}} | {
+        name: middle(name, turns) for name in figures
+    }
 
 
 def one_restart(flags: Sequence[str], count: int, seconds: float, folder: pathlib.Path) -> dict[str, Any]:
@@ -167,8 +184,8 @@ def restart_lines(record: dict[str, Any]) -> list[str]:
     """The record for people."""
     ways = record["ways"]
     lines = [
-        f"SIGKILL of one of {record['processes']} processes after {record['seconds']:g} s of training (load "
-        f"{record['load']:.1f})",
+        f"SIGKILL of one of {record['processes']} processes after {record['seconds']:g} s of training; medians of "
+        f"{record['rounds']} (load {record['load']:.1f})",
         f"  {'seconds':<18}" + "".join(f"{name:>20}" for name in ways),
     ]
     for name, about in PHASES:
@@ -177,5 +194,5 @@ def restart_lines(record: dict[str, Any]) -> list[str]:
         )
     for name, key in (("kill to next step", "still_seconds"), ("work lost", "work_lost_seconds")):
         lines.append(f"  {name:<18}" + "".join(f"{way[key]:>20.2f}" for way in ways.values()))
-    lines.append(f"  {'steps lost':<18}" + "".join(f"{way['steps_lost']:>20}" for way in ways.values()))
+    lines.append(f"  {'steps lost':<18}" + "".join(f"{way['steps_lost']:>20g}" for way in ways.values()))
     return lines

@@ -8,7 +8,15 @@ import sys
 
 import pytest
 
-from jaxscale.cli import bench, bench_against, bench_loop, bench_sample, bench_statistics, bench_survive
+from jaxscale.cli import (
+    bench,
+    bench_against,
+    bench_loop,
+    bench_restart,
+    bench_sample,
+    bench_statistics,
+    bench_survive,
+)
 from jaxscale.command_line import parse
 from jaxscale.qualify import step
 from jaxscale.system import process
@@ -120,6 +128,23 @@ def test_what_surviving_costs_is_told_part_by_part(monkeypatch, capsys):
     for part, blocked, told in ((0.009, 0.09, "under"), (0.011, 0.11, "NOT under")):
         lines = bench_survive.survive_lines(record | {"parts_of_a_step": part, "save_blocked_seconds": blocked})
         assert f"of a step: {told} 1%" in "\n".join(lines) and f"({told} 100)" in lines[-1]
+
+
+def test_a_restart_is_told_by_the_medians_of_its_turns():
+    turns = [
+        {"phases": {name: 1.0 + n for name, _ in bench_restart.PHASES}, "still_seconds": 10.0 * n, "step": n}
+        | {"steps_lost": n, "work_lost_seconds": 7.0 - n}
+        for n in (3, 1, 2)
+    ]
+    middle = bench_restart.medians(turns)
+    assert middle["phases"]["restore"] == 3.0 and middle["still_seconds"] == 20.0 and middle["work_lost_seconds"] == 5.0
+    record = {"processes": 4, "seconds": 20, "rounds": 3, "load": 1.0, "ways": {"local copies": middle}}
+    lines = bench_restart.restart_lines(record)
+    assert "medians of 3 (load 1.0)" in lines[0] and any(
+        line.split()[-1] == "2" for line in lines if "steps lost" in line
+    )
+    assert bench_restart.STEP.match("step 61/489  loss 5.645  n/a tok/s")
+    assert not bench_restart.STEP.match("step 60/489  validation  loss 5.628  bits_per_byte 8.119")
 
 
 def test_commands_run_in_turn_and_the_ratio_is_printed(step_record, tmp_path):
