@@ -169,6 +169,19 @@ def test_attention_of_one_key_returns_its_value():
     np.testing.assert_array_equal(xla.make_attend()(q, k, v, alone_BT), v)
 
 
+@pytest.mark.parametrize(("heads", "length", "together"), [(4, 256, 3), (2, 256, 6), (8, 512, 1)])
+def test_rows_are_taken_together_as_long_as_their_scores_stay_in_the_cache(heads, length, together):
+    seen = []
+
+    def double(x_BKTGH):
+        seen.append(len(x_BKTGH))
+        return 2 * x_BKTGH
+
+    x_BKTGH = jnp.arange(6 * heads * length, dtype=jnp.float32).reshape(6, heads, length, 1, 1)
+    np.testing.assert_array_equal(blockwise.over_rows(double, 128, x_BKTGH), 2 * x_BKTGH)
+    assert set(seen) == {together}
+
+
 def test_long_rows_get_few_blocks_that_cover_every_position_once():
     for length in (1, 128, 129, 512, 1000, 4096, 5000):
         pieces = blockwise.blocks(length, blockwise.default_block(length))

@@ -2,7 +2,7 @@
 
 Query blocks see only the keys up to their end, so the masked half is never computed. Between forward and backward only
 q, k, v, the result and the logarithm of each softmax sum are kept. The backward works on transposed scores, which makes
-each of its products a plain one. One row of the batch is taken at a time: its scores stay in the cache.
+each of its products a plain one. A few rows of the batch are taken at a time: their scores stay in the cache.
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
 R = T * G: the queries that share a key-value head; r and s are the rows and the keys of one block
@@ -17,11 +17,15 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxscale import units
 from jaxscale.ops.attention.xla import HIDDEN
 from jaxscale.ops.config import ATTENTION_OUT
 
 F32 = jnp.float32
 SMALLEST_BLOCK = 128  # 64 and 256 were slower at T=512, H=64 in both dtypes (2 cores, 2026-11-20)
+# Of the float32 scores of one block: so many rows are taken together. Row by row, the many small operations of T=256
+# wait for each other: a step takes 1.17 times as long (T of `bench step`, 2 cores, jax 0.10.2, 2026-11-24).
+SCORE_BYTES = 2 << 20
 MOST_BLOCKS = 8  # each block is compiled on its own: longer rows get longer blocks
 
 
@@ -39,7 +43,7 @@ def make_attend(*, softcap: float | None = None, window: int | None = None, bloc
         q_BKTGH, k_BKSH, v_BKSH = group_heads(q_BTNH, k_BSKH.shape[2]), k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
         step = block_size or default_block(q_BTNH.shape[1])
         run = functools.partial(forward_blocks, BlockSettings(step, softcap, window))
-        results = over_rows(run, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT)
+        results = over_rows(run, step, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT)
         out_BKTGH, lse_BKTG = (checkpoint_name(result, ATTENTION_OUT) for result in results)
         return ungroup_heads(out_BKTGH), (q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT, out_BKTGH, lse_BKTG)
 
@@ -47,7 +51,7 @@ def make_attend(*, softcap: float | None = None, window: int | None = None, bloc
         step = block_size or default_block(dout_BTNH.shape[1])
         run = functools.partial(backward_blocks, BlockSettings(step, softcap, window))
         dout_BKTGH = group_heads(dout_BTNH, saved[1].shape[1])
-        dq_BKTGH, dk_BKSH, dv_BKSH = over_rows(run, *saved, dout_BKTGH)
+        dq_BKTGH, dk_BKSH, dv_BKSH = over_rows(run, step, *saved, dout_BKTGH)
         return ungroup_heads(dq_BKTGH), dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), None
 
     attend.defvjp(keep, backward)
@@ -146,12 +150,15 @@ def default_block(length: int) -> int:
     return SMALLEST_BLOCK * max(1, -(-length // (SMALLEST_BLOCK * MOST_BLOCKS)))
 
 
-def over_rows(function, *arrays):
-    """function(*arrays), row by row of the batch."""
-    if arrays[0].shape[0] == 1:
+def over_rows(function, step: int, *arrays):
+    """function(*arrays), as many rows of the batch at a time as have SCORE_BYTES of scores in a block of `step`."""
+    B, K, T, G, _ = arrays[0].shape
+    size = max(size for size in units.divisors(B) if size == 1 or size * K * G * step * T * 4 <= SCORE_BYTES)
+    if size == B:
         return function(*arrays)
-    results = lax.map(lambda row: function(*(array[None] for array in row)), arrays)
-    return jax.tree.map(lambda array: array[:, 0], results)
+    grouped = [array.reshape(B // size, size, *array.shape[1:]) for array in arrays]
+    results = lax.map(lambda group: function(*group), grouped)
+    return jax.tree.map(lambda array: array.reshape(B, *array.shape[2:]), results)
 
 
 def group_heads(x_BTNH: jax.Array, num_kv_heads: int) -> jax.Array:
