@@ -117,19 +117,26 @@ def kernel_flops(instruction: Instruction, computation: Computation) -> float:
 def splash_flops(kernel: str, instruction: Instruction, computation: Computation) -> float:
     """FLOPs of one splash attention kernel over the blocks that it visits.
 
-    Which those are is a table that the text leaves out; its shape, (blocks of queries, blocks of keys visited at most),
-    tells them for a causal mask, with or without a window, which is what this project uses.
+    Which those are is a table that the text leaves out. The sizes of blocks, which the kernel's metadata has, tell them
+    for a causal mask, and the table's shape how many at most a window leaves: (blocks of queries, blocks of keys
+    visited), or for gradients of keys and values the other way about.
     """
     shapes = operand_shapes(instruction, computation)
     table = next((shape.dims for shape in shapes if shape.dtype.startswith("s") and len(shape.dims) == 3), None)
     arrays = [shape for shape in shapes if len(shape.dims) >= 3 and shape.dtype[0] in "bf"]
-    if table is None or len(arrays) < 2:
+    suffix = "" if kernel == "fwd" else f"_{kernel}"
+    sizes = [re.search(rf'block_{of}{suffix}\\?": (\d+)', instruction.attributes) for of in ("q", "kv")]
+    if table is None or len(arrays) < 2 or None in sizes:
         return 0.0
-    blocks, widest = max(table[1:]), min(table[1:])
-    visited = sum(min(block + 1, widest) for block in range(blocks)) / blocks**2
-    fused = kernel == "dkv" and r"use_fused_bwd_kernel\": true" in instruction.attributes
+    of_q, of_kv = (int(size[1]) for size in sizes)
+    num_q, num_kv = arrays[0].dims[-2] // of_q, arrays[1].dims[-2] // of_kv
+    if kernel == "dkv":  # every block of queries from the first that sees one of these keys
+        visited = sum(min(num_q - block * of_kv // of_q, table[-2]) for block in range(num_kv))
+    else:
+        visited = sum(min(-(-(block + 1) * of_q // of_kv), table[-1]) for block in range(num_q))
+    fused = kernel == "dkv" and len(instruction.shapes) == 3  # beside those of keys and values, the queries' gradient
     products = SPLASH_FUSED_BACKWARD if fused else SPLASH[kernel]
-    return 2.0 * products * math.prod(arrays[0].dims) * arrays[1].dims[-2] * visited
+    return 2.0 * products * math.prod(arrays[0].dims) * arrays[1].dims[-2] * visited / (num_q * num_kv)
 
 
 def custom_target(instruction: Instruction) -> str:

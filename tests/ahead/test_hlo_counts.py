@@ -192,29 +192,35 @@ def test_a_loop_whose_length_is_in_the_data_says_how_long_it_usually_is(name, tr
 SPLASH = """\
   %l = f32[2,3] constant(0)
   %r = f32[3,2] constant(0)
-  %next = s8[1,4,{width}] constant({{...}})
-  %mask = s8[1,4,{width}] constant({{...}})
+  %next = s8[1,{table}] constant({{...}})
+  %mask = s8[1,{table}] constant({{...}})
   %q = bf16[2,4,1024,128] custom-call()
   %k = bf16[2,2,1024,128] custom-call()
-  %out = bf16[2,4,1024,128] custom-call(%next, %mask, %q, %k, %k), custom_call_target="tpu_custom_call", \
+  %out = {results} custom-call(%next, %mask, %q, %k, %k), custom_call_target="tpu_custom_call", \
 frontend_attributes={{kernel_metadata={{
-"xprof_metadata":"{{\\"use_fused_bwd_kernel\\": {fused}}}"
-}}}}, metadata={{op_name="jit(f)/{name}/pallas_call"}}
+"xprof_metadata":"{{\\"block_q{of}\\": {q}, \\"block_kv{of}\\": {kv}, \\"block_kv_compute\\": 128}}"
+}}}}, metadata={{op_name="jit(f)/splash_{name}_segmented_no_residuals/pallas_call"}}
   %after = f32[2,2] dot(%l, %r), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}"""
+HEADS = "bf16[2,4,1024,128]"
+TWO, THREE = f"({HEADS}, {HEADS})", f"(bf16[2,4,4,1024,128], {HEADS}, {HEADS})"
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "fused", "products", "visited"),
+    ("name", "of", "q", "kv", "table", "results", "products", "visited"),
     [
-        ("splash_mha_fwd_segmented_residuals", 4, "false", 2, 10 / 16),
-        ("splash_mha_fwd_no_residuals", 2, "false", 2, 7 / 16),  # a window of two blocks
-        ("splash_mqa_dkv", 4, "false", 4, 10 / 16),
-        ("splash_mha_dkv", 4, "true", 5, 10 / 16),
-        ("splash_mha_dq", 4, "false", 3, 10 / 16),
+        ("mha_fwd", "", 256, 256, "4,4", HEADS, 2, 10 / 16),
+        ("mha_fwd", "", 256, 256, "4,2", HEADS, 2, 7 / 16),  # a window of two blocks
+        ("mha_fwd", "", 512, 256, "2,4", HEADS, 2, 6 / 8),
+        ("mha_fwd", "", 256, 512, "4,2", HEADS, 2, 6 / 8),
+        ("mqa_dkv", "_dkv", 256, 256, "4,4", TWO, 4, 10 / 16),
+        ("mha_dkv", "_dkv", 512, 256, "2,4", TWO, 4, 6 / 8),
+        ("mha_dkv", "_dkv", 256, 256, "2,4", TWO, 4, 7 / 16),
+        ("mha_dkv", "_dkv", 256, 256, "4,4", THREE, 5, 10 / 16),  # with the queries' gradient
+        ("mha_dq", "_dq", 256, 256, "4,4", HEADS, 3, 10 / 16),
     ],
 )
-def test_splash_attention_counts_the_blocks_that_it_visits(name, width, fused, products, visited):
-    facts = facts_of(SPLASH.format(name=name, width=width, fused=fused))
+def test_splash_attention_counts_the_blocks_that_it_visits(name, of, q, kv, table, results, products, visited):
+    facts = facts_of(SPLASH.format(name=name, of=of, q=q, kv=kv, table=table, results=results))
     assert facts.kernel_flops == products * 2 * 2 * 4 * 1024 * 1024 * 128 * visited
     assert facts.silent_kernels == 0
     assert facts.dot_flops == 24  # the kernel's metadata is printed over several lines, and what follows is still read
