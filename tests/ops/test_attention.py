@@ -105,7 +105,7 @@ def test_attention_for_long_rows_needs_memory_in_proportion_to_the_row():
 )
 def test_splash_attention_equals_plain_attention(shape, settings):
     inputs = make_inputs(shape)
-    blocks = splash.Blocks(128, 128, 128, 128)  # several, some of them wholly hidden
+    blocks = splash.Blocks((128, 128), (256, 128), (128, 256))  # several, some of them wholly hidden
     got = value_and_gradients(splash.make_attend(**settings, blocks=blocks, interpret=True), *inputs)
     for one, right in zip(got, value_and_gradients(xla.make_attend(**settings), *inputs)):
         np.testing.assert_allclose(one, right, rtol=1e-5, atol=2e-5)  # float32 sums taken in another order
@@ -192,7 +192,7 @@ def test_long_rows_get_few_blocks_that_cover_every_position_once():
 def test_splash_pads_rows_little_and_never_cuts_them_into_small_blocks():
     for length in (1, 128, 129, 512, 1000, 1152, 4096, 4097, 5000, 32768):
         padded = splash.padded_length(length)
-        block = splash.block_size(padded, splash.ANY_CHIP.q)
+        block = splash.block_size(padded, splash.ANY_CHIP.fwd[0])
         assert length <= padded < length + 256 and padded % block == 0 and block % 128 == 0
         assert block >= min(256, padded)
     assert splash.padded_length(4096) == 4096 and splash.block_size(4096, 512) == 512
@@ -200,10 +200,13 @@ def test_splash_pads_rows_little_and_never_cuts_them_into_small_blocks():
 
 def test_a_chips_own_blocks_are_used_where_they_fit():
     v6e = splash.blocks_for("TPU v6 lite")
-    assert splash.blocks_for("TPU v5") == splash.blocks_for(None) == splash.ANY_CHIP != v6e
-    assert splash.block_sizes(4096, v6e, itemsize=2).block_q_dkv == v6e.q_dkv == 2048
-    assert splash.block_sizes(1024, v6e, itemsize=2).block_q_dkv == 1024  # no longer than the row
-    assert splash.block_sizes(4096, v6e, itemsize=4) == splash.block_sizes(4096, splash.ANY_CHIP, itemsize=2)
+    assert splash.blocks_for("TPU v4") == splash.blocks_for(None) == splash.ANY_CHIP != v6e
+    chosen = splash.block_sizes(4096, v6e, itemsize=2)
+    assert (chosen.block_q, chosen.block_kv, chosen.block_q_dkv, chosen.block_kv_dkv) == (1024, 512, 1024, 1024)
+    any_chips = splash.block_sizes(4096, splash.ANY_CHIP, itemsize=2)
+    assert splash.block_sizes(4096, v6e, itemsize=4) == any_chips  # float32 would not fit
+    assert splash.block_sizes(4096, v6e, itemsize=2, window=2048) == any_chips  # most of a large block would be hidden
+    assert splash.block_sizes(2048, v6e, itemsize=2) == splash.block_sizes(2048, splash.ANY_CHIP, itemsize=2)
 
 
 def needs(**settings):

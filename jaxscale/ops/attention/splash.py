@@ -21,18 +21,24 @@ DTYPES = ("bfloat16", "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """Queries and keys that the kernel holds at one time, at most: less time moving them, more fast memory."""
+    """(queries, keys) that each kernel holds at one time, at most: fewer visits, more of the masked half computed."""
 
-    q: int  # forward
-    q_dkv: int  # backward, for keys and values
-    q_dq: int  # backward, for queries
-    kv: int
+    fwd: tuple[int, int]
+    dkv: tuple[int, int]  # backward, for keys and values
+    dq: tuple[int, int]  # backward, for queries
 
 
-# MaxText's default (base.yml), and what its benchmarks on v6e use (maxtext_trillium_model_configs.py, gpt3-175b and
-# llama3.1-8b). All compile within the fast memory that XLA allows a kernel unasked; none was timed by us.
-ANY_CHIP = Blocks(512, 512, 512, 512)
-BLOCKS = {"TPU v6 lite": Blocks(q=1024, q_dkv=2048, q_dq=2048, kv=512)}
+# MaxText's default (base.yml). It compiles within the fast memory that XLA allows a kernel unasked on any chip.
+ANY_CHIP = Blocks((512, 512), (512, 512), (512, 512))
+# By the compiler's own schedule of each kernel, as docs/attention_blocks.py reads it: bundles of instructions for a
+# causal head of 4,096 positions, the least of 512, 1024 and 2048 each way (libtpu 0.0.51, 2026-11-24; none timed).
+# Forward, keys and values, queries, in thousands, and with ANY_CHIP's: v5p 54.9 79.3 61.8 (61.4 87.2 69.0), v6e 39.7
+# 50.3 41.7 (42.1 55.6 44.0). On v5e ANY_CHIP's are the best but for 1% of two kernels, and so they are for 2,048.
+BLOCKS = {
+    "TPU v5": Blocks((1024, 1024), (1024, 1024), (1024, 1024)),
+    "TPU v6 lite": Blocks((1024, 512), (1024, 1024), (1024, 512)),
+}
+SHARE = 4  # what a query may see has at least so many blocks, or they are ANY_CHIP's
 
 
 def blocks_for(device_kind: str | None) -> Blocks:
@@ -59,7 +65,7 @@ def make_attend(
         near = mask_lib.CausalMask(shape) if window is None else mask_lib.LocalMask(shape, (window - 1, 0), offset=0)
         kernel = kernel_lib.make_splash_mha(
             mask_lib.MultiHeadMask([near] * N),
-            block_sizes=block_sizes(length, blocks, q_BTNH.dtype.itemsize),
+            block_sizes=block_sizes(length, blocks, q_BTNH.dtype.itemsize, window),
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=softcap,
@@ -73,20 +79,20 @@ def make_attend(
     return attend
 
 
-def block_sizes(length: int, most: Blocks, itemsize: int) -> kernel_lib.BlockSizes:
+def block_sizes(length: int, most: Blocks, itemsize: int, window: int | None = None) -> kernel_lib.BlockSizes:
     """The kernel's blocks for rows of this length. Values of 4 bytes have no more than ANY_CHIP, so that they fit."""
-    if itemsize > 2:
-        most = Blocks(*map(min, dataclasses.astuple(most), dataclasses.astuple(ANY_CHIP)))
-    q, q_dkv, q_dq, kv = (block_size(length, size) for size in dataclasses.astuple(most))
+    if itemsize > 2 or min(length, window or length) < SHARE * max(max(sizes) for sizes in dataclasses.astuple(most)):
+        most = ANY_CHIP
+    fwd, dkv, dq = (tuple(block_size(length, size) for size in sizes) for sizes in dataclasses.astuple(most))
     return kernel_lib.BlockSizes(
-        block_q=q,
-        block_kv=kv,
-        block_kv_compute=kv,
-        block_q_dkv=q_dkv,
-        block_kv_dkv=kv,
-        block_kv_dkv_compute=kv,
-        block_q_dq=q_dq,
-        block_kv_dq=kv,
+        block_q=fwd[0],
+        block_kv=fwd[1],
+        block_kv_compute=fwd[1],
+        block_q_dkv=dkv[0],
+        block_kv_dkv=dkv[1],
+        block_kv_dkv_compute=dkv[1],
+        block_q_dq=dq[0],
+        block_kv_dq=dq[1],
     )
 
 
