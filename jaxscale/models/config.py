@@ -83,6 +83,7 @@ class ModelConfig:
     dropout: ClassVar[float] = 0.0
     qk_norm: ClassVar[bool] = False
     gated_mlp: ClassVar[bool] = False
+    row_parts: ClassVar[int] = 1
     attention_window: ClassVar[int | None] = None
     norm_residuals: ClassVar[tuple[NumberKind, ...]] = ("compute",)  # that a norm keeps: RMSNorm its input alone
 

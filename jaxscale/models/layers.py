@@ -6,6 +6,7 @@ keeps some of them on the device, moves some to the host's memory, and lets the 
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -157,6 +158,26 @@ def remat_policy(remat: RematName, save: tuple[str, ...], offload: tuple[str, ..
 def kept_by_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
     """A policy of jax.checkpoint: whether this is cuDNN's forward pass, whose two results are not ours to name."""
     return primitive.name == "dot_product_attention_fwd_wrapper"
+
+
+def in_parts(f: Callable[..., jax.Array], cfg: ModelConfig, *of_rows: Any) -> jax.Array:
+    """f(*of_rows) of cfg.row_parts parts of the rows, one after the other, for an f that does not mix rows.
+
+    Going backward, a part is computed again when the gradients of the one behind it are there, so that activations of
+    one part exist at a time. Rows that do not divide so go in fewer parts; without remat in one.
+    """
+    rows = len(jax.tree.leaves(of_rows)[0])
+    parts = 1 if cfg.remat == "none" else math.gcd(cfg.row_parts, rows)
+    if parts == 1:
+        return f(*of_rows)
+    f = jax.checkpoint(f, policy=remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload))  # with its barrier
+    of_parts = [jax.tree.map(lambda array, n=n: jnp.split(array, parts)[n], of_rows) for n in range(parts)]
+    done: list[jax.Array] = []
+    for x, *rest in of_parts:
+        if done:
+            x, done[-1] = settle_together(x, done[-1])
+        done.append(f(x, *rest))
+    return jnp.concatenate(done)
 
 
 @jax.named_scope("gather_weights")

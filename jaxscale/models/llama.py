@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
-from jaxscale.models.layers import constant, make_stack, param, run_stack, settle_together, with_bias
+from jaxscale.models.layers import constant, in_parts, make_stack, param, run_stack, settle_together, with_bias
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
@@ -131,7 +131,8 @@ class Block(nnx.Module):
         run = functools.partial(self.run, local=local)
         if self.kernels.recorder is not NO_RECORDER:  # it takes one record a layer
             return run(x_BTD, rotation, segment_ids_BT)
-        return self.tensor.in_halves(run, x_BTD, rotation, segment_ids_BT)
+        run = functools.partial(self.tensor.in_halves, run)
+        return in_parts(run, self.cfg, x_BTD, rotation, segment_ids_BT)
 
     def run(self, x_BTD, rotation: Rotation, segment_ids_BT, *, local: jax.Array | None):
         """The block on some rows."""

@@ -19,6 +19,12 @@ class LlamaConfig(ModelConfig):
     num_kv_heads: int = setting(help="key and value heads; num_heads is a multiple")
     head_dim: int = setting(help="size of one head, even")
     mlp_dim: int = setting(help="width of the gated MLP")
+    row_parts: int = setting(
+        1,
+        "the rows of a device go through each block in so many parts, one after the other; the backward pass then "
+        "holds the activations of one part",
+        read_if="model.remat!=none",
+    )
     rope_base: float = setting(10_000.0, "RoPE's theta (arXiv:2104.09864)")
     rope_scaling: RopeScaling | None = setting(None, "stretching of RoPE for long contexts")
     qkv_bias: bool = setting(False, "biases on queries, keys and values, as in Qwen2")
@@ -56,7 +62,7 @@ class LlamaConfig(ModelConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive(self, "num_kv_heads", "head_dim", "mlp_dim", "rope_base")
+        check_positive(self, "num_kv_heads", "head_dim", "mlp_dim", "row_parts", "rope_base")
         if self.num_heads % self.num_kv_heads:
             raise BadInput(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if self.attention_window is not None and self.attention_window < 1:

@@ -138,6 +138,7 @@ def activation_bytes(program: Program) -> int:
         kept += cast_bytes(program)
     else:
         kept, block = tokens * width * model.num_layers * sum(sizes[name] for name in names), tokens * width * whole
+        block //= model.row_parts
     logits = min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4
     head = 2 * logits + width * model.embed_dim * model.vocab_size // tensor
     total = kept + max(gathered + round(BLOCK_SLACK * block), head)

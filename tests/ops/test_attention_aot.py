@@ -76,12 +76,13 @@ def test_splash_attention_compiles_on_a_mesh_of_tpus_and_moves_nothing(mesh, dev
     assert not re.findall(COLLECTIVES, text)
 
 
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 @pytest.mark.parametrize("head_dim, dtype", [(256, "bfloat16"), (80, "float32")])
-def test_splash_attention_compiles_for_any_head_dim_with_the_largest_blocks_of_v6e(head_dim, dtype, devices_of):
+def test_splash_attention_compiles_for_any_head_dim_with_a_chips_largest_blocks(head_dim, dtype, topology, devices_of):
     needs = AttentionNeeds(head_dim=head_dim, dtype=dtype)
-    devices = devices_of("v6e:2x2")
+    devices = devices_of(topology)
     assert splash.blocks_for(devices[0].device_kind) != splash.ANY_CHIP
-    text, chosen = compile_attention(devices, dict(fsdp=4), needs, seq_len=2048)
+    text, chosen = compile_attention(devices, dict(fsdp=4), needs, seq_len=4096)
     assert chosen == "splash" and custom_calls(text) == {"tpu_custom_call": 3}
 
 
@@ -195,3 +196,15 @@ def test_what_cudnn_keeps_is_not_a_mask_for_each_layer(devices_of):
 
     trace = str(jax.make_jaxpr(jax.grad(lambda x: layers(x).astype(jnp.float32).sum()))(x))
     assert "[1,1,64,64]" in trace and "[3,1,1,64,64]" not in trace
+
+
+def test_rows_in_parts_leave_room_for_one_part_of_the_activations(devices_of):
+    wide = {"model.mlp_dim": 4096, "model.num_layers": 2, "seq_len": 1024, "batch_tokens": 16 * 1024}
+
+    def peak(parts):
+        cfg = tiny.config(wide | {"model.remat": "full", "model.row_parts": parts, "model.compute_dtype": "bfloat16"})
+        program = make_program(cfg, resolve_budget(cfg, None), devices_of("v5e:1x1"))
+        lowered = program.train_step.lower(program.abstract_state, program.abstract_batch)
+        return lowered.compile().memory_analysis().peak_memory_in_bytes
+
+    assert peak(4) < 0.6 * peak(1)

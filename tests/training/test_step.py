@@ -19,6 +19,7 @@ MESHES = [
     ({"rules": "zero1"}, 8),
     ({"mesh.tensor": 2, "train.num_microbatches": 4}, 8),
     pytest.param({"train.num_microbatches": 4}, 1, marks=pytest.mark.soak),
+    ({"mesh.fsdp": 2, "model.remat": "full", "model.row_parts": 2}, 2),
 ]
 
 
