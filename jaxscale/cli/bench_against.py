@@ -136,6 +136,11 @@ def compare_lines(compared: dict[str, Any]) -> list[str]:
         reported = " ".join(str(records[0][key]) for key in ("sys", "spec", "dtype") if key in records[0])
         rows.append([name, *(number_text(median_of(records, key)) for _, key in columns), reported])
     lines += table(rows, right=range(len(rows[0])), indent="")
+    if alone := median_of(ours, "product_gflops"):
+        lines.append(
+            f"products alone, one after the other: {alone:,.0f} GFLOP/s, of which {OURS} reaches "
+            f"{median_of(ours, 'gflops') / alone:.0%} by the model's formula"
+        )
     for n, found in enumerate(ratios(compared), 1):
         lines.append(
             f"{OURS} / [{n}]: {found['ratio']:.3f} (in one round {found['low']:.3f} to {found['high']:.3f}); "

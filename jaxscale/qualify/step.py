@@ -21,6 +21,7 @@ from jaxscale.monitor.machine import memory_metrics
 from jaxscale.monitor.runinfo import run_info
 from jaxscale.planning.check import check_machine
 from jaxscale.qualify.compilations import CompileLog
+from jaxscale.qualify.products import product_width, time_products
 from jaxscale.sharding.shardings import local_rows, put_rows
 from jaxscale.system.exits import BadInput
 from jaxscale.system.process import has_huge_pages
@@ -93,13 +94,17 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         compiled = log.seconds.get(program.train_step.__name__, [])
     median = statistics.median(seconds[1 + warmup :])
     rate = cfg.tokens_per_step / median
-    device, memory = jax.devices()[0], memory_metrics([d.memory_stats() for d in jax.local_devices()])
+    device = jax.devices()[0]
+    products_s, product_flops = time_products(jax.local_devices()[0], product_width(device), cfg.model.compute_dtype)
+    sharing = 1 if device.platform == "cpu" else jax.device_count()  # simulated devices share one processor
+    memory = memory_metrics([d.memory_stats() for d in jax.local_devices()])
     return {
         "sys": "jaxscale",
         "spec": name,
         "dtype": cfg.model.compute_dtype,
         "tok_s": round(rate, 1),
         "gflops": round(rate * cfg.model.flops_per_token(cfg.seq_len) / 1e9, 2),
+        "product_gflops": round(sharing * products_s.rate(product_flops)[0] / 1e9, 1),
         "mfu": utilisation(rate, cfg),
         "step_s": round(median, 5),
         "step_s_range": [round(pick(seconds[1 + warmup :]), 5) for pick in (min, max)],
@@ -193,7 +198,8 @@ def step_lines(record: dict[str, Any]) -> list[str]:
         f"{units.count(record['params'])} parameters, layers {layers}, {record['attention']} attention, "
         f"{record['num_microbatches']} microbatch(es); {record['devices']}, {record['cpus']} CPUs"
         + (", huge pages" if record["huge_pages"] else ""),
-        f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s by the model's own formula{mfu}",
+        f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s by the model's own formula{mfu}; "
+        f"products alone reach {record['product_gflops']:,.0f} here",
         f"  step {record['step_s']:.4g} s, median of {record['steps']} ({low:.4g} to {high:.4g}); processor time "
         f"{record['cpu_s']:.4g} s",
         f"  compile {record['compile_s']} s ({'' if record['compile_from_cache'] else 'not '}from the cache), the "
