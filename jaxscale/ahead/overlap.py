@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from jaxscale.ahead.hlo import HloFacts
 from jaxscale.ahead.hlo_schedule import Item
@@ -68,13 +69,26 @@ def short_operation(name: str) -> str:
     return name
 
 
-def overlap_line(rows: Sequence[CollectiveRow]) -> str:
-    """'98.1% of the bytes are sent between a start and an end, and products hide 51.2% of the time on links'."""
+class Overlap(NamedTuple):
+    """Shares of what a step sends."""
+
+    between: float  # of the bytes, between a start and an end
+    covered: float  # of the bytes, under products that last as long
+    hidden: float  # of the time on links, behind products
+
+
+def overlap(rows: Sequence[CollectiveRow]) -> Overlap:
+    """The shares of these collectives."""
     sent = sum(row.sent_bytes * row.times for row in rows) or 1.0
     between = sum(row.sent_bytes * row.times for row in rows if not row.is_blocking) / sent
     covered = sum(row.sent_bytes * row.times for row in rows if row.exposed_s <= 0.05 * row.link_s) / sent
     busy = sum(row.link_s * row.times for row in rows) or 1.0
-    hidden = max(0.0, 1 - sum(row.exposed_s * row.times for row in rows) / busy)
+    return Overlap(between, covered, max(0.0, 1 - sum(row.exposed_s * row.times for row in rows) / busy))
+
+
+def overlap_line(rows: Sequence[CollectiveRow]) -> str:
+    """'98.1% of the bytes are sent between a start and an end, ... 51.2% of the time on links is hidden'."""
+    between, covered, hidden = overlap(rows)
     return (
         f"{between:.1%} of the bytes are sent between a start and an end, {covered:.1%} under products that last as "
         f"long; {hidden:.1%} of the time on links is hidden"
