@@ -38,11 +38,6 @@ SPARSE_CORE = "xla_tpu_enable_sparse_core_collective_offload_"
 OFFLOAD = tuple(SPARSE_CORE + what for what in ("all_gather", "reduce_scatter"))
 OFFLOAD_TORUS = tuple(SPARSE_CORE + what for what in ("2d_all_gather", "3d_all_gather", "nd_reduce_scatter"))
 LATENCY = tuple(f"xla_tpu_sparse_core_{what}_latency_multiplier" for what in ("all_gather", "reduce_scatter"))
-SCATTERS_FUSED = (
-    "xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter",
-    "xla_enable_async_reduce_scatter_fusion",
-    "xla_tpu_enable_ici_rs_pipelining",
-)
 PIPELINE = ("xla_tpu_enable_ici_ag_pipelining", "xla_tpu_enable_ici_rs_pipelining")
 
 # How the rows of GPUs were seen: a Llama of 4 layers, d 512, zero3 over 8 cards, compiled ahead of time on 2026-11-21
@@ -89,18 +84,6 @@ TABLE = (
             "long instead of 70.4%, at the links' published rates; peak 51.4 GiB instead of 51.5",
         )
         for name in LATENCY
-    ),
-    *(
-        Option(
-            ("TPU v5 lite",),
-            name,
-            True,
-            "with the other two: lets reduce-scatters run beside products, also of the layer before, on a chip whose "
-            "SparseCores take none",
-            "7B on v5e:8x8, 4 x 2048, libtpu 0.0.51, 2026-11-24: 219 ms of 554 exposed instead of 306 of 540; peak "
-            "11.07 GiB instead of 11.22",
-        )
-        for name in SCATTERS_FUSED
     ),
     Option(
         ("TPU v5", "TPU v5 lite"),
