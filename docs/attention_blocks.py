@@ -37,7 +37,8 @@ def main(arguments: Sequence[str]) -> None:
         return
     for topology in flags.topologies:
         print(f"{topology}, {flags.positions} positions: {', '.join(KERNELS)}")
-        for queries, keys in itertools.product(SIZES, SIZES):
+        sizes = [size for size in SIZES if size <= flags.positions]
+        for queries, keys in itertools.product(sizes, sizes):
             counts = [f"{count / 1e3:.1f}" for count in count_bundles(topology, flags.positions, queries, keys)]
             print(f"  ({queries}, {keys})  {'  '.join(counts) or 'does not fit'}", flush=True)
 
@@ -47,7 +48,10 @@ def count_bundles(topology: str, positions: int, queries: int, keys: int) -> lis
     with tempfile.TemporaryDirectory() as folder:
         dump = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
         command = [sys.executable, __file__, topology, f"--positions={positions}", f"--blocks={queries},{keys}"]
-        if subprocess.run(command, env={**os.environ, "LIBTPU_INIT_ARGS": dump}, capture_output=True).returncode:
+        how = dict(env={**os.environ, "LIBTPU_INIT_ARGS": dump}, capture_output=True, text=True)
+        if (done := subprocess.run(command, **how)).returncode:
+            if "RESOURCE_EXHAUSTED" not in done.stderr:
+                sys.exit(done.stderr.strip().splitlines()[-1])
             return []
         found = []
         rows, columns = positions // queries, positions // keys

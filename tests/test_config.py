@@ -300,7 +300,7 @@ def test_every_setting_has_a_help_line():
 def test_only_the_horizon_the_cadences_and_the_placement_may_change():
     may = schema.changeable(config.RunConfig)
     assert {"train_tokens", "mesh", "rules"} <= may
-    memory = {"model.remat", "model.remat_save", "model.remat_offload"}  # not what is computed
+    memory = {"model.remat", "model.remat_save", "model.remat_offload", "model.row_parts"}  # not what is computed
     memory |= {"optim.offload_moments", "optim.offload_params"}
     judging = ("max_skipped_in_row", "max_spikes_in_row", "spike_ratio", "spike_sigma", "grad_ratio")
     answers = {f"train.guard.{name}" for name in judging}

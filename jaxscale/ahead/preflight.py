@@ -117,6 +117,8 @@ def settings(program: Program) -> dict[str, Any]:
     for name in ("offload_moments", "offload_params"):
         if getattr(cfg.optim, name):
             found[name] = True
+    if cfg.model.row_parts > 1:
+        found["row_parts"] = cfg.model.row_parts
     if cfg.model.remat_offload:
         found["remat_offload"] = ",".join(cfg.model.remat_offload)
     if options := str(program.compiler_options):

@@ -103,7 +103,8 @@ def remat_settings(cfg: RunConfig) -> Iterator[dict[str, Any]]:
     yield {"model.remat": cfg.model.remat} | lists
     for name in get_args(RematName):
         if name not in ("save", cfg.model.remat):
-            yield {"model.remat": name, "model.remat_save": (), "model.remat_offload": ()}
+            whole = {"model.row_parts": 1} if name == "none" and cfg.model.row_parts > 1 else {}  # it would be unread
+            yield {"model.remat": name, "model.remat_save": (), "model.remat_offload": ()} | whole
 
 
 def with_changes(cfg: RunConfig, changes: dict[str, Any]) -> RunConfig:

@@ -161,19 +161,21 @@ def kept_by_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
 
 
 def in_parts(f: Callable[..., jax.Array], cfg: ModelConfig, *of_rows: Any) -> jax.Array:
-    """f(*of_rows) of cfg.row_parts parts of the rows, one after the other, for an f that does not mix rows.
+    """f(*of_rows), the rows taken in cfg.row_parts parts one after the other, for an f that does not mix rows.
 
-    Going backward, a part is computed again when the gradients of the one behind it are there, so that activations of
-    one part exist at a time. Rows that do not divide so go in fewer parts; without remat in one.
+    Going backward, a part is computed again once the gradients of the one behind it are there, so that the activations
+    of one part exist at a time. Its gradients of weights are added to theirs in the weights' dtype. Rows that cannot be
+    divided so are taken in fewer parts; without remat, as a whole.
     """
     rows = len(jax.tree.leaves(of_rows)[0])
     parts = 1 if cfg.remat == "none" else math.gcd(cfg.row_parts, rows)
     if parts == 1:
         return f(*of_rows)
     f = jax.checkpoint(f, policy=remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload))  # with its barrier
-    of_parts = [jax.tree.map(lambda array, n=n: jnp.split(array, parts)[n], of_rows) for n in range(parts)]
+    leaves, treedef = jax.tree.flatten(of_rows)
     done: list[jax.Array] = []
-    for x, *rest in of_parts:
+    for part in zip(*(jnp.split(leaf, parts) for leaf in leaves)):
+        x, *rest = jax.tree.unflatten(treedef, part)
         if done:
             x, done[-1] = settle_together(x, done[-1])
         done.append(f(x, *rest))

@@ -21,8 +21,9 @@ class LlamaConfig(ModelConfig):
     mlp_dim: int = setting(help="width of the gated MLP")
     row_parts: int = setting(
         1,
-        "the rows of a device go through each block in so many parts, one after the other; the backward pass then "
-        "holds the activations of one part",
+        "the rows of a device go through each block in this many parts, one after the other, and the backward pass "
+        "holds the activations of one; leave it 1 on TPU v5e, where gathers then stop running beside products",
+        may_change=True,
         read_if="model.remat!=none",
     )
     rope_base: float = setting(10_000.0, "RoPE's theta (arXiv:2104.09864)")

@@ -114,9 +114,10 @@ def activation_bytes(program: Program) -> int:
     """What the backward pass keeps of one microbatch on one device, and the most that it works with at one time.
 
     Without remat, every array that planning/residuals.py names, of all blocks. With it what the policy keeps, and one
-    block whole: the residual stream twice and its normalised forms (4 D), attention's inputs and output, and the MLP's
-    inner arrays. What goes to the host is left out. Beside that, the larger of two: one block and its gathered weights,
-    or the output projection with the logits of one chunk of the loss and their gradient.
+    block whole, or of it one part of the rows: the residual stream twice and its normalised forms (4 D), attention's
+    inputs and output, and the MLP's inner arrays. What goes to the host is left out. Beside that, the larger of two:
+    one block and its gathered weights, or the output projection with the logits of one chunk of the loss and their
+    gradient.
     """
     cfg, shape = program.cfg, program.mesh.shape
     model, lengths = cfg.model, cfg.row_lengths
@@ -138,7 +139,10 @@ def activation_bytes(program: Program) -> int:
         kept += cast_bytes(program)
     else:
         kept, block = tokens * width * model.num_layers * sum(sizes[name] for name in names), tokens * width * whole
-        block //= model.row_parts
+        parts = math.gcd(model.row_parts, cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards)
+        ends = 2 * model.embed_dim  # the block's input and result, of all rows
+        block = tokens * width * (ends + (whole - ends) // parts)
+        gathered *= 1 if parts == 1 else 2  # gradients of all its weights, until those of the last part are added
     logits = min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4
     head = 2 * logits + width * model.embed_dim * model.vocab_size // tensor
     total = kept + max(gathered + round(BLOCK_SLACK * block), head)

@@ -95,16 +95,16 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
     median = statistics.median(seconds[1 + warmup :])
     rate = cfg.tokens_per_step / median
     device = jax.devices()[0]
-    products_s, product_flops = time_products(jax.local_devices()[0], product_width(device), cfg.model.compute_dtype)
-    sharing = 1 if device.platform == "cpu" else jax.device_count()  # simulated devices share one processor
     memory = memory_metrics([d.memory_stats() for d in jax.local_devices()])
+    products, flops = time_products(jax.local_devices()[0], product_width(device), cfg.model.compute_dtype)
+    num_chips = 1 if device.platform == "cpu" else jax.device_count()  # simulated devices share one processor
     return {
         "sys": "jaxscale",
         "spec": name,
         "dtype": cfg.model.compute_dtype,
         "tok_s": round(rate, 1),
         "gflops": round(rate * cfg.model.flops_per_token(cfg.seq_len) / 1e9, 2),
-        "product_gflops": round(sharing * products_s.rate(product_flops)[0] / 1e9, 1),
+        "product_gflops": round(num_chips * products.rate(flops)[0] / 1e9, 1),
         "mfu": utilisation(rate, cfg),
         "step_s": round(median, 5),
         "step_s_range": [round(pick(seconds[1 + warmup :]), 5) for pick in (min, max)],

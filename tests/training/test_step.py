@@ -20,6 +20,18 @@ MESHES = [
     ({"mesh.tensor": 2, "train.num_microbatches": 4}, 8),
     pytest.param({"train.num_microbatches": 4}, 1, marks=pytest.mark.soak),
     ({"mesh.fsdp": 2, "model.remat": "full", "model.row_parts": 2}, 2),
+    pytest.param(
+        {
+            "mesh.fsdp": 2,
+            "mesh.tensor": 2,
+            "model.remat": "save",
+            "model.remat_save": ("query",),
+            "model.row_parts": 2,
+            "model.scan_layers": False,
+        },
+        4,
+        marks=pytest.mark.soak,
+    ),
 ]
 
 

@@ -36,7 +36,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL}
 # Settings that choose how a model is computed, not which: a family says nothing of them.
 EXECUTION = (
     "compute_dtype", "embed_compute_dtype", "matmul_precision", "matmul_dtype", "attention", "scan_layers", "remat",
-    "remat_save", "remat_offload", "loss_chunk_tokens", "dropout",
+    "remat_save", "remat_offload", "row_parts", "loss_chunk_tokens", "dropout",
 )  # fmt: skip
 
 

@@ -23,8 +23,9 @@ from jaxscale.ops.config import ATTENTION_OUT
 
 F32 = jnp.float32
 SMALLEST_BLOCK = 128  # 64 and 256 were slower at T=512, H=64 in both dtypes (2 cores, 2026-11-20)
-# Of the float32 scores of one block: so many rows are taken together. Row by row, the many small operations of T=256
-# wait for each other: a step takes 1.17 times as long (T of `bench step`, 2 cores, jax 0.10.2, 2026-11-24).
+# Of the float32 scores of one block, for the rows that are taken together. One at a time, rows of 256 mean many small
+# operations that wait for each other: a step takes 1.17 times as long (T of `bench step`, 2 cores, jax 0.10.2,
+# 2026-11-24).
 SCORE_BYTES = 2 << 20
 MOST_BLOCKS = 8  # each block is compiled on its own: longer rows get longer blocks
 
@@ -151,7 +152,10 @@ def default_block(length: int) -> int:
 
 
 def over_rows(function, step: int, *arrays):
-    """function(*arrays), as many rows of the batch at a time as have SCORE_BYTES of scores in a block of `step`."""
+    """function(*arrays), on as many rows at a time as have at most SCORE_BYTES of scores in a block of `step`, or one.
+
+    Their number divides that of all rows.
+    """
     B, K, T, G, _ = arrays[0].shape
     size = max(size for size in units.divisors(B) if size == 1 or size * K * G * step * T * 4 <= SCORE_BYTES)
     if size == B:

@@ -38,7 +38,7 @@ BLOCKS = {
     "TPU v5": Blocks((1024, 1024), (1024, 1024), (1024, 1024)),
     "TPU v6 lite": Blocks((1024, 512), (1024, 1024), (1024, 512)),
 }
-SHARE = 4  # what a query may see has at least so many blocks, or they are ANY_CHIP's
+LEAST_BLOCKS = 4  # of what a query may see; where larger blocks are fewer, ANY_CHIP's hide less of the mask
 
 
 def blocks_for(device_kind: str | None) -> Blocks:
@@ -80,8 +80,13 @@ def make_attend(
 
 
 def block_sizes(length: int, most: Blocks, itemsize: int, window: int | None = None) -> kernel_lib.BlockSizes:
-    """The kernel's blocks for rows of this length. Values of 4 bytes have no more than ANY_CHIP, so that they fit."""
-    if itemsize > 2 or min(length, window or length) < SHARE * max(max(sizes) for sizes in dataclasses.astuple(most)):
+    """The kernel's blocks for rows of this length.
+
+    Values of 4 bytes have ANY_CHIP's, so that they fit; so have short rows and windows, of which large blocks would
+    compute more than half for nothing.
+    """
+    largest = max(max(sizes) for sizes in dataclasses.astuple(most))
+    if itemsize > 2 or min(length, window or length) < LEAST_BLOCKS * largest:
         most = ANY_CHIP
     fwd, dkv, dq = (tuple(block_size(length, size) for size in sizes) for sizes in dataclasses.astuple(most))
     return kernel_lib.BlockSizes(
