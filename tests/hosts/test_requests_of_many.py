@@ -47,7 +47,7 @@ state = jax.tree.map(tiny, shapes)
 mark("open")
 checkpoints = Checkpoints("gs://bucket/run", CheckpointConfig())
 for step in (1, 2):
-    mark(f"save {step}")
+    mark(f"save-{step}")
     checkpoints.save(step, state, {}, wait=True)
 mark("restore")
 checkpoints.restore(2, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state))
@@ -73,7 +73,7 @@ def requests(count):
         assert all(log.endswith(" arrays\n") for log in logs), "\n".join(logs)
         for _, name, _ in gcs.log:
             if "mark-" in name:
-                part = name.partition("mark-")[2]
+                part = name.partition("mark-")[2].rstrip("/")
             elif part:
                 counted[part] = counted.get(part, 0) + 1
     return counted
@@ -83,6 +83,6 @@ def requests(count):
 def test_requests_grow_no_faster_than_the_processes():
     counted = {count: requests(count) for count in (1, 2, 4, 8)}
     print(counted)
-    for part in ("save 2", "restore"):
+    for part in ("save-2", "restore"):
         first, last = (counted[count][part] for count in (4, 8))
         assert last < 2.2 * first, (part, counted)  # twice the processes, each with files of its own
