@@ -201,12 +201,15 @@ def test_splash_pads_rows_little_and_never_cuts_them_into_small_blocks():
 def test_a_chips_own_blocks_are_used_where_they_fit():
     v6e = splash.blocks_for("TPU v6 lite")
     assert splash.blocks_for("TPU v4") == splash.blocks_for(None) == splash.ANY_CHIP != v6e
-    chosen = splash.block_sizes(4096, v6e, itemsize=2)
+    sizes = lambda length, most, itemsize=2, head_dim=128, **more: splash.block_sizes(
+        length, most, itemsize, head_dim, **more
+    )
+    chosen = sizes(4096, v6e)
     assert (chosen.block_q, chosen.block_kv, chosen.block_q_dkv, chosen.block_kv_dkv) == (1024, 512, 1024, 1024)
-    any_chips = splash.block_sizes(4096, splash.ANY_CHIP, itemsize=2)
-    assert splash.block_sizes(4096, v6e, itemsize=4) == any_chips  # float32 would not fit
-    assert splash.block_sizes(4096, v6e, itemsize=2, window=2048) == any_chips  # most of a large block would be hidden
-    assert splash.block_sizes(2048, v6e, itemsize=2) == splash.block_sizes(2048, splash.ANY_CHIP, itemsize=2)
+    any_chips = sizes(4096, splash.ANY_CHIP)
+    assert sizes(4096, v6e, itemsize=4) == sizes(4096, v6e, head_dim=256) == any_chips  # they would not fit
+    assert sizes(4096, v6e, window=2048) == any_chips  # most of a large block would be hidden
+    assert sizes(2048, v6e) == sizes(2048, splash.ANY_CHIP)
 
 
 def needs(**settings):

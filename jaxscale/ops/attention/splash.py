@@ -65,7 +65,7 @@ def make_attend(
         near = mask_lib.CausalMask(shape) if window is None else mask_lib.LocalMask(shape, (window - 1, 0), offset=0)
         kernel = kernel_lib.make_splash_mha(
             mask_lib.MultiHeadMask([near] * N),
-            block_sizes=block_sizes(length, blocks, q_BTNH.dtype.itemsize, window),
+            block_sizes=block_sizes(length, blocks, q_BTNH.dtype.itemsize, H, window),
             head_shards=1,
             q_seq_shards=1,
             attn_logits_soft_cap=softcap,
@@ -79,14 +79,16 @@ def make_attend(
     return attend
 
 
-def block_sizes(length: int, most: Blocks, itemsize: int, window: int | None = None) -> kernel_lib.BlockSizes:
+def block_sizes(
+    length: int, most: Blocks, itemsize: int, head_dim: int, window: int | None = None
+) -> kernel_lib.BlockSizes:
     """The kernel's blocks for rows of this length.
 
-    Values of 4 bytes have ANY_CHIP's, so that they fit; so have short rows and windows, of which large blocks would
-    compute more than half for nothing.
+    Values of 4 bytes and heads wider than LANES have ANY_CHIP's, so that they fit (256 need 18 MiB with blocks of 1024,
+    and have 16 unasked on v5p); so have short rows and windows, of which large blocks compute more for nothing.
     """
     largest = max(max(sizes) for sizes in dataclasses.astuple(most))
-    if itemsize > 2 or min(length, window or length) < LEAST_BLOCKS * largest:
+    if itemsize > 2 or head_dim > LANES or min(length, window or length) < LEAST_BLOCKS * largest:
         most = ANY_CHIP
     fwd, dkv, dq = (tuple(block_size(length, size) for size in sizes) for sizes in dataclasses.astuple(most))
     return kernel_lib.BlockSizes(
