@@ -161,7 +161,8 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
 def choose_options(cfg: RunConfig, mesh: Mesh) -> CompilerOptions:
     """What the step is compiled with."""
     device = mesh.devices.flat[0]
-    return compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ)
+    branches = cfg.model.attention_needs().mixed is not None
+    return compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ, branches=branches)
 
 
 def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool) -> ShardedModel:

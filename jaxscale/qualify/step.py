@@ -96,15 +96,13 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
     rate = cfg.tokens_per_step / median
     device = jax.devices()[0]
     memory = memory_metrics([d.memory_stats() for d in jax.local_devices()])
-    products, flops = time_products(jax.local_devices()[0], product_width(device), cfg.model.compute_dtype)
-    num_chips = 1 if device.platform == "cpu" else jax.device_count()  # simulated devices share one processor
     return {
         "sys": "jaxscale",
         "spec": name,
         "dtype": cfg.model.compute_dtype,
         "tok_s": round(rate, 1),
         "gflops": round(rate * cfg.model.flops_per_token(cfg.seq_len) / 1e9, 2),
-        "product_gflops": round(num_chips * products.rate(flops)[0] / 1e9, 1),
+        "product_gflops": product_gflops(cfg.model.compute_dtype),
         "mfu": utilisation(rate, cfg),
         "step_s": round(median, 5),
         "step_s_range": [round(pick(seconds[1 + warmup :]), 5) for pick in (min, max)],
@@ -132,6 +130,14 @@ def measure_step(name: str, cfg: RunConfig, *, steps: int, warmup: int) -> dict[
         "date": datetime.date.today().isoformat(),
         **run_info(),
     }
+
+
+def product_gflops(dtype: str) -> float:
+    """GFLOP/s of products alone, on all devices; simulated ones share a processor and count as one."""
+    device = jax.local_devices()[0]
+    seconds, flops = time_products(device, product_width(device), dtype)
+    num_chips = 1 if device.platform == "cpu" else jax.device_count()
+    return round(num_chips * seconds.rate(flops)[0] / 1e9, 1)
 
 
 def run_step(program: Program, train_step: Any, state: Any, batch: Batch) -> tuple[float, float, float, Any]:

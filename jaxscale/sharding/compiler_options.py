@@ -150,15 +150,23 @@ class CompilerOptions:
 
 
 def compiler_options(
-    platform: str, device_kind: str, extra: Mapping[str, Value], environment: Mapping[str, str]
+    platform: str,
+    device_kind: str,
+    extra: Mapping[str, Value],
+    environment: Mapping[str, str],
+    *,
+    branches: bool = False,
 ) -> CompilerOptions:
     """The table's rows for these devices, and `extra` (the config's) over them.
 
     A row that the environment's XLA_FLAGS or LIBTPU_INIT_ARGS names is left to it: an option given to a program would
-    win over them in silence. What `extra` names was asked for by name, and does win.
+    win over them in silence. What `extra` names was asked for by name, and does win. branches: whether a layer of the
+    loop takes one of two ways as it runs: XLA:TPU ends with a failed check if it shall fetch ahead there (Gemma 3 on
+    v5p:2x2x2, libtpu 0.0.51, 2026-11-24).
     """
     set_already = {name for variable in VARIABLES for name in FLAG.findall(environment.get(variable, ""))}
-    rows = [row for row in TABLE if {platform, device_kind} & set(row.devices) and row.name not in extra]
+    unfit = PIPELINE if branches else ()
+    rows = [row for row in TABLE if {platform, device_kind} & set(row.devices) and row.name not in (*extra, *unfit)]
     return CompilerOptions(
         values={row.name: row.value for row in rows if row.name not in set_already} | dict(extra),
         left_out=tuple(row.name for row in rows if row.name in set_already),

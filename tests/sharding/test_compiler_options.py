@@ -11,7 +11,14 @@ import tiny
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxscale.planning.topology import open_topology
-from jaxscale.sharding.compiler_options import OFFLOAD_TORUS, ON_ALREADY, TABLE, check_options, compiler_options
+from jaxscale.sharding.compiler_options import (
+    OFFLOAD_TORUS,
+    ON_ALREADY,
+    PIPELINE,
+    TABLE,
+    check_options,
+    compiler_options,
+)
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 
@@ -31,6 +38,12 @@ def test_a_platform_gets_its_own_rows():
 def test_without_one_of_the_rows_for_the_torus_collectives_are_taken_in_stages(extra):
     environment = {} if extra else {"LIBTPU_INIT_ARGS": f"--{OFFLOAD_TORUS[0]}=false"}
     assert not compiler_options("tpu", "TPU v5", extra, environment).offloads_torus
+
+
+def test_a_loop_whose_layers_take_one_of_two_ways_fetches_nothing_ahead():
+    usual, branching = (compiler_options("tpu", "TPU v5", {}, {}, branches=branches) for branches in (False, True))
+    assert set(usual.values) - set(branching.values) == set(PIPELINE)
+    assert compiler_options("tpu", "TPU v5", {PIPELINE[0]: True}, {}, branches=True).values[PIPELINE[0]] is True
 
 
 def test_every_row_says_what_it_does_and_what_was_seen():

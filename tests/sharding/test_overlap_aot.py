@@ -62,6 +62,11 @@ def test_without_the_table_nothing_runs_beside_a_collective(topology):
     assert sent(row for row in found if row.is_blocking) > 0.95 * sent(found)
 
 
+def test_layers_of_which_some_have_a_window_compile():
+    mixed = (("model.attention_window", 512), ("model.global_every", 2))  # libtpu 0.0.51 ends if told to fetch ahead
+    assert not [row for row in rows("v5p:2x2x4", mixed) if row.is_blocking]
+
+
 def test_one_half_of_the_rows_is_multiplied_while_the_positions_of_the_other_travel():
     mesh = (("mesh.fsdp", 4), ("mesh.tensor", 4))
     of_streams = [row for row in rows("v5p:2x2x4", mesh) if row.axes == "tensor" and row.times > 1]
