@@ -6,7 +6,9 @@
 
 Shape: config.json of meta-llama/Llama-3.1-8B.
 Continued pretraining of one billion tokens at 40% MFU costs 78 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight: jaxscale preflight --config=configs/llama3_8b.py --topology='v5p:2x2x2'
+Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
+(2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
+    v5p:2x2x2: 45.9 GiB; 9.82 s, 0.02 s of it exposed; 75%; 54 GB
 """
 
 import ml_collections

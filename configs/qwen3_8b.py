@@ -6,7 +6,9 @@
 
 Shape: config.json of Qwen/Qwen3-8B. All but the model is as in llama3_8b.py.
 Continued pretraining of one billion tokens at 40% MFU costs 80 chip-hours of TPU v5p (459 TFLOP/s).
-Preflight: jaxscale preflight --config=configs/qwen3_8b.py --topology='v5p:2x2x2'
+Preflight, remat full: peak of a chip; a step at least, waiting for links in it; MFU at most; sent
+(2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
+    v5p:2x2x2: 47.6 GiB; 10.12 s, 0.02 s of it exposed; 74%; 55 GB
 """
 
 import llama3_8b
