@@ -37,6 +37,19 @@ def other_address() -> str:
     return "127.0.0.2"
 
 
+def run_programs(program: str, count: int, env: dict[str, str], *arguments: str) -> list[str]:
+    """What `count` processes print that run a program's text: its arguments are these, a port, `count`, its number."""
+    command = [sys.executable, "-W", "ignore", "-c", program, *arguments, str(free_ports()), str(count)]
+    env = os.environ | env | {"XLA_FLAGS": xla_flags(1), "PYTHONPATH": os.pathsep.join(sys.path)}
+    how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    running = [subprocess.Popen([*command, str(number)], **how) for number in range(count)]
+    try:
+        return [process.communicate(timeout=SECONDS)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+
+
 class Processes:
     """`count` processes of the training command as one run, with `devices` simulated devices each."""
 

@@ -1,13 +1,10 @@
 """Requests to storage for a save and a restore of a 70B model's state, by the number of processes."""
 
 import os
-import subprocess
-import sys
 
 import processes
 import pytest
 from gcs_emulator import Emulator
-from xla_flags import xla_flags
 
 pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 
@@ -59,17 +56,9 @@ CONFIG = os.path.join(os.path.dirname(__file__), "..", "..", "configs", "70b.py"
 
 def requests(count):
     """{part: requests of all processes}."""
-    port, counted, part = processes.free_ports(), {}, None
+    counted, part = {}, None
     with Emulator() as gcs:
-        env = os.environ | gcs.environment() | {"XLA_FLAGS": xla_flags(1), "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-W", "ignore", "-c", PROGRAM, CONFIG, str(port), str(count)]
-        how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-        running = [subprocess.Popen([*command, str(number)], **how) for number in range(count)]
-        try:
-            logs = [process.communicate(timeout=processes.SECONDS)[0] for process in running]
-        finally:
-            for process in running:
-                process.kill()
+        logs = processes.run_programs(PROGRAM, count, gcs.environment(), CONFIG)
         assert all(log.endswith(" arrays\n") for log in logs), "\n".join(logs)
         for _, name, _ in gcs.log:
             if "mark-" in name:

@@ -1,15 +1,11 @@
 """A state that several processes restore: each byte is read from storage once, and each process has all of its bits."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 
 import processes
 import pytest
 from gcs_emulator import Emulator
-from xla_flags import xla_flags
 
 pytest.importorskip("gcsfs", reason="gcsfs is not installed")
 
@@ -78,17 +74,8 @@ def bytes_of(gcs, name, ranged):
 
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_each_byte_is_read_once_however_many_hold_copies(count):
-    port = processes.free_ports()
     with Emulator() as gcs:
-        env = os.environ | gcs.environment() | {"XLA_FLAGS": xla_flags(1), "PYTHONPATH": os.pathsep.join(sys.path)}
-        command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(port), str(count)]
-        how = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-        running = [subprocess.Popen([*command, str(number)], **how) for number in range(count)]
-        try:
-            logs = [process.communicate(timeout=processes.SECONDS)[0] for process in running]
-        finally:
-            for process in running:
-                process.kill()
+        logs = processes.run_programs(PROGRAM, count, gcs.environment())
         assert all(log.endswith("the same bits\n") for log in logs), "\n".join(logs)
         counted, sizes = {}, None
         for method, name, ranged in gcs.log:
