@@ -100,15 +100,15 @@ def compile_kernels(topology: str, positions: int, queries: int, keys: int) -> N
     sizes = kernel_lib.BlockSizes(**of_q, **dict.fromkeys(of_kv, keys))
     kernel = kernel_lib.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
 
-    def gradients(q_NTH, k_NTH, v_NTH, ids_T, dout_NTH):
-        segments = kernel_lib.SegmentIds(ids_T, ids_T)
-        return jax.vjp(lambda *qkv: kernel(*qkv, segments), q_NTH, k_NTH, v_NTH)[1](dout_NTH)
+    def gradients(q_BNTH, k_BNTH, v_BNTH, ids_BT, dout_BNTH):  # row by row, as the model has it
+        attend = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, kernel_lib.SegmentIds(ids, ids)))
+        return jax.vjp(lambda *qkv: attend(*qkv, ids_BT), q_BNTH, k_BNTH, v_BNTH)[1](dout_BNTH)
 
     place = jax.sharding.SingleDeviceSharding(device)
-    heads = jax.ShapeDtypeStruct((2, positions, HEAD_DIM), jnp.bfloat16, sharding=place)
-    ids_T = jax.ShapeDtypeStruct((positions,), jnp.int32, sharding=place)
+    heads = jax.ShapeDtypeStruct((1, 2, positions, HEAD_DIM), jnp.bfloat16, sharding=place)
+    ids_BT = jax.ShapeDtypeStruct((1, positions), jnp.int32, sharding=place)
     options = {"xla_tpu_scoped_vmem_limit_kib": FAST_MEMORY_KIB}
-    jax.jit(gradients, compiler_options=options).lower(heads, heads, heads, ids_T, heads).compile()
+    jax.jit(gradients, compiler_options=options).lower(heads, heads, heads, ids_BT, heads).compile()
 
 
 if __name__ == "__main__":
