@@ -125,7 +125,7 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"optim.min_lr": 1.0}, "optim: min_lr=1 must lie between 0 and peak_lr=0.01"),
         ({"mesh.fsdp": 0}, "mesh: fsdp=0 must be a positive number of devices"),
         ({"mesh.data": -1}, "mesh: only one axis may be -1, not ['data', 'fsdp']"),
-        ({"mesh.context": 2}, "mesh: context=2 is not built yet"),
+        ({"mesh.expert": 2}, "mesh: expert=2 is not built yet"),
         ({"optim.groups": [{"pattern": "("}]}, "optim.groups[0]: pattern='(' is no regular expression"),
         ({"checkpoint.keep_last": 0}, "checkpoint: keep_last=0 must be at least 1"),
         ({"sample.temperature": 0}, "sample: "),
@@ -299,7 +299,7 @@ def test_every_setting_has_a_help_line():
 
 def test_only_the_horizon_the_cadences_and_the_placement_may_change():
     may = schema.changeable(config.RunConfig)
-    assert {"train_tokens", "mesh", "rules"} <= may
+    assert {"train_tokens", "mesh", "rules"} <= may  # and how its axes are used
     memory = {"model.remat", "model.remat_save", "model.remat_offload", "model.row_parts"}  # not what is computed
     memory |= {"optim.offload_moments", "optim.offload_params"}
     judging = ("max_skipped_in_row", "max_spikes_in_row", "spike_ratio", "spike_sigma", "grad_ratio")

@@ -14,7 +14,7 @@ from jaxscale.system.exits import BadInput
 
 # Settings that may always change, and on which the bits of a step depend. The horizon is judged by its rates; mixtures
 # and skipped batches change only what lies ahead.
-ALTERS = ("mesh", "rules", "compiler", "model.remat", "model.remat_save", "model.remat_offload",
+ALTERS = ("mesh", "context", "pipeline", "rules", "compiler", "model.remat", "model.remat_save", "model.remat_offload",
           "model.row_parts", "optim.offload_moments", "optim.offload_params")  # fmt: skip
 HORIZON = "train_tokens"
 CONTINUOUS = 0.05  # relative change of the rate that is no jump yet

@@ -1,6 +1,7 @@
-"""Devices along each axis of the mesh."""
+"""Devices along each axis of the mesh, and how the context and pipeline axes are used."""
 
 import dataclasses
+from typing import Literal
 
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -12,11 +13,11 @@ MESH_AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")  # slowe
 class MeshConfig:
     """Devices along each mesh axis; one axis may be -1 and takes what is left."""
 
-    pipeline: int = setting(1, "pipeline stages (1 in this version)")
+    pipeline: int = setting(1, "stages, each of which holds some of the layers")
     data: int = setting(1, "copies of the model that each see other rows")
     fsdp: int = setting(-1, "devices that share one copy of parameters, gradients or moments; they see other rows too")
     expert: int = setting(1, "groups of experts (1 in this version)")
-    context: int = setting(1, "parts of a sequence (1 in this version)")
+    context: int = setting(1, "devices that share the positions of a row")
     tensor: int = setting(1, "devices that split each matrix product")
 
     def __post_init__(self):
@@ -24,9 +25,40 @@ class MeshConfig:
             size = getattr(self, axis)
             if size < 1 and size != -1:
                 raise BadInput(f"{axis}={size} must be a positive number of devices, or -1 for what is left")
-            if axis in ("pipeline", "expert", "context") and size != 1:
-                raise BadInput(f"{axis}={size} is not built yet; leave it 1 and use data, fsdp and tensor")
+            if axis == "expert" and size != 1:
+                raise BadInput(f"{axis}={size} is not built yet; leave it 1 and use the other axes")
         if len(free := [axis for axis in MESH_AXES if getattr(self, axis) == -1]) > 1:
             raise BadInput(
                 f"only one axis may be -1, not {free}; set all but one (fsdp is -1 unless you say otherwise)"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ContextConfig:
+    """How the devices of mesh.context, each with some positions of a row, attend to the others' keys."""
+
+    attention: Literal["auto", "gather", "ulysses", "ring"] = setting(
+        "auto",
+        "gather: keys and values are gathered; ulysses: positions are exchanged for heads (arXiv:2309.14509); ring: "
+        "keys and values go round (arXiv:2310.01889); auto prints what it chose and why",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How the stages of mesh.pipeline work on the microbatches of a step."""
+
+    schedule: Literal["1f1b", "gpipe"] = setting(
+        "1f1b",
+        "1f1b: activations of a few microbatches exist at a time (arXiv:1806.03377); gpipe: of all (arXiv:1811.06965)",
+    )
+    chunks: int = setting(
+        1, "runs of layers that each stage holds, taken in turn (interleaved, arXiv:2104.04473): a smaller bubble"
+    )
+    head: Literal["cut", "whole"] = setting(
+        "cut", "cut: all stages share the vocabulary; whole: the first stage embeds and the last has the logits"
+    )
+
+    def __post_init__(self):
+        if self.chunks < 1:
+            raise BadInput(f"chunks={self.chunks} must be at least 1")
