@@ -115,6 +115,21 @@ def run_stack(
     return x
 
 
+class OneStack(nnx.Module):
+    """A model whose blocks are one stack, in three pieces: enter(), layer() for each block, leave()."""
+
+    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """The residual stream after the last block, compute_dtype[B, T, D], of the device's own positions: all but the
+        output projection, so that a loss can chunk the logits.
+
+        keys_B: for dropout.
+        """
+        x_BTD, per_layer = self.enter(tokens_BT, positions_BT, keys_B)
+        run = self.layer(positions_BT, segment_ids_BT)
+        x_BTD = run_stack(self.blocks, run, x_BTD, per_layer, self.cfg, self.gather, self.kernels.recorder)
+        return self.leave(x_BTD)
+
+
 def all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """A policy of jax.checkpoint: everything is kept but weights that were gathered or fetched from the host, and what
     is only their cast."""
