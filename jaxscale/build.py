@@ -32,16 +32,19 @@ from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.compiler_options import CompilerOptions, check_options, compiler_options
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.offload import check_host_memory, on_host
+from jaxscale.sharding.pipeline_axis import PipelineAxis, make_pipeline_axis
 from jaxscale.sharding.rules import axis_size
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
 from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.ema import init_ema
 from jaxscale.training.injected import corrupt_gradients
+from jaxscale.training.pipelined import Pipeline, accumulate_pipelined
 from jaxscale.training.state import TrainState, init_loss_scale, init_state, is_dynamic, state_axes
 from jaxscale.training.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
 from jaxscale.training.step import Gradients, at_state, leaf_name, make_train_step
 
+LocalGradients = Callable[[Any, Batch, jax.Array, jax.Array], tuple[dict[str, jax.Array], Any]]  # of one device
 OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
 
 
@@ -176,7 +179,16 @@ def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool) -> Shard
         prefix=cfg.row_lengths.prefix,
         reduce_dtype=cfg.train.reduce_dtype,
         torus_at_once=torus_at_once,
+        pipeline=make_stages(cfg, mesh),
     )
+
+
+def make_stages(cfg: RunConfig, mesh: Mesh) -> PipelineAxis:
+    """The stages of the model. Raises BadInput where they cannot be."""
+    stages, model = mesh.shape["pipeline"], cfg.model
+    check_stages(cfg, stages)
+    head_layers = model.vocab_size * model.embed_dim / model.block_matrix_params
+    return make_pipeline_axis(stages, cfg.pipeline, model.num_layers, head_layers)
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
@@ -248,6 +260,8 @@ def make_gradients(
         lambda grads: axes.reduce_last(grads, model.axes),
         axes.sum,
     )
+    if model.pipeline.size > 1:
+        return on_mesh(model, shardings, stage_gradients(cfg, model, groups, reduction))
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
         variables = model.differentiable(params)
@@ -269,9 +283,53 @@ def make_gradients(
         )
         return joined(means, axes, model.tensor), grads
 
+    return on_mesh(model, shardings, gradients)
+
+
+def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction: Reduction) -> LocalGradients:
+    """What make_gradients() computes on a device, by the stages of a pipeline."""
+    num_microbatches = cfg.train.num_microbatches
+    pipeline = Pipeline(
+        model.pieces(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture))),
+        model.pipeline,
+        model.pipeline.schedule(cfg.pipeline.schedule, num_microbatches),
+        groups,
+    )
+    reduction = reduction._replace(last=model.stage_gradients)
+
+    def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
+        return accumulate_pipelined(pipeline, model.stage_weights(params), batch, key, scale=scale, reduction=reduction)
+
+    return gradients
+
+
+def on_mesh(model: ShardedModel, shardings: Shardings, gradients: LocalGradients) -> Gradients:
+    """The function of a state and a batch, from that of one device."""
     grads_specs = jax.tree.map(lambda sharding: sharding.spec, shardings.grads)
     in_specs, out_specs = (model.specs, shardings.rows.spec, P(), P()), (P(), grads_specs)
-    return corrupt_gradients(at_state(axes.shard_map(gradients, in_specs, out_specs)))
+    return corrupt_gradients(at_state(model.batch_axes.shard_map(gradients, in_specs, out_specs)))
+
+
+def check_stages(cfg: RunConfig, stages: int) -> None:
+    """Raises BadInput for what a pipeline of so many stages cannot do."""
+    if stages == 1:
+        return
+    model, chunks, parts = cfg.model, cfg.pipeline.chunks, cfg.train.num_microbatches
+    needed = {
+        f"model.name={model.name!r}, which has two stacks of layers; use a model with one": len(model.layer_stacks) > 1,
+        f"model.remat={model.remat!r}: a stage keeps the inputs of its layers and computes the rest again; set "
+        "model.remat='full'": model.remat != "full",
+        "model.scan_layers=false: a stage scans its layers; set it to true": not model.scan_layers,
+        "optim.offload_params=true: a stage keeps its weights through the step; set it to false, or use "
+        "optim.offload_moments": cfg.optim.offload_params,
+        f"model.num_layers={model.num_layers} with pipeline.chunks={chunks}, which need a layer for each of "
+        f"{stages * chunks} chunks; use fewer stages or chunks": model.num_layers < stages * chunks,
+        f"train.num_microbatches={parts} with pipeline.chunks={chunks}: the stages take chunks in turns of {stages} "
+        f"microbatches; use a multiple of {stages}, or chunks=1": chunks > 1 and parts % stages > 0,
+    }
+    for what, is_so in needed.items():
+        if is_so:
+            raise BadInput(f"mesh.pipeline={stages} cannot go with {what}")
 
 
 def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:

@@ -17,6 +17,7 @@ from jaxscale.models.layers import (
     constant,
     drop_embeddings,
     dropout,
+    layer_keys,
     make_stack,
     param,
     settle_together,
@@ -67,8 +68,12 @@ class Gpt2(OneStack):
         self.scale_final, self.bias_final = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
 
     def enter(self, tokens_BT, positions_BT, keys_B: jax.Array | None = None):
-        """(the residual stream before the first block, the random keys of each). keys_B: for dropout."""
+        """The residual stream before the first block. keys_B: for dropout."""
         return drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.tensor)
+
+    def per_layer(self, keys_B: jax.Array | None):
+        """The random keys of each block, for dropout."""
+        return layer_keys(keys_B, self.cfg)
 
     def layer(self, positions_BT, segment_ids_BT):
         """A function that takes the residual stream through a block of these rows."""

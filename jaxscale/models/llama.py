@@ -162,8 +162,12 @@ class Llama(OneStack):
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), std=HEAD_STD)
 
     def enter(self, tokens_BT, positions_BT, keys_B: jax.Array | None = None):
-        """(the residual stream before the first block, which layers have the window). No dropout: no keys."""
-        return self.embed(tokens_BT), None if self.cfg.global_every is None else self.cfg.local_layers
+        """The residual stream before the first block. No dropout: no keys."""
+        return self.embed(tokens_BT)
+
+    def per_layer(self, keys_B: jax.Array | None):
+        """Which layers have the window, or None where all are alike."""
+        return None if self.cfg.global_every is None else self.cfg.local_layers
 
     def layer(self, positions_BT, segment_ids_BT):
         """A function that takes the residual stream through a block of these rows."""

@@ -1,8 +1,8 @@
-"""Pipeline schedules as tables of integers: what each stage does at each tick, made in Python and proved before it runs.
+"""Pipeline schedules as tables of integers: what each stage does at each tick, made and proved before anything runs.
 
-A model's layers fall into P * V chunks, one after the other; stage s holds chunks s, P + s, 2 P + s, ... At a tick every
-stage takes one microbatch forward through a chunk, then one backward, or leaves either out. All stages go through a
-tick together: while some go forward the others would only wait. What a stage hands on is there at the next tick.
+A model's layers fall into P * V chunks, one after the other; stage s holds chunks s, P + s, 2 P + s, ... At a tick
+every stage takes one microbatch forward through a chunk, then one backward, or leaves either out. All stages go through
+a tick together: while some go forward the others would only wait. What a stage hands on is there at the next tick.
 
 So 1F1B (arXiv:1806.03377), interleaved 1F1B (arXiv:2104.04473) and GPipe (arXiv:1811.06965) are one program with three
 tables, and all take M V + P - 1 forward and as many backward passes of a chunk, of which M V are work.
@@ -24,7 +24,7 @@ class Passes(NamedTuple):
 
     microbatch: np.ndarray  # or IDLE
     chunk: np.ndarray  # of the stage's own; 0 where it is idle
-    slot: np.ndarray  # where the inputs of the chunk's layers are kept meanwhile; a free one where it is idle
+    slot: np.ndarray  # where the inputs of the chunk's layers are kept meanwhile
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,16 +132,6 @@ def fill_slots(forward: Passes, backward: Passes) -> int:
                 backward.slot[t, s] = slot
                 free.append(slot)
             most = max(most, len(held) + len(free))
-    for s in range(P):  # an idle forward pass writes too: into a slot that holds nothing
-        busy: set[int] = set()
-        for t in range(ticks):
-            if forward.microbatch[t, s] == IDLE:
-                forward.slot[t, s] = unused = min(set(range(most + 1)) - busy)
-                most = max(most, unused + 1)
-            else:
-                busy.add(int(forward.slot[t, s]))
-            if backward.microbatch[t, s] != IDLE:
-                busy.discard(int(backward.slot[t, s]))
     return most
 
 
@@ -165,9 +155,9 @@ def check_schedule(schedule: Schedule) -> None:
     for s in range(P):
         owner: dict[int, tuple[int, int]] = {}
         for t in range(schedule.num_ticks):
-            slot = int(schedule.forward.slot[t, s])
-            assert slot not in owner, f"stage {s} overwrites slot {slot} at tick {t}"
             if (m := int(schedule.forward.microbatch[t, s])) != IDLE:
+                slot = int(schedule.forward.slot[t, s])
+                assert slot not in owner, f"stage {s} overwrites slot {slot} at tick {t}"
                 owner[slot] = m, int(schedule.forward.chunk[t, s])
             if (m := int(schedule.backward.microbatch[t, s])) != IDLE:
                 read = int(schedule.backward.slot[t, s])
