@@ -22,7 +22,7 @@ from jaxscale.data.config import mixture_names
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
-from jaxscale.models.sharded import ShardedModel, check_fits, shard_model
+from jaxscale.models.sharded import ShardedModel, SharedRows, check_fits, shard_model
 from jaxscale.ops.kernels import make_recorder
 from jaxscale.ops.project import with_precision
 from jaxscale.ops.recorder import NO_RECORDER
@@ -32,7 +32,7 @@ from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.compiler_options import CompilerOptions, check_options, compiler_options
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.offload import check_host_memory, on_host
-from jaxscale.sharding.rules import axis_size
+from jaxscale.sharding.rules import RULES, axis_size
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
 from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
@@ -77,6 +77,11 @@ class Program:
     def why_plain(self) -> str:
         """What kept it from the platform's own attention, or ''."""
         return self.model.kernels.why_plain
+
+    @property
+    def sharing(self) -> str:
+        """How devices meet the keys of a row that they share, and why so, or ''."""
+        return str(self.model.kernels.sharing)
 
     @property
     def abstract_batch(self) -> Batch:
@@ -176,7 +181,15 @@ def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool) -> Shard
         prefix=cfg.row_lengths.prefix,
         reduce_dtype=cfg.train.reduce_dtype,
         torus_at_once=torus_at_once,
+        shared=shared_rows(cfg, mesh),
     )
+
+
+def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:
+    """The rows of a run, as devices of the context axis share them."""
+    shards = axis_size("act_batch", RULES[cfg.rules].params, mesh.shape)
+    rows = max(1, cfg.rows_per_step // cfg.train.num_microbatches // shards)
+    return SharedRows(cfg.context.attention, cfg.row_lengths.row, rows)
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
@@ -242,7 +255,7 @@ def make_gradients(
     """
     axes, num_sources = model.batch_axes, len(mixture_names(cfg.data.mixture))
     reduction = Reduction(
-        axes.num_shards,
+        axes.num_shards * model.context.size,
         axes.first_row,
         lambda grads: axes.reduce_each(grads, model.axes),
         lambda grads: axes.reduce_last(grads, model.axes),
@@ -253,7 +266,9 @@ def make_gradients(
         variables = model.differentiable(params)
 
         def loss_fn(trained: Any, batch: Batch, keys_B: jax.Array):
-            recorder = make_recorder(model.kernels, model.needs, model.tensor) if record else NO_RECORDER
+            recorder = NO_RECORDER
+            if record:
+                recorder = make_recorder(model.kernels, model.needs, model.tensor, model.context)
             whole = model.merge(params, combine(trained, variables), recorder=recorder)
             total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
             return total, parts | recorder.parts()
@@ -261,7 +276,7 @@ def make_gradients(
         means, grads = accumulate(
             loss_fn,
             trainable(variables, groups),  # the clip norm is that of what learns
-            batch,
+            model.context.own(batch),
             key,
             num_microbatches=cfg.train.num_microbatches,
             scale=scale,
@@ -292,20 +307,30 @@ def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the tensor axis divides the positions of a row."""
-    tensor, lengths = model.mesh.shape["tensor"], cfg.row_lengths
+    """Raises BadInput unless the devices that share the positions of a row divide them."""
+    multiple, lengths = model.position_multiple, cfg.row_lengths
+    sharing = " and ".join(
+        f"{'twice ' * (number > size)}mesh.{axis}={size}"
+        for axis, size, number in (
+            ("context", model.context.size, model.context.multiple),
+            ("tensor", model.tensor.size, model.tensor.size),
+        )
+        if size > 1
+    )
+    if " and " in sharing:
+        sharing = f"{multiple}, of {sharing}"
     made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
-    if made_rows and any((length or 0) % tensor for length in lengths[:2]):
+    if made_rows and any((length or 0) % multiple for length in lengths[:2]):
         raise BadInput(
             f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, no "
-            f"multiples of mesh.tensor={tensor}, which shares the positions of a row; use data.objective.multiple_of="
-            f"{tensor}, or another mesh"
+            f"multiples of {sharing}, which shares the positions of a row; use data.objective.multiple_of="
+            f"{multiple}, or another mesh"
         )
-    if not made_rows and cfg.seq_len % tensor:
-        fitting = cfg.seq_len // tensor * tensor
+    if not made_rows and cfg.seq_len % multiple:
+        fitting = cfg.seq_len // multiple * multiple
         raise BadInput(
-            f"seq_len={cfg.seq_len} is not a multiple of mesh.tensor={tensor}, which shares the positions of a row; "
-            f"use seq_len={fitting or tensor}, or another mesh"
+            f"seq_len={cfg.seq_len} is not a multiple of {sharing}, which shares the positions of a row; "
+            f"use seq_len={fitting or multiple}, or another mesh"
         )
 
 
