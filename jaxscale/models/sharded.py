@@ -174,7 +174,7 @@ def shard_model(
     sharing = choose_sharing(shared.wish, kernels.attention, needs, shared_work(cfg, mesh, shared))
     context = make_context_axis(mesh, zigzag=sharing.form != "ulysses", torus_at_once=torus_at_once)
     tensor = make_tensor_axis(mesh, torus_at_once=torus_at_once, context=context)
-    shared_kernels = share_rows(kernels, sharing, needs, context)
+    shared_kernels = share_rows(kernels, sharing, needs, context, device)
     model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, shared_kernels, kernels, batch_axes, context, tensor)
     check_fits(model, rules.params)
     return model

@@ -52,11 +52,14 @@ def choose_kernels(
     return Kernels(attend=attend, attention=resolved, why_plain=why_plain, project=project, rotate=turn)
 
 
-def share_rows(kernels: Kernels, sharing: Sharing, needs: AttentionNeeds, context: ContextAxis) -> Kernels:
-    """The kernels for devices that share rows; as they are where none do."""
+def share_rows(
+    kernels: Kernels, sharing: Sharing, needs: AttentionNeeds, context: ContextAxis, device: jax.Device | None = None
+) -> Kernels:
+    """The kernels for devices that share rows, as they are where none do. device: one of them."""
     if not sharing.form:
         return kernels
-    share = functools.partial(share_attention, sharing, kernels.attention, needs=needs, context=context)
+    own = dict(needs=needs, context=context, device_kind=device and device.device_kind)
+    share = functools.partial(share_attention, sharing, kernels.attention, **own)
     if needs.mixed is None or sharing.form == "ulysses":  # which takes what there is for whole rows
         attend = share(kernels.attend, window=needs.window)
     else:

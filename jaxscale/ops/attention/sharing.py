@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxscale.ops.attention import ring, shared_rows
+from jaxscale.ops.attention import ring, shared_rows, splash, splash_shared
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.sharding.context_axis import ContextAxis
 from jaxscale.system.exits import BadInput
@@ -102,6 +102,7 @@ def share_attention(
     needs: AttentionNeeds,
     context: ContextAxis,
     window: int | None,
+    device_kind: str | None = None,
 ):
     """attend(q_BtNH, k_BtKH, v_BtKH, segments, **how) -> out_BtNH, of the device's own positions.
 
@@ -110,7 +111,8 @@ def share_attention(
     if sharing.form == "ulysses":
         return shared_rows.by_heads(whole_rows, context)
     how = dict(softcap=needs.softcap, window=window)
-    standing = STANDING[attention](**how)
+    blocks = {"blocks": splash.blocks_for(device_kind)} if attention == "splash" else {}
+    standing = STANDING[attention](**how, **blocks)
     if sharing.form == "ring":
         far = ring.make_attend(**how, context=context)
     else:
@@ -118,4 +120,8 @@ def share_attention(
     return far if window is None else shared_rows.with_neighbours(standing, far, window, context)
 
 
-STANDING = {"xla": shared_rows.plain_standing, "blockwise": shared_rows.long_standing}
+STANDING = {
+    "xla": shared_rows.plain_standing,
+    "blockwise": shared_rows.long_standing,
+    "splash": splash_shared.splash_standing,
+}
