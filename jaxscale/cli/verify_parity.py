@@ -21,7 +21,7 @@ from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
 from jaxscale.qualify.compilations import CompileLog
-from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.config import ContextConfig, MeshConfig
 from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.sharding.shardings import put_rows
 from jaxscale.system.exits import BadInput
@@ -34,7 +34,9 @@ LR = 0.1  # five steps move the loss well beyond the tolerance
 KEEPS_GRADIENT = 1e-30
 TOLERANCE = 1e-5  # relative; float32 sums taken in another order differ by about 1e-7 each
 REMATERIALIZED = "Involuntary full rematerialization"  # XLA's words for copying a whole array between devices
-COLUMNS = f"{'layout':24}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'compiled':>10}"
+WAYS = ("gather", "ulysses", "ring")  # of context.attention
+WIDTH = 40  # of a layout's name
+COLUMNS = f"{'layout':{WIDTH}}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'compiled':>10}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,7 @@ class Layout:
     mesh: dict[str, int]  # axes longer than 1
     rules: str
     num_microbatches: int
+    sharing: str = "auto"  # context.attention
 
     @property
     def num_devices(self) -> int:
@@ -52,7 +55,8 @@ class Layout:
 
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        return f"{axes} {self.rules}" if self.mesh else "one device"
+        sharing = "" if self.sharing == "auto" else f" {self.sharing}"
+        return f"{axes} {self.rules}{sharing}" if self.mesh else "one device"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Row:
 
     def line(self) -> str:
         """The row of the table that COLUMNS heads."""
-        begin = f"{str(self.layout):24}{self.layout.num_microbatches:>12}"
+        begin = f"{str(self.layout):{WIDTH}}{self.layout.num_microbatches:>12}"
         if self.impossible:
             return f"{begin}  not possible: {self.impossible}"
         verdict = "agrees" if self.agrees else "BEYOND"
@@ -148,7 +152,8 @@ def settings(cfg: RunConfig) -> RunConfig:
 def layouts(cfg: RunConfig) -> list[Layout]:
     """What is proved: each axis, fsdp with tensor, each ZeRO stage, with and without accumulation; the config's own.
 
-    The tensor axis alone is as long as the model allows, the rest of the devices on data.
+    The tensor axis alone is as long as the model allows, the rest of the devices on data. Rows are shared where the
+    model and their length allow it.
     """
     own = []
     with contextlib.suppress(ValueError):  # a mesh that 8 devices cannot be is not shown
@@ -163,7 +168,18 @@ def layouts(cfg: RunConfig) -> list[Layout]:
         *[Layout({"fsdp": 4, "tensor": 2}, "zero3", parts) for parts in MICROBATCHES],
         *[tensor_layout(tensor, parts) for parts in (1, 2)],
     ]
+    wanted += [layout for layout in shared_rows() if not why_impossible(cfg, layout)]
     return wanted + [layout for layout in own if layout not in wanted]
+
+
+def shared_rows() -> list[Layout]:
+    """Devices that share rows, alone and beside each other axis, in every way."""
+    meshes = [{"context": 8}, {"context": 4, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}]
+    parts = {"ulysses": 1, "gather": 2, "ring": 2}
+    return [
+        *[Layout(mesh, "zero3", parts[way], way) for mesh in meshes for way in WAYS],
+        Layout({"data": 2, "context": 4}, "zero1", 2, "gather"),
+    ]
 
 
 def tensor_layout(size: int, num_microbatches: int) -> Layout:
@@ -201,6 +217,7 @@ def program(cfg: RunConfig, layout: Layout) -> Program:
         cfg,
         mesh=MeshConfig(**({"fsdp": 1} | layout.mesh)),
         rules=layout.rules,
+        context=ContextConfig(attention=layout.sharing),
         train=dataclasses.replace(cfg.train, num_microbatches=layout.num_microbatches),
     )
     return make_program(cfg, resolve_budget(cfg, None), jax.devices()[: layout.num_devices])

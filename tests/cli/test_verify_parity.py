@@ -44,9 +44,16 @@ GPT2_LAYOUTS = [
     Layout({"fsdp": 4, "tensor": 2}, "zero3", 1),
     Layout({"tensor": 8}, "zero3", 1),
 ]
+SHARED = [
+    Layout({"context": 8}, "zero3", 1, "ring"),
+    Layout({"context": 4, "tensor": 2}, "zero3", 2, "gather"),
+    Layout({"fsdp": 2, "context": 2, "tensor": 2}, "zero3", 1, "ulysses"),
+    Layout({"data": 2, "context": 4}, "zero1", 4, "gather"),
+]
 PROOFS = [
     pytest.param(LLAMA, FEW, id="llama"),
     pytest.param(LLAMA, MORE, id="llama, more", marks=pytest.mark.soak),
+    pytest.param(LLAMA, SHARED, id="llama, shared rows", marks=pytest.mark.soak),
     pytest.param(GPT2, GPT2_LAYOUTS, id="gpt2", marks=pytest.mark.soak),
 ]
 
@@ -132,6 +139,8 @@ def test_the_configs_own_layout_is_among_those_proved():
     assert Layout({"fsdp": 4, "tensor": 2}, "zero1", 1) in wanted
     assert vp.tensor_layout(2, 1) in wanted and vp.tensor_layout(4, 1) not in wanted  # two kv heads
     assert cfg.model.vocab_size == 264
+    ways = [layout.sharing for layout in wanted if layout.mesh == {"context": 4, "tensor": 2}]
+    assert ways == ["gather", "ring"]  # two kv heads, of which a device has one
 
 
 @pytest.mark.soak
