@@ -17,6 +17,15 @@ import numpy as np
 
 from jaxscale.build import Program, make_program
 from jaxscale.cli.attempt import simulated
+from jaxscale.cli.parity_layouts import (
+    MICROBATCHES,
+    MOST_DEVICES,
+    NUM_DEVICES,
+    WIDTH,
+    Layout,
+    all_layouts,
+    tensor_layout,
+)
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
@@ -26,42 +35,18 @@ from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.sharding.shardings import put_rows
 from jaxscale.system.exits import BadInput
 
-NUM_DEVICES = 8
-NUM_STEPS = 5
-MICROBATCHES = (1, 2, 4)
+NUM_STEPS = 20
 ROWS = NUM_DEVICES * max(MICROBATCHES)  # a row for each device in each microbatch
-LR = 0.1  # five steps move the loss well beyond the tolerance
+LR = 0.1  # the steps move the loss well beyond the tolerance
 KEEPS_GRADIENT = 1e-30
 TOLERANCE = 1e-5  # relative; float32 sums taken in another order differ by about 1e-7 each
 REMATERIALIZED = "Involuntary full rematerialization"  # XLA's words for copying a whole array between devices
-WAYS = ("gather", "ulysses", "ring")  # of context.attention
-WIDTH = 40  # of a layout's name
 COLUMNS = f"{'layout':{WIDTH}}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'compiled':>10}"
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """One way to divide the work."""
-
-    mesh: dict[str, int]  # axes longer than 1
-    rules: str
-    num_microbatches: int
-    sharing: str = "auto"  # context.attention
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices it takes: 1 or all."""
-        return NUM_DEVICES if self.mesh else 1
-
-    def __str__(self) -> str:
-        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        sharing = "" if self.sharing == "auto" else f" {self.sharing}"
-        return f"{axes} {self.rules}{sharing}" if self.mesh else "one device"
-
-
-@dataclasses.dataclass(frozen=True)
 class Trace:
-    """What five steps in one layout gave."""
+    """What the steps in one layout gave."""
 
     losses: np.ndarray  # float64[steps]
     gradients: list[list[np.ndarray]]  # one list of arrays a step
@@ -150,42 +135,16 @@ def settings(cfg: RunConfig) -> RunConfig:
 
 
 def layouts(cfg: RunConfig) -> list[Layout]:
-    """What is proved: each axis, fsdp with tensor, each ZeRO stage, with and without accumulation; the config's own.
-
-    The tensor axis alone is as long as the model allows, the rest of the devices on data. Rows are shared where the
-    model and their length allow it.
-    """
+    """What is proved: all_layouts() that this model can be divided by, and the config's own."""
     own = []
     with contextlib.suppress(ValueError):  # a mesh that 8 devices cannot be is not shown
         shape = mesh_shape(cfg.mesh, NUM_DEVICES)
         own = [Layout({axis: size for axis, size in shape.items() if size > 1}, cfg.rules, 1)]
     sizes = [size for size in (8, 4, 2) if not why_impossible(cfg, tensor_layout(size, 1))]
-    tensor = sizes[0] if sizes else 2
-    wanted = [
-        *[Layout({}, "zero3", parts) for parts in MICROBATCHES],
-        *[Layout({"data": 8}, "zero3", parts) for parts in MICROBATCHES],
-        *[Layout({"fsdp": 8}, rules, parts) for rules in ("zero1", "zero2", "zero3") for parts in (1, 4)],
-        *[Layout({"fsdp": 4, "tensor": 2}, "zero3", parts) for parts in MICROBATCHES],
-        *[tensor_layout(tensor, parts) for parts in (1, 2)],
-    ]
-    wanted += [layout for layout in shared_rows() if not why_impossible(cfg, layout)]
+    wanted = all_layouts(sizes[0] if sizes else 2)
+    needs_more = [layout for layout in wanted if "context" in layout.mesh or "pipeline" in layout.mesh]
+    wanted = [layout for layout in wanted if layout not in needs_more or not why_impossible(cfg, layout)]
     return wanted + [layout for layout in own if layout not in wanted]
-
-
-def shared_rows() -> list[Layout]:
-    """Devices that share rows, alone and beside each other axis, in every way."""
-    meshes = [{"context": 8}, {"context": 4, "tensor": 2}, {"fsdp": 2, "context": 2, "tensor": 2}]
-    parts = {"ulysses": 1, "gather": 2, "ring": 2}
-    return [
-        *[Layout(mesh, "zero3", parts[way], way) for mesh in meshes for way in WAYS],
-        Layout({"data": 2, "context": 4}, "zero1", 2, "gather"),
-    ]
-
-
-def tensor_layout(size: int, num_microbatches: int) -> Layout:
-    """So many devices on the tensor axis and the rest on data."""
-    mesh = {"data": NUM_DEVICES // size, "tensor": size}
-    return Layout({axis: length for axis, length in mesh.items() if length > 1}, "zero3", num_microbatches)
 
 
 def verify(cfg: RunConfig, wanted: Sequence[Layout], say: Callable[[str], None] = lambda text: None) -> Parity:
@@ -213,11 +172,14 @@ def read_batches(cfg: RunConfig) -> list[Batch]:
 
 def program(cfg: RunConfig, layout: Layout) -> Program:
     """What the config compiles to in this layout."""
+    stages_need = dict(remat="full", remat_save=(), remat_offload=(), scan_layers=True)
     cfg = dataclasses.replace(
         cfg,
         mesh=MeshConfig(**({"fsdp": 1} | layout.mesh)),
         rules=layout.rules,
         context=ContextConfig(attention=layout.sharing),
+        pipeline=layout.stages,
+        model=dataclasses.replace(cfg.model, **stages_need) if layout.mesh.get("pipeline", 1) > 1 else cfg.model,
         train=dataclasses.replace(cfg.train, num_microbatches=layout.num_microbatches),
     )
     return make_program(cfg, resolve_budget(cfg, None), jax.devices()[: layout.num_devices])
@@ -283,11 +245,11 @@ def captured_stderr() -> Iterator[list[str]]:
 
 
 def on_simulated_devices(command: list[str]) -> None:
-    """Returns if jax will see 8 simulated CPU devices, else replaces this process by `command`, where it will.
+    """Returns if jax will see 16 simulated CPU devices, else replaces this process by `command`, where it will.
 
     The compilation cache is off there, since a program out of the cache gives no warning, and XLA's warnings are on.
     """
-    wanted = simulated(NUM_DEVICES) | {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    wanted = simulated(MOST_DEVICES) | {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
     if wanted != dict(os.environ):
         sys.stdout.flush()
         os.execve(command[0], command, wanted)
