@@ -24,7 +24,7 @@ from jaxscale.planning.links import (
     staged,
 )
 from jaxscale.planning.sent import Sent, sent_arrays
-from jaxscale.planning.stages import stages_of
+from jaxscale.planning.stages import PIPELINE, hop_bytes, stages_of
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.compiler_options import SPARSE_CORE
 from jaxscale.sharding.mesh import spanning_shape
@@ -41,6 +41,7 @@ class Sending:
     links_s: dict[str, float]  # by link, 'ici:fsdp:x' or 'dcn:data'
     total_s: float  # one after the other
     blocking_s: float  # of those beside which nothing runs
+    idle_s: float = 0.0  # while other stages of a pipeline send
 
     def exposed_s(self, compute_s: float) -> float:
         """How long products stand still: for what blocks, and for what takes longer than all of them."""
@@ -67,7 +68,7 @@ def plan_sending(program: Program, topology: Topology) -> Sending:
     chip, found, hidden = topology.chip, mesh_links(program.mesh, topology.chip), hidden_kinds(program, topology)
     stretch = stages_of(program.cfg, program.mesh.shape).stretch
     links: collections.Counter[str] = collections.Counter()
-    blocking = 0.0
+    blocking = idle = 0.0
     for sent in sent_arrays(program):
         if program.mesh.shape[sent.axis] == 1 or not sent.nbytes:
             continue
@@ -75,8 +76,29 @@ def plan_sending(program: Program, topology: Topology) -> Sending:
             seconds = stage.seconds(chip) or 0.0
             along = f":{stage.along}" if found.torus and stage.along != DCN else ""
             links[f"{'dcn' if stage.along == DCN else 'ici'}:{sent.axis}{along}"] += seconds
-            blocking += 0.0 if sent.hides and sent.kind in hidden else seconds * (stretch if sent.in_stage else 1.0)
-    return Sending(dict(links), links.total(), blocking)
+            if not (sent.hides and sent.kind in hidden):
+                blocking += seconds
+                idle += seconds * (stretch - 1) * sent.in_stage
+    return Sending(dict(links), links.total(), blocking, idle)
+
+
+def between_slices(program: Program, topology: Topology) -> tuple[str, int, dict[str, float]] | None:
+    """(which of data and pipeline crosses between slices or hosts, how many, {each: seconds there, if it did}).
+
+    None where neither does or more axes do, or no bandwidth is known. In the place of n copies n times as many stages
+    each see the rows of all of them, at as many microbatches; in the place of stages each copy has so many more layers.
+    """
+    shape, chip = program.mesh.shape, topology.chip
+    crossed = {axis: number for axis, number in mesh_links(program.mesh, chip).slices.items() if number > 1}
+    axis, number = next(iter(crossed.items()), ("", 1))
+    if not chip.dcn_bandwidth or len(crossed) != 1 or axis not in ("data", PIPELINE):
+        return None
+    stages, more = stages_of(program.cfg, shape), number if axis == "data" else 1
+    summed = sum(sent.nbytes for sent in sent_arrays(program) if sent.axis == "data") * number // more
+    copies = shape["data"] // more  # within a slice
+    travels = 2 * dataclasses.replace(stages, size=stages.size * more).ticks * hop_bytes(program) * more
+    sent = {"data": 2 * (number - 1) / number * summed / copies, PIPELINE: travels}
+    return axis, number, {name: nbytes / chip.dcn_bandwidth for name, nbytes in sent.items()}
 
 
 @functools.lru_cache(maxsize=64)

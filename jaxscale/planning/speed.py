@@ -48,7 +48,7 @@ class Speed:
     link_seconds: float | None  # least time of the bytes that the layout must send, one link after another
     exposed_seconds: float | None  # the part of them for which products stand still (sending.plan_sending)
     measured: bool = False  # by a step that was timed on this machine, and not by a share of the peak
-    idle_seconds: float = 0.0  # that a stage of a pipeline waits for others, of all that products take
+    idle_seconds: float = 0.0  # that a stage of a pipeline waits for others
     bubble: str = ""  # of a pipeline's schedule: '5.2% = (P-1)/(VM+P-1) = 7/135'
 
 
@@ -158,7 +158,7 @@ class Estimate:
     compute_s: float
     link_s: float  # on all links, one after another, and to the host
     exposed_s: float = 0.0  # the part of link_s for which products stand still
-    idle_s: float = 0.0  # that a stage of a pipeline waits for the others' products
+    idle_s: float = 0.0  # that a stage of a pipeline waits for the others
 
     def memory(self, scale: float = 1.0) -> float:
         """Bytes at the peak, with activations and temporaries `scale` times as large as guessed."""
@@ -196,7 +196,7 @@ def estimate(program: Program, topology: Topology) -> Estimate:
         compute_s=compute,
         link_s=sending.total_s + host,
         exposed_s=max(sending.exposed_s(compute), host - compute),
-        idle_s=compute * idle_share(stages_of(cfg, program.mesh.shape), head_flops(cfg.model) / flops),
+        idle_s=compute * idle_share(stages_of(cfg, program.mesh.shape), head_flops(cfg.model) / flops) + sending.idle_s,
     )
 
 
