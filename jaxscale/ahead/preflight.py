@@ -13,6 +13,8 @@ from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.planning.fitting import UNCOUNTED, fitting_program
 from jaxscale.planning.measured import Kept
 from jaxscale.planning.memory import MemoryRow, host_bytes, shard_bytes, usable_memory
+from jaxscale.planning.speed import head_share
+from jaxscale.planning.stages import stages_of
 from jaxscale.planning.topology import Topology, open_topology
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.system.exits import BadInput
@@ -65,7 +67,8 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
     cfg, facts, shortage = program.cfg, compiled.facts, compiled.shortage
     num_devices = len(topology.devices)
     model_flops = cfg.flops_per_token * cfg.tokens_per_step / num_devices
-    bounds = facts and roofline(facts, topology.chip, model_flops)
+    stages, head = stages_of(cfg, program.mesh.shape), head_share(cfg)
+    bounds = facts and roofline(facts, topology.chip, model_flops, stages, head)
     usable, why = usable_memory(topology)
     if shortage is not None and shortage.space == "hbm" and shortage.available is not None:
         usable, why = shortage.available, "what the compiler may use"
@@ -119,6 +122,10 @@ def settings(program: Program) -> dict[str, Any]:
             found[name] = True
     if cfg.model.row_parts > 1:
         found["row_parts"] = cfg.model.row_parts
+    if program.mesh.shape["pipeline"] > 1:
+        found |= {"schedule": cfg.pipeline.schedule, "chunks": cfg.pipeline.chunks, "head": cfg.pipeline.head}
+    if program.mesh.shape["context"] > 1:
+        found["context"] = cfg.context.attention
     if cfg.model.remat_offload:
         found["remat_offload"] = ",".join(cfg.model.remat_offload)
     if options := str(program.compiler_options):

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from jaxscale.build import Program
+from jaxscale.config import RunConfig
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.models.config import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig
 from jaxscale.ops.config import ATTENTION_OUT
@@ -196,13 +197,14 @@ def estimate(program: Program, topology: Topology) -> Estimate:
         compute_s=compute,
         link_s=sending.total_s + host,
         exposed_s=max(sending.exposed_s(compute), host - compute),
-        idle_s=compute * idle_share(stages_of(cfg, program.mesh.shape), head_flops(cfg.model) / flops) + sending.idle_s,
+        idle_s=compute * idle_share(stages_of(cfg, program.mesh.shape), head_share(cfg)) + sending.idle_s,
     )
 
 
-def head_flops(model: ModelConfig) -> float:
-    """Operations per token of the output projection, forward and backward."""
-    return 6.0 * model.vocab_size * model.embed_dim
+def head_share(cfg: RunConfig) -> float:
+    """The output projection's part of a step's operations, recomputation included."""
+    flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
+    return 6 * cfg.model.vocab_size * cfg.model.embed_dim / flops
 
 
 def recomputed_flops(model: ModelConfig, seq_len: int) -> float:

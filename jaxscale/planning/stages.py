@@ -82,6 +82,11 @@ class Stages:
         """Stages that share the vocabulary."""
         return self.size if self.cuts_head else 1
 
+    def head_part(self, head: float) -> float:
+        """Part of a stage's own products that are the output projection's, where it is `head` of all products."""
+        own = head * self.size / self.head_shares
+        return own / (1 - head + own)
+
     @property
     def formula(self) -> str:
         """'5.2% = (P-1)/(VM+P-1) = 7/135'."""

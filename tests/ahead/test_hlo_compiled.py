@@ -141,3 +141,47 @@ def test_each_kind_of_attention_counts_as_often_as_it_runs(flags):
     num_near, num_far = sum(flags), len(flags) - sum(flags)
     # near: x @ (w @ w) forward; both inputs' gradients of both products backward. far: one product, two gradients.
     assert facts.dot_flops == num_near * (3 * small + 3 * square) + num_far * 3 * small
+
+
+def test_stages_of_a_pipeline_count_as_often_as_they_run_and_their_messages_in_every_tick():
+    """4 stages x 8 microbatches in 14 ticks: each runs 8 forward and 8 backward, whatever branches lie inside these."""
+    stages, parts, width, rows = 4, 8, 64, 8
+    ticks = parts + 2 * stages - 2
+    up = [(stage, stage + 1) for stage in range(stages - 1)]
+    inside = lambda part: (part >= 0) & (part < parts)
+
+    def step(w, x):
+        stage, whole = jax.lax.axis_index("pipeline"), jax.lax.all_gather(w, "fsdp", axis=0, tiled=True)
+
+        def backward(g, h):
+            dw, dh = jax.vjp(lambda w, h: jnp.tanh(h @ w), whole, h)[1](g)
+            return dw, jax.lax.cond(dh.sum() > 0, lambda dh: dh @ whole, lambda dh: dh, dh)
+
+        def tick(carried, t):
+            h, g, dw = carried
+            with jax.named_scope(f"taken_{parts}_of_{ticks}"):
+                h = jax.lax.cond(inside(t - stage), lambda h: jnp.tanh(h @ whole), lambda h: h, h)
+            with jax.named_scope(f"taken_{parts}_of_{ticks}"):
+                more, g = jax.lax.cond(
+                    inside(t - 2 * (stages - 1) + stage), backward, lambda g, h: (jnp.zeros_like(dw), g), g, h
+                )
+            down = [(target, source) for source, target in up]
+            return (jax.lax.ppermute(h, "pipeline", up), jax.lax.ppermute(g, "pipeline", down), dw + more), None
+
+        (h, _, dw), _ = jax.lax.scan(tick, (x, x, jnp.zeros_like(whole)), jnp.arange(ticks))
+        h = jax.lax.all_to_all(h, "pipeline", 0, 1, tiled=True)
+        return jax.lax.psum_scatter(dw, "fsdp", scatter_dimension=0, tiled=True), h
+
+    mesh = make_mesh(jax.devices()[:8], pipeline=stages, fsdp=2)
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=(P("fsdp"), P()), check_vma=False)
+    text = jax.jit(mapped).lower(jnp.ones((width, width)), jnp.ones((rows, width))).compile().as_text()
+    facts = read_hlo(text, mesh.shape)
+    assert facts.dot_flops == parts * (1 + 3 + 1) * 2 * rows * width * width
+    message, matrix = rows * width * 4, width * width * 4
+    assert sorted((one.kind, one.axes, one.times, one.wire_bytes) for one in facts.collectives) == [
+        ("all-gather", ("fsdp",), 1, matrix / 2),
+        ("all-to-all", ("pipeline",), 1, message * 3 / 4),
+        ("collective-permute", ("pipeline",), ticks, message),
+        ("collective-permute", ("pipeline",), ticks, message),
+        ("reduce-scatter", ("fsdp",), 1, matrix / 2),
+    ]
