@@ -72,7 +72,7 @@ def plan_sending(program: Program, topology: Topology) -> Sending:
     for sent in sent_arrays(program):
         if program.mesh.shape[sent.axis] == 1 or not sent.nbytes:
             continue
-        for stage in link_stages(sent, found, program.compiler_options.offloads_torus):
+        for stage in stages_along(sent, found, program.compiler_options.offloads_torus):
             seconds = stage.seconds(chip) or 0.0
             along = f":{stage.along}" if found.torus and stage.along != DCN else ""
             links[f"{'dcn' if stage.along == DCN else 'ici'}:{sent.axis}{along}"] += seconds
@@ -126,7 +126,7 @@ def axis_rows(mesh: Mesh, axis: str) -> list[list[int]]:
     return np.moveaxis(places, mesh.axis_names.index(axis), -1).reshape(-1, mesh.shape[axis]).tolist()
 
 
-def link_stages(sent: Sent, links: Links, at_once: bool) -> list[Stage]:
+def stages_along(sent: Sent, links: Links, at_once: bool) -> list[Stage]:
     """The stages of what is sent along an axis: within a slice, and between slices where the axis crosses them.
 
     A message to the next device crosses whole where it crosses, and all wait for the slowest.
@@ -136,7 +136,7 @@ def link_stages(sent: Sent, links: Links, at_once: bool) -> list[Stage]:
         stages = [dataclasses.replace(hop, nbytes=sent.nbytes) for hop in links.hops[sent.axis]]
         return [Stage(DCN, number, 1.0, sent.nbytes)] if number > 1 else stages
     lines = links.lines[sent.axis]
-    stages = list(stages_of_lines(sent, lines, links.torus, at_once))
+    stages = list(stages_over(sent, lines, links.torus, at_once))
     if number > 1:
         passes = 2 if sent.kind == "all-reduce" else 1
         inside = 1 if sent.kind == "all-to-all" else math.prod(line.size for line in lines)
@@ -158,7 +158,7 @@ def hidden_kinds(program: Program, topology: Topology) -> frozenset[str]:
     return PERMUTE | {kind for kind in KINDS if options.get(SPARSE_CORE + kind.replace("-", "_"))}
 
 
-def stages_of_lines(sent: Sent, lines: Sequence[Stage], torus: Torus | None, at_once: bool) -> tuple[Stage, ...]:
+def stages_over(sent: Sent, lines: Sequence[Stage], torus: Torus | None, at_once: bool) -> tuple[Stage, ...]:
     """The stages of collectives as the step makes them (sharding/torus.py), and XLA:TPU runs them (libtpu 0.0.51).
 
     at_once: gathers and scatters over several dimensions are one operation. Gathers then keep the links of all of them

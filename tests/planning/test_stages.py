@@ -2,6 +2,7 @@
 
 import dataclasses
 import pathlib
+import re
 
 import pytest
 
@@ -10,11 +11,13 @@ from jaxscale.config_file import load_config
 from jaxscale.planning import cautions
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import memory_need, memory_rows
+from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.positions import key_value_bytes
 from jaxscale.planning.sending import between_slices, plan_sending
 from jaxscale.planning.sent import sent_arrays
 from jaxscale.planning.speed import estimate
 from jaxscale.planning.stages import Stages, hop_bytes, idle_share
+from jaxscale.planning.text import plan_lines
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "llama3_8b.py")
 BLOCK, TABLES, NORM = 218_112_000, 2 * 128_256 * 4096, 4096  # parameters of Llama 3 8B: 32 blocks, two tables, a norm
@@ -205,3 +208,13 @@ def test_few_microbatches_and_few_positions_are_told():
     assert "or pipeline.chunks=4" in cautions.bubble_too_large(dataclasses.replace(few, microbatches=4)).way_out
     assert cautions.positions_too_few(8, 8192, 1024) is None
     assert "mesh.context=8," in cautions.positions_too_few(16, 8192, 1024).way_out
+
+
+def test_the_plan_says_the_bubble_and_what_a_stage_holds():
+    cfg = load_config(CONFIG, {"mesh.pipeline": 4, "mesh.context": 2, "train.num_microbatches": 4})
+    plan = make_plan(cfg, open_machine("v5p:4x4x4"), Wishes())
+    text = "\n".join(plan_lines(plan))
+    assert re.search(r"bubble +42.9% +\(P-1\)/\(VM\+P-1\) = 3/7 of the time of the stages", text)
+    assert re.search(r"waiting for other stages \d+ ms", text) and "the bubble is 42.9%" in text
+    assert "128.0 MiB of others' keys and values among them (gather)" in text
+    assert sum(row.num_bytes for row in plan.device.memory) == plan.device.memory_bytes
