@@ -19,30 +19,32 @@ from jaxscale import units
 from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
+from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED, check_stages
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
-from jaxscale.models.sharded import ShardedModel, check_fits, shard_model
+from jaxscale.models.sharded import ShardedModel, shard_model
 from jaxscale.ops.kernels import make_recorder
 from jaxscale.ops.project import with_precision
 from jaxscale.ops.recorder import NO_RECORDER
 from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
-from jaxscale.sharding.compiler_options import CompilerOptions, check_options, compiler_options
+from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options
 from jaxscale.sharding.mesh import make_mesh
-from jaxscale.sharding.offload import check_host_memory, on_host
+from jaxscale.sharding.offload import on_host
+from jaxscale.sharding.pipeline_axis import ONE_STAGE, PipelineAxis, make_pipeline_axis
 from jaxscale.sharding.rules import axis_size
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
-from jaxscale.system.exits import BadInput
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.ema import init_ema
 from jaxscale.training.injected import corrupt_gradients
+from jaxscale.training.pipelined import Pipeline, accumulate_pipelined
 from jaxscale.training.state import TrainState, init_loss_scale, init_state, is_dynamic, state_axes
 from jaxscale.training.statistics import StatisticsStep, joined, make_statistics_step, parameter_groups
 from jaxscale.training.step import Gradients, at_state, leaf_name, make_train_step
 
-OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
+LocalGradients = Callable[[Any, Batch, jax.Array, jax.Array], tuple[dict[str, jax.Array], Any]]  # of one device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Program:
 
     cfg: RunConfig
     model: ShardedModel
+    unstaged: ShardedModel  # the model without a pipeline's stages, for all that does not train
     init: Callable[[], TrainState]  # jitted: the whole state is born sharded
     abstract_state: TrainState  # shapes, dtypes and shardings
     abstract_grads: Any  # the same, of gradients summed over all devices
@@ -116,6 +119,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     mesh = make_mesh(cfg.mesh, devices)
     options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
+    unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
     for check in DEVICE_CHECKS:
         check(cfg, model)
     updates = make_updates(cfg, budget, model)
@@ -132,7 +136,9 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         count_gated=cfg.data.gate.on,
     )
     statistics = make_statistics_step(
-        make_gradients(cfg, model, updates.groups, shardings, record=True),
+        make_gradients(
+            *unstaged_run(cfg, unstaged), updates.groups, plan_shardings(cfg, unstaged, updates), record=True
+        ),
         updates.optimizer,
         parameter_groups(model.axes, cfg.model.layer_stacks),
     )
@@ -142,6 +148,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     return Program(
         cfg=cfg,
         model=model,
+        unstaged=unstaged,
         init=jax.jit(init, out_shardings=shardings.state),
         abstract_state=with_shardings(jax.eval_shape(init), shardings.state),
         abstract_grads=with_shardings(trainable(model.shapes, updates.groups), shardings.grads),
@@ -165,8 +172,11 @@ def choose_options(cfg: RunConfig, mesh: Mesh) -> CompilerOptions:
     return compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ, branches=branches)
 
 
-def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool) -> ShardedModel:
-    """The model on the mesh. Raises BadInput where the mesh does not divide its parameters."""
+def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool, staged: bool = True) -> ShardedModel:
+    """The model on the mesh. Raises BadInput where the mesh does not divide its parameters.
+
+    staged: in the stages of a pipeline, if there is one; else the devices of that axis share rows and weights.
+    """
     return shard_model(
         cfg.model,
         mesh,
@@ -176,7 +186,24 @@ def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool) -> Shard
         prefix=cfg.row_lengths.prefix,
         reduce_dtype=cfg.train.reduce_dtype,
         torus_at_once=torus_at_once,
+        pipeline=make_stages(cfg, mesh) if staged else ONE_STAGE,
     )
+
+
+def make_stages(cfg: RunConfig, mesh: Mesh) -> PipelineAxis:
+    """The stages of the model. Raises BadInput where they cannot be."""
+    stages, model = mesh.shape["pipeline"], cfg.model
+    check_stages(cfg, stages)
+    head_layers = model.vocab_size * model.embed_dim / model.block_matrix_params
+    return make_pipeline_axis(stages, cfg.pipeline, model.num_layers, head_layers)
+
+
+def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, ShardedModel]:
+    """The config with fewer microbatches, for more devices share the rows of each than in a pipeline; the model."""
+    shards, parts = unstaged.batch_axes.num_shards, cfg.train.num_microbatches
+    fitting = [number for number in units.divisors(parts) if cfg.rows_per_step // number % shards == 0]
+    train = dataclasses.replace(cfg.train, num_microbatches=max(fitting, default=1))
+    return dataclasses.replace(cfg, train=train), unstaged
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
@@ -248,6 +275,8 @@ def make_gradients(
         lambda grads: axes.reduce_last(grads, model.axes),
         axes.sum,
     )
+    if model.pipeline.size > 1:
+        return on_mesh(model, shardings, stage_gradients(cfg, model, groups, reduction))
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
         variables = model.differentiable(params)
@@ -269,62 +298,28 @@ def make_gradients(
         )
         return joined(means, axes, model.tensor), grads
 
+    return on_mesh(model, shardings, gradients)
+
+
+def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction: Reduction) -> LocalGradients:
+    """What make_gradients() computes on a device, by the stages of a pipeline."""
+    num_microbatches = cfg.train.num_microbatches
+    pipeline = Pipeline(
+        model.pieces(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture))),
+        model.pipeline,
+        model.pipeline.schedule(cfg.pipeline.schedule, num_microbatches),
+        groups,
+    )
+    reduction = reduction._replace(last=model.stage_gradients)
+
+    def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
+        return accumulate_pipelined(pipeline, model.stage_weights(params), batch, key, scale=scale, reduction=reduction)
+
+    return gradients
+
+
+def on_mesh(model: ShardedModel, shardings: Shardings, gradients: LocalGradients) -> Gradients:
+    """The function of a state and a batch, from that of one device."""
     grads_specs = jax.tree.map(lambda sharding: sharding.spec, shardings.grads)
     in_specs, out_specs = (model.specs, shardings.rows.spec, P(), P()), (P(), grads_specs)
-    return corrupt_gradients(at_state(axes.shard_map(gradients, in_specs, out_specs)))
-
-
-def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput for an option that XLA does not know."""
-    check_options(cfg.compiler, model.mesh.devices.flat[0])
-
-
-def check_moments(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the mesh divides every array of the optimizer; shard_model checks the parameters."""
-    check_fits(model, model.rules.moments)
-
-
-def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput where the config offloads and the devices do not reach the host's memory."""
-    for setting in OFFLOADED:
-        if getattr(cfg.optim, setting):
-            check_host_memory(f"optim.{setting}=true", model.mesh)
-
-
-def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the tensor axis divides the positions of a row."""
-    tensor, lengths = model.mesh.shape["tensor"], cfg.row_lengths
-    made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
-    if made_rows and any((length or 0) % tensor for length in lengths[:2]):
-        raise BadInput(
-            f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, no "
-            f"multiples of mesh.tensor={tensor}, which shares the positions of a row; use data.objective.multiple_of="
-            f"{tensor}, or another mesh"
-        )
-    if not made_rows and cfg.seq_len % tensor:
-        fitting = cfg.seq_len // tensor * tensor
-        raise BadInput(
-            f"seq_len={cfg.seq_len} is not a multiple of mesh.tensor={tensor}, which shares the positions of a row; "
-            f"use seq_len={fitting or tensor}, or another mesh"
-        )
-
-
-def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the mesh divides the rows of each microbatch.
-
-    XLA would compile uneven rows, and copy whole activations between devices at every layer.
-    """
-    rows, parts = cfg.rows_per_step, cfg.train.num_microbatches
-    shards = axis_size("act_batch", model.rules.params, model.mesh.shape)
-    if rows // parts % shards:
-        fitting = [part for part in units.divisors(rows) if rows // part % shards == 0]
-        way_out = f"use {units.or_list(fitting)}" if fitting else "use fewer devices on data and fsdp"
-        raise BadInput(
-            f"train.num_microbatches={parts} leaves {rows // parts} rows for {shards} batch shards (mesh data x fsdp); "
-            f"{way_out}, or a batch of {parts * shards} rows: batch_tokens={parts * shards * cfg.seq_len}"
-        )
-
-
-# Everything that a config and its devices must agree on, checked once, before anything is compiled; beside it
-# shard_model checks that the mesh divides the parameters. What needs no devices is in config.CHECKS.
-DEVICE_CHECKS = (check_options_known, check_moments, check_positions, check_microbatches, check_offload)
+    return corrupt_gradients(at_state(model.batch_axes.shard_map(gradients, in_specs, out_specs)))

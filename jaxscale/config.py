@@ -192,7 +192,7 @@ def check_evals(cfg: RunConfig) -> None:
 
 
 # Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is
-# checked where it stands (__post_init__), what needs devices in build.DEVICE_CHECKS, what needs files in
+# checked where it stands (__post_init__), what needs devices in device_checks, what needs files in
 # data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
 CHECKS = (
     check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora, check_evals,

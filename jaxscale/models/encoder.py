@@ -14,12 +14,13 @@ from jaxscale.models.layers import (
     STD,
     BiasedAttention,
     BiasedMlp,
+    OneStack,
     constant,
     drop_embeddings,
     dropout,
+    layer_keys,
     make_stack,
     param,
-    run_stack,
     settle_together,
     split_keys,
     with_bias,
@@ -75,8 +76,8 @@ class Head(nnx.Module):
         return layer_norm(h_BTD, self.scale[...], self.bias[...], self.cfg.norm_eps)
 
 
-class Encoder(nnx.Module):
-    """The encoder. hidden() is all but the head, so that a loss can chunk the logits."""
+class Encoder(OneStack):
+    """The encoder."""
 
     def __init__(self, cfg: EncoderConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
@@ -91,15 +92,21 @@ class Encoder(nnx.Module):
         self.head = Head(cfg, rngs=rngs, kernels=kernels, gather=gather)
         self.bias_vocab = constant((V,), ("vocab",), 0.0)
 
-    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """The residual stream after the last block, compute_dtype[B, T, D], of the device's own positions.
+    def enter(self, tokens_BT, positions_BT, keys_B: jax.Array | None = None):
+        """The residual stream before the first block. keys_B: for dropout."""
+        return drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.tensor)
 
-        keys_B: for dropout.
-        """
-        cfg = self.cfg
-        x_BTD, keys_LB = drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, cfg, self.tensor)
-        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
-        return run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather, self.kernels.recorder)
+    def per_layer(self, keys_B: jax.Array | None):
+        """The random keys of each block, for dropout."""
+        return layer_keys(keys_B, self.cfg)
+
+    def layer(self, positions_BT, segment_ids_BT):
+        """A function that takes the residual stream through a block of these rows."""
+        return lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
+
+    def leave(self, x_BTD):
+        """The residual stream as it is: each block has normalised its own."""
+        return x_BTD
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT, positions_BT):

@@ -13,12 +13,13 @@ from jaxscale.models.layers import (
     STD,
     BiasedAttention,
     BiasedMlp,
+    OneStack,
     constant,
     drop_embeddings,
     dropout,
+    layer_keys,
     make_stack,
     param,
-    run_stack,
     settle_together,
     split_keys,
 )
@@ -54,8 +55,8 @@ class Block(nnx.Module):
         return x_BTD + dropout(sow(MLP, self.mlp(h_BTD)), cfg.dropout, key_mlp, self.tensor)
 
 
-class Gpt2(nnx.Module):
-    """The decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
+class Gpt2(OneStack):
+    """The decoder."""
 
     def __init__(self, cfg: Gpt2Config, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
@@ -66,16 +67,21 @@ class Gpt2(nnx.Module):
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
         self.scale_final, self.bias_final = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
 
-    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """The normalised residual stream after the last block, compute_dtype[B, T, D], of the device's own positions.
+    def enter(self, tokens_BT, positions_BT, keys_B: jax.Array | None = None):
+        """The residual stream before the first block. keys_B: for dropout."""
+        return drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.tensor)
 
-        keys_B: for dropout.
-        """
-        cfg = self.cfg
-        x_BTD, keys_LB = drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, cfg, self.tensor)
-        run = lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
-        x_BTD = run_stack(self.blocks, run, x_BTD, keys_LB, cfg, self.gather, self.kernels.recorder)
-        return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], cfg.norm_eps)
+    def per_layer(self, keys_B: jax.Array | None):
+        """The random keys of each block, for dropout."""
+        return layer_keys(keys_B, self.cfg)
+
+    def layer(self, positions_BT, segment_ids_BT):
+        """A function that takes the residual stream through a block of these rows."""
+        return lambda block, x_BTD, keys_B: block(x_BTD, segment_ids_BT, keys_B)
+
+    def leave(self, x_BTD):
+        """The residual stream after the last block, normalised."""
+        return layer_norm(x_BTD, self.scale_final[...], self.bias_final[...], self.cfg.norm_eps)
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT, positions_BT):

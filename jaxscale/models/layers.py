@@ -115,6 +115,20 @@ def run_stack(
     return x
 
 
+class OneStack(nnx.Module):
+    """A model whose blocks are one stack, in pieces: enter(), layer() and per_layer() for each block, leave()."""
+
+    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """The residual stream after the last block, compute_dtype[B, T, D], of the device's own positions: all but the
+        output projection, so that a loss can chunk the logits.
+
+        keys_B: for dropout.
+        """
+        x_BTD, run = self.enter(tokens_BT, positions_BT, keys_B), self.layer(positions_BT, segment_ids_BT)
+        x_BTD = run_stack(self.blocks, run, x_BTD, self.per_layer(keys_B), self.cfg, self.gather, self.kernels.recorder)
+        return self.leave(x_BTD)
+
+
 def all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
     """A policy of jax.checkpoint: everything is kept but weights that were gathered or fetched from the host, and what
     is only their cast."""
@@ -311,12 +325,13 @@ class BiasedMlp(nnx.Module):
         return with_bias(self.tensor.scatter(project("BTF,FD->BTD", h_BTF, self.down[...])), self.bias_down[...])
 
 
-def drop_embeddings(
-    x_BTD: jax.Array, keys_B: jax.Array | None, cfg: ModelConfig, tensor: TensorAxis
-) -> tuple[jax.Array, jax.Array | None]:
-    """(the embeddings after dropout, a random key for each layer and row). As they are, and None, without dropout."""
+def drop_embeddings(x_BTD: jax.Array, keys_B: jax.Array | None, cfg: ModelConfig, tensor: TensorAxis) -> jax.Array:
+    """The embeddings after dropout; as they are without keys or at rate 0."""
     if keys_B is None or not cfg.dropout:
-        return x_BTD, None
-    keys_B, *keys_LB = split_keys(keys_B, cfg.num_layers + 1)
-    keys_LB = jnp.stack(keys_LB)
-    return dropout(x_BTD, cfg.dropout, keys_B, tensor), keys_LB
+        return x_BTD
+    return dropout(x_BTD, cfg.dropout, split_keys(keys_B, cfg.num_layers + 1)[0], tensor)
+
+
+def layer_keys(keys_B: jax.Array | None, cfg: ModelConfig) -> jax.Array | None:
+    """A random key for each layer and row, [L, B], apart from those of drop_embeddings(); None without dropout."""
+    return None if keys_B is None or not cfg.dropout else split_keys(keys_B, cfg.num_layers + 1)[1:]

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
-from jaxscale.models.layers import constant, in_parts, make_stack, param, run_stack, settle_together, with_bias
+from jaxscale.models.layers import OneStack, constant, in_parts, make_stack, param, settle_together, with_bias
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
@@ -148,8 +148,8 @@ class Block(nnx.Module):
         return x_BTD if scale is None else self.kernels.rms_norm(x_BTD, factor(self.cfg, scale), self.cfg.norm_eps)
 
 
-class Llama(nnx.Module):
-    """The decoder. hidden() is all but the output projection, so that a loss can chunk the logits."""
+class Llama(OneStack):
+    """The decoder."""
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, gather: Gather, tensor: TensorAxis):
         D, V = cfg.embed_dim, cfg.vocab_size
@@ -161,13 +161,17 @@ class Llama(nnx.Module):
         self.final_norm = norm_scale(cfg, D)
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), std=HEAD_STD)
 
-    def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """The normalised residual stream after the last block, compute_dtype[B, T, D], of the device's own positions.
+    def enter(self, tokens_BT, positions_BT, keys_B: jax.Array | None = None):
+        """The residual stream before the first block. No dropout: no keys."""
+        return self.embed(tokens_BT)
 
-        No dropout: no keys.
-        """
+    def per_layer(self, keys_B: jax.Array | None):
+        """Which layers have the window, or None where all are alike."""
+        return None if self.cfg.global_every is None else self.cfg.local_layers
+
+    def layer(self, positions_BT, segment_ids_BT):
+        """A function that takes the residual stream through a block of these rows."""
         cfg = self.cfg
-        x_BTD = self.embed(tokens_BT)
         rotation = make_rotation(positions_BT, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
         local_rotation = rotation
         if cfg.local_rope_base is not None:
@@ -179,9 +183,11 @@ class Llama(nnx.Module):
                 turned = jax.tree.map(lambda near, far: jnp.where(local, near, far), local_rotation, rotation)
             return block(x_BTD, turned, segment_ids_BT, local)
 
-        per_layer = None if cfg.global_every is None else cfg.local_layers
-        x_BTD = run_stack(self.blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels.recorder)
-        return self.kernels.rms_norm(x_BTD, factor(cfg, self.final_norm), cfg.norm_eps)
+        return run
+
+    def leave(self, x_BTD):
+        """The residual stream after the last block, normalised."""
+        return self.kernels.rms_norm(x_BTD, factor(self.cfg, self.final_norm), self.cfg.norm_eps)
 
     @jax.named_scope("embedding")
     def embed(self, tokens_BT):

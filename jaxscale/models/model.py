@@ -79,8 +79,15 @@ def summed_loss(
     num_sources: of the mixture that batch.sources numbers; then source_nats and source_tokens, float32[num_sources],
     are among the parts.
     """
+    return loss_of(model, hidden_states(model, batch, keys_B), batch, aux_weights, num_sources)
+
+
+def loss_of(
+    model: nnx.Module, h_BTD: jax.Array, batch: Batch, aux_weights: Mapping[str, float], num_sources: int
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """summed_loss() from the last hidden state of the device's own positions."""
     sums = summed_cross_entropy(
-        *logit_factors(model, batch, keys_B),
+        *logit_factors(model, h_BTD),
         batch.targets,
         batch.weights,
         loss_settings(model, z_loss=float(aux_weights.get("z_loss", 0.0)), per_row=num_sources > 0),
@@ -95,13 +102,13 @@ def summed_loss(
 
 def token_losses(model: nnx.Module, batch: Batch) -> jax.Array:
     """Cross-entropy of each target, float32[B, T] [nats]; where the weight is 0 it means nothing."""
-    return token_nats(*logit_factors(model, batch, None), batch.targets, loss_settings(model))[0]
+    return token_nats(*logit_factors(model, hidden_states(model, batch, None)), batch.targets, loss_settings(model))[0]
 
 
 def target_scores(model: nnx.Module, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy of each target [nats], whether no token is likelier than it), [B, T], nothing where the weight
     is 0: nats 0 and true, so that both can be summed up."""
-    factors = logit_factors(model, batch, None)
+    factors = logit_factors(model, hidden_states(model, batch, None))
     nats_BT, likeliest_BT = token_scores(*factors, batch.targets, loss_settings(model))
     return jnp.where(batch.weights > 0, nats_BT, 0.0), likeliest_BT | (batch.weights == 0)
 
@@ -112,10 +119,9 @@ def loss_settings(model: nnx.Module, **more: Any) -> LossSettings:
     return LossSettings(chunk_tokens=cfg.loss_chunk_tokens, softcap=cfg.logit_softcap, tensor=model.tensor, **more)
 
 
-def logit_factors(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def logit_factors(model: nnx.Module, h_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(the last hidden state of all positions, the output projection or the device's part of it): the logits are their
-    product, computed in the former's dtype."""
-    h_BTD = hidden_states(model, batch, keys_B)
+    product, computed in the former's dtype. h_BTD: of the device's own positions."""
     with jax.named_scope("loss"):
         h_BTD, w_DV = model.unembedding(h_BTD)
         return model.tensor.gather(h_BTD.astype(model.cfg.embed_dtype)), w_DV

@@ -4,7 +4,7 @@ from them, and its losses. B batch  T position
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import NO_LORA, LoraConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import make_model, target_scores, token_losses
+from jaxscale.models.stages import BLOCKS, Pieces
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import Kernels, choose_kernels, with_recorder
 from jaxscale.ops.project import with_precision
@@ -24,8 +25,10 @@ from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.sharding.batch_axes import BatchAxes, make_batch_axes
 from jaxscale.sharding.offload import device_zeros, fetch_outside_blocks, fetch_then
+from jaxscale.sharding.pipeline_axis import AXIS, ONE_STAGE, PipelineAxis, stages_share
 from jaxscale.sharding.rules import RULES, Rules
 from jaxscale.sharding.shardings import batch_sharding, check_divides, tree_shardings, whole_already
+from jaxscale.sharding.stage_weights import stage_gradients, stage_weights
 from jaxscale.sharding.tensor_axis import TensorAxis, make_tensor_axis
 from jaxscale.system.exits import BadInput
 
@@ -43,10 +46,19 @@ class ShardedModel:
     kernels: Kernels
     batch_axes: BatchAxes
     tensor: TensorAxis
+    pipeline: PipelineAxis = ONE_STAGE
 
-    def init(self, key: jax.Array, *, tensor: TensorAxis | None = None, recorder: Recorder = NO_RECORDER) -> nnx.Module:
-        """A new model. tensor: how the devices of that axis share a row, None: as in training."""
-        gather = self.batch_axes.gather if self.batch_axes.axes else whole_already
+    def init(
+        self,
+        key: jax.Array,
+        *,
+        tensor: TensorAxis | None = None,
+        recorder: Recorder = NO_RECORDER,
+        whole: bool = False,
+    ) -> nnx.Module:
+        """A new model. tensor: how the devices of that axis share a row, None: as in training. whole: it will be given
+        weights that are whole already."""
+        gather = self.batch_axes.gather if self.batch_axes.axes and not whole else whole_already
         return make_model(
             self.cfg,
             key=key,
@@ -85,6 +97,20 @@ class ShardedModel:
     def rows_sharding(self) -> NamedSharding:
         """The sharding of a [rows, T] array of a batch."""
         return batch_sharding(self.mesh, self.rules.params)
+
+    def stage_weights(self, params: Any) -> Any:
+        """The parameters of the device's own stage, as its products read them."""
+        dtype = jnp.promote_types(self.cfg.compute_dtype, self.cfg.embed_dtype)
+        return stage_weights(params, self.axes, self.batch_axes, self.pipeline, dtype)
+
+    def stage_gradients(self, grads: Any) -> Any:
+        """Gradients of stage_weights(), summed over all devices."""
+        return stage_gradients(grads, self.axes, self.batch_axes, self.pipeline)
+
+    def pieces(self, aux_weights: Mapping[str, float], num_sources: int) -> Pieces:
+        """What a stage runs, on weights that stage_weights() has brought together."""
+        graphdef = split_model(jax.eval_shape(functools.partial(self.init, whole=True), jax.random.key(0)))[0]
+        return Pieces(graphdef, self.shapes[BLOCKS], self.cfg.compute_dtype, aux_weights, num_sources)
 
     def differentiable(self, params: Any) -> Any:
         """What to differentiate with respect to: the parameters, or device-side zeros for offloaded ones."""
@@ -133,20 +159,24 @@ def shard_model(
     prefix: bool = False,
     reduce_dtype: Any = jnp.float32,
     torus_at_once: bool = False,
+    pipeline: PipelineAxis = ONE_STAGE,
 ) -> ShardedModel:
     """The model on a mesh. Raises BadInput where the mesh does not divide its parameters.
 
     lora: of the adapters that the model is trained with: they are among its parameters until they are merged.
     prefix: rows have a prefix that is attended to in both directions. reduce_dtype: in which gradients are summed.
     torus_at_once: a collective along several dimensions of a torus is one operation, which XLA must be able to run
-    (compiler_options.offloads_torus); else it takes one dimension after the other.
+    (compiler_options.offloads_torus); else it takes one dimension after the other. pipeline: its stages, to train; with
+    one stage the devices of that axis share rows and weights like those of data and fsdp.
     """
     rules = RULES[rules] if isinstance(rules, str) else rules
+    if mesh.shape[AXIS] > 1:
+        rules = pipeline.rules(rules)
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=prefix)
     kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
     batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once)
-    tensor = make_tensor_axis(mesh, torus_at_once=torus_at_once)
-    model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, kernels, batch_axes, tensor)
+    tensor = stages_share(make_tensor_axis(mesh, torus_at_once=torus_at_once), pipeline)
+    model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, kernels, batch_axes, tensor, pipeline)
     check_fits(model, rules.params)
     return model
 

@@ -64,8 +64,8 @@ def token_scores(
     def one_chunk(logits_BcV, own_Bc):
         nats_Bc, _ = chunk_nats(logits_BcV, own_Bc, cfg.tensor)
         found_Bc1 = jnp.take_along_axis(logits_BcV, own_Bc[..., None], axis=-1, mode="fill", fill_value=-jnp.inf)
-        top_Bc = cfg.tensor.max(jnp.max(logits_BcV, axis=-1))
-        return nats_Bc, cfg.tensor.max(found_Bc1[..., 0]) >= top_Bc
+        top_Bc = cfg.tensor.vocab_max(jnp.max(logits_BcV, axis=-1))
+        return nats_Bc, cfg.tensor.vocab_max(found_Bc1[..., 0]) >= top_Bc
 
     return over_chunks(one_chunk, h_BTD, w_DV, targets_BT, cfg)
 
@@ -166,11 +166,11 @@ def chunk_logits(h_BcD: jax.Array, w_DV: jax.Array, softcap: float | None) -> ja
 
 def chunk_nats(logits_BcV: jax.Array, own_Bc: jax.Array, tensor: TensorAxis) -> tuple[jax.Array, jax.Array]:
     """(cross-entropy, logsumexp), each float32 [B, c]. own: targets as columns of these logits, or V."""
-    top_Bc1 = tensor.max(jnp.max(logits_BcV, axis=-1, keepdims=True))
-    lse_Bc = jnp.log(tensor.sum(jnp.sum(jnp.exp(logits_BcV - top_Bc1), axis=-1))) + top_Bc1[..., 0]
-    missing = jnp.nan if tensor.size == 1 else 0.0
+    top_Bc1 = tensor.vocab_max(jnp.max(logits_BcV, axis=-1, keepdims=True))
+    lse_Bc = jnp.log(tensor.vocab_sum(jnp.sum(jnp.exp(logits_BcV - top_Bc1), axis=-1))) + top_Bc1[..., 0]
+    missing = 0.0 if tensor.vocab_axes else jnp.nan
     target_Bc1 = jnp.take_along_axis(logits_BcV, own_Bc[..., None], axis=-1, mode="fill", fill_value=missing)
-    return lse_Bc - tensor.sum(target_Bc1[..., 0]), lse_Bc
+    return lse_Bc - tensor.vocab_sum(target_Bc1[..., 0]), lse_Bc
 
 
 def chunked(x_BT: jax.Array, chunk_tokens: int) -> jax.Array:

@@ -12,9 +12,9 @@ from jaxscale.sharding.tensor_axis import TensorAxis
 
 def lookup_shared(table_VD: jax.Array, ids_BT: jax.Array, dtype: Any, tensor: TensorAxis) -> jax.Array:
     """The device's own positions of lookup(), where each device holds a part of the table's rows."""
-    if tensor.size == 1:
+    if not tensor.vocab_axes:
         return lookup(table_VD, ids_BT, dtype)
-    return tensor.scatter(lookup(table_VD, tensor.own_ids(ids_BT, table_VD.shape[0]), dtype, 0.0))
+    return tensor.scatter_rows(lookup(table_VD, tensor.own_ids(ids_BT, table_VD.shape[0]), dtype, 0.0))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

@@ -240,9 +240,10 @@ def make_evaluate(program: Program, corpus: Corpus) -> Callable[[Any], dict[str,
     if not cfg.eval.num_rows or corpus.valid_rows is None:
         return None
     rows = rows_per_pass(program)
-    on_mesh = functools.partial(put_rows, rows=list(range(rows)), num_rows=rows, sharding=program.batch_sharding)
+    model = program.unstaged
+    on_mesh = functools.partial(put_rows, rows=list(range(rows)), num_rows=rows, sharding=model.rows_sharding)
     step = jax.jit(
-        make_eval_step(program.model.token_losses, len(corpus.source_names)),
+        make_eval_step(model.token_losses, len(corpus.source_names)),
         out_shardings=replicated(program.mesh),
         compiler_options=program.compiler_options.values or None,
     )
@@ -267,10 +268,11 @@ def open_evals(cfg: RunConfig, corpus: Corpus) -> tuple[Evaluator, ...]:
 
 def make_evaluates(program: Program, evaluators: tuple[Evaluator, ...]) -> tuple[NamedEvaluate, ...]:
     """params -> metrics of each evaluator. All share one program, which is compiled for each row length."""
-    scorer = Scorer.of(program.model, rows_per_pass(program) * program.cfg.seq_len)
+    scorer = Scorer.of(program.unstaged, rows_per_pass(program) * program.cfg.seq_len)
     return tuple(NamedEvaluate(functools.partial(one.metrics, scorer), one.every_steps) for one in evaluators)
 
 
 def rows_per_pass(program: Program) -> int:
-    """Rows of a validation batch: as many as a microbatch has, at least one for each batch shard."""
-    return max(program.batch_shards, program.cfg.rows_per_step // program.cfg.train.num_microbatches)
+    """Rows of a validation batch: as many as a microbatch has, or a few more, so that each batch shard has as many."""
+    rows = program.cfg.rows_per_step // program.cfg.train.num_microbatches
+    return rows + -rows % program.unstaged.batch_axes.num_shards

@@ -111,7 +111,7 @@ def make_sample(program: Program, tokenizer: Any, log: Log = lambda line: None) 
     prompt = [*tokenizer.begin_ids, *tokenizer.encode(cfg.sample.prompt).tolist()]
     prompt = prompt or [tokenizer.eos_id]  # from nothing: from where a document ends
     how = dict(num_ids=tokenizer.vocab_size, never=[tokenizer.eos_id], say=lambda line: log(f"sample: {line}"))
-    engine = Engine(program.model, batch=1, longest=longest, **how)
+    engine = Engine(program.unstaged, batch=1, longest=longest, **how)
     sampling = Sampling(temperature=cfg.sample.temperature, top_k=cfg.sample.top_k)
 
     def sample(state: TrainState) -> str:

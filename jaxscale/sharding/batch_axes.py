@@ -113,15 +113,22 @@ class BatchAxes:
         """float32 gradients of all microbatches, reduced over all devices, with the moments' sharding."""
 
         def reduce(grad, a):
-            grad = self.scatter(grad, self.missing(a, self.rules.moments, self.rules.grads))
-            done = {name for _, names in self.partition(a, self.rules.moments) for name in names}
-            rest = tuple(name for name in self.axes if name not in done)
-            if not any(tensor_axis.AXIS in names_of(self.rules.params[axis]) for axis in a):
-                rest += (tensor_axis.AXIS,)  # each device had its own positions or heads of it
-            rest = tuple(name for name in rest if self.mesh.shape[name] > 1)
-            return lax.psum(grad.astype(self.communication.dtype), rest).astype(jnp.float32) if rest else grad
+            return self.sum_rest(self.scatter(grad, self.missing(a, self.rules.moments, self.rules.grads)), a)
 
         return self.map(reduce, grads, axes)
+
+    def reduce_whole(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """A float32 gradient of a whole weight, reduced over all devices, with the moments' sharding."""
+        return self.sum_rest(self.scatter(grad, self.partition(axes, self.rules.moments)), axes)
+
+    def sum_rest(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """The sum over the devices that a gradient, scattered like the moments, has not been summed over yet."""
+        done = {name for _, names in self.partition(axes, self.rules.moments) for name in names}
+        rest = tuple(name for name in self.axes if name not in done)
+        if not any(tensor_axis.AXIS in names_of(self.rules.params[axis]) for axis in axes):
+            rest += (tensor_axis.AXIS,)  # each device had its own positions or heads of it
+        rest = tuple(name for name in rest if self.mesh.shape[name] > 1)
+        return lax.psum(grad.astype(self.communication.dtype), rest).astype(jnp.float32) if rest else grad
 
     def missing(
         self, axes: tuple[str, ...], rules: Mapping[str, Placement], done: Mapping[str, Placement]

@@ -64,15 +64,32 @@ class TensorAxis:
         part = lambda start: jax.tree.map(lambda x: lax.slice_in_dim(x, start, start + rows // 2), of_rows)
         return jnp.concatenate([f(*part(0)), f(*part(rows // 2))])
 
+    @property
+    def vocab_axes(self) -> tuple[str, ...]:
+        """The mesh axes that share the vocabulary."""
+        return (AXIS,) if self.size > 1 else ()
+
     def own_ids(self, ids_BT: jax.Array, num_own: int) -> jax.Array:
         """Token ids as rows of the device's part of a table; num_own, one past its end, for what others hold.
 
         An id that nobody holds is like one that others hold: data.checks refuses those before a run.
         """
-        if self.size == 1:
+        if not self.vocab_axes:
             return ids_BT
-        ids_BT = ids_BT - lax.axis_index(AXIS) * num_own
+        ids_BT = ids_BT - lax.axis_index(self.vocab_axes) * num_own
         return jnp.where((ids_BT >= 0) & (ids_BT < num_own), ids_BT, num_own)
+
+    def scatter_rows(self, x_BTD: jax.Array) -> jax.Array:
+        """scatter() of rows of a table, each of which one of the devices that share the vocabulary has found."""
+        return self.scatter(x_BTD)
+
+    def vocab_sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices that share the vocabulary. Not to be differentiated."""
+        return lax.psum(x, self.vocab_axes) if self.vocab_axes else x
+
+    def vocab_max(self, x: jax.Array) -> jax.Array:
+        """The largest among the devices that share the vocabulary. Not to be differentiated."""
+        return lax.pmax(x, self.vocab_axes) if self.vocab_axes else x
 
     def sum(self, x: jax.Array) -> jax.Array:
         """The sum over the devices. Not to be differentiated."""

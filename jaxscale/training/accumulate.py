@@ -48,12 +48,7 @@ def accumulate(
     Args: batch: the rows of this device. scale: multiplied into the loss and divided out again in float32 (float16
     needs it).
     """
-    num_rows = batch.weights.shape[0]
-    # near a mean already inside float16's range; exact for powers of two
-    scale = scale / (batch.weights.size * reduction.num_shards)
-
-    row_key = lambda row: jax.random.fold_in(key, row)  # of the batch's row: it may be on any device, in any part
-    keys_B = jax.vmap(row_key)(reduction.first_row(num_rows) + jnp.arange(num_rows))
+    scale, keys_B = near_mean(scale, batch, reduction), row_keys(key, batch, reduction)
 
     def scaled(params, rows, keys_B):
         total, parts = loss_fn(params, rows, keys_B)
@@ -79,11 +74,31 @@ def accumulate(
             return jax.tree.map(jnp.add, so_far, found), sown
 
         (sums, grads), sown = jax.lax.scan(add, zeros, micro)
+    means, grads = divided(sums, grads, scale, reduction)
+    return means | sown, grads
+
+
+def near_mean(scale: jax.Array | float, batch: Batch, reduction: Reduction) -> jax.Array | float:
+    """The scale by which a sum over tokens is near a mean already, inside float16's range; exact for powers of two."""
+    return scale / (batch.weights.size * reduction.num_shards)
+
+
+def row_keys(key: jax.Array, batch: Batch, reduction: Reduction) -> jax.Array:
+    """A random key for each row, by its place in the batch: it may be on any device, in any microbatch."""
+    num_rows = batch.weights.shape[0]
+    row_key = lambda row: jax.random.fold_in(key, row)
+    return jax.vmap(row_key)(reduction.first_row(num_rows) + jnp.arange(num_rows))
+
+
+def divided(
+    sums: dict[str, jax.Array], grads: Any, scale: jax.Array | float, reduction: Reduction
+) -> tuple[dict[str, jax.Array], Any]:
+    """(means, gradients of the mean) from the sums of this device."""
     with jax.named_scope("reduce_gradients"):
         sums, grads = reduction.sums(sums), reduction.last(grads)
     tokens = jnp.maximum(sums.pop("real_tokens"), 1.0)
     means = {name: value / tokens for name, value in sums.items()}
-    return means | {"real_tokens": tokens} | sown, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
+    return means | {"real_tokens": tokens}, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
 
 
 def split_rows(rows: jax.Array, parts: int) -> jax.Array:

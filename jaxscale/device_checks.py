@@ -1,0 +1,104 @@
+"""What a config and its devices must agree on, checked once, before anything is compiled.
+
+What needs no devices is in config.CHECKS; that the mesh divides the parameters, shard_model checks too.
+"""
+
+import math
+
+from jaxscale import units
+from jaxscale.config import RunConfig
+from jaxscale.models.sharded import ShardedModel, check_fits
+from jaxscale.sharding.compiler_options import check_options
+from jaxscale.sharding.offload import check_host_memory
+from jaxscale.sharding.rules import axis_size
+from jaxscale.system.exits import BadInput
+
+OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
+
+
+def check_stages(cfg: RunConfig, stages: int) -> None:
+    """Raises BadInput for what a pipeline of so many stages cannot do."""
+    if stages == 1:
+        return
+    model, chunks, parts = cfg.model, cfg.pipeline.chunks, cfg.train.num_microbatches
+    needed = {
+        f"model.name={model.name!r}, which has two stacks of layers; use a model with one": len(model.layer_stacks) > 1,
+        f"model.remat={model.remat!r}: a stage keeps the inputs of its layers and computes the rest again; set "
+        "model.remat='full'": model.remat != "full",
+        "model.scan_layers=false: a stage scans its layers; set it to true": not model.scan_layers,
+        "optim.offload_params=true: a stage keeps its weights through the step; set it to false, or use "
+        "optim.offload_moments": cfg.optim.offload_params,
+        f"model.num_layers={model.num_layers} with pipeline.chunks={chunks}, which need a layer for each of "
+        f"{stages * chunks} chunks; use fewer stages or chunks": model.num_layers < stages * chunks,
+        f"train.num_microbatches={parts} with pipeline.chunks={chunks}: the stages take chunks in turns of {stages} "
+        f"microbatches; use a multiple of {stages}, or chunks=1": chunks > 1 and parts % stages > 0,
+    }
+    for what, is_so in needed.items():
+        if is_so:
+            raise BadInput(f"mesh.pipeline={stages} cannot go with {what}")
+
+
+def check_options_known(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput for an option that XLA does not know."""
+    check_options(cfg.compiler, model.mesh.devices.flat[0])
+
+
+def check_moments(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the mesh divides every array of the optimizer; shard_model checks the parameters."""
+    check_fits(model, model.rules.moments)
+
+
+def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput where the config offloads and the devices do not reach the host's memory."""
+    for setting in OFFLOADED:
+        if getattr(cfg.optim, setting):
+            check_host_memory(f"optim.{setting}=true", model.mesh)
+
+
+def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the tensor axis divides the positions of a row."""
+    tensor, lengths = model.mesh.shape["tensor"], cfg.row_lengths
+    made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
+    if made_rows and any((length or 0) % tensor for length in lengths[:2]):
+        raise BadInput(
+            f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, no "
+            f"multiples of mesh.tensor={tensor}, which shares the positions of a row; use data.objective.multiple_of="
+            f"{tensor}, or another mesh"
+        )
+    if not made_rows and cfg.seq_len % tensor:
+        fitting = cfg.seq_len // tensor * tensor
+        raise BadInput(
+            f"seq_len={cfg.seq_len} is not a multiple of mesh.tensor={tensor}, which shares the positions of a row; "
+            f"use seq_len={fitting or tensor}, or another mesh"
+        )
+
+
+def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the mesh divides the rows of each microbatch.
+
+    XLA would compile uneven rows, and copy whole activations between devices at every layer.
+    """
+    rows, parts = cfg.rows_per_step, cfg.train.num_microbatches
+    shards = axis_size("act_batch", model.rules.params, model.mesh.shape)
+    if rows // parts % shards:
+        fitting = [part for part in units.divisors(rows) if rows // part % shards == 0]
+        way_out = f"use {units.or_list(fitting)}" if fitting else "use fewer devices on data and fsdp"
+        raise BadInput(
+            f"train.num_microbatches={parts} leaves {rows // parts} rows for {shards} batch shards (mesh data x fsdp); "
+            f"{way_out}, or a batch of {parts * shards} rows: batch_tokens={parts * shards * cfg.seq_len}"
+        )
+
+
+def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput where the statistics program, which has no stages, cannot divide the rows of a batch."""
+    shards = math.prod(model.mesh.shape[axis] for axis in ("pipeline", "data", "fsdp"))
+    if cfg.monitor.statistics_every_steps and cfg.rows_per_step % shards:
+        raise BadInput(
+            f"monitor.statistics_every_steps needs rows for all {shards} devices of pipeline x data x fsdp, and a "
+            f"batch has {cfg.rows_per_step}; use a batch of {shards} rows or a multiple, or set it to 0"
+        )
+
+
+DEVICE_CHECKS = (
+    check_options_known, check_moments, check_positions, check_microbatches, check_offload, check_statistics,
+)  # fmt: skip

@@ -1,0 +1,58 @@
+"""A model in the pieces that the stages of a pipeline run, as functions of its parameters.
+
+B batch  T position  D embed
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxscale.data.batch import Batch
+from jaxscale.models.layers import gather_params, merge_model
+from jaxscale.models.model import loss_of
+from jaxscale.ops.attention.xla import narrowed
+from jaxscale.sharding.shardings import whole_already
+
+BLOCKS = "blocks"  # among the parameters: those of the layers, stacked
+
+
+@dataclasses.dataclass(frozen=True)
+class Pieces:
+    """Functions of parameters that every device has whole, or its part of by the tensor axis.
+
+    ends: the parameters outside of blocks.
+    """
+
+    graphdef: nnx.GraphDef
+    blocks: Any  # like the parameters of the blocks, of which only the structure matters
+    compute_dtype: Any
+    aux_weights: Mapping[str, float]
+    num_sources: int
+
+    def enter(self, ends: Any, rows: Batch, keys_B: jax.Array) -> jax.Array:
+        """The residual stream before the first layer, of the device's own positions."""
+        return self.model(ends, self.blocks).enter(rows.tokens, rows.positions, keys_B)
+
+    def layer(
+        self, params: Any, ends: Any, x_BTD: jax.Array, rows: Batch, keys_B: jax.Array, number: jax.Array
+    ) -> jax.Array:
+        """The residual stream after the layer of this number. params: its own."""
+        model = self.model(ends, params)
+        graphdef, own = nnx.split(model.blocks)
+        block = nnx.merge(graphdef, gather_params(own, whole_already, self.compute_dtype, stacked=True))
+        of_layer = jax.tree.map(lambda of_all: jnp.asarray(of_all)[number], model.per_layer(keys_B))
+        run = model.layer(rows.positions, narrowed(rows.segment_ids, rows.prefix))
+        return run(block, x_BTD, of_layer)
+
+    def leave(self, ends: Any, x_BTD: jax.Array, rows: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(what is minimised, its named parts) from the residual stream after the last layer: sums over the tokens."""
+        model = self.model(ends, self.blocks)
+        return loss_of(model, model.leave(x_BTD), rows, self.aux_weights, self.num_sources)
+
+    def model(self, ends: Any, blocks: Any) -> nnx.Module:
+        """The model with these parameters."""
+        return merge_model(self.graphdef, {**ends, BLOCKS: blocks})

@@ -1,0 +1,41 @@
+"""The weights that a pipeline's stage computes with, brought together once a step, and their gradients, summed once.
+
+What data and fsdp send does not depend on the number of microbatches.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxscale.sharding.batch_axes import BatchAxes
+from jaxscale.sharding.pipeline_axis import EMBED, LAYERS, PipelineAxis
+from jaxscale.sharding.shardings import is_axes
+
+
+@jax.named_scope("gather_weights")
+def stage_weights(params: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis, dtype: Any) -> Any:
+    """The device's own stage's part of the parameters: whole over fsdp, and what products read in their dtype."""
+
+    def whole(w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        narrow = dtype if EMBED in axes else w.dtype
+        gather = lambda w, axes: batch_axes.gather(w, axes, narrow).astype(narrow)
+        return layer_by_layer(gather, pipeline.to_stage(w.astype(narrow), axes), axes)
+
+    return jax.tree.map(lambda axes, w: whole(w, axes), axes, params, is_leaf=is_axes)
+
+
+@jax.named_scope("reduce_gradients")
+def stage_gradients(grads: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis) -> Any:
+    """The sums over all devices of the float32 gradients of stage_weights(), with the moments' sharding."""
+
+    def reduced(grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return pipeline.from_stage(layer_by_layer(batch_axes.reduce_whole, grad, axes), axes)
+
+    return batch_axes.map(reduced, grads, axes)
+
+
+def layer_by_layer(f: Callable, w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """f(w, axes), of a stack one layer after the other."""
+    return lax.map(lambda one: f(one, axes[1:]), w) if axes[:1] == (LAYERS,) else f(w, axes)

@@ -1,0 +1,219 @@
+"""Gradients of a batch taken in microbatches by the stages of a pipeline: a scan over the ticks of a schedule.
+
+The mathematics of training.accumulate, and where one device computes what one computed there, its bits: gradients are
+summed over the microbatches in their order. Of a microbatch on its way a stage keeps the inputs of its layers, and
+computes each layer again as the gradient comes back.
+
+B rows of a microbatch  T position  D embed  M microbatches  S slots  V chunks of a stage  c layers of a chunk
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.data.batch import Batch
+from jaxscale.models.stages import BLOCKS, Pieces
+from jaxscale.optim.optimizers import combine, trainable
+from jaxscale.sharding.pipeline_axis import PipelineAxis
+from jaxscale.sharding.schedules import IDLE, Passes, Schedule
+from jaxscale.training.accumulate import Reduction, divided, near_mean, row_keys, split_rows
+
+
+class Carry(NamedTuple):
+    """What a device hands from tick to tick."""
+
+    x_BTD: jax.Array  # has come up from the stage before
+    dx_BTD: jax.Array  # goes down to the stage before
+    kept_ScBTD: jax.Array  # inputs of layers, of the microbatches on their way
+    held_SBTD: jax.Array  # gradients of the last chunk's result, until its backward pass
+    grads: tuple[Any, Any]  # float32, of what is trained outside of the blocks and in them
+    sums: dict[str, jax.Array]
+
+
+class Tick(NamedTuple):
+    """A row of the schedule's tables."""
+
+    forward: Passes
+    backward: Passes
+    enters: jax.Array  # microbatches, or IDLE
+    leaves: jax.Array
+    returns: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How the stages go through a batch."""
+
+    pieces: Pieces
+    axis: PipelineAxis
+    schedule: Schedule
+    groups: Any  # of the parameters: which are trained
+
+    def sums(self, weights: Any, micro: Any, scale: jax.Array) -> tuple[dict[str, jax.Array], Any]:
+        """(named sums, gradients in float32) of all microbatches, by the device's own stage and not divided.
+
+        weights: of the stage, as products read them. micro: (rows, random keys), [M, B, ...] each. scale: multiplied
+        into what is differentiated.
+        """
+        work = StageWork(self, weights, micro, scale)
+        tables = self.schedule
+        ticks = Tick(tables.forward, tables.backward, tables.enters, tables.leaves, tables.returns)
+        carry, _ = lax.scan(lambda carry, now: (work.tick(carry, now), None), work.begin(), ticks)
+        of_ends, of_blocks = carry.grads
+        sums = carry.sums if self.axis.cuts_vocab else jax.tree.map(self.axis.sum, carry.sums)
+        return sums, {**of_ends, BLOCKS: of_blocks}
+
+
+def accumulate_pipelined(
+    pipeline: Pipeline, weights: Any, batch: Batch, key: jax.Array, *, scale: jax.Array, reduction: Reduction
+) -> tuple[dict[str, jax.Array], Any]:
+    """What accumulate() returns. weights: of the stage. reduction.last: takes gradients of those."""
+    scale, keys_B = near_mean(scale, batch, reduction), row_keys(key, batch, reduction)
+    split = lambda field: split_rows(field, pipeline.schedule.num_microbatches)
+    return divided(*pipeline.sums(weights, jax.tree.map(split, (batch, keys_B)), scale), scale, reduction)
+
+
+class StageWork:
+    """The passes of one device, while the scan is traced."""
+
+    def __init__(self, pipeline: Pipeline, weights: Any, micro: Any, scale: jax.Array):
+        self.pieces, self.axis, self.schedule = pipeline.pieces, pipeline.axis, pipeline.schedule
+        self.micro, self.scale = micro, scale
+        apart = lambda tree: ({name: one for name, one in tree.items() if name != BLOCKS}, tree[BLOCKS])
+        (self.ends, self.blocks), (self.end_groups, self.block_groups) = apart(weights), apart(pipeline.groups)
+        self.layers_Vc = jnp.asarray(self.axis.layers)[self.axis.stage]
+
+    def begin(self) -> Carry:
+        """Nothing is on its way."""
+        rows = at(self.micro, 0)
+        x_BTD = jax.eval_shape(self.pieces.enter, self.ends, *rows)
+        (_, parts), _ = jax.eval_shape(self.loss_and_gradients, jnp.zeros(x_BTD.shape, x_BTD.dtype), rows)
+        zeros = lambda *shape: jnp.zeros((*shape, *x_BTD.shape), x_BTD.dtype)
+        none = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
+        return Carry(
+            zeros(),
+            zeros(),
+            zeros(self.schedule.num_slots, self.layers_Vc.shape[1]),
+            zeros(self.schedule.num_held),
+            (none(trainable(self.ends, self.end_groups)), none(trainable(self.blocks, self.block_groups))),
+            none(parts),
+        )
+
+    def tick(self, carry: Carry, now: Tick) -> Carry:
+        """A forward pass and a backward pass, each if the schedule has one."""
+        axis, M, V = self.axis, self.schedule.num_microbatches, self.schedule.num_chunks
+        there, back = jax.tree.map(lambda of_stages: of_stages[axis.stage], (now.forward, now.backward))
+        joins = lambda here: axis.cuts_vocab | here  # at the two ends of the model
+        of_ends, of_blocks = carry.grads
+        dy_BTD = axis.down(carry.dx_BTD)  # on its way while the forward pass runs
+
+        enters, leaves, returns = now.enters != IDLE, now.leaves != IDLE, now.returns != IDLE
+        entering = lambda x_BTD: self.pieces.enter(self.ends, *at(self.micro, now.enters))
+        entered_BTD = self.when(enters & joins(axis.first), M, entering, carry.x_BTD)
+        x_BTD = jnp.where(enters & axis.first, entered_BTD, carry.x_BTD)
+        forward = lambda x_BTD, kept: self.forward(x_BTD, kept, there)
+        y_BTD, kept_ScBTD = self.when(there.microbatch != IDLE, M * V, forward, x_BTD, carry.kept_ScBTD)
+        x_BTD = axis.up(y_BTD)  # on its way while the backward pass runs
+
+        add_loss = lambda sums, of_ends, held: self.add_loss(sums, of_ends, held, y_BTD, now.leaves)
+        sums, of_ends, held_SBTD = self.when(
+            leaves & joins(axis.last), M, add_loss, carry.sums, of_ends, carry.held_SBTD
+        )
+        begins = axis.last & (back.chunk == V - 1)
+        dy_BTD = jnp.where(begins, at(held_SBTD, self.held_at(back.microbatch)), dy_BTD)
+        backward = lambda dy_BTD, of_blocks: self.backward(dy_BTD, of_blocks, kept_ScBTD, back)
+        dx_BTD, of_blocks = self.when(back.microbatch != IDLE, M * V, backward, dy_BTD, of_blocks)
+        add_embedding = lambda of_ends: self.add_embedding(of_ends, dx_BTD, now.returns)
+        of_ends = self.when(returns & joins(axis.first), M, add_embedding, of_ends)
+        return Carry(x_BTD, dx_BTD, kept_ScBTD, held_SBTD, (of_ends, of_blocks), sums)
+
+    def when(self, active: jax.Array, times: int, f: Callable, *operands: Any) -> Any:
+        """f(*operands) where active, else the operands as they are."""
+        same = lambda *operands: operands if len(operands) > 1 else operands[0]
+        # The program's text says how often each runs, for who counts its work (ahead.hlo_trips).
+        with jax.named_scope(f"taken_{times}_of_{self.schedule.num_ticks}"):
+            return lax.cond(active, f, same, *operands)
+
+    def forward(self, x_BTD: jax.Array, kept_ScBTD: jax.Array, now: Passes) -> tuple[jax.Array, jax.Array]:
+        """(the chunk's result, what is kept with the inputs of its layers)"""
+
+        def one(carry, i):
+            x_BTD, kept_ScBTD = carry
+            kept_ScBTD = lax.dynamic_update_slice(kept_ScBTD, x_BTD[None, None], (now.slot, i, 0, 0, 0))
+            return (self.layer(self.own(now, i), x_BTD, now, i), kept_ScBTD), None
+
+        return lax.scan(one, (x_BTD, kept_ScBTD), jnp.arange(self.layers_Vc.shape[1]))[0]
+
+    def backward(self, dy_BTD: jax.Array, grads: Any, kept_ScBTD: jax.Array, now: Passes) -> tuple[jax.Array, Any]:
+        """(gradient of the chunk's input, gradients with those of its layers added)"""
+
+        def one(carry, i):
+            dy_BTD, grads = carry
+            place, own = self.place(now, i), self.own(now, i)
+            x_BTD = lax.dynamic_slice(kept_ScBTD, (now.slot, i, 0, 0, 0), (1, 1, *dy_BTD.shape))[0, 0]
+            run = lambda trained, x_BTD: self.layer(combine(trained, own), x_BTD, now, i)
+            _, pull = jax.vjp(run, wide(trainable(own, self.block_groups)), x_BTD)
+            found, dx_BTD = pull(dy_BTD)
+            add = lambda total, grad: lax.dynamic_update_index_in_dim(total, at(total, place) + grad, place, 0)
+            return (dx_BTD, jax.tree.map(add, grads, found)), None
+
+        return lax.scan(one, (dy_BTD, grads), jnp.arange(self.layers_Vc.shape[1]), reverse=True)[0]
+
+    def layer(self, own: Any, x_BTD: jax.Array, now: Passes, i: jax.Array) -> jax.Array:
+        """The residual stream after layer i of the chunk; as it is where the chunk has no such layer."""
+        number, rows = self.layers_Vc[now.chunk, i], at(self.micro, now.microbatch)
+        run = lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, number)
+        if (self.axis.layers != IDLE).all():
+            return run(x_BTD)
+        return lax.cond(number != IDLE, run, lambda x_BTD: x_BTD, x_BTD)
+
+    def place(self, now: Passes, i: jax.Array) -> jax.Array:
+        """Where layer i of the chunk stands among those of the stage."""
+        return now.chunk * self.layers_Vc.shape[1] + i
+
+    def own(self, now: Passes, i: jax.Array) -> Any:
+        """Its parameters."""
+        return at(self.blocks, self.place(now, i))
+
+    def add_loss(self, sums, of_ends, held_SBTD: jax.Array, y_BTD: jax.Array, microbatch: jax.Array):
+        """(sums, gradients outside of the blocks, held gradients) with those of a microbatch's loss."""
+        y_BTD = self.axis.from_last(y_BTD) if self.axis.cuts_vocab else y_BTD
+        (_, parts), (found, dy_BTD) = self.loss_and_gradients(y_BTD, at(self.micro, microbatch))
+        dy_BTD = self.axis.sum(dy_BTD) if self.axis.cuts_vocab else dy_BTD  # of each part of the vocabulary
+        held_SBTD = lax.dynamic_update_index_in_dim(held_SBTD, dy_BTD, self.held_at(microbatch), 0)
+        return *jax.tree.map(jnp.add, (sums, of_ends), (parts, found)), held_SBTD
+
+    def held_at(self, microbatch: jax.Array) -> jax.Array:
+        """Where its gradient is held."""
+        return microbatch % self.schedule.num_held
+
+    def loss_and_gradients(self, y_BTD: jax.Array, rows: Any) -> Any:
+        """((what is differentiated, named sums), gradients of what is outside of the blocks and of y_BTD)."""
+
+        def scaled(trained, y_BTD):
+            total, parts = self.pieces.leave(combine(trained, self.ends), y_BTD, rows[0])
+            return total * self.scale, parts | {"objective": total, "real_tokens": jnp.sum(rows[0].weights)}
+
+        trained = wide(trainable(self.ends, self.end_groups))
+        return jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)(trained, y_BTD)
+
+    def add_embedding(self, of_ends: Any, dx_BTD: jax.Array, microbatch: jax.Array) -> Any:
+        """Gradients outside of the blocks with those of a microbatch's embedding."""
+        enter = lambda trained: self.pieces.enter(combine(trained, self.ends), *at(self.micro, microbatch))
+        _, pull = jax.vjp(enter, wide(trainable(self.ends, self.end_groups)))
+        (found,) = pull(jnp.where(self.axis.first, dx_BTD, jnp.zeros_like(dx_BTD)))
+        return jax.tree.map(jnp.add, of_ends, found)
+
+
+def at(tree: Any, i: jax.Array | int) -> Any:
+    """The i-th entry of each array's first axis."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def wide(tree: Any) -> Any:
+    """Weights in float32, so that their gradients are."""
+    return jax.tree.map(lambda w: w.astype(jnp.float32), tree)
