@@ -34,7 +34,8 @@ def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterat
     ]
     for one in inner:
         left, rest = divmod(num_devices, one["pipeline"] * one["context"] * one["tensor"])
-        if rest or cfg.seq_len % (one["context"] * one["tensor"]):
+        shared = one["tensor"] * (2 * one["context"] if one["context"] > 1 else 1)  # halves of a zigzag
+        if rest or cfg.seq_len % shared:
             continue
         plain = one["pipeline"] == one["context"] == 1
         for data in units.divisors(left):
@@ -45,12 +46,12 @@ def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterat
 def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
     """[(stages, chunks of each)] for the layers of the model: without a pipeline first."""
     layers, found = cfg.model.num_layers, [(1, 1)]
-    if cfg.model.kind != "decoder":
+    if len(cfg.model.layer_stacks) > 1 or not cfg.model.scan_layers or cfg.optim.offload_params:
         return found
     for size, chunks in itertools.product(units.divisors(num_devices)[1:], (1, 2, MAX_CHUNKS)):
-        stages = Stages(size, layers, 1, chunks)
-        if size <= min(layers, MAX_PIPELINE) and size * stages.held_layers <= MOST_LACKING * layers:
-            found.append((size, chunks))
+        if size * chunks <= layers and size <= MAX_PIPELINE:
+            if size * Stages(size, layers, 1, chunks).held_layers <= MOST_LACKING * layers:
+                found.append((size, chunks))
     return found
 
 

@@ -160,8 +160,8 @@ def activation_bytes(program: Program) -> int:
     head = 2 * 4 * min(tokens, model.loss_chunk_tokens) * vocab + width * model.embed_dim * vocab
     if stages.on:
         blocks, _ = held_numbers(program, program.abstract_grads)
-        gathered = width * blocks // stages.held_layers  # gradients of a layer, before they are summed
-        kept = kept_inputs(program) + TRANSIT * hop_bytes(program)
+        gathered = 4 * blocks // stages.held_layers  # gradients of a layer, before they are added
+        kept = kept_inputs(program) + (TRANSIT + stages.held) * hop_bytes(program)
         head += 2 * tokens * width * model.embed_dim  # the last stage's result and its gradient, on every stage
     total = kept + max(gathered + round(BLOCK_SLACK * block + attention_memory(program)), head)
     on_gpu = program.mesh.devices.flat[0].platform == "gpu"

@@ -45,24 +45,28 @@ def layer_weights(program: Program) -> list[Sent]:
 def stage_weights(program: Program, stages: Stages) -> list[Sent]:
     """The same of a pipeline, whose stages do it once a step: before and after their loop, beside no products.
 
-    Where a stage does not keep its own layers between steps, all stages exchange them once, as they do with the tables
-    of the vocabulary; every stage gathers tables that are not cut.
+    Where a stage does not keep its own layers between steps, all stages exchange them once, and their parts of the
+    vocabulary; where it does, only gradients of tables that every stage has are summed over the stages.
     """
     cfg, shape, width = program.cfg, program.mesh.shape, compute_bytes(program.cfg)
     fsdp, reduced = shape["fsdp"], reduced_bytes(program)
     blocks, tables = held_numbers(program, program.abstract_state.params)
     learned_blocks, learned_tables = held_numbers(program, program.abstract_grads)
     learned = reduced * (learned_blocks + learned_tables)
-    exchanged, returned = (0, 0) if stages.rests_by_layer else (blocks, learned_blocks)
-    gather, scatter = ("all-to-all", "all-to-all") if stages.cuts_head else ("all-gather", "reduce-scatter")
-    return [
+    found = [
         Sent("fsdp", "all-gather", width * (blocks + tables) if cfg.rules == "zero3" else 4 * (blocks + tables), False),
         Sent("fsdp", "reduce-scatter", learned, False),
         Sent("data", "all-reduce", learned / fsdp, False),
         Sent(CONTEXT, "all-reduce", learned / fsdp, False),
-        Sent(PIPELINE, "all-to-all", (width * exchanged + reduced * returned) / fsdp, False),
-        Sent(PIPELINE, gather, width * tables / fsdp, False),
-        Sent(PIPELINE, scatter, reduced * learned_tables / fsdp, False),
+    ]
+    if stages.rests_by_layer:
+        return found if stages.cuts_head else [*found, Sent(PIPELINE, "all-reduce", 4 * learned_tables / fsdp, False)]
+    there, back = ("all-to-all", "all-to-all") if stages.cuts_head else ("all-gather", "reduce-scatter")
+    return [
+        *found,
+        Sent(PIPELINE, "all-to-all", (width * blocks + 4 * learned_blocks) / fsdp, False),
+        Sent(PIPELINE, there, width * tables / fsdp, False),
+        Sent(PIPELINE, back, 4 * learned_tables / fsdp, False),
     ]
 
 
@@ -84,16 +88,16 @@ def layer_activations(program: Program, stages: Stages) -> list[Sent]:
 def stage_activations(program: Program, stages: Stages) -> list[Sent]:
     """The residual stream from stage to stage and its gradient back, in every tick; what a cut vocabulary needs.
 
-    A cut embedding is summed over the stages and its gradient given to all; the last stage's result is given to all and
-    its gradient summed. In one program giving is a sum too, of zeros but for one. The gradient goes down at a tick's
-    end and is read at the beginning of the next, so that nothing runs beside it.
+    A cut embedding is summed over the stages, whole positions before tensor shares them, and its gradient given to all;
+    the last stage's result is given to all and its gradient summed. In one program giving is a sum too, of zeros but
+    for one. The gradient goes down while a tick's forward pass runs, the result up during the backward pass.
     """
     if not stages.on:
         return []
-    hop = hop_bytes(program)
-    found = [Sent(PIPELINE, "collective-permute", stages.ticks * hop, hides) for hides in (True, False)]
+    hop, tensor = hop_bytes(program), program.mesh.shape["tensor"]
+    found = [Sent(PIPELINE, "collective-permute", 2 * stages.ticks * hop, True)]
     if stages.cuts_head:
-        found.append(Sent(PIPELINE, "all-reduce", 4 * stages.microbatches * hop, False))
+        found.append(Sent(PIPELINE, "all-reduce", 2 * (1 + tensor) * stages.microbatches * hop, False))
     return found
 
 

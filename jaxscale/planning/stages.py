@@ -14,6 +14,7 @@ import jax
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.sharding.rules import names_of
+from jaxscale.sharding.schedules import split_layers
 from jaxscale.sharding.shardings import leaf_at
 
 PIPELINE = "pipeline"
@@ -21,7 +22,7 @@ PIPELINE = "pipeline"
 
 @dataclasses.dataclass(frozen=True)
 class Stages:
-    """How the stages of a pipeline share a step."""
+    """How the stages of a pipeline share a step, by the formulas that hold for the tables of sharding/schedules.py."""
 
     size: int  # P
     layers: int  # L
@@ -29,6 +30,7 @@ class Stages:
     chunks: int = 1  # V
     schedule: str = "1f1b"
     cuts_head: bool = True  # embedding and output projection are shared by all stages
+    head_layers: float = 0.0  # the output projection's work, in layers
 
     @property
     def on(self) -> bool:
@@ -37,8 +39,10 @@ class Stages:
 
     @property
     def chunk_layers(self) -> int:
-        """Layers of a chunk: of L that P V do not divide some chunks skip one."""
-        return -(-self.layers // (self.size * self.chunks))
+        """Layers of the longest chunk: of L that P V do not divide, others have one less, and the last where it has the
+        output projection alone some less."""
+        head = 0.0 if self.cuts_head else self.head_layers
+        return split_layers(self.layers, self.size, self.chunks, head).shape[-1]
 
     @property
     def held_layers(self) -> int:
@@ -70,12 +74,17 @@ class Stages:
     @property
     def slots(self) -> int:
         """Chunks whose inputs a stage keeps at one time, at most."""
-        return self.runs if self.schedule == "gpipe" else min(self.runs, 2 * self.size * self.chunks - 1)
+        return self.runs if self.schedule == "gpipe" else min(self.runs, self.size * (self.chunks + 1) - 1)
+
+    @property
+    def held(self) -> int:
+        """Gradients of the last layer's result that wait for their backward pass, at most."""
+        return self.microbatches if self.schedule == "gpipe" else 1
 
     @property
     def rests_by_layer(self) -> bool:
         """Whether a stage keeps its own layers between steps; else all arrays are exchanged once a step."""
-        return self.chunks == 1 and self.layers % self.size == 0
+        return self.chunks == 1 and self.held_layers * self.size == self.layers
 
     @property
     def head_shares(self) -> int:
@@ -101,7 +110,10 @@ def stages_of(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> Stages:
     if size == 1:
         return stages
     cuts = pipeline.head == "cut"
-    return dataclasses.replace(stages, chunks=pipeline.chunks, schedule=pipeline.schedule, cuts_head=cuts)
+    head = cfg.model.vocab_size * cfg.model.embed_dim / cfg.model.block_matrix_params
+    return dataclasses.replace(
+        stages, chunks=pipeline.chunks, schedule=pipeline.schedule, cuts_head=cuts, head_layers=head
+    )
 
 
 def idle_share(stages: Stages, head: float) -> float:
