@@ -23,7 +23,7 @@ from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED, check_stages
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
-from jaxscale.models.sharded import ShardedModel, shard_model
+from jaxscale.models.sharded import ShardedModel, SharedRows, shard_model
 from jaxscale.ops.kernels import make_recorder
 from jaxscale.ops.project import with_precision
 from jaxscale.ops.recorder import NO_RECORDER
@@ -34,7 +34,7 @@ from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.offload import on_host
 from jaxscale.sharding.pipeline_axis import ONE_STAGE, PipelineAxis, make_pipeline_axis
-from jaxscale.sharding.rules import axis_size
+from jaxscale.sharding.rules import RULES, axis_size
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.ema import init_ema
@@ -80,6 +80,11 @@ class Program:
     def why_plain(self) -> str:
         """What kept it from the platform's own attention, or ''."""
         return self.model.kernels.why_plain
+
+    @property
+    def sharing(self) -> str:
+        """How devices meet the keys of a row that they share, and why so, or ''."""
+        return str(self.model.kernels.sharing)
 
     @property
     def abstract_batch(self) -> Batch:
@@ -186,6 +191,7 @@ def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool, staged: 
         prefix=cfg.row_lengths.prefix,
         reduce_dtype=cfg.train.reduce_dtype,
         torus_at_once=torus_at_once,
+        shared=shared_rows(cfg, mesh),
         pipeline=make_stages(cfg, mesh) if staged else ONE_STAGE,
     )
 
@@ -204,6 +210,13 @@ def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, Sha
     fitting = [number for number in units.divisors(parts) if cfg.rows_per_step // number % shards == 0]
     train = dataclasses.replace(cfg.train, num_microbatches=max(fitting, default=1))
     return dataclasses.replace(cfg, train=train), unstaged
+
+
+def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:
+    """The rows of a run, as devices of the context axis share them."""
+    shards = axis_size("act_batch", RULES[cfg.rules].params, mesh.shape)
+    rows = max(1, cfg.rows_per_step // cfg.train.num_microbatches // shards)
+    return SharedRows(cfg.context.attention, cfg.row_lengths.row, rows)
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
@@ -269,7 +282,7 @@ def make_gradients(
     """
     axes, num_sources = model.batch_axes, len(mixture_names(cfg.data.mixture))
     reduction = Reduction(
-        axes.num_shards,
+        axes.num_shards * model.context.size,
         axes.first_row,
         lambda grads: axes.reduce_each(grads, model.axes),
         lambda grads: axes.reduce_last(grads, model.axes),
@@ -282,7 +295,9 @@ def make_gradients(
         variables = model.differentiable(params)
 
         def loss_fn(trained: Any, batch: Batch, keys_B: jax.Array):
-            recorder = make_recorder(model.kernels, model.needs, model.tensor) if record else NO_RECORDER
+            recorder = NO_RECORDER
+            if record:
+                recorder = make_recorder(model.kernels, model.needs, model.tensor, model.context)
             whole = model.merge(params, combine(trained, variables), recorder=recorder)
             total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
             return total, parts | recorder.parts()
@@ -290,7 +305,7 @@ def make_gradients(
         means, grads = accumulate(
             loss_fn,
             trainable(variables, groups),  # the clip norm is that of what learns
-            batch,
+            model.context.own(batch),
             key,
             num_microbatches=cfg.train.num_microbatches,
             scale=scale,
@@ -313,7 +328,8 @@ def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction:
     reduction = reduction._replace(last=model.stage_gradients)
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
-        return accumulate_pipelined(pipeline, model.stage_weights(params), batch, key, scale=scale, reduction=reduction)
+        weights, own_batch = model.stage_weights(params), model.context.own(batch)
+        return accumulate_pipelined(pipeline, weights, own_batch, key, scale=scale, reduction=reduction)
 
     return gradients
 

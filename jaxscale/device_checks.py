@@ -56,20 +56,30 @@ def check_offload(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_positions(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput unless the tensor axis divides the positions of a row."""
-    tensor, lengths = model.mesh.shape["tensor"], cfg.row_lengths
+    """Raises BadInput unless the devices that share the positions of a row divide them."""
+    multiple, lengths = model.position_multiple, cfg.row_lengths
+    sharing = " and ".join(
+        f"{'twice ' * (number > size)}mesh.{axis}={size}"
+        for axis, size, number in (
+            ("context", model.context.size, model.context.multiple),
+            ("tensor", model.tensor.size, model.tensor.size),
+        )
+        if size > 1
+    )
+    if " and " in sharing:
+        sharing = f"{multiple}, of {sharing}"
     made_rows = lengths.row != cfg.seq_len or lengths.encoder is not None
-    if made_rows and any((length or 0) % tensor for length in lengths[:2]):
+    if made_rows and any((length or 0) % multiple for length in lengths[:2]):
         raise BadInput(
             f"data.objective makes rows of {' and '.join(str(length) for length in lengths[:2] if length)} tokens, no "
-            f"multiples of mesh.tensor={tensor}, which shares the positions of a row; use data.objective.multiple_of="
-            f"{tensor}, or another mesh"
+            f"multiples of {sharing}, which shares the positions of a row; use data.objective.multiple_of="
+            f"{multiple}, or another mesh"
         )
-    if not made_rows and cfg.seq_len % tensor:
-        fitting = cfg.seq_len // tensor * tensor
+    if not made_rows and cfg.seq_len % multiple:
+        fitting = cfg.seq_len // multiple * multiple
         raise BadInput(
-            f"seq_len={cfg.seq_len} is not a multiple of mesh.tensor={tensor}, which shares the positions of a row; "
-            f"use seq_len={fitting or tensor}, or another mesh"
+            f"seq_len={cfg.seq_len} is not a multiple of {sharing}, which shares the positions of a row; "
+            f"use seq_len={fitting or multiple}, or another mesh"
         )
 
 

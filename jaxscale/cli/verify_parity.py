@@ -17,47 +17,36 @@ import numpy as np
 
 from jaxscale.build import Program, make_program
 from jaxscale.cli.attempt import simulated
+from jaxscale.cli.parity_layouts import (
+    MICROBATCHES,
+    MOST_DEVICES,
+    NUM_DEVICES,
+    WIDTH,
+    Layout,
+    all_layouts,
+    tensor_layout,
+)
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
 from jaxscale.qualify.compilations import CompileLog
-from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.config import ContextConfig, MeshConfig
 from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.sharding.shardings import put_rows
 from jaxscale.system.exits import BadInput
 
-NUM_DEVICES = 8
-NUM_STEPS = 5
-MICROBATCHES = (1, 2, 4)
+NUM_STEPS = 20
 ROWS = NUM_DEVICES * max(MICROBATCHES)  # a row for each device in each microbatch
-LR = 0.1  # five steps move the loss well beyond the tolerance
+LR = 0.1  # the steps move the loss well beyond the tolerance
 KEEPS_GRADIENT = 1e-30
 TOLERANCE = 1e-5  # relative; float32 sums taken in another order differ by about 1e-7 each
 REMATERIALIZED = "Involuntary full rematerialization"  # XLA's words for copying a whole array between devices
-COLUMNS = f"{'layout':24}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'compiled':>10}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """One way to divide the work."""
-
-    mesh: dict[str, int]  # axes longer than 1
-    rules: str
-    num_microbatches: int
-
-    @property
-    def num_devices(self) -> int:
-        """How many devices it takes: 1 or all."""
-        return NUM_DEVICES if self.mesh else 1
-
-    def __str__(self) -> str:
-        axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        return f"{axes} {self.rules}" if self.mesh else "one device"
+COLUMNS = f"{'layout':{WIDTH}}{'microbatches':>12}{'loss':>10}{'gradient':>10}{'compiled':>10}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What five steps in one layout gave."""
+    """What the steps in one layout gave."""
 
     losses: np.ndarray  # float64[steps]
     gradients: list[list[np.ndarray]]  # one list of arrays a step
@@ -84,7 +73,7 @@ class Row:
 
     def line(self) -> str:
         """The row of the table that COLUMNS heads."""
-        begin = f"{str(self.layout):24}{self.layout.num_microbatches:>12}"
+        begin = f"{str(self.layout):{WIDTH}}{self.layout.num_microbatches:>12}"
         if self.impossible:
             return f"{begin}  not possible: {self.impossible}"
         verdict = "agrees" if self.agrees else "BEYOND"
@@ -146,30 +135,16 @@ def settings(cfg: RunConfig) -> RunConfig:
 
 
 def layouts(cfg: RunConfig) -> list[Layout]:
-    """What is proved: each axis, fsdp with tensor, each ZeRO stage, with and without accumulation; the config's own.
-
-    The tensor axis alone is as long as the model allows, the rest of the devices on data.
-    """
+    """What is proved: all_layouts() that this model can be divided by, and the config's own."""
     own = []
     with contextlib.suppress(ValueError):  # a mesh that 8 devices cannot be is not shown
         shape = mesh_shape(cfg.mesh, NUM_DEVICES)
         own = [Layout({axis: size for axis, size in shape.items() if size > 1}, cfg.rules, 1)]
     sizes = [size for size in (8, 4, 2) if not why_impossible(cfg, tensor_layout(size, 1))]
-    tensor = sizes[0] if sizes else 2
-    wanted = [
-        *[Layout({}, "zero3", parts) for parts in MICROBATCHES],
-        *[Layout({"data": 8}, "zero3", parts) for parts in MICROBATCHES],
-        *[Layout({"fsdp": 8}, rules, parts) for rules in ("zero1", "zero2", "zero3") for parts in (1, 4)],
-        *[Layout({"fsdp": 4, "tensor": 2}, "zero3", parts) for parts in MICROBATCHES],
-        *[tensor_layout(tensor, parts) for parts in (1, 2)],
-    ]
+    wanted = all_layouts(sizes[0] if sizes else 2)
+    needs_more = [layout for layout in wanted if "context" in layout.mesh or "pipeline" in layout.mesh]
+    wanted = [layout for layout in wanted if layout not in needs_more or not why_impossible(cfg, layout)]
     return wanted + [layout for layout in own if layout not in wanted]
-
-
-def tensor_layout(size: int, num_microbatches: int) -> Layout:
-    """So many devices on the tensor axis and the rest on data."""
-    mesh = {"data": NUM_DEVICES // size, "tensor": size}
-    return Layout({axis: length for axis, length in mesh.items() if length > 1}, "zero3", num_microbatches)
 
 
 def verify(cfg: RunConfig, wanted: Sequence[Layout], say: Callable[[str], None] = lambda text: None) -> Parity:
@@ -197,10 +172,14 @@ def read_batches(cfg: RunConfig) -> list[Batch]:
 
 def program(cfg: RunConfig, layout: Layout) -> Program:
     """What the config compiles to in this layout."""
+    stages_need = dict(remat="full", remat_save=(), remat_offload=(), scan_layers=True)
     cfg = dataclasses.replace(
         cfg,
         mesh=MeshConfig(**({"fsdp": 1} | layout.mesh)),
         rules=layout.rules,
+        context=ContextConfig(attention=layout.sharing),
+        pipeline=layout.stages,
+        model=dataclasses.replace(cfg.model, **stages_need) if layout.mesh.get("pipeline", 1) > 1 else cfg.model,
         train=dataclasses.replace(cfg.train, num_microbatches=layout.num_microbatches),
     )
     return make_program(cfg, resolve_budget(cfg, None), jax.devices()[: layout.num_devices])
@@ -266,11 +245,11 @@ def captured_stderr() -> Iterator[list[str]]:
 
 
 def on_simulated_devices(command: list[str]) -> None:
-    """Returns if jax will see 8 simulated CPU devices, else replaces this process by `command`, where it will.
+    """Returns if jax will see 16 simulated CPU devices, else replaces this process by `command`, where it will.
 
     The compilation cache is off there, since a program out of the cache gives no warning, and XLA's warnings are on.
     """
-    wanted = simulated(NUM_DEVICES) | {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
+    wanted = simulated(MOST_DEVICES) | {"JAX_ENABLE_COMPILATION_CACHE": "false", "TF_CPP_MIN_LOG_LEVEL": "1"}
     if wanted != dict(os.environ):
         sys.stdout.flush()
         os.execve(command[0], command, wanted)

@@ -75,7 +75,7 @@ class Scorer:
             step=jax.jit(model.target_scores, out_shardings=replicated(model.mesh)),
             sharding=model.rows_sharding,
             shards=model.batch_axes.num_shards,
-            multiple=model.mesh.shape["tensor"],
+            multiple=model.position_multiple,
             batch_tokens=batch_tokens,
         )
 

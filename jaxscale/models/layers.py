@@ -257,8 +257,8 @@ def dropout(x: jax.Array, rate: float, keys_B: jax.Array | None, tensor: TensorA
     """
     if keys_B is None or rate == 0.0:
         return x
-    shape = (x.shape[1] * tensor.size, *x.shape[2:])
-    kept = tensor.own(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys_B))
+    shape = (tensor.row_length(x), *x.shape[2:])
+    kept = tensor.own_of_row(jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape))(keys_B))
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 

@@ -5,7 +5,7 @@ from them, and its losses. B batch  T position
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,20 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxscale.data.batch import Batch
+from jaxscale.hardware import find_chip
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import NO_LORA, LoraConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import make_model, target_scores, token_losses
 from jaxscale.models.stages import BLOCKS, Pieces
+from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import Kernels, choose_kernels, with_recorder
+from jaxscale.ops.kernels import Kernels, choose_kernels, share_rows, with_recorder
 from jaxscale.ops.project import with_precision
 from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.sharding.batch_axes import BatchAxes, make_batch_axes
+from jaxscale.sharding.context_axis import ContextAxis, make_context_axis
 from jaxscale.sharding.offload import device_zeros, fetch_outside_blocks, fetch_then
 from jaxscale.sharding.pipeline_axis import AXIS, ONE_STAGE, PipelineAxis, stages_share
 from jaxscale.sharding.rules import RULES, Rules
@@ -31,6 +34,17 @@ from jaxscale.sharding.shardings import batch_sharding, check_divides, tree_shar
 from jaxscale.sharding.stage_weights import stage_gradients, stage_weights
 from jaxscale.sharding.tensor_axis import TensorAxis, make_tensor_axis
 from jaxscale.system.exits import BadInput
+
+
+class SharedRows(NamedTuple):
+    """Of rows whose positions devices share. None: not known before they come."""
+
+    wish: str = "auto"  # as context.attention has it
+    length: int | None = None
+    rows: int | None = None  # of a device, at a time
+
+
+ANY_ROWS = SharedRows()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +57,10 @@ class ShardedModel:
     lora: LoraConfig  # of the adapters among the parameters
     offloaded: bool  # parameters come in the host's memory; those of the blocks are fetched one by one
     needs: AttentionNeeds
-    kernels: Kernels
+    kernels: Kernels  # for rows as training shares them
+    whole_row_kernels: Kernels  # the same where context is not in use
     batch_axes: BatchAxes
+    context: ContextAxis
     tensor: TensorAxis
     pipeline: PipelineAxis = ONE_STAGE
 
@@ -56,13 +72,14 @@ class ShardedModel:
         recorder: Recorder = NO_RECORDER,
         whole: bool = False,
     ) -> nnx.Module:
-        """A new model. tensor: how the devices of that axis share a row, None: as in training. whole: it will be given
-        weights that are whole already."""
+        """A new model. tensor: how the devices of that axis share a row, those of context being copies; None: as in
+        training. whole: it will be given weights that are whole already."""
         gather = self.batch_axes.gather if self.batch_axes.axes and not whole else whole_already
+        kernels = self.kernels if tensor is None else self.whole_row_kernels
         return make_model(
             self.cfg,
             key=key,
-            kernels=self.kernels if recorder is NO_RECORDER else with_recorder(self.kernels, recorder),
+            kernels=kernels if recorder is NO_RECORDER else with_recorder(kernels, recorder),
             gather=fetch_then(gather) if self.offloaded else gather,
             tensor=tensor or self.tensor,
             lora=self.lora,
@@ -92,6 +109,11 @@ class ShardedModel:
     def specs(self) -> Any:
         """The PartitionSpec of each parameter."""
         return jax.tree.map(lambda sharding: sharding.spec, self.shardings)
+
+    @property
+    def position_multiple(self) -> int:
+        """What must divide the positions of a row, which devices share."""
+        return self.context.multiple * self.tensor.size
 
     @property
     def rows_sharding(self) -> NamedSharding:
@@ -145,8 +167,9 @@ class ShardedModel:
         return self.batch_axes.shard_map(self.with_model(target_scores), (self.specs, rows), (rows, rows))
 
     def with_model(self, f: Callable) -> Callable:
-        """f(model, batch) as a function of (params, batch)."""
-        return with_precision(self.cfg.matmul_precision, lambda params, batch: f(self.merge(params), batch))
+        """f(model, batch) as a function of (params, batch); what it returns has all positions."""
+        run = lambda params, batch: self.context.whole(f(self.merge(params), self.context.own(batch)))
+        return with_precision(self.cfg.matmul_precision, run)
 
 
 def shard_model(
@@ -159,6 +182,7 @@ def shard_model(
     prefix: bool = False,
     reduce_dtype: Any = jnp.float32,
     torus_at_once: bool = False,
+    shared: SharedRows = ANY_ROWS,
     pipeline: PipelineAxis = ONE_STAGE,
 ) -> ShardedModel:
     """The model on a mesh. Raises BadInput where the mesh does not divide its parameters.
@@ -166,8 +190,9 @@ def shard_model(
     lora: of the adapters that the model is trained with: they are among its parameters until they are merged.
     prefix: rows have a prefix that is attended to in both directions. reduce_dtype: in which gradients are summed.
     torus_at_once: a collective along several dimensions of a torus is one operation, which XLA must be able to run
-    (compiler_options.offloads_torus); else it takes one dimension after the other. pipeline: its stages, to train; with
-    one stage the devices of that axis share rows and weights like those of data and fsdp.
+    (compiler_options.offloads_torus); else it takes one dimension after the other. shared: how those of the context
+    axis share rows. pipeline: its stages, to train; with one stage the devices of that axis share rows and weights like
+    those of data and fsdp.
     """
     rules = RULES[rules] if isinstance(rules, str) else rules
     if mesh.shape[AXIS] > 1:
@@ -175,10 +200,27 @@ def shard_model(
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=prefix)
     kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
     batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once)
-    tensor = stages_share(make_tensor_axis(mesh, torus_at_once=torus_at_once), pipeline)
-    model = ShardedModel(cfg, mesh, rules, lora, offloaded, needs, kernels, batch_axes, tensor, pipeline)
+    sharing = choose_sharing(shared.wish, kernels.attention, needs, shared_work(cfg, mesh, shared))
+    context = make_context_axis(mesh, zigzag=sharing.form != "ulysses", torus_at_once=torus_at_once)
+    tensor = stages_share(make_tensor_axis(mesh, torus_at_once=torus_at_once, context=context), pipeline)
+    shared_kernels = share_rows(kernels, sharing, needs, context, device)
+    model = ShardedModel(
+        cfg, mesh, rules, lora, offloaded, needs, shared_kernels, kernels, batch_axes, context, tensor, pipeline
+    )
     check_fits(model, rules.params)
     return model
+
+
+def shared_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> SharedWork:
+    """What chooses how devices of the context axis meet each other's keys."""
+    chip = find_chip(mesh.devices.flat[0].device_kind)
+    return SharedWork(
+        devices=mesh.shape["context"],
+        kv_heads=cfg.key_width // cfg.head_dim // mesh.shape["tensor"],
+        rows=shared.rows,
+        row_length=shared.length,
+        memory_bytes=chip and chip.hbm_bytes,
+    )
 
 
 def check_fits(model: ShardedModel, *tables: Any) -> None:

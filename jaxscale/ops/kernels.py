@@ -9,11 +9,14 @@ import jax
 from jaxscale.ops.activation import geglu_tanh, swiglu
 from jaxscale.ops.attention import Attend, choose_attention, either, xla
 from jaxscale.ops.attention.largest import EXACT, largest_score, score_bound
+from jaxscale.ops.attention.shared_rows import of_all_keys
+from jaxscale.ops.attention.sharing import Sharing, share_attention
 from jaxscale.ops.config import AttentionName, AttentionNeeds
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
 from jaxscale.ops.recorder import NO_RECORDER, Recorder, StatisticsRecorder
 from jaxscale.ops.rope import Rotation, rotate, rotate_on_tpu
+from jaxscale.sharding.context_axis import WHOLE_ROWS, ContextAxis
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 
@@ -25,6 +28,7 @@ class Kernels:
     attention: str  # the resolved name of `attend`, for logs
     project: Project
     why_plain: str = ""  # what kept "auto" from the platform's own attention
+    sharing: Sharing = Sharing()  # how `attend` meets the keys of a row that devices share
     rotate: Callable[[jax.Array, Rotation], jax.Array] = rotate
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
@@ -48,14 +52,31 @@ def choose_kernels(
     return Kernels(attend=attend, attention=resolved, why_plain=why_plain, project=project, rotate=turn)
 
 
-def make_recorder(kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis) -> StatisticsRecorder:
+def share_rows(
+    kernels: Kernels, sharing: Sharing, needs: AttentionNeeds, context: ContextAxis, device: jax.Device | None = None
+) -> Kernels:
+    """The kernels for devices that share rows, as they are where none do. device: one of them."""
+    if not sharing.form:
+        return kernels
+    own = dict(needs=needs, context=context, device_kind=device and device.device_kind)
+    share = functools.partial(share_attention, sharing, kernels.attention, **own)
+    if needs.mixed is None or sharing.form == "ulysses":  # which takes what there is for whole rows
+        attend = share(kernels.attend, window=needs.window)
+    else:
+        attend = either(share(None, window=needs.window), share(None, window=None), needs.mixed)
+    return dataclasses.replace(kernels, attend=attend, sharing=sharing)
+
+
+def make_recorder(
+    kernels: Kernels, needs: AttentionNeeds, tensor: TensorAxis, context: ContextAxis = WHOLE_ROWS
+) -> StatisticsRecorder:
     """A recorder for one trace of a model with these kernels: of the largest scores if they are known, else a bound."""
     if kernels.attention in EXACT:
         largest = functools.partial(largest_score, window=needs.window)
         if needs.mixed is not None:
             largest = either(largest, largest_score, needs.mixed)
-        return StatisticsRecorder("attention_logit_max", largest, tensor)
-    return StatisticsRecorder("attention_logit_bound", score_bound, tensor)
+        return StatisticsRecorder("attention_logit_max", of_all_keys(largest, context), tensor)
+    return StatisticsRecorder("attention_logit_bound", of_all_keys(score_bound, context), tensor)
 
 
 def with_recorder(kernels: Kernels, recorder: Recorder) -> Kernels:

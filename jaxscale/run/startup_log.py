@@ -46,6 +46,8 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
         f"{program.attention} attention{why}; {mesh.size} x {device.device_kind}"
         + (f", mesh {mesh_layout(mesh)}, {cfg.rules}" if mesh.size > 1 else "")
     )
+    if program.sharing:
+        log(f"context: {program.sharing}")
     if cfg.lora.on:
         learned = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads))
         log(f"lora: {units.count(learned)} parameters in adapters of rank {cfg.lora.rank} learn; all others are frozen")

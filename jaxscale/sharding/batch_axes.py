@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
-from jaxscale.sharding import tensor_axis
+from jaxscale.sharding import context_axis, tensor_axis
 from jaxscale.sharding.rules import Placement, Rules, names_of
 from jaxscale.sharding.shardings import is_axes
 from jaxscale.sharding.torus import LinkStage, gather_along, link_stages, scatter_along
@@ -61,6 +61,11 @@ class BatchAxes:
     def num_shards(self) -> int:
         """Shards of a batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def summed(self) -> tuple[str, ...]:
+        """The axes over which losses and gradients are summed: these, and that whose devices share rows."""
+        return self.axes + ((context_axis.AXIS,) if self.mesh.shape[context_axis.AXIS] > 1 else ())
 
     def shard_map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """jax.shard_map of f over the whole mesh; f itself on a single device."""
@@ -124,7 +129,7 @@ class BatchAxes:
     def sum_rest(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """The sum over the devices that a gradient, scattered like the moments, has not been summed over yet."""
         done = {name for _, names in self.partition(axes, self.rules.moments) for name in names}
-        rest = tuple(name for name in self.axes if name not in done)
+        rest = tuple(name for name in self.summed if name not in done)
         if not any(tensor_axis.AXIS in names_of(self.rules.params[axis]) for axis in axes):
             rest += (tensor_axis.AXIS,)  # each device had its own positions or heads of it
         rest = tuple(name for name in rest if self.mesh.shape[name] > 1)
@@ -146,12 +151,12 @@ class BatchAxes:
         return jax.tree.map(one, axes, grads, is_leaf=is_axes) if self.mesh.size > 1 else grads
 
     def sum(self, tree: Any) -> Any:
-        """The sums over the devices that hold other rows."""
-        return lax.psum(tree, self.axes) if self.axes else tree
+        """The sums over the devices that hold other rows, or other positions of them."""
+        return lax.psum(tree, self.summed) if self.summed else tree
 
     def max(self, tree: Any) -> Any:
-        """The largest among the devices that hold other rows."""
-        return lax.pmax(tree, self.axes) if self.axes else tree
+        """The largest among the devices that hold other rows, or other positions of them."""
+        return lax.pmax(tree, self.summed) if self.summed else tree
 
     def first_row(self, num_rows: int) -> jax.Array | int:
         """Where this device's rows begin in the batch."""

@@ -186,4 +186,4 @@ def make_pipeline_axis(size: int, cfg: PipelineConfig, num_layers: int, head_lay
 
 def stages_share(tensor: TensorAxis, pipeline: PipelineAxis) -> TensorAxis:
     """The tensor axis of a model whose stages share the vocabulary, if they do."""
-    return TensorAndStages(tensor.size, tensor.stages) if pipeline.cuts_vocab else tensor
+    return TensorAndStages(tensor.size, tensor.stages, tensor.context) if pipeline.cuts_vocab else tensor

@@ -10,7 +10,7 @@ Placement = str | tuple[str, ...] | None
 
 ACTIVATIONS: dict[str, Placement] = {
     "act_batch": ("data", "fsdp"),
-    "act_seq": "context",
+    "act_seq": None,  # whole on the devices of context, which take their own positions inside (context_axis.py)
 }
 # A copy on every device of data and fsdp; the tensor axis splits the products.
 TENSOR: dict[str, Placement] = ACTIVATIONS | {

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
+from jaxscale.sharding.context_axis import WHOLE_ROWS, ContextAxis
 from jaxscale.sharding.torus import LinkStage, gather_along, link_stages, scatter_along
 
 AXIS = "tensor"
@@ -27,11 +28,21 @@ POSITIONS = 1  # the dimension of a residual stream [B, T, D] that is cut
 class TensorAxis:
     """The devices that share a product. With one of them every method leaves things as they are.
 
-    stages: the devices that share each link, where the axis runs along several.
+    stages: the devices that share each link, where the axis runs along several. context: whose devices have cut the row
+    before: "all positions" are a device's own of that axis.
     """
 
     size: int = 1
     stages: tuple[LinkStage, ...] = ()
+    context: ContextAxis = WHOLE_ROWS
+
+    def row_length(self, x_BTD: jax.Array) -> int:
+        """Positions of a whole row, from those of the device."""
+        return x_BTD.shape[POSITIONS] * self.size * self.context.size
+
+    def own_of_row(self, x_BT: jax.Array) -> jax.Array:
+        """The device's own positions of a whole row."""
+        return self.own(self.context.own(x_BT))
 
     def gather(self, x_BTD: jax.Array) -> jax.Array:
         """All positions, from the device's own. Going back, its own of the summed gradients."""
@@ -123,9 +134,9 @@ class WholeRows(TensorAxis):
 ONE = TensorAxis()
 
 
-def make_tensor_axis(mesh: Mesh, *, torus_at_once: bool = False) -> TensorAxis:
-    """The tensor axis of this mesh. torus_at_once: as for link_stages."""
-    return TensorAxis(mesh.shape[AXIS], link_stages(mesh, AXIS, torus_at_once=torus_at_once))
+def make_tensor_axis(mesh: Mesh, *, torus_at_once: bool = False, context: ContextAxis = WHOLE_ROWS) -> TensorAxis:
+    """The tensor axis of this mesh. torus_at_once: as for link_stages. context: which has cut the rows."""
+    return TensorAxis(mesh.shape[AXIS], link_stages(mesh, AXIS, torus_at_once=torus_at_once), context)
 
 
 def _gathered(stages: tuple[LinkStage, ...], x_BTD: jax.Array) -> jax.Array:

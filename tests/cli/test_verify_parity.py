@@ -14,9 +14,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxscale import schema
 from jaxscale.cli import verify_parity as vp
-from jaxscale.cli.verify_parity import Layout
+from jaxscale.cli.parity_layouts import Layout, tensor_layout
 from jaxscale.config import RunConfig
 from jaxscale.qualify.compilations import CompileLog
+from jaxscale.sharding.config import PipelineConfig
 
 SIZES = dict(vocab_size=263, num_layers=2, embed_dim=32)  # 263 is prime
 LLAMA = SIZES | dict(name="llama", num_heads=8, num_kv_heads=4, head_dim=8, mlp_dim=64)
@@ -44,9 +45,22 @@ GPT2_LAYOUTS = [
     Layout({"fsdp": 4, "tensor": 2}, "zero3", 1),
     Layout({"tensor": 8}, "zero3", 1),
 ]
+SHARED = [
+    Layout({"context": 8}, "zero3", 1, "ring"),
+    Layout({"context": 4, "tensor": 2}, "zero3", 2, "gather"),
+    Layout({"fsdp": 2, "context": 2, "tensor": 2}, "zero3", 1, "ulysses"),
+    Layout({"data": 2, "context": 4}, "zero1", 4, "gather"),
+]
+STAGED = [
+    Layout({"pipeline": 2}, "zero3", 4, stages=PipelineConfig(schedule="gpipe", head="whole")),
+    Layout({"pipeline": 2, "fsdp": 4}, "zero1", 4),
+    Layout({"pipeline": 2, "context": 2, "tensor": 2}, "zero3", 4),
+]
 PROOFS = [
     pytest.param(LLAMA, FEW, id="llama"),
     pytest.param(LLAMA, MORE, id="llama, more", marks=pytest.mark.soak),
+    pytest.param(LLAMA, SHARED, id="llama, shared rows", marks=pytest.mark.soak),
+    pytest.param(LLAMA, STAGED, id="llama, stages", marks=pytest.mark.soak),
     pytest.param(GPT2, GPT2_LAYOUTS, id="gpt2", marks=pytest.mark.soak),
 ]
 
@@ -130,8 +144,10 @@ def test_the_configs_own_layout_is_among_those_proved():
     wanted = vp.layouts(cfg)
     assert len(set(map(str, wanted))) >= 8 and wanted[0] == ONE
     assert Layout({"fsdp": 4, "tensor": 2}, "zero1", 1) in wanted
-    assert vp.tensor_layout(2, 1) in wanted and vp.tensor_layout(4, 1) not in wanted  # two kv heads
+    assert tensor_layout(2, 1) in wanted and tensor_layout(4, 1) not in wanted  # two kv heads
     assert cfg.model.vocab_size == 264
+    ways = [layout.sharing for layout in wanted if layout.mesh == {"context": 4, "tensor": 2}]
+    assert ways == ["gather", "ring"]  # two kv heads, of which a device has one
 
 
 @pytest.mark.soak

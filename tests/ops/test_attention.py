@@ -77,7 +77,7 @@ def test_attention_in_blocks_sees_the_window_that_plain_attention_sees(window, f
 
 
 def test_attention_for_long_rows_visits_only_blocks_that_see_each_other():
-    walk = lambda window: long.Walk(groups=1, head_dim=8, block=16, softcap=None, window=window).pairs(64).tolist()
+    walk = lambda window: long.visible_pairs(64, 16, window).tolist()
     assert walk(None) == [[i, j] for i in range(4) for j in range(i + 1)]
     assert walk(1) == [[i, i] for i in range(4)]
     assert walk(17) == walk(2) == [[0, 0], [1, 0], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]]

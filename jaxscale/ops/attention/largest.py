@@ -43,7 +43,9 @@ def largest_score(
     prefix_BS = None if scope.prefix_BT is None else filled(scope.prefix_BT, 1, keys)
     if bias_NTS is not None:
         bias_NTS = filled(filled(bias_NTS, 1, queries), 2, keys)
-    pairs = visible_pairs(T, S, queries, keys, causal=causal and prefix_BS is None, window=window)
+    in_order = scope.places_T is None
+    places_T = jnp.arange(ids_BT.shape[1]) if in_order else filled(scope.places_T, 0, queries)
+    pairs = visible_pairs(T, S, queries, keys, causal=causal and prefix_BS is None and in_order, window=window)
 
     def visit(top, pair):
         i, j = pair
@@ -59,7 +61,8 @@ def largest_score(
         ids_Bt = of_queries(ids_BT)
         seen_Bts = (ids_Bt[:, :, None] == of_keys(key_ids_BS)[:, None, :]) & (ids_Bt > 0)[:, :, None]
         if causal:
-            behind_ts = (i * queries + np.arange(queries))[:, None] - (j * keys + np.arange(keys))[None, :]
+            places_t = lax.dynamic_slice_in_dim(places_T, i * queries, queries)
+            behind_ts = places_t[:, None] - (j * keys + np.arange(keys))[None, :]
             near_ts = behind_ts >= 0 if window is None else (behind_ts >= 0) & (behind_ts < window)
             near_Bts = near_ts[None] if prefix_BS is None else near_ts[None] | (of_keys(prefix_BS)[:, None, :] > 0)
             seen_Bts &= near_Bts

@@ -80,9 +80,9 @@ def make_attend(
 
 
 def block_sizes(
-    length: int, most: Blocks, itemsize: int, head_dim: int, window: int | None = None
+    length: int, most: Blocks, itemsize: int, head_dim: int, window: int | None = None, keys: int | None = None
 ) -> kernel_lib.BlockSizes:
-    """The kernel's blocks for rows of this length.
+    """The kernel's blocks for rows of this length. keys: their number, where it is another than that of the queries.
 
     Values of 4 bytes and heads wider than LANES have ANY_CHIP's, so that they fit (256 need 18 MiB with blocks of 1024,
     and have 16 unasked on v5p); so have short rows and windows, of which large blocks compute more for nothing.
@@ -90,7 +90,8 @@ def block_sizes(
     largest = max(max(sizes) for sizes in dataclasses.astuple(most))
     if itemsize > 2 or head_dim > LANES or min(length, window or length) < LEAST_BLOCKS * largest:
         most = ANY_CHIP
-    fwd, dkv, dq = (tuple(block_size(length, size) for size in sizes) for sizes in dataclasses.astuple(most))
+    lengths = (length, keys or length)
+    fwd, dkv, dq = (tuple(map(block_size, lengths, sizes)) for sizes in dataclasses.astuple(most))
     return kernel_lib.BlockSizes(
         block_q=fwd[0],
         block_kv=fwd[1],

@@ -21,6 +21,9 @@ class Scope(NamedTuple):
     segment_ids_BT: jax.Array
     prefix_BT: jax.Array | None = None  # int32: 1 for a key that every query of its document sees; none: there is none
     key_segment_ids_BS: jax.Array | None = None  # of keys from another row than the queries; none: of the same
+    places_T: jax.Array | None = (
+        None  # of the queries among the keys, where they are some of a row's; none: all, in order
+    )
 
 
 def as_scope(segments: jax.Array | Scope) -> Scope:
@@ -82,9 +85,13 @@ def seen(scope: Scope, T: int, S: int, causal: bool, window: int | None) -> jax.
     same_BTS = scope.segment_ids_BT[:, :, None] == key_ids_BS[:, None, :]
     if not causal:
         return same_BTS
-    seen_TS = jnp.tri(T, S, dtype=bool)
-    if window is not None:
-        seen_TS &= ~jnp.tri(T, S, k=-window, dtype=bool)
+    if scope.places_T is None:
+        seen_TS = jnp.tri(T, S, dtype=bool)
+        if window is not None:
+            seen_TS &= ~jnp.tri(T, S, k=-window, dtype=bool)
+    else:
+        behind_TS = scope.places_T[:, None] - jnp.arange(S, dtype=jnp.int32)[None, :]
+        seen_TS = (behind_TS >= 0) & (behind_TS < (S if window is None else window))
     if scope.prefix_BT is None:
         return same_BTS & seen_TS[None]
     return same_BTS & (seen_TS[None] | (scope.prefix_BT[:, None, :] > 0))

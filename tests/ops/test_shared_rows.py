@@ -1,0 +1,256 @@
+"""Devices that share a row attend as one device does, whichever way they meet each other's keys.
+
+B batch  T position  N query heads  K key-value heads  H head dim
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxscale.ops.attention import long, ring, shared_rows, splash, splash_shared, xla
+from jaxscale.ops.attention.largest import largest_score, score_bound
+from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
+from jaxscale.ops.config import AttentionNeeds, Mix
+from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.context_axis import ContextAxis, make_context_axis
+from jaxscale.sharding.mesh import make_mesh
+from jaxscale.system.exits import BadInput
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(long, "BLOCK", 8)
+    monkeypatch.setattr(shared_rows, "LEAST_BLOCK", 2)
+
+
+def make_inputs(B, T, N, K, H, num_segments=3):
+    random = np.random.default_rng(0)
+    draw = lambda *size: random.standard_normal(size).astype(np.float32)
+    ids_BT = np.sort(random.integers(0, num_segments, (B, T)), axis=1).astype(np.int32)
+    return draw(B, T, N, H), draw(B, T, K, H), draw(B, T, K, H), ids_BT, draw(B, T, N, H)
+
+
+def value_and_gradients(attend, q, k, v, ids, dout):
+    out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids), q, k, v)
+    return out, *pull(dout)
+
+
+def on_devices(f, size, arrays, *, zigzag=True):
+    """f(context, *own positions of arrays) on devices that share rows: whole rows of what it returns."""
+    mesh = make_mesh(MeshConfig(fsdp=1, context=size), jax.devices()[:size])
+    context = make_context_axis(mesh, zigzag=zigzag)
+    run = lambda *arrays: context.whole(f(context, *context.own(arrays)))
+    shared = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return jax.tree.map(np.asarray, jax.jit(shared)(*arrays))
+
+
+def plain(inputs, **how):
+    return jax.tree.map(np.asarray, jax.jit(functools.partial(value_and_gradients, xla.make_attend(**how)))(*inputs))
+
+
+FORMS = {
+    "gather, plain": lambda context, **how: shared_rows.gathered(shared_rows.plain_standing(**how), context),
+    "gather, blocks": lambda context, **how: shared_rows.gathered(shared_rows.long_standing(**how), context),
+    "neighbours, plain": lambda context, **how: near(shared_rows.plain_standing(**how), context, **how),
+    "neighbours, blocks": lambda context, **how: near(shared_rows.long_standing(**how), context, **how),
+    "ulysses": lambda context, **how: shared_rows.by_heads(xla.make_attend(**how), context),
+    "ring": lambda context, **how: ring.make_attend(**how, context=context),
+}
+
+
+def near(standing, context, *, window, softcap):
+    return shared_rows.with_neighbours(standing, None, window, context)  # None: it must not be needed
+
+
+CASES = {  # devices, (B, T, N, K, H), softcap, window
+    "causal": (4, (2, 64, 8, 4, 8), None, None),
+    "softcap, all devices": (8, (1, 64, 8, 8, 8), 2.0, None),
+    "a short window": (4, (1, 128, 8, 4, 8), None, 5),
+    "a window of several chunks": (4, (1, 128, 4, 4, 8), 2.0, 40),
+}
+SLOW = {("gather, plain", "softcap, all devices"), ("ulysses", "a short window"), ("ulysses", "softcap, all devices")}
+SLOW |= {("ring", "a short window"), ("neighbours, plain", "a short window"), ("gather, plain", "a short window")}
+WAYS = [
+    pytest.param(form, case, marks=[pytest.mark.soak] * ((form, case) in SLOW))
+    for form in FORMS
+    for case in CASES
+    if "neighbours" not in form or case == "a short window"
+]
+
+
+@pytest.mark.parametrize("form, case", WAYS)
+def test_values_and_gradients_are_those_of_one_device(form, case):
+    size, shape, softcap, window = CASES[case]
+    inputs, how = make_inputs(*shape), dict(softcap=softcap, window=window)
+    f = lambda context, *own: value_and_gradients(FORMS[form](context, **how), *own)
+    for got, right in zip(on_devices(f, size, inputs, zigzag=form != "ulysses"), plain(inputs, **how)):
+        np.testing.assert_allclose(got, right, rtol=1e-6, atol=5e-6)  # float32 sums taken in another order
+
+
+@pytest.mark.parametrize("window", [None, 150], ids=["causal", "a window that neighbours send"])
+def test_splash_of_shared_rows_is_plain_attention(window):
+    blocks = splash.Blocks((128, 256), (128, 128), (256, 128))
+    how = dict(softcap=None if window else 2.0, window=window)
+
+    def f(context, *own):
+        standing = splash_shared.splash_standing(**how, blocks=blocks, interpret=True)
+        gathered = shared_rows.gathered(standing, context)
+        attend = gathered if window is None else shared_rows.with_neighbours(standing, None, window, context)
+        return value_and_gradients(attend, *own)
+
+    inputs = make_inputs(1, 1600, 2, 1, 16)  # chunks of 200 positions, which are filled up
+    for got, right in zip(on_devices(f, 4, inputs), plain(inputs, **how)):
+        np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [131_072, 1_048_576])
+@pytest.mark.parametrize("size", [8, 64])
+def test_splash_visits_as_many_blocks_on_each_device(size, length):
+    chunk = length // (2 * size)
+    sizes = splash.block_sizes(chunk, splash.BLOCKS["TPU v5"], 2, 128, keys=length)
+    starts_Cc = ContextAxis(size).starts(chunk)
+    for block_q, block_kv in ((sizes.block_q, sizes.block_kv), (sizes.block_q_dkv, sizes.block_kv_dkv)):
+        spans = splash_shared.key_spans(starts_Cc, chunk, length, None, block_q, block_kv)
+        tables = splash_shared.by_queries(*spans), splash_shared.by_keys(*spans, length // block_kv)
+        for table in tables:
+            counts_C = table.visited.reshape(size, -1).sum(axis=1, dtype=np.int64)
+            assert len(set(counts_C.tolist())) == 1
+            pairs = counts_C[0] * size * block_q * block_kv
+            assert 1 <= pairs / (length * (length + 1) / 2) < 1 + 2 * block_kv / chunk  # no more than the diagonal
+
+
+def seen_blocks(starts_C, chunk, length, window, block_q, block_kv):
+    """bool[blocks of queries, of keys] by looking at every pair of positions."""
+    places = np.concatenate([start + np.arange(chunk) for start in starts_C])[:, None]
+    behind = places - np.arange(length)[None]
+    seen = (behind >= 0) & (behind < (window or length))
+    return seen.reshape(len(places) // block_q, block_q, length // block_kv, block_kv).any(axis=(1, 3))
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 20])
+@pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (8, 8)])
+def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(blocks, window):
+    starts_Cc = ContextAxis(3).starts(16)
+    oldest, newest = splash_shared.key_spans(starts_Cc, 16, 96, window, *blocks)
+    of_queries, of_keys = (
+        splash_shared.by_queries(oldest, newest),
+        splash_shared.by_keys(oldest, newest, 96 // blocks[1]),
+    )
+    for device, starts_c in enumerate(starts_Cc):
+        right = seen_blocks(starts_c, 16, 96, window, *blocks)
+        found, found_by_keys = np.zeros_like(right), np.zeros_like(right)
+        for table, seen, axis in ((of_queries, found, 0), (of_keys, found_by_keys.T, 1)):
+            block, visited = (
+                np.moveaxis(table.block[device, 0], axis, 0),
+                np.moveaxis(table.visited[device, 0], axis, 0),
+            )
+            for number, (others, there) in enumerate(zip(block, visited)):
+                assert len(set(others[there > 0])) == there.sum() and (others >= 0).all()
+                seen[number, others[there > 0]] = True
+        np.testing.assert_array_equal(found, right)
+        np.testing.assert_array_equal(found_by_keys, right)
+
+
+def test_pairs_of_blocks_are_equally_many_on_each_device_and_in_each_step_of_the_ring():
+    starts_Cc = ContextAxis(4).starts(16)
+    pairs_CP2 = shared_rows.standing_pairs(starts_Cc, 16, 8, None)
+    assert [len(set(map(tuple, pairs_P2))) for pairs_P2 in pairs_CP2.tolist()] == [pairs_CP2.shape[1]] * 4 == [34] * 4
+    assert sum(len(pairs_P2) for pairs_P2 in pairs_CP2) == 16 * 17 // 2  # the whole triangle, once
+    away_XP2, _ = ring.met_pairs(4, 16, 8, None, at_home=False)
+    home_XP2, _ = ring.met_pairs(4, 16, 8, None, at_home=True)
+    assert [len(set(map(tuple, table))) for table in away_XP2.tolist()] == [8, 8]  # two pairs of chunks, whole
+    assert [len(set(map(tuple, table))) for table in home_XP2.tolist()] == [10]
+
+
+@pytest.mark.parametrize("form", ["gather, blocks", "ring", "ulysses"])
+def test_one_documents_token_moves_no_other_document(form):
+    q, k, v, ids, _ = make_inputs(1, 64, 4, 4, 8)
+    ids = np.array([[1] * 20 + [2] * 25 + [3] * 19], np.int32)
+    moved = [np.where((np.arange(64) == 30)[None, :, None, None], x + 3, x) for x in (q, k, v)]
+    f = lambda context, q, k, v, ids: FORMS[form](context, softcap=None, window=None)(q, k, v, ids)
+    outs = [on_devices(f, 4, (*qkv, ids), zigzag=form != "ulysses") for qkv in ((q, k, v), moved)]
+    changed_T = (outs[0] != outs[1]).any(axis=(0, 2, 3))
+    np.testing.assert_array_equal(changed_T, (np.arange(64) >= 30) & (np.arange(64) < 45))
+
+
+@pytest.mark.parametrize("form", ["gather, plain", "ulysses"])
+def test_a_prefix_is_seen_by_its_document_on_other_devices_too(form):
+    q, k, v, ids, _ = make_inputs(1, 32, 4, 4, 8)
+    prefix = (np.arange(32) % 11 < 4).astype(np.int32)[None]
+
+    def f(context, q, k, v, ids, prefix):
+        return FORMS[form](context, softcap=None, window=None)(q, k, v, xla.Scope(ids, prefix))
+
+    got = on_devices(f, 4, (q, k, v, ids, prefix), zigzag=form != "ulysses")
+    right = xla.make_attend()(q, k, v, xla.Scope(ids, jnp.asarray(prefix)))
+    np.testing.assert_allclose(got, right, rtol=1e-5, atol=1e-6)
+    assert np.abs(got - np.asarray(xla.make_attend()(q, k, v, ids))).max() > 1e-2
+
+
+@pytest.mark.parametrize("largest", [functools.partial(largest_score, window=9), score_bound], ids=["exact", "bound"])
+def test_the_largest_score_is_that_of_one_device(largest):
+    q, k, _, ids, _ = make_inputs(2, 64, 4, 2, 8)
+
+    def f(context, q, k, ids):
+        found = shared_rows.of_all_keys(largest, context)(q, k, ids)
+        return jnp.broadcast_to(context.max(found), (1, q.shape[1]))
+
+    np.testing.assert_allclose(on_devices(f, 4, (q, k, ids))[0, 0], largest(q, k, ids), rtol=1e-6)
+
+
+NEEDS = AttentionNeeds(head_dim=128, dtype="bfloat16")
+LONG = SharedWork(devices=8, kv_heads=8, rows=1, row_length=1 << 20, memory_bytes=95 << 30)
+
+
+@pytest.mark.parametrize(
+    "wish, attention, needs, work, form, told",
+    [
+        ("auto", "splash", NEEDS, LONG._replace(devices=1), "", ""),
+        ("auto", "splash", NEEDS, LONG, "gather", "take 8.0 GiB on a device"),
+        ("auto", "splash", NEEDS, LONG._replace(kv_heads=32), "ulysses", "32.0 GiB on a device, more than 1/8"),
+        ("auto", "splash", NEEDS, LONG._replace(kv_heads=20), "ring", "20 key-value heads of a device cannot"),
+        ("auto", "cudnn", NEEDS, LONG, "ulysses", "cudnn reads whole rows only"),
+        ("ring", "splash", NEEDS, LONG, "ring", "as context.attention says"),
+        ("auto", "splash", AttentionNeeds(head_dim=128, dtype="bfloat16", window=4096), LONG, "gather", "4095"),
+        ("auto", "blockwise", NEEDS, LONG._replace(rows=None), "gather", "very long rows"),
+    ],
+)
+def test_the_rule_chooses_and_says_why(wish, attention, needs, work, form, told):
+    sharing = choose_sharing(wish, attention, needs, work)
+    assert sharing.form == form and told in str(sharing)
+
+
+@pytest.mark.parametrize(
+    "wish, attention, needs, work, told",
+    [
+        (
+            "ulysses",
+            "splash",
+            NEEDS,
+            LONG._replace(kv_heads=4),
+            "4 key-value heads of a device cannot be shared among 8",
+        ),
+        ("gather", "cudnn", NEEDS, LONG, "context.attention='gather': cudnn reads whole rows only; use context"),
+        ("auto", "cudnn", NEEDS, LONG._replace(kv_heads=4), "model.attention='blockwise'"),
+        (
+            "auto",
+            "xla",
+            AttentionNeeds(head_dim=8, dtype="float32", bias=True),
+            LONG,
+            "mesh.context=8: this model adds",
+        ),
+        ("ring", "xla", AttentionNeeds(head_dim=8, dtype="float32", prefix=True), LONG, "reads in both directions"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(wish, attention, needs, work, told):
+    with pytest.raises(BadInput, match=told):
+        choose_sharing(wish, attention, needs, work)
+
+
+def test_a_stack_of_which_some_layers_have_a_window_is_not_taken_for_one_of_windows():
+    mixed = AttentionNeeds(head_dim=128, dtype="bfloat16", window=4096, mixed=Mix(5, 6))
+    assert choose_sharing("auto", "splash", mixed, LONG._replace(kv_heads=32)).form == "ulysses"
