@@ -266,7 +266,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     cut = f" / {program.mesh.shape['context']}" if program.mesh.shape["context"] > 1 else ""
     what = f"{made} of {cfg.row_lengths.row:,}{cut} tokens, remat={cfg.model.remat}: estimate"
     if shared := attention_memory(program):
-        what += f"; {units.size(shared)} of others' keys and values among them ({attention_way(cfg)})"
+        what += f"; {units.size(shared)} of others' keys and values among them ({attention_way(program)})"
     return (*rows, MemoryRow("activations", need.activations - kept_inputs(program), what))
 
 

@@ -3,17 +3,31 @@
 C devices of the axis  T positions of a row  K key-value heads  H head dim
 """
 
-from jaxscale.build import Program
-from jaxscale.config import RunConfig
+from jaxscale.build import Program, shared_rows
+from jaxscale.models.config import SAVED
+from jaxscale.models.sharded import shared_work
+from jaxscale.ops.attention.sharing import choose_sharing
+from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.stages import compute_bytes
 
 CONTEXT = "context"
 LEAST_POSITIONS = 1024  # ours: of a row on one device. With fewer its products are over before keys and values arrive
+F32 = 4
 
 
-def attention_way(cfg: RunConfig) -> str:
-    """How devices reach each other's keys: 'gather', 'ulysses' or 'ring'."""
-    return "gather" if cfg.context.attention == "auto" else cfg.context.attention
+def attention_way(program: Program) -> str:
+    """How devices reach each other's keys: 'gather', 'ulysses' or 'ring'; '' where they need not."""
+    cfg, model = program.cfg, program.model
+    work = shared_work(cfg.model, program.mesh, shared_rows(cfg, program.mesh))
+    return choose_sharing(cfg.context.attention, model.kernels.attention, model.needs, work).form
+
+
+def near_share(program: Program) -> float:
+    """The part of the layers whose window reaches no further than the chunk before: they need its last keys alone."""
+    needs, size = program.model.needs, program.mesh.shape[CONTEXT]
+    if needs.window is None or needs.window - 1 > program.cfg.row_lengths.row // (2 * size):
+        return 0.0
+    return needs.mixed.near / needs.mixed.layers if needs.mixed else 1.0
 
 
 def key_value_bytes(program: Program) -> float:
@@ -35,30 +49,41 @@ def attention_memory(program: Program) -> float:
     Gathered: keys and values of all positions, and their gradients. Exchanged (Ulysses): all four, of some heads. In a
     ring: a neighbour's keys and values and the next one's, and the gradients that go with them in float32.
     """
-    size, keys = program.mesh.shape[CONTEXT], key_value_bytes(program)
-    if size == 1:
+    size, keys, way = program.mesh.shape[CONTEXT], key_value_bytes(program), attention_way(program)
+    if size == 1 or way == "gather" and near_share(program) == 1:
         return 0.0
     ways = {
         "gather": 2 * size * keys,
         "ulysses": keys + 2 * query_bytes(program),
-        "ring": 2 * keys + 2 * keys * 4 / compute_bytes(program.cfg),
+        "ring": 2 * keys + 2 * keys * F32 / compute_bytes(program.cfg),
     }
-    return ways[attention_way(program.cfg)]
+    return ways[way]
 
 
 def attention_sending(program: Program) -> list[tuple[str, float]]:
     """[(kind of collective, bytes of its whole arrays)] of one layer and microbatch along the context axis.
 
-    Gathered forward, again where the backward pass computes the layer again, and the gradients scattered; exchanged
-    forward, again, and backward; round the ring C - 1 times each, backward with the gradients.
+    Gathered forward, again where the backward pass needs them, and the gradients scattered; exchanged forward, again,
+    and backward; round the ring C - 1 times each, and their gradients in float32 C + 1 times. What a window reaches of
+    the chunk before is sent from device to device, forward, again, and back.
     """
-    size, keys = program.mesh.shape[CONTEXT], key_value_bytes(program)
-    passes = 1 if program.cfg.model.remat == "none" else 2
-    way = attention_way(program.cfg)
+    model, size, keys, way = (
+        program.cfg.model,
+        program.mesh.shape[CONTEXT],
+        key_value_bytes(program),
+        attention_way(program),
+    )
     if size == 1:
         return []
-    if way == "gather":
-        return [("all-gather", passes * size * keys), ("reduce-scatter", size * keys)]
+    passes = 1 if model.remat == "none" else 2
     if way == "ulysses":
         return [("all-to-all", (passes + 1) * (keys + 2 * query_bytes(program)))]
-    return [("collective-permute", (size - 1) * (passes + 2) * keys)]
+    near = near_share(program)
+    window = program.model.needs.window or 1
+    tails = keys * 2 * (window - 1) * size / program.cfg.row_lengths.row
+    sent = [("collective-permute", near * (passes + 1) * tails)]
+    if way == "gather":
+        return [*sent, ("all-gather", (1 - near) * passes * size * keys), ("reduce-scatter", (1 - near) * size * keys)]
+    kept = ATTENTION_OUT in (*SAVED.get(model.remat, ()), *(model.remat_save if model.remat == "save" else ()))
+    rounds = (size - 1) * (1 + (1 if kept else passes)) + (size + 1) * F32 / compute_bytes(program.cfg)
+    return [*sent, ("collective-permute", (1 - near) * rounds * keys)]

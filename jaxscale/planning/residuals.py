@@ -34,7 +34,7 @@ def residuals_by_stack(program: Program) -> dict[str, tuple[int, int]]:
     cfg, tpu = program.cfg, on_tpu(program.mesh)
     rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
     context = program.mesh.shape["context"]
-    whole = context > 1 and attention_way(cfg) == "gather"
+    whole = context > 1 and attention_way(program) == "gather"
     how = dict(scores=program.attention == "xla", tensor=program.mesh.shape["tensor"], tpu=tpu)
     found = {}
     for stack, layers in cfg.model.layer_stacks.items():
