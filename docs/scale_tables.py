@@ -25,6 +25,7 @@ HEADER = re.compile(r"^Preflight.*?(?=^\"\"\")", re.M | re.S)
 TABLE = re.compile(r"(<!-- table: (\w+) -->\n).*?(?=<!-- end -->)", re.S)
 TIMES = "step at least | exposed | covered | MFU at most | compiled"
 MAXTEXT_HEAD = f"| slice, rows a chip | MaxText peak | jaxscale peak | MaxText bytes | jaxscale sends | {TIMES} |"
+LAYOUTS_HEAD = f"| layout, model, machine | chips | peak of a chip | sent by a chip and step | {TIMES} | in |"
 GROWTH_HEAD = f"| slice | chips | peak of a chip | sent by a chip and step | {TIMES} | in |"
 RULE = "|---|---|---|---|---|---|---|---|---|---|"
 Kept = dict[str, dict[str, Any]]
@@ -34,11 +35,11 @@ Kept = dict[str, dict[str, Any]]
 class Row:
     """A program: a config on a topology, with settings of its own."""
 
-    table: str  # 'configs', 'maxtext' or 'growth'
+    table: str  # 'configs', 'maxtext', 'growth' or 'layouts'
     config: str
     topology: str
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    note: str = ""  # the settings in words; in 'maxtext' the row's name and MaxText's figures
+    note: str = ""  # the settings in words; in 'maxtext' the row's name and MaxText's figures, in 'layouts' the name
 
     @property
     def name(self) -> str:
@@ -55,6 +56,7 @@ BESIDE = {  # lets v5e's scatters run beside products; libtpu 0.0.51 fails with 
     "compiler": '{"xla_tpu_enable_async_collective_fusion_fuse_reduce_scatter": true, '
     '"xla_enable_async_reduce_scatter_fusion": true, "xla_tpu_enable_ici_rs_pipelining": true}'
 }
+STAGES, COPIES = "mesh.pipeline", "mesh.fsdp"
 GROWTH = (("v5p:2x2x4", 16), ("v5p:4x4x4", 64), ("v5p:8x8x8", 512), ("v5p:8x16x16", 2048), ("v5p:16x16x24", 6144))
 ROWS = (
     Row("configs", "1b", "v5e:4x4", {PARTS: 8}, "8 microbatches"),
@@ -83,6 +85,11 @@ ROWS = (
         "12 x 4096, remat full | 24.5 GiB | 39.9 GB (52.6 sent)"),
     *(Row("growth", "7b", name, {"batch_tokens": f"{chips} rows", "mesh.fsdp": min(chips, 64), "mesh.data": -1})
       for name, chips in GROWTH),
+    # three layouts that are often named as examples: copies x tensor x stages; the copies share their state (fsdp)
+    Row("layouts", "70b", "v5p:16x16x16", {STAGES: 4, COPIES: 128, "mesh.tensor": 8, PARTS: 8, "pipeline.chunks": 5},
+        "128 x 8 x 4"),
+    Row("layouts", "405b", "v5p:8x8x16", {STAGES: 8, COPIES: 16, PARTS: 64}, "16 x 8 x 8"),
+    Row("layouts", "70b", "h100:32x8", {STAGES: 4, COPIES: 8, "mesh.tensor": 8, PARTS: 64}, "8 x 8 x 4"),
 )  # fmt: skip
 
 
@@ -188,13 +195,13 @@ def table(name: str, kept: Kept) -> str:
             cells = [f"{row.topology}, {what}", peak, ours[0], sent, *ours[1:], found.get("date", "")]
             lines.append(f"| {' | '.join(cells)} |")
     else:
-        lines = [GROWTH_HEAD, RULE]
+        lines = [LAYOUTS_HEAD if name == "layouts" else GROWTH_HEAD, RULE]
         for row, found in rows:
+            what = f"{row.note}, `{row.config}`, {row.topology}" if name == "layouts" else row.topology
+            chips = cell(found, "chips", "{:,}")
             ours = [of[key](found) for key in ("peak", "sent", "least", "exposed", "covered", "mfu")]
             took = cell(found, "compile_seconds", "{:.0f}", " s")
-            lines.append(
-                f"| {row.topology} | {found.get('chips', 0):,} | {' | '.join([*ours, found.get('date', ''), took])} |"
-            )
+            lines.append(f"| {what} | {chips} | {' | '.join([*ours, found.get('date', ''), took])} |")
     return "\n".join(lines) + "\n"
 
 

@@ -41,13 +41,14 @@ def count_runs(module: Module) -> tuple[dict[str, int], set[str], int]:
 def branch_shares(module: Module, instruction: Instruction) -> dict[str, float]:
     """{branch: the part of a conditional's runs that take it}; {} for anything else.
 
-    One of two branches whose name says how often it is true, `taken_N_of_M` (ops.attention.either), is known. Of any
-    other conditional the branch with the most instructions is taken for the one that runs: the most that it can cost.
+    One of two branches whose name says how often it is true, `taken_N_of_M` (ops.attention.either, a pipeline's ticks),
+    is known. Of any other conditional, also of one inside such a branch, the branch with the most instructions is taken
+    for the one that runs: the most that it can cost.
     """
     if instruction.opcode != "conditional":
         return {}
     branches = instruction.called
-    share = re.search(r'op_name="[^"]*\btaken_(\d+)_of_(\d+)', instruction.attributes)
+    share = re.search(r'op_name="[^"]*\btaken_(\d+)_of_(\d+)(?![^"]*/cond/)', instruction.attributes)
     if share is None or len(branches) != 2:
         size = lambda name: sum(len(one.instructions) for one in reachable(module, name))
         largest = max(branches, key=size)

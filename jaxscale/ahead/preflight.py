@@ -12,7 +12,9 @@ from jaxscale.build import Program, make_program
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.planning.fitting import UNCOUNTED, fitting_program
 from jaxscale.planning.measured import Kept
-from jaxscale.planning.memory import MemoryRow, host_bytes, shard_bytes, usable_memory
+from jaxscale.planning.memory import MemoryRow, host_bytes, shard_bytes, stage_weights, usable_memory
+from jaxscale.planning.speed import head_share
+from jaxscale.planning.stages import held_numbers, stages_of
 from jaxscale.planning.topology import Topology, open_topology
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.system.exits import BadInput
@@ -65,7 +67,8 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
     cfg, facts, shortage = program.cfg, compiled.facts, compiled.shortage
     num_devices = len(topology.devices)
     model_flops = cfg.flops_per_token * cfg.tokens_per_step / num_devices
-    bounds = facts and roofline(facts, topology.chip, model_flops)
+    stages, head = stages_of(cfg, program.mesh.shape), head_share(cfg)
+    bounds = facts and roofline(facts, topology.chip, model_flops, stages, head)
     usable, why = usable_memory(topology)
     if shortage is not None and shortage.space == "hbm" and shortage.available is not None:
         usable, why = shortage.available, "what the compiler may use"
@@ -119,6 +122,10 @@ def settings(program: Program) -> dict[str, Any]:
             found[name] = True
     if cfg.model.row_parts > 1:
         found["row_parts"] = cfg.model.row_parts
+    if program.mesh.shape["pipeline"] > 1:
+        found |= {"schedule": cfg.pipeline.schedule, "chunks": cfg.pipeline.chunks, "head": cfg.pipeline.head}
+    if program.mesh.shape["context"] > 1:
+        found["context"] = cfg.context.attention
     if cfg.model.remat_offload:
         found["remat_offload"] = ",".join(cfg.model.remat_offload)
     if options := str(program.compiler_options):
@@ -130,7 +137,10 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
     """The peak, divided by kind. State is known exactly from its shardings; what XLA makes for itself is the rest."""
     state = program.abstract_state
     params, moments, average = (shard_bytes(tree) for tree in (state.params, state.opt_state, state.ema))
-    gradients = shard_bytes(program.abstract_grads)
+    gradients, weights = shard_bytes(program.abstract_grads), stage_weights(program)
+    how = "from their shardings"
+    if weights:
+        gradients, how = 4 * sum(held_numbers(program, program.abstract_grads)), "of a stage, in float32"
     known = params + moments + average
     arguments = compiled.memory.arguments if compiled.memory else known + shard_bytes(program.abstract_batch)
     rows = [
@@ -141,11 +151,15 @@ def memory_rows(program: Program, compiled: Compiled, peak: int | None) -> tuple
     if average:
         rows.insert(2, MemoryRow("average of parameters", average, "from their shardings"))
     if peak is None:
-        return (*rows, MemoryRow("gradients", gradients, "from their shardings"))
+        return (*rows, MemoryRow("gradients", gradients, how))
     inside = max(0, peak - arguments)  # gradients may be used up one by one, and then are less than all of them
+    if weights:
+        weights = min(weights, inside)
+        inside -= weights
+        rows.append(MemoryRow("gathered weights", weights, "of a stage, at most what is left of the peak"))
     gradients = min(gradients, inside)
     rows += [
-        MemoryRow("gradients", gradients, "from their shardings, at most what is left of the peak"),
+        MemoryRow("gradients", gradients, f"{how}, at most what is left of the peak"),
         MemoryRow("activations, temporaries", inside - gradients, "what is left of the peak"),
     ]
     return tuple(rows)

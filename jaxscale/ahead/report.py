@@ -158,6 +158,8 @@ def roofline_lines(report: Report) -> list[str]:
         rows.append(
             (f"link {name}", milliseconds(seconds), f"{milliseconds(exposed)} of it exposed" if exposed else "")
         )
+    if roofline.bubble:
+        rows.append(("bubble", milliseconds(roofline.bubble_s), f"{roofline.bubble} of the time of the stages"))
     rows += [
         ("at least, in the program's order", milliseconds(roofline.at_least_s), "products, and what they wait for"),
         ("all at once (the longest)", milliseconds(roofline.overlapped_s), "if the order let all hide"),

@@ -2,10 +2,15 @@
 
 import collections
 import dataclasses
+import math
 
 from jaxscale.ahead.hlo import HloFacts
 from jaxscale.ahead.timeline import Played, Timeline, link_seconds, play, work_seconds
 from jaxscale.hardware import Chip
+from jaxscale.planning.stages import Stages
+
+IN_STAGE = {"expert", "context", "tensor"}  # axes whose devices are of one stage of a pipeline
+NO_STAGES = Stages(size=1, layers=1, microbatches=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,16 +22,24 @@ class Roofline:
     links_s: dict[str, float]  # 'ici:fsdp:x', 'dcn:data', ...: for each set of mesh axes and kind of link
     exposed_s: dict[str, float]  # of these, how long products stand still, by the order of the program
     blocking_s: dict[str, float]  # of those, what collectives take beside which nothing can run
-    at_least_s: float  # products, and all that is exposed; or the memory, where that takes longer
+    at_least_s: float  # products, all that is exposed, and the bubble; or the memory, where that takes longer
     overlapped_s: float  # everything hides behind the slowest resource, whatever the order
     serial_s: float  # nothing overlaps
     mfu_ceiling: float  # model FLOPs over what the chip could do in at_least_s
     unpriced: tuple[str, ...]  # what has no figure and is in none of the times
     played: tuple[Played, ...]  # what became of each collective; () where the program has no order
+    bubble_s: float = 0.0  # in at_least_s: what a stage of a pipeline waits while it fills and empties
+    bubble: str = ""  # its part of the stages' time, with the formula; '' without a pipeline
 
 
-def roofline(facts: HloFacts, chip: Chip, model_flops_per_device: float) -> Roofline:
+def roofline(
+    facts: HloFacts, chip: Chip, model_flops_per_device: float, stages: Stages = NO_STAGES, head: float = 0.0
+) -> Roofline:
     """The bounds of a step. The truth lies above at_least_s, as far as kernels and links miss their peaks.
+
+    stages: of its pipeline. A device's program has its own products alone, each as often as it runs them; in the other
+    ticks it waits for stages that run theirs. head: the part of the model's products that are the output projection's,
+    for which nobody waits in these.
 
     Assumed: products run at the peak of their type, and float32 ones at bfloat16's (XLA's default on TPU); memory and
     links run at their datasheet figure in one direction with no latency. Each stage of a collective has the links of
@@ -54,7 +67,9 @@ def roofline(facts: HloFacts, chip: Chip, model_flops_per_device: float) -> Roof
     hbm = facts.hbm_bytes / chip.hbm_bandwidth
     overlapped = max(compute, hbm, *queues.values())
     order = play(facts.schedule, facts.collectives, chip) if facts.schedule else Timeline(overlapped, (), {}, {})
-    at_least = max(order.seconds, overlapped)
+    waits = math.fsum(seconds for link, seconds in order.exposed.items() if is_in_stage(link))
+    bubble = (stages.stretch - 1) * ((1 - stages.head_part(head)) * compute + waits)
+    at_least = max(order.seconds + bubble, overlapped)
     return Roofline(
         compute_s=compute,
         hbm_s=hbm,
@@ -62,9 +77,17 @@ def roofline(facts: HloFacts, chip: Chip, model_flops_per_device: float) -> Roof
         exposed_s=dict(order.exposed),
         blocking_s=dict(order.blocking),
         at_least_s=at_least,
-        overlapped_s=overlapped,
-        serial_s=compute + hbm + links.total(),
+        overlapped_s=max(overlapped, compute + bubble),
+        serial_s=compute + bubble + hbm + links.total(),
         mfu_ceiling=model_flops_per_device / (chip.peak_flops * at_least) if at_least else 0.0,
         unpriced=tuple(dict.fromkeys(unpriced)),
         played=order.collectives,
+        bubble_s=bubble,
+        bubble=stages.formula if stages.on else "",
     )
+
+
+def is_in_stage(link: str) -> bool:
+    """True for a link such as 'ici:tensor:x', of what the devices of one stage say to each other."""
+    axes = link.split(":")[1].split("+")
+    return set(axes) <= IN_STAGE

@@ -1,4 +1,4 @@
-"""Searches mesh, remat policy and microbatches: estimates every candidate, then compiles the most promising first."""
+"""Searches all mesh axes, remat policies and microbatches: guesses at every candidate, compiles the most promising."""
 
 import dataclasses
 import itertools
@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 from jaxscale import schema, units
+from jaxscale.ahead.layouts import Layout, all_layouts, layout_parts, layout_settings, spans
 from jaxscale.ahead.preflight import ahead_program
 from jaxscale.ahead.report import Report
+from jaxscale.ahead.roofline import Roofline
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.models.config import RematName
-from jaxscale.planning.fitting import all_meshes
 from jaxscale.planning.speed import Estimate, estimate
 from jaxscale.planning.topology import Topology
+from jaxscale.sharding.config import MESH_AXES
 from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.system.exits import BadInput
 
@@ -49,40 +51,54 @@ Compile = Callable[[Candidate], Report]
 Tried = list[tuple[Candidate, Report]]
 
 
-def search_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
-    """Every mesh of data, fsdp and tensor, with every remat policy and number of microbatches that goes with it."""
-    return list(
-        make_candidates(cfg, topology, all_meshes(len(topology.devices)), [cfg.rules], [cfg.optim.offload_moments])
-    )
+def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], None] | None = None) -> list[Candidate]:
+    """Every layout of all mesh axes, with every remat policy and number of microbatches that goes with it.
+
+    Says what was looked at by arithmetic.
+    """
+    layouts = list(all_layouts(cfg, len(topology.devices), topology.num_slices))
+    found = list(make_candidates(cfg, topology, layouts, [cfg.rules], [cfg.optim.offload_moments]))
+    if say and found:
+        meshes = len({tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES) for one in found})
+        say(f"{len(found):,} settings guessed at, on {meshes:,} meshes ({spans(layouts)})")
+        best = min(found, key=lambda one: one.guess.cost)
+        say(f"the fastest by arithmetic, whether it fits or not: {best.label}, {cost_text(best.guess)}")
+    return found
 
 
 def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
     """What may make a config fit that does not: also zero3, and moments in the host's memory. Not the config itself."""
     current = mesh_shape(cfg.mesh, len(topology.devices))
-    meshes = [mesh for mesh in all_meshes(len(topology.devices)) if mesh["data"] in (1, current["data"])]
+    layouts = [
+        layout
+        for layout in all_layouts(cfg, len(topology.devices), topology.num_slices)
+        if layout["data"] in (1, current["data"]) and layout["pipeline"] in (1, current["pipeline"])
+    ]
     rules = list(dict.fromkeys([cfg.rules, "zero3"]))
     offload = list(dict.fromkeys([cfg.optim.offload_moments, True]))
-    return [found for found in make_candidates(cfg, topology, meshes, rules, offload) if found.changes]
+    return [found for found in make_candidates(cfg, topology, layouts, rules, offload) if found.changes]
 
 
 def make_candidates(
     cfg: RunConfig,
     topology: Topology,
-    meshes: Sequence[dict[str, int]],
+    layouts: Sequence[Layout],
     rules: Sequence[str],
     offload: Sequence[bool],
 ) -> Iterator[Candidate]:
     """Candidates with their guesses, of all combinations that training would accept."""
     now = mesh_shape(cfg.mesh, len(topology.devices))
-    for mesh, rule, away in itertools.product(meshes, rules, offload):
-        # an axis that is -1 goes on taking what is left
-        placed = {f"mesh.{a}": n for a, n in mesh.items() if n != now[a] and getattr(cfg.mesh, a) != -1}
-        shards = mesh["data"] * mesh["fsdp"]
-        parts = [part for part in units.divisors(cfg.rows_per_step) if cfg.rows_per_step // part % shards == 0]
-        changes = placed | changed(cfg, {"rules": rule, "optim.offload_moments": away})
+    # an axis that is -1 goes on taking what is left
+    kept = {f"mesh.{axis}" for axis in MESH_AXES if getattr(cfg.mesh, axis) == -1}
+    for layout, rule, away in itertools.product(layouts, rules, offload):
+        wished = layout_settings(cfg, layout) | {"rules": rule, "optim.offload_moments": away}
+        placed = {f"mesh.{axis}" for axis in MESH_AXES if layout[axis] == now[axis]} | kept
+        changes = changed(cfg, {name: value for name, value in wished.items() if name not in placed})
+        parts = layout_parts(cfg, layout)
         if not parts or not (program := program_of(cfg, topology, changes | {"train.num_microbatches": parts[0]})):
             continue
-        for settings, part in itertools.product(remat_settings(cfg), parts):
+        policies = [{}] if layout["pipeline"] > 1 else remat_settings(cfg)
+        for settings, part in itertools.product(policies, parts):
             more = changed(cfg, settings | {"train.num_microbatches": part})
             wanted = with_changes(cfg, changes | more)
             guess = estimate(dataclasses.replace(program, cfg=wanted), topology)
@@ -175,18 +191,20 @@ def is_hopeful(one: Candidate, tried: Tried, enough: int | None) -> bool:
         if report.fits and enough and other.changes.items() <= one.changes.items():
             return False  # the same repair, and more than that
     best = winner(tried)
-    return bool(enough) or best is None or one.guess.compute_s <= best[1].roofline.at_least_s * SAME_TIME
+    return bool(enough) or best is None or one.guess.least_s <= best[1].roofline.at_least_s * SAME_TIME
 
 
 def learnt_scale(one: Candidate, tried: Tried) -> float:
     """How many times larger than guessed the activations of a candidate will be, going by what was compiled.
 
-    The last one of its remat policy tells it, else the last of any; without one it is a hope.
+    The last one of its remat policy tells it, with or without a pipeline as it is, else the last of any; without one it
+    is a hope.
     """
     told = [
         (other, report) for other, report in tried if report.peak_bytes is not None and other.guess.activation_bytes
     ]
-    alike = [both for both in told if both[0].cfg.model.remat == one.cfg.model.remat]
+    kind = lambda candidate: (candidate.cfg.model.remat, candidate.cfg.mesh.pipeline != 1)
+    alike = [both for both in told if kind(both[0]) == kind(one)]
     if not told:
         return HOPEFUL
     other, report = (alike or told)[-1]
@@ -223,6 +241,35 @@ def rank(pair: tuple[Candidate, Report]) -> tuple[float, ...]:
 def winner(tried: Tried) -> tuple[Candidate, Report] | None:
     """The best that fits, or None."""
     return min(fitting(tried), key=rank, default=None)
+
+
+def why_lines(tried: Tried) -> list[str]:
+    """Why the best of those that fit is it: its time by part, beside that of the next and of the config as it is."""
+    best, *rest = fitting(ranked(tried))
+    lines = [f"{best[0].label} wins: {parts_text(best[1].roofline)}"]
+    own = [pair for pair in tried if not pair[0].changes and pair is not best]
+    for one, report in [*(pair for pair in rest[:1] if pair[0].changes), *own]:
+        name = f"next, {one.label}" if one.changes else "the config as it is"
+        lines.append(f"{name}: {parts_text(report.roofline) if report.fits else 'does not fit'}")
+    return lines
+
+
+def parts_text(line: Roofline) -> str:
+    """'at least 12 ms a step: products 9 ms, bubble 1 ms, waiting for links 2 ms'."""
+    parts = [
+        ("products", line.compute_s),
+        ("bubble", line.bubble_s),
+        ("waiting for links", sum(line.exposed_s.values())),
+    ]
+    said = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
+    return f"at least {line.at_least_s * 1e3:.4g} ms a step: {said or 'nothing that is counted'}"
+
+
+def cost_text(guess: Estimate) -> str:
+    """'12 ms: products 9 ms, waiting for stages 1 ms, for links 2 ms'."""
+    parts = [("products", guess.compute_s), ("waiting for stages", guess.idle_s), ("for links", guess.exposed_s)]
+    said = ", ".join(f"{name} {seconds * 1e3:.4g} ms" for name, seconds in parts if seconds)
+    return f"{guess.cost[0] * 1e3:.4g} ms: {said}"
 
 
 def bucket(seconds: float) -> int:

@@ -102,8 +102,7 @@ def file_name(topology: Topology) -> str:
 def search_more(topology: Topology, known: Tried, compile_one: Compile, seconds: int) -> Tried:
     """Prints a table of other layouts, the best first, and returns all that was compiled, the known ones too."""
     put(f"\nsearching other layouts for {seconds} s")
-    candidates = search.search_candidates(known[0][0].cfg, topology)
-    put(f"{len(candidates)} could be compiled")
+    candidates = search.search_candidates(known[0][0].cfg, topology, put)
     tried = explore(candidates, known, compile_one, seconds)
     put("\n".join(["", *summary_rows([(one.label, found) for one, found in search.ranked(tried)])]))
     return tried
@@ -135,6 +134,7 @@ def write_winner(tried: Tried, file: pathlib.Path) -> None:
     if best is None:
         put("nothing that was compiled fits, so no settings are written")
         return
+    put("", *search.why_lines(tried))
     lines = search.override_lines(best[0].changes)
     write_text_atomic(file, "".join(f"{line}\n" for line in lines))
     said = " ".join(lines) or "the config as it is, so the file is empty"

@@ -1,11 +1,13 @@
 """What is unwise about a plan. Each function looks at one thing and returns a Caution, or None where all is well."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from jaxscale import units
 from jaxscale.hardware import Chip
 from jaxscale.planning import cost, scaling
+from jaxscale.planning.stages import Stages
 
 LONGEST_SECONDS = 118 * cost.DAY  # BLOOM, 176B parameters on 384 A100: arXiv:2211.02001, table 1
 MOST_TOKENS = 36e12  # Qwen3: arXiv:2505.09388, section 3.1
@@ -232,6 +234,60 @@ def tensor_over_slow_links(tensor: int, devices_of_island: int, chip: Chip) -> C
         "every block sums its activations over this axis four times a pass, and waits for it",
         f"set mesh.tensor={devices_of_island if chip.ici_bandwidth else 1} or less, and let fsdp take the rest",
         "arXiv:2104.04473, takeaway 1",
+    )
+
+
+def bubble_too_large(stages: Stages) -> Caution | None:
+    """So few microbatches that the stages of a pipeline stand still for a third of the time or more."""
+    if not stages.on or stages.runs >= 2 * stages.size:
+        return None
+    wished = 4 * stages.size
+    chunks = min(stages.layers // stages.size, -(-wished // stages.microbatches))
+    way_out = f"set train.num_microbatches={wished} or more, where the rows of a batch allow it"
+    if chunks > stages.chunks and stages.microbatches % stages.size == 0:
+        way_out += f", or pipeline.chunks={chunks}"
+    return Caution(
+        f"the stages of mesh.pipeline={stages.size} stand still for {stages.bubble:.0%} of the time",
+        f"{stages.microbatches} microbatches x {stages.chunks} chunks are less than two a stage: the bubble is "
+        f"{stages.formula}",
+        way_out,
+        "arXiv:1811.06965 (four microbatches a stage and more); arXiv:2104.04473, section 2.2",
+    )
+
+
+def wrong_axis_between_slices(crossing: str, number: int, seconds: Mapping[str, float]) -> Caution | None:
+    """Of pipeline and data the one that sends more crosses between slices or hosts.
+
+    crossing: the one that does, and fills `number` of them. seconds: of a step on the links between them, for each of
+    the two in that place.
+    """
+    (other,) = set(seconds) - {crossing}
+    if seconds[crossing] <= 2 * seconds[other]:
+        return None
+    sent = {
+        "data": "the gradients of the whole model, once a step, beside no products",
+        "pipeline": "the residual stream of every microbatch, there and back",
+    }
+    return Caution(
+        f"mesh.{crossing} crosses {number} slices or hosts by their slow links, and mesh.{other} would send less",
+        f"{crossing} sends {sent[crossing]}: {seconds[crossing]:.3g} s of a step; {other} in its place would send "
+        f"{sent[other]}: {seconds[other]:.3g} s",
+        f"set mesh.{other} {number} times as large, and mesh.{crossing} so much smaller",
+        "ours: twice as long; bytes by the layout, bandwidth by jaxscale/hardware.py",
+    )
+
+
+def positions_too_few(context: int, seq_len: int, least: int) -> Caution | None:
+    """Rows cut so finely that a device has hardly any positions."""
+    if context == 1 or seq_len // context >= least:
+        return None
+    fewer = max(1, 2 ** int(math.log2(max(1, seq_len // least))))
+    return Caution(
+        f"mesh.context={context} leaves a device {seq_len // context:,} positions of a row of {seq_len:,}",
+        "the products of a layer shrink with the positions, and what a device reads of the others does not: devices "
+        "wait for each other's keys and values",
+        f"set mesh.context={fewer}, and let fsdp or tensor take the rest",
+        f"ours: {least:,} positions",
     )
 
 

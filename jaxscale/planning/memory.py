@@ -12,7 +12,9 @@ from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE, ModelConfig
 from jaxscale.ops.config import ATTENTION_OUT
+from jaxscale.planning.positions import attention_memory, attention_way
 from jaxscale.planning.residuals import number_bytes, residuals_by_stack, tiled_bytes
+from jaxscale.planning.stages import compute_bytes, held_numbers, hop_bytes, stages_of
 from jaxscale.planning.topology import Topology
 from jaxscale.sharding.batch_axes import on_tpu
 from jaxscale.sharding.offload import HOST
@@ -29,6 +31,7 @@ BLOCK_SLACK = 1.25
 # XLA:GPU needs about twice as much for the same arrays: three compilations in the same headers (jax 0.10.2), all with
 # remat="full". Why was not looked into, so it is used with remat alone.
 GPU_SLACK = 2.15
+TRANSIT = 4  # what a stage of a pipeline receives and sends, up and down
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +53,12 @@ class MemoryNeed:
     activations: int  # an estimate: XLA decides
     summed: int = 0  # gradients of earlier microbatches, beside those of the one that is computed
     padding: int = 0  # of all these but activations, up to whole tiles of a TPU
+    weights: int = 0  # of a pipeline's stage, gathered once a step
 
     @property
     def state(self) -> int:
         """What no batch size can lower."""
-        return self.params + self.moments + self.grads
+        return self.params + self.moments + self.grads + self.weights
 
     @property
     def total(self) -> int:
@@ -70,13 +74,23 @@ def memory_need(program: Program) -> MemoryNeed:
     learned = jax.tree.map(lambda p, g: p if jax.tree.leaves(g) else None, state.params, program.abstract_grads)
     grads = shard_bytes(learned) + host_bytes(learned)
     summed = shard_bytes(program.abstract_grads) if program.cfg.train.num_microbatches > 1 else 0
+    weights = stage_weights(program)
+    if staged := bool(weights):  # one sum of a stage's gradients is carried through the step
+        grads, summed = 4 * sum(held_numbers(program, program.abstract_grads)), 0
     moments = shard_bytes((state.opt_state, state.ema))
     padding = 0
     if on_tpu(program.mesh):
         filled = {tree: padding_bytes(getattr(state, tree)) for tree in ("params", "opt_state", "ema")}
         again = filled["params"] + (padding_bytes(program.abstract_grads) if summed else 0)
-        padding = sum(filled.values()) + again
-    return MemoryNeed(params, moments, grads, activation_bytes(program), summed, padding)
+        padding = sum(filled.values()) + (0 if staged else again)
+    return MemoryNeed(params, moments, grads, activation_bytes(program), summed, padding, weights)
+
+
+def stage_weights(program: Program) -> int:
+    """Bytes of the weights of a stage, which a pipeline gathers once a step in the type of its products; else 0."""
+    if not stages_of(program.cfg, program.mesh.shape).on:
+        return 0
+    return compute_bytes(program.cfg) * sum(held_numbers(program, program.abstract_state.params))
 
 
 def least_memory(cfg: RunConfig, num_devices: int) -> MemoryNeed:
@@ -117,15 +131,14 @@ def activation_bytes(program: Program) -> int:
     block whole, or of it one part of the rows: the residual stream twice and its normalised forms (4 D), attention's
     inputs and output, and the MLP's inner arrays. What goes to the host is left out. Beside that, the larger of two:
     one block and its gathered weights, or the output projection with the logits of one chunk of the loss and their
-    gradient.
+    gradient. A stage of a pipeline keeps the inputs of its layers of several microbatches (Stages.slots), and what
+    travels; a block whose positions are shared has keys and values of others beside it.
     """
     cfg, shape = program.cfg, program.mesh.shape
-    model, lengths = cfg.model, cfg.row_lengths
-    tokens = (
-        cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards * (lengths.row + (lengths.encoder or 0))
-    )
-    width = 4 if model.compute_dtype == "float32" else 2
-    tensor = shape["tensor"]
+    model, lengths, stages = cfg.model, cfg.row_lengths, stages_of(cfg, shape)
+    rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
+    tokens = rows * (lengths.row + (lengths.encoder or 0)) // shape["context"]
+    width, tensor = compute_bytes(cfg), shape["tensor"]
     sizes = activation_sizes(model, tensor)
     inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + model.mlp_dim // tensor
     whole = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
@@ -138,16 +151,27 @@ def activation_bytes(program: Program) -> int:
         kept, block = sum(layers * of_layer for layers, of_layer in stacks), max(of_layer for _, of_layer in stacks)
         kept += cast_bytes(program)
     else:
-        kept, block = tokens * width * model.num_layers * sum(sizes[name] for name in names), tokens * width * whole
-        parts = math.gcd(model.row_parts, cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards)
+        kept = tokens * width * model.num_layers * sum(sizes[name] for name in names)
+        parts = math.gcd(model.row_parts, rows)
         ends = 2 * model.embed_dim  # the block's input and result, of all rows
         block = tokens * width * (ends + (whole - ends) // parts)
         gathered *= 1 if parts == 1 else 2  # gradients of all its weights, until those of the last part are added
-    logits = min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4
-    head = 2 * logits + width * model.embed_dim * model.vocab_size // tensor
-    total = kept + max(gathered + round(BLOCK_SLACK * block), head)
+    vocab = model.vocab_size // tensor // stages.head_shares
+    head = 2 * 4 * min(tokens, model.loss_chunk_tokens) * vocab + width * model.embed_dim * vocab
+    if stages.on:
+        blocks, _ = held_numbers(program, program.abstract_grads)
+        gathered = 4 * blocks // stages.held_layers  # gradients of a layer, before they are added
+        kept = kept_inputs(program) + (TRANSIT + stages.held) * hop_bytes(program)
+        head += 2 * tokens * width * model.embed_dim  # the last stage's result and its gradient, on every stage
+    total = kept + max(gathered + round(BLOCK_SLACK * block + attention_memory(program)), head)
     on_gpu = program.mesh.devices.flat[0].platform == "gpu"
     return round(GPU_SLACK * total) if on_gpu and names is not None else total
+
+
+def kept_inputs(program: Program) -> int:
+    """Bytes of the inputs of its layers that a stage of a pipeline keeps, of all microbatches under way at one time."""
+    stages = stages_of(program.cfg, program.mesh.shape)
+    return stages.slots * stages.chunk_layers * hop_bytes(program) if stages.on else 0
 
 
 def gathered_bytes(program: Program, width: int) -> int:
@@ -163,7 +187,7 @@ def gathered_bytes(program: Program, width: int) -> int:
         if "blocks" in jax.tree_util.keystr(path):
             split = shape["tensor"] if "tensor" in str(leaf.sharding.spec) else 1
             sizes.append(leaf.size // program.cfg.model.num_layers // split)
-    summing = 4 * sum(sizes) if shape["data"] > 1 else 0
+    summing = 4 * sum(sizes) if shape["data"] > 1 or shape["context"] > 1 else 0
     return width * (sum(sizes) + max(sizes)) + summing
 
 
@@ -214,35 +238,66 @@ def usable_memory(topology: Topology) -> tuple[int, str]:
 
 def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     """Memory of one device by kind. The state is counted from the shardings that training uses."""
-    cfg = program.cfg
+    cfg, state = program.cfg, program.abstract_state
     count = units.count(cfg.model.num_params)
     learned = units.count(sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads)))
-    tensor = program.mesh.shape["tensor"]
+    stages, tensor = stages_of(cfg, program.mesh.shape), program.mesh.shape["tensor"]
     both = program.mesh.shape["fsdp"] * tensor
     over = {"zero1": (tensor, both), "zero2": (tensor, both), "zero3": (both, both)}[cfg.rules]
+    rest = [stages.size if names_axis(tree, "pipeline") else 1 for tree in (state.params, state.opt_state)]
+    over = tuple(parts * stage for parts, stage in zip(over, rest))
     share = lambda parts: f" / {parts}" if parts > 1 else ""
-    moments, average = shard_bytes(program.abstract_state.opt_state), shard_bytes(program.abstract_state.ema)
+    moments, average = shard_bytes(state.opt_state), shard_bytes(state.ema)
     rows = [
         MemoryRow("parameters", need.params, f"4 B x {count}{share(over[0])}"),
         MemoryRow("moments", moments, f"{MOMENTS_IN_WORDS[cfg.optim.name]} x 4 B x {learned}{share(over[1])}"),
-        MemoryRow("gradients", need.grads, f"4 B x {learned}{share(over[0])}, at most"),
     ]
     if average:
-        rows.insert(2, MemoryRow("average of parameters", average, f"4 B x {learned}{share(over[1])}"))
+        rows.append(MemoryRow("average of parameters", average, f"4 B x {learned}{share(over[1])}"))
+    if stages.on:
+        rows += stage_rows(program, need)
+    else:
+        rows.append(MemoryRow("gradients", need.grads, f"4 B x {learned}{share(over[0])}, at most"))
     if need.summed:
         rows.append(MemoryRow("gradients summed so far", need.summed, f"4 B x {learned}{share(both)}: microbatches"))
     if need.padding:
         rows.append(MemoryRow("padding", need.padding, "of the above, to a TPU's tiles of 8 x 128 numbers"))
     made = units.plural(cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards, "row")
-    what = f"{made} of {cfg.row_lengths.row:,} tokens, remat={cfg.model.remat}: estimate"
-    return (*rows, MemoryRow("activations", need.activations, what))
+    cut = f" / {program.mesh.shape['context']}" if program.mesh.shape["context"] > 1 else ""
+    what = f"{made} of {cfg.row_lengths.row:,}{cut} tokens, remat={cfg.model.remat}: estimate"
+    if shared := attention_memory(program):
+        what += f"; {units.size(shared)} of others' keys and values among them ({attention_way(program)})"
+    return (*rows, MemoryRow("activations", need.activations - kept_inputs(program), what))
+
+
+def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:
+    """What a stage of a pipeline holds through a step."""
+    cfg, shape = program.cfg, program.mesh.shape
+    stages, tensor = stages_of(cfg, shape), shape["tensor"]
+    numbers = [
+        units.count(sum(held_numbers(program, tree)))
+        for tree in (program.abstract_state.params, program.abstract_grads)
+    ]
+    of_stage = f"of a stage{f', its part of tensor {tensor}' if tensor > 1 else ''}"
+    kept = f"{stages.slots} of {stages.runs} {'chunks' if stages.chunks > 1 else 'microbatches'} under way"
+    layers = units.plural(stages.chunk_layers, "layer")
+    return [
+        MemoryRow("gathered weights", need.weights, f"{compute_bytes(cfg)} B x {numbers[0]} {of_stage}: once a step"),
+        MemoryRow("gradients", need.grads, f"4 B x {numbers[1]} {of_stage}: summed through the step"),
+        MemoryRow("inputs of layers", kept_inputs(program), f"{kept} x {layers} x {units.size(hop_bytes(program))}"),
+    ]
+
+
+def names_axis(abstract: Any, axis: str) -> bool:
+    """True if the sharding of some array of such a tree names a mesh axis."""
+    return any(axis in str(leaf.sharding.spec) for leaf in jax.tree.leaves(abstract))
 
 
 def fitting_parts(program: Program, usable: int) -> int | None:
     """The fewest microbatches with which the estimate fits into so many bytes; None if none does."""
-    cfg = program.cfg
+    cfg, chunks = program.cfg, stages_of(program.cfg, program.mesh.shape).chunks
     for parts in units.divisors(cfg.rows_per_step):
-        if cfg.rows_per_step // parts % program.batch_shards:
+        if cfg.rows_per_step // parts % program.batch_shards or chunks > 1 and parts % program.mesh.shape["pipeline"]:
             continue
         train = dataclasses.replace(cfg.train, num_microbatches=parts)
         wanted = dataclasses.replace(program, cfg=dataclasses.replace(cfg, train=train))

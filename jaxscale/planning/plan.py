@@ -23,8 +23,11 @@ from jaxscale.planning.cost import Range
 from jaxscale.planning.fitting import fitting_program
 from jaxscale.planning.measured import Kept, Measured
 from jaxscale.planning.memory import fitting_parts, host_bytes, least_memory, memory_need, memory_rows, usable_memory
+from jaxscale.planning.positions import LEAST_POSITIONS
 from jaxscale.planning.run_plan import Data, Device, Machine, Money, RunPlan, Saves, Time, Work
+from jaxscale.planning.sending import between_slices
 from jaxscale.planning.speed import Speed, speed
+from jaxscale.planning.stages import stages_of
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.mesh import mesh_layout
 from jaxscale.system.exits import BadInput
@@ -250,8 +253,12 @@ def machine_cautions(plan: RunPlan, cfg: RunConfig, program: Program, topology: 
     islands = link_domains(topology.devices) if topology.platform != "cpu" else [0] * devices
     found = [
         cautions.tensor_over_slow_links(program.mesh.shape["tensor"], islands.count(islands[0]), chip),
+        cautions.bubble_too_large(stages_of(cfg, program.mesh.shape)),
+        cautions.positions_too_few(program.mesh.shape["context"], cfg.seq_len, LEAST_POSITIONS),
         cautions.dtype_of_chip(cfg.model.compute_dtype, chip),
     ]
+    if crossing := between_slices(program, topology):
+        found.append(cautions.wrong_axis_between_slices(*crossing))
     if not plan.time.speed.measured and plan.time.speed.mfu is not None:
         found.append(cautions.links_not_known(len(set(islands)), devices, chip))
     return found

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from jaxscale.build import Program
 from jaxscale.models.config import ModelConfig, NumberKind
+from jaxscale.planning.positions import attention_way
 from jaxscale.sharding.batch_axes import LANES, SUBLANES, on_tpu
 
 F32 = 4
@@ -32,23 +33,26 @@ def residuals_by_stack(program: Program) -> dict[str, tuple[int, int]]:
     """{stack of blocks: (its layers, bytes on one device that are kept of each)}, where nothing is computed again."""
     cfg, tpu = program.cfg, on_tpu(program.mesh)
     rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
+    context = program.mesh.shape["context"]
+    whole = context > 1 and attention_way(program) == "gather"
     how = dict(scores=program.attention == "xla", tensor=program.mesh.shape["tensor"], tpu=tpu)
     found = {}
     for stack, layers in cfg.model.layer_stacks.items():
         encodes = stack == "encoder_blocks"
-        length = cfg.row_lengths.encoder if encodes else cfg.row_lengths.row
+        length = (cfg.row_lengths.encoder if encodes else cfg.row_lengths.row) // context
         read = None if encodes else cfg.row_lengths.encoder
-        arrays = block_residuals(cfg.model, rows, length, read, **how)
+        arrays = block_residuals(cfg.model, rows, length, read, keys=length * context if whole else length, **how)
         found[stack] = layers, sum(tiled_bytes(one.shape, one.itemsize, tpu) for one in arrays)
     return found
 
 
 def block_residuals(
-    model: ModelConfig, rows: int, length: int, read: int | None, *, scores: bool, tensor: int, tpu: bool
+    model: ModelConfig, rows: int, length: int, read: int | None, *, keys: int, scores: bool, tensor: int, tpu: bool
 ) -> list[Residual]:
-    """The arrays of one block on rows of `length` positions.
+    """The arrays of one block on `length` positions of each row.
 
-    read: positions of the encoder's rows, for a decoder that reads them. scores: attention keeps its probabilities,
+    read: positions of the encoder's rows, for a decoder that reads them. keys: positions whose keys and values are
+    there: more than `length` where other devices' are gathered. scores: attention keeps its probabilities,
     where a fused kernel keeps one number for each row of them.
     """
     sizes = number_bytes(model, tpu)
@@ -58,8 +62,8 @@ def block_residuals(
     kept += [Residual("of a norm", (B, own, D), sizes[kind]) for kind in model.norm_residuals] * parts
     if model.dropout:
         kept += [Residual("dropout's mask", (B, own, D), 1)] * parts
-    for keys in (T,) if read is None else (T, read):
-        kept += attention_residuals(model, B, T, keys, scores=scores, tensor=tensor, tpu=tpu)
+    for seen in (keys,) if read is None else (keys, read):
+        kept += attention_residuals(model, B, T, seen, scores=scores, tensor=tensor, tpu=tpu)
     return kept + [Residual(name, (B, T, model.mlp_dim // tensor), sizes[kind]) for name, kind in model.mlp_residuals]
 
 

@@ -10,14 +10,23 @@ import math
 from collections.abc import Sequence
 
 from jaxscale.build import Program
+from jaxscale.config import RunConfig
 from jaxscale.hardware import Chip, find_chip
 from jaxscale.models.config import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.cost import Range
 from jaxscale.planning.machine import HERE
 from jaxscale.planning.measured import Measured, rate_for
-from jaxscale.planning.memory import activation_bytes, activation_sizes, host_bytes, saved_names, shard_bytes
+from jaxscale.planning.memory import (
+    activation_bytes,
+    activation_sizes,
+    host_bytes,
+    saved_names,
+    shard_bytes,
+    stage_weights,
+)
 from jaxscale.planning.sending import plan_sending
+from jaxscale.planning.stages import held_numbers, idle_share, stages_of
 from jaxscale.planning.topology import Topology
 from jaxscale.system.exits import BadInput
 
@@ -40,6 +49,8 @@ class Speed:
     link_seconds: float | None  # least time of the bytes that the layout must send, one link after another
     exposed_seconds: float | None  # the part of them for which products stand still (sending.plan_sending)
     measured: bool = False  # by a step that was timed on this machine, and not by a share of the peak
+    idle_seconds: float = 0.0  # that a stage of a pipeline waits for others
+    bubble: str = ""  # of a pipeline's schedule: '5.2% = (P-1)/(VM+P-1) = 7/135'
 
 
 def speed(
@@ -65,7 +76,7 @@ def speed(
     else:
         mfu, source = usual_mfu(topology, measured, step_flops / cfg.train.num_microbatches)
         most = step_flops / peak / guess.cost[0]
-        why = "by the chip's peak and links for this layout"
+        why = f"by the chip's peak{', bubble' if guess.idle_s else ''} and links for this layout"
         if ceiling is not None and ceiling < most:
             most, why = ceiling, "by the compiled step of jaxscale preflight"
         share, in_type = share_of_peak(chip, topology.platform, cfg.model)
@@ -76,7 +87,18 @@ def speed(
             source += f"; at most {most:.1%} {why}"
     seconds = mfu.under(step_flops / peak)
     tokens_per_second, exposed = seconds.under(cfg.tokens_per_step), sending.exposed_s(guess.compute_s)
-    return Speed(seconds, mfu, source, tokens_per_second, guess.compute_s, sending.total_s, exposed)
+    stages = stages_of(cfg, program.mesh.shape)
+    return Speed(
+        seconds,
+        mfu,
+        source,
+        tokens_per_second,
+        guess.compute_s,
+        sending.total_s,
+        exposed,
+        idle_seconds=guess.idle_s,
+        bubble=stages.formula if stages.on else "",
+    )
 
 
 def usual_mfu(topology: Topology, measured: Sequence[Measured], pass_flops: float | None = None) -> tuple[Range, str]:
@@ -137,6 +159,7 @@ class Estimate:
     compute_s: float
     link_s: float  # on all links, one after another, and to the host
     exposed_s: float = 0.0  # the part of link_s for which products stand still
+    idle_s: float = 0.0  # that a stage of a pipeline waits for the others
 
     def memory(self, scale: float = 1.0) -> float:
         """Bytes at the peak, with activations and temporaries `scale` times as large as guessed."""
@@ -145,7 +168,12 @@ class Estimate:
     @property
     def cost(self) -> tuple[float, float]:
         """What candidates are sorted by: the time with what is exposed, then the time if nothing overlaps."""
-        return (self.compute_s + self.exposed_s, self.compute_s + self.link_s)
+        return (self.least_s + self.exposed_s, self.least_s + self.link_s)
+
+    @property
+    def least_s(self) -> float:
+        """Products, and what a stage waits for those of others."""
+        return self.compute_s + self.idle_s
 
 
 def estimate(program: Program, topology: Topology) -> Estimate:
@@ -156,6 +184,8 @@ def estimate(program: Program, topology: Topology) -> Estimate:
     sharing = program.mesh.shape["fsdp"] * program.mesh.shape["tensor"]  # devices that share one copy of the state
     gradients = params if cfg.rules == "zero1" else 4 * cfg.model.num_params // sharing
     gradients = shard_bytes(program.abstract_grads) if cfg.lora.on else gradients
+    if weights := stage_weights(program):
+        gradients = 4 * sum(held_numbers(program, program.abstract_grads)) + weights
     flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
     passes = 2 * cfg.train.num_microbatches  # of weights to the device, forward and backward
     moved = 2 * host_bytes(state) + passes * host_bytes(state[0])  # and there and back when the step renews it
@@ -167,7 +197,14 @@ def estimate(program: Program, topology: Topology) -> Estimate:
         compute_s=compute,
         link_s=sending.total_s + host,
         exposed_s=max(sending.exposed_s(compute), host - compute),
+        idle_s=compute * idle_share(stages_of(cfg, program.mesh.shape), head_share(cfg)) + sending.idle_s,
     )
+
+
+def head_share(cfg: RunConfig) -> float:
+    """The output projection's part of a step's operations, recomputation included."""
+    flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
+    return 6 * cfg.model.vocab_size * cfg.model.embed_dim / flops
 
 
 def recomputed_flops(model: ModelConfig, seq_len: int) -> float:

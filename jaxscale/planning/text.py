@@ -117,8 +117,13 @@ def time_rows(plan: RunPlan) -> Rows:
     if found.compute_seconds is not None:
         sent = f"sending {seconds(found.link_seconds)}, {seconds(found.exposed_seconds)} of it exposed"
         sent = sent if found.link_seconds else "nothing is sent"
-        least = f"products {seconds(found.compute_seconds)}, {sent}; recomputation included"
-        rows.append(("least of a step", seconds(found.compute_seconds + found.exposed_seconds), least))
+        idle = f"waiting for other stages {seconds(found.idle_seconds)}, " if found.bubble else ""
+        least = f"products {seconds(found.compute_seconds)}, {idle}{sent}; recomputation included"
+        whole = found.compute_seconds + found.idle_seconds + found.exposed_seconds
+        rows.append(("least of a step", seconds(whole), least))
+        if found.bubble:
+            share, _, formula = found.bubble.partition(" = ")
+            rows.append(("bubble", share, f"{formula} of the time of the stages"))
     if (limit := time.deadline_seconds) is not None:
         rows.append(("deadline", duration(limit), reached(time.wall_seconds, limit)))
     return rows

@@ -228,3 +228,29 @@ def test_a_text_that_is_no_program_or_not_of_this_mesh_is_refused():
         facts_of("  ROOT %c = f32[16]{0} all-reduce(%p), replica_groups={{0,8}}")
     with pytest.raises(ValueError, match="slice_of names 4 devices"):
         facts_of("  ROOT %c = f32[16]{0} copy(%p)", slice_of=[0, 0, 1, 1])
+
+
+SIX_AXES = {"pipeline": 4, "data": 1, "fsdp": 2, "context": 2, "tensor": 1}  # devices 0 to 15
+
+
+@pytest.mark.parametrize(
+    ("pairs", "axes"),
+    [
+        ("{{0,4},{4,8},{8,12}}", ("pipeline",)),  # up
+        ("{{12,8},{8,4},{4,0}}", ("pipeline",)),  # down
+        ("{{0,4},{4,8},{8,12},{12,0}}", ("pipeline",)),  # chunks: from the last stage to the first again
+        ("{{0,1},{1,0},{2,3},{3,2}}", ("context",)),  # a ring
+        ("{{1,2},{3,4}}", ("pipeline", "fsdp", "context")),
+    ],
+)
+def test_a_permute_is_of_the_axes_along_which_its_messages_go(pairs, axes):
+    line = f"  ROOT %c = bf16[8,64]{{1,0}} collective-permute(%p), source_target_pairs={pairs}"
+    found = only_collective(line, mesh=SIX_AXES, partitions=16)
+    assert (found.axes, found.wire_bytes, found.dcn_bytes) == (axes, 1024, 0)
+
+
+def test_a_permute_crosses_slices_whole_where_its_furthest_message_does():
+    line = "  ROOT %c = bf16[8,64]{1,0} collective-permute(%p), source_target_pairs={{0,4},{4,8},{8,12}}"
+    found = only_collective(line, mesh=SIX_AXES, partitions=16, slice_of=[0] * 8 + [1] * 8)
+    assert (found.axes, found.crosses_slices, found.dcn_bytes) == (("pipeline",), True, 1024)
+    assert [(stage.along, stage.nbytes) for stage in found.stages] == [("dcn", 1024)]

@@ -10,8 +10,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxscale.ahead.hlo import read_hlo
+from jaxscale.ahead.overlap import collective_rows
+from jaxscale.ahead.roofline import roofline
 from jaxscale.ops.attention import either
 from jaxscale.ops.config import Mix
+from jaxscale.planning.links import make_torus
+from jaxscale.planning.stages import Stages
 from jaxscale.planning.topology import link_domains, open_topology
 
 
@@ -141,3 +145,69 @@ def test_each_kind_of_attention_counts_as_often_as_it_runs(flags):
     num_near, num_far = sum(flags), len(flags) - sum(flags)
     # near: x @ (w @ w) forward; both inputs' gradients of both products backward. far: one product, two gradients.
     assert facts.dot_flops == num_near * (3 * small + 3 * square) + num_far * 3 * small
+
+
+def make_pipeline(mesh, parts, width, rows, dtype):
+    """One layer a stage in lockstep 1F1B, compiled: a branch inside the backward one, an exchange at the end."""
+    stages = mesh.shape["pipeline"]
+    ticks = parts + 2 * stages - 2
+    up = [(stage, stage + 1) for stage in range(stages - 1)]
+    down = [(target, source) for source, target in up]
+    inside = lambda part: (part >= 0) & (part < parts)
+
+    def step(w, x):
+        stage, whole = jax.lax.axis_index("pipeline"), jax.lax.all_gather(w, "fsdp", axis=0, tiled=True)
+
+        def backward(g, h):
+            dw, dh = jax.vjp(lambda w, h: jnp.tanh(h @ w), whole, h)[1](g)
+            return dw, jax.lax.cond(dh.sum() > 0, lambda dh: dh @ whole, lambda dh: dh, dh)
+
+        def tick(carried, t):
+            h, g, dw = carried
+            with jax.named_scope(f"taken_{parts}_of_{ticks}"):
+                result = jax.lax.cond(inside(t - stage), lambda h: jnp.tanh(h @ whole), lambda h: h, h)
+            part = t - 2 * (stages - 1) + stage
+            with jax.named_scope(f"taken_{parts}_of_{ticks}"):
+                more, g = jax.lax.cond(inside(part), backward, lambda g, h: (jnp.zeros_like(dw), g), g, h)
+            return (jax.lax.ppermute(result, "pipeline", up), jax.lax.ppermute(g, "pipeline", down), dw + more), None
+
+        (h, _, dw), _ = jax.lax.scan(tick, (x, x, jnp.zeros_like(whole)), jnp.arange(ticks))
+        h = jax.lax.all_to_all(h, "pipeline", 0, 1, tiled=True)
+        return jax.lax.psum_scatter(dw, "fsdp", scatter_dimension=0, tiled=True), h
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P("fsdp"), P()), out_specs=(P("fsdp"), P()), check_vma=False)
+    of = lambda shape, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+    return jax.jit(mapped).lower(of((width, width), P("fsdp")), of((rows, width), P())).compile().as_text()
+
+
+def test_stages_of_a_pipeline_count_as_often_as_they_run_and_their_messages_in_every_tick():
+    """4 stages x 8 microbatches in 14 ticks: each runs 8 forward and 8 backward, whatever branches lie inside these."""
+    mesh = make_mesh(jax.devices()[:8], pipeline=4, fsdp=2)
+    facts = read_hlo(make_pipeline(mesh, 8, 64, 8, jnp.float32), mesh.shape)
+    assert facts.dot_flops == 8 * (1 + 3 + 1) * 2 * 8 * 64 * 64
+    message, matrix = 8 * 64 * 4, 64 * 64 * 4
+    assert sorted((one.kind, one.axes, one.times, one.wire_bytes) for one in facts.collectives) == [
+        ("all-gather", ("fsdp",), 1, matrix / 2),
+        ("all-to-all", ("pipeline",), 1, message * 3 / 4),
+        ("collective-permute", ("pipeline",), 14, message),
+        ("collective-permute", ("pipeline",), 14, message),
+        ("reduce-scatter", ("fsdp",), 1, matrix / 2),
+    ]
+
+
+@pytest.mark.aot
+@needs_libtpu
+def test_messages_of_a_tpu_pipeline_run_beside_products_and_the_roofline_has_its_bubble():
+    topology = open_topology("v5p:2x2x2")
+    mesh = make_mesh(topology.devices, pipeline=4, fsdp=2)
+    places = list(mesh.devices.flat)
+    text = make_pipeline(mesh, 8, 2048, 2048, jnp.bfloat16)
+    facts = read_hlo(text, mesh.shape, link_domains(places), make_torus(places, topology.chip))
+    assert facts.dot_flops == 8 * (1 + 3 + 1) * 2 * 2048**3
+    bound = roofline(facts, topology.chip, facts.dot_flops, Stages(size=4, layers=4, microbatches=8))
+    assert bound.bubble_s == pytest.approx(3 / 8 * bound.compute_s)
+    rows = [row for row in collective_rows(facts, bound.played) if row.kind == "collective-permute"]
+    assert [(row.axes, row.times, row.sent_bytes, row.is_blocking) for row in rows] == [
+        ("pipeline", 14, 2 * 2048**2, False)
+    ] * 2
+    assert max(row.cover_s for row in rows) > 0

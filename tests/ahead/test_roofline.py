@@ -10,6 +10,7 @@ from jaxscale.ahead.roofline import roofline
 from jaxscale.ahead.timeline import play
 from jaxscale.hardware import Chip
 from jaxscale.planning.links import DCN, Stage
+from jaxscale.planning.stages import Stages
 
 CHIP = Chip(
     "made up", 100.0, 1000, 10.0, "this test", ici_bandwidth=6.0, ici_dims=3, dcn_bandwidth=0.5, fp8_flops=200.0
@@ -132,3 +133,17 @@ def test_what_has_no_price_is_told_and_in_no_time():
     assert bound.links_s == {} and bound.at_least_s == 4.0
     told = "; ".join(bound.unpriced)
     assert all(part in told for part in ("3 kernel runs", "2 loops", "1e+09 bytes", "dcn:data: no bandwidth"))
+
+
+def test_a_stage_waits_while_the_pipeline_fills_and_empties_and_the_ceiling_knows_it():
+    collectives = [collective((axes,), ("x", 4.0)) for axes in ("tensor", "fsdp")]  # 2 s each
+    step = facts(*collectives, schedule=(blocking(0), blocking(1), work(10)), bf16=1000.0)
+    bound = roofline(step, CHIP, 1000.0, Stages(size=4, layers=8, microbatches=6), head=0.2)
+    bubble = 3 / 6 * (0.8 * 10 + 2)  # products but the output projection's, and what tensor says within a stage
+    assert (bound.bubble_s, bound.bubble) == (pytest.approx(bubble), "33.3% = (P-1)/(VM+P-1) = 3/9")
+    assert (bound.compute_s, bound.at_least_s) == pytest.approx((10, 14 + bubble))
+    assert bound.mfu_ceiling == pytest.approx(10 / (14 + bubble))
+    assert bound.overlapped_s == pytest.approx(10 + bubble)
+    whole = Stages(size=4, layers=8, microbatches=6, cuts_head=False)
+    assert roofline(step, CHIP, 1000.0, whole, head=0.2).bubble_s == pytest.approx(3 / 6 * (0.5 * 10 + 2))  # 0.8 of 1.6
+    assert roofline(step, CHIP, 1000.0).bubble_s == 0

@@ -1,6 +1,7 @@
 """The search compiles the best guess first, learns from what it compiled, and keeps to its time."""
 
 import dataclasses
+import math
 
 import ahead_of_time
 import pytest
@@ -8,6 +9,7 @@ import tiny
 
 from jaxscale import schema
 from jaxscale.ahead import search
+from jaxscale.ahead.layouts import all_layouts, layout_parts
 from jaxscale.ahead.preflight import ahead_program
 from jaxscale.ahead.report import Report
 from jaxscale.ahead.roofline import Roofline
@@ -15,6 +17,8 @@ from jaxscale.ahead.search import Candidate, explore, fitting, is_hopeful, needs
 from jaxscale.command_line import parse
 from jaxscale.config import RunConfig
 from jaxscale.planning.speed import Estimate, estimate, recomputed_flops
+from jaxscale.sharding.config import MESH_AXES, PipelineConfig
+from jaxscale.unread import unread
 
 GB = 10**9
 LIMIT = 10 * GB
@@ -172,6 +176,65 @@ def test_the_candidates_are_all_that_training_would_take_and_the_config_itself(c
 def test_the_guess_of_a_candidate_is_that_of_its_own_program(candidates, topology):
     for one in candidates[5::40]:
         assert one.guess == estimate(ahead_program(one.cfg, topology), topology)
+
+
+def test_layouts_have_all_axes_within_reason():
+    cfg = tiny.config({"model.num_layers": 6, "seq_len": 8192, "batch_tokens": "32 rows"})
+    found = list(all_layouts(cfg, 16))
+    assert all(math.prod(one[axis] for axis in MESH_AXES) == 16 for one in found)
+    key = [tuple(one.values()) for one in found]
+    assert len(set(key)) == len(key)
+    sizes = lambda name: {one[name] for one in found}
+    assert sizes("pipeline") == {1, 2}  # 4 stages of 2 layers would have room for 8
+    assert sizes("context") == {1, 2, 4, 8}  # of 1,024 positions each, or more
+    assert {(one["pipeline"], one["chunks"]) for one in found} == {(1, 1), (2, 1)}  # chunks of 2 layers: room for 8
+    assert {one["data"] for one in found if one["pipeline"] > 1 or one["context"] > 1} == {1}
+    assert {one["data"] for one in all_layouts(cfg, 16, num_slices=2) if one["pipeline"] > 1} == {1, 2}
+    assert {
+        one["context"] for one in all_layouts(dataclasses.replace(cfg, seq_len=6144, batch_tokens="32 rows"), 16)
+    } == {1, 2, 4}
+
+
+def test_stages_get_as_many_microbatches_as_they_need():
+    cfg = tiny.config({"model.num_layers": 8, "batch_tokens": "16 rows"})
+    layout = dict.fromkeys(MESH_AXES, 1) | {"pipeline": 4, "fsdp": 2, "chunks": 1}
+    assert layout_parts(cfg, layout) == [4, 8]
+    assert layout_parts(cfg, layout | {"pipeline": 8, "chunks": 2, "fsdp": 1}) == [8, 16]
+    assert layout_parts(cfg, layout | {"pipeline": 1}) == [1, 2, 4, 8]
+
+
+def test_the_search_tries_stages_and_shared_positions_and_what_it_names_is_read(topology):
+    said = []
+    cfg = tiny.config({"model.num_layers": 4, "seq_len": 4096, "batch_tokens": "8 rows", "model.remat": "dots"})
+    found = search.search_candidates(cfg, topology, said.append)
+    layouts = {(one.cfg.mesh.pipeline, one.cfg.mesh.context, one.cfg.pipeline.chunks) for one in found}
+    assert layouts == {
+        (1, 1, 1),
+        (1, 2, 1),
+        (1, 4, 1),
+        *((p, c, 1) for p in (2, 4) for c in (1, 2, 4) if p * c <= 8),
+        *((2, c, 2) for c in (1, 2, 4)),
+    }
+    for one in found:
+        if one.cfg.mesh.pipeline > 1:
+            assert one.cfg.model.remat == "full" and one.guess.idle_s > 0
+    for one in found[::31]:
+        assert not unread(one.cfg).keys() & one.changes.keys()
+    assert said[0].startswith(f"{len(found)} settings guessed at, on ") and "context 1, 2, 4" in said[0]
+    plain = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, pipeline=2), pipeline=PipelineConfig(chunks=2))
+    without = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 8, "chunks": 1}
+    (back, *_) = search.make_candidates(plain, topology, [without], ["zero3"], [False])
+    assert back.changes["pipeline.chunks"] == 1  # or training would refuse it: nothing reads it
+
+
+def test_why_the_winner_wins_is_told_by_part(report):
+    line = dataclasses.replace(bounds(2.0), exposed_s={"ici:fsdp": 0.5}, bubble_s=0.25, at_least_s=2.75)
+    best = (candidate(1.0, 5, mesh__pipeline=2), dataclasses.replace(report, peak_bytes=5, roofline=line))
+    own = (candidate(1.0, 5), dataclasses.replace(report, peak_bytes=5, roofline=bounds(3.0)))
+    large = (candidate(1.0, 5), dataclasses.replace(report, peak_bytes=2 * LIMIT, roofline=None))
+    wins = "mesh.pipeline=2 wins: at least 2750 ms a step: products 2000 ms, bubble 250 ms, waiting for links 500 ms"
+    assert search.why_lines([own, best]) == [wins, "the config as it is: at least 3000 ms a step: products 3000 ms"]
+    assert search.why_lines([large, best]) == [wins, "the config as it is: does not fit"]
 
 
 def test_repairs_add_zero3_and_offload_and_change_something(topology):

@@ -67,7 +67,9 @@ KINDS = (
     Kind(PARSED, r"runs/speedrun-1/chat", "a speedrun's model; tests/launch/test_speedrun.py makes one"),
     Kind(PARSED, r"--serve$", "does not end; tests/cli/test_report.py serves"),
     Kind(PARSED, r"^--config\.", "settings alone"),
-    Kind(PARSED, r"configs/(1b|7b|13b|70b|175b)\.py.*--(workdir|skip-data|config\.data)", "a model for accelerators"),
+    Kind(
+        PARSED, r"configs/(1b|7b|13b|70b|175b|405b)\.py.*--(workdir|skip-data|config\.data)", "a model for accelerators"
+    ),
     Kind(CHEAP, r"^jaxscale plan .*--topology=(?!here)|^jaxscale plan --(flops|model_size)=", "seconds"),
     Kind(CHEAP, r"^jaxscale (report|watch) --workdir=runs/", "seconds, on the records of a run"),
     Kind(CHEAP, r"^jaxscale ckpt \w+ --workdir=runs/", "seconds, on the checkpoints of a run", swap=NEWEST),

@@ -1,0 +1,28 @@
+"""Llama 3.1 405B's shape (arXiv:2407.21783, table 3): 405,853,388,800 parameters. Measured: nothing yet.
+
+    python -m jaxscale.main --config=configs/405b.py --config.data.files='shards/*.bin' --config.mesh.pipeline=8 \\
+        --config.train.num_microbatches=64
+
+Cost of the whole run at 40% MFU: 3.9e+25 FLOPs, 59,570,494 chip-hours of TPU v5p (459 TFLOP/s).
+State in float32 (parameters, moments, gradients): 6,048 GiB over all chips.
+By plan alone, nothing compiled: v5p:8x8x16 with these flags (stages of 16 layers, the last of 14) has a bubble of 9.9%
+and an MFU of at most 57%; h100:2048x8 with mesh.pipeline=16, 16 microbatches and pipeline.chunks=2 31.9% and 40%.
+"""
+
+import ml_collections
+
+
+def get_config():
+    c = ml_collections.ConfigDict()
+    c.seq_len, c.batch_tokens = 8192, 2048 * 8192  # 16.8e6: the paper's last and largest batch
+    c.train_tokens = 15_600_000_000_000
+    c.mesh = dict(fsdp=-1, tensor=8)
+    c.model = dict(
+        name="llama", vocab_size=128_256, num_layers=126, embed_dim=16_384, num_heads=128,
+        num_kv_heads=8, head_dim=128, mlp_dim=53_248, norm_eps=1e-5, rope_base=500_000.0, remat="full",
+    )  # fmt: skip
+    c.optim = dict(peak_lr=8e-5, min_lr=8e-7, warmup_tokens="8000 steps")  # the paper's
+    c.data = dict(name="tokens", files="shards/*.bin")
+    c.eval = dict(every_steps=1000, num_rows=2048)
+    c.checkpoint = dict(save_every_steps=250, keep_last=3, keep_every_steps=10_000)
+    return c

@@ -1,0 +1,89 @@
+"""The context axis by arithmetic: what devices with some positions of each row hold and send of keys and values.
+
+C devices of the axis  T positions of a row  K key-value heads  H head dim
+"""
+
+from jaxscale.build import Program, shared_rows
+from jaxscale.models.config import SAVED
+from jaxscale.models.sharded import shared_work
+from jaxscale.ops.attention.sharing import choose_sharing
+from jaxscale.ops.config import ATTENTION_OUT
+from jaxscale.planning.stages import compute_bytes
+
+CONTEXT = "context"
+LEAST_POSITIONS = 1024  # ours: of a row on one device. With fewer its products are over before keys and values arrive
+F32 = 4
+
+
+def attention_way(program: Program) -> str:
+    """How devices reach each other's keys: 'gather', 'ulysses' or 'ring'; '' where they need not."""
+    cfg, model = program.cfg, program.model
+    work = shared_work(cfg.model, program.mesh, shared_rows(cfg, program.mesh))
+    return choose_sharing(cfg.context.attention, model.kernels.attention, model.needs, work).form
+
+
+def near_share(program: Program) -> float:
+    """The part of the layers whose window reaches no further than the chunk before: they need its last keys alone."""
+    needs, size = program.model.needs, program.mesh.shape[CONTEXT]
+    if needs.window is None or needs.window - 1 > program.cfg.row_lengths.row // (2 * size):
+        return 0.0
+    return needs.mixed.near / needs.mixed.layers if needs.mixed else 1.0
+
+
+def key_value_bytes(program: Program) -> float:
+    """Bytes of one layer's keys and values for one microbatch, of a device's own positions and heads."""
+    cfg, shape = program.cfg, program.mesh.shape
+    own = shape["data"] * shape["fsdp"] * shape[CONTEXT] * shape["tensor"]
+    tokens = cfg.tokens_per_step / cfg.train.num_microbatches
+    return tokens / own * 2 * cfg.model.key_width * compute_bytes(cfg)
+
+
+def query_bytes(program: Program) -> float:
+    """Bytes of one layer's queries for one microbatch, of a device's own positions and heads; results are as many."""
+    return key_value_bytes(program) / (2 * program.cfg.model.key_width) * program.cfg.model.query_width
+
+
+def attention_memory(program: Program) -> float:
+    """Bytes that attention takes beside a device's own queries, keys, values and result, at one time.
+
+    Gathered: keys and values of all positions, and their gradients. Exchanged (Ulysses): all four, of some heads. In a
+    ring: a neighbour's keys and values and the next one's, and the gradients that go with them in float32.
+    """
+    size, keys, way = program.mesh.shape[CONTEXT], key_value_bytes(program), attention_way(program)
+    if size == 1 or way == "gather" and near_share(program) == 1:
+        return 0.0
+    ways = {
+        "gather": 2 * size * keys,
+        "ulysses": keys + 2 * query_bytes(program),
+        "ring": 2 * keys + 2 * keys * F32 / compute_bytes(program.cfg),
+    }
+    return ways[way]
+
+
+def attention_sending(program: Program) -> list[tuple[str, float]]:
+    """[(kind of collective, bytes of its whole arrays)] of one layer and microbatch along the context axis.
+
+    Gathered forward, again where the backward pass needs them, and the gradients scattered; exchanged forward, again,
+    and backward; round the ring C - 1 times each, and their gradients in float32 C + 1 times. What a window reaches of
+    the chunk before is sent from device to device, forward, again, and back.
+    """
+    model, size, keys, way = (
+        program.cfg.model,
+        program.mesh.shape[CONTEXT],
+        key_value_bytes(program),
+        attention_way(program),
+    )
+    if size == 1:
+        return []
+    passes = 1 if model.remat == "none" else 2
+    if way == "ulysses":
+        return [("all-to-all", (passes + 1) * (keys + 2 * query_bytes(program)))]
+    near = near_share(program)
+    window = program.model.needs.window or 1
+    tails = keys * 2 * (window - 1) * size / program.cfg.row_lengths.row
+    sent = [("collective-permute", near * (passes + 1) * tails)]
+    if way == "gather":
+        return [*sent, ("all-gather", (1 - near) * passes * size * keys), ("reduce-scatter", (1 - near) * size * keys)]
+    kept = ATTENTION_OUT in (*SAVED.get(model.remat, ()), *(model.remat_save if model.remat == "save" else ()))
+    rounds = (size - 1) * (1 + (1 if kept else passes)) + (size + 1) * F32 / compute_bytes(program.cfg)
+    return [*sent, ("collective-permute", (1 - near) * rounds * keys)]

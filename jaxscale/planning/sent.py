@@ -1,0 +1,106 @@
+"""What the layout of a step must send along each mesh axis: weights, gradients, activations, keys and values."""
+
+import dataclasses
+
+from jaxscale.build import Program
+from jaxscale.models.config import ATTENTION_ADDED, lora_params
+from jaxscale.planning.memory import saved_names
+from jaxscale.planning.positions import CONTEXT, attention_sending
+from jaxscale.planning.stages import PIPELINE, Stages, compute_bytes, held_numbers, hop_bytes, stages_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """Alike collectives of a step, of one device."""
+
+    axis: str
+    kind: str
+    nbytes: float  # of the whole arrays, over all of a step
+    hides: bool  # beside products, where the compiler lets it run beside any
+    in_stage: bool = False  # in the layers, so that other stages of a pipeline wait for it too
+
+
+def sent_arrays(program: Program) -> list[Sent]:
+    """All of a step, axes of one device too."""
+    stages = stages_of(program.cfg, program.mesh.shape)
+    weights = stage_weights(program, stages) if stages.on else layer_weights(program)
+    return [*weights, *layer_activations(program, stages), *stage_activations(program, stages)]
+
+
+def layer_weights(program: Program) -> list[Sent]:
+    """Weights gathered and gradients scattered along fsdp, a layer at a time; summed along data and context."""
+    cfg, shape = program.cfg, program.mesh.shape
+    tensor, parts = shape["tensor"], cfg.train.num_microbatches
+    params = cfg.model.num_params / tensor
+    learned = reduced_bytes(program) * (lora_params(cfg.model, cfg.lora) / tensor if cfg.lora.on else params)
+    gathered = 2 * parts * compute_bytes(cfg) * params if cfg.rules == "zero3" else 4 * params
+    return [
+        Sent("fsdp", "all-gather", gathered, True),
+        Sent("fsdp", "reduce-scatter", learned * (parts if cfg.rules != "zero1" else 1), True),
+        Sent("data", "all-reduce", learned / shape["fsdp"], False),
+        Sent(CONTEXT, "all-reduce", learned / shape["fsdp"], False),
+    ]
+
+
+def stage_weights(program: Program, stages: Stages) -> list[Sent]:
+    """The same of a pipeline, whose stages do it once a step: before and after their loop, beside no products.
+
+    Where a stage does not keep its own layers between steps, all stages exchange them once, and their parts of the
+    vocabulary; where it does, only gradients of tables that every stage has are summed over the stages.
+    """
+    cfg, shape, width = program.cfg, program.mesh.shape, compute_bytes(program.cfg)
+    fsdp, reduced = shape["fsdp"], reduced_bytes(program)
+    blocks, tables = held_numbers(program, program.abstract_state.params)
+    learned_blocks, learned_tables = held_numbers(program, program.abstract_grads)
+    learned = reduced * (learned_blocks + learned_tables)
+    found = [
+        Sent("fsdp", "all-gather", width * (blocks + tables) if cfg.rules == "zero3" else 4 * (blocks + tables), False),
+        Sent("fsdp", "reduce-scatter", learned, False),
+        Sent("data", "all-reduce", learned / fsdp, False),
+        Sent(CONTEXT, "all-reduce", learned / fsdp, False),
+    ]
+    if stages.rests_by_layer:
+        return found if stages.cuts_head else [*found, Sent(PIPELINE, "all-reduce", 4 * learned_tables / fsdp, False)]
+    there, back = ("all-to-all", "all-to-all") if stages.cuts_head else ("all-gather", "reduce-scatter")
+    return [
+        *found,
+        Sent(PIPELINE, "all-to-all", (width * blocks + 4 * learned_blocks) / fsdp, False),
+        Sent(PIPELINE, there, width * tables / fsdp, False),
+        Sent(PIPELINE, back, 4 * learned_tables / fsdp, False),
+    ]
+
+
+def layer_activations(program: Program, stages: Stages) -> list[Sent]:
+    """Activations summed along tensor, keys and values along context, of the layers that a device computes."""
+    cfg, shape = program.cfg, program.mesh.shape
+    layers = stages.held_layers if stages.on else cfg.model.num_layers
+    passes = 2 if (kept := saved_names(cfg.model)) is None or ATTENTION_ADDED in kept else 3
+    own = shape["data"] * shape["fsdp"] * shape[CONTEXT]
+    rows = cfg.tokens_per_step / own * cfg.model.embed_dim * compute_bytes(cfg)
+    times = layers * cfg.train.num_microbatches
+    shared = attention_sending(program)
+    return [
+        Sent("tensor", "all-reduce", passes * 2 * layers * rows, False, in_stage=True),
+        *(Sent(CONTEXT, kind, times * size, kind == "collective-permute", in_stage=True) for kind, size in shared),
+    ]
+
+
+def stage_activations(program: Program, stages: Stages) -> list[Sent]:
+    """The residual stream from stage to stage and its gradient back, in every tick; what a cut vocabulary needs.
+
+    A cut embedding is summed over the stages, whole positions before tensor shares them, and its gradient given to all;
+    the last stage's result is given to all and its gradient summed. In one program giving is a sum too, of zeros but
+    for one. The gradient goes down while a tick's forward pass runs, the result up during the backward pass.
+    """
+    if not stages.on:
+        return []
+    hop, tensor = hop_bytes(program), program.mesh.shape["tensor"]
+    found = [Sent(PIPELINE, "collective-permute", 2 * stages.ticks * hop, True)]
+    if stages.cuts_head:
+        found.append(Sent(PIPELINE, "all-reduce", 2 * (1 + tensor) * stages.microbatches * hop, False))
+    return found
+
+
+def reduced_bytes(program: Program) -> int:
+    """Bytes of a number of a gradient on its way."""
+    return 2 if program.cfg.train.reduce_dtype == "bfloat16" else 4

@@ -1,0 +1,155 @@
+"""The stages of a pipeline by arithmetic: ticks, bubble, and what a stage holds while a step runs.
+
+P stages, M microbatches, V chunks of a stage, L layers. All stages work in lockstep: in a tick each runs at most one
+chunk of layers forward and one backward, and all wait for the slowest.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxscale.build import Program
+from jaxscale.config import RunConfig
+from jaxscale.sharding.rules import names_of
+from jaxscale.sharding.schedules import split_layers
+from jaxscale.sharding.shardings import leaf_at
+
+PIPELINE = "pipeline"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """How the stages of a pipeline share a step, by the formulas that hold for the tables of sharding/schedules.py."""
+
+    size: int  # P
+    layers: int  # L
+    microbatches: int  # M
+    chunks: int = 1  # V
+    schedule: str = "1f1b"
+    cuts_head: bool = True  # embedding and output projection are shared by all stages
+    head_layers: float = 0.0  # the output projection's work, in layers
+
+    @property
+    def on(self) -> bool:
+        """Whether there is more than one."""
+        return self.size > 1
+
+    @property
+    def chunk_layers(self) -> int:
+        """Layers of the longest chunk: of L that P V do not divide, others have one less, and the last where it has the
+        output projection alone some less."""
+        head = 0.0 if self.cuts_head else self.head_layers
+        return split_layers(self.layers, self.size, self.chunks, head).shape[-1]
+
+    @property
+    def held_layers(self) -> int:
+        """Layers that a stage has room for."""
+        return self.chunks * self.chunk_layers
+
+    @property
+    def runs(self) -> int:
+        """Chunks that a stage runs forward in a step."""
+        return self.chunks * self.microbatches
+
+    @property
+    def bubble(self) -> float:
+        """The part of the stages' time that each stands still: (P-1) / (VM+P-1) (arXiv:2104.04473, section 2.2)."""
+        return (self.size - 1) / (self.runs + self.size - 1)
+
+    @property
+    def stretch(self) -> float:
+        """How many times longer the stages take than the chunks of one of them: 1 / (1 - bubble)."""
+        return (self.runs + self.size - 1) / self.runs
+
+    @property
+    def ticks(self) -> int:
+        """Turns of the loop. In runs + P - 1 of them some stage goes forward, in as many some stage goes backward."""
+        if self.schedule == "gpipe":
+            return 2 * (self.runs + self.size - 1)
+        return self.runs + self.size * self.chunks + self.size - 2
+
+    @property
+    def slots(self) -> int:
+        """Chunks whose inputs a stage keeps at one time, at most."""
+        return self.runs if self.schedule == "gpipe" else min(self.runs, self.size * (self.chunks + 1) - 1)
+
+    @property
+    def held(self) -> int:
+        """Gradients of the last layer's result that wait for their backward pass, at most."""
+        return self.microbatches if self.schedule == "gpipe" else 1
+
+    @property
+    def rests_by_layer(self) -> bool:
+        """Whether a stage keeps its own layers between steps; else all arrays are exchanged once a step."""
+        return self.chunks == 1 and self.held_layers * self.size == self.layers
+
+    @property
+    def head_shares(self) -> int:
+        """Stages that share the vocabulary."""
+        return self.size if self.cuts_head else 1
+
+    def head_part(self, head: float) -> float:
+        """Part of a stage's own products that are the output projection's, where it is `head` of all products."""
+        own = head * self.size / self.head_shares
+        return own / (1 - head + own)
+
+    @property
+    def formula(self) -> str:
+        """'5.2% = (P-1)/(VM+P-1) = 7/135'."""
+        idle, runs = self.size - 1, self.runs
+        return f"{self.bubble:.1%} = (P-1)/(VM+P-1) = {idle}/{runs + idle}"
+
+
+def stages_of(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> Stages:
+    """The stages of a config on a mesh of this shape."""
+    size, pipeline = mesh_shape[PIPELINE], cfg.pipeline
+    stages = Stages(size, cfg.model.num_layers, cfg.train.num_microbatches)
+    if size == 1:
+        return stages
+    cuts = pipeline.head == "cut"
+    head = cfg.model.vocab_size * cfg.model.embed_dim / cfg.model.block_matrix_params
+    return dataclasses.replace(
+        stages, chunks=pipeline.chunks, schedule=pipeline.schedule, cuts_head=cuts, head_layers=head
+    )
+
+
+def idle_share(stages: Stages, head: float) -> float:
+    """Time that a stage stands still in a step, over that of its equal part of all products.
+
+    For others while the pipeline fills and empties, for layers that a longer chunk has, and for an output projection
+    that the last stage has alone. head: the projection's part of all products. A cut one makes nobody wait.
+    """
+    layers = stages.held_layers * stages.size / stages.layers * stages.stretch
+    return (1 - head) * (layers - 1) + head * (stages.size / stages.head_shares - 1)
+
+
+def held_numbers(program: Program, tree: Any) -> tuple[int, int]:
+    """(numbers of the blocks, of all else) among the arrays of a tree like the parameters that one device holds while a
+    step of a pipeline runs: whole, but for what the tensor axis and the stages divide.
+    """
+    stages, model = stages_of(program.cfg, program.mesh.shape), program.model
+    tensor = program.mesh.shape["tensor"]
+    blocks = others = 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        axes = leaf_at(model.axes, path)
+        cut = tensor if any("tensor" in names_of(model.rules.params[axis]) for axis in axes) else 1
+        if axes[:1] == ("layers",):
+            blocks += math.prod(leaf.shape[1:]) * stages.held_layers // cut
+        else:
+            others += leaf.size // cut // (stages.head_shares if "vocab" in axes else 1)
+    return blocks, others
+
+
+def hop_bytes(program: Program) -> int:
+    """Bytes of the residual stream of one microbatch on one device, which travel from stage to stage."""
+    cfg, shape = program.cfg, program.mesh.shape
+    tokens = cfg.tokens_per_step // cfg.train.num_microbatches // (shape["data"] * shape["fsdp"])
+    return tokens * cfg.model.embed_dim // (shape["context"] * shape["tensor"]) * compute_bytes(cfg)
+
+
+def compute_bytes(cfg: RunConfig) -> int:
+    """Bytes of a number of the type in which the model computes."""
+    return 4 if cfg.model.compute_dtype == "float32" else 2

@@ -1,0 +1,232 @@
+"""The pipeline and context axes by arithmetic, against hand-worked cases and schedules that are played tick by tick."""
+
+import dataclasses
+import pathlib
+import re
+
+import pytest
+
+from jaxscale.ahead.preflight import ahead_program
+from jaxscale.config_file import load_config
+from jaxscale.planning import cautions
+from jaxscale.planning.machine import open_machine
+from jaxscale.planning.memory import memory_need, memory_rows
+from jaxscale.planning.plan import Wishes, make_plan
+from jaxscale.planning.positions import key_value_bytes
+from jaxscale.planning.sending import between_slices, plan_sending
+from jaxscale.planning.sent import sent_arrays
+from jaxscale.planning.speed import estimate
+from jaxscale.planning.stages import Stages, hop_bytes, idle_share
+from jaxscale.planning.text import plan_lines
+from jaxscale.sharding.schedules import make_schedule
+
+CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "llama3_8b.py")
+BLOCK, TABLES, NORM = 218_112_000, 2 * 128_256 * 4096, 4096  # parameters of Llama 3 8B: 32 blocks, two tables, a norm
+MIB = 2**20
+
+
+def opened(machine="v5p:4x4x4", **settings):
+    place = open_machine(machine)
+    cfg = load_config(CONFIG, {name.replace("__", "."): value for name, value in settings.items()})
+    return ahead_program(cfg, place), place
+
+
+def played(size, parts):
+    """(ticks, with some forward, with some backward, most inputs that a stage keeps) of lockstep 1F1B, tick by tick.
+
+    A tick's forward comes first: its input is kept before the backward of the same tick lets go of another.
+    """
+    forward = {(tick, stage): tick - stage for tick in range(3 * (size + parts)) for stage in range(size)}
+    backward = {(tick, stage): tick - 2 * (size - 1) + stage for tick, stage in forward}
+    inside = lambda table: {place: part for place, part in table.items() if 0 <= part < parts}
+    forward, backward = inside(forward), inside(backward)
+    ended = {(stage, part): tick for (tick, stage), part in backward.items()}
+    lives = [(stage, tick, ended[stage, part]) for (tick, stage), part in forward.items()]
+    kept = max(
+        sum(begin <= tick <= end for other, begin, end in lives if other == stage)
+        for stage in range(size)
+        for tick in range(3 * (size + parts))
+    )
+    ticks = [{tick for tick, _ in table} for table in (forward, backward)]
+    return max(ticks[1]) + 1, len(ticks[0]), len(ticks[1]), kept
+
+
+@pytest.mark.parametrize(("size", "parts"), [(2, 1), (2, 8), (4, 3), (4, 4), (4, 16), (8, 9)])
+def test_ticks_slots_and_bubble_are_those_of_the_schedule_as_it_runs(size, parts):
+    stages = Stages(size, 64, parts)
+    ticks, some_forward, some_backward, kept = played(size, parts)
+    assert (stages.ticks, stages.slots) == (ticks, kept)
+    assert some_forward == some_backward == stages.stretch * stages.runs
+    assert stages.bubble == pytest.approx(1 - parts / some_forward)
+
+
+@pytest.mark.parametrize(
+    ("size", "chunks", "parts"), [(4, 2, 8), (4, 5, 8), (8, 4, 32), (2, 2, 2), (2, 4, 16), (3, 1, 7)]
+)
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_formulas_hold_for_the_tables_that_run(name, size, chunks, parts):
+    table, stages = make_schedule(name, size, chunks, parts), Stages(size, 64, parts, chunks, name)
+    found = (table.num_ticks, table.num_slots, table.num_held, table.bubble)
+    assert found == (stages.ticks, stages.slots, stages.held, pytest.approx(stages.bubble))
+
+
+def test_chunks_make_the_bubble_smaller_and_gpipe_keeps_the_inputs_of_all():
+    stages = Stages(8, 126, 32, chunks=4)
+    assert stages.formula == "5.2% = (P-1)/(VM+P-1) = 7/135"
+    assert (stages.chunk_layers, stages.held_layers, stages.ticks, stages.slots) == (4, 16, 166, 39)
+    gpipe = Stages(4, 32, 8, schedule="gpipe")
+    assert (gpipe.bubble, gpipe.ticks, gpipe.slots) == (pytest.approx(3 / 11), 22, 8)
+    one = Stages(1, 32, 8)
+    assert (one.bubble, one.stretch, one.held_layers, idle_share(one, 0.1)) == (0, 1, 32, 0)
+
+
+def test_a_stage_waits_for_the_bubble_for_layers_that_it_lacks_and_for_a_head_that_another_has_alone():
+    assert idle_share(Stages(4, 32, 9), 0.0) == pytest.approx(3 / 9)
+    assert idle_share(Stages(4, 30, 9), 0.0) == pytest.approx(32 / 30 * 12 / 9 - 1)
+    assert idle_share(Stages(4, 32, 9), 0.5) == pytest.approx(0.5 * 3 / 9)
+    assert idle_share(Stages(4, 32, 9, cuts_head=False), 0.5) == pytest.approx(0.5 * 3 / 9 + 0.5 * 3)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_stage_holds_its_weights_a_float32_sum_of_gradients_and_the_inputs_of_its_layers(tensor):
+    program, _ = opened(mesh__pipeline=4, mesh__tensor=tensor, train__num_microbatches=4)
+    need = memory_need(program)
+    rows = {row.kind: row for row in memory_rows(program, need)}
+    norms = 8 * 2 * 4096 + NORM  # which every device of tensor has whole
+    numbers = (8 * BLOCK + NORM + TABLES // 4 - norms) // tensor + norms
+    assert rows["gathered weights"].num_bytes == 2 * numbers
+    assert rows["gradients"].num_bytes == 4 * numbers
+    hop = tensor * 8192 * 4096 * 2 // tensor  # so many rows of 8,192 tokens a microbatch and device
+    assert rows["inputs of layers"].num_bytes == 4 * 8 * hop and hop_bytes(program) == hop
+    assert "4 of 4 microbatches under way x 8 layers x 64.0 MiB" in rows["inputs of layers"].source
+    assert sum(row.num_bytes for row in rows.values()) == need.total
+
+
+def test_memory_does_not_grow_with_the_microbatches_but_gpipes():
+    need = lambda parts, schedule: (
+        memory_need(
+            opened(
+                mesh__pipeline=4,
+                train__num_microbatches=parts,
+                batch_tokens=f"{16 * parts} rows",
+                pipeline__schedule=schedule,
+            )[0]
+        ).total
+    )
+    assert need(8, "1f1b") == need(64, "1f1b")
+    more = need(64, "gpipe") - need(8, "gpipe")
+    assert more == 56 * (8 + 1) * 64 * MIB  # inputs of 8 layers, and the gradient of the last stage's result
+
+
+def test_a_whole_head_is_on_every_stage():
+    of = lambda head: memory_need(opened(mesh__pipeline=4, train__num_microbatches=4, pipeline__head=head)[0])
+    cut, whole = of("cut"), of("whole")
+    more = TABLES * 3 // 4 + BLOCK  # the last stage, which has the head alone, has fewer layers, and another has 9
+    assert (whole.grads - cut.grads, whole.weights - cut.weights) == (4 * more, 2 * more)
+
+
+def test_activations_stay_where_rows_and_context_double_together():
+    sizes = [
+        memory_need(
+            opened(
+                mesh__context=context,
+                seq_len=8192 * context,
+                batch_tokens=f"{64 // context} rows",
+                model__loss_chunk_tokens=512,
+            )[0]
+        ).activations
+        for context in (1, 2, 4, 8)
+    ]
+    gathered = [0, 2 * 2 * 8192, 4 * 2 * 8192, 8 * 2 * 8192]  # positions, and as many gradients
+    rest = [size - 2 * 1024 * 2 * positions for size, positions in zip(sizes, gathered)]
+    assert rest[1] == rest[2] == rest[3]
+    assert rest[1] - rest[0] == pytest.approx(4 * BLOCK, rel=0.01)  # a layer's gradients are summed over context too
+
+
+def test_keys_and_values_of_a_long_row_are_as_many_bytes_as_its_positions_and_heads_say():
+    program, _ = opened(mesh__context=64, seq_len=131_072, batch_tokens="1 row")
+    layer = 4 * 131_072 * 1024
+    assert 64 * key_value_bytes(program) == layer == 512 * MIB
+    of = lambda way: {
+        (one.kind, one.hides): one.nbytes / 32
+        for one in sent_arrays(
+            opened(mesh__context=8, seq_len=131_072, batch_tokens="8 rows", context__attention=way)[0]
+        )
+        if one.axis == "context" and one.in_stage
+    }
+    assert of("gather") == of("auto") == {("all-gather", False): 2 * layer, ("reduce-scatter", False): layer}
+    assert of("ulysses") == {("all-to-all", False): 3 * (layer + 4 * layer) / 8}
+    assert of("ring") == {("collective-permute", True): (3 * 7 + 9 * 2) * layer / 8}  # gradients in float32, to the end
+
+
+def sent(program):
+    """{(axis, kind): bytes}."""
+    found = {}
+    for one in sent_arrays(program):
+        if one.nbytes and program.mesh.shape[one.axis] > 1:
+            found[one.axis, one.kind] = found.get((one.axis, one.kind), 0) + one.nbytes
+    return found
+
+
+def test_weights_and_gradients_of_a_stage_travel_once_a_step_and_activations_in_every_tick():
+    of = lambda parts: sent(
+        opened(mesh__pipeline=4, mesh__data=2, train__num_microbatches=parts, batch_tokens=f"{16 * parts} rows")[0]
+    )
+    few, many = of(4), of(8)
+    numbers = 8 * BLOCK + NORM + TABLES // 4
+    assert few["fsdp", "all-gather"] == many["fsdp", "all-gather"] == 2 * numbers
+    assert few["data", "all-reduce"] == many["data", "all-reduce"] == 4 * numbers / 8
+    assert ("pipeline", "all-to-all") not in few  # each stage keeps its layers and its part of the vocabulary
+    hop = 8192 * 4096 * 2
+    assert few["pipeline", "collective-permute"] == 2 * (4 + 2 * 4 - 2) * hop
+    assert many["pipeline", "all-reduce"] == 4 * 8 * hop
+    uneven = sent(opened(mesh__pipeline=4, model__num_layers=30, train__num_microbatches=4)[0])  # 8 + 8 + 8 + 6
+    assert uneven["pipeline", "all-to-all"] == (2 + 4) * numbers / 16
+
+
+def test_stages_in_several_slices_send_between_them_what_travels_and_no_gradients():
+    settings = dict(mesh__tensor=2, batch_tokens="256 rows", train__num_microbatches=4)
+    staged, place = opened("2*v6e:8x8", mesh__pipeline=2, **settings)
+    copies, _ = opened("2*v6e:8x8", mesh__data=2, **settings)
+    dcn = [name for name in plan_sending(staged, place).links_s if name.startswith("dcn")]
+    assert dcn == ["dcn:pipeline"]
+    axis, number, seconds = between_slices(copies, place)
+    assert (axis, number) == ("data", 2)
+    hop = 8192 * 4096 * 2 / 2  # one row of a microbatch and copy, and two where stages take the copies' place
+    port = place.chip.dcn_bandwidth
+    assert seconds == {
+        "data": pytest.approx(4 * (32 * BLOCK + TABLES) / 2 / 32 / port, rel=0.01),
+        "pipeline": pytest.approx(2 * (4 + 2 * 2 - 2) * 2 * hop / port),
+    }
+    assert between_slices(staged, place)[2] == pytest.approx(seconds, rel=0.01)
+    said = cautions.wrong_axis_between_slices("data", 2, {"data": 3.0, "pipeline": 1.0})
+    assert "set mesh.pipeline 2 times as large" in said.way_out
+    assert cautions.wrong_axis_between_slices("pipeline", 2, {"data": 3.0, "pipeline": 1.0}) is None
+
+
+def test_the_step_is_longer_by_what_stages_wait():
+    program, place = opened(mesh__pipeline=4, train__num_microbatches=4)
+    piped, plain = estimate(program, place), estimate(*opened(train__num_microbatches=1))
+    assert piped.compute_s == plain.compute_s and plain.idle_s == 0
+    head = 6 * TABLES / 2 / (program.cfg.flops_per_token + 2 * 32 * (BLOCK + 8192 * 4096))
+    assert piped.idle_s == pytest.approx(0.75 * (1 - head) * piped.compute_s, rel=0.01)
+    assert piped.cost[0] == piped.compute_s + piped.idle_s + piped.exposed_s
+
+
+def test_few_microbatches_and_few_positions_are_told():
+    few = Stages(4, 32, 7)
+    assert "30.0% = (P-1)/(VM+P-1) = 3/10" in cautions.bubble_too_large(few).why
+    assert cautions.bubble_too_large(dataclasses.replace(few, microbatches=8)) is None
+    assert "or pipeline.chunks=4" in cautions.bubble_too_large(dataclasses.replace(few, microbatches=4)).way_out
+    assert cautions.positions_too_few(8, 8192, 1024) is None
+    assert "mesh.context=8," in cautions.positions_too_few(16, 8192, 1024).way_out
+
+
+def test_the_plan_says_the_bubble_and_what_a_stage_holds():
+    cfg = load_config(CONFIG, {"mesh.pipeline": 4, "mesh.context": 2, "train.num_microbatches": 4})
+    plan = make_plan(cfg, open_machine("v5p:4x4x4"), Wishes())
+    text = "\n".join(plan_lines(plan))
+    assert re.search(r"bubble +42.9% +\(P-1\)/\(VM\+P-1\) = 3/7 of the time of the stages", text)
+    assert re.search(r"waiting for other stages \d+ ms", text) and "the bubble is 42.9%" in text
+    assert "128.0 MiB of others' keys and values among them (gather)" in text
+    assert sum(row.num_bytes for row in plan.device.memory) == plan.device.memory_bytes
