@@ -23,7 +23,7 @@ from jaxscale.sharding.shardings import (
 
 def test_logical_axes_become_a_spec():
     assert partition_spec(("embed", "heads", "head_dim"), FSDP_TENSOR) == PartitionSpec("fsdp", "tensor", None)
-    assert partition_spec(("act_batch", "act_seq"), TENSOR) == PartitionSpec(("data", "fsdp"), "context")
+    assert partition_spec(("act_batch", "act_seq"), TENSOR) == PartitionSpec(("data", "fsdp"), None)
     assert partition_spec((), TENSOR) == PartitionSpec()
 
 

@@ -30,6 +30,20 @@ class Tables(NamedTuple):
     visited: np.ndarray  # int8, of the same shape: 1, or 0 for a step in which nothing is done
 
 
+class KernelTables(NamedTuple):
+    """Of the kernels forward, for the gradients of queries, and for those of keys and values."""
+
+    fwd: Tables
+    dq: Tables
+    dkv: Tables
+
+    @property
+    def scope(self) -> str:
+        """For the program's text, which leaves out tables: how many blocks each kernel visits (ahead.hlo_costs)."""
+        most = [int(table.visited.reshape(len(table.visited), -1).sum(axis=1, dtype=np.int64).max()) for table in self]
+        return "visits_{}_{}_{}".format(*most)
+
+
 def splash_standing(
     *, softcap: float | None, window: int | None, blocks: Blocks = ANY_CHIP, interpret: bool = False
 ) -> AttendStanding:
@@ -48,28 +62,40 @@ def splash_standing(
         segments = kernel_lib.SegmentIds(q=of_queries(scope.segment_ids_BT), kv=of_keys(scope.key_segment_ids_BS))
         sizes = block_sizes(long_chunk, blocks, q_BTNH.dtype.itemsize, q_BTNH.shape[3], window, keys=padded_length(S))
         longer = Standing(standing.starts_Cc, long_chunk, standing.device)
-        kernel = make_kernel(longer, padded_length(S), sizes, softcap=softcap, window=window, interpret=interpret)
-        out_BNTH = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(q_BNTH, k_BKSH, v_BKSH, segments)
+        tables = make_tables(longer, padded_length(S), window, sizes)
+        kernel = make_kernel(tables, longer, sizes, softcap=softcap, window=window, interpret=interpret)
+        with jax.named_scope(tables.scope):
+            out_BNTH = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(q_BNTH, k_BKSH, v_BKSH, segments)
         out = out_BNTH.swapaxes(1, 2).reshape(-1, long_chunk, *q_BTNH.shape[2:])[:, :chunk]
         return out.reshape(q_BTNH.shape)
 
     return attend_standing
 
 
+def make_tables(standing: Standing, keys: int, window: int | None, sizes: kernel_lib.BlockSizes) -> KernelTables:
+    """The tables of the three kernels, for every device."""
+    spans = functools.partial(key_spans, standing.starts_Cc, standing.chunk, keys, window)
+    return KernelTables(
+        by_queries(*spans(sizes.block_q, sizes.block_kv)),
+        by_queries(*spans(sizes.block_q_dq, sizes.block_kv_dq)),
+        by_keys(*spans(sizes.block_q_dkv, sizes.block_kv_dkv), keys // sizes.block_kv_dkv),
+    )
+
+
 def make_kernel(
-    standing: Standing, keys: int, sizes: kernel_lib.BlockSizes, *, softcap: float | None, window: int | None, interpret
+    tables: KernelTables,
+    standing: Standing,
+    sizes: kernel_lib.BlockSizes,
+    *,
+    softcap: float | None,
+    window: int | None,
+    interpret: bool,
 ) -> kernel_lib.SplashAttentionKernel:
     """The kernel of this device."""
     own = lambda table: jnp.asarray(table)[standing.device]
-    spans = functools.partial(key_spans, standing.starts_Cc, standing.chunk, keys, window)
-    forward = by_queries(*spans(sizes.block_q, sizes.block_kv))
-    of_queries = by_queries(*spans(sizes.block_q_dq, sizes.block_kv_dq))
-    of_keys = by_keys(*spans(sizes.block_q_dkv, sizes.block_kv_dkv), keys // sizes.block_kv_dkv)
     info = lambda found: info_lib.MaskInfo(own(found.block), None, own(found.visited), None, standing.places_T)
     return kernel_lib.SplashAttentionKernel(
-        info(forward),
-        info(of_queries),
-        info(of_keys),
+        *map(info, tables),
         block_sizes=sizes,
         is_mqa=False,
         save_residuals=False,
