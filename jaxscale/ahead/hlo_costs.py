@@ -119,8 +119,8 @@ def splash_flops(kernel: str, instruction: Instruction, computation: Computation
 
     Which those are is a table that the text leaves out. The sizes of blocks, which the kernel's metadata has, tell them
     for a causal mask, and the table's shape how many at most a window leaves: (blocks of queries, blocks of keys
-    visited), or for gradients of keys and values the other way about. Where queries are some of a row's, the scope that
-    the kernels are called in tells the number of blocks (ops/attention/splash_shared.py).
+    visited), or for gradients of keys and values the other way about. Our own programs tell the number of blocks by the
+    scope that the kernels are called in (ops/attention/splash_tables.py).
     """
     shapes = operand_shapes(instruction, computation)
     table = next((shape.dims for shape in shapes if shape.dtype.startswith("s") and len(shape.dims) == 3), None)
