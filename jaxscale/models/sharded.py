@@ -63,7 +63,7 @@ class ShardedModel:
     def init(self, key: jax.Array, *, tensor: TensorAxis | None = None, recorder: Recorder = NO_RECORDER) -> nnx.Module:
         """A new model. tensor: how the devices of that axis share a row, those of context being copies; None: as in
         training."""
-        gather = self.batch_axes.gather if self.batch_axes.axes else whole_already
+        gather = self.batch_axes.gather if self.batch_axes.summed else whole_already
         kernels = self.kernels if tensor is None else self.whole_row_kernels
         return make_model(
             self.cfg,
