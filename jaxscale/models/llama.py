@@ -53,6 +53,8 @@ class Attention(nnx.Module):
             self.bias_q = constant((N, H), of_heads[0], 0.0)
             self.bias_k = constant((K, H), of_heads[1], 0.0)
             self.bias_v = constant((K, H), of_heads[1], 0.0)
+        if cfg.out_bias:
+            self.bias_o = constant((D,), ("norm",), 0.0)
         if cfg.qk_norm and cfg.qk_norm_over == "all_heads":
             self.q_norm = norm_scale(cfg, N, H, axes=of_heads[0])
             self.k_norm = norm_scale(cfg, K, H, axes=of_heads[1])
@@ -73,8 +75,10 @@ class Attention(nnx.Module):
         k_BSKH = checkpoint_name(self.kernels.rotate(k_BSKH, rotation), KEY)
         seen = {} if local is None else {"local": local}
         out_BTNH = self.kernels.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **seen)  # named ATTENTION_OUT within
-        out_BTD = self.kernels.project("BTNH,NHD->BTD", out_BTNH, self.wo[...])
-        return checkpoint_name(self.tensor.scatter(out_BTD), ATTENTION_ADDED)
+        added_BTD = self.tensor.scatter(self.kernels.project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
+        if cfg.out_bias:
+            added_BTD = with_bias(added_BTD, self.bias_o[...])
+        return checkpoint_name(added_BTD, ATTENTION_ADDED)
 
     def projected(self, x_BTD):
         """(q_BTNH, k_BSKH, v_BSKH)"""
@@ -179,7 +183,7 @@ class Llama(nnx.Module):
                 turned = jax.tree.map(lambda near, far: jnp.where(local, near, far), local_rotation, rotation)
             return block(x_BTD, turned, segment_ids_BT, local)
 
-        per_layer = None if cfg.global_every is None else cfg.local_layers
+        per_layer = cfg.local_layers if cfg.mixed_windows else None
         x_BTD = run_stack(self.blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels.recorder)
         return self.kernels.rms_norm(x_BTD, factor(cfg, self.final_norm), cfg.norm_eps)
 
