@@ -167,6 +167,7 @@ def write_rope(cfg: LlamaConfig) -> dict[str, Any]:
         return dict(rope_theta=cfg.rope_base, rope_scaling=None)
     said = {theirs: getattr(scaling, ours) for theirs, ours in WRITTEN[scaling.name].items()}
     said = {name: list(value) if isinstance(value, tuple) else value for name, value in said.items()}
+    said.update(truncate=None if scaling.truncate else False)  # older releases do not know the word for the usual
     named = {name: value for name, value in said.items() if value is not None}
     written = dict(rope_theta=cfg.rope_base, rope_scaling=dict(rope_type=scaling.name, factor=scaling.factor) | named)
     if scaling.name == "dynamic":
