@@ -22,7 +22,7 @@ from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, written
 from jaxscale.interop import adapter_config, adapters, families
 from jaxscale.interop.families import TensorPair
-from jaxscale.interop.families.rope import frozen
+from jaxscale.interop.families.rope import LONGEST, frozen
 from jaxscale.interop.journal import Journal, open_journal
 from jaxscale.interop.leaves import Leaves
 from jaxscale.interop.pieces import array_shapes, in_order
@@ -271,9 +271,9 @@ def config_of(source: Source, dtype: str, end_ids: Mapping[str, Any]) -> dict[st
     if not kept:
         origin = dict(origin_of(source.run).get("kept") or {})
         kept = origin | {name: value for name, value in end_ids.items() if value is not None}
-        if not {"max_position_embeddings", "n_positions"} & source.family.write_config(source.cfg).keys():
-            longest = source.run["config"].get("seq_len") or 0, origin.get("max_position_embeddings") or 0
-            kept["max_position_embeddings"] = max(longest)
+        longest = source.run["config"].get("seq_len") or 0, kept.pop(LONGEST, None) or 0
+        if not {LONGEST, "n_positions"} & source.family.write_config(source.cfg).keys():
+            kept[LONGEST] = max(longest)
     kept.pop("dtype", None)
     return families.write(source.family, source.cfg, kept | {"torch_dtype": dtype})
 

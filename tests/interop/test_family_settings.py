@@ -55,6 +55,11 @@ PUBLISHED = {
         dict(model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
              num_attention_heads=4, num_key_value_heads=1, vocab_size=262144, sliding_window=512), 999_885_952),
     "gemma-3-4b": (GEMMA3, 4_300_079_472 - 419_816_304),
+    "Phi-3-mini-128k": (
+        dict(model_type="phi3", max_position_embeddings=131072, original_max_position_embeddings=4096,
+             sliding_window=262144,
+             rope_scaling=dict(type="longrope", short_factor=[1.0 + pair / 50 for pair in range(48)],
+                               long_factor=[1.0 + pair for pair in range(48)])), 3_821_079_552),
     "gpt2": (dict(model_type="gpt2"), 124_439_808),
 }  # fmt: skip
 
@@ -64,7 +69,8 @@ def test_a_published_model_has_its_size_and_its_config_comes_back(name):
     hf, total = PUBLISHED[name]
     _, cfg, kept = families.read(hf)
     assert cfg.num_params == total
-    family = families.family_for(cfg)
+    origin = hf["model_type"] if hf["model_type"] == "phi3" else None  # of no origin it would go out as a Mistral
+    family = families.family_for(cfg, origin)
     assert family.model_type == {"gemma3": "gemma3_text"}.get(hf["model_type"], hf["model_type"])
     written = families.write(family, cfg, kept)
     again, cfg_again, kept_again = families.read(written)
@@ -324,6 +330,11 @@ def test_every_key_that_a_family_is_said_to_read_changes_the_model_or_is_refused
         sliding_window=dict(use_sliding_window=True, max_window_layers=0),
         use_sliding_window=dict(max_window_layers=0),
     )
+    if name == "phi3":  # whose heads have 96 numbers, and which takes no other scaling
+        longrope = dict(rope_type="longrope", short_factor=[1.0] * 48, long_factor=[2.0] * 48)
+        effects |= dict(rope_scaling=longrope, rope_parameters=longrope)
+        lengths = ("original_max_position_embeddings", "max_position_embeddings")
+        companions |= {length: dict(rope_scaling=longrope) for length in lengths}
     for key in family.keys:
         with_it = dict(model_type=name, **companions.get(key, {}))
         without = families.read(with_it)[1]

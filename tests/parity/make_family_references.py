@@ -102,6 +102,13 @@ def models():
             ),
             t.Qwen2ForCausalLM,
         ),
+        "phi3": (
+            t.Phi3Config(
+                **COMMON | dict(hidden_size=40, original_max_position_embeddings=16), sliding_window=9,
+                rope_parameters=dict(LONG_ROPE),
+            ),
+            t.Phi3ForCausalLM,
+        ),
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ HERE = pathlib.Path(__file__).parent
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
 NAMES = (
     "gpt2", "llama2", "llama31", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_vision", "olmo2",
-    "llama_yarn", "llama_dynamic", "llama_longrope", "qwen2_windows",
+    "llama_yarn", "llama_dynamic", "llama_longrope", "qwen2_windows", "phi3",
 )  # fmt: skip
 LIKE = {"llama2": "llama31", "gemma3_vision": "gemma3"}  # whose text model differs in no part from this one's
 CASES = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE else name for name in NAMES]

@@ -70,8 +70,9 @@ def relative(
     spelt: Mapping[str, str] | None = None,
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {},
     keys: Callable[[LlamaConfig], dict[str, Any]] = lambda cfg: {},
+    body: tuple[Row, ...] = BODY,
 ) -> Family:
-    """A family whose models are Llamas of ours, with `rows` beside those of all.
+    """A family whose models are Llamas of ours, with `rows` beside those of `body`, which nearly all share.
 
     Args: defaults: transformers' own, for keys that a config.json leaves out. allowed: values of keys that our model
     computes. written: keys that are always the same. spelt: {ours: theirs} beside SPELT. settings: ours that follow
@@ -99,7 +100,7 @@ def relative(
         }
 
     known = tuple(dict.fromkeys((*defaults, *allowed, *ROPE)))
-    return Family(model_type, (architecture,), read_config, write_config, BODY + rows, known, left_out=LEFT_OUT)
+    return Family(model_type, (architecture,), read_config, write_config, body + rows, known, left_out=LEFT_OUT)
 
 
 LLAMA = relative(
