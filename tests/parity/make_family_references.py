@@ -105,7 +105,7 @@ def models():
         "phi3": (
             t.Phi3Config(
                 **COMMON | dict(hidden_size=40, original_max_position_embeddings=16), sliding_window=9,
-                rope_parameters=dict(LONG_ROPE),
+                rope_parameters={key: value for key, value in LONG_ROPE.items() if key != "factor"},
             ),
             t.Phi3ForCausalLM,
         ),

@@ -113,10 +113,13 @@ def test_transformers_reads_the_config_that_we_write_as_its_own(parity):
     for name in NAMES:
         hf = parity.load(f"family_{name}").config
         _, cfg, kept = families.read(hf)
-        pairs.append((hf.get("text_config", hf), families.write(families.family_for(cfg), cfg, kept)))
+        family = families.family_for(cfg, hf["model_type"])
+        pairs.append((hf.get("text_config", hf), families.write(family, cfg, kept)))
     done = subprocess.run([PYTHON, "-c", READ_CONFIGS], input=json.dumps(pairs), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for theirs, ours in json.loads(done.stdout):
+        for told in (theirs, ours):
+            (told.get("rope_parameters") or {}).pop("type", None)  # as transformers 4 has it; rope_type says the same
         assert {key for key in theirs | ours if theirs.get(key) != ours.get(key)} <= WITHOUT_EFFECT
 
 

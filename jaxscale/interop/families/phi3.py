@@ -36,7 +36,7 @@ def phi3_keys(cfg: LlamaConfig) -> dict[str, Any]:
     """RoPE in the words of this class: transformers 4 takes no others here, and the factor from the two lengths."""
     scaling = cfg.rope_scaling
     if scaling is None or scaling.name != "longrope":
-        return {}
+        return {"rope_scaling": None}  # another kind has no word here, and is seen to be lost
     told = write_rope(cfg)
     rope = {"type": "longrope"} | {name: told["rope_scaling"][name] for name in ("short_factor", "long_factor")}
     if scaling.attention_factor is not None:
