@@ -138,7 +138,9 @@ def attributes_of(file):
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in checks}
 
 
-SIMILAR = {"stdlib", "ul2", "linear_rope", "lion", "constant", "wsd", "no_decay", "float16", "prefix"}  # to others
+SIMILAR = {  # to others
+    "stdlib", "ul2", "linear_rope", "dynamic_rope", "lion", "constant", "wsd", "no_decay", "float16", "prefix",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
