@@ -159,6 +159,18 @@ def test_keys_and_values_of_a_long_row_are_as_many_bytes_as_its_positions_and_he
     assert of("ring") == {("collective-permute", True): (3 * 7 + 9 * 2) * layer / 8}  # gradients in float32, to the end
 
 
+def test_layers_with_a_window_are_sent_its_keys_alone():
+    place = open_machine("v5p:2x2x2")
+    settings = {"mesh.context": 4, "seq_len": 32_768, "batch_tokens": "2 rows"}
+    program = ahead_program(load_config(CONFIG.replace("llama3_8b", "gemma3_4b"), settings), place)
+    model = program.cfg.model
+    of = {one.kind: one.nbytes for one in sent_arrays(program) if one.axis == "context" and one.in_stage}
+    keys = 2 * model.key_width * 2  # bytes of a position
+    near = program.model.needs.mixed.near  # of 34 layers, those with a window of 1,024 keys
+    assert of["all-gather"] == pytest.approx((model.num_layers - near) * 2 * 32_768 * keys)
+    assert of["collective-permute"] == pytest.approx(near * 3 * 2 * 1023 * keys)  # in front of each of two chunks
+
+
 def sent(program):
     """{(axis, kind): bytes}."""
     found = {}
