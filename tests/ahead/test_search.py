@@ -216,7 +216,7 @@ def test_the_search_tries_stages_and_shared_positions_and_what_it_names_is_read(
         assert not unread(one.cfg).keys() & one.changes.keys()
     assert said[0].startswith(f"{len(found)} settings guessed at, on ") and "context 1, 2;" in said[0]
     plain = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, pipeline=2), pipeline=PipelineConfig(chunks=2))
-    without = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 8, "chunks": 1}
+    without = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4, "tensor": 2, "chunks": 1}
     (back, *_) = search.make_candidates(plain, topology, [without], ["zero3"], [False])
     assert back.changes["pipeline.chunks"] == 1  # or training would refuse it: nothing reads it
 
