@@ -99,6 +99,16 @@ def check_microbatches(cfg: RunConfig, model: ShardedModel) -> None:
         )
 
 
+def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput unless the stages that share the vocabulary divide it; where arrays rest so, check_fits does."""
+    parts = model.pipeline.size * model.tensor.size
+    if model.pipeline.cuts_vocab and cfg.model.vocab_size % parts:
+        raise BadInput(
+            f"model.vocab_size={cfg.model.vocab_size} is not a multiple of the {parts} devices of tensor x pipeline, "
+            "which share it; use pipeline.head='whole', or a larger vocabulary"
+        )
+
+
 def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput where the statistics program, which has no stages, cannot divide the rows of a batch."""
     shards = math.prod(model.mesh.shape[axis] for axis in ("pipeline", "data", "fsdp"))
@@ -111,4 +121,5 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
 
 DEVICE_CHECKS = (
     check_options_known, check_moments, check_positions, check_microbatches, check_offload, check_statistics,
+    check_vocabulary,
 )  # fmt: skip

@@ -119,7 +119,8 @@ def splash_flops(kernel: str, instruction: Instruction, computation: Computation
 
     Which those are is a table that the text leaves out. The sizes of blocks, which the kernel's metadata has, tell them
     for a causal mask, and the table's shape how many at most a window leaves: (blocks of queries, blocks of keys
-    visited), or for gradients of keys and values the other way about.
+    visited), or for gradients of keys and values the other way about. Our own programs tell the number of blocks by the
+    scope that the kernels are called in (ops/attention/splash_tables.py).
     """
     shapes = operand_shapes(instruction, computation)
     table = next((shape.dims for shape in shapes if shape.dtype.startswith("s") and len(shape.dims) == 3), None)
@@ -130,7 +131,9 @@ def splash_flops(kernel: str, instruction: Instruction, computation: Computation
         return 0.0
     of_q, of_kv = (int(size[1]) for size in sizes)
     num_q, num_kv = arrays[0].dims[-2] // of_q, arrays[1].dims[-2] // of_kv
-    if kernel == "dkv":  # every block of queries from the first that sees one of these keys
+    if told := re.search(r"visits_(\d+)_(\d+)_(\d+)", instruction.attributes):
+        visited = int(told[1 + ("fwd", "dq", "dkv").index(kernel)])
+    elif kernel == "dkv":  # every block of queries from the first that sees one of these keys
         visited = sum(min(num_q - block * of_kv // of_q, table[-2]) for block in range(num_kv))
     else:
         visited = sum(min(-(-(block + 1) * of_q // of_kv), table[-1]) for block in range(num_q))

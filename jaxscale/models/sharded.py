@@ -74,7 +74,7 @@ class ShardedModel:
     ) -> nnx.Module:
         """A new model. tensor: how the devices of that axis share a row, those of context being copies; None: as in
         training. whole: it will be given weights that are whole already."""
-        gather = self.batch_axes.gather if self.batch_axes.axes and not whole else whole_already
+        gather = self.batch_axes.gather if self.batch_axes.summed and not whole else whole_already
         kernels = self.kernels if tensor is None else self.whole_row_kernels
         return make_model(
             self.cfg,

@@ -181,7 +181,8 @@ def estimate(program: Program, topology: Topology) -> Estimate:
     cfg = program.cfg
     state = (program.abstract_state.params, program.abstract_state.opt_state, program.abstract_state.ema)
     params = shard_bytes(state[0]) + host_bytes(state[0])
-    sharing = program.mesh.shape["fsdp"] * program.mesh.shape["tensor"]  # devices that share one copy of the state
+    shape = program.mesh.shape
+    sharing = shape["fsdp"] * shape["context"] * shape["tensor"]  # devices that share one copy of the state
     gradients = params if cfg.rules == "zero1" else 4 * cfg.model.num_params // sharing
     gradients = shard_bytes(program.abstract_grads) if cfg.lora.on else gradients
     if weights := stage_weights(program):

@@ -50,22 +50,20 @@ class Communication:
 
 @dataclasses.dataclass(frozen=True)
 class BatchAxes:
-    """Mesh axes of more than one device that shard the rows of a batch. With none, every method is the identity."""
+    """Mesh axes of more than one device that shard the rows of a batch, and that whose devices share rows: over all of
+    them weights are gathered and gradients summed. With none, every method is the identity.
+    """
 
     mesh: Mesh
     rules: Rules
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # that shard rows
+    summed: tuple[str, ...]  # these, and that whose devices share rows
     communication: Communication
 
     @property
     def num_shards(self) -> int:
         """Shards of a batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
-
-    @property
-    def summed(self) -> tuple[str, ...]:
-        """The axes over which losses and gradients are summed: these, and that whose devices share rows."""
-        return self.axes + ((context_axis.AXIS,) if self.mesh.shape[context_axis.AXIS] > 1 else ())
 
     def shard_map(self, f: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """jax.shard_map of f over the whole mesh; f itself on a single device."""
@@ -80,8 +78,8 @@ class BatchAxes:
         )
 
     def batch_axes_in(self, place: Placement) -> tuple[str, ...]:
-        """The batch axes that a placement names."""
-        return tuple(name for name in names_of(place) if name in self.axes)
+        """The axes that a placement names, of those over which gradients are summed."""
+        return tuple(name for name in names_of(place) if name in self.summed)
 
     def partition(self, axes: tuple[str, ...], rules: Mapping[str, Placement]) -> Partition:
         """The dimensions of an array with these logical axes that the rules shard over the batch axes."""
@@ -168,8 +166,9 @@ def make_batch_axes(
 ) -> BatchAxes:
     """The axes of this mesh that shard rows. torus_at_once: as for link_stages."""
     axes = tuple(name for name in names_of(rules.params["act_batch"]) if mesh.shape[name] > 1)
-    stages = tuple((name, link_stages(mesh, name, torus_at_once=torus_at_once)) for name in axes)
-    return BatchAxes(mesh, rules, axes, Communication(jnp.dtype(reduce_dtype), stages, on_tpu(mesh)))
+    shared = tuple(name for name in (context_axis.AXIS,) if mesh.shape[name] > 1)
+    stages = tuple((name, link_stages(mesh, name, torus_at_once=torus_at_once)) for name in axes + shared)
+    return BatchAxes(mesh, rules, axes, axes + shared, Communication(jnp.dtype(reduce_dtype), stages, on_tpu(mesh)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -12,7 +12,7 @@ ACTIVATIONS: dict[str, Placement] = {
     "act_batch": ("data", "fsdp"),
     "act_seq": None,  # whole on the devices of context, which take their own positions inside (context_axis.py)
 }
-# A copy on every device of data and fsdp; the tensor axis splits the products.
+# A copy on every device of data, fsdp and context; the tensor axis splits the products.
 TENSOR: dict[str, Placement] = ACTIVATIONS | {
     "embed": None,
     "heads": "tensor",
@@ -27,7 +27,7 @@ TENSOR: dict[str, Placement] = ACTIVATIONS | {
     "lora_rank": None,
     "channels": None,  # of a matrix that every device multiplies its own positions with
 }
-FSDP_TENSOR = TENSOR | {"embed": "fsdp"}  # and the fsdp axis shares one copy
+FSDP_TENSOR = TENSOR | {"embed": ("fsdp", "context")}  # and fsdp shares one copy, with the devices that share rows
 
 
 @dataclasses.dataclass(frozen=True)

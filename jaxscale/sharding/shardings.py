@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxscale.sharding.rules import Placement, axis_size, partition_spec
+from jaxscale.sharding.rules import Placement, axis_size, names_of, partition_spec
 
 Gather = Callable[[jax.Array, tuple[str, ...], Any], jax.Array]  # gather(weight, logical_axes, dtype) -> whole weight
 
@@ -18,7 +18,19 @@ def whole_already(w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
 
 def tree_shardings(mesh: Mesh, axes_tree: Any, rules: Mapping[str, Placement]) -> Any:
     """A tree of NamedShardings from a tree whose leaves are tuples of logical axes; () is a scalar on every device."""
-    return jax.tree.map(lambda axes: NamedSharding(mesh, partition_spec(axes, rules)), axes_tree, is_leaf=is_axes)
+    place = lambda axes: NamedSharding(mesh, without_idle_axes(partition_spec(axes, rules), mesh))
+    return jax.tree.map(place, axes_tree, is_leaf=is_axes)
+
+
+def without_idle_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """The same placement, of several mesh axes for one dimension only the first and those of more than one device."""
+
+    def brief(place: Placement) -> Placement:
+        first, *rest = names_of(place) or (None,)
+        longer = [name for name in rest if mesh.shape[name] > 1]
+        return (first, *longer) if longer else first
+
+    return PartitionSpec(*map(brief, spec))
 
 
 def is_axes(leaf: Any) -> bool:
@@ -28,7 +40,7 @@ def is_axes(leaf: Any) -> bool:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     """The sharding of a value that every device holds whole."""
-    return NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return NamedSharding(mesh, PartitionSpec())
 
 
 def batch_sharding(mesh: Mesh, rules: Mapping[str, Placement]) -> NamedSharding:
@@ -45,7 +57,8 @@ def check_divides(
         for axis, length in zip(axes, leaf_at(params, path).shape, strict=True):
             parts = axis_size(axis, rules, mesh_shape)
             if length % parts:
-                found[axis, length] = f"{axis}={length} is not a multiple of the {parts} devices of mesh {rules[axis]}"
+                names = " x ".join(name for name in names_of(rules[axis]) if mesh_shape[name] > 1)
+                found[axis, length] = f"{axis}={length} is not a multiple of the {parts} devices of mesh {names}"
     return list(found.values())
 
 

@@ -226,6 +226,17 @@ def test_splash_attention_counts_the_blocks_that_it_visits(name, of, q, kv, tabl
     assert facts.dot_flops == 24  # the kernel's metadata is printed over several lines, and what follows is still read
 
 
+@pytest.mark.parametrize(("name", "of", "results", "products", "visited"), [
+    ("mha_fwd", "", HEADS, 2, 3), ("mha_dq", "_dq", HEADS, 3, 5), ("mha_dkv", "_dkv", TWO, 4, 6),
+])  # fmt: skip
+def test_where_queries_are_some_of_a_row_the_scope_tells_the_blocks_that_are_visited(
+    name, of, results, products, visited
+):
+    text = SPLASH.format(name=name, of=of, q=256, kv=256, table="4,4", results=results)
+    facts = facts_of(text.replace("jit(f)/", "jit(f)/jvp(visits_3_5_6)/"))
+    assert facts.kernel_flops == products * 2 * 2 * 4 * 1024 * 1024 * 128 * visited / 16
+
+
 def test_a_kernel_that_says_what_it_needs_is_believed_and_a_silent_one_is_told():
     kernel = (
         '  %k = f32[8] custom-call(%p), custom_call_target="tpu_custom_call", '

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.ops.attention import long, ring, shared_rows, splash, splash_shared, xla
+from jaxscale.ops.attention import long, ring, shared_rows, splash, splash_tables, xla
 from jaxscale.ops.attention.largest import largest_score, score_bound
 from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
 from jaxscale.ops.config import AttentionNeeds, Mix
@@ -97,7 +97,7 @@ def test_splash_of_shared_rows_is_plain_attention(window):
     how = dict(softcap=None if window else 2.0, window=window)
 
     def f(context, *own):
-        standing = splash_shared.splash_standing(**how, blocks=blocks, interpret=True)
+        standing = splash.make_attend_standing(**how, blocks=blocks, interpret=True)
         gathered = shared_rows.gathered(standing, context)
         attend = gathered if window is None else shared_rows.with_neighbours(standing, None, window, context)
         return value_and_gradients(attend, *own)
@@ -114,8 +114,8 @@ def test_splash_visits_as_many_blocks_on_each_device(size, length):
     sizes = splash.block_sizes(chunk, splash.BLOCKS["TPU v5"], 2, 128, keys=length)
     starts_Cc = ContextAxis(size).starts(chunk)
     for block_q, block_kv in ((sizes.block_q, sizes.block_kv), (sizes.block_q_dkv, sizes.block_kv_dkv)):
-        spans = splash_shared.key_spans(starts_Cc, chunk, length, None, block_q, block_kv)
-        tables = splash_shared.by_queries(*spans), splash_shared.by_keys(*spans, length // block_kv)
+        spans = splash_tables.key_spans(starts_Cc, chunk, length, None, block_q, block_kv)
+        tables = splash_tables.by_queries(*spans), splash_tables.by_keys(*spans, length // block_kv)
         for table in tables:
             counts_C = table.visited.reshape(size, -1).sum(axis=1, dtype=np.int64)
             assert len(set(counts_C.tolist())) == 1
@@ -135,10 +135,10 @@ def seen_blocks(starts_C, chunk, length, window, block_q, block_kv):
 @pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (8, 8)])
 def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(blocks, window):
     starts_Cc = ContextAxis(3).starts(16)
-    oldest, newest = splash_shared.key_spans(starts_Cc, 16, 96, window, *blocks)
+    oldest, newest = splash_tables.key_spans(starts_Cc, 16, 96, window, *blocks)
     of_queries, of_keys = (
-        splash_shared.by_queries(oldest, newest),
-        splash_shared.by_keys(oldest, newest, 96 // blocks[1]),
+        splash_tables.by_queries(oldest, newest),
+        splash_tables.by_keys(oldest, newest, 96 // blocks[1]),
     )
     for device, starts_c in enumerate(starts_Cc):
         right = seen_blocks(starts_c, 16, 96, window, *blocks)

@@ -22,8 +22,10 @@ from jaxscale.sharding.shardings import (
 
 
 def test_logical_axes_become_a_spec():
-    assert partition_spec(("embed", "heads", "head_dim"), FSDP_TENSOR) == PartitionSpec("fsdp", "tensor", None)
-    assert partition_spec(("act_batch", "act_seq"), TENSOR) == PartitionSpec(("data", "fsdp"), "context")
+    assert partition_spec(("embed", "heads", "head_dim"), FSDP_TENSOR) == PartitionSpec(
+        ("fsdp", "context"), "tensor", None
+    )
+    assert partition_spec(("act_batch", "act_seq"), TENSOR) == PartitionSpec(("data", "fsdp"), None)
     assert partition_spec((), TENSOR) == PartitionSpec()
 
 
@@ -52,12 +54,12 @@ def test_every_table_has_the_same_axes():
 def test_lengths_that_a_mesh_does_not_divide_are_all_told_at_once():
     shapes = {"wq": jax.ShapeDtypeStruct((6, 4), "float32"), "up": jax.ShapeDtypeStruct((6, 9), "float32")}
     axes = {"wq": ("embed", "heads"), "up": ("embed", "mlp")}
-    told = check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 4, "tensor": 2})
+    told = check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 2, "context": 2, "tensor": 2})
     assert sorted(told) == [
-        "embed=6 is not a multiple of the 4 devices of mesh fsdp",
+        "embed=6 is not a multiple of the 4 devices of mesh fsdp x context",
         "mlp=9 is not a multiple of the 2 devices of mesh tensor",
     ]
-    assert not check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 2, "tensor": 1})
+    assert not check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 2, "context": 1, "tensor": 1})
 
 
 # The state of a run on eight devices. wq: [L=2, D=16, N=4, H=8] with the mesh fsdp=4, tensor=2.

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxscale.ops.attention import ring, shared_rows, splash, splash_shared
+from jaxscale.ops.attention import ring, shared_rows, splash
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.sharding.context_axis import ContextAxis
 from jaxscale.system.exits import BadInput
@@ -123,5 +123,5 @@ def share_attention(
 STANDING = {
     "xla": shared_rows.plain_standing,
     "blockwise": shared_rows.long_standing,
-    "splash": splash_shared.splash_standing,
+    "splash": splash.make_attend_standing,
 }

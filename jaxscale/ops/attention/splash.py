@@ -1,17 +1,24 @@
 """Splash attention, JAX's own flash kernel for TPUs (Pallas): scores never leave the chip's fast memory.
 
-Blocks of keys that no query of a block may see are not visited: the upper half, and what lies behind a window.
+Blocks of keys that no query of a block may see are not visited: the upper half, and what lies behind a window. Queries
+may be some of a row's, in chunks: the kernel masks by their places.
 
-B batch  T position  N query heads  K key-value heads  H head dim
+B batch  T position of a query  S of a key  N query heads  K key-value heads  H head dim
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel_lib
-from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as mask_lib
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as info_lib
 
+from jaxscale.ops.attention.shared_rows import AttendStanding, Standing
+from jaxscale.ops.attention.splash_tables import KernelTables, make_tables
+from jaxscale.ops.attention.xla import Scope
 from jaxscale.ops.config import ATTENTION_OUT
 
 LANES = 128  # the kernel's blocks are multiples of a TPU register's lanes
@@ -51,32 +58,80 @@ def make_attend(
 ):
     """attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH with the values of xla.make_attend.
 
-    Rows are filled up to whole blocks, by positions that nobody reads. interpret: run where there is no TPU, slowly.
+    interpret: run where there is no TPU, slowly.
     """
+    attend_standing = make_attend_standing(softcap=softcap, window=window, blocks=blocks, interpret=interpret)
 
     def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
-        T, N, H = q_BTNH.shape[1:]
-        length = padded_length(T)
-        fill = lambda x: jnp.pad(x, [(0, 0), (0, length - T)] + [(0, 0)] * (x.ndim - 2))
-        scaled_BTNH = (q_BTNH.astype(jnp.float32) * H**-0.5).astype(q_BTNH.dtype)  # the kernel has no scale
-        q_BNTH, k_BKTH, v_BKTH = (fill(x).swapaxes(1, 2) for x in (scaled_BTNH, k_BTKH, v_BTKH))
-        ids_BT = fill(segment_ids_BT)
-        shape = (length, length)
-        near = mask_lib.CausalMask(shape) if window is None else mask_lib.LocalMask(shape, (window - 1, 0), offset=0)
-        kernel = kernel_lib.make_splash_mha(
-            mask_lib.MultiHeadMask([near] * N),
-            block_sizes=block_sizes(length, blocks, q_BTNH.dtype.itemsize, H, window),
-            head_shards=1,
-            q_seq_shards=1,
-            attn_logits_soft_cap=softcap,
-            residual_checkpoint_name=ATTENTION_OUT,
-            interpret=interpret,
-        )
-        segments = kernel_lib.SegmentIds(q=ids_BT, kv=ids_BT)
-        out_BNTH = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(q_BNTH, k_BKTH, v_BKTH, segments)
-        return out_BNTH.swapaxes(1, 2)[:, :T]
+        all_in_order = Standing(np.zeros((1, 1), np.int32), q_BTNH.shape[1], 0)
+        scope = Scope(segment_ids_BT, key_segment_ids_BS=segment_ids_BT)
+        return attend_standing(q_BTNH, k_BTKH, v_BTKH, scope, all_in_order)
 
     return attend
+
+
+def make_attend_standing(
+    *, softcap: float | None, window: int | None, blocks: Blocks = ANY_CHIP, interpret: bool = False
+) -> AttendStanding:
+    """For queries of which a Standing tells the places.
+
+    Chunks and keys are filled up to whole blocks, by positions that nobody reads. interpret: as for make_attend.
+    """
+
+    def attend_standing(q_BTNH, k_BSKH, v_BSKH, scope: Scope, standing: Standing):
+        chunks, chunk = standing.starts_Cc.shape[1], standing.chunk
+        long_chunk, S = padded_length(chunk), k_BSKH.shape[1]
+        by_chunk = lambda x: x.reshape(x.shape[0] * chunks, chunk, *x.shape[2:])
+        fill = lambda x, length: jnp.pad(x, [(0, 0), (0, length - x.shape[1])] + [(0, 0)] * (x.ndim - 2))
+        of_queries = lambda x: fill(by_chunk(x), long_chunk).reshape(x.shape[0], chunks * long_chunk, *x.shape[2:])
+        of_keys = lambda x: fill(x, padded_length(S))
+        scaled_BTNH = (q_BTNH.astype(jnp.float32) * q_BTNH.shape[3] ** -0.5).astype(q_BTNH.dtype)
+        q_BNTH = of_queries(scaled_BTNH).swapaxes(1, 2)
+        k_BKSH, v_BKSH = (of_keys(x).swapaxes(1, 2) for x in (k_BSKH, v_BSKH))
+        segments = kernel_lib.SegmentIds(q=of_queries(scope.segment_ids_BT), kv=of_keys(scope.key_segment_ids_BS))
+        sizes = block_sizes(long_chunk, blocks, q_BTNH.dtype.itemsize, q_BTNH.shape[3], window, keys=padded_length(S))
+        longer = Standing(standing.starts_Cc, long_chunk, standing.device)
+        tables = make_tables(standing.starts_Cc, long_chunk, padded_length(S), window, sizes)
+        kernel = make_kernel(tables, longer, sizes, softcap=softcap, window=window, interpret=interpret)
+        with jax.named_scope(tables.scope):
+            out_BNTH = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(q_BNTH, k_BKSH, v_BKSH, segments)
+        out = out_BNTH.swapaxes(1, 2).reshape(-1, long_chunk, *q_BTNH.shape[2:])[:, :chunk]
+        return out.reshape(q_BTNH.shape)
+
+    return attend_standing
+
+
+def make_kernel(
+    tables: KernelTables,
+    standing: Standing,
+    sizes: kernel_lib.BlockSizes,
+    *,
+    softcap: float | None,
+    window: int | None,
+    interpret: bool,
+) -> kernel_lib.SplashAttentionKernel:
+    """The kernel of this device."""
+    own = lambda table: jnp.asarray(table)[standing.device]
+    info = lambda found: info_lib.MaskInfo(own(found.block), None, own(found.visited), None, standing.places_T)
+    return kernel_lib.SplashAttentionKernel(
+        *map(info, tables),
+        block_sizes=sizes,
+        is_mqa=False,
+        save_residuals=False,
+        mask_value=kernel_lib.DEFAULT_MASK_VALUE,
+        attn_logits_soft_cap=softcap,
+        residual_checkpoint_name=ATTENTION_OUT,
+        mask_function=seen_within(window),
+        interpret=interpret,
+    )
+
+
+@functools.cache  # one function for each, since programs are told apart by it
+def seen_within(window: int | None) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """seen(places of queries, places of keys) -> bool."""
+    if window is None:
+        return lambda queries, keys: queries >= keys
+    return lambda queries, keys: (queries >= keys) & (queries - keys < window)
 
 
 def block_sizes(

@@ -1,0 +1,85 @@
+"""The tables of pipeline schedules: complete, in order, without a wait, and with the bubble that papers promise."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from jaxscale.sharding.schedules import (
+    IDLE,
+    check_schedule,
+    ideal_bubble,
+    longest_stage,
+    make_schedule,
+    simulated_seconds,
+    split_layers,
+)
+
+SIZES = [
+    (P, V, M) for P in (1, 2, 3, 4, 8) for V in (1, 2, 4) for M in (1, 2, 4, 6, 8, 32) if V == 1 or M % P == 0
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+def test_every_schedule_has_the_ideal_bubble(name):
+    for P, V, M in SIZES:
+        schedule = make_schedule(name, P, V, M)  # which proves it: check_schedule
+        assert schedule.bubble == pytest.approx(ideal_bubble(P, V, M), abs=1e-12), (P, V, M)
+        took = simulated_seconds(schedule, forward=1.0, backward=2.0)
+        assert took == 3.0 * (M * V + P - 1)
+
+
+def test_the_bubble_of_the_documents_is_theirs():
+    assert ideal_bubble(8, 4, 32) == pytest.approx(0.052, abs=5e-4)
+    assert ideal_bubble(4, 1, 8) == pytest.approx(3 / 11)  # GPipe's formula, arXiv:1811.06965
+
+
+def test_what_1f1b_keeps_does_not_grow_with_the_microbatches_and_gpipe_keeps_all():
+    slots = lambda name, M: make_schedule(name, 4, 1, M).num_slots
+    assert [slots("1f1b", M) for M in (8, 16, 64)] == [7, 7, 7]
+    assert [slots("gpipe", M) for M in (8, 16, 64)] == [8, 16, 64]
+    for P, V in ((4, 2), (4, 4), (8, 4)):
+        kept = {make_schedule("1f1b", P, V, M).num_slots for M in (4 * P, 8 * P)}
+        assert len(kept) == 1 and kept.pop() <= 2 * P * V - 1
+
+
+def spoilt(schedule, passes, field, t, s, value):
+    """The schedule with one number of one table changed."""
+    table = getattr(schedule, passes)
+    array = getattr(table, field).copy()
+    array[t, s] = value
+    return dataclasses.replace(schedule, **{passes: table._replace(**{field: array})})
+
+
+@pytest.mark.parametrize(
+    ("passes", "field", "t", "s", "value"),
+    [
+        ("forward", "microbatch", 3, 0, IDLE),  # a pass is missing
+        ("forward", "microbatch", 3, 0, 0),  # and another is there twice
+        ("forward", "slot", 3, 0, 0),  # the inputs of microbatch 0 are overwritten
+        ("backward", "slot", 6, 0, 1),  # those of another are read
+    ],
+)
+def test_a_wrong_table_is_no_schedule(passes, field, t, s, value):
+    schedule = make_schedule("1f1b", 4, 1, 8)
+    check_schedule(schedule)
+    with pytest.raises(AssertionError):
+        check_schedule(spoilt(schedule, passes, field, t, s, value))
+
+
+@pytest.mark.parametrize(
+    ("layers", "P", "V"), [(61, 4, 1), (94, 8, 1), (126, 16, 1), (126, 8, 4), (8, 8, 1), (7, 2, 3)]
+)
+def test_layers_of_any_depth_are_cut_evenly_and_in_order(layers, P, V):
+    cut = split_layers(layers, P, V)
+    sizes = (cut != IDLE).sum(-1)
+    assert sizes.min() >= 1 and sizes.max() - sizes.min() <= 1
+    in_order = cut.swapaxes(0, 1).reshape(-1)
+    np.testing.assert_array_equal(in_order[in_order != IDLE], np.arange(layers))
+
+
+def test_a_stage_with_the_whole_head_has_fewer_layers():
+    head = 128_256 * 4096 / 218_112_000  # Llama 3 8B's output projection, in layers
+    assert (split_layers(32, 8, 1, head) != IDLE).sum(-1).reshape(-1).tolist() == [5, 5, 4, 4, 4, 4, 4, 2]
+    assert longest_stage(split_layers(32, 8, 1), head_layers=head) > 1.4  # all with four: the others wait
+    assert longest_stage(split_layers(32, 8, 1), shared_layers=head / 8) == 1.0

@@ -1,0 +1,150 @@
+"""A run whose layers are cut into stages is the run of one device: every model, schedule and rule table."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale import schema
+from jaxscale.build import make_program
+from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.sampling.config import Sampling
+from jaxscale.sampling.generator import Engine, Generator
+from jaxscale.system.exits import BadInput
+from jaxscale.training.statistics import named
+
+BATCH = tiny.packed_batch(0)
+BASE = {"model.remat": "full", "optim.name": "sgd", "optim.b1": 1e-30, "train.num_microbatches": 4}
+WHOLE = {"pipeline.head": "whole", "mesh.pipeline": 2}
+
+
+def make(overrides, num_devices, model=tiny.LLAMA):
+    cfg = schema.from_dict(RunConfig, schema.merge(tiny.VALUES | {"model": model}, BASE | overrides))
+    return make_program(cfg, resolve_budget(cfg, None), jax.devices()[:num_devices])
+
+
+def step(overrides, num_devices, model=tiny.LLAMA, steps=1):
+    """(metrics of the last step, gradients), on the host: the momentum of 1e-30 holds the gradient and nothing else."""
+    program = make(overrides, num_devices, model)
+    state = program.init()
+    for _ in range(steps):
+        state, metrics = program.train_step(state, tiny.on_mesh(program, BATCH))
+    return tiny.host((metrics, jax.tree.leaves(state.opt_state)))
+
+
+RUNS = {  # (model, settings of the run, how it is cut, devices)
+    "uneven stages": (tiny.LLAMA, {"model.num_layers": 5}, {"mesh.pipeline": 2, "mesh.tensor": 2}, 4),
+    "a shorter last stage": (
+        tiny.LLAMA, {"model.num_layers": 5}, WHOLE | {"mesh.fsdp": 2, "train.loss_scale.initial": 8.0}, 4,
+    ),
+    "chunks": (tiny.LLAMA, {"model.num_layers": 6}, {"mesh.pipeline": 2, "mesh.fsdp": 2, "pipeline.chunks": 3}, 4),
+    "windows, tied": (tiny.RELATIVE, {}, {"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8),
+    "dropout": (tiny.GPT2 | {"dropout": 0.3}, {}, {"mesh.pipeline": 2, "mesh.data": 2, "mesh.tensor": 2}, 8),
+    "adapters": (tiny.LLAMA, {"lora.rank": 4}, {"mesh.pipeline": 2, "mesh.fsdp": 2}, 4),
+    "zero1": (tiny.LLAMA, {"rules": "zero1", "model.num_layers": 3}, {"mesh.pipeline": 2, "mesh.fsdp": 2}, 4),
+}  # fmt: skip
+QUICK = ("chunks", "dropout")
+
+
+@pytest.mark.parametrize(
+    "run", [name if name in QUICK else pytest.param(name, marks=pytest.mark.soak) for name in RUNS]
+)
+def test_losses_and_gradients_are_those_of_one_device(run):
+    model, settings, cut, devices = RUNS[run]
+    remat = model | {"remat": "full"}
+    one, one_grads = step(settings | {"mesh.fsdp": 1}, 1, remat)
+    many, many_grads = step(settings | {"mesh.fsdp": 1} | cut, devices, remat)
+    np.testing.assert_array_equal(many["tokens_seen"], one["tokens_seen"])
+    assert one.keys() == many.keys() and many["real_tokens"] == one["real_tokens"]
+    for name in ("loss", "objective", "grad_norm"):
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-5)
+    for got, right in zip(many_grads, one_grads, strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-4, atol=1e-5 * max(np.abs(right).max(), 1e-2))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Two steps without stages, on devices that have other rows: with one device XLA compiles other sums."""
+    return step({"mesh.data": 2, "mesh.fsdp": 1, "model.num_layers": 4}, 2, steps=2)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, pytest.param({"pipeline.schedule": "gpipe", "pipeline.chunks": 2}, marks=pytest.mark.soak)], ids=str
+)
+def test_with_a_whole_head_every_bit_is_that_of_no_pipeline(plain, how):
+    cut = WHOLE | how | {"mesh.data": 2, "mesh.fsdp": 1, "model.num_layers": 4}
+    tiny.assert_same_bits(step(cut, 4, steps=2), plain)
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return make({"mesh.fsdp": 1}, 1), make({"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)
+
+
+def test_evaluation_sampling_and_statistics_need_no_stages(programs):
+    found = []
+    for program in programs:
+        state = program.init()
+        nats_BT = jax.jit(program.unstaged.token_losses)(
+            state.params, jax.device_put(BATCH, program.unstaged.rows_sharding)
+        )
+        engine = Engine(program.unstaged, batch=1, longest=16)
+        steps = Generator(engine, state.params).generate([[1, 2, 3]], Sampling(temperature=0.0), 8, seed=0)
+        numbers = named(jax.device_get(program.statistics(state, tiny.on_mesh(program, BATCH))))
+        found.append((np.asarray(nats_BT), [int(ids[0]) for ids in steps], numbers))
+    (one_nats, one_ids, one_numbers), (nats, ids, numbers) = found
+    np.testing.assert_allclose(nats, one_nats, rtol=1e-4, atol=1e-5)
+    assert ids == one_ids and numbers.keys() == one_numbers.keys()
+    for name, value in numbers.items():
+        np.testing.assert_allclose(value, one_numbers[name], rtol=1e-4, err_msg=name)
+
+
+def test_the_state_is_the_same_arrays_whatever_the_stages(programs):
+    shapes = lambda program: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), program.abstract_state)
+    one, many = programs
+    assert shapes(one) == shapes(many)
+    tiny.assert_same_bits(tiny.host(one.init()), tiny.host(many.init()))
+    layers = many.abstract_state.params["blocks"]["mlp"]["up"]
+    assert layers.sharding.shard_shape(layers.shape) == (1, 8, 16)  # layers over stages, fsdp, tensor
+    uneven = make({"model.num_layers": 3, "mesh.pipeline": 2, "mesh.fsdp": 2}, 4).abstract_state.params["blocks"]
+    up = uneven["mlp"]["up"]
+    assert up.shape == (3, 16, 32) and up.sharding.shard_shape(up.shape) == (3, 4, 32)
+
+
+def test_no_other_document_moves_when_a_token_of_one_does(programs):
+    program = programs[1]
+    changed = BATCH._replace(tokens=BATCH.tokens.copy())
+    document = BATCH.segment_ids[1] == 1
+    changed.tokens[1, np.flatnonzero(document)[0]] += 1
+    params, score = program.init().params, jax.jit(program.unstaged.token_losses)
+    one, other = (
+        np.asarray(score(params, jax.device_put(b, program.unstaged.rows_sharding))) for b in (BATCH, changed)
+    )
+    moved = (one != other) & (BATCH.weights > 0)
+    assert moved[1][document].any() and not moved[1][~document].any() and not np.delete(moved, 1, axis=0).any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model.remat": "none"}, "model.remat='none': a stage keeps the inputs of its layers"),
+        ({"model.scan_layers": False}, "model.scan_layers=false"),
+        ({"model.num_layers": 1}, "model.num_layers=1 with pipeline.chunks=1, which need a layer for each of 2"),
+        (
+            {"pipeline.chunks": 2, "model.num_layers": 4, "train.num_microbatches": 1},
+            "use a multiple of 2, or chunks=1",
+        ),
+        ({"model.vocab_size": 65}, "vocab=65 is not a multiple of the 2 devices"),
+        ({"model.vocab_size": 65, "model.num_layers": 3}, "vocab_size=65"),
+    ],
+)
+def test_what_stages_cannot_do_is_one_line(changes, told):
+    with pytest.raises(BadInput) as error:
+        make({"mesh.pipeline": 2} | changes, 2)
+    assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_of_two_stacks_is_refused():
+    objective = {"data.objective": dict(name="span_corruption", layout="encoder_decoder")}
+    with pytest.raises(BadInput, match="two stacks"):
+        make({"mesh.pipeline": 2} | objective, 2, tiny.T5 | {"remat": "full"})
