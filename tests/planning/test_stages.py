@@ -139,8 +139,20 @@ def test_activations_stay_where_rows_and_context_double_together():
     ]
     gathered = [0, 2 * 2 * 8192, 4 * 2 * 8192, 8 * 2 * 8192]  # positions, and as many gradients
     rest = [size - 2 * 1024 * 2 * positions for size, positions in zip(sizes, gathered)]
-    assert rest[1] == rest[2] == rest[3]
-    assert rest[1] - rest[0] == pytest.approx(4 * BLOCK, rel=0.01)  # a layer's gradients are summed over context too
+    assert rest[0] == rest[1] == rest[2] == rest[3]
+
+
+def test_devices_that_share_rows_share_the_state_too():
+    of = lambda context: opened(mesh__context=context, mesh__data=2, seq_len=65_536, batch_tokens="64 rows")[0]
+    one, four = of(1), of(4)
+    assert memory_need(one).state == memory_need(four).state
+    small, large = sent(one), sent(four)
+    params = one.cfg.model.num_params
+    assert small["data", "all-reduce"] == large["data", "all-reduce"] == 4 * params / 32
+    assert small["fsdp", "all-gather"] == large["fsdp", "all-gather"] == 2 * 2 * params
+    keys = 4 * 65_536 * 1024 * 32 * 4  # of 4 rows, in 32 layers
+    assert large["context", "all-gather"] == 2 * 2 * params / 8 + 2 * keys
+    assert large["context", "reduce-scatter"] == 4 * params / 8 + keys
 
 
 def test_keys_and_values_of_a_long_row_are_as_many_bytes_as_its_positions_and_heads_say():
