@@ -92,6 +92,11 @@ def check_row_length(cfg: RunConfig) -> None:
     longest = cfg.model.max_seq_len
     if longest and cfg.row_lengths.row > longest:
         made = "" if cfg.row_lengths.row == cfg.seq_len else f", which makes rows of {cfg.row_lengths.row},"
+        if getattr(cfg.model, "rope_scaling", None) is not None:
+            raise BadInput(
+                f"seq_len={cfg.seq_len}{made} is longer than the rows of {longest} tokens that model.rope_scaling is "
+                f"for; set model.rope_scaling.row_len={cfg.row_lengths.row}"
+            )
         raise BadInput(f"seq_len={cfg.seq_len}{made} is longer than model.max_seq_len={longest}; raise that one")
 
 

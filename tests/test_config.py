@@ -118,6 +118,8 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"train.aux_losses": {"y_loss": 1.0}}, "train: aux_losses has 'y_loss'; there is z_loss"),
         ({"seq_len": 1}, "seq_len=1 must be at least 2"),
         ({"model": tiny.GPT2, "seq_len": 64}, "seq_len=64 is longer than model.max_seq_len=32; raise that one"),
+        ({"model": tiny.LLAMA | {"rope_scaling": {"name": "dynamic", "original_max_len": 32}}, "seq_len": 64},
+         "is longer than the rows of 32 tokens that model.rope_scaling is for; set model.rope_scaling.row_len=64"),
         ({"model": tiny.GPT2 | {"num_heads": 3}}, "model: embed_dim=16 must be a multiple of num_heads=3"),
         ({"data": dict(name="files", files="x.txt", cache_dir="s3://b/x")}, "cache_dir=s3://b/x must be a folder of"),
         ({"train_tokens": "a lot"}, "train_tokens='a lot' is not an amount of training"),

@@ -49,6 +49,9 @@ CHOICES = {
     "ul2": {"data.objective": {"name": "ul2", "layout": "one_row", **MODES}} | LONGER,
     "linear_rope": {"model.rope_scaling": {"name": "linear"}},
     "llama3_rope": {"model.rope_scaling": {"name": "llama3"}},
+    "yarn_rope": {"model.rope_scaling": {"name": "yarn", "mscale": 1.0, "mscale_all_dim": 0.5}},
+    "dynamic_rope": {"model.rope_scaling": {"name": "dynamic"}},
+    "longrope": {"model.rope_scaling": {"name": "longrope", "short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4}},
     "sgd": {"optim.name": "sgd", "optim.groups": [FROZEN, REST]},
     "lion": {"optim.name": "lion", "optim.decay": "linear"},
     "constant": {"optim.decay": "constant", "optim.min_lr": 3e-5},
@@ -70,6 +73,7 @@ ELSEWHERE = {
     "transforms": "data/pipeline.py",
     **dict.fromkeys(("variables", "today"), "text/chat/template.py"),
     "max_repeated_share": "data/row_filter.py", "grad_ratio": "training/guard.py", "name": "run/startup_log.py",
+    "long_factor": "ops/rope.py",
 }  # fmt: skip
 # Another value of what is handed on, and read by nobody there.
 OTHER = {

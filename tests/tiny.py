@@ -24,9 +24,9 @@ LLAMA = dict(
 )  # fmt: skip
 # What Llama's relatives differ by, all at one time. The window is shorter than a row; the last of 3 layers is local.
 RELATIVE = LLAMA | dict(
-    num_layers=3, qkv_bias=True, qk_norm=True, qk_norm_over="all_heads", norm_placement="both", zero_centred_norms=True,
-    activation="gelu_tanh", scaled_embeddings=True, tied_embeddings=True, query_scalar=5.0, attention_window=5,
-    global_every=2, local_rope_base=100.0, attention_softcap=3.0, logit_softcap=4.0,
+    num_layers=3, qkv_bias=True, out_bias=True, qk_norm=True, qk_norm_over="all_heads", norm_placement="both",
+    zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True, tied_embeddings=True, query_scalar=5.0,
+    attention_window=5, global_every=2, local_rope_base=100.0, attention_softcap=3.0, logit_softcap=4.0,
 )  # fmt: skip
 GPT2 = dict(
     name="gpt2", vocab_size=VOCAB, num_layers=2, embed_dim=16, num_heads=2, max_seq_len=32, compute_dtype="float32",

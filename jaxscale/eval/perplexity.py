@@ -1,8 +1,11 @@
-"""Validation: loss and bits per byte over a fixed set, in all and for each source."""
+"""Validation: loss and bits per byte over a fixed set, in all and for each source, and the loss by position.
+
+B batch  T position
+"""
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +13,36 @@ import numpy as np
 
 from jaxscale.data.batch import Batch
 
-EvalStep = Callable[[Any, Batch, jax.Array, jax.Array], jax.Array]
+
+class Sums(NamedTuple):
+    """Over some rows."""
+
+    sources: jax.Array  # float32[3, sources]: nats, tokens, bytes
+    positions: jax.Array  # float32[2, ranges]: nats, tokens
+
+
+EvalStep = Callable[[Any, Batch, jax.Array, jax.Array], Sums]
 
 
 def make_eval_step(token_losses: Callable[[Any, Batch], jax.Array], num_sources: int) -> EvalStep:
-    """(params, batch, sources_BT, bytes_BT) -> float32[3, num_sources]: nats, tokens, bytes, summed for each source."""
+    """(params, batch, sources_BT, bytes_BT) -> Sums for each source, and for each of the position_ranges of a row."""
 
-    def eval_step(params: Any, batch: Batch, sources_BT: jax.Array, bytes_BT: jax.Array) -> jax.Array:
+    def eval_step(params: Any, batch: Batch, sources_BT: jax.Array, bytes_BT: jax.Array) -> Sums:
         nats_BT = jnp.where(batch.weights > 0, token_losses(params, batch), 0.0)
-        per_source = lambda x_BT: jax.ops.segment_sum(x_BT.reshape(-1), sources_BT.reshape(-1), num_sources)
-        return jnp.stack([per_source(nats_BT), per_source(batch.weights), per_source(bytes_BT * batch.weights)])
+        ranges_BT = 32 - jax.lax.clz(batch.positions.astype(jnp.int32))  # bits of a position, from 0 in its document
+        num_ranges = len(position_ranges(batch.positions.shape[1]))
+        by_source = lambda x_BT: jax.ops.segment_sum(x_BT.reshape(-1), sources_BT.reshape(-1), num_sources)
+        by_range = lambda x_BT: jax.ops.segment_sum(x_BT.reshape(-1), ranges_BT.reshape(-1), num_ranges)
+        sources = (nats_BT, batch.weights, bytes_BT * batch.weights)
+        return Sums(jnp.stack(list(map(by_source, sources))), jnp.stack(list(map(by_range, sources[:2]))))
 
     return eval_step
+
+
+def position_ranges(seq_len: int) -> list[tuple[int, int]]:
+    """[(fewest, most)] tokens of its document that a target's prediction has read: 1, 2, 3-4, 5-8, up to a row."""
+    ends = [2**power for power in range((seq_len - 1).bit_length() + 1)]
+    return [(end // 2 + 1, min(end, seq_len)) for end in ends]
 
 
 def summarise(sums: np.ndarray, source_names: Sequence[str]) -> dict[str, float]:
@@ -47,9 +68,20 @@ def describe(name: str, sums: np.ndarray) -> dict[str, float]:
     return found
 
 
+def by_position(sums: np.ndarray, seq_len: int) -> dict[str, float]:
+    """Metrics from float[2, ranges] sums: the loss of each range that has tokens, 'validation_by_position/5-8/loss'."""
+    found = {}
+    for (first, last), nats, tokens in zip(position_ranges(seq_len), *sums.tolist(), strict=True):
+        if tokens:
+            found[f"validation_by_position/{first}-{last}/loss"] = nats / tokens
+    return found
+
+
 def evaluate(
     eval_step: EvalStep, params: Any, batches: Sequence[tuple], source_names: Sequence[str]
 ) -> dict[str, float]:
     """Metrics of the whole set. batches: (Batch, sources_BT, bytes_BT) on the devices."""
-    sums = [eval_step(params, *batch) for batch in batches]
-    return summarise(np.sum([np.asarray(part, np.float64) for part in sums], axis=0), source_names)
+    parts = [eval_step(params, *batch) for batch in batches]
+    total = lambda *arrays: np.sum([np.asarray(array, np.float64) for array in arrays], axis=0)
+    sums = jax.tree.map(total, *parts)
+    return summarise(sums.sources, source_names) | by_position(sums.positions, batches[0][0].positions.shape[1])

@@ -22,6 +22,7 @@ from jaxscale.checkpoint.restore import newest_to_read
 from jaxscale.checkpoint.storage_errors import is_storage_error, short_reason, written
 from jaxscale.interop import adapter_config, adapters, families
 from jaxscale.interop.families import TensorPair
+from jaxscale.interop.families.rope import LONGEST, frozen
 from jaxscale.interop.journal import Journal, open_journal
 from jaxscale.interop.leaves import Leaves
 from jaxscale.interop.pieces import array_shapes, in_order
@@ -101,7 +102,7 @@ def open_step(
             f"them with jaxscale ckpt merge_lora --workdir={checkpoints.directory.parent} --to=FOLDER, and export "
             "that, or --adapter exports the adapters alone, for PEFT"
         )
-    cfg = schema.convert(values, AnyModelConfig, "model")
+    cfg = frozen(schema.convert(values, AnyModelConfig, "model"))
     origin = origin_of(record["run"])
     family = families.family_for(cfg, origin.get("model_type"))
     folder = checkpoints.directory / str(step)
@@ -263,15 +264,16 @@ def config_of(source: Source, dtype: str, end_ids: Mapping[str, Any]) -> dict[st
     """config.json: the model's, the keys that came with it, and the ids of special tokens.
 
     Args: end_ids: bos_token_id and eos_token_id of the tokenizer that goes along with what was trained here.
-    max_position_embeddings are the tokens of the rows it was trained on, or those of the model it began with.
+    max_position_embeddings are the tokens of the rows it was trained on, or those of the model it began with, where
+    RoPE's scaling does not say them.
     """
     kept = dict((source.run.get("converted") or {}).get("kept") or {})
     if not kept:
         origin = dict(origin_of(source.run).get("kept") or {})
         kept = origin | {name: value for name, value in end_ids.items() if value is not None}
-        if getattr(source.cfg, "max_seq_len", None) is None:
-            longest = source.run["config"].get("seq_len") or 0, origin.get("max_position_embeddings") or 0
-            kept["max_position_embeddings"] = max(longest)
+        longest = source.run["config"].get("seq_len") or 0, kept.pop(LONGEST, None) or 0
+        if not {LONGEST, "n_positions"} & source.family.write_config(source.cfg).keys():
+            kept[LONGEST] = max(longest)
     kept.pop("dtype", None)
     return families.write(source.family, source.cfg, kept | {"torch_dtype": dtype})
 

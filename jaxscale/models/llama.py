@@ -53,6 +53,8 @@ class Attention(nnx.Module):
             self.bias_q = constant((N, H), of_heads[0], 0.0)
             self.bias_k = constant((K, H), of_heads[1], 0.0)
             self.bias_v = constant((K, H), of_heads[1], 0.0)
+        if cfg.out_bias:
+            self.bias_o = constant((D,), ("norm",), 0.0)
         if cfg.qk_norm and cfg.qk_norm_over == "all_heads":
             self.q_norm = norm_scale(cfg, N, H, axes=of_heads[0])
             self.k_norm = norm_scale(cfg, K, H, axes=of_heads[1])
@@ -73,8 +75,10 @@ class Attention(nnx.Module):
         k_BSKH = checkpoint_name(self.kernels.rotate(k_BSKH, rotation), KEY)
         seen = {} if local is None else {"local": local}
         out_BTNH = self.kernels.attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **seen)  # named ATTENTION_OUT within
-        out_BTD = self.kernels.project("BTNH,NHD->BTD", out_BTNH, self.wo[...])
-        return checkpoint_name(self.tensor.scatter(out_BTD), ATTENTION_ADDED)
+        added_BTD = self.tensor.scatter(self.kernels.project("BTNH,NHD->BTD", out_BTNH, self.wo[...]))
+        if cfg.out_bias:
+            added_BTD = with_bias(added_BTD, self.bias_o[...])
+        return checkpoint_name(added_BTD, ATTENTION_ADDED)
 
     def projected(self, x_BTD):
         """(q_BTNH, k_BSKH, v_BSKH)"""
@@ -167,7 +171,7 @@ class Llama(OneStack):
 
     def per_layer(self, keys_B: jax.Array | None):
         """Which layers have the window, or None where all are alike."""
-        return None if self.cfg.global_every is None else self.cfg.local_layers
+        return self.cfg.local_layers if self.cfg.mixed_windows else None
 
     def layer(self, positions_BT, segment_ids_BT):
         """A function that takes the residual stream through a block of these rows."""

@@ -29,6 +29,7 @@ class LlamaConfig(ModelConfig):
     rope_base: float = setting(10_000.0, "RoPE's theta (arXiv:2104.09864)")
     rope_scaling: RopeScaling | None = setting(None, "stretching of RoPE for long contexts")
     qkv_bias: bool = setting(False, "biases on queries, keys and values, as in Qwen2")
+    out_bias: bool = setting(False, "a bias on what attention adds, beside qkv_bias the attention_bias of transformers")
     qk_norm: bool = setting(False, "RMSNorm on queries and keys before RoPE (arXiv:2302.05442)")
     qk_norm_over: Literal["head", "all_heads"] = setting(
         "head", "each head alone, or all together as in OLMo-2", read_if="model.qk_norm"
@@ -42,10 +43,13 @@ class LlamaConfig(ModelConfig):
         "each n-th layer sees all keys and only the others have attention_window (Gemma 3: 6); none: all have it",
         read_if="model.attention_window",
     )
+    global_first: int = setting(
+        0, "the first n layers see all keys too (Qwen2's max_window_layers)", read_if="model.attention_window"
+    )
     local_rope_base: float | None = setting(
         None,
         "RoPE's theta, without rope_scaling, of the layers with a window; none: one RoPE for all",
-        read_if="model.global_every",
+        read_if="model.global_every or model.global_first",
     )
     attention_softcap: float | None = setting(
         None, "c: attention scores become c * tanh(scores / c) (arXiv:2408.00118); none: as they are"
@@ -78,12 +82,25 @@ class LlamaConfig(ModelConfig):
             raise BadInput(
                 f"global_every={self.global_every} needs an attention_window, and must be at least 2, or none"
             )
-        if self.local_rope_base is not None and (self.local_rope_base < 1 or self.global_every is None):
+        if not 0 <= self.global_first < self.num_layers or (self.global_first and self.attention_window is None):
             raise BadInput(
-                f"local_rope_base={self.local_rope_base} needs global_every, and must be at least 1, or none"
+                f"global_first={self.global_first} needs an attention_window, and must be at least 0 and below "
+                f"num_layers={self.num_layers}; without a window all layers see all keys"
+            )
+        if self.local_rope_base is not None and (self.local_rope_base < 1 or not self.mixed_windows):
+            raise BadInput(
+                f"local_rope_base={self.local_rope_base} needs global_every or global_first, and must be at least 1, "
+                "or none"
             )
         if self.head_dim % 2:
             raise BadInput(f"head_dim={self.head_dim} must be even, for RoPE turns pairs")
+        if self.rope_scaling is not None:
+            check_scaling(self.rope_scaling, self.head_dim, self.rope_base)
+
+    @property
+    def max_seq_len(self) -> int | None:
+        """The longest row that can be read, where RoPE's scaling depends on it."""
+        return None if self.rope_scaling is None else self.rope_scaling.longest_row
 
     @property
     def key_width(self) -> int:
@@ -93,7 +110,8 @@ class LlamaConfig(ModelConfig):
     @property
     def num_params(self) -> int:
         """Parameters in all, embeddings included."""
-        biases = self.num_layers * self.qkv_bias * (self.query_width + 2 * self.key_width)
+        of_inputs = self.qkv_bias * (self.query_width + 2 * self.key_width)
+        biases = self.num_layers * (of_inputs + self.out_bias * self.embed_dim)
         head = self.vocab_size * self.embed_dim * (not self.tied_embeddings)
         return self.matmul_params + head + biases + self.norm_params
 
@@ -106,11 +124,18 @@ class LlamaConfig(ModelConfig):
         return self.num_layers * (2 * per_part * self.embed_dim + of_attention) + self.embed_dim
 
     @property
+    def mixed_windows(self) -> bool:
+        """Whether the layers are told apart by their windows."""
+        return self.attention_window is not None and (self.global_every is not None or self.global_first > 0)
+
+    @property
     def local_layers(self) -> np.ndarray:
         """bool[L]: whether a layer has the window."""
-        if self.global_every is None:
-            return np.full(self.num_layers, self.attention_window is not None)
-        return np.arange(1, self.num_layers + 1) % self.global_every != 0
+        if self.attention_window is None:
+            return np.zeros(self.num_layers, bool)
+        layers = np.arange(1, self.num_layers + 1)
+        local = layers > self.global_first
+        return local if self.global_every is None else local & (layers % self.global_every != 0)
 
     def visible_keys(self, seq_len: int) -> float:
         """Summed over the layers: T / 2 of a causal row, W - W^2 / (2 T) with a window of W."""
@@ -124,7 +149,7 @@ class LlamaConfig(ModelConfig):
         return dataclasses.replace(
             super().attention_needs(prefix=prefix),
             window=self.attention_window,
-            mixed=None if self.global_every is None else Mix(int(self.local_layers.sum()), self.num_layers),
+            mixed=Mix(int(self.local_layers.sum()), self.num_layers) if self.mixed_windows else None,
             softcap=self.attention_softcap,
         )
 
@@ -132,3 +157,16 @@ class LlamaConfig(ModelConfig):
     def mlp_residuals(self) -> tuple[tuple[str, NumberKind], ...]:
         """Of the gated MLP."""
         return *super().mlp_residuals, ("up", "compute")
+
+
+def check_scaling(scaling: RopeScaling, head_dim: int, base: float) -> None:
+    """Raises BadInput for a scaling that RoPE of this theta and heads of this size cannot have."""
+    if scaling.name == "longrope" and len(scaling.long_factor) != head_dim // 2:
+        raise BadInput(
+            f"rope_scaling.long_factor has {len(scaling.long_factor)} numbers, and head_dim={head_dim} needs "
+            f"{head_dim // 2}: one for each pair"
+        )
+    if scaling.name == "dynamic" and head_dim < 4:
+        raise BadInput(f"head_dim={head_dim} must be at least 4 with rope_scaling.name='dynamic'")
+    if scaling.name == "yarn" and base <= 1:
+        raise BadInput(f"rope_base={base} must be above 1 with rope_scaling.name='yarn'")

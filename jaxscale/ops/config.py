@@ -35,30 +35,94 @@ class AttentionNeeds:
     bias: bool = False  # scores have a bias, and keys may come from another row
 
 
+RopeName = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
+BY_LENGTH = ("dynamic", "longrope")  # whose rotations depend on how long the rows are
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RopeScaling:
     """How a context longer than the one the rotations were trained for is squeezed into them."""
 
-    name: Literal["linear", "llama3"] = setting("llama3", "linear: positions / factor; llama3: only slow rotations")
+    name: RopeName = setting(
+        "llama3",
+        "linear: positions / factor; llama3, yarn (arXiv:2309.00071): only slow rotations; dynamic: a larger theta; "
+        "longrope (arXiv:2402.13753): each rotation by a number of its own",
+    )
     factor: float = setting(8.0, "how many times longer the context becomes")
     low_freq_factor: float = setting(
-        1.0, "llama3: waves longer than original_max_len / this are slowed by `factor`", read_if=".name=llama3"
+        1.0, "waves longer than original_max_len / this are slowed by `factor`", read_if=".name=llama3"
     )
     high_freq_factor: float = setting(
-        4.0, "llama3: waves shorter than original_max_len / this are left alone", read_if=".name=llama3"
+        4.0, "waves shorter than original_max_len / this are left alone", read_if=".name=llama3"
     )
     original_max_len: int = setting(
-        8192, "llama3: context length before the extension [tokens]", read_if=".name=llama3"
+        8192, "context length before the extension [tokens]", read_if=".name=llama3|yarn|dynamic|longrope"
+    )
+    beta_fast: float = setting(
+        32.0, "waves that turn more often than this in original_max_len are left alone", read_if=".name=yarn"
+    )
+    beta_slow: float = setting(
+        1.0, "waves that turn less often than this in original_max_len are slowed by `factor`", read_if=".name=yarn"
+    )
+    truncate: bool = setting(True, "the ramp between the two begins and ends at whole dimensions", read_if=".name=yarn")
+    attention_factor: float | None = setting(
+        None,
+        "queries and keys are multiplied by it; none: what follows from factor, as transformers has it",
+        read_if=".name=yarn|longrope",
+    )
+    mscale: float | None = setting(
+        None,
+        "with mscale_all_dim, the attention factor is the ratio of 0.1 m log(factor) + 1 of the two, as in DeepSeek",
+        read_if=".name=yarn and not .attention_factor",
+    )
+    mscale_all_dim: float | None = setting(None, "see mscale", read_if=".name=yarn and .mscale")
+    short_factor: tuple[float, ...] = setting(
+        (), "what divides each rotation in rows up to original_max_len; head_dim / 2 numbers", read_if=".name=longrope"
+    )
+    long_factor: tuple[float, ...] = setting((), "the same in longer rows", read_if=".name=longrope")
+    row_len: int | None = setting(
+        None,
+        "length of the rows that the rotations are for, the same ones for all rows up to it [tokens]; none: "
+        "original_max_len",
+        read_if=".name=dynamic|longrope",
     )
 
     def __post_init__(self):
         if self.factor < 1:
             raise BadInput(f"factor={self.factor} must be at least 1; leave out rope scaling to have none")
-        if self.low_freq_factor <= 0:
-            raise BadInput(f"low_freq_factor={self.low_freq_factor} must be above 0")
+        for name in ("low_freq_factor", "beta_slow"):
+            if getattr(self, name) <= 0:
+                raise BadInput(f"{name}={getattr(self, name)} must be above 0")
         if self.high_freq_factor <= self.low_freq_factor:
             raise BadInput(
                 f"high_freq_factor={self.high_freq_factor} must be above low_freq_factor={self.low_freq_factor}"
             )
-        if self.original_max_len < 1:
-            raise BadInput(f"original_max_len={self.original_max_len} must be at least 1 token")
+        if self.beta_fast < self.beta_slow:
+            raise BadInput(f"beta_fast={self.beta_fast} must be at least beta_slow={self.beta_slow}")
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if (value := getattr(self, name)) is not None and value <= 0:
+                raise BadInput(f"{name}={value} must be above 0, or none")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise BadInput("mscale and mscale_all_dim are read together; give both, or neither")
+        for name in ("original_max_len", "row_len"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise BadInput(f"{name}={value} must be at least 1 token")
+        if self.name == "longrope":
+            self.check_factors()
+
+    def check_factors(self) -> None:
+        """Raises BadInput unless longrope has two lists of positive numbers, equally long."""
+        if not self.short_factor or len(self.short_factor) != len(self.long_factor):
+            raise BadInput(
+                f"short_factor has {len(self.short_factor)} numbers and long_factor {len(self.long_factor)}; longrope "
+                "needs head_dim / 2 of each"
+            )
+        if min(*self.short_factor, *self.long_factor) <= 0:
+            raise BadInput("short_factor and long_factor must be above 0")
+        if self.original_max_len < 2:
+            raise BadInput("longrope needs original_max_len of at least 2 tokens: it divides by the logarithm")
+
+    @property
+    def longest_row(self) -> int | None:
+        """The longest row that the rotations are right for [tokens]; none where they do not depend on it."""
+        return max(self.row_len or 0, self.original_max_len) if self.name in BY_LENGTH else None

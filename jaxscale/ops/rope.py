@@ -26,25 +26,79 @@ class Rotation(NamedTuple):
 
 
 def frequencies(head_dim: int, base: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Angle per position of each pair, float64 [h, radians]. llama3 is the rule published with Llama 3.1."""
+    """Angle per position of each pair, float64 [h, radians]."""
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} must be even: rotary positions turn pairs of dimensions")
+    if scaling is not None and scaling.name == "dynamic":
+        base = stretched_base(head_dim, base, scaling)
     freq_h = base ** (-np.arange(0, head_dim, 2) / head_dim)
-    if scaling is None:
+    if scaling is None or scaling.name == "dynamic":
         return freq_h
     if scaling.name == "linear":
         return freq_h / scaling.factor
-    turns_h = scaling.original_max_len * freq_h / (2 * math.pi)  # full turns within the original context
-    kept_h = (turns_h - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept_h = np.clip(kept_h, 0.0, 1.0)
+    if scaling.name == "longrope":
+        return freq_h / np.asarray(factors_by_length(scaling))
+    kept_h = kept_by_yarn(head_dim, base, scaling) if scaling.name == "yarn" else kept_by_llama3(freq_h, scaling)
     return freq_h * (kept_h + (1 - kept_h) / scaling.factor)
 
 
+def kept_by_llama3(freq_h: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """How much of each rotation stays as it is, from 1 of fast ones to 0 of slow ones: published with Llama 3.1."""
+    turns_h = scaling.original_max_len * freq_h / (2 * math.pi)  # full turns within the original context
+    kept_h = (turns_h - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return np.clip(kept_h, 0.0, 1.0)
+
+
+def kept_by_yarn(head_dim: int, base: float, scaling: RopeScaling) -> np.ndarray:
+    """The same by YaRN (arXiv:2309.00071, section 3.2), with a ramp that is linear in the pair's number."""
+
+    def pair_with(turns: float) -> float:
+        """The number of the pair that turns so often within the original context."""
+        return head_dim * math.log(scaling.original_max_len / (2 * math.pi * turns)) / (2 * math.log(base))
+
+    begin, end = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        begin, end = math.floor(begin), math.ceil(end)
+    begin, end = max(begin, 0), min(end, head_dim - 1)
+    end += 0.001 * (begin == end)  # a step, where transformers has it
+    return 1.0 - np.clip((np.arange(head_dim // 2) - begin) / (end - begin), 0.0, 1.0)
+
+
+def stretched_base(head_dim: int, base: float, scaling: RopeScaling) -> float:
+    """RoPE's theta for rows of longest_row tokens by dynamic NTK scaling: `base` itself up to original_max_len.
+
+    transformers takes the longest row of each batch instead, so that one row is computed in another way beside others.
+    """
+    longer = scaling.factor * scaling.longest_row / scaling.original_max_len - (scaling.factor - 1)
+    return base * longer ** (head_dim / (head_dim - 2))
+
+
+def factors_by_length(scaling: RopeScaling) -> tuple[float, ...]:
+    """longrope's divisors for rows of longest_row tokens. transformers chooses by the longest row of each batch."""
+    return scaling.long_factor if scaling.longest_row > scaling.original_max_len else scaling.short_factor
+
+
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """What queries and keys are multiplied with: 1, but for yarn (arXiv:2309.00071, section 3.4) and longrope."""
+    if scaling is None or scaling.name not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.name == "longrope":
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_len))
+    temperature = lambda m: 0.1 * m * math.log(scaling.factor) + 1.0
+    if scaling.mscale is None:
+        return temperature(1.0)
+    return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
+
+
 def make_rotation(positions_BT: jax.Array, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Rotation:
-    """The rotation of each position; angles are float32, exact for positions below 2**24."""
+    """The rotation of each position, times attention_factor; angles are float32, exact for positions below 2**24."""
     freq_11h = jnp.asarray(frequencies(head_dim, base, scaling), jnp.float32)[None, None, :]
     angle_BTh = positions_BT.astype(jnp.float32)[:, :, None] * freq_11h
     cos_BTh, sin_BTh = jnp.cos(angle_BTh), jnp.sin(angle_BTh)
+    if (longer := attention_factor(scaling)) != 1.0:
+        cos_BTh, sin_BTh = longer * cos_BTh, longer * sin_BTh
     rotation = Rotation(jnp.concatenate([cos_BTh, cos_BTh], -1), jnp.concatenate([-sin_BTh, sin_BTh], -1))
     return Rotation(*lax.optimization_barrier(rotation))  # XLA:TPU would make it anew in each layer, to save its memory
 

@@ -10,6 +10,7 @@ from jaxscale.reporting.evals import evals_section
 from jaxscale.reporting.heat import HeatMap
 from jaxscale.reporting.history import History, is_number
 from jaxscale.reporting.plots import Band, Line, Plot, color_of, with_points
+from jaxscale.reporting.positions import positions_section
 from jaxscale.reporting.sources import data_table, is_of_source
 from jaxscale.reporting.tables import goodput_table, left_out, supervised_table
 from jaxscale.reporting.text import escape
@@ -44,6 +45,7 @@ def plot_sections(canvas: Canvas) -> list[Section]:
     makers: tuple[tuple[str, str, Callable[[Canvas], str]], ...] = (
         ("loss", "Loss", loss),
         ("sources", "By source", sources),
+        ("positions", "By position", positions_section),
         ("evals", "Evaluations", evals_section),
         ("optimizer", "Gradients and learning rate", optimizer),
         ("speed", "Throughput", speed),

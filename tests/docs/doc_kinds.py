@@ -56,8 +56,8 @@ KINDS = (
     Kind(PARSED, r"^jaxscale preflight ", "compiles for minutes; tests/cli/test_preflight_aot.py does"),
     Kind(
         PARSED,
-        r"-hf\b|runs/(llama|qwen|base|tuned|merged)\b",
-        "another's model; tests/convert and tests/test_finetuning.py make small ones",
+        r"-hf\b|runs/(llama|qwen|base|tuned|merged|longer)\b",
+        "another's model; tests/interop, tests/test_finetuning.py and tests/test_long_context.py make small ones",
     ),
     Kind(
         PARSED,

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from jaxscale.eval.config import EvalConfig
-from jaxscale.eval.perplexity import evaluate, make_eval_step, summarise
+from jaxscale.eval.perplexity import evaluate, make_eval_step, position_ranges, summarise
 
 
 def nats_are_tokens(params, batch):
@@ -22,7 +22,9 @@ def small_batch():
     """Two rows of three tokens; one target weighs nothing."""
     batch = tiny.packed_batch(0, rows=2, seq_len=4)
     return batch._replace(
-        tokens=np.array([[1, 2, 3], [4, 5, 6]], np.int32), weights=np.array([[1, 1, 0], [1, 1, 1]], np.float32)
+        tokens=np.array([[1, 2, 3], [4, 5, 6]], np.int32),
+        positions=np.array([[0, 1, 0], [0, 1, 2]], np.int32),
+        weights=np.array([[1, 1, 0], [1, 1, 1]], np.float32),
     )
 
 
@@ -32,7 +34,7 @@ BYTES_BT = np.array([[1, 4, 7], [2, 3, 1]], np.int32)
 
 def test_sums_are_by_source_and_leave_out_what_weighs_nothing():
     sums = make_eval_step(nats_are_tokens, 2)(np.float32(1), small_batch(), SOURCES_BT, BYTES_BT)
-    np.testing.assert_array_equal(sums, [[1 + 2 + 4, 5 + 6], [3, 2], [1 + 4 + 2, 3 + 1]])
+    np.testing.assert_array_equal(sums.sources, [[1 + 2 + 4, 5 + 6], [3, 2], [1 + 4 + 2, 3 + 1]])
 
 
 def test_metrics_are_those_of_pencil_and_paper():
@@ -43,8 +45,30 @@ def test_metrics_are_those_of_pencil_and_paper():
         "validation/loss": 18 / 5, "validation/bits_per_byte": 18 / ln2 / 11,
         "validation/web/loss": 7 / 3, "validation/web/bits_per_byte": 7 / ln2 / 7,
         "validation/code/loss": 11 / 2, "validation/code/bits_per_byte": 11 / ln2 / 4,
+        "validation_by_position/1-1/loss": 5 / 2, "validation_by_position/2-2/loss": 7 / 2,
+        "validation_by_position/3-3/loss": 6.0,
     }  # fmt: skip
     assert found == pytest.approx(expected, rel=1e-7)
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 16, 1000, 131_072])
+def test_each_position_of_a_row_is_in_one_range_that_doubles(seq_len):
+    ranges = position_ranges(seq_len)
+    assert [number for first, last in ranges for number in range(first, last + 1)] == list(range(1, seq_len + 1))
+    assert all(last == 2 * (first - 1) for first, last in ranges[1:-1]) and len(ranges) <= 18
+
+
+def test_a_position_counts_from_the_beginning_of_its_document():
+    batch = tiny.packed_batch(3)
+    ones = lambda params, batch: np.where(batch.weights > 0, 1.0 + batch.positions, np.nan).astype(np.float32)
+    zeros_BT = np.zeros((tiny.ROWS, tiny.SEQ_LEN), np.int32)
+    found = evaluate(make_eval_step(ones, 1), None, [(batch, zeros_BT, zeros_BT)], ("text",))
+    read = (1 + batch.positions)[batch.weights > 0]
+    for first, last in position_ranges(tiny.SEQ_LEN):
+        inside = read[(first <= read) & (read <= last)]
+        told = found.get(f"validation_by_position/{first}-{last}/loss")
+        assert told == (pytest.approx(inside.mean(), rel=1e-6) if inside.size else None)
+    assert (batch.positions == 0).sum() > tiny.ROWS  # several documents begin in a row
 
 
 def test_one_source_is_told_once_and_unknown_bytes_not_at_all():

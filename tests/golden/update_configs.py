@@ -12,7 +12,11 @@ from jaxscale.config_file import load_config
 HERE = pathlib.Path(__file__).parent
 CONFIGS = HERE.parent.parent / "configs"
 GOLDEN = HERE / "configs.json"
-ARGUMENTS = {"auto": ("depth=4", "depth=12", "depth=24"), "finetune": ("full", "lora")}  # of files that take one
+ARGUMENTS = {  # of files that take one
+    "auto": ("depth=4", "depth=12", "depth=24"),
+    "finetune": ("full", "lora"),
+    "long_context": ("4",),
+}
 
 
 def config_paths() -> dict[str, str]:

@@ -1,19 +1,19 @@
 """Each way in which a config.json can say how RoPE is scaled, and what transformers reads of it.
 
-TORCH_PYTHON tests/interop/rope_cases.py > tests/convert/rope_read.json
+TORCH_PYTHON tests/interop/rope_cases.py > tests/interop/rope_read.json
 """
 
 import json
 import sys
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-LONG = [1.0 + 0.5 * pair for pair in range(4)]
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0 + 0.5 * pair for pair in range(4)]
 KINDS = {
     "default": {},
     "linear": dict(factor=4.0),
     "dynamic": dict(factor=4.0),
-    "yarn": dict(factor=4.0, original_max_position_embeddings=32),
-    "longrope": dict(short_factor=LONG, long_factor=LONG, factor=2.0, original_max_position_embeddings=32),
+    "yarn": dict(factor=4.0, original_max_position_embeddings=32, beta_fast=16.0, beta_slow=2.0, attention_factor=1.25),
+    "longrope": dict(short_factor=SHORT, long_factor=LONG, factor=2.0, original_max_position_embeddings=32),
     "llama3": dict(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32),
     "proportional": dict(partial_rotary_factor=0.5),
 }
@@ -21,7 +21,7 @@ FAMILIES = ("llama", "gemma3_text")
 LIKE_LLAMA = ("mistral", "qwen2", "qwen3", "olmo2", "gemma", "gemma2")
 WORDS = (
     "rope_type", "rope_theta", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
-    "original_max_position_embeddings",
+    "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "short_factor", "long_factor",
 )  # fmt: skip
 SMALL = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=6, head_dim=8, max_position_embeddings=64)
 

@@ -55,6 +55,11 @@ PUBLISHED = {
         dict(model_type="gemma3_text", hidden_size=1152, intermediate_size=6912, num_hidden_layers=26,
              num_attention_heads=4, num_key_value_heads=1, vocab_size=262144, sliding_window=512), 999_885_952),
     "gemma-3-4b": (GEMMA3, 4_300_079_472 - 419_816_304),
+    "Phi-3-mini-128k": (
+        dict(model_type="phi3", max_position_embeddings=131072, original_max_position_embeddings=4096,
+             sliding_window=262144,
+             rope_scaling=dict(type="longrope", short_factor=[1.0 + pair / 50 for pair in range(48)],
+                               long_factor=[1.0 + pair for pair in range(48)])), 3_821_079_552),
     "gpt2": (dict(model_type="gpt2"), 124_439_808),
 }  # fmt: skip
 
@@ -64,7 +69,8 @@ def test_a_published_model_has_its_size_and_its_config_comes_back(name):
     hf, total = PUBLISHED[name]
     _, cfg, kept = families.read(hf)
     assert cfg.num_params == total
-    family = families.family_for(cfg)
+    origin = hf["model_type"] if hf["model_type"] == "phi3" else None  # of no origin it would go out as a Mistral
+    family = families.family_for(cfg, origin)
     assert family.model_type == {"gemma3": "gemma3_text"}.get(hf["model_type"], hf["model_type"])
     written = families.write(family, cfg, kept)
     again, cfg_again, kept_again = families.read(written)
@@ -118,23 +124,28 @@ def test_each_kind_of_layer_of_gemma3_has_its_rope_in_both_spellings():
 
 
 @pytest.mark.parametrize(
-    "hf, window, every",
+    "hf, window, every, first",
     [
-        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=0), 9, None),
-        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=32), None, None),
-        (dict(model_type="qwen2", sliding_window=9), None, None),
-        (dict(model_type="mistral", sliding_window=9), 9, None),
-        (dict(model_type="mistral", sliding_window=None), None, None),
-        (dict(model_type="gemma3_text", num_hidden_layers=4, sliding_window=9), 9, 6),  # no layer of 4 is global
-        (dict(model_type="gemma3_text", num_hidden_layers=4, layer_types=["full_attention"] * 4), None, None),
-        (dict(model_type="gemma3_text", sliding_window_pattern=3, sliding_window=9), 9, 3),
+        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=0), 9, None, 0),
+        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=32), None, None, 0),
+        (dict(model_type="qwen2", sliding_window=9), None, None, 0),
+        (dict(model_type="mistral", sliding_window=9), 9, None, 0),
+        (dict(model_type="mistral", sliding_window=None), None, None, 0),
+        (dict(model_type="gemma3_text", num_hidden_layers=4, sliding_window=9), 9, 6, 0),  # no layer of 4 is global
+        (dict(model_type="gemma3_text", num_hidden_layers=4, layer_types=["full_attention"] * 4), None, None, 0),
+        (dict(model_type="gemma3_text", sliding_window_pattern=3, sliding_window=9), 9, 3, 0),
         (dict(model_type="gemma2", num_hidden_layers=3, sliding_window=9,
-              layer_types=["sliding_attention", "sliding_attention", "full_attention"]), 9, 3),
+              layer_types=["sliding_attention", "sliding_attention", "full_attention"]), 9, 3, 0),
+        (dict(model_type="qwen2", use_sliding_window=True, sliding_window=9, max_window_layers=3), 9, None, 3),
+        (dict(model_type="qwen3", use_sliding_window=True, sliding_window=9, num_hidden_layers=6, layer_types=[
+            "full_attention"] + ["sliding_attention"] * 2 + ["full_attention"] + ["sliding_attention"] * 2), 9, 4, 1),
+        (dict(model_type="gemma3_text", num_hidden_layers=2, sliding_window=9,
+              layer_types=["full_attention", "sliding_attention"]), 9, 6, 1),
     ],
 )  # fmt: skip
-def test_windows_are_those_of_the_layers_and_come_back(hf, window, every):
+def test_windows_are_those_of_the_layers_and_come_back(hf, window, every, first):
     _, cfg, _ = families.read(hf)
-    assert (cfg.attention_window, cfg.global_every) == (window, every)
+    assert (cfg.attention_window, cfg.global_every, cfg.global_first) == (window, every, first)
     family = families.family_for(cfg)
     again = families.read(families.write(family, cfg))[1]
     assert again == cfg and (again.local_layers == cfg.local_layers).all()
@@ -146,17 +157,20 @@ def test_windows_are_those_of_the_layers_and_come_back(hf, window, every):
         (dict(model_type="mixtral"), "model_type='mixtral' is not supported; it may be"),
         (dict(model_type="llama", architectures=["LlamaForTokens"]), "'LlamaForTokens' is not supported; it may be"),
         (dict(model_type="llama", quantization_config=dict(quant_method="awq")), "quantization_config is not"),
-        (dict(model_type="llama", attention_bias=True), "attention_bias=True is not supported for llama; it may"),
+        (dict(model_type="qwen2", attention_bias=True), "attention_bias=True is not supported for qwen2; it may"),
         (dict(model_type="llama", mlp_bias=True), "mlp_bias=True"),
         (dict(model_type="llama", hidden_act="gelu"), "hidden_act='gelu' is not supported for llama; it may be 'silu'"),
-        (dict(model_type="llama", rope_scaling=dict(rope_type="yarn", factor=4.0)), "RoPE scaling 'yarn'"),
-        (dict(model_type="qwen3", rope_parameters=dict(rope_type="dynamic", factor=4.0)), "RoPE scaling 'dynamic'"),
+        (dict(model_type="llama", rope_scaling=dict(rope_type="yarn", factor=4.0)), "RoPE scaling 'yarn' needs orig"),
+        (dict(model_type="qwen3", rope_parameters=dict(rope_type="dynamic", factor=4.0)), "'dynamic' needs max_pos"),
+        (dict(model_type="llama", rope_scaling=dict(rope_type="axial")), "RoPE scaling 'axial' is not supported; it m"),
         (dict(model_type="llama", partial_rotary_factor=0.5), "partial_rotary_factor"),
         (dict(model_type="gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
         (dict(model_type="gpt2", n_inner=100), "n_inner=100 is not supported for gpt2; it may be None or 3072"),
         (dict(model_type="gemma2", use_bidirectional_attention=True), "use_bidirectional_attention=True"),
         (dict(model_type="gemma3_text", layer_types=["full_attention"] * 3), "layer_types has 3 entries and num"),
-        (dict(model_type="qwen2", use_sliding_window=True, max_window_layers=3), "it is layers 1, 2, 3"),
+        (dict(model_type="qwen2", num_hidden_layers=4, sliding_window=9, use_sliding_window=True,
+              layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"]),
+         "here it is layers 2, 3"),
         (dict(model_type="gemma2", sliding_window=None), "sliding_window gives no width"),
         (dict(model_type="gemma3_text", rope_parameters=dict(sliding_attention=dict(rope_type="linear", factor=2.0))),
          "scaling of sliding_attention"),
@@ -316,6 +330,11 @@ def test_every_key_that_a_family_is_said_to_read_changes_the_model_or_is_refused
         sliding_window=dict(use_sliding_window=True, max_window_layers=0),
         use_sliding_window=dict(max_window_layers=0),
     )
+    if name == "phi3":  # whose heads have 96 numbers, and which takes no other scaling
+        longrope = dict(rope_type="longrope", short_factor=[1.0] * 48, long_factor=[2.0] * 48)
+        effects |= dict(rope_scaling=longrope, rope_parameters=longrope)
+        lengths = ("original_max_position_embeddings", "max_position_embeddings")
+        companions |= {length: dict(rope_scaling=longrope) for length in lengths}
     for key in family.keys:
         with_it = dict(model_type=name, **companions.get(key, {}))
         without = families.read(with_it)[1]

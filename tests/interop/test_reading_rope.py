@@ -26,7 +26,14 @@ def said(base, scaling):
     told = dict(rope_type=scaling.name, rope_theta=base, factor=scaling.factor)
     if scaling.name == "llama3":
         told |= dict(low_freq_factor=scaling.low_freq_factor, high_freq_factor=scaling.high_freq_factor)
+    if scaling.name == "yarn":
+        told |= {name: getattr(scaling, name) for name in ("beta_fast", "beta_slow", "attention_factor")}
+    if scaling.name == "longrope":
+        told |= dict(short_factor=list(scaling.short_factor), long_factor=list(scaling.long_factor))
+    if scaling.name in ("llama3", "yarn", "longrope"):
         told |= dict(original_max_position_embeddings=scaling.original_max_len)
+    if scaling.name == "dynamic":
+        assert scaling.original_max_len == rope_cases.SMALL["max_position_embeddings"]
     return told
 
 
@@ -52,15 +59,18 @@ def test_each_way_of_saying_it_is_read_as_transformers_reads_it_or_is_refused_by
         assert ours.keys() == THEIRS[name].keys(), name
         assert all(same(ours[layers], THEIRS[name][layers]) for layers in ours), (name, ours, THEIRS[name])
         read.append(name.split()[2])
-    if kind in ("default", "linear", "llama3"):  # those we compute are not refused
+    if kind == "proportional":  # RoPE over a part of a head
+        assert read in ([], ["both_types"], ["other_shape"])
+    else:  # those we compute are not refused
         refused = set(READ_WAYS) - set(read)
         assert refused <= ({"old_type"} if family == "gemma3_text" else set())
-    else:
-        assert read in ([], ["both_types"], ["other_shape"])
 
 
 def test_what_is_said_in_two_places_that_differ_is_named_with_what_transformers_takes():
-    told = {"llama yarn both": "RoPE scaling 'yarn'", "llama linear both": "rope_theta=500000.0 transformers then does"}
+    told = {
+        "llama proportional both": "partial_rotary_factor",
+        "llama linear both": "rope_theta=500000.0 transformers then does",
+    }
     told |= {"gemma3_text linear old_type": "type='linear', and transformers reads its rope_type='default'"}
     told |= {"gemma3_text linear other_shape": "rope_parameters has rope_type beside the types of layers"}
     told |= {"llama llama3 original_outside": "needs original_max_position_embeddings, in rope_scaling and nowhere"}

@@ -41,7 +41,8 @@ def test_known_models_have_their_known_size(name):
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tied_embeddings": True}, {"qk_norm": True}, {"num_kv_heads": 4}, {"num_kv_heads": 1, "head_dim": 6},
-     {"scan_layers": False}, {"num_layers": 1}, {"qkv_bias": True}, {"qk_norm": True, "qk_norm_over": "all_heads"},
+     {"scan_layers": False}, {"num_layers": 1}, {"qkv_bias": True}, {"out_bias": True},
+     {"qk_norm": True, "qk_norm_over": "all_heads"},
      {"norm_placement": "after"}, {"norm_placement": "both"}, tiny.RELATIVE],
     ids=str,
 )  # fmt: skip

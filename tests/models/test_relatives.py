@@ -17,7 +17,7 @@ from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.activation import geglu_tanh
 from jaxscale.ops.attention import either
-from jaxscale.ops.config import Mix
+from jaxscale.ops.config import Mix, RopeScaling
 from jaxscale.ops.kernels import choose_kernels, make_recorder, with_recorder
 from jaxscale.ops.norm import rms_norm, rms_norm_heads
 from jaxscale.sharding.tensor_axis import ONE
@@ -74,6 +74,16 @@ def test_each_nth_layer_is_global():
     assert LlamaConfig(**tiny.LLAMA).local_layers.tolist() == [False, False]
 
 
+def test_the_first_layers_can_be_global_alone_and_beside_each_nth():
+    alone = config(num_layers=4, global_every=None, global_first=2)
+    assert alone.local_layers.tolist() == [False, False, True, True]
+    assert alone.attention_needs().mixed == Mix(2, 4)
+    assert config(num_layers=6, global_every=4, global_first=1).local_layers.tolist() == [0, 1, 1, 0, 1, 1]
+    assert config().attention_needs().mixed == Mix(2, 3)
+    windowed = config(global_every=None, local_rope_base=None)
+    assert windowed.attention_needs().mixed is None and windowed.local_layers.all()
+
+
 def test_flops_are_counted_over_the_keys_that_each_layer_sees():
     per_key = 12 * 4 * 8  # heads, head_dim
     full = config(global_every=None, local_rope_base=None, attention_window=None).flops_per_token(100)
@@ -86,11 +96,17 @@ def test_flops_are_counted_over_the_keys_that_each_layer_sees():
     [
         (dict(global_every=1), "global_every=1 needs an attention_window, and must be at least 2"),
         (dict(attention_window=None), "global_every=2 needs an attention_window"),
-        (dict(global_every=None), "local_rope_base=100.0 needs global_every"),
+        (dict(global_every=None), "local_rope_base=100.0 needs global_every or global_first"),
+        (dict(global_first=3), "global_first=3 needs an attention_window, and must be at least 0 and below num_layers"),
+        (dict(global_every=None, local_rope_base=None, attention_window=None, global_first=1), "global_first=1 needs"),
+        (dict(rope_scaling=RopeScaling(name="longrope", short_factor=(1.0,), long_factor=(2.0,))),
+         "rope_scaling.long_factor has 1 numbers, and head_dim=8 needs 4"),
+        (dict(rope_scaling=RopeScaling(name="dynamic"), head_dim=2), "head_dim=2 must be at least 4"),
+        (dict(rope_scaling=RopeScaling(name="yarn"), rope_base=1.0), "rope_base=1.0 must be above 1"),
         (dict(query_scalar=0.0), "query_scalar=0.0 must be above 0, or none"),
         (dict(qk_norm=False), "qk_norm_over='all_heads' needs qk_norm=true"),
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_go_together_are_refused(changes, told):
     with pytest.raises(ValueError, match=told):
         config(**changes)

@@ -116,7 +116,13 @@ def test_llama3_scaling_slows_long_waves_only():
     assert short.any() and long.any() and between.any()
 
 
-@pytest.mark.parametrize("settings", [{"factor": 0.5}, {"low_freq_factor": 4.0}, {"original_max_len": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"factor": 0.5}, {"low_freq_factor": 4.0}, {"original_max_len": 0}, {"beta_fast": 0.5}, {"beta_slow": 0.0},
+     {"attention_factor": 0.0}, {"mscale": 1.0}, {"row_len": 0}, {"short_factor": (1.0, 2.0), "name": "longrope"},
+     {"short_factor": (1.0,), "long_factor": (0.0,), "name": "longrope"}],
+    ids=str,
+)  # fmt: skip
 def test_impossible_scalings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         RopeScaling(**settings)

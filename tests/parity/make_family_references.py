@@ -32,6 +32,13 @@ COMMON = dict(
 )  # fmt: skip
 LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=1000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
                    original_max_position_embeddings=32)  # fmt: skip
+# The same heads under YaRN: fewer turns than 3.2 in 16 tokens begin to be slowed, and than 0.1 are slowed by 4.
+YARN_ROPE = dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=3.2,
+                 beta_slow=0.1)  # fmt: skip
+ONE_LAYER = COMMON | dict(num_hidden_layers=1)
+DYNAMIC_ROPE = dict(rope_type="dynamic", rope_theta=1000.0, factor=4.0)
+LONG_ROPE = dict(rope_type="longrope", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=16,
+                 short_factor=[1.0, 1.1, 1.2, 1.3, 1.4], long_factor=[1.0, 2.0, 3.0, 4.0, 5.0])  # fmt: skip
 # Wavelengths of the 5 frequencies of head_dim 10 are 6.3, 25, 100, ...: one is kept (< 32/4), one is in the ramp below
 # 32, and the rest are slowed by 8.
 GEMMA = COMMON | dict(head_dim=8)
@@ -77,6 +84,31 @@ def models():
         "gemma3": (t.Gemma3TextConfig(**GEMMA3), t.Gemma3ForCausalLM),
         "gemma3_vision": (vision, t.Gemma3ForConditionalGeneration),
         "olmo2": (t.Olmo2Config(**COMMON), t.Olmo2ForCausalLM),
+        "llama_yarn": (
+            t.LlamaConfig(**COMMON, head_dim=10, rope_parameters=YARN_ROPE, attention_bias=True),
+            t.LlamaForCausalLM,
+        ),
+        "llama_dynamic": (
+            t.LlamaConfig(**ONE_LAYER | dict(max_position_embeddings=16), head_dim=10, rope_parameters=DYNAMIC_ROPE),
+            t.LlamaForCausalLM,
+        ),
+        "llama_longrope": (
+            t.LlamaConfig(**ONE_LAYER, head_dim=10, rope_parameters=LONG_ROPE),
+            t.LlamaForCausalLM,
+        ),
+        "qwen2_windows": (
+            t.Qwen2Config(
+                **COMMON | dict(num_hidden_layers=3), use_sliding_window=True, sliding_window=7, max_window_layers=1
+            ),
+            t.Qwen2ForCausalLM,
+        ),
+        "phi3": (
+            t.Phi3Config(
+                **COMMON | dict(hidden_size=40, original_max_position_embeddings=16), sliding_window=9,
+                rope_parameters={key: value for key, value in LONG_ROPE.items() if key != "factor"},
+            ),
+            t.Phi3ForCausalLM,
+        ),
     }  # fmt: skip
 
 

@@ -40,6 +40,7 @@ MODELS = {
     "llama, unrolled": tiny.LLAMA | LLAMA_KIND | {"scan_layers": False},
     "gemma": tiny.LLAMA
     | dict(num_layers=3, global_every=3, attention_window=5, local_rope_base=100.0, norm_placement="both")
+    | dict(out_bias=True, rope_scaling=dict(name="yarn", factor=4.0, original_max_len=8))
     | dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True, query_scalar=12.0, qk_norm=True),
     "olmo": tiny.LLAMA | dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads", scan_layers=False),
     "gpt2": tiny.GPT2,

@@ -16,6 +16,7 @@ from jaxscale.interop.families.family import Family, Row, TensorPair, matches_an
 from jaxscale.interop.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
 from jaxscale.interop.families.gpt2 import GPT2
 from jaxscale.interop.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from jaxscale.interop.families.phi3 import PHI3
 from jaxscale.interop.families.settings import KEPT, refuse_unread, unread
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import ModelConfig
@@ -31,7 +32,7 @@ __all__ = [
     "write",
 ]  # fmt: skip
 
-ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION, GPT2)
+ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION, PHI3, GPT2)
 FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL}
 # Settings that choose how a model is computed, not which: a family says nothing of them.
 EXECUTION = (

@@ -5,17 +5,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxscale.interop.families.family import Family, Row
-from jaxscale.interop.families.llama import LAYER, LEFT_OUT, NORMS_BEFORE, QK_NORMS, relative
+from jaxscale.interop.families.llama import (
+    BIASES,
+    LAYER,
+    LEFT_OUT,
+    NORMS_BEFORE,
+    QK_NORMS,
+    read_biases,
+    relative,
+    write_biases,
+)  # fmt: skip
+from jaxscale.interop.families.rope import read_rope, read_rope_of
 from jaxscale.interop.families.settings import (
     FAR,
     NEAR,
     number,
-    read_rope,
-    read_rope_of,
     read_windows,
     refuse_unless,
     refuse_unread,
-    types_every,
+    types_of,
     write_types,
 )  # fmt: skip
 from jaxscale.models.llama_config import LlamaConfig
@@ -47,8 +55,8 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | dict(
 )  # fmt: skip
 OF_ALL = dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True)
 LATER = dict(
-    allowed=dict(hidden_activation=(GELU,), attention_bias=(False,), use_bidirectional_attention=(None, False)),
-    written=dict(hidden_activation=GELU, attention_bias=False),
+    allowed=dict(hidden_activation=(GELU,), use_bidirectional_attention=(None, False)),
+    written=dict(hidden_activation=GELU),
     spelt=dict(attention_softcap="attn_logit_softcapping", logit_softcap="final_logit_softcapping"),
 )
 
@@ -56,9 +64,9 @@ LATER = dict(
 def later_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Our settings of Gemma 2 and 3 for keys that the tables do not spell."""
     scalar, usual = hf["query_pre_attn_scalar"], hf["sliding_window_pattern"]
-    types = hf["layer_types"] or types_every(hf["num_hidden_layers"], usual)
+    types = hf["layer_types"] or types_of(hf["num_hidden_layers"], every=usual)
     query_scalar = None if scalar == hf["head_dim"] else number(hf, "query_pre_attn_scalar")
-    found = OF_ALL | dict(norm_placement="both", query_scalar=query_scalar)
+    found = OF_ALL | read_biases(hf) | dict(norm_placement="both", query_scalar=query_scalar)
     return found | read_windows(hf, types, usual)
 
 
@@ -77,7 +85,7 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     local_base, local_scaling = read_rope_of(hf, NEAR)
     if local_scaling is not None:
         raise BadInput("config.json: a RoPE scaling of sliding_attention is not supported; only full_attention's")
-    if "global_every" in found:
+    if "global_every" in found or "global_first" in found:
         found |= dict(local_rope_base=local_base)
     elif "attention_window" in found:  # no layer is global
         base, scaling = local_base, None
@@ -87,7 +95,7 @@ def gemma3_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
 def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
     """The keys that later_settings reads."""
     scalar = cfg.head_dim if cfg.query_scalar is None else cfg.query_scalar
-    found = dict(
+    found = write_biases(cfg) | dict(
         query_pre_attn_scalar=int(scalar) if scalar == int(scalar) else scalar,
         sliding_window=cfg.attention_window,
         layer_types=write_types(cfg),
@@ -98,20 +106,26 @@ def gemma2_keys(cfg: LlamaConfig) -> dict[str, Any]:
 GEMMA1 = relative(  # whose "gelu" has always been computed in the tanh form
     "gemma",
     "GemmaForCausalLM",
-    NORMS_BEFORE,
+    NORMS_BEFORE + BIASES,
     GEMMA1_DEFAULTS,
-    allowed=dict(hidden_act=("gelu", GELU), hidden_activation=(None, GELU), attention_bias=(False,),
-                 use_bidirectional_attention=(None, False)),
-    written=dict(hidden_act=GELU, hidden_activation=GELU, attention_bias=False),
-    settings=lambda hf: OF_ALL,
-)  # fmt: skip
+    allowed=dict(hidden_act=("gelu", GELU), hidden_activation=(None, GELU), use_bidirectional_attention=(None, False)),
+    written=dict(hidden_act=GELU, hidden_activation=GELU),
+    settings=lambda hf: OF_ALL | read_biases(hf),
+    keys=write_biases,
+)
 GEMMA2 = relative(
-    "gemma2", "Gemma2ForCausalLM", NORMS_AROUND, GEMMA2_DEFAULTS, settings=gemma2_settings, keys=gemma2_keys, **LATER
+    "gemma2",
+    "Gemma2ForCausalLM",
+    NORMS_AROUND + BIASES,
+    GEMMA2_DEFAULTS,
+    settings=gemma2_settings,
+    keys=gemma2_keys,
+    **LATER,
 )
 GEMMA3 = relative(
     "gemma3_text",
     "Gemma3ForCausalLM",
-    NORMS_AROUND + QK_NORMS,
+    NORMS_AROUND + QK_NORMS + BIASES,
     GEMMA3_DEFAULTS,
     settings=gemma3_settings,
     keys=lambda cfg: gemma2_keys(cfg) | dict(rope_local_base_freq=cfg.local_rope_base or cfg.rope_base),

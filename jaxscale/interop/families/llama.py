@@ -8,16 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxscale.interop.families.family import Family, Row
-from jaxscale.interop.families.settings import (
-    FAR,
-    NEAR,
-    ROPE,
-    read_rope,
-    read_windows,
-    refuse_unless,
-    write_rope,
-    write_types,
-)  # fmt: skip
+from jaxscale.interop.families.rope import ROPE, read_rope, write_rope
+from jaxscale.interop.families.settings import FAR, NEAR, read_windows, refuse_unless, write_types
 from jaxscale.models.llama_config import LlamaConfig
 
 LAYER = "layers.{layer}."
@@ -41,7 +33,7 @@ NORMS_AFTER = (
     Row("blocks/attention_out_norm", LAYER + "post_attention_layernorm.weight"),
     Row("blocks/mlp_out_norm", LAYER + "post_feedforward_layernorm.weight"),
 )
-BIASES = tuple(Row(f"blocks/attention/bias_{name}", f"{LAYER}self_attn.{name}_proj.bias") for name in "qkv")
+BIASES = tuple(Row(f"blocks/attention/bias_{name}", f"{LAYER}self_attn.{name}_proj.bias") for name in "qkvo")
 QK_NORMS = tuple(Row(f"blocks/attention/{name}_norm", f"{LAYER}self_attn.{name}_norm.weight") for name in "qk")
 LEFT_OUT = (r".*\.rotary_emb\.inv_freq",)  # a buffer that old releases wrote: the config tells it
 SHARED = dict(  # of transformers' LlamaConfig, for keys that a config.json leaves out, and of most of its relatives
@@ -56,6 +48,17 @@ SPELT = dict(  # ours: theirs, of all relatives
 )  # fmt: skip
 
 
+def read_biases(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Our settings for attention_bias: of queries, keys, values and what attention adds."""
+    refuse_unless(hf, attention_bias=(False, True))
+    return dict(qkv_bias=hf["attention_bias"], out_bias=hf["attention_bias"])
+
+
+def write_biases(cfg: LlamaConfig) -> dict[str, Any]:
+    """The inverse, of a config that has all of them or none."""
+    return dict(attention_bias=cfg.out_bias)
+
+
 def relative(
     model_type: str,
     architecture: str,
@@ -67,8 +70,9 @@ def relative(
     spelt: Mapping[str, str] | None = None,
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {},
     keys: Callable[[LlamaConfig], dict[str, Any]] = lambda cfg: {},
+    body: tuple[Row, ...] = BODY,
 ) -> Family:
-    """A family whose models are Llamas of ours, with `rows` beside those of all.
+    """A family whose models are Llamas of ours, with `rows` beside those of `body`, which nearly all share.
 
     Args: defaults: transformers' own, for keys that a config.json leaves out. allowed: values of keys that our model
     computes. written: keys that are always the same. spelt: {ours: theirs} beside SPELT. settings: ours that follow
@@ -96,16 +100,18 @@ def relative(
         }
 
     known = tuple(dict.fromkeys((*defaults, *allowed, *ROPE)))
-    return Family(model_type, (architecture,), read_config, write_config, BODY + rows, known, left_out=LEFT_OUT)
+    return Family(model_type, (architecture,), read_config, write_config, body + rows, known, left_out=LEFT_OUT)
 
 
 LLAMA = relative(
     "llama",
     "LlamaForCausalLM",
-    NORMS_BEFORE,
+    NORMS_BEFORE + BIASES,
     SHARED | dict(attention_bias=False, mlp_bias=False),
-    allowed=dict(hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,)),
-    written=dict(hidden_act="silu", attention_bias=False, mlp_bias=False),
+    allowed=dict(hidden_act=("silu",), mlp_bias=(False,)),
+    written=dict(hidden_act="silu", mlp_bias=False),
+    settings=read_biases,
+    keys=write_biases,
 )
 MISTRAL = relative(
     "mistral",
@@ -119,11 +125,12 @@ MISTRAL = relative(
 OLMO2 = relative(
     "olmo2",
     "Olmo2ForCausalLM",
-    NORMS_AFTER + QK_NORMS,
+    NORMS_AFTER + QK_NORMS + BIASES,
     SHARED | dict(vocab_size=50304, rms_norm_eps=1e-5, attention_bias=False),  # of Olmo2Config
-    allowed=dict(hidden_act=("silu",), attention_bias=(False,)),
-    written=dict(hidden_act="silu", attention_bias=False),
-    settings=lambda hf: dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads"),
+    allowed=dict(hidden_act=("silu",)),
+    written=dict(hidden_act="silu"),
+    settings=lambda hf: read_biases(hf) | dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads"),
+    keys=write_biases,
 )
 QWEN_DEFAULTS = dict(  # of transformers' Qwen2Config; Qwen3Config has heads of 128
     vocab_size=151936, hidden_size=4096, intermediate_size=22016, num_hidden_layers=32, num_attention_heads=32,
@@ -134,7 +141,7 @@ QWEN_DEFAULTS = dict(  # of transformers' Qwen2Config; Qwen3Config has heads of 
 
 
 def qwen_windows(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """attention_window and global_every of a Qwen, whose later layers alone may have a window."""
+    """attention_window, global_every and global_first of a Qwen, whose later layers alone may have a window."""
     first, window = hf["max_window_layers"], hf["sliding_window"] if hf["use_sliding_window"] else None
     later = FAR if window is None else NEAR
     types = hf["layer_types"] or [later if layer >= first else FAR for layer in range(hf["num_hidden_layers"])]
@@ -145,7 +152,7 @@ def qwen_keys(cfg: LlamaConfig) -> dict[str, Any]:
     """The keys that qwen_windows reads."""
     windowed = cfg.attention_window is not None
     found = dict(use_sliding_window=windowed, sliding_window=cfg.attention_window, layer_types=write_types(cfg))
-    return found | dict(max_window_layers=0 if windowed else cfg.num_layers)
+    return found | dict(max_window_layers=cfg.global_first if windowed else cfg.num_layers)
 
 
 QWEN2 = relative(
@@ -161,10 +168,10 @@ QWEN2 = relative(
 QWEN3 = relative(
     "qwen3",
     "Qwen3ForCausalLM",
-    NORMS_BEFORE + QK_NORMS,
+    NORMS_BEFORE + QK_NORMS + BIASES,
     QWEN_DEFAULTS | dict(head_dim=128),
-    allowed=dict(hidden_act=("silu",), attention_bias=(False,)),
-    written=dict(hidden_act="silu", attention_bias=False),
-    settings=lambda hf: qwen_windows(hf) | dict(qk_norm=True),
-    keys=qwen_keys,
+    allowed=dict(hidden_act=("silu",)),
+    written=dict(hidden_act="silu"),
+    settings=lambda hf: qwen_windows(hf) | read_biases(hf) | dict(qk_norm=True),
+    keys=lambda cfg: qwen_keys(cfg) | write_biases(cfg),
 )

@@ -1,0 +1,40 @@
+"""Continued training on rows that are longer than the model was trained for, of what `jaxscale convert` or a run wrote.
+
+    python -m jaxscale.main --config=configs/long_context.py:4,runs/base --config.data.files='books/*.txt'
+    python -m jaxscale.main --config=configs/long_context.py:32,runs/base --config.mesh.context=8    # devices to a row
+
+The argument is how many times longer, and the work folder to begin with; without one configs/quickstart.py's model.
+RoPE is stretched by YaRN, or further by what the model has. 400 steps of 64 rows: arXiv:2309.00071, section 4.
+Cost: tokens x 6 FLOPs a parameter, and attention, which grows with the row. Measured: nothing yet.
+"""
+
+import json
+
+import ml_collections
+import quickstart
+from etils import epath
+
+
+def get_config(arg="4"):
+    times, _, base = arg.partition(",")
+    if not times.isdecimal() or int(times) < 2:
+        raise TypeError(f"the argument is {arg!r}; write how many times longer and a work folder, such as 4,runs/base")
+    file = epath.Path(base) / "config.json"
+    begun = json.loads(file.read_text()) if base and file.exists() else {}
+    if base and "config" not in begun:
+        raise TypeError(f"no run has written {file}; name a work folder, of jaxscale convert --from=FOLDER or of a run")
+    run, converted = begun["config"] if base else quickstart.get_config().to_dict(), begun.get("converted") or {}
+    rows = (converted.get("kept") or {}).get("max_position_embeddings") or run["seq_len"]
+    scaling = run["model"].get("rope_scaling") or dict(name="yarn", factor=1.0, original_max_len=rows)
+    if scaling["name"] not in ("linear", "llama3", "yarn"):
+        raise TypeError(f"{file} has rope_scaling.name={scaling['name']!r}, which grows by row_len and not by a factor")
+    changed = dict(rope_scaling={**scaling, "factor": scaling["factor"] * int(times)}, remat="full", remat_save=())
+    c = ml_collections.ConfigDict(dict(model=run["model"] | changed))
+    c.seq_len, c.batch_tokens, c.train_tokens = int(times) * rows, "64 rows", "400 steps"
+    c.optim = dict(peak_lr=2e-5, min_lr=2e-6, warmup_tokens="20 steps", weight_decay=0.0)
+    c.data = dict(name="files", tokenizer="bytes")
+    if base:
+        c.init, found = dict(from_path=base), sorted((epath.Path(base) / "tokenizer").glob("tokenizer.[jm]*"))
+        c.data.tokenizer = str(found[0]) if found else run["data"]["tokenizer"] or "bytes"
+    c.mesh, c.eval, c.checkpoint = dict(fsdp=-1, context=1), dict(every_steps=50), dict(save_every_steps=50)
+    return c
