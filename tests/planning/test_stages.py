@@ -254,3 +254,46 @@ def test_the_plan_says_the_bubble_and_what_a_stage_holds():
     assert re.search(r"waiting for other stages \d+ ms", text) and "the bubble is 42.9%" in text
     assert "128.0 MiB of others' keys and values among them (gather)" in text
     assert sum(row.num_bytes for row in plan.device.memory) == plan.device.memory_bytes
+
+
+# MB that a chip sends in a step, as jaxscale preflight read them: jax 0.12.0.1, libtpu 0.0.51, v5p:4x4x4, 2026-11-24.
+COMPILED = [
+    (
+        {"mesh.pipeline": 4, "train.num_microbatches": 8, "batch_tokens": "256 rows"},
+        {
+            ("fsdp", "all-gather"): 3161.5,
+            ("fsdp", "reduce-scatter"): 6322.9,
+            ("pipeline", "collective-permute"): 1879.0,
+            ("pipeline", "all-reduce"): 3222.4,
+        },
+    ),
+    (
+        {
+            "mesh.pipeline": 8,
+            "mesh.tensor": 2,
+            "pipeline.chunks": 4,
+            "train.num_microbatches": 16,
+            "batch_tokens": "128 rows",
+        },
+        {
+            ("fsdp", "all-gather"): 632.3,
+            ("fsdp", "reduce-scatter"): 1264.6,
+            ("pipeline", "collective-permute"): 6845.1,
+            ("pipeline", "all-reduce"): 5639.0,
+            ("pipeline", "all-to-all"): 553.3,
+            ("tensor", "all-reduce"): 13_958.6 + 11_811.2,  # as gathers and scatters
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "compiled"), COMPILED, ids=["one chunk", "four chunks and tensor"])
+def test_a_pipeline_sends_what_it_does_as_compiled(settings, compiled):
+    cfg = load_config(CONFIG.replace("llama3_8b", "7b"), settings)
+    program = ahead_program(cfg, open_machine("v5p:4x4x4"))
+    found = {}
+    for (axis, kind), nbytes in sent(program).items():
+        others = (program.mesh.shape[axis] - 1) / program.mesh.shape[axis]
+        times = {"all-reduce": 2 * others, "collective-permute": 1}.get(kind, others)
+        found[axis, kind] = pytest.approx(times * nbytes / 1e6, rel=0.001)
+    assert compiled == found
