@@ -83,6 +83,25 @@ STAGED = [
         },
         6_440_841_984 / GIB,
     ),
+    (
+        "llama3_8b",
+        "v5p:4x4x4",
+        {
+            "mesh.pipeline": 4,
+            "mesh.fsdp": 4,
+            "mesh.context": 4,
+            "seq_len": 32_768,
+            "train.num_microbatches": 8,
+            "batch_tokens": "32 rows",
+        },
+        20_021_284_096 / GIB,
+    ),
+    (
+        "405b",
+        "v5p:8x8x16",
+        {"mesh.pipeline": 8, "mesh.fsdp": 16, "train.num_microbatches": 64},
+        65_341_345_536 / GIB,
+    ),
 ]
 COMPARED = [*CASES, *HELD_OUT, *WITHOUT_REMAT, *STAGED]
 # MiB of what the loops over the layers carry for the backward pass, of each stack, in the same buffer assignments.

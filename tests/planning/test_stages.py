@@ -259,6 +259,7 @@ def test_the_plan_says_the_bubble_and_what_a_stage_holds():
 # MB that a chip sends in a step, as jaxscale preflight read them: jax 0.12.0.1, libtpu 0.0.51, v5p:4x4x4, 2026-11-24.
 COMPILED = [
     (
+        "7b",
         {"mesh.pipeline": 4, "train.num_microbatches": 8, "batch_tokens": "256 rows"},
         {
             ("fsdp", "all-gather"): 3161.5,
@@ -268,6 +269,7 @@ COMPILED = [
         },
     ),
     (
+        "7b",
         {
             "mesh.pipeline": 8,
             "mesh.tensor": 2,
@@ -284,16 +286,33 @@ COMPILED = [
             ("tensor", "all-reduce"): 13_958.6 + 11_811.2,  # as gathers and scatters
         },
     ),
+    (
+        "llama3_8b",
+        {
+            "mesh.pipeline": 4,
+            "mesh.context": 4,
+            "seq_len": 32_768,
+            "train.num_microbatches": 8,
+            "batch_tokens": "32 rows",
+        },
+        {
+            ("fsdp", "all-gather"): 3011.2,
+            ("fsdp", "reduce-scatter"): 6039.8,
+            ("pipeline", "collective-permute"): 1879.0,
+            ("pipeline", "all-reduce"): 3222.4,
+            ("context", "all-gather"): 13_650.3,
+            ("context", "reduce-scatter"): 7751.1 + 402.7 / 2,  # two of the gradients are summed whole
+        },
+    ),
 ]
 
 
-@pytest.mark.parametrize(("settings", "compiled"), COMPILED, ids=["one chunk", "four chunks and tensor"])
-def test_a_pipeline_sends_what_it_does_as_compiled(settings, compiled):
-    cfg = load_config(CONFIG.replace("llama3_8b", "7b"), settings)
-    program = ahead_program(cfg, open_machine("v5p:4x4x4"))
+@pytest.mark.parametrize(("name", "settings", "compiled"), COMPILED, ids=["stages", "chunks, tensor", "context"])
+def test_a_pipeline_sends_what_it_does_as_compiled(name, settings, compiled):
+    program = ahead_program(load_config(CONFIG.replace("llama3_8b", name), settings), open_machine("v5p:4x4x4"))
     found = {}
     for (axis, kind), nbytes in sent(program).items():
         others = (program.mesh.shape[axis] - 1) / program.mesh.shape[axis]
         times = {"all-reduce": 2 * others, "collective-permute": 1}.get(kind, others)
-        found[axis, kind] = pytest.approx(times * nbytes / 1e6, rel=0.001)
+        found[axis, kind] = pytest.approx(times * nbytes / 1e6, rel=0.003)
     assert compiled == found
