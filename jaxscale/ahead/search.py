@@ -98,11 +98,13 @@ def make_candidates(
         if not parts or not (program := program_of(cfg, topology, changes | {"train.num_microbatches": parts[0]})):
             continue
         policies = [{}] if layout["pipeline"] > 1 else remat_settings(cfg)
-        for settings, part in itertools.product(policies, parts):
-            more = changed(cfg, settings | {"train.num_microbatches": part})
-            wanted = with_changes(cfg, changes | more)
-            guess = estimate(dataclasses.replace(program, cfg=wanted), topology)
-            yield Candidate(changes | more, wanted, guess)
+        for settings in policies:
+            base = with_changes(cfg, changes | changed(cfg, settings))
+            for part in parts:
+                more = changed(cfg, settings | {"train.num_microbatches": part})
+                wanted = dataclasses.replace(base, train=dataclasses.replace(base.train, num_microbatches=part))
+                guess = estimate(dataclasses.replace(program, cfg=wanted), topology)
+                yield Candidate(changes | more, wanted, guess)
 
 
 def program_of(cfg: RunConfig, topology: Topology, changes: dict[str, Any]) -> Program | None:

@@ -180,14 +180,14 @@ def gathered_bytes(program: Program, width: int) -> int:
     With them the gradient of the largest, not summed over devices yet; over slices or copies (mesh data), those of all.
     """
     shape, params = program.mesh.shape, program.abstract_state.params
-    if program.cfg.rules != "zero3" or shape["fsdp"] == 1:
+    if program.cfg.rules != "zero3" or shape["fsdp"] * shape["context"] == 1:
         return 0
     sizes = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if "blocks" in jax.tree_util.keystr(path):
             split = shape["tensor"] if "tensor" in str(leaf.sharding.spec) else 1
             sizes.append(leaf.size // program.cfg.model.num_layers // split)
-    summing = 4 * sum(sizes) if shape["data"] > 1 or shape["context"] > 1 else 0
+    summing = 4 * sum(sizes) if shape["data"] > 1 else 0
     return width * (sum(sizes) + max(sizes)) + summing
 
 
@@ -196,7 +196,8 @@ def cast_bytes(program: Program) -> int:
     them: XLA casts them once, before the first. With remat BLOCK_SLACK stands for it."""
     cfg = program.cfg
     operand = number_bytes(cfg.model, on_tpu(program.mesh))["operand"]
-    gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and program.mesh.shape["fsdp"] > 1
+    shared = program.mesh.shape["fsdp"] * program.mesh.shape["context"] > 1
+    gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and shared
     return shard_bytes(program.abstract_state.params) * operand // 4 if gathers and operand < 4 else 0
 
 
@@ -242,7 +243,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     count = units.count(cfg.model.num_params)
     learned = units.count(sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads)))
     stages, tensor = stages_of(cfg, program.mesh.shape), program.mesh.shape["tensor"]
-    both = program.mesh.shape["fsdp"] * tensor
+    both = program.mesh.shape["fsdp"] * program.mesh.shape["context"] * tensor
     over = {"zero1": (tensor, both), "zero2": (tensor, both), "zero3": (both, both)}[cfg.rules]
     rest = [stages.size if names_axis(tree, "pipeline") else 1 for tree in (state.params, state.opt_state)]
     over = tuple(parts * stage for parts, stage in zip(over, rest))

@@ -81,7 +81,9 @@ def attention_sending(program: Program) -> list[tuple[str, float]]:
     near = near_share(program)
     window = program.model.needs.window or 1
     tails = keys * 2 * (window - 1) * size / program.cfg.row_lengths.row
-    sent = [("collective-permute", near * (passes + 1) * tails)]
+    sent = [("collective-permute", near * (passes + 1) * tails)] if near else []
+    if near == 1:
+        return sent
     if way == "gather":
         return [*sent, ("all-gather", (1 - near) * passes * size * keys), ("reduce-scatter", (1 - near) * size * keys)]
     kept = ATTENTION_OUT in (*SAVED.get(model.remat, ()), *(model.remat_save if model.remat == "save" else ()))

@@ -28,18 +28,36 @@ def sent_arrays(program: Program) -> list[Sent]:
 
 
 def layer_weights(program: Program) -> list[Sent]:
-    """Weights gathered and gradients scattered along fsdp, a layer at a time; summed along data and context."""
+    """Weights gathered and gradients scattered, a layer at a time; what copies have is summed once a step."""
     cfg, shape = program.cfg, program.mesh.shape
     tensor, parts = shape["tensor"], cfg.train.num_microbatches
     params = cfg.model.num_params / tensor
     learned = reduced_bytes(program) * (lora_params(cfg.model, cfg.lora) / tensor if cfg.lora.on else params)
     gathered = 2 * parts * compute_bytes(cfg) * params if cfg.rules == "zero3" else 4 * params
-    return [
-        Sent("fsdp", "all-gather", gathered, True),
-        Sent("fsdp", "reduce-scatter", learned * (parts if cfg.rules != "zero1" else 1), True),
-        Sent("data", "all-reduce", learned / shape["fsdp"], False),
-        Sent(CONTEXT, "all-reduce", learned / shape["fsdp"], False),
-    ]
+    scattered = learned * (parts if cfg.rules != "zero1" else 1)
+    return [*gathers(program, gathered, True), *scatters(program, scattered, True), of_copies(program, learned)]
+
+
+def gathers(program: Program, nbytes: float, hides: bool) -> list[Sent]:
+    """Weights of so many bytes, put together over context first, over fsdp then."""
+    fsdp = program.mesh.shape["fsdp"]
+    return [Sent(CONTEXT, "all-gather", nbytes / fsdp, hides), Sent("fsdp", "all-gather", nbytes, hides)]
+
+
+def scatters(program: Program, nbytes: float, hides: bool) -> list[Sent]:
+    """Gradients of so many bytes, scattered over fsdp first, over context then."""
+    fsdp = program.mesh.shape["fsdp"]
+    return [Sent("fsdp", "reduce-scatter", nbytes, hides), Sent(CONTEXT, "reduce-scatter", nbytes / fsdp, hides)]
+
+
+def of_copies(program: Program, nbytes: float) -> Sent:
+    """The sum of gradients of so many bytes over the copies of the model, of a device's own part."""
+    return Sent("data", "all-reduce", nbytes / sharing(program), False)
+
+
+def sharing(program: Program) -> int:
+    """Devices that share one copy of parameters, beside those of tensor and pipeline."""
+    return program.mesh.shape["fsdp"] * program.mesh.shape[CONTEXT]
 
 
 def stage_weights(program: Program, stages: Stages) -> list[Sent]:
@@ -48,25 +66,20 @@ def stage_weights(program: Program, stages: Stages) -> list[Sent]:
     Where a stage does not keep its own layers between steps, all stages exchange them once, and their parts of the
     vocabulary; where it does, only gradients of tables that every stage has are summed over the stages.
     """
-    cfg, shape, width = program.cfg, program.mesh.shape, compute_bytes(program.cfg)
-    fsdp, reduced = shape["fsdp"], reduced_bytes(program)
+    cfg, width, shards = program.cfg, compute_bytes(program.cfg), sharing(program)
     blocks, tables = held_numbers(program, program.abstract_state.params)
     learned_blocks, learned_tables = held_numbers(program, program.abstract_grads)
-    learned = reduced * (learned_blocks + learned_tables)
-    found = [
-        Sent("fsdp", "all-gather", width * (blocks + tables) if cfg.rules == "zero3" else 4 * (blocks + tables), False),
-        Sent("fsdp", "reduce-scatter", learned, False),
-        Sent("data", "all-reduce", learned / fsdp, False),
-        Sent(CONTEXT, "all-reduce", learned / fsdp, False),
-    ]
+    learned = reduced_bytes(program) * (learned_blocks + learned_tables)
+    gathered = (width if cfg.rules == "zero3" else 4) * (blocks + tables)
+    found = [*gathers(program, gathered, False), *scatters(program, learned, False), of_copies(program, learned)]
     if stages.rests_by_layer:
-        return found if stages.cuts_head else [*found, Sent(PIPELINE, "all-reduce", 4 * learned_tables / fsdp, False)]
+        return found if stages.cuts_head else [*found, Sent(PIPELINE, "all-reduce", 4 * learned_tables / shards, False)]
     there, back = ("all-to-all", "all-to-all") if stages.cuts_head else ("all-gather", "reduce-scatter")
     return [
         *found,
-        Sent(PIPELINE, "all-to-all", (width * blocks + 4 * learned_blocks) / fsdp, False),
-        Sent(PIPELINE, there, width * tables / fsdp, False),
-        Sent(PIPELINE, back, 4 * learned_tables / fsdp, False),
+        Sent(PIPELINE, "all-to-all", (width * blocks + 4 * learned_blocks) / shards, False),
+        Sent(PIPELINE, there, width * tables / shards, False),
+        Sent(PIPELINE, back, 4 * learned_tables / shards, False),
     ]
 
 

@@ -205,24 +205,18 @@ def test_stages_get_as_many_microbatches_as_they_need():
 
 def test_the_search_tries_stages_and_shared_positions_and_what_it_names_is_read(topology):
     said = []
-    cfg = tiny.config({"model.num_layers": 4, "seq_len": 4096, "batch_tokens": "8 rows", "model.remat": "dots"})
+    cfg = tiny.config({"model.num_layers": 4, "seq_len": 2048, "batch_tokens": "4 rows", "model.remat": "dots"})
     found = search.search_candidates(cfg, topology, said.append)
     layouts = {(one.cfg.mesh.pipeline, one.cfg.mesh.context, one.cfg.pipeline.chunks) for one in found}
-    assert layouts == {
-        (1, 1, 1),
-        (1, 2, 1),
-        (1, 4, 1),
-        *((p, c, 1) for p in (2, 4) for c in (1, 2, 4) if p * c <= 8),
-        *((2, c, 2) for c in (1, 2, 4)),
-    }
+    assert layouts == {(p, c, v) for p, v in ((1, 1), (2, 1), (2, 2), (4, 1)) for c in (1, 2)}
     for one in found:
         if one.cfg.mesh.pipeline > 1:
             assert one.cfg.model.remat == "full" and one.guess.idle_s > 0
     for one in found[::31]:
         assert not unread(one.cfg).keys() & one.changes.keys()
-    assert said[0].startswith(f"{len(found)} settings guessed at, on ") and "context 1, 2, 4" in said[0]
+    assert said[0].startswith(f"{len(found)} settings guessed at, on ") and "context 1, 2;" in said[0]
     plain = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, pipeline=2), pipeline=PipelineConfig(chunks=2))
-    without = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 8, "chunks": 1}
+    without = dict.fromkeys(MESH_AXES, 1) | {"fsdp": 4, "tensor": 2, "chunks": 1}
     (back, *_) = search.make_candidates(plain, topology, [without], ["zero3"], [False])
     assert back.changes["pipeline.chunks"] == 1  # or training would refuse it: nothing reads it
 

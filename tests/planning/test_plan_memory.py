@@ -62,7 +62,48 @@ ON_CHIP = [
     ("quickstart", "v5e:2x2", {"batch_tokens": "64 rows"}, (114.05 + 111.94) / 1024),
     ("span_corruption", "v5e:2x2", {"batch_tokens": "64 rows"}, (315.93 + 111.99) / 1024),
 ]
-COMPARED = [*CASES, *HELD_OUT, *WITHOUT_REMAT]
+# In stages and with shared rows, no number fitted to any: jaxscale preflight, jax 0.12.0.1, libtpu 0.0.51, 2026-11-24.
+STAGED = [
+    (
+        "7b",
+        "v5p:4x4x4",
+        {"mesh.pipeline": 4, "mesh.fsdp": 16, "train.num_microbatches": 8, "batch_tokens": "256 rows"},
+        16_865_368_320 / GIB,
+    ),
+    (
+        "7b",
+        "v5p:4x4x4",
+        {
+            "mesh.pipeline": 8,
+            "mesh.fsdp": 4,
+            "mesh.tensor": 2,
+            "pipeline.chunks": 4,
+            "train.num_microbatches": 16,
+            "batch_tokens": "128 rows",
+        },
+        6_440_841_984 / GIB,
+    ),
+    (
+        "llama3_8b",
+        "v5p:4x4x4",
+        {
+            "mesh.pipeline": 4,
+            "mesh.fsdp": 4,
+            "mesh.context": 4,
+            "seq_len": 32_768,
+            "train.num_microbatches": 8,
+            "batch_tokens": "32 rows",
+        },
+        20_021_284_096 / GIB,
+    ),
+    (
+        "405b",
+        "v5p:8x8x16",
+        {"mesh.pipeline": 8, "mesh.fsdp": 16, "train.num_microbatches": 64},
+        65_341_345_536 / GIB,
+    ),
+]
+COMPARED = [*CASES, *HELD_OUT, *WITHOUT_REMAT, *STAGED]
 # MiB of what the loops over the layers carry for the backward pass, of each stack, in the same buffer assignments.
 LOOPS = {
     "quickstart": {"blocks": 19.0},
