@@ -121,9 +121,8 @@ def activation_bytes(program: Program) -> int:
     """
     cfg, shape = program.cfg, program.mesh.shape
     model, lengths = cfg.model, cfg.row_lengths
-    tokens = (
-        cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards * (lengths.row + (lengths.encoder or 0))
-    )
+    rows = cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards
+    tokens = rows * (lengths.row + (lengths.encoder or 0)) // shape["context"]
     width = 4 if model.compute_dtype == "float32" else 2
     tensor = shape["tensor"]
     sizes = activation_sizes(model, tensor)
@@ -139,10 +138,12 @@ def activation_bytes(program: Program) -> int:
         kept += cast_bytes(program)
     else:
         kept, block = tokens * width * model.num_layers * sum(sizes[name] for name in names), tokens * width * whole
-        parts = math.gcd(model.row_parts, cfg.rows_per_step // cfg.train.num_microbatches // program.batch_shards)
+        parts = math.gcd(model.row_parts, rows)
         ends = 2 * model.embed_dim  # the block's input and result, of all rows
         block = tokens * width * (ends + (whole - ends) // parts)
         gathered *= 1 if parts == 1 else 2  # gradients of all its weights, until those of the last part are added
+    if program.model.kernels.sharing.form == "gather":  # keys and values of whole rows, and their gradients
+        block += 4 * rows * lengths.row * width * (model.key_width // tensor)
     logits = min(tokens, model.loss_chunk_tokens) * model.vocab_size // tensor * 4
     head = 2 * logits + width * model.embed_dim * model.vocab_size // tensor
     total = kept + max(gathered + round(BLOCK_SLACK * block), head)
@@ -156,7 +157,7 @@ def gathered_bytes(program: Program, width: int) -> int:
     With them the gradient of the largest, not summed over devices yet; over slices or copies (mesh data), those of all.
     """
     shape, params = program.mesh.shape, program.abstract_state.params
-    if program.cfg.rules != "zero3" or shape["fsdp"] == 1:
+    if program.cfg.rules != "zero3" or shape["fsdp"] * shape["context"] == 1:
         return 0
     sizes = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -172,7 +173,8 @@ def cast_bytes(program: Program) -> int:
     them: XLA casts them once, before the first. With remat BLOCK_SLACK stands for it."""
     cfg = program.cfg
     operand = number_bytes(cfg.model, on_tpu(program.mesh))["operand"]
-    gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and program.mesh.shape["fsdp"] > 1
+    shared = program.mesh.shape["fsdp"] * program.mesh.shape["context"] > 1
+    gathers = cfg.rules == "zero3" and cfg.train.num_microbatches > 1 and shared
     return shard_bytes(program.abstract_state.params) * operand // 4 if gathers and operand < 4 else 0
 
 
@@ -218,7 +220,7 @@ def memory_rows(program: Program, need: MemoryNeed) -> tuple[MemoryRow, ...]:
     count = units.count(cfg.model.num_params)
     learned = units.count(sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads)))
     tensor = program.mesh.shape["tensor"]
-    both = program.mesh.shape["fsdp"] * tensor
+    both = program.mesh.shape["fsdp"] * program.mesh.shape["context"] * tensor
     over = {"zero1": (tensor, both), "zero2": (tensor, both), "zero3": (both, both)}[cfg.rules]
     share = lambda parts: f" / {parts}" if parts > 1 else ""
     moments, average = shard_bytes(program.abstract_state.opt_state), shard_bytes(program.abstract_state.ema)

@@ -85,22 +85,42 @@ def hidden_kinds(program: Program, topology: Topology) -> frozenset[str]:
 
 
 def sent_arrays(program: Program) -> list[Sent]:
-    """Weights gathered and gradients scattered along fsdp, summed along data, activations summed along tensor."""
+    """Weights gathered and gradients scattered along fsdp and context, summed along data, activations summed along
+    tensor, and what attention needs of the devices that share rows."""
     cfg, shape = program.cfg, program.mesh.shape
-    data, fsdp, tensor = shape["data"], shape["fsdp"], shape["tensor"]
+    data, fsdp, context, tensor = (shape[axis] for axis in ("data", "fsdp", "context", "tensor"))
     params, parts = cfg.model.num_params / tensor, cfg.train.num_microbatches
     reduced = 2 if cfg.train.reduce_dtype == "bfloat16" else 4
     computed = 4 if cfg.model.compute_dtype == "float32" else 2
     learned = reduced * (lora_params(cfg.model, cfg.lora) / tensor if cfg.lora.on else params)
     gathered = 2 * parts * computed * params if cfg.rules == "zero3" else 4 * params
     passes = 2 if (kept := saved_names(cfg.model)) is None or ATTENTION_ADDED in kept else 3
-    rows = cfg.tokens_per_step / (data * fsdp) * cfg.model.embed_dim * computed
+    rows = cfg.tokens_per_step / (data * fsdp * context) * cfg.model.embed_dim * computed
+    scattered = learned * (parts if cfg.rules != "zero1" else 1)
     return [
         Sent("fsdp", "all-gather", gathered, True),
-        Sent("fsdp", "reduce-scatter", learned * (parts if cfg.rules != "zero1" else 1), True),
-        Sent("data", "all-reduce", learned / fsdp, False),
+        Sent("fsdp", "reduce-scatter", scattered, True),
+        Sent("context", "all-gather", gathered / fsdp, True),
+        Sent("context", "reduce-scatter", scattered / fsdp, True),
+        *attention_arrays(program, cfg.tokens_per_step / (data * fsdp) * computed / tensor, passes - 1),
+        Sent("data", "all-reduce", learned / (fsdp * context), False),
         Sent("tensor", "all-reduce", passes * 2 * cfg.model.num_layers * rows, False),
     ]
+
+
+def attention_arrays(program: Program, token_bytes: float, runs: int) -> list[Sent]:
+    """What the devices that share rows send for attention. token_bytes: one number of each token of the rows that they
+    share. runs: forward passes of a block, the one that the backward pass repeats included."""
+    model, form = program.cfg.model, program.model.kernels.sharing.form
+    keys = 2 * model.num_layers * model.key_width * token_bytes
+    if form == "gather":
+        return [Sent("context", "all-gather", 2 * keys, True), Sent("context", "reduce-scatter", keys, True)]
+    if form == "ring":  # forward and back, where gradients travel too
+        return [Sent("context", "all-gather", (runs + 1) * keys, True), Sent("context", "all-gather", 2 * keys, True)]
+    if form == "ulysses":
+        queries = 2 * model.num_layers * model.query_width * token_bytes
+        return [Sent("context", "all-to-all", (runs + 1) * (queries + keys) / program.mesh.shape["context"], False)]
+    return []
 
 
 def axis_lines(program: Program, axis: str, groups: Sequence[int], torus: Torus | None) -> tuple[Stage, ...]:
