@@ -85,10 +85,8 @@ def fitting_configs(cfg: RunConfig, alone: ShardedModel, num_devices: int) -> It
             continue
         shards = axis_size("act_batch", alone.rules.params, shape)
         rows = max(1, round(cfg.rows_per_step / shards)) * shards
-        if (
-            cfg.seq_len % (shape["context"] * shape["tensor"])
-            or not 1 / MOST_TIMES <= rows / cfg.rows_per_step <= MOST_TIMES
-        ):
+        multiple = shape["tensor"] * (2 * shape["context"] if shape["context"] > 1 else 1)
+        if cfg.seq_len % multiple or not 1 / MOST_TIMES <= rows / cfg.rows_per_step <= MOST_TIMES:
             continue
         parts = max(part for part in units.divisors(rows // shards) if part <= cfg.train.num_microbatches)
         yield dataclasses.replace(

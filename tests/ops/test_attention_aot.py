@@ -11,17 +11,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxscale.ahead.hlo_text import parse_module, parse_shapes
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
 from jaxscale.ops.attention import choose_attention, cudnn_packed, splash
+from jaxscale.ops.attention.sharing import Sharing
 from jaxscale.ops.config import AttentionNeeds
-from jaxscale.ops.kernels import choose_kernels
+from jaxscale.ops.kernels import choose_kernels, share_rows
 from jaxscale.ops.rope import make_rotation
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.config import MeshConfig
+from jaxscale.sharding.context_axis import make_context_axis
 from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.rules import RULES, partition_spec
 
@@ -106,6 +108,33 @@ def test_a_step_that_keeps_attentions_result_runs_its_kernel_once_a_layer(topolo
     )
     # The scanned layers hold each kernel once; with full remat the backward loop holds the forward kernel again.
     assert 0 < kept < again
+
+
+@pytest.mark.parametrize("window", [None, 1500], ids=["keys gathered", "neighbours' keys"])
+def test_shared_rows_compile_with_as_many_blocks_on_each_chip(window, devices_of):
+    devices = devices_of("v5p:2x2x2")
+    mesh = make_mesh(MeshConfig(fsdp=1, context=8), devices)
+    needs, context = AttentionNeeds(head_dim=128, dtype="bfloat16", window=window), make_context_axis(mesh)
+    kernels = choose_kernels("tpu", "auto", needs, devices[0])
+    attend = share_rows(kernels, Sharing("gather", "a test"), needs, context, devices[0]).attend
+    spec = PartitionSpec(None, "context")
+    make = lambda *more, dtype="bfloat16": jax.ShapeDtypeStruct(
+        (1, 32_768, *more), dtype, sharding=NamedSharding(mesh, spec)
+    )
+
+    def own(q, k, v, ids, dout):
+        out, pull = jax.vjp(lambda q, k, v: attend(q, k, v, ids), q, k, v)
+        return out, *pull(dout)
+
+    arguments = make(8, 128), make(2, 128), make(2, 128), make(dtype="int32"), make(8, 128)
+    run = jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    text = jax.jit(run).lower(*arguments).compile().as_text()
+    assert custom_calls(text)["tpu_custom_call"] == 3
+    gathers = len(re.findall(r" all-gather(?:-start)?\(", text))
+    if window is None:  # chunks of 2,048 positions: zigzag sees 260 of 512 blocks, whichever chip it is
+        assert set(re.findall(r"visits_\d+_\d+_\d+", text)) == {"visits_260_260_260"} and gathers
+    else:
+        assert not gathers and re.search(r" collective-permute(?:-start)?\(", text)
 
 
 def test_heads_are_rotated_whole_in_bfloat16_and_in_the_order_of_the_kernel(devices_of):

@@ -57,6 +57,11 @@ def programs():
     return tiny.program(BASE | {"train.num_microbatches": 2}, 1), tiny.program(SHARED, 8)
 
 
+def test_the_first_state_and_the_batch_do_not_know_who_shares_rows(programs):
+    tiny.assert_same_bits(*(tiny.host(program.init()) for program in programs))
+    assert programs[1].batch_shards == 2 and programs[1].batch_sharding.shard_shape((16, 32)) == (8, 32)
+
+
 def test_evaluation_has_the_loss_of_every_target_in_its_place(programs):
     found = [
         tiny.host(jax.jit(program.model.token_losses)(program.init().params, tiny.on_mesh(program, BATCH)))
