@@ -138,7 +138,9 @@ def attributes_of(file):
     return {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute) and id(node) not in checks}
 
 
-SIMILAR = {"stdlib", "ul2", "linear_rope", "lion", "constant", "wsd", "no_decay", "float16", "prefix"}  # to others
+SIMILAR = {  # to others
+    "stdlib", "ul2", "linear_rope", "dynamic_rope", "lion", "constant", "wsd", "no_decay", "float16", "prefix",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -179,6 +181,7 @@ def test_every_other_setting_is_read_by_some_file():
 
 def test_conditions_name_settings_and_values_that_there_are():
     words = {"true", "false", "none", "bytes", *RULES}  # and what any setting may be that has a list of choices
+    words |= {"1"}  # of a mesh axis
     for hint in (hint for cls in reads.groups() for hint in typing.get_type_hints(cls).values()):
         parts = [part for option in schema.options(hint) for part in (option, *typing.get_args(option))]
         words |= {word for part in parts if typing.get_origin(part) is typing.Literal for word in typing.get_args(part)}

@@ -6,6 +6,7 @@
                                       --processes=4, how long a run stands still when one of four is killed
   jaxscale bench statistics           what looking at each layer costs (monitor.statistics_every_steps), beside the step
   jaxscale bench sample               tokens/s that are written with a cache of keys and values, beside full passes
+  jaxscale bench stages               a pipeline's schedules on simulated devices, beside the simulator of their tables
   jaxscale bench collectives          bandwidth along each mesh axis, beside the chip table, and hosts that are slow
   jaxscale bench hosts                the control plane of many hosts, simulated: seconds, requests, how they grow
   jaxscale bench data                 preparing and reading data, on one core: each stage, a recipe, shards, batches
@@ -31,6 +32,7 @@ from jaxscale.cli import (
     bench_loop,
     bench_restart,
     bench_sample,
+    bench_stages,
     bench_statistics,
     bench_survive,
     run_verb,
@@ -63,9 +65,9 @@ class BenchFlags(cluster.HostFlags):
         dict, "sets any setting of either, such as --config.train.num_microbatches=4", "VALUE", name="config.NAME"
     )
     dtype: str | None = flag(None, "compute dtype", "float32")
-    steps: int | None = flag(None, "timed steps (loop: 100; survive, statistics: 20)", "6", least=1)
+    steps: int | None = flag(None, "timed steps (loop: 100; survive, statistics: 20; stages: 3)", "6", least=1)
     warmup: int = flag(2, "step: untimed steps after the first", least=0)
-    devices: int | None = flag(None, "simulated CPU devices", "8", least=1)
+    devices: int | None = flag(None, "simulated CPU devices (stages: as many as stages, 2)", "8", least=1)
     json: bool = flag(False, "one line of JSON")
     save: bool = flag(
         False,
@@ -118,6 +120,7 @@ SUBVERBS = {
     "loop": SHARED,
     "survive": (*SHARED, "rounds", "processes", "kill_after"),
     "statistics": (*SHARED, "rounds"),
+    "stages": SHARED,
     "sample": (*ALL, "spec", "dtype", "devices", "prompt_tokens", "num_tokens", "rows"),
     "data": (*ALL, "input", "recipe", "seq_len", "batch_rows", "rounds"),
     "hosts": ("json", "save", "against", "hosts", "workers"),
@@ -143,6 +146,13 @@ def main(arguments: Arguments) -> None:
         how = dict(processes=flags.processes, seconds=flags.kill_after, rounds=flags.rounds or 1)
         record = bench_restart.measure_restart(own, **how)
         show(flags, record, bench_restart.restart_lines(record))
+        return
+    if what == "stages":
+        stages = flags.devices or 2
+        bench_stages.on_stages(stages, [sys.executable, "-m", "jaxscale.cli.bench", what, *arguments.words])
+        say = (lambda text: None) if flags.json else put
+        record = bench_stages.measure_stages(read_config(arguments)[1], stages, flags.steps or 3, say)
+        show(flags, record, bench_stages.stage_lines(record))
         return
     if flags.devices:
         jax.config.update("jax_num_cpu_devices", flags.devices)

