@@ -187,7 +187,7 @@ def estimate(program: Program, topology: Topology) -> Estimate:
     gradients = shard_bytes(program.abstract_grads) if cfg.lora.on else gradients
     if weights := stage_weights(program):
         gradients = 4 * sum(held_numbers(program, program.abstract_grads)) + weights
-    flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len)
+    flops = cfg.flops_per_token + recomputed_flops(cfg.model, cfg.seq_len) + scores_again_flops(program)
     passes = 2 * cfg.train.num_microbatches  # of weights to the device, forward and backward
     moved = 2 * host_bytes(state) + passes * host_bytes(state[0])  # and there and back when the step renews it
     compute = flops * cfg.tokens_per_step / program.mesh.size / topology.chip.peak_flops
@@ -200,6 +200,17 @@ def estimate(program: Program, topology: Topology) -> Estimate:
         exposed_s=max(sending.exposed_s(compute), host - compute),
         idle_s=compute * idle_share(stages_of(cfg, program.mesh.shape), head_share(cfg)) + sending.idle_s,
     )
+
+
+def scores_again_flops(program: Program) -> float:
+    """Operations per token by which splash attention's backward pass exceeds the 4 products of the formula.
+
+    It has two kernels, of 4 and of 3 products, that each compute the scores again (ahead/hlo_costs.py).
+    """
+    if program.attention != "splash":
+        return 0.0
+    model = program.cfg.model
+    return 3 * 2 * model.query_width * model.visible_keys(program.cfg.seq_len)
 
 
 def head_share(cfg: RunConfig) -> float:

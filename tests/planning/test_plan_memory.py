@@ -100,6 +100,12 @@ STAGED = [
         20_021_284_096 / GIB,
     ),
     (
+        "llama3_8b",
+        "v5p:4x4x4",
+        {"mesh.context": 8, "seq_len": 131_072, "batch_tokens": "8 rows"},
+        12_397_616_896 / GIB,
+    ),
+    (
         "405b",
         "v5p:8x8x16",
         {"mesh.pipeline": 8, "mesh.fsdp": 16, "train.num_microbatches": 64},
