@@ -7,6 +7,7 @@ import shlex
 import sys
 
 import pytest
+import tiny
 
 from jaxscale.cli import (
     bench,
@@ -14,11 +15,13 @@ from jaxscale.cli import (
     bench_loop,
     bench_restart,
     bench_sample,
+    bench_stages,
     bench_statistics,
     bench_survive,
 )
 from jaxscale.command_line import parse
 from jaxscale.qualify import step
+from jaxscale.sharding.schedules import make_schedule
 from jaxscale.system import process
 
 TINY = [
@@ -209,7 +212,8 @@ def test_a_command_that_fails_is_one_clear_line(script, told):
     [
         (
             ["speed"],
-            "bench has no verb 'speed'; it has step, loop, survive, statistics, sample, data, hosts, collectives",
+            "bench has no verb 'speed'; it has step, loop, survive, statistics, stages, sample, data, hosts, "
+            "collectives",
         ),
         (["step", "--spec=U"], "--spec=U is not known; there is S or T, or --config=FILE"),
         (["step", "--spec=S", "--config=a.py"], "give one of them"),
@@ -254,3 +258,21 @@ def test_writing_with_a_cache_is_timed_beside_full_passes(capsys):
     assert record["ratio"] == pytest.approx(record["cached_tok_s"] / record["uncached_tok_s"], rel=0.02)
     told = "".join(bench_sample.sample_lines(record))
     assert told.startswith("T, ") and f"cached: {record['ratio']:,.2f} times" in told
+
+
+def test_the_simulator_s_unit_counts_what_each_stage_does():
+    cfg = tiny.config({"model.num_layers": 8, "train.num_microbatches": 4})
+    passes = lambda name, V, M: bench_stages.in_units(cfg, make_schedule(name, 2, V, M))
+    head = 3 * cfg.model.vocab_size * cfg.model.embed_dim / cfg.model.block_matrix_params / 2  # of each stage
+    assert passes("1f1b", 1, 4) == pytest.approx(5 * 4 * (1 + 3) + 4 * head)  # 4 layers a stage
+    assert passes("1f1b", 2, 4) == pytest.approx(9 * 2 * (1 + 3) + 4 * head)  # two chunks of 2
+    assert passes("gpipe", 1, 4) == passes("1f1b", 1, 4)
+
+
+def test_a_step_of_each_schedule_is_timed_beside_the_simulator(monkeypatch):
+    monkeypatch.setattr(bench_stages, "cuts", lambda stages: [bench_stages.Cut("1f1b", 1, 4)])
+    told = []
+    record = bench_stages.measure_stages(tiny.config(), 2, 1, told.append)
+    (row,) = record["rows"]
+    assert row["ratio"] == 1.0 and row["measured_s"] > 0 and row["bubble"] == pytest.approx(0.2)
+    assert told[0] == bench_stages.COLUMNS and told[1].split()[:4] == ["1f1b", "1", "4", "20.0%"]
