@@ -129,6 +129,8 @@ class StageWork:
         dx_BTD, of_blocks = self.when(back.microbatch != IDLE, M * V, backward, dy_BTD, of_blocks)
         add_embedding = lambda of_ends: self.add_embedding(of_ends, dx_BTD, now.returns)
         of_ends = self.when(returns & joins(axis.first), M, add_embedding, of_ends)
+        # Or XLA would send x_BTD between slices at the beginning of the next tick, when it is waited for.
+        x_BTD, dx_BTD = lax.optimization_barrier((x_BTD, dx_BTD))
         return Carry(x_BTD, dx_BTD, kept_ScBTD, held_SBTD, (of_ends, of_blocks), sums)
 
     def when(self, active: jax.Array, times: int, f: Callable, *operands: Any) -> Any:
