@@ -25,6 +25,8 @@ def check_stages(cfg: RunConfig, stages: int) -> None:
         f"model.name={model.name!r}, which has two stacks of layers; use a model with one": len(model.layer_stacks) > 1,
         f"model.remat={model.remat!r}: a stage keeps the inputs of its layers and computes the rest again; set "
         "model.remat='full'": model.remat != "full",
+        f"model.remat_offload={','.join(model.remat_offload)}: a stage keeps the inputs of its layers on the device; "
+        "leave it empty": bool(model.remat_offload),
         "model.scan_layers=false: a stage scans its layers; set it to true": not model.scan_layers,
         "optim.offload_params=true: a stage keeps its weights through the step; set it to false, or use "
         "optim.offload_moments": cfg.optim.offload_params,
