@@ -120,6 +120,9 @@ class PipelineAxis:
         parts_P = jnp.asarray(np.maximum(self.layers, 0).reshape(self.size, -1))
         if stacked and EMBED not in axes:
             return jnp.take(w, parts_P[self.stage], axis=0)
+        if shared and EMBED not in axes:
+            own = w.shape[axes.index(VOCAB)] // self.size
+            return lax.dynamic_slice_in_dim(w, self.stage * own, own, axes.index(VOCAB))
         if self.rests_in_place or EMBED not in axes:
             return w
         cut = axes.index(EMBED)
@@ -139,6 +142,8 @@ class PipelineAxis:
             places_P = jnp.asarray(self.layers.reshape(self.size, -1))
             whole = jnp.zeros((self.layers.max() + 1, *grad.shape[1:]), grad.dtype)
             return self.sum(whole.at[places_P[self.stage]].set(grad, mode="drop", wrap_negative_indices=False))
+        if shared and EMBED not in axes:
+            return lax.all_gather(grad, AXIS, axis=axes.index(VOCAB), tiled=True)  # each stage has the sum of its part
         if self.rests_in_place or EMBED not in axes:
             return self.sum(grad)
         cut = axes.index(EMBED)

@@ -17,6 +17,7 @@ from jaxscale.training.statistics import named
 
 BATCH = tiny.packed_batch(0)
 BASE = {"model.remat": "full", "optim.name": "sgd", "optim.b1": 1e-30, "train.num_microbatches": 4}
+MASKED = {"data.objective": dict(name="masked_lm", mask_id=63)}
 WHOLE = {"pipeline.head": "whole", "mesh.pipeline": 2}
 
 
@@ -48,6 +49,9 @@ RUNS = {  # (model, settings of the run, how it is cut, devices)
     "windows, tied": (tiny.RELATIVE, {}, {"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8),
     "dropout": (tiny.GPT2 | {"dropout": 0.3}, {}, {"mesh.pipeline": 2, "mesh.data": 2, "mesh.tensor": 2}, 8),
     "adapters": (tiny.LLAMA, {"lora.rank": 4}, {"mesh.pipeline": 2, "mesh.fsdp": 2}, 4),
+    "a bias of the vocabulary": (
+        tiny.ENCODER, MASKED | {"model.num_layers": 3}, {"mesh.pipeline": 2, "mesh.tensor": 2}, 4,
+    ),
     "zero1": (tiny.LLAMA, {"rules": "zero1", "model.num_layers": 3}, {"mesh.pipeline": 2, "mesh.fsdp": 2}, 4),
 }  # fmt: skip
 QUICK = ("chunks", "dropout")
@@ -143,6 +147,7 @@ def test_no_other_document_moves_when_a_token_of_one_does(programs):
             {"pipeline.chunks": 2, "model.num_layers": 4, "train.num_microbatches": 1},
             "use a multiple of 2, or chunks=1",
         ),
+        ({"model.remat_offload": ("block_input",)}, "model.remat_offload=block_input"),
         ({"model.vocab_size": 65}, "vocab=65 is not a multiple of the 2 devices"),
         ({"model.vocab_size": 65, "model.num_layers": 3}, "vocab_size=65"),
     ],
