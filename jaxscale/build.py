@@ -35,6 +35,7 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.offload import on_host
 from jaxscale.sharding.pipeline_axis import ONE_STAGE, PipelineAxis, make_pipeline_axis
 from jaxscale.sharding.rules import RULES, axis_size
+from jaxscale.sharding.schedules import Schedule as StageSchedule
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.ema import init_ema
@@ -85,6 +86,11 @@ class Program:
     def sharing(self) -> str:
         """How devices meet the keys of a row that they share, and why so, or ''."""
         return str(self.model.kernels.sharing)
+
+    @property
+    def stages(self) -> str:
+        """How the stages of a pipeline go through the microbatches of a step, or ''."""
+        return str(stage_schedule(self.cfg, self.model)) if self.model.pipeline.size > 1 else ""
 
     @property
     def abstract_batch(self) -> Batch:
@@ -318,13 +324,8 @@ def make_gradients(
 
 def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction: Reduction) -> LocalGradients:
     """What make_gradients() computes on a device, by the stages of a pipeline."""
-    num_microbatches = cfg.train.num_microbatches
-    pipeline = Pipeline(
-        model.pieces(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture))),
-        model.pipeline,
-        model.pipeline.schedule(cfg.pipeline.schedule, num_microbatches),
-        groups,
-    )
+    pieces = model.pieces(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture)))
+    pipeline = Pipeline(pieces, model.pipeline, stage_schedule(cfg, model), groups)
     reduction = reduction._replace(last=model.stage_gradients)
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
@@ -332,6 +333,11 @@ def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction:
         return accumulate_pipelined(pipeline, weights, own_batch, key, scale=scale, reduction=reduction)
 
     return gradients
+
+
+def stage_schedule(cfg: RunConfig, model: ShardedModel) -> StageSchedule:
+    """What the stages of a pipeline do, one tick after the other."""
+    return model.pipeline.schedule(cfg.pipeline.schedule, cfg.train.num_microbatches)
 
 
 def on_mesh(model: ShardedModel, shardings: Shardings, gradients: LocalGradients) -> Gradients:

@@ -269,8 +269,10 @@ FIGURES: dict[str, Callable[[], str]] = {
     "drawing_interleaved": lambda: timelines.timeline("interleaved"),
     "drawing_gpipe": lambda: timelines.timeline("gpipe"),
     "bubbles": timelines.bubbles,
+    "stages_line": timelines.told,
     "backward_passes": lambda: f"{timelines.BACKWARD:g}",
     "split_backward_work": lambda: f"{timelines.split_backward() - 1:.0%}",
+    "split_backward_turns": lambda: f"{1 / (timelines.split_backward() - 1):g}",
     "split_backward_pays": lambda: f"{1 - 1 / timelines.split_backward():.0%}",
     # precision
     "table_of_types": types,

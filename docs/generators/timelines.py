@@ -144,6 +144,11 @@ def bubbles() -> str:
     return table(head, rows)
 
 
+def told() -> str:
+    """What a run says of the first schedule."""
+    return str(make_schedule(*SHOWN["1f1b"]))
+
+
 def split_backward() -> float:
     """Work of a microbatch whose gradients of weights are taken in a pass of their own, which computes the layers once
     more, over that of one whose are not: under full recomputation."""
