@@ -75,8 +75,8 @@ def test_bubbles_and_slots_of_the_page_are_those_of_the_tables():
     assert len(rows) == len(timelines.COMPARED) == len(set(timelines.COMPARED))
     for (P, V, M), row in zip(timelines.COMPARED, rows, strict=True):
         one, gpipe = (make_schedule(name, P, V, M) for name in ("1f1b", "gpipe"))
-        assert row[:3] == [str(P), str(V), str(M)] and row[4] == f"{one.bubble:.1%}" == row[5].split(" = ")[1]
-        assert row[6].split()[0] == str(one.num_slots) and row[7].split()[0] == str(gpipe.num_slots) == str(M * V)
+        assert row[0] == f"{P}, {V}, {M}" and row[1] == f"{one.bubble:.1%}" == row[2].split(" = ")[1]
+        assert row[3].split()[0] == str(one.num_slots) and row[4].split()[0] == str(gpipe.num_slots) == str(M * V)
 
 
 def test_the_triangle_is_coloured_by_the_table_that_cuts_rows():
