@@ -81,7 +81,7 @@ KINDS = (
     Kind(SOAK, r"^jaxscale verify parity ", "many minutes", more=("--layers=1", "--small=on")),
     Kind(SOAK, r"^jaxscale verify resume ", "minutes", more=("--layers=1", "--small=on")),
     Kind(SOAK, r"^jaxscale bench loop ", "trains", more=("--steps=3", *SMALL)),
-    Kind(SOAK, r"^jaxscale bench (survive|statistics|stages) ", "trains", more=("--steps=2", "--rounds=1", *SMALL[:-1])),
+    Kind(SOAK, r"^jaxscale bench (survive|statistics) ", "trains", more=("--steps=2", "--rounds=1", *SMALL[:-1])),
     Kind(
         SOAK, r"^jaxscale bench step .*--against=", "times two programs", more=("--steps=1", "--rounds=1", "--warmup=0")
     ),
