@@ -131,6 +131,8 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
     unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
+    if model.kernels.sharing.form == "ring":  # a loop in each layer
+        options = choose_options(cfg, mesh, branches=True)
     for check in DEVICE_CHECKS:
         check(cfg, model)
     updates = make_updates(cfg, budget, model)
@@ -176,10 +178,10 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     )
 
 
-def choose_options(cfg: RunConfig, mesh: Mesh) -> CompilerOptions:
-    """What the step is compiled with."""
+def choose_options(cfg: RunConfig, mesh: Mesh, *, branches: bool = False) -> CompilerOptions:
+    """What the step is compiled with. branches: whether layers branch or loop, also where none has a window."""
     device = mesh.devices.flat[0]
-    branches = cfg.model.attention_needs().mixed is not None
+    branches |= cfg.model.attention_needs().mixed is not None
     return compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ, branches=branches)
 
 
