@@ -35,6 +35,7 @@ from jaxscale.sharding.mesh import make_mesh
 from jaxscale.sharding.offload import on_host
 from jaxscale.sharding.pipeline_axis import ONE_STAGE, PipelineAxis, make_pipeline_axis
 from jaxscale.sharding.rules import RULES, axis_size
+from jaxscale.sharding.schedules import Schedule as StageSchedule
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
 from jaxscale.training.accumulate import Reduction, accumulate
 from jaxscale.training.ema import init_ema
@@ -87,6 +88,11 @@ class Program:
         return str(self.model.kernels.sharing)
 
     @property
+    def stages(self) -> str:
+        """How the stages of a pipeline go through the microbatches of a step, or ''."""
+        return str(stage_schedule(self.cfg, self.model)) if self.model.pipeline.size > 1 else ""
+
+    @property
     def abstract_batch(self) -> Batch:
         """The batch that train_step is compiled for."""
         rows, lengths = self.cfg.rows_per_step, self.cfg.row_lengths
@@ -125,6 +131,8 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
     unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
+    if model.kernels.sharing.form == "ring":  # a loop in each layer
+        options = choose_options(cfg, mesh, branches=True)
     for check in DEVICE_CHECKS:
         check(cfg, model)
     updates = make_updates(cfg, budget, model)
@@ -170,10 +178,10 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     )
 
 
-def choose_options(cfg: RunConfig, mesh: Mesh) -> CompilerOptions:
-    """What the step is compiled with."""
+def choose_options(cfg: RunConfig, mesh: Mesh, *, branches: bool = False) -> CompilerOptions:
+    """What the step is compiled with. branches: whether layers branch or loop, also where none has a window."""
     device = mesh.devices.flat[0]
-    branches = cfg.model.attention_needs().mixed is not None
+    branches |= cfg.model.attention_needs().mixed is not None
     return compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ, branches=branches)
 
 
@@ -318,13 +326,8 @@ def make_gradients(
 
 def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction: Reduction) -> LocalGradients:
     """What make_gradients() computes on a device, by the stages of a pipeline."""
-    num_microbatches = cfg.train.num_microbatches
-    pipeline = Pipeline(
-        model.pieces(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture))),
-        model.pipeline,
-        model.pipeline.schedule(cfg.pipeline.schedule, num_microbatches),
-        groups,
-    )
+    pieces = model.pieces(cfg.train.aux_losses, len(mixture_names(cfg.data.mixture)))
+    pipeline = Pipeline(pieces, model.pipeline, stage_schedule(cfg, model), groups)
     reduction = reduction._replace(last=model.stage_gradients)
 
     def gradients(params: Any, batch: Batch, key: jax.Array, scale: jax.Array):
@@ -332,6 +335,11 @@ def stage_gradients(cfg: RunConfig, model: ShardedModel, groups: Any, reduction:
         return accumulate_pipelined(pipeline, weights, own_batch, key, scale=scale, reduction=reduction)
 
     return gradients
+
+
+def stage_schedule(cfg: RunConfig, model: ShardedModel) -> StageSchedule:
+    """What the stages of a pipeline do, one tick after the other."""
+    return model.pipeline.schedule(cfg.pipeline.schedule, cfg.train.num_microbatches)
 
 
 def on_mesh(model: ShardedModel, shardings: Shardings, gradients: LocalGradients) -> Gradients:

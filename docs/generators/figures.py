@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from generators import by_hand
+from generators import by_hand, timelines, zigzag
 from generators.by_hand import FLOAT32, MIXED, NO_MASTER
 from generators.scaling import HOFFMANN
 from generators.words import table
@@ -262,6 +262,18 @@ FIGURES: dict[str, Callable[[], str]] = {
     "state_7b": lambda: gigabytes(by_hand.state_bytes(7e9)),
     "nvlink": lambda: gigabytes(CHIPS["NVIDIA H100 80GB HBM3"].ici_bandwidth),
     "network": lambda: gigabytes(CHIPS["NVIDIA H100 80GB HBM3"].dcn_bandwidth),
+    "zigzag_drawing": zigzag.drawing,
+    "zigzag_shares": zigzag.shares,
+    # pipelines
+    "drawing_1f1b": lambda: timelines.timeline("1f1b"),
+    "drawing_interleaved": lambda: timelines.timeline("interleaved"),
+    "drawing_gpipe": lambda: timelines.timeline("gpipe"),
+    "bubbles": timelines.bubbles,
+    "stages_line": timelines.told,
+    "backward_passes": lambda: f"{timelines.BACKWARD:g}",
+    "split_backward_work": lambda: f"{timelines.split_backward() - 1:.0%}",
+    "split_backward_turns": lambda: f"{1 / (timelines.split_backward() - 1):g}",
+    "split_backward_pays": lambda: f"{1 - 1 / timelines.split_backward():.0%}",
     # precision
     "table_of_types": types,
     "table_of_sums": sums,

@@ -97,7 +97,9 @@ class Reader:
             return [*work, *(Item("start", number) for number in found)]
         if SYNCHRONOUS.search(instruction.attributes):  # XLA:GPU runs the start to its end; its -done is of nothing
             return [*work, *(Item("blocking", number) for number in found)]
-        if opcode.endswith("-start") or opcode == "send":
+        if opcode == "send":  # between slices: over when the other side's part is received
+            return running.start(receiver(computation, instruction) or instruction, found)
+        if opcode.endswith("-start"):
             return running.start(instruction, found)
         return [*work, *(Item("blocking", number) for number in found)]
 
@@ -134,6 +136,15 @@ class Reader:
                     self.products[name].update(self.flops(inner, one))
             found.update(self.products[name])
         return {dtype: flops for dtype, flops in found.items() if flops}
+
+
+def receiver(computation: Computation, send: Instruction) -> Instruction | None:
+    """The recv of the same transfer between slices, by the name under which the two meet."""
+    rendezvous = r'_xla_host_transfer_rendezvous="([^"]*)"'
+    if (name := send.attribute(rendezvous)) is None:
+        return None
+    receives = (one for one in computation.instructions.values() if one.opcode == "recv")
+    return next((one for one in receives if one.attribute(rendezvous) == name), None)
 
 
 class Running:

@@ -102,6 +102,7 @@ def make_report(config_name: str, program: Program, topology: Topology, compiled
         versions=compiled.versions,
         date=compiled.date,
         kept=compiled.kept,
+        pipeline=program.stages,
     )
 
 

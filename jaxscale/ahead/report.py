@@ -58,6 +58,7 @@ class Report:
     versions: dict[str, str]
     date: str
     kept: bool
+    pipeline: str = ""  # how its stages go through the microbatches of a step
 
     @property
     def fits(self) -> bool:
@@ -94,8 +95,9 @@ def report_lines(report: Report) -> list[str]:
     where = f"{report.num_devices} x {report.chip} on {units.plural(report.num_hosts, 'host')}"
     slices = f", {report.num_slices} slices" if report.num_slices > 1 else ""
     lines = [f"{report.config} on {report.topology}: {where}{slices}; mesh {report.layout}"]
-    lines += [INDENT + " ".join(f"{name}={value}" for name, value in report.settings.items()), ""]
-    lines += memory_lines(report)
+    lines.append(INDENT + " ".join(f"{name}={value}" for name, value in report.settings.items()))
+    lines += [f"{INDENT}pipeline: {report.pipeline}"] if report.pipeline else []
+    lines += ["", *memory_lines(report)]
     if report.compiled_flops is not None:
         lines += ["", *flops_lines(report), "", *traffic_lines(report)]
     if report.roofline is not None:

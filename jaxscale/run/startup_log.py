@@ -48,6 +48,8 @@ def log_model(program: Program, budget: Budget, log: Log) -> None:
     )
     if program.sharing:
         log(f"context: {program.sharing}")
+    if program.stages:
+        log(f"pipeline: {program.stages}")
     if cfg.lora.on:
         learned = sum(leaf.size for leaf in jax.tree.leaves(program.abstract_grads))
         log(f"lora: {units.count(learned)} parameters in adapters of rank {cfg.lora.rank} learn; all others are frozen")

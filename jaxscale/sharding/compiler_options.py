@@ -161,8 +161,8 @@ def compiler_options(
 
     A row that the environment's XLA_FLAGS or LIBTPU_INIT_ARGS names is left to it: an option given to a program would
     win over them in silence. What `extra` names was asked for by name, and does win. branches: whether a layer of the
-    loop takes one of two ways as it runs: XLA:TPU ends with a failed check if it shall fetch ahead there (Gemma 3 on
-    v5p:2x2x2, libtpu 0.0.51, 2026-11-24).
+    loop takes one of two ways as it runs, or loops itself: XLA:TPU ends with a failed check if it shall fetch ahead
+    there (Gemma 3 on v5p:2x2x2, a ring of keys and values on v5p:4x4x4, libtpu 0.0.51, 2026-11-24).
     """
     set_already = {name for variable in VARIABLES for name in FLAG.findall(environment.get(variable, ""))}
     unfit = PIPELINE if branches else ()

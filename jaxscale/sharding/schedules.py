@@ -67,6 +67,13 @@ class Schedule:
         work = self.num_microbatches * self.num_chunks
         return 1 - work / int(np.any(self.forward.microbatch != IDLE, axis=1).sum())
 
+    def __str__(self) -> str:
+        chunks = f" of {self.num_chunks} chunks" if self.num_chunks > 1 else ""
+        return (
+            f"{self.name}, {self.num_stages} stages{chunks}, {self.num_microbatches} microbatches: bubble "
+            f"{self.bubble:.1%}, at most {self.num_slots} passes of a stage wait for their gradients"
+        )
+
 
 def first_chunk(passes: Passes) -> np.ndarray:
     """int32[t]: the microbatch of the model's first chunk, or IDLE."""

@@ -40,6 +40,11 @@ FUSIONS = f"""\
 }}
 """
 STARTED, ENDED = Item("start", 0), Item("done", 0)
+BETWEEN_SLICES = (
+    'is_host_transfer=true, frontend_attributes={_xla_host_transfer_handler_name="xla_megascale_runtime",'
+    '_xla_host_transfer_rendezvous="ppermute.18_0",_xla_megascale_target="{1,2}x{0:3}",'
+    '_xla_megascale_transfer_type="ONE_TO_ONE"}'
+)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,13 @@ STARTED, ENDED = Item("start", 0), Item("done", 0)
             SPARSECORE,
             (STARTED, WORK, ENDED),
         ),
+        (  # is over when it is received
+            f"  %t = token[] after-all()\n  %s = (f32[16]{{0}}, u32[], token[]) send(%p, %t), {BETWEEN_SLICES}\n"
+            f"  %v = (f32[16]{{0}}, u32[], token[]) recv(%t), {BETWEEN_SLICES}\n"
+            f"  %sd = token[] send-done(%s)\n  %d = {DOT}\n  %e = (f32[16]{{0}}, token[]) recv-done(%v)",
+            "",
+            (STARTED, WORK, ENDED),
+        ),
         (  # has its data, and runs, from the update on
             "  %s = ((), (), (s32[8]{0})) custom-call-start(), called_computations={%offloaded}\n"
             f"  %d = {DOT}\n"
@@ -83,7 +95,7 @@ STARTED, ENDED = Item("start", 0), Item("done", 0)
             (STARTED, WORK, ENDED),
         ),
     ],
-    ids=["blocking", "start and done", "synchronous start", "call", "custom call", "fusions"],
+    ids=["blocking", "start and done", "synchronous start", "call", "between slices", "custom call", "fusions"],
 )
 def test_a_collective_starts_and_ends_where_the_program_says(body, before, expected):
     found = facts_of(OPERANDS + body, before=before)

@@ -13,7 +13,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxscale.ahead import compiled as ahead
 from jaxscale.ahead.preflight import ahead_program, make_report, preflight, usable_memory
 from jaxscale.ahead.report import report_lines
+from jaxscale.config import resolve_budget
 from jaxscale.planning.memory import memory_need
+from jaxscale.run.startup_log import log_model
 from jaxscale.system.exits import BadInput
 
 
@@ -73,6 +75,26 @@ def test_the_lines_hold_every_figure_once(report):
                  "activations, temporaries", "by the model's formula", "link ici:fsdp", "MFU is at most"):  # fmt: skip
         assert sum(text in line for line in lines) == 1, text
     assert lines[-1].startswith("go: ")
+
+
+def test_stages_are_told_in_the_head_of_the_report_and_at_the_start_of_a_run(report, program, topology, compiled):
+    cut = {"mesh.pipeline": 4, "mesh.fsdp": 2, "model.num_layers": 8, "model.remat": "full"}
+    one, two = (
+        ahead_program(tiny.config(cut | {"train.num_microbatches": 4, "pipeline.chunks": chunks}), topology)
+        for chunks in (1, 2)
+    )
+    line = (
+        "pipeline: 1f1b, 4 stages, 4 microbatches: bubble 42.9%, at most 4 passes of a stage wait for their gradients"
+    )
+    assert report_lines(make_report("tiny", one, topology, compiled))[2].strip() == line  # the bubble is 3/7
+    said = []
+    for each in (one, two, program):
+        log_model(each, resolve_budget(each.cfg, None), said.append)
+    lines = [text for text in said if text.startswith("pipeline")]
+    assert lines[0] == line and lines[1].startswith(
+        "pipeline: 1f1b, 4 stages of 2 chunks, 4 microbatches: bubble 27.3%"
+    )
+    assert len(lines) == 2 and not told("pipeline", report_lines(report))
 
 
 def test_a_smaller_chip_is_a_no_go_with_what_is_missing(program, compiled):

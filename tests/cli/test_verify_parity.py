@@ -151,7 +151,7 @@ def test_the_configs_own_layout_is_among_those_proved():
 
 
 @pytest.mark.soak
-def test_the_proof_starts_itself_again_where_there_are_no_8_devices():
+def test_the_proof_starts_itself_again_where_there_are_no_16_devices():
     code = """if True:
         import sys
         from jaxscale.cli import verify_parity
@@ -161,4 +161,4 @@ def test_the_proof_starts_itself_again_where_there_are_no_8_devices():
     """
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert done.stdout == "8 False\n", done.stderr
+    assert done.stdout == "16 False\n", done.stderr

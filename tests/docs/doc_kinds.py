@@ -78,7 +78,7 @@ KINDS = (
     Kind(CHEAP, r"^python -m jaxscale\.main --config=configs/7b\.py$", "the check before a run says no", code=3),
     Kind(SOAK, r"^jaxscale prepare ", "prepares a little text"),
     Kind(SOAK, r"^jaxscale trace ", "reads the data of a run", swap=(("--step=12345", "--step=3"),)),
-    Kind(SOAK, r"^jaxscale verify parity ", "three minutes", more=("--layers=1", "--small=on")),
+    Kind(SOAK, r"^jaxscale verify parity ", "many minutes", more=("--layers=1", "--small=on")),
     Kind(SOAK, r"^jaxscale verify resume ", "minutes", more=("--layers=1", "--small=on")),
     Kind(SOAK, r"^jaxscale bench loop ", "trains", more=("--steps=3", *SMALL)),
     Kind(SOAK, r"^jaxscale bench (survive|statistics) ", "trains", more=("--steps=2", "--rounds=1", *SMALL[:-1])),
