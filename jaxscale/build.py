@@ -38,6 +38,7 @@ from jaxscale.sharding.rules import RULES, axis_size
 from jaxscale.sharding.schedules import Schedule as StageSchedule
 from jaxscale.sharding.shardings import is_axes, replicated, tree_shardings
 from jaxscale.training.accumulate import Reduction, accumulate
+from jaxscale.training.balance import is_balance, rebalanced
 from jaxscale.training.ema import init_ema
 from jaxscale.training.injected import corrupt_gradients
 from jaxscale.training.pipelined import Pipeline, accumulate_pipelined
@@ -147,6 +148,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
         dynamic_scale=is_dynamic(cfg.train.loss_scale, cfg.model.compute_dtype),
         clip_norm=cfg.optim.clip_norm,
         count_gated=cfg.data.gate.on,
+        rebalance=make_rebalance(cfg),
     )
     statistics = make_statistics_step(
         make_gradients(
@@ -229,11 +231,17 @@ def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:
     """The optimizer of a run of this length."""
-    learns = is_adapter if cfg.lora.on else lambda name: True
+    learns = is_adapter if cfg.lora.on else lambda name: not is_balance(name)
     groups = assign_groups(model.axes, cfg.optim.groups, cfg.optim.weight_decay, cfg.optim.weight_decay_all, learns)
     schedule = optim_schedule(cfg.optim, warmup_steps=budget.warmup_steps, total_steps=budget.total_steps)
     is_stacked = jax.tree.map(lambda names: names[:1] == ("layers",), model.axes, is_leaf=is_axes)
     return Updates(make_optimizer(cfg.optim, schedule, groups, is_stacked), schedule, groups)
+
+
+def make_rebalance(cfg: RunConfig) -> Callable[[Any, Any], Any] | None:
+    """What moves the balance of experts, where the model has any and is learned."""
+    experts = getattr(cfg.model, "experts", None)
+    return None if experts is None or cfg.lora.on else functools.partial(rebalanced, rate=experts.bias_rate)
 
 
 def init_train_state(cfg: RunConfig, model: ShardedModel, updates: Updates) -> TrainState:

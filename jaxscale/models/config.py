@@ -30,7 +30,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 MOST_LAYERS = 10_000  # ten times the deepest that was published (arXiv:2203.00555): beyond is a slip of the keyboard
 Kind = Literal["decoder", "encoder", "encoder_decoder"]  # a decoder reads one row from left to right
 NumberKind = Literal["compute", "operand", "float32"]  # a number of compute_dtype; as a product reads it; a float32
-AUX_LOSSES = ("z_loss",)  # z_loss: the squared log-partition keeps logits near 0 (arXiv:2204.02311, section 5)
+# Of mixtures of experts, each a sum over layers: the squared log-partition of the router (arXiv:2202.08906); how often
+# the step before chose an expert times how much it is wanted now (arXiv:2101.03961); the same of each row's own choices
+# (arXiv:2412.19437). The latter two are 1 a layer where all experts are equal.
+EXPERT_LOSSES = ("router_z_loss", "balance_loss", "row_balance_loss")
+# z_loss: the squared log-partition of the logits keeps them near 0 (arXiv:2204.02311, section 5).
+AUX_LOSSES = ("z_loss", *EXPERT_LOSSES)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -92,7 +92,7 @@ class Encoder(OneStack):
         self.head = Head(cfg, rngs=rngs, kernels=kernels, gather=gather)
         self.bias_vocab = constant((V,), ("vocab",), 0.0)
 
-    def enter(self, tokens_BT, positions_BT, keys_B: jax.Array | None = None):
+    def enter(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """The residual stream before the first block. keys_B: for dropout."""
         return drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.tensor)
 

@@ -67,7 +67,7 @@ class Gpt2(OneStack):
         self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
         self.scale_final, self.bias_final = constant((D,), ("norm",), 1.0), constant((D,), ("norm",), 0.0)
 
-    def enter(self, tokens_BT, positions_BT, keys_B: jax.Array | None = None):
+    def enter(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """The residual stream before the first block. keys_B: for dropout."""
         return drop_embeddings(self.embed(tokens_BT, positions_BT), keys_B, self.cfg, self.tensor)
 

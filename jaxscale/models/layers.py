@@ -36,7 +36,7 @@ from jaxscale.ops.recorder import NO_RECORDER, Recorder
 from jaxscale.sharding.batch_axes import GATHERED
 from jaxscale.sharding.offload import HOST
 from jaxscale.sharding.shardings import Gather, whole_already
-from jaxscale.sharding.tensor_axis import AXIS, ONE, TensorAxis
+from jaxscale.sharding.tensor_axis import AXIS, ONE, TensorAxis, joined
 
 STD = 0.02  # of every matrix and table of GPT-2 and BERT
 
@@ -78,8 +78,9 @@ def run_stack(
     cfg: ModelConfig,
     gather: Gather,
     recorder: Recorder = NO_RECORDER,
-) -> jax.Array:
-    """x after all blocks: apply(block, x, layer_input) -> x, each under the remat policy of the config.
+) -> tuple[jax.Array, Any]:
+    """(x after all blocks, what they told): apply(block, x, layer_input) -> x or (x, told), each under the remat policy
+    of the config. What they told is a tree with a leading axis of layers, or None.
 
     per_layer: a tree with a leading axis of num_layers (random keys, say), or None. gather: brings the weights of one
     block together just before it runs, and again before its backward pass. recorder: takes the
@@ -95,8 +96,9 @@ def run_stack(
     def run_layer(graphdef: nnx.GraphDef, params: Any, x: jax.Array, extra: Any, held: Any) -> tuple[jax.Array, Any]:
         recorder.begin_layer(held)
         whole = gather_params(params, gather, cfg.compute_dtype, stacked=cfg.scan_layers)
-        x = apply(nnx.merge(graphdef, whole), x, extra)
-        return x, recorder.end_layer(x)
+        result = apply(nnx.merge(graphdef, whole), x, extra)
+        x, told = result if isinstance(result, tuple) else (result, None)
+        return x, (recorder.end_layer(x), told)
 
     held = recorder.layers()
     if not cfg.scan_layers:
@@ -106,13 +108,14 @@ def run_stack(
             run = wrap(functools.partial(run_layer, graphdef))
             x, of_layer = run(params, x, *jax.tree.map(operator.itemgetter(layer), (per_layer, held)))
             seen.append(of_layer)
-        recorder.end_stack(jax.tree.map(lambda *layers: jnp.stack(layers), *seen))
-        return x
+        recorded, told = jax.tree.map(lambda *layers: jnp.stack(layers), *seen)
+        recorder.end_stack(recorded)
+        return x, told
     graphdef, params = nnx.split(blocks)
     run = wrap(functools.partial(run_layer, graphdef))
-    x, seen = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, (params, per_layer, held))
-    recorder.end_stack(seen)
-    return x
+    x, (recorded, told) = lax.scan(lambda x, layer: run(layer[0], x, *layer[1:]), x, (params, per_layer, held))
+    recorder.end_stack(recorded)
+    return x, told
 
 
 class OneStack(nnx.Module):
@@ -124,9 +127,18 @@ class OneStack(nnx.Module):
 
         keys_B: for dropout.
         """
-        x_BTD, run = self.enter(tokens_BT, positions_BT, keys_B), self.layer(positions_BT, segment_ids_BT)
-        x_BTD = run_stack(self.blocks, run, x_BTD, self.per_layer(keys_B), self.cfg, self.gather, self.kernels.recorder)
-        return self.leave(x_BTD)
+        return self.through(tokens_BT, positions_BT, segment_ids_BT, keys_B)[0]
+
+    def through(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """(what hidden() returns, what the blocks told, with a leading axis of layers)."""
+        x_BTD = self.enter(tokens_BT, positions_BT, segment_ids_BT, keys_B)
+        x_BTD, told = self.run_blocks(self.blocks, x_BTD, positions_BT, segment_ids_BT, self.per_layer(keys_B))
+        return self.leave(x_BTD), told
+
+    def run_blocks(self, blocks: nnx.Module, x_BTD, positions_BT, segment_ids_BT, per_layer: Any):
+        """What run_stack() returns of some blocks."""
+        run, cfg = self.layer(positions_BT, segment_ids_BT), self.cfg
+        return run_stack(blocks, run, x_BTD, per_layer, cfg, self.gather, self.kernels.recorder)
 
 
 def all_but_gathered(primitive: Any, *inputs: Any, **params: Any) -> bool:
@@ -174,7 +186,7 @@ def kept_by_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
     return primitive.name == "dot_product_attention_fwd_wrapper"
 
 
-def in_parts(f: Callable[..., jax.Array], cfg: ModelConfig, *of_rows: Any) -> jax.Array:
+def in_parts(f: Callable[..., Any], cfg: ModelConfig, *of_rows: Any) -> Any:
     """f(*of_rows), the rows taken in cfg.row_parts parts one after the other, for an f that does not mix rows.
 
     Going backward, a part is computed again once the gradients of the one behind it are there, so that the activations
@@ -187,13 +199,16 @@ def in_parts(f: Callable[..., jax.Array], cfg: ModelConfig, *of_rows: Any) -> ja
         return f(*of_rows)
     f = jax.checkpoint(f, policy=remat_policy(cfg.remat, cfg.remat_save, cfg.remat_offload))  # with its barrier
     leaves, treedef = jax.tree.flatten(of_rows)
-    done: list[jax.Array] = []
+    done: list[Any] = []
     for part in zip(*(jnp.split(leaf, parts) for leaf in leaves)):
         x, *rest = jax.tree.unflatten(treedef, part)
-        if done:
+        if done and isinstance(done[-1], tuple):
+            x, before = settle_together(x, done[-1][0])
+            done[-1] = (before, *done[-1][1:])
+        elif done:
             x, done[-1] = settle_together(x, done[-1])
         done.append(f(x, *rest))
-    return jnp.concatenate(done)
+    return joined(done)
 
 
 @jax.named_scope("gather_weights")

@@ -14,8 +14,10 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
+from jaxscale.models.experts import SparseMlp
 from jaxscale.models.layers import OneStack, constant, in_parts, make_stack, param, settle_together, with_bias
-from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.models.llama_config import BLOCKS, DENSE, LlamaConfig
+from jaxscale.ops.attention.xla import as_scope
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.norm import rms_norm_heads
@@ -101,8 +103,8 @@ class Attention(nnx.Module):
 class Mlp(nnx.Module):
     """A gated MLP: SwiGLU, or GEGLU (arXiv:2002.05202)."""
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
-        D, F = cfg.embed_dim, cfg.mlp_dim
+    def __init__(self, cfg: LlamaConfig, width: int, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+        D, F = cfg.embed_dim, width
         self.kernels, self.tensor = kernels, tensor
         self.activate = kernels.swiglu if cfg.activation == "silu" else kernels.geglu_tanh
         self.gate = param(rngs, (D, F), ("embed", "mlp"), fan_in=D)
@@ -111,24 +113,36 @@ class Mlp(nnx.Module):
 
     @jax.named_scope("mlp")
     def __call__(self, x_BTD):
+        return self.tensor.scatter(self.own_part(self.tensor.gather(x_BTD)))
+
+    def own_part(self, x_BTD):
+        """What the device's own columns add to all positions."""
         project = self.kernels.project
-        x_BTD = self.tensor.gather(x_BTD)
         gate_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.gate[...]), MLP_GATE)
         up_BTF = checkpoint_name(project("BTD,DF->BTF", x_BTD, self.up[...]), MLP_UP)
-        return self.tensor.scatter(project("BTF,FD->BTD", self.activate(gate_BTF, up_BTF), self.down[...]))
+        return project("BTF,FD->BTD", self.activate(gate_BTF, up_BTF), self.down[...])
 
 
 class Block(nnx.Module):
-    """Attention, then MLP, each normalised and added to the residual stream."""
+    """Attention, then MLP, each normalised and added to the residual stream.
 
-    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
+    sparse: the MLP is a mixture of experts, and the block tells of it beside the residual stream.
+    """
+
+    def __init__(self, cfg: LlamaConfig, *, sparse: bool, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis):
         self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
         before, after = cfg.norm_placement != "after", cfg.norm_placement != "before"
         self.attention_norm = norm_scale(cfg, cfg.embed_dim) if before else None
         self.attention = Attention(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.attention_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
         self.mlp_norm = norm_scale(cfg, cfg.embed_dim) if before else None
-        self.mlp = Mlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        make_mlp = functools.partial(Mlp, cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        self.sparse = sparse
+        if sparse:
+            shared = make_mlp(cfg.experts.shared_dim) if cfg.experts.shared_dim else None
+            self.mlp = SparseMlp(cfg, rngs=rngs, kernels=kernels, tensor=tensor, shared=shared)
+        else:
+            self.mlp = make_mlp(cfg.mlp_dim)
         self.mlp_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
 
     def __call__(self, x_BTD, rotation: Rotation, segment_ids_BT, local: jax.Array | None = None):
@@ -144,8 +158,12 @@ class Block(nnx.Module):
         x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
         added_BTD = self.attention(self.normalised(x_BTD, self.attention_norm), rotation, segment_ids_BT, local)
         x_BTD = x_BTD + sow(ATTENTION, self.normalised(added_BTD, self.attention_out_norm))
-        added_BTD = self.mlp(self.normalised(x_BTD, self.mlp_norm))
-        return x_BTD + sow(MLP, self.normalised(added_BTD, self.mlp_out_norm))
+        read_BTD = self.normalised(x_BTD, self.mlp_norm)
+        add = lambda added_BTD: x_BTD + sow(MLP, self.normalised(added_BTD, self.mlp_out_norm))
+        if not self.sparse:
+            return add(self.mlp(read_BTD))
+        added_BTD, told = self.mlp(read_BTD, as_scope(segment_ids_BT).segment_ids_BT)
+        return add(added_BTD), told
 
     def normalised(self, x_BTD, scale: nnx.Param | None):
         """x_BTD as it is where there is no norm."""
@@ -160,18 +178,26 @@ class Llama(OneStack):
         self.cfg, self.kernels, self.gather, self.tensor = cfg, kernels, gather, tensor
         # No norm follows the table: unit scale (arXiv:2204.02311, section 5), but where logits use it too.
         self.embedding = param(rngs, (V, D), ("vocab", "embed"), std=HEAD_STD if cfg.tied_embeddings else 1.0)
-        make_block = lambda rngs: Block(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
-        self.blocks = make_stack(make_block, rngs, cfg.num_layers, cfg.scan_layers)
+        make_block = functools.partial(Block, cfg, kernels=kernels, tensor=tensor)
+        stack = lambda name, sparse: make_stack(
+            lambda rngs: make_block(sparse=sparse, rngs=rngs), rngs, cfg.layer_stacks[name], cfg.scan_layers
+        )
+        self.dense_blocks = stack(DENSE, False) if DENSE in cfg.layer_stacks else None
+        self.blocks = stack(BLOCKS, cfg.experts is not None)
         self.final_norm = norm_scale(cfg, D)
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), std=HEAD_STD)
 
-    def enter(self, tokens_BT, positions_BT, keys_B: jax.Array | None = None):
-        """The residual stream before the first block. No dropout: no keys."""
-        return self.embed(tokens_BT)
+    def enter(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
+        """The residual stream before the first block, or the first of experts. No dropout: no keys."""
+        x_BTD = self.embed(tokens_BT)
+        if self.dense_blocks is None:
+            return x_BTD
+        local = self.cfg.local_layers[: self.cfg.layer_stacks[DENSE]] if self.cfg.mixed_windows else None
+        return self.run_blocks(self.dense_blocks, x_BTD, positions_BT, segment_ids_BT, local)[0]
 
     def per_layer(self, keys_B: jax.Array | None):
         """Which layers have the window, or None where all are alike."""
-        return self.cfg.local_layers if self.cfg.mixed_windows else None
+        return self.cfg.local_layers[-self.cfg.layer_stacks[BLOCKS] :] if self.cfg.mixed_windows else None
 
     def layer(self, positions_BT, segment_ids_BT):
         """A function that takes the residual stream through a block of these rows."""

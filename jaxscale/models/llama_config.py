@@ -6,9 +6,12 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from jaxscale.models.config import GATED_ACTIVATIONS, ModelConfig, NumberKind, check_positive
+from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.ops.config import AttentionNeeds, Mix, RopeScaling
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
+
+BLOCKS, DENSE = "blocks", "dense_blocks"  # among the parameters: the layers, and before them those without experts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class LlamaConfig(ModelConfig):
     scaled_embeddings: bool = setting(False, "embeddings are multiplied by sqrt(embed_dim), as in Gemma")
     tied_embeddings: bool = setting(False, "true: the embedding table is also the output projection")
 
+    experts: ExpertsConfig | None = setting(None, "a mixture of experts in place of the MLP; none: every token has all")
+
     gated_mlp: ClassVar[bool] = True
     activation_names: ClassVar[tuple[str, ...]] = GATED_ACTIVATIONS
 
@@ -92,6 +97,8 @@ class LlamaConfig(ModelConfig):
                 f"local_rope_base={self.local_rope_base} needs global_every or global_first, and must be at least 1, "
                 "or none"
             )
+        if self.experts is not None and self.experts.first_dense >= self.num_layers:
+            raise BadInput(f"experts.first_dense={self.experts.first_dense} must be below num_layers={self.num_layers}")
         if self.head_dim % 2:
             raise BadInput(f"head_dim={self.head_dim} must be even, for RoPE turns pairs")
         if self.rope_scaling is not None:
@@ -101,6 +108,12 @@ class LlamaConfig(ModelConfig):
     def max_seq_len(self) -> int | None:
         """The longest row that can be read, where RoPE's scaling depends on it."""
         return None if self.rope_scaling is None else self.rope_scaling.longest_row
+
+    @property
+    def layer_stacks(self) -> dict[str, int]:
+        """{name of a stack of blocks among the parameters: its layers}, in the order that a batch goes through them."""
+        dense = 0 if self.experts is None else self.experts.first_dense
+        return ({DENSE: dense} if dense else {}) | {BLOCKS: self.num_layers - dense}
 
     @property
     def key_width(self) -> int:

@@ -16,6 +16,8 @@ from flax import nnx
 from jaxscale.data.batch import Batch
 from jaxscale.models import model_class
 from jaxscale.models.config import NO_LORA, LoraConfig, ModelConfig
+from jaxscale.models.experts import Told, expert_parts
+from jaxscale.models.layers import OneStack
 from jaxscale.models.lora import adapting, add_adapters, frozen_but_adapters
 from jaxscale.ops.attention.xla import narrowed
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_scores
@@ -79,7 +81,12 @@ def summed_loss(
     num_sources: of the mixture that batch.sources numbers; then source_nats and source_tokens, float32[num_sources],
     are among the parts.
     """
-    return loss_of(model, hidden_states(model, batch, keys_B), batch, aux_weights, num_sources)
+    h_BTD, told = states_and_told(model, batch, keys_B)
+    total, parts = loss_of(model, h_BTD, batch, aux_weights, num_sources)
+    if told is None:
+        return total, parts
+    added, more = expert_parts(told, aux_weights)
+    return total + added, parts | more
 
 
 def loss_of(
@@ -129,6 +136,13 @@ def logit_factors(model: nnx.Module, h_BTD: jax.Array) -> tuple[jax.Array, jax.A
 
 def hidden_states(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> jax.Array:
     """model.hidden of a batch, with the prefix and the encoder's input that it may have."""
+    return states_and_told(model, batch, keys_B)[0]
+
+
+def states_and_told(model: nnx.Module, batch: Batch, keys_B: jax.Array | None) -> tuple[jax.Array, Told | None]:
+    """(hidden_states() of a batch, what its layers of experts told, if it has any)."""
     segments = narrowed(batch.segment_ids, batch.prefix)
+    if isinstance(model, OneStack):
+        return model.through(batch.tokens, batch.positions, segments, keys_B)
     encoded = {} if batch.encoder is None else {"encoder": batch.encoder}
-    return model.hidden(batch.tokens, batch.positions, segments, keys_B, **encoded)
+    return model.hidden(batch.tokens, batch.positions, segments, keys_B, **encoded), None

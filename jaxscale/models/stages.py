@@ -35,7 +35,8 @@ class Pieces:
 
     def enter(self, ends: Any, rows: Batch, keys_B: jax.Array) -> jax.Array:
         """The residual stream before the first layer, of the device's own positions."""
-        return self.model(ends, self.blocks).enter(rows.tokens, rows.positions, keys_B)
+        segments = narrowed(rows.segment_ids, rows.prefix)
+        return self.model(ends, self.blocks).enter(rows.tokens, rows.positions, segments, keys_B)
 
     def layer(
         self, params: Any, ends: Any, x_BTD: jax.Array, rows: Batch, keys_B: jax.Array, number: jax.Array

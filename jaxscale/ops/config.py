@@ -126,3 +126,41 @@ class RopeScaling:
     def longest_row(self) -> int | None:
         """The longest row that the rotations are right for [tokens]; none where they do not depend on it."""
         return max(self.row_len or 0, self.original_max_len) if self.name in BY_LENGTH else None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RouterForm:
+    """How a token's experts are chosen, and what their results are multiplied with: always in float32."""
+
+    per_token: int = setting(help="experts of a token")
+    score: Literal["softmax", "sigmoid"] = setting(
+        "softmax", "of the router's logits: over all experts, or each for itself as in DeepSeek-V3"
+    )
+    normalised: bool = setting(True, "weights of a token's experts are divided by their sum; OLMoE: false")
+    scale: float = setting(1.0, "weights are multiplied by it")
+    groups: int = setting(1, "groups that experts fall into; a token's are from the best of them (arXiv:2405.04434)")
+    groups_chosen: int = setting(1, "groups that a token's experts are from", read_if=".groups!=1")
+    group_best: int = setting(
+        1,
+        "a group is as good as the sum of its so many best scores; DeepSeek-V2: 1, DeepSeek-V3: 2",
+        read_if=".groups!=1",
+    )
+
+    def check_router(self, number: int) -> None:
+        """Raises BadInput for what a router of so many experts cannot do."""
+        if not 1 <= self.per_token <= number:
+            raise BadInput(f"per_token={self.per_token} must be at least 1 and at most number={number}")
+        if self.scale <= 0:
+            raise BadInput(f"scale={self.scale} must be above 0")
+        if self.groups < 1 or number % self.groups:
+            raise BadInput(f"groups={self.groups} must divide number={number}")
+        if not 1 <= self.groups_chosen <= self.groups:
+            raise BadInput(f"groups_chosen={self.groups_chosen} must be at least 1 and at most groups={self.groups}")
+        size = number // self.groups
+        if not 1 <= self.group_best <= size:
+            raise BadInput(f"group_best={self.group_best} must be at least 1 and at most the {size} experts of a group")
+        if self.per_token > self.groups_chosen * size:
+            raise BadInput(
+                f"per_token={self.per_token} is more than the {self.groups_chosen * size} experts of "
+                f"groups_chosen={self.groups_chosen}"
+            )

@@ -12,6 +12,7 @@ from jaxscale.ops.attention.largest import EXACT, largest_score, score_bound
 from jaxscale.ops.attention.shared_rows import of_all_keys
 from jaxscale.ops.attention.sharing import Sharing, share_attention
 from jaxscale.ops.config import AttentionName, AttentionNeeds
+from jaxscale.ops.grouped import GroupedProject, choose_grouped, looped
 from jaxscale.ops.norm import rms_norm
 from jaxscale.ops.project import Project, cpu_project, einsum_project
 from jaxscale.ops.recorder import NO_RECORDER, Recorder, StatisticsRecorder
@@ -31,6 +32,7 @@ class Kernels:
     sharing: Sharing = Sharing()  # how `attend` meets the keys of a row that devices share
     rotate: Callable[[jax.Array, Rotation], jax.Array] = rotate
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
+    grouped: GroupedProject = looped  # of experts
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
     geglu_tanh: Callable[[jax.Array, jax.Array], jax.Array] = geglu_tanh
     recorder: Recorder = NO_RECORDER  # of intermediates, for a statistics program
@@ -49,7 +51,10 @@ def choose_kernels(
     attend, resolved, why_plain = choose_attention(attention, platform, needs, device)
     project = cpu_project if platform == "cpu" else einsum_project
     turn = rotate_on_tpu if platform == "tpu" else rotate
-    return Kernels(attend=attend, attention=resolved, why_plain=why_plain, project=project, rotate=turn)
+    grouped = choose_grouped(platform)
+    return Kernels(
+        attend=attend, attention=resolved, why_plain=why_plain, project=project, grouped=grouped, rotate=turn
+    )
 
 
 def share_rows(

@@ -21,7 +21,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from jaxscale.sharding import context_axis, tensor_axis
-from jaxscale.sharding.rules import Placement, Rules, names_of
+from jaxscale.sharding.rules import Placement, Rules, names_of, read_as
 from jaxscale.sharding.shardings import is_axes
 from jaxscale.sharding.torus import LinkStage, gather_along, link_stages, scatter_along
 from jaxscale.units import divisors
@@ -93,7 +93,7 @@ class BatchAxes:
         partition = self.partition(axes, self.rules.params)
         if not partition:
             return w
-        narrow = jnp.dtype(dtype)
+        narrow = jnp.dtype(read_as(axes, dtype))
         return checkpoint_name(_gather(partition, narrow, self.communication, w), GATHERED)
 
     def narrowed(self, params: Any, axes: Any, dtype: Any) -> Any:
@@ -105,7 +105,7 @@ class BatchAxes:
         if self.communication.dtype != jnp.dtype(dtype):
             return params
         stacked = lambda a: a[:1] == ("layers",) and self.partition(a, self.rules.params)
-        return self.map(lambda w, a: w.astype(dtype) if stacked(a) else w, params, axes)
+        return self.map(lambda w, a: w.astype(read_as(a, dtype)) if stacked(a) else w, params, axes)
 
     def reduce_each(self, grads: Any, axes: Any) -> Any:
         """float32 gradients of one microbatch, reduce-scattered where only gradients are sharded (ZeRO-2)."""

@@ -72,6 +72,10 @@ class ContextAxis:
         """All positions in the order of the row, from each device's own. Going back, its own of summed gradients."""
         return tree if self.size == 1 else jax.tree.map(functools.partial(_whole, self), tree)
 
+    def sum(self, x: jax.Array) -> jax.Array:
+        """The sum over the devices. Not to be differentiated."""
+        return x if self.size == 1 else lax.psum(x, AXIS)
+
     def to_next(self, tree: Any) -> Any:
         """What the device before has, the last being before the first."""
         return self.sent(tree, [(device, (device + 1) % self.size) for device in range(self.size)])

@@ -3,11 +3,13 @@
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 from jax.sharding import PartitionSpec
 
 Placement = str | tuple[str, ...] | None
 
+ROUTER = "router"  # the axis of the experts that a router scores, all on every device
 ACTIVATIONS: dict[str, Placement] = {
     "act_batch": ("data", "fsdp"),
     "act_seq": None,  # whole on the devices of context, which take their own positions inside (context_axis.py)
@@ -25,6 +27,7 @@ TENSOR: dict[str, Placement] = ACTIVATIONS | {
     "norm": None,  # scales and biases of D numbers: sharing them would save nothing and cost a gather each
     "position": None,
     "lora_rank": None,
+    ROUTER: None,
     "channels": None,  # of a matrix that every device multiplies its own positions with
 }
 FSDP_TENSOR = TENSOR | {"embed": ("fsdp", "context")}  # and fsdp shares one copy, with the devices that share rows
@@ -56,6 +59,11 @@ def partition_spec(axes: tuple[str, ...], rules: Mapping[str, Placement]) -> Par
     if clash := sorted({name for name in used if used.count(name) > 1}):
         raise ValueError(f"mesh axes {clash} appear twice in {dict(zip(axes, placed))}")
     return PartitionSpec(*placed)
+
+
+def read_as(axes: tuple[str, ...], dtype: Any) -> Any:
+    """The dtype in which products read a weight: `dtype`, but float32 for a router, whose choices hang on its bits."""
+    return "float32" if ROUTER in axes else dtype
 
 
 def axis_size(axis: str, rules: Mapping[str, Placement], mesh_shape: Mapping[str, int]) -> int:

@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxscale.sharding.batch_axes import BatchAxes
 from jaxscale.sharding.pipeline_axis import EMBED, LAYERS, PipelineAxis
+from jaxscale.sharding.rules import read_as
 from jaxscale.sharding.shardings import is_axes
 
 
@@ -19,7 +20,7 @@ def stage_weights(params: Any, axes: Any, batch_axes: BatchAxes, pipeline: Pipel
     """The device's own stage's part of the parameters: whole over fsdp, and what products read in their dtype."""
 
     def whole(w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        narrow = dtype if EMBED in axes else w.dtype
+        narrow = read_as(axes, dtype) if EMBED in axes else w.dtype
         gather = lambda w, axes: batch_axes.gather(w, axes, narrow).astype(narrow)
         return layer_by_layer(gather, pipeline.to_stage(w.astype(narrow), axes), axes)
 

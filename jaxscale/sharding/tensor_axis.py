@@ -63,7 +63,12 @@ class TensorAxis:
         length = x_BT.shape[POSITIONS] // self.size
         return lax.dynamic_slice_in_dim(x_BT, lax.axis_index(AXIS) * length, length, POSITIONS)
 
-    def in_halves(self, f: Callable[..., jax.Array], *of_rows: Any) -> jax.Array:
+    def part_of_gradient(self, tree: Any) -> Any:
+        """The same numbers, of which every device computes the same: each gets its part of their gradient."""
+        part = lambda x: x / self.size + lax.stop_gradient(x - x / self.size)
+        return tree if self.size == 1 else jax.tree.map(part, tree)
+
+    def in_halves(self, f: Callable[..., Any], *of_rows: Any) -> Any:
         """f(*of_rows), each half of the rows by itself, for an f that does not mix rows.
 
         Neither half waits for the other, so that one's products can run while the other's positions are on their way.
@@ -73,7 +78,7 @@ class TensorAxis:
         if self.size == 1 or rows % 2:
             return f(*of_rows)
         part = lambda start: jax.tree.map(lambda x: lax.slice_in_dim(x, start, start + rows // 2), of_rows)
-        return jnp.concatenate([f(*part(0)), f(*part(rows // 2))])
+        return joined([f(*part(0)), f(*part(rows // 2))])
 
     @property
     def vocab_axes(self) -> tuple[str, ...]:
@@ -126,12 +131,21 @@ class WholeRows(TensorAxis):
         """x_BT as it is."""
         return x_BT
 
-    def in_halves(self, f: Callable[..., jax.Array], *of_rows: Any) -> jax.Array:
+    def in_halves(self, f: Callable[..., Any], *of_rows: Any) -> Any:
         """f(*of_rows)."""
         return f(*of_rows)
 
 
 ONE = TensorAxis()
+
+
+def joined(parts: list[Any]) -> Any:
+    """What an f gives for all rows, from what it gave for some each: arrays [rows, ...], or such an array and a tree of
+    sums over its rows."""
+    if not isinstance(parts[0], tuple):
+        return jnp.concatenate(parts)
+    arrays, sums = zip(*parts)
+    return jnp.concatenate(arrays), jax.tree.map(lambda *of_parts: sum(of_parts), *sums)
 
 
 def make_tensor_axis(mesh: Mesh, *, torus_at_once: bool = False, context: ContextAxis = WHOLE_ROWS) -> TensorAxis:

@@ -97,7 +97,9 @@ def divided(
     with jax.named_scope("reduce_gradients"):
         sums, grads = reduction.sums(sums), reduction.last(grads)
     tokens = jnp.maximum(sums.pop("real_tokens"), 1.0)
-    means = {name: value / tokens for name, value in sums.items()}
+    # Integers are counts, and stay what they are.
+    mean = lambda value: value if jnp.issubdtype(value.dtype, jnp.integer) else value / tokens
+    means = {name: mean(value) for name, value in sums.items()}
     return means | {"real_tokens": tokens}, jax.tree.map(lambda grad: grad / (scale * tokens), grads)
 
 

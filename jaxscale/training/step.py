@@ -17,6 +17,7 @@ from jaxscale.training.state import TrainState, adjust_loss_scale
 
 Means = dict[str, jax.Array]  # of each named loss
 Gradients = Callable[[TrainState, Batch], tuple[Means, Any]]  # those of the mean loss
+Rebalance = Callable[[Any, Means], Any]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
 
 
@@ -29,11 +30,12 @@ def make_train_step(
     dynamic_scale: bool = False,
     clip_norm: float = 0.0,
     count_gated: bool = False,
+    rebalance: Rebalance | None = None,
 ) -> TrainStep:
     """Builds the pure step (state, batch) -> (state, metrics); build.py jits it and donates the state.
 
     clip_norm: of the optimizer, for the guard. count_gated: also count the rows that the data's row filter left without
-    weight, as gated_rows does.
+    weight, as gated_rows does. rebalance: what is done to parameters after their update, by the step's counts.
     """
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Mapping[str, jax.Array]]:
@@ -51,6 +53,7 @@ def make_train_step(
                 grads, state.opt_state, state.params, step=state.step, ok=ok, lr_factor=lr_factor
             )
             params = jax.tree.map(add_update, state.params, updates)
+            params = params if rebalance is None else rebalance(params, means)
         # A bad step changes nothing. What is on the host was kept, or not, where it was renewed.
         keep_one = lambda new, old: new if new is old or is_on_host(new) else jnp.where(ok, new, old)
         keep = lambda new, old: jax.tree.map(keep_one, new, old)

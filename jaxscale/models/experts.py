@@ -1,0 +1,117 @@
+"""A mixture of experts in the place of a block's MLP: each token goes through a few of many (arXiv:1701.06538).
+
+No token is dropped, whatever the router says, and what one token adds does not depend on where others go. The losses
+that balance experts are sums over tokens, so that neither the mesh nor microbatches change them.
+
+B batch  T position  D embed  E experts  k experts of a token  F width of an expert  n = B * T tokens  R = n * k rows
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxscale.models.config import EXPERT_LOSSES, MLP_GATE, MLP_UP
+from jaxscale.models.layers import constant, param
+from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.ops.kernels import Kernels
+from jaxscale.ops.routing import Routes, in_order, route, sort_rows, to_rows, to_tokens
+from jaxscale.sharding.tensor_axis import TensorAxis
+
+F32 = jnp.float32
+EXPERT_COUNTS = "expert_counts"  # int32[L, E] among the named parts of a loss
+
+
+class Told(NamedTuple):
+    """What a layer of experts says of a device's tokens, besides their results: sums over those that are text."""
+
+    counts_E: jax.Array  # int32: how often each expert was chosen
+    losses: dict[str, jax.Array]  # those of EXPERT_LOSSES, float32
+    entropy: jax.Array  # float32, of the router's shares [nats]
+
+
+def expert_parts(told: Told, aux_weights: Mapping[str, float]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(what is added to what is minimised, named sums over the tokens and counts) of layers [L] of experts.
+
+    The losses are summed over the layers, and the entropy is their mean.
+    """
+    losses = {name: jnp.sum(told.losses[name]) for name in EXPERT_LOSSES if name in aux_weights}
+    added = sum((aux_weights[name] * loss for name, loss in losses.items()), jnp.zeros((), F32))
+    return added, losses | {EXPERT_COUNTS: told.counts_E, "router_entropy": jnp.mean(told.entropy)}
+
+
+class SparseMlp(nnx.Module):
+    """Gated MLPs of which each token goes through per_token, and one more through which all go, if there is one."""
+
+    def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis, shared: nnx.Module):
+        own = cfg.experts
+        D, E, F = cfg.embed_dim, own.number, own.mlp_dim
+        self.form, self.kernels, self.tensor, self.shared = own, kernels, tensor, shared
+        self.activate = kernels.swiglu if cfg.activation == "silu" else kernels.geglu_tanh
+        self.router = param(rngs, (D, E), ("embed", "router"), fan_in=D)
+        # Neither is learned: training.balance moves them after each step.
+        self.router_bias = constant((E,), ("norm",), 0.0) if own.bias else None
+        self.router_load = constant((E,), ("norm",), 1 / E)  # each expert's part of the rows of the step before
+        self.gate = param(rngs, (E, D, F), ("experts", "embed", "mlp"), fan_in=D)
+        self.up = param(rngs, (E, D, F), ("experts", "embed", "mlp"), fan_in=D)
+        std = (own.active_dim * 2 * cfg.num_layers) ** -0.5  # as of a dense MLP as wide as what a token goes through
+        self.down = param(rngs, (E, F, D), ("experts", "mlp", "embed"), std=std)
+
+    @jax.named_scope("experts")
+    def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, Told]:
+        x_BTD = self.tensor.gather(x_BTD)
+        x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
+        routes = self.routes(x_nD)
+        y_BTD = self.mixed(x_nD, routes).reshape(x_BTD.shape)
+        if self.shared is not None:
+            y_BTD += self.shared.own_part(x_BTD)
+        return self.tensor.scatter(y_BTD), self.told(routes, segment_ids_BT)
+
+    @jax.named_scope("router")
+    def routes(self, x_nD: jax.Array) -> Routes:
+        """The experts of each token, by float32 products."""
+        logit_nE = jnp.matmul(x_nD.astype(F32), self.router[...], precision=lax.Precision.HIGHEST)
+        bias_E = None if self.router_bias is None else self.router_bias[...]
+        return route(self.form, logit_nE, bias_E)
+
+    def mixed(self, x_nD: jax.Array, routes: Routes) -> jax.Array:
+        """The sum of each token's experts. Weights are multiplied in before the last product, whose result then is not
+        needed to go back."""
+        grouped, per_token = self.kernels.grouped, self.form.per_token
+        rows = sort_rows(routes.expert_nk, self.form.number)
+        x_RD = to_rows(per_token, x_nD, rows)
+        gate_RF = checkpoint_name(grouped(x_RD, self.gate[...], rows.counts_E), MLP_GATE)
+        up_RF = checkpoint_name(grouped(x_RD, self.up[...], rows.counts_E), MLP_UP)
+        weight_R = in_order(routes.weight_nk, rows)
+        h_RF = (self.activate(gate_RF, up_RF) * weight_R[:, None]).astype(x_nD.dtype)
+        return to_tokens(per_token, grouped(h_RF, self.down[...], rows.counts_E), rows)
+
+    def told(self, routes: Routes, segment_ids_BT: jax.Array) -> Told:
+        """Every device of the tensor axis says the same of the same tokens: each gradient is its part of one."""
+        B, T = segment_ids_BT.shape
+        E, k, context = self.form.number, self.form.per_token, self.tensor.context
+        real_BT = segment_ids_BT > 0
+        chosen_BTE = jnp.sum(jax.nn.one_hot(routes.expert_nk, E, dtype=jnp.int32), axis=1).reshape(B, T, E)
+        counts_BE = jnp.sum(chosen_BTE * real_BT[:, :, None], axis=1)
+        shares = self.tensor.part_of_gradient((routes.logit_nE, routes.share_nE))
+        logit_BTE, share_BTE = jax.tree.map(lambda x: x.reshape(B, T, E), shares)
+        share_BE = jnp.sum(jnp.where(real_BT[:, :, None], share_BTE, 0.0), axis=1)
+        row_counts_BE = context.sum(counts_BE).astype(F32)
+        row_tokens_B1 = jnp.maximum(context.sum(jnp.sum(real_BT, axis=1, keepdims=True)), 1)
+        log_sum_BT = jax.nn.logsumexp(logit_BTE, axis=-1)
+        log_share_BTE = jnp.log(jnp.maximum(share_BTE, jnp.finfo(F32).tiny))
+        entropy_BT = -jnp.sum(lax.stop_gradient(share_BTE * log_share_BTE), axis=-1)
+        losses = (
+            jnp.sum(jnp.where(real_BT, log_sum_BT**2, 0.0)),
+            E * jnp.sum(share_BE * self.router_load[...][None]),
+            E / k * jnp.sum(share_BE * row_counts_BE / row_tokens_B1),
+        )
+        return Told(
+            jnp.sum(counts_BE, axis=0),
+            dict(zip(EXPERT_LOSSES, losses, strict=True)),
+            jnp.sum(jnp.where(real_BT, entropy_BT, 0.0)),
+        )

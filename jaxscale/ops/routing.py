@@ -1,0 +1,114 @@
+"""Which experts a token is sent to, and the way of its numbers there and back. Nothing is ever dropped.
+
+n tokens  E experts  k experts of a token  R = n * k rows, one for each expert of each token  D embed
+G groups of experts  e experts of a group
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxscale.ops.config import RouterForm
+
+F32 = jnp.float32
+
+
+class Routes(NamedTuple):
+    """What a router says of each token."""
+
+    expert_nk: jax.Array  # int32, the most wanted first; among equals the lower one
+    weight_nk: jax.Array  # float32
+    logit_nE: jax.Array  # float32
+    share_nE: jax.Array  # float32: how much it wants each expert; of a token they add up to 1
+
+
+def route(form: RouterForm, logit_nE: jax.Array, bias_E: jax.Array | None = None) -> Routes:
+    """The experts of each token. bias_E: is added to scores when experts are chosen, and not to their weights."""
+    score_nE = jax.nn.sigmoid(logit_nE) if form.score == "sigmoid" else jax.nn.softmax(logit_nE)
+    wanted_nE = lax.stop_gradient(score_nE)
+    wanted_nE = within_groups(form, wanted_nE if bias_E is None else wanted_nE + bias_E[None])
+    expert_nk = lax.top_k(wanted_nE, form.per_token)[1].astype(jnp.int32)
+    weight_nk = jnp.take_along_axis(score_nE, expert_nk, axis=1)
+    if form.normalised:
+        # Sigmoids of all chosen may be as good as 0; DeepSeek-V3's code adds as much.
+        weight_nk = weight_nk / (jnp.sum(weight_nk, axis=1, keepdims=True) + 1e-20)
+    share_nE = score_nE
+    if form.score == "sigmoid":
+        share_nE = score_nE / (jnp.sum(score_nE, axis=1, keepdims=True) + 1e-20)
+    return Routes(expert_nk, weight_nk * form.scale, logit_nE, share_nE)
+
+
+def within_groups(form: RouterForm, wanted_nE: jax.Array) -> jax.Array:
+    """The scores by which experts are chosen, those outside of the best groups as low as can be (arXiv:2405.04434)."""
+    if form.groups == 1:
+        return wanted_nE
+    wanted_nGe = wanted_nE.reshape(len(wanted_nE), form.groups, -1)
+    best_nG = jnp.sum(lax.top_k(wanted_nGe, form.group_best)[0], axis=-1)
+    group_ng = lax.top_k(best_nG, form.groups_chosen)[1]
+    open_nG = jnp.any(jax.nn.one_hot(group_ng, form.groups, dtype=bool), axis=1)
+    return jnp.where(open_nG[:, :, None], wanted_nGe, -jnp.inf).reshape(wanted_nE.shape)
+
+
+class Sorted(NamedTuple):
+    """Rows in the order of their experts. The two orders are each other's inverse."""
+
+    order_R: jax.Array  # which row of [n * k] comes here
+    place_R: jax.Array  # where a row of [n * k] has gone
+    counts_E: jax.Array  # rows of each expert
+
+
+def sort_rows(expert_nk: jax.Array, num_experts: int) -> Sorted:
+    """All rows by their experts; those of one expert in the order of their tokens."""
+    expert_R = expert_nk.reshape(-1)
+    order_R = jnp.argsort(expert_R, stable=True)
+    ends_E = jnp.searchsorted(expert_R[order_R], jnp.arange(num_experts), side="right").astype(jnp.int32)
+    return Sorted(order_R, jnp.argsort(order_R), jnp.diff(ends_E, prepend=0))
+
+
+# A gradient of a gather is a scatter-add, which is slow: here it is a gather by the other order.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def to_rows(per_token: int, x_nD: jax.Array, rows: Sorted) -> jax.Array:
+    """x_RD: each row's token."""
+    return x_nD[rows.order_R // per_token]
+
+
+def _to_rows_backward(per_token, rows, dx_RD):
+    return to_tokens(per_token, dx_RD, rows), None
+
+
+to_rows.defvjp(lambda k, x_nD, rows: (to_rows(k, x_nD, rows), rows), _to_rows_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def to_tokens(per_token: int, y_RD: jax.Array, rows: Sorted) -> jax.Array:
+    """y_nD: the sum of each token's rows, taken in float32, in their dtype."""
+    y_nkD = y_RD[rows.place_R].reshape(-1, per_token, y_RD.shape[1])
+    return jnp.sum(y_nkD.astype(F32), axis=1).astype(y_RD.dtype)
+
+
+def _to_tokens_backward(per_token, rows, dy_nD):
+    return to_rows(per_token, dy_nD, rows), None
+
+
+to_tokens.defvjp(lambda k, y_RD, rows: (to_tokens(k, y_RD, rows), rows), _to_tokens_backward)
+
+
+@jax.custom_vjp
+def in_order(weight_nk: jax.Array, rows: Sorted) -> jax.Array:
+    """weight_R: the numbers of the rows."""
+    return weight_nk.reshape(-1)[rows.order_R]
+
+
+def _in_order_forward(weight_nk, rows):
+    return in_order(weight_nk, rows), (rows, weight_nk.shape[1])
+
+
+def _in_order_backward(saved, dweight_R):
+    rows, per_token = saved
+    return dweight_R[rows.place_R].reshape(-1, per_token), None
+
+
+in_order.defvjp(_in_order_forward, _in_order_backward)
