@@ -130,6 +130,16 @@ class ModelConfig:
         raise NotImplementedError
 
     @property
+    def active_params(self) -> int:
+        """Those of num_params that a token goes through: all, but for experts that it was not sent to."""
+        return self.num_params
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLPs of most blocks that a token goes through."""
+        return self.mlp_dim
+
+    @property
     def matmul_params(self) -> int:
         """Parameters that each token is multiplied with: matrices and the output projection, not the lookup."""
         return self.num_layers * self.block_matrix_params + self.vocab_size * self.embed_dim

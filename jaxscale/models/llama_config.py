@@ -21,7 +21,7 @@ class LlamaConfig(ModelConfig):
     name: Literal["llama"] = setting("llama", "which model this is")
     num_kv_heads: int = setting(help="key and value heads; num_heads is a multiple")
     head_dim: int = setting(help="size of one head, even")
-    mlp_dim: int = setting(help="width of the gated MLP")
+    mlp_dim: int = setting(help="width of the gated MLP, of layers without experts")
     row_parts: int = setting(
         1,
         "the rows of a device go through each block in this many parts, one after the other, and the backward pass "
@@ -120,13 +120,58 @@ class LlamaConfig(ModelConfig):
         """Numbers per token in the keys of a block."""
         return self.num_kv_heads * self.head_dim
 
+    def matrices(self) -> dict[str, tuple[int, int]]:
+        """{name of each matrix of a block: (numbers per token that come in, numbers that come out)}; experts have none
+        of their own."""
+        matrices, own = super().matrices(), self.experts
+        if own is None:
+            return matrices
+        D, S = self.embed_dim, own.shared_dim
+        kept = {name: sizes for name, sizes in matrices.items() if not name.startswith("mlp.")}
+        shared = {"mlp.shared.gate": (D, S), "mlp.shared.up": (D, S), "mlp.shared.down": (S, D)} if S else {}
+        return kept | {"mlp.router": (D, own.number)} | shared
+
+    @property
+    def mlp_width(self) -> int:
+        """Width of the MLPs of most blocks that a token goes through."""
+        return self.mlp_dim if self.experts is None else self.experts.active_dim
+
+    @property
+    def block_matrix_params(self) -> int:
+        """Numbers in the matrices of a block that a token goes through, with experts where most blocks have them."""
+        own = self.experts
+        return super().block_matrix_params + (0 if own is None else 3 * self.embed_dim * own.per_token * own.mlp_dim)
+
+    @property
+    def matmul_params(self) -> int:
+        """Parameters that each token is multiplied with: matrices and the output projection, not the lookup."""
+        own = self.experts
+        if own is None:
+            return super().matmul_params
+        dense = 3 * self.embed_dim * self.mlp_dim - (self.embed_dim * own.number + 3 * self.embed_dim * own.active_dim)
+        return super().matmul_params + own.first_dense * dense
+
+    @property
+    def active_params(self) -> int:
+        """Those of num_params that a token goes through: all, but for experts that it was not sent to."""
+        return self.num_params - self.idle_params
+
+    @property
+    def idle_params(self) -> int:
+        """Parameters of the experts that a token is not sent to."""
+        own = self.experts
+        if own is None:
+            return 0
+        idle = (own.number - own.per_token) * 3 * self.embed_dim * own.mlp_dim
+        return (self.num_layers - own.first_dense) * idle
+
     @property
     def num_params(self) -> int:
-        """Parameters in all, embeddings included."""
+        """Parameters in all, embeddings included; what balances experts is none."""
         of_inputs = self.qkv_bias * (self.query_width + 2 * self.key_width)
         biases = self.num_layers * (of_inputs + self.out_bias * self.embed_dim)
         head = self.vocab_size * self.embed_dim * (not self.tied_embeddings)
-        return self.matmul_params + head + biases + self.norm_params
+        return self.matmul_params + self.idle_params + head + biases + self.norm_params
 
     @property
     def norm_params(self) -> int:

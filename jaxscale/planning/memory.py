@@ -140,7 +140,7 @@ def activation_bytes(program: Program) -> int:
     tokens = rows * (lengths.row + (lengths.encoder or 0)) // shape["context"]
     width, tensor = compute_bytes(cfg), shape["tensor"]
     sizes = activation_sizes(model, tensor)
-    inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + model.mlp_dim // tensor
+    inner = sum(sizes[name] for name in sizes if name not in (BLOCK_INPUT, ATTENTION_ADDED)) + model.mlp_width // tensor
     whole = 2 * model.embed_dim + 2 * model.embed_dim // tensor + inner
     if program.attention == "xla":  # float32 scores and probabilities of each head
         whole += 2 * (model.num_heads // tensor) * max(lengths.row, lengths.encoder or 0) * 4 // width
@@ -213,7 +213,7 @@ def saved_names(model: ModelConfig) -> set[str] | None:
 
 def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
     """Elements per token of each named activation of a block on one of `tensor` devices."""
-    D, query, key, mlp = model.embed_dim, model.query_width, model.key_width, model.mlp_dim
+    D, query, key, mlp = model.embed_dim, model.query_width, model.key_width, model.mlp_width
     sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: query, ATTENTION_OUT: query}
     sizes |= {KEY: key, VALUE: key, MLP_GATE: mlp, MLP_UP: mlp}
     return {name: sizes[name] // tensor for name in model.activation_names}

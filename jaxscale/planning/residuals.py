@@ -64,7 +64,7 @@ def block_residuals(
         kept += [Residual("dropout's mask", (B, own, D), 1)] * parts
     for seen in (keys,) if read is None else (keys, read):
         kept += attention_residuals(model, B, T, seen, scores=scores, tensor=tensor, tpu=tpu)
-    return kept + [Residual(name, (B, T, model.mlp_dim // tensor), sizes[kind]) for name, kind in model.mlp_residuals]
+    return kept + [Residual(name, (B, T, model.mlp_width // tensor), sizes[kind]) for name, kind in model.mlp_residuals]
 
 
 def attention_residuals(
