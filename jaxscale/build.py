@@ -226,7 +226,7 @@ def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:
     """The rows of a run, as devices of the context axis share them."""
     shards = axis_size("act_batch", RULES[cfg.rules].params, mesh.shape)
     rows = max(1, cfg.rows_per_step // cfg.train.num_microbatches // shards)
-    return SharedRows(cfg.context.attention, cfg.row_lengths.row, rows)
+    return SharedRows(cfg.context.attention, cfg.row_lengths.row, rows, cfg.expert.exchange)
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:

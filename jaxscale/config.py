@@ -16,7 +16,7 @@ from jaxscale.monitor.config import MonitorConfig
 from jaxscale.optim.config import OptimConfig
 from jaxscale.sampling.config import SampleConfig
 from jaxscale.schema import setting
-from jaxscale.sharding.config import ContextConfig, MeshConfig, PipelineConfig
+from jaxscale.sharding.config import ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.training.config import TrainConfig
 from jaxscale.units import divisors, or_list
@@ -35,6 +35,7 @@ class RunConfig:
     seed: int = setting(0, "of the parameters, the order of the data and all else that is random")
     mesh: MeshConfig = setting(MeshConfig, may_change=True)
     context: ContextConfig = setting(ContextConfig, may_change=True, read_if="mesh.context!=1")
+    expert: ExpertConfig = setting(ExpertConfig, may_change=True, read_if="mesh.expert!=1")
     pipeline: PipelineConfig = setting(PipelineConfig, may_change=True, read_if="mesh.pipeline!=1")
     rules: Literal["zero1", "zero2", "zero3"] = setting(
         "zero3", "what the fsdp axis shares: moments; gradients too; parameters too", may_change=True

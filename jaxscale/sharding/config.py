@@ -16,7 +16,7 @@ class MeshConfig:
     pipeline: int = setting(1, "stages, each of which holds some of the layers")
     data: int = setting(1, "copies of the model that each see other rows")
     fsdp: int = setting(-1, "devices that share one copy of parameters, gradients or moments; they see other rows too")
-    expert: int = setting(1, "groups of experts (1 in this version)")
+    expert: int = setting(1, "devices that share the experts of a layer; they see other rows too")
     context: int = setting(1, "devices that share the positions of a row")
     tensor: int = setting(1, "devices that split each matrix product")
 
@@ -25,8 +25,6 @@ class MeshConfig:
             size = getattr(self, axis)
             if size < 1 and size != -1:
                 raise BadInput(f"{axis}={size} must be a positive number of devices, or -1 for what is left")
-            if axis == "expert" and size != 1:
-                raise BadInput(f"{axis}={size} is not built yet; leave it 1 and use the other axes")
         if len(free := [axis for axis in MESH_AXES if getattr(self, axis) == -1]) > 1:
             raise BadInput(
                 f"only one axis may be -1, not {free}; set all but one (fsdp is -1 unless you say otherwise)"
@@ -41,6 +39,17 @@ class ContextConfig:
         "auto",
         "gather: keys and values are gathered; ulysses: positions are exchanged for heads (arXiv:2309.14509); ring: "
         "keys and values go round (arXiv:2310.01889); auto prints what it chose and why",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """How tokens and experts meet on the devices of mesh.expert, each of which has some of both."""
+
+    exchange: Literal["auto", "gather", "send"] = setting(
+        "auto",
+        "gather: all experts of a layer come to every device; send: tokens go to their experts and back, in rounds "
+        "until all have been; auto prints what it chose and why",
     )
 
 
