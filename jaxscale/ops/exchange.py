@@ -53,7 +53,7 @@ def round_size(rows: int, devices: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def exchanged(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E):
-    """(y_RD, int32[] rounds): run() of each row, where its expert is. counts_E: of the device's rows, of all experts."""
+    """(y_RD, int32[] rounds): run() of each row, where its expert is. counts_E: of the device's rows."""
     work = Rounds(axis, run, round_size(len(x_RD), axis.size))
     route = plan_route(axis, counts_E, work.capacity)
 
