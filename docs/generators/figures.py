@@ -273,6 +273,8 @@ FIGURES: dict[str, Callable[[], str]] = {
     "stages_line": timelines.told,
     "backward_passes": lambda: f"{timelines.BACKWARD:g}",
     "passes_twice": lambda: f"{timelines.redone_turns()}",
+    "bubble_8_16": lambda: timelines.bubble("1f1b", 8, 1, 16),
+    "zero_bubble_8_16": lambda: timelines.bubble("zero_bubble", 8, 1, 16),
     # precision
     "table_of_types": types,
     "table_of_sums": sums,

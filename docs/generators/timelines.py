@@ -179,3 +179,8 @@ def told() -> str:
 def redone_turns() -> int:
     """Backward passes that all stages of the drawn zero bubble begin twice."""
     return int(make_schedule(*SHOWN["zero_bubble"]).of_inputs.sum())
+
+
+def bubble(*sizes) -> str:
+    """Of a schedule of this name and sizes."""
+    return f"{make_schedule(*sizes).bubble:.1%}"
