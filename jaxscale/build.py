@@ -211,7 +211,7 @@ def make_stages(cfg: RunConfig, mesh: Mesh) -> PipelineAxis:
     stages, model = mesh.shape["pipeline"], cfg.model
     check_stages(cfg, stages)
     head_layers = model.vocab_size * model.embed_dim / model.block_matrix_params
-    return make_pipeline_axis(stages, cfg.pipeline, model.num_layers, head_layers)
+    return make_pipeline_axis(stages, cfg.pipeline, model.layer_stacks["blocks"], head_layers)
 
 
 def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, ShardedModel]:

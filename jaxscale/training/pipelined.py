@@ -32,6 +32,7 @@ class Carry(NamedTuple):
     held_SBTD: jax.Array  # gradients of the last chunk's result, until its backward pass; then those held on
     grads: tuple[Any, Any]  # float32, of what is trained outside of the blocks and in them
     sums: dict[str, jax.Array]
+    told: dict[str, jax.Array]  # by the layers of this stage: sums too
 
 
 class Tick(NamedTuple):
@@ -65,7 +66,9 @@ class Pipeline:
         carry, _ = lax.scan(lambda carry, now: (work.tick(carry, now), None), work.begin(), ticks)
         of_ends, of_blocks = carry.grads
         sums = carry.sums if self.axis.cuts_vocab else jax.tree.map(self.axis.sum, carry.sums)
-        return sums, {**of_ends, BLOCKS: of_blocks}
+        told = jax.tree.map(self.axis.sum, carry.told)
+        added = {name: sums[name] + told[name] if name in sums else told[name] for name in told}
+        return sums | added, {**of_ends, BLOCKS: of_blocks}
 
 
 def accumulate_pipelined(
@@ -94,13 +97,17 @@ class StageWork:
         (_, parts), _ = jax.eval_shape(self.loss_and_gradients, jnp.zeros(x_BTD.shape, x_BTD.dtype), rows)
         zeros = lambda *shape: jnp.zeros((*shape, *x_BTD.shape), x_BTD.dtype)
         none = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
+        nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
+        own, first = at(self.blocks, 0), jnp.zeros((), jnp.int32)
+        _, told = jax.eval_shape(lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, first), x_BTD)
         return Carry(
             zeros(),
             zeros(),
             zeros(self.schedule.num_slots, self.layers_Vc.shape[1]),
             zeros(self.schedule.num_held + self.schedule.num_later),
             (none(trainable(self.ends, self.end_groups)), none(trainable(self.blocks, self.block_groups))),
-            none(parts),
+            nothing(parts),
+            nothing(told),
         )
 
     def tick(self, carry: Carry, now: Tick) -> Carry:
@@ -115,8 +122,10 @@ class StageWork:
         entering = lambda x_BTD: self.pieces.enter(self.ends, *at(self.micro, now.enters))
         entered_BTD = self.when(enters & joins(axis.first), M, entering, carry.x_BTD)
         x_BTD = jnp.where(enters & axis.first, entered_BTD, carry.x_BTD)
-        forward = lambda x_BTD, kept: self.forward(x_BTD, kept, there)
-        y_BTD, kept_ScBTD = self.when(there.microbatch != IDLE, M * V, forward, x_BTD, carry.kept_ScBTD)
+        forward = lambda *so_far: self.forward(*so_far, there)
+        y_BTD, kept_ScBTD, told = self.when(
+            there.microbatch != IDLE, M * V, forward, x_BTD, carry.kept_ScBTD, carry.told
+        )
         x_BTD = axis.up(y_BTD)  # on its way while the backward pass runs
 
         add_loss = lambda sums, of_ends, held: self.add_loss(sums, of_ends, held, y_BTD, now.leaves)
@@ -134,7 +143,7 @@ class StageWork:
         of_ends = self.when(returns & joins(axis.first), M, add_embedding, of_ends)
         # Or XLA would send x_BTD between slices at the beginning of the next tick, when it is waited for.
         x_BTD, dx_BTD = lax.optimization_barrier((x_BTD, dx_BTD))
-        return Carry(x_BTD, dx_BTD, kept_ScBTD, held_SBTD, (of_ends, of_blocks), sums)
+        return Carry(x_BTD, dx_BTD, kept_ScBTD, held_SBTD, (of_ends, of_blocks), sums, told)
 
     def when(self, active: jax.Array, times: int, f: Callable, *operands: Any) -> Any:
         """f(*operands) where active, else the operands as they are."""
@@ -143,15 +152,16 @@ class StageWork:
         with jax.named_scope(f"taken_{times}_of_{self.schedule.num_ticks}"):
             return lax.cond(active, f, same, *operands)
 
-    def forward(self, x_BTD: jax.Array, kept_ScBTD: jax.Array, now: Passes) -> tuple[jax.Array, jax.Array]:
-        """(the chunk's result, what is kept with the inputs of its layers)"""
+    def forward(self, x_BTD: jax.Array, kept_ScBTD: jax.Array, told: Any, now: Passes) -> tuple[jax.Array, Any, Any]:
+        """(the chunk's result, what is kept with the inputs of its layers, what was told with what they tell)"""
 
         def one(carry, i):
-            x_BTD, kept_ScBTD = carry
+            x_BTD, kept_ScBTD, told = carry
             kept_ScBTD = lax.dynamic_update_slice(kept_ScBTD, x_BTD[None, None], (now.slot, i, 0, 0, 0))
-            return (self.layer(self.own(now, i), x_BTD, now, i), kept_ScBTD), None
+            x_BTD, more = self.layer(self.own(now, i), x_BTD, now, i)
+            return (x_BTD, kept_ScBTD, jax.tree.map(jnp.add, told, more)), None
 
-        return lax.scan(one, (x_BTD, kept_ScBTD), jnp.arange(self.layers_Vc.shape[1]))[0]
+        return lax.scan(one, (x_BTD, kept_ScBTD, told), jnp.arange(self.layers_Vc.shape[1]))[0]
 
     def backward(self, dy_BTD: jax.Array, grads: Any, kept_ScBTD: jax.Array, now: Backward) -> tuple[jax.Array, Any]:
         """(gradient of the chunk's input, gradients with those of its layers added)"""
@@ -159,9 +169,9 @@ class StageWork:
         def one(carry, i):
             dy_BTD, grads = carry
             place, own, x_BTD = self.place(now, i), self.own(now, i), kept(kept_ScBTD, now, i)
-            run = lambda trained, x_BTD: self.layer(combine(trained, own), x_BTD, now, i)
+            run = lambda trained, x_BTD: self.scaled_layer(combine(trained, own), x_BTD, now, i)
             _, pull = jax.vjp(run, wide(trainable(own, self.block_groups)), x_BTD)
-            found, dx_BTD = pull(dy_BTD)
+            found, dx_BTD = pull((dy_BTD, jnp.ones(())))
             add = lambda total, grad: lax.dynamic_update_index_in_dim(total, at(total, place) + grad, place, 0)
             return (dx_BTD, jax.tree.map(add, grads, found)), None
 
@@ -174,19 +184,26 @@ class StageWork:
 
         def one(dy_BTD, i):
             own, x_BTD = self.own(now, i), kept(kept_ScBTD, now, i)
-            _, pull = jax.vjp(lambda x_BTD: self.layer(own, x_BTD, now, i), x_BTD)
-            return *pull(dy_BTD), None
+            _, pull = jax.vjp(lambda x_BTD: self.scaled_layer(own, x_BTD, now, i), x_BTD)
+            return *pull((dy_BTD, jnp.ones(()))), None
 
         held_SBTD = lax.dynamic_update_index_in_dim(held_SBTD, dy_BTD, now.keep, 0)
         return lax.scan(one, dy_BTD, jnp.arange(self.layers_Vc.shape[1]), reverse=True)[0], held_SBTD
 
-    def layer(self, own: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> jax.Array:
-        """The residual stream after layer i of the chunk; as it is where the chunk has no such layer."""
+    def scaled_layer(self, own: Any, x_BTD: jax.Array, now: Backward, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(layer()'s result, what it adds to what is differentiated)"""
+        x_BTD, told = self.layer(own, x_BTD, now, i)
+        return x_BTD, jnp.asarray(self.scale * told.get("objective", 0.0), jnp.float32)
+
+    def layer(self, own: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> tuple[jax.Array, Any]:
+        """(the residual stream after layer i of the chunk, what it told); as it is where there is no such layer."""
         number, rows = self.layers_Vc[now.chunk, i], at(self.micro, now.microbatch)
         run = lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, number)
         if (self.axis.layers != IDLE).all():
             return run(x_BTD)
-        return lax.cond(number != IDLE, run, lambda x_BTD: x_BTD, x_BTD)
+        told = jax.eval_shape(run, x_BTD)[1]
+        none = lambda x_BTD: (x_BTD, jax.tree.map(jnp.zeros_like, told))
+        return lax.cond(number != IDLE, run, none, x_BTD)
 
     def place(self, now: Passes | Backward, i: jax.Array) -> jax.Array:
         """Where layer i of the chunk stands among those of the stage."""
