@@ -89,6 +89,11 @@ class Program:
         return str(self.model.kernels.sharing)
 
     @property
+    def exchange(self) -> str:
+        """How tokens and experts meet on the devices of mesh.expert, and why so, or ''."""
+        return str(self.model.exchange)
+
+    @property
     def stages(self) -> str:
         """How the stages of a pipeline go through the microbatches of a step, or ''."""
         return str(stage_schedule(self.cfg, self.model)) if self.model.pipeline.size > 1 else ""
@@ -211,7 +216,7 @@ def make_stages(cfg: RunConfig, mesh: Mesh) -> PipelineAxis:
     stages, model = mesh.shape["pipeline"], cfg.model
     check_stages(cfg, stages)
     head_layers = model.vocab_size * model.embed_dim / model.block_matrix_params
-    return make_pipeline_axis(stages, cfg.pipeline, model.layer_stacks["blocks"], head_layers)
+    return make_pipeline_axis(stages, cfg.pipeline, model.num_layers, head_layers)
 
 
 def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, ShardedModel]:

@@ -11,7 +11,7 @@ from jaxscale.eval.config import EvalConfig, Evals, check_names
 from jaxscale.hosts.config import HangConfig
 from jaxscale.interop.config import ExportConfig
 from jaxscale.models import AnyModelConfig, names_of
-from jaxscale.models.config import LoraConfig, lora_flops
+from jaxscale.models.config import EXPERT_LOSSES, LoraConfig, lora_flops
 from jaxscale.monitor.config import MonitorConfig
 from jaxscale.optim.config import OptimConfig
 from jaxscale.sampling.config import SampleConfig
@@ -200,9 +200,24 @@ def check_evals(cfg: RunConfig) -> None:
 # Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is
 # checked where it stands (__post_init__), what needs devices in device_checks, what needs files in
 # data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
+def check_experts(cfg: RunConfig) -> None:
+    """Raises BadInput for what experts alone have, and for what they have not."""
+    experts, model = getattr(cfg.model, "experts", None), cfg.model
+    if experts is None and cfg.mesh.expert != 1:
+        raise BadInput(f"mesh.expert={cfg.mesh.expert}: this model has no experts; use mesh.expert=1, and another axis")
+    if experts is None:
+        if lost := [name for name in cfg.train.aux_losses if name in EXPERT_LOSSES]:
+            raise BadInput(f"train.aux_losses has {lost[0]!r}, of experts, and this model has none; leave it out")
+    elif model.matmul_dtype != "none":
+        raise BadInput(
+            f"model.matmul_dtype={model.matmul_dtype!r} is not built for model.experts; set it to 'none', for all "
+            "products in compute_dtype"
+        )
+
+
 CHECKS = (
-    check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora, check_evals,
-    check_batch, check_amounts,
+    check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
+    check_evals, check_batch, check_amounts,
 )  # fmt: skip
 
 

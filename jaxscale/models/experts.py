@@ -7,8 +7,8 @@ B batch  T position  D embed  E experts  k experts of a token  F width of an exp
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.models.config import EXPERT_LOSSES, MLP_GATE, MLP_UP
 from jaxscale.models.layers import constant, param
 from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.models.told import Told
 from jaxscale.ops.exchange import exchanged
 from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.kernels import Kernels
@@ -26,25 +27,6 @@ from jaxscale.ops.routing import Routes, in_order, route, sort_rows, to_rows, to
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 F32 = jnp.float32
-EXPERT_COUNTS = "expert_counts"  # int32[L, E] among the named parts of a loss
-
-
-class Told(NamedTuple):
-    """What a layer of experts says of a device's tokens, besides their results: sums over those that are text."""
-
-    counts_E: jax.Array  # int32: how often each expert was chosen
-    losses: dict[str, jax.Array]  # those of EXPERT_LOSSES, float32
-    entropy: jax.Array  # float32, of the router's shares [nats]
-
-
-def expert_parts(told: Told, aux_weights: Mapping[str, float]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(what is added to what is minimised, named sums over the tokens and counts) of layers [L] of experts.
-
-    The losses are summed over the layers, and the entropy is their mean.
-    """
-    losses = {name: jnp.sum(told.losses[name]) for name in EXPERT_LOSSES if name in aux_weights}
-    added = sum((aux_weights[name] * loss for name, loss in losses.items()), jnp.zeros((), F32))
-    return added, losses | {EXPERT_COUNTS: told.counts_E, "router_entropy": jnp.mean(told.entropy)}
 
 
 class SparseMlp(nnx.Module):

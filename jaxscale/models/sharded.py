@@ -244,10 +244,8 @@ def shared_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> SharedWo
 
 
 def expert_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> ExpertWork:
-    """What chooses how tokens and experts meet. Raises BadInput for an axis without experts."""
+    """What chooses how tokens and experts meet."""
     experts, shape = getattr(cfg, "experts", None), mesh.shape
-    if shape[expert_axis.AXIS] > 1 and experts is None:
-        raise BadInput(f"mesh.expert={shape[expert_axis.AXIS]}: this model has no experts; use mesh.expert=1")
     if experts is None:
         return ExpertWork(1, 0, 0)
     chip, item = find_chip(mesh.devices.flat[0].device_kind), jnp.dtype(cfg.compute_dtype).itemsize

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.data.batch import Batch
-from jaxscale.models.experts import expert_parts
 from jaxscale.models.layers import gather_params, merge_model
 from jaxscale.models.model import loss_of
+from jaxscale.models.told import expert_parts
 from jaxscale.ops.attention.xla import narrowed
 from jaxscale.sharding.shardings import whole_already
 
