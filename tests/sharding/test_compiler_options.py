@@ -15,6 +15,7 @@ from jaxscale.sharding.compiler_options import (
     OFFLOAD_TORUS,
     ON_ALREADY,
     PIPELINE,
+    PIPELINED_GATHER,
     TABLE,
     check_options,
     compiler_options,
@@ -23,13 +24,13 @@ from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 
 GPU = [row for row in TABLE if row.devices == ("gpu",)]
-SCHEDULER, GATHER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_pipelined_all_gather"
-APART = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+SCHEDULER, (GATHER, AHEAD) = "xla_gpu_enable_latency_hiding_scheduler", PIPELINED_GATHER
+APART, MANY = "xla_gpu_reduce_scatter_combine_threshold_bytes", "xla_gpu_experimental_parallel_collective_overlap_limit"
 USUAL = {row.name: row.value for row in GPU}
 
 
 def test_a_platform_gets_its_own_rows():
-    assert compiler_options("gpu", "any", {}, {}).values == {SCHEDULER: True, GATHER: True, APART: 1}
+    assert compiler_options("gpu", "any", {}, {}).values == {SCHEDULER: True, GATHER: AHEAD, APART: 1, MANY: 16}
     assert compiler_options("cpu", "cpu", {}, {}).values == compiler_options("tpu", "TPU v4", {}, {}).values == {}
     assert compiler_options("tpu", "TPU v5", {}, {}).offloads_torus
 
@@ -55,8 +56,15 @@ def test_every_row_says_what_it_does_and_what_was_seen():
 @pytest.mark.parametrize("value", ["", "=true", "=false"])
 def test_what_the_environment_sets_is_left_to_it_and_told(variable, value):
     options = compiler_options("gpu", "any", {}, {variable: f"--xla_a=1 --{SCHEDULER}{value}  --xla_b"})
-    assert options.values == {GATHER: True, APART: 1} and options.left_out == (SCHEDULER,)
-    assert str(options) == f"{GATHER}=True, {APART}=1; {SCHEDULER} as XLA_FLAGS or LIBTPU_INIT_ARGS has it"
+    assert options.values == {GATHER: AHEAD, APART: 1, MANY: 16} and options.left_out == (SCHEDULER,)
+    told = f"{GATHER}={AHEAD}, {APART}=1, {MANY}=16; {SCHEDULER} as XLA_FLAGS or LIBTPU_INIT_ARGS has it"
+    assert str(options) == told
+
+
+def test_what_is_set_by_its_former_name_is_left_to_it():
+    former = "xla_gpu_enable_pipelined_all_gather"
+    options = compiler_options("gpu", "any", {}, {"XLA_FLAGS": f"--{former}=false"})
+    assert GATHER not in options.values and options.left_out == (former,)
 
 
 def test_a_name_that_only_begins_alike_is_no_such_option():
@@ -146,7 +154,7 @@ def test_a_row_changes_the_program_and_more_is_done_while_data_are_on_their_way(
     others = {other.name: other.value for other in GPU if other.name != row}
     kind = "reduce-scatter" if row == SCHEDULER else "all-gather"
     compile_with = lambda options: lowered.compile(compiler_options=options).as_text()
-    without, within = between(compile_with(others), kind), between(compile_with(others | {row: True}), kind)
+    without, within = between(compile_with(others), kind), between(compile_with(USUAL), kind)
     assert max(within) > max(without)
 
 
@@ -164,6 +172,12 @@ def test_with_more_fast_memory_a_product_is_taken_in_fewer_tiles():
 
     (many,), (few,) = tiles(None), tiles(compiler_options("tpu", device.device_kind, {}, {}).values)
     assert few < many
+
+
+@pytest.mark.aot
+def test_the_compiler_knows_the_name_of_every_row_for_gpus():
+    pytest.importorskip("jax_cuda12_plugin")
+    check_options(USUAL, open_topology("h100:8").devices[0])
 
 
 @pytest.mark.aot
