@@ -8,7 +8,7 @@ Preflight, remat full: peak of a chip; a step at least, waiting for links in it;
 (2026-11-24, jax 0.12.0.1, libtpu 0.0.51)
     v5p:8x8x8: 16.6 GiB; 11.54 s, 1.74 s of it exposed; 66%; 493 GB
     4*v6e:16x16 (data=4): 12.4 GiB; 3.94 s, 1.49 s of it exposed; 48%; 314 + 1.6 GB DCN
-    a100:32x8 (2 microbatches, tensor=8): 25.1 GiB; 37.73 s, 8.06 s of it exposed; 60%; 1,811 + 133.4 GB DCN
+    a100:32x8 (2 microbatches, tensor=8): 32.5 GiB; 31.73 s, 2.06 s of it exposed; 71%; 1,811 + 133.4 GB DCN
 """
 
 import ml_collections

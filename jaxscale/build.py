@@ -182,7 +182,7 @@ def choose_options(cfg: RunConfig, mesh: Mesh, *, branches: bool = False) -> Com
     """What the step is compiled with. branches: whether layers branch or loop, also where none has a window."""
     device = mesh.devices.flat[0]
     branches |= cfg.model.attention_needs().mixed is not None
-    network = groups_along(mesh)[1]["fsdp"] > 1 and mesh.shape["tensor"] == 1
+    network = groups_along(mesh)[1]["fsdp"] > 1 and mesh.shape["pipeline"] == 1
     return compiler_options(
         device.platform, device.device_kind, cfg.compiler, os.environ, branches=branches, network=network
     )

@@ -60,7 +60,8 @@ def test_weights_that_come_over_the_network_have_more_under_way_at_a_time():
         ("h100:2x8", {}, True),
         ("h100:1x8", {}, False),
         ("h100:2x8", {"data": 2}, False),
-        ("h100:2x8", {"tensor": 2}, False),
+        ("h100:2x8", {"tensor": 8}, True),
+        ("h100:4x8", {"pipeline": 2}, False),
         ("v5p:2x2x2", {}, False),
     ],
 )
