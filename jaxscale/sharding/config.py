@@ -48,9 +48,10 @@ class ContextConfig:
 class PipelineConfig:
     """How the stages of mesh.pipeline work on the microbatches of a step."""
 
-    schedule: Literal["1f1b", "gpipe"] = setting(
+    schedule: Literal["1f1b", "zero_bubble", "gpipe"] = setting(
         "1f1b",
-        "1f1b: activations of a few microbatches exist at a time (arXiv:1806.03377); gpipe: of all (arXiv:1811.06965)",
+        "1f1b: activations of a few microbatches exist at a time (arXiv:1806.03377); zero_bubble: so too, and some "
+        "gradients of weights wait until a stage idles (arXiv:2401.10241); gpipe: of all (arXiv:1811.06965)",
     )
     chunks: int = setting(
         1, "runs of layers that each stage holds, taken in turn (interleaved, arXiv:2104.04473): a smaller bubble"
