@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jaxscale.ops.attention import long, ring, shared_rows, splash, splash_tables, xla
+from jaxscale.ops.attention import long, ring_splash, ring_walk, shared_rows, splash, splash_tables, xla
 from jaxscale.ops.attention.largest import largest_score, score_bound
 from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
 from jaxscale.ops.config import AttentionNeeds, Mix
@@ -58,7 +58,7 @@ FORMS = {
     "neighbours, plain": lambda context, **how: near(shared_rows.plain_standing(**how), context, **how),
     "neighbours, blocks": lambda context, **how: near(shared_rows.long_standing(**how), context, **how),
     "ulysses": lambda context, **how: shared_rows.by_heads(xla.make_attend(**how), context),
-    "ring": lambda context, **how: ring.make_attend(**how, context=context),
+    "ring": lambda context, **how: ring_walk.make_attend(**how, context=context),
 }
 
 
@@ -160,8 +160,8 @@ def test_pairs_of_blocks_are_equally_many_on_each_device_and_in_each_step_of_the
     pairs_CP2 = shared_rows.standing_pairs(starts_Cc, 16, 8, None)
     assert [len(set(map(tuple, pairs_P2))) for pairs_P2 in pairs_CP2.tolist()] == [pairs_CP2.shape[1]] * 4 == [34] * 4
     assert sum(len(pairs_P2) for pairs_P2 in pairs_CP2) == 16 * 17 // 2  # the whole triangle, once
-    away_XP2, _ = ring.met_pairs(4, 16, 8, None, at_home=False)
-    home_XP2, _ = ring.met_pairs(4, 16, 8, None, at_home=True)
+    away_XP2, _ = ring_walk.met_pairs(4, 16, 8, None, at_home=False)
+    home_XP2, _ = ring_walk.met_pairs(4, 16, 8, None, at_home=True)
     assert [len(set(map(tuple, table))) for table in away_XP2.tolist()] == [8, 8]  # two pairs of chunks, whole
     assert [len(set(map(tuple, table))) for table in home_XP2.tolist()] == [10]
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from jaxscale.ops.attention import ring, shared_rows, splash
+from jaxscale.ops.attention import ring_splash, ring_walk, shared_rows, splash
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.sharding.context_axis import ContextAxis
 from jaxscale.system.exits import BadInput
@@ -114,7 +114,8 @@ def share_attention(
     blocks = {"blocks": splash.blocks_for(device_kind)} if attention == "splash" else {}
     standing = STANDING[attention](**how, **blocks)
     if sharing.form == "ring":
-        far = ring.make_attend(**how, context=context)
+        make = ring_splash.make_attend if attention == "splash" else ring_walk.make_attend
+        far = make(**how, **blocks, context=context)
     else:
         far = shared_rows.gathered(standing, context)
     return far if window is None else shared_rows.with_neighbours(standing, far, window, context)
