@@ -5,7 +5,7 @@ other comes before it, and else its late chunk the other's late one: two pairs o
 the documents'. Of its own each chunk sees itself as in a row of its own. Each pair is one call of the kernel, which
 tells the logarithm of its sums, by which results are joined; going back the kernels get that of all keys.
 
-Between pairs everything is float32. What a call returns is rounded as the kernel rounds: in the dtype of queries or keys.
+Between pairs everything is float32. What a call returns is in the dtype of queries or keys, rounded once.
 
 B batch  T position of a device's own  t of a chunk  N query heads  K key-value heads  H head dim
 """
@@ -101,7 +101,8 @@ class SplashLook:
             k_BKtH, v_BKtH, keys_Bt = self.cut_keys(held, pair.keys)
             out_BNtH, logsumexp_BNt = kernels.forward(q_BNtH, k_BKtH, v_BKtH, queries_Bt, keys_Bt)
             before = Seen(*(self.cut(x, pair.queries) for x in seen))
-            seen = Seen(*map(self.put, seen, (pair.queries,) * 2, joined(before, out_BNtH, logsumexp_BNt)))
+            after = joined(before, out_BNtH, logsumexp_BNt)
+            seen = Seen(*(self.put(x, pair.queries, part) for x, part in zip(seen, after)))
         return seen
 
     def settle(self, seen: Seen, q_BNTH):
@@ -117,13 +118,13 @@ class SplashLook:
         dk_BKTH, dv_BKTH = (jnp.zeros(x.shape, F32) for x in held[:2])
         add = lambda x, n, part: self.put(x, n, self.cut(x, n) + part.astype(F32))
         for pair in self.pairs(step):
-            of_queries = (self.cut(x, pair.queries) for x in (q_BNTH, logsumexp_BNT, drift_BNT, dout_BNTH))
-            ids = self.cut(ids_BT, pair.queries, axis=1)
+            of_queries = q_BNTH, logsumexp_BNT, drift_BNT, dout_BNTH
+            q_BNtH, *above = (self.cut(x, pair.queries) for x in of_queries)
+            queries_Bt = self.cut(ids_BT, pair.queries, axis=1)
             k_BKtH, v_BKtH, keys_Bt = self.cut_keys(held, pair.keys)
-            q_BNtH, *above = of_queries
-            dq, dk, dv = self.kernels(pair, q_BNTH).backward(q_BNtH, k_BKtH, v_BKtH, ids, keys_Bt, *above)
-            dq_BNTH = add(dq_BNTH, pair.queries, dq)
-            dk_BKTH, dv_BKTH = add(dk_BKTH, pair.keys, dk), add(dv_BKTH, pair.keys, dv)
+            grads = self.kernels(pair, q_BNTH).backward(q_BNtH, k_BKtH, v_BKtH, queries_Bt, keys_Bt, *above)
+            dq_BNTH = add(dq_BNTH, pair.queries, grads[0])
+            dk_BKTH, dv_BKTH = add(dk_BKTH, pair.keys, grads[1]), add(dv_BKTH, pair.keys, grads[2])
         return dq_BNTH, dk_BKTH, dv_BKTH
 
     def pairs(self, step: int | jax.Array) -> list[Pair]:
