@@ -15,6 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxscale.ahead.hlo import read_hlo
 from jaxscale.ahead.hlo_text import parse_module, parse_shapes
+from jaxscale.ahead.overlap import collective_rows
+from jaxscale.ahead.roofline import roofline
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
 from jaxscale.ops.attention import choose_attention, cudnn_packed, splash
@@ -144,26 +146,19 @@ def test_shared_rows_compile_with_as_many_blocks_on_each_chip(window, devices_of
 
 
 def test_a_ring_visits_the_same_blocks_while_keys_go_round_and_its_memory_does_not_grow(devices_of):
-    compiled, facts = {}, {}
-    for form, topology, seq_len in (
-        ("gather", "v5p:2x2x1", 16_384),
-        ("gather", "v5p:2x2x2", 32_768),
-        ("ring", "v5p:2x2x1", 16_384),
-        ("ring", "v5p:2x2x2", 32_768),
-    ):
-        done, mesh = compile_shared(devices_of(topology), form, seq_len)
-        devices = list(mesh.devices.flat)
-        torus = make_torus(devices, open_topology(topology).chip)
-        compiled[form, seq_len] = done
-        facts[form, seq_len] = read_hlo(done.as_text(), dict(mesh.shape), link_domains(devices), torus)
-    ring = facts["ring", 32_768]
-    assert ring.kernel_flops == facts["gather", 32_768].kernel_flops > 0
-    assert ring.collectives and {one.kind for one in ring.collectives} == {"collective-permute"}
-    assert not [one for one in ring.collectives if one.is_blocking]
-    memory = {which: done.memory_analysis().temp_size_in_bytes for which, done in compiled.items()}
-    print(memory)
-    assert memory["ring", 32_768] < 1.02 * memory["ring", 16_384]
-    assert memory["gather", 32_768] > 1.1 * memory["gather", 16_384]
+    kernel_flops, memory = {}, {}
+    for form in ("gather", "ring"):
+        for topology, seq_len in (("v5p:2x2x1", 16_384), ("v5p:2x2x2", 32_768)):
+            done, mesh = compile_shared(devices_of(topology), form, seq_len)
+            devices, chip = list(mesh.devices.flat), open_topology(topology).chip
+            torus = make_torus(devices, chip)
+            facts = read_hlo(done.as_text(), dict(mesh.shape), link_domains(devices), torus)
+            kernel_flops[form, len(devices)] = facts.kernel_flops
+            memory[form, len(devices)] = done.memory_analysis().temp_size_in_bytes
+    rows = collective_rows(facts, roofline(facts, chip, 0.0).played)  # of the last
+    assert {row.kind for row in rows} == {"collective-permute"} and not any(row.is_blocking for row in rows)
+    assert kernel_flops["ring", 8] == kernel_flops["gather", 8] > 0
+    assert memory["ring", 8] < 1.02 * memory["ring", 4] and memory["gather", 8] > 1.1 * memory["gather", 4]
 
 
 def test_heads_are_rotated_whole_in_bfloat16_and_in_the_order_of_the_kernel(devices_of):

@@ -100,18 +100,17 @@ class Ring:
 
         def look(step, grads, held):
             dq, dkv = grads
-            dkv = self.context.to_next(dkv)  # beside the products: those of this device come on top of them
+            if dkv is not None:
+                dkv = self.context.to_next(dkv)  # beside the products: those of this device come on top of them
             dq, *own = self.look.pull(dq, q, held, ids_BT, step, *above)
-            return dq, tuple(map(jnp.add, dkv, own))
+            return dq, tuple(own if dkv is None else map(jnp.add, dkv, own))
 
-        zeros = lambda x: jnp.zeros(x.shape, F32)
-        grads = zeros(q), (zeros(held.k_BKTH), zeros(held.v_BKTH))
-        like_k, like_v = held.k_BKTH, held.v_BKTH
+        dtypes = [x.dtype for x in held[:2]]
+        grads = jnp.zeros(q.shape, F32), None
         for first, last in self.runs():
             grads, held = self.go_round(look, grads, held, first, last)
         dq, dkv = grads
-        dk_BKTH, dv_BKTH = self.context.to_next(dkv)
-        return dq.astype(q.dtype), dk_BKTH.astype(like_k.dtype), dv_BKTH.astype(like_v.dtype)
+        return dq.astype(q.dtype), *self.context.to_next(tuple(x.astype(dtype) for x, dtype in zip(dkv, dtypes)))
 
     def runs(self) -> list[tuple[int, int]]:
         """Steps (from, up to) that are compiled together: a device's own keys, those of most others, of the last."""
