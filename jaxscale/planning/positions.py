@@ -67,7 +67,7 @@ def attention_sending(program: Program) -> list[tuple[str, float]]:
     Gathered forward, again where the backward pass needs them, and the gradients scattered; exchanged forward, again,
     and backward; round the ring C - 1 times each, of which XLA makes one of the first ones of the backward pass and of
     what it does again, and their gradients C - 1 times in float32, and home as they are needed. What a window reaches
-    of the chunk before is sent from device to device, forward, again, and back.
+    of the chunk before is sent from device to device, forward, again, and back; in a pipeline it is gathered.
     """
     model, size, keys, way = (
         program.cfg.model,
@@ -84,6 +84,8 @@ def attention_sending(program: Program) -> list[tuple[str, float]]:
     window = program.model.needs.window or 1
     tails = keys * 2 * (window - 1) * size / program.cfg.row_lengths.row
     sent = [("collective-permute", near * (passes + 1) * tails)] if near else []
+    if near and program.mesh.shape["pipeline"] > 1:
+        sent = [("all-gather", near * passes * size * tails), ("reduce-scatter", near * size * tails)]
     if near == 1:
         return sent
     if way == "gather":
