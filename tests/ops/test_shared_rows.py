@@ -155,32 +155,28 @@ def seen_blocks(starts_C, chunk, length, window, block_q, block_kv):
     """bool[blocks of queries, of keys] by looking at every pair of positions."""
     places = np.concatenate([start + np.arange(chunk) for start in starts_C])[:, None]
     behind = places - np.arange(length)[None]
-    seen = (behind >= 0) & (behind < (window or length))
+    seen = (behind >= 0) & (behind < (window or np.inf))
     return seen.reshape(len(places) // block_q, block_q, length // block_kv, block_kv).any(axis=(1, 3))
 
 
 @pytest.mark.parametrize("window", [None, 1, 9, 20])
 @pytest.mark.parametrize("blocks", [(4, 8), (8, 4), (8, 8)])
-def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(blocks, window):
-    starts_Cc = ContextAxis(3).starts(16)
-    oldest, newest = splash_tables.key_spans(starts_Cc, 16, 96, window, *blocks)
-    of_queries, of_keys = (
-        splash_tables.by_queries(oldest, newest),
-        splash_tables.by_keys(oldest, newest, 96 // blocks[1]),
-    )
+@pytest.mark.parametrize("keys", [96, 16], ids=["a row", "a chunk"])
+def test_tables_visit_the_blocks_that_hold_a_visible_pair_and_no_others(keys, blocks, window):
+    starts_Cc = ContextAxis(3).starts(16) if keys == 96 else np.arange(6)[:, None] * 16  # of some the window hides all
+    oldest, newest = splash_tables.key_spans(starts_Cc, 16, keys, window, *blocks)
+    tables = splash_tables.by_queries(oldest, newest), splash_tables.by_keys(oldest, newest, keys // blocks[1])
     for device, starts_c in enumerate(starts_Cc):
-        right = seen_blocks(starts_c, 16, 96, window, *blocks)
-        found, found_by_keys = np.zeros_like(right), np.zeros_like(right)
-        for table, seen, axis in ((of_queries, found, 0), (of_keys, found_by_keys.T, 1)):
-            block, visited = (
-                np.moveaxis(table.block[device, 0], axis, 0),
-                np.moveaxis(table.visited[device, 0], axis, 0),
-            )
+        right = seen_blocks(starts_c, 16, keys, window, *blocks)
+        found = np.zeros_like(right), np.zeros_like(right)
+        for table, seen, axis in zip(tables, (found[0], found[1].T), (0, 1)):
+            block, visited = (np.moveaxis(x[device, 0], axis, 0) for x in table)
             for number, (others, there) in enumerate(zip(block, visited)):
-                assert len(set(others[there > 0])) == there.sum() and (others >= 0).all()
+                assert len(set(others[there > 0])) == there.sum()
+                assert (others >= 0).all() and (others < seen.shape[1]).all()
                 seen[number, others[there > 0]] = True
-        np.testing.assert_array_equal(found, right)
-        np.testing.assert_array_equal(found_by_keys, right)
+        for one in found:
+            np.testing.assert_array_equal(one, right)
 
 
 def test_pairs_of_blocks_are_equally_many_on_each_device_and_in_each_step_of_the_ring():

@@ -140,17 +140,17 @@ class SplashLook:
     def kernels(self, pair: Pair, q_BNTH) -> "Kernels":
         """The kernel's three forms for one pair."""
         sizes = block_sizes(self.chunk, self.blocks, q_BNTH.dtype.itemsize, q_BNTH.shape[3], self.window)
-        own = isinstance(pair.ahead, int)
-        if own:
+        same = isinstance(pair.ahead, int)
+        if same:
             starts, number = np.zeros(1, np.int32), 0
         elif self.window is None:
             starts, number = np.full(1, self.apart, np.int32), 0
         else:
             starts, number = np.arange(2 * self.context.size, dtype=np.int32) * self.apart, pair.ahead
         tables = make_tables(starts[:, None], self.chunk, self.chunk, self.window, sizes)
-        whole = self.window is None and not own
-        places_t = None if whole else jnp.asarray(starts)[number] + jnp.arange(self.chunk, dtype=jnp.int32)
-        return Kernels(tables, number, places_t, sizes, self.softcap, None if whole else self.window, self.interpret)
+        compared = same or self.window is not None
+        places_t = jnp.asarray(starts)[number] + jnp.arange(self.chunk, dtype=jnp.int32) if compared else None
+        return Kernels(tables, number, places_t, sizes, self.softcap, self.window, self.interpret)
 
     def cut(self, x: jax.Array, number: int | jax.Array, axis: int = 2) -> jax.Array:
         """One of the chunks."""
@@ -181,7 +181,7 @@ class Kernels:
 
     tables: KernelTables
     number: int | jax.Array  # of the row of the tables
-    places_t: jax.Array | None  # of queries, counted from the first key; None: all see all
+    places_t: jax.Array | None  # of queries, counted from the first key; None: all see all, whatever the window
     sizes: kernel_lib.BlockSizes
     softcap: float | None
     window: int | None
