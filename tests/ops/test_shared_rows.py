@@ -235,9 +235,10 @@ LONG = SharedWork(devices=8, kv_heads=8, rows=1, row_length=1 << 20, memory_byte
     [
         ("auto", "splash", NEEDS, LONG._replace(devices=1), "", ""),
         ("auto", "splash", NEEDS, LONG, "gather", "take 8.0 GiB on a device"),
-        ("auto", "splash", NEEDS, LONG._replace(kv_heads=32), "ring", "32.0 GiB on a device, more than 1/8"),
-        ("auto", "blockwise", NEEDS, LONG._replace(kv_heads=32), "ulysses", "32.0 GiB on a device, more than 1/8"),
-        ("auto", "blockwise", NEEDS, LONG._replace(kv_heads=20), "ring", "20 key-value heads of a device cannot"),
+        ("auto", "splash", NEEDS, LONG._replace(kv_heads=32), "ulysses", "32.0 GiB on a device, more than 1/8"),
+        ("auto", "splash", NEEDS, LONG._replace(kv_heads=20), "ring", "20 key-value heads of a device cannot"),
+        ("auto", "splash", NEEDS, LONG._replace(devices=64), "gather", "take 8.0 GiB on a device"),
+        ("auto", "splash", NEEDS, LONG._replace(devices=64, memory_bytes=32 << 30), "ring", "1/8 of its 32.0 GiB"),
         ("auto", "cudnn", NEEDS, LONG, "ulysses", "cudnn reads whole rows only"),
         ("ring", "splash", NEEDS, LONG, "ring", "as context.attention says"),
         ("auto", "splash", NEEDS, LONG._replace(kv_heads=20, in_pipeline=True), "gather", "take 20.0 GiB on a device"),
@@ -280,4 +281,4 @@ def test_what_cannot_be_is_refused_by_name(wish, attention, needs, work, told):
 
 def test_a_stack_of_which_some_layers_have_a_window_is_not_taken_for_one_of_windows():
     mixed = AttentionNeeds(head_dim=128, dtype="bfloat16", window=4096, mixed=Mix(5, 6))
-    assert choose_sharing("auto", "splash", mixed, LONG._replace(kv_heads=32)).form == "ring"
+    assert choose_sharing("auto", "splash", mixed, LONG._replace(kv_heads=32)).form == "ulysses"
