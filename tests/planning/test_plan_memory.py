@@ -106,6 +106,18 @@ STAGED = [
         12_397_616_896 / GIB,
     ),
     (
+        "llama3_8b",
+        "v5p:4x4x4",
+        {"mesh.context": 8, "seq_len": 131_072, "batch_tokens": "8 rows", "context.attention": "ring"},
+        11_832_126_720 / GIB,
+    ),
+    (
+        "llama3_8b",
+        "v5p:4x4x4",
+        {"mesh.context": 64, "seq_len": 1_048_576, "batch_tokens": "1 row", "context.attention": "ring"},
+        11_850_505_984 / GIB,
+    ),
+    (
         "405b",
         "v5p:8x8x16",
         {"mesh.pipeline": 8, "mesh.fsdp": 16, "train.num_microbatches": 64},
