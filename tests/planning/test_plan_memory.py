@@ -112,7 +112,39 @@ STAGED = [
         65_341_345_536 / GIB,
     ),
 ]
-COMPARED = [*CASES, *HELD_OUT, *WITHOUT_REMAT, *STAGED]
+FOUR = {"mesh.pipeline": 4, "mesh.fsdp": 16}  # 16 rows of each microbatch on 16 chips of a stage
+TWO = {"batch_tokens": "4096 rows", "train.reduce_dtype": "bfloat16"}  # slices, with stages or copies in them
+# Schedules, and what crosses between slices: docs/scale.md, jax 0.12.0.1, libtpu 0.0.51, 2026-11-24; fitted to none.
+LAYOUTS = [
+    ("7b", "v5p:4x4x4", FOUR | {"train.num_microbatches": 16, "batch_tokens": "256 rows"}, 13.2),
+    (
+        "7b",
+        "v5p:4x4x4",
+        FOUR | {"train.num_microbatches": 16, "batch_tokens": "256 rows", "pipeline.chunks": 2},
+        12.9,
+    ),
+    (
+        "7b",
+        "v5p:4x4x4",
+        FOUR | {"train.num_microbatches": 8, "batch_tokens": "128 rows", "pipeline.schedule": "gpipe"},
+        13.7,
+    ),
+    (
+        "7b",
+        "v5p:4x4x4",
+        FOUR | {"train.num_microbatches": 32, "batch_tokens": "512 rows", "pipeline.schedule": "gpipe"},
+        20.5,
+    ),
+    ("7b", "2*v6e:16x16", TWO | {"mesh.data": 2, "train.num_microbatches": 8}, 3.5),
+    ("7b", "2*v6e:16x16", TWO | {"mesh.pipeline": 2, "train.num_microbatches": 16}, 21.3),
+    (
+        "7b",
+        "2*v6e:16x16",
+        TWO | {"mesh.pipeline": 2, "train.num_microbatches": 16, "pipeline.head": "whole"},
+        22.5,
+    ),
+]
+COMPARED = [*CASES, *HELD_OUT, *WITHOUT_REMAT, *STAGED, *LAYOUTS]
 # MiB of what the loops over the layers carry for the backward pass, of each stack, in the same buffer assignments.
 LOOPS = {
     "quickstart": {"blocks": 19.0},
