@@ -135,6 +135,7 @@ LAYOUTS = [
         FOUR | {"train.num_microbatches": 32, "batch_tokens": "512 rows", "pipeline.schedule": "gpipe"},
         20.5,
     ),
+    ("7b", "v5p:4x4x4", {"seq_len": 131_072, "batch_tokens": "64 rows"}, 57.0),  # whole rows
     ("7b", "2*v6e:16x16", TWO | {"mesh.data": 2, "train.num_microbatches": 8}, 3.5),
     ("7b", "2*v6e:16x16", TWO | {"mesh.pipeline": 2, "train.num_microbatches": 16}, 21.3),
     (
