@@ -24,7 +24,7 @@ from jaxscale.system.exits import BadInput
 
 HOPEFUL = 0.5  # of a guessed size, for a policy of which nothing was compiled yet: guesses are rather too large
 MARGIN = 0.9  # of a size that was scaled by what a sibling needed
-SURE = 0.5  # of the guessed wait for links: compiled programs were seen to hide less than guessed, hardly more
+SURE = 1 / 3  # of the guessed wait for links: 38% to 72% of it was left in compiled programs (docs/plan.md)
 SAME_TIME = 1.01  # times this close are one time, and the next criterion decides
 LAST_TRIES = 2  # of the smallest candidates, where no guess fits
 

@@ -115,8 +115,8 @@ def test_what_cannot_be_faster_than_the_best_so_far_is_not_compiled(report):
     assert machine.compiled == ["mesh.tensor=2"]
 
 
-@pytest.mark.parametrize(("wait", "tried"), [(0.1, True), (3.0, False)])
-def test_nor_what_waits_for_links_twice_as_long_as_would_matter(report, wait, tried):
+@pytest.mark.parametrize(("wait", "tried"), [(1.0, True), (3.0, False)])
+def test_nor_what_waits_for_links_three_times_as_long_as_would_matter(report, wait, tried):
     machine = Machine(report, seconds={"mesh.tensor=2": 2.0})
     other = candidate(1.5, 5, mesh__data=2)
     waits = dataclasses.replace(other.guess, exposed_s=wait, link_s=wait)
