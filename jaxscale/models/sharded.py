@@ -220,6 +220,7 @@ def shared_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> SharedWo
         rows=shared.rows,
         row_length=shared.length,
         memory_bytes=chip and chip.hbm_bytes,
+        in_pipeline=mesh.shape[AXIS] > 1,
     )
 
 

@@ -65,7 +65,7 @@ def attention_sending(program: Program) -> list[tuple[str, float]]:
 
     Gathered forward, again where the backward pass needs them, and the gradients scattered; exchanged forward, again,
     and backward; round the ring C - 1 times each, and their gradients in float32 C + 1 times. What a window reaches of
-    the chunk before is sent from device to device, forward, again, and back.
+    the chunk before is sent from device to device, forward, again, and back; in a pipeline it is gathered.
     """
     model, size, keys, way = (
         program.cfg.model,
@@ -82,6 +82,8 @@ def attention_sending(program: Program) -> list[tuple[str, float]]:
     window = program.model.needs.window or 1
     tails = keys * 2 * (window - 1) * size / program.cfg.row_lengths.row
     sent = [("collective-permute", near * (passes + 1) * tails)] if near else []
+    if near and program.mesh.shape["pipeline"] > 1:
+        sent = [("all-gather", near * passes * size * tails), ("reduce-scatter", near * size * tails)]
     if near == 1:
         return sent
     if way == "gather":

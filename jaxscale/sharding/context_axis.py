@@ -29,11 +29,13 @@ class ContextAxis:
     """The devices that share a row. With one of them every method leaves things as they are.
 
     zigzag: the order of positions. stages: the devices that share each link, where the axis runs along several.
+    in_pipeline: they are in one stage of several, which call these methods each in its own time.
     """
 
     size: int = 1
     zigzag: bool = True
     stages: tuple[LinkStage, ...] = ()
+    in_pipeline: bool = False
 
     @property
     def chunks(self) -> int:
@@ -76,7 +78,13 @@ class ContextAxis:
 
     def sent(self, tree: Any, pairs: list[tuple[int, int]]) -> Any:
         """What was sent along these (from, to); zeros where nothing was."""
-        return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), tree)
+        if not self.in_pipeline:
+            return jax.tree.map(lambda x: lax.ppermute(x, AXIS, pairs), tree)
+        # A permutation waits for the devices of all stages, of which some are idle; a gather for its own group.
+        senders = {receiver: sender for sender, receiver in pairs}
+        sender = jnp.asarray([senders.get(device, -1) for device in range(self.size)])[self.index()]
+        received = lambda x: lax.dynamic_index_in_dim(lax.all_gather(x, AXIS), sender, keepdims=False)
+        return jax.tree.map(lambda x: jnp.where(sender >= 0, received(x), jnp.zeros_like(x)), tree)
 
     def heads_for_positions(self, x_BtNH: jax.Array) -> jax.Array:
         """All positions of the device's share of the heads, from its own positions of all heads. Not for zigzag."""
@@ -96,7 +104,8 @@ WHOLE_ROWS = ContextAxis()
 
 def make_context_axis(mesh: Mesh, *, zigzag: bool = True, torus_at_once: bool = False) -> ContextAxis:
     """The context axis of this mesh. torus_at_once: as for link_stages."""
-    return ContextAxis(mesh.shape[AXIS], zigzag, link_stages(mesh, AXIS, torus_at_once=torus_at_once))
+    stages = link_stages(mesh, AXIS, torus_at_once=torus_at_once)
+    return ContextAxis(mesh.shape[AXIS], zigzag, stages, in_pipeline=mesh.shape["pipeline"] > 1)
 
 
 def to_row_order(context: ContextAxis, x_BT: jax.Array) -> jax.Array:

@@ -215,6 +215,7 @@ LONG = SharedWork(devices=8, kv_heads=8, rows=1, row_length=1 << 20, memory_byte
         ("auto", "splash", NEEDS, LONG._replace(kv_heads=20), "ring", "20 key-value heads of a device cannot"),
         ("auto", "cudnn", NEEDS, LONG, "ulysses", "cudnn reads whole rows only"),
         ("ring", "splash", NEEDS, LONG, "ring", "as context.attention says"),
+        ("auto", "splash", NEEDS, LONG._replace(kv_heads=20, in_pipeline=True), "gather", "take 20.0 GiB on a device"),
         ("auto", "splash", AttentionNeeds(head_dim=128, dtype="bfloat16", window=4096), LONG, "gather", "4095"),
         ("auto", "blockwise", NEEDS, LONG._replace(rows=None), "gather", "very long rows"),
     ],
@@ -244,6 +245,7 @@ def test_the_rule_chooses_and_says_why(wish, attention, needs, work, form, told)
             "mesh.context=8: this model adds",
         ),
         ("ring", "xla", AttentionNeeds(head_dim=8, dtype="float32", prefix=True), LONG, "reads in both directions"),
+        ("ring", "splash", NEEDS, LONG._replace(in_pipeline=True), "all stages of mesh.pipeline"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(wish, attention, needs, work, told):

@@ -33,8 +33,9 @@ WAYS = {  # (model, how many devices share it)
     "ring": (tiny.LLAMA, {"context.attention": "ring"}),
     "windows in some layers": (tiny.RELATIVE, {"mesh.tensor": 1, "mesh.fsdp": 4}),
     "dropout": (GPT2, {}),
+    "a window in stages": (tiny.LLAMA | {"attention_window": 5, "remat": "full"}, {"mesh.pipeline": 2, "mesh.fsdp": 1}),
 }
-QUICK = ("gather", "dropout")
+QUICK = ("gather", "dropout", "a window in stages")
 
 
 @pytest.mark.parametrize(

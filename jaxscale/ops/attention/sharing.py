@@ -39,6 +39,7 @@ class SharedWork(NamedTuple):
     rows: int | None = None  # that a device works on at a time
     row_length: int | None = None
     memory_bytes: int | None = None  # of a device
+    in_pipeline: bool = False  # whether these devices are in one stage of several
 
 
 def choose_sharing(wish: str, attention: str, needs: AttentionNeeds, work: SharedWork) -> Sharing:
@@ -74,6 +75,8 @@ def what_lacks(form: str, attention: str, needs: AttentionNeeds, work: SharedWor
         return "cudnn reads whole rows only"
     if form == "ring" and (needs.prefix or needs.bidirectional):
         return "a ring is causal, and this model reads in both directions"
+    if form == "ring" and work.in_pipeline:
+        return "a ring's sends wait for the devices of all stages of mesh.pipeline, and some of those are idle"
     return ""
 
 
