@@ -59,7 +59,8 @@ def results_of(eqn: Any, differs: list[Axes], branch: Axes, found: list[Waits]) 
         axes = frozenset(names_of(params.get("axis_name", params.get("axes"))))
         if branch and (name == PERMUTES or branch & axes):
             found.append(Waits(name, tuple(sorted(axes)), tuple(sorted(branch))))
-        return [joined - axes if name in SAME else joined | axes] * len(eqn.outvars)
+        same = name in SAME and params.get("axis_index_groups") is None
+        return [joined - axes if same else joined | axes] * len(eqn.outvars)
     if name == "cond":
         chosen, *operands = differs
         branches = [follow(one.jaxpr, operands, branch | chosen, found) for one in params["branches"]]

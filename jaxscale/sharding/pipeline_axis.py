@@ -84,10 +84,6 @@ class PipelineAxis:
         """The last stage's, on every stage. Not to be differentiated."""
         return self.sum(jnp.where(self.last, x_BTD, jnp.zeros_like(x_BTD)))
 
-    def from_first(self, x_BTD: jax.Array) -> jax.Array:
-        """The first stage's, on every stage. Not to be differentiated."""
-        return self.sum(jnp.where(self.first, x_BTD, jnp.zeros_like(x_BTD)))
-
     def rules(self, rules: Rules) -> Rules:
         """The rule tables of a run with these stages; with one stage, of a mesh whose pipeline axis shares rows."""
         first = rules.params[EMBED] != rules.moments[EMBED]  # gradients are cut like parameters, then like moments
