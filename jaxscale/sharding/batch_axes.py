@@ -148,8 +148,11 @@ class BatchAxes:
     def missing(
         self, axes: tuple[str, ...], rules: Mapping[str, Placement], done: Mapping[str, Placement]
     ) -> Partition:
-        """What the rules shard and `done` does not."""
-        return tuple(part for part in self.partition(axes, rules) if part not in self.partition(axes, done))
+        """What the rules shard and `done` does not: of a dimension, the axes behind those that have cut it already."""
+        cut = dict(self.partition(axes, done))
+        found = [(d, names, cut.get(d, ())) for d, names in self.partition(axes, rules)]
+        assert all(names[: len(first)] == first for _, names, first in found), f"not first what is cut already: {found}"
+        return tuple((d, names[len(first) :]) for d, names, first in found if names != first)
 
     def scatter(self, grad: jax.Array, partition: Partition) -> jax.Array:
         """The device's own shard of the sum over the axes of the partition."""

@@ -99,7 +99,9 @@ def beyond_gather(needs: AttentionNeeds, work: SharedWork, lacks: dict[str, str]
     too_much = f"gathered, {what}, more than 1/{1 / MOST_GATHERED:g} of its {size(work.memory_bytes)}"
     if "ulysses" not in lacks:
         return Sharing("ulysses", too_much)
-    return Sharing("gather", what) if "ring" in lacks else Sharing("ring", f"{too_much}, and {lacks['ulysses']}")
+    if "ring" not in lacks:
+        return Sharing("ring", f"{too_much}, and {lacks['ulysses']}")
+    return Sharing("gather", f"{too_much}; but {lacks['ulysses']}, and {lacks['ring']}")
 
 
 def share_attention(
