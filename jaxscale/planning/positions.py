@@ -47,16 +47,18 @@ def attention_memory(program: Program) -> float:
     """Bytes that attention takes beside a device's own queries, keys, values and result, at one time.
 
     Gathered: keys and values of all positions, and their gradients. Exchanged (Ulysses): all four, of some heads. In a
-    ring: a neighbour's keys and values and the next one's; in float32 their gradients as they come, as they are here
-    and as they go, and those of own queries, or the result so far. That knows nothing of the row's length.
+    ring, going back: a neighbour's keys and values and the next one's; in float32 their gradients as they come, as they
+    are here and as they go, and those of own queries; these queries and the result's gradient in the kernel's order of
+    dimensions, and of each and of what comes of them one of two chunks. That knows nothing of the row's length.
     """
     size, keys, way = program.mesh.shape[CONTEXT], key_value_bytes(program), attention_way(program)
     if size == 1 or way == "gather" and near_share(program) == 1:
         return 0.0
+    queries = query_bytes(program)
     ways = {
         "gather": 2 * size * keys,
-        "ulysses": keys + 2 * query_bytes(program),
-        "ring": 2 * keys + (3 * keys + query_bytes(program)) * F32 / compute_bytes(program.cfg),
+        "ulysses": keys + 2 * queries,
+        "ring": 2 * keys + 3.5 * queries + (3 * keys + queries) * F32 / compute_bytes(program.cfg),
     }
     return ways[way]
 
