@@ -178,7 +178,8 @@ def explore(
             break
         if clock() - begin + longest > seconds:
             count = len(hopeful) or LAST_TRIES - tries
-            say(f"time is up ({seconds:.0f} s): {count} more could be compiled; --search_seconds gives more")
+            took = f"and the longest took {longest:.0f} s"
+            say(f"time is up ({seconds:.0f} s): {count} more could be compiled, {took}; --search_seconds gives more")
             break
         if hopeful:
             chosen = min(hopeful, key=lambda one: one.order)
