@@ -87,7 +87,7 @@ class PipelineAxis:
 
     def rules(self, rules: Rules) -> Rules:
         """The rule tables of a run with these stages; with one stage, of a mesh whose pipeline axis shares rows."""
-        first = rules.params[EMBED] != rules.moments[EMBED]  # gradients are cut like parameters, then like moments
+        first = rules.params["embed"] != rules.moments["embed"]  # gradients are cut like parameters, then like moments
         shared = functools.partial(self.shared, first=first)
         change = shared if self.size == 1 else self.resting if self.rests_in_place else self.spread
         return Rules(*(change(table) for table in (rules.params, rules.grads, rules.moments)))
@@ -102,8 +102,9 @@ class PipelineAxis:
 
         first: it is cut over them before it is over others; else last, as where stages are spread.
         """
-        embed = (AXIS, *names_of(table[EMBED])) if first else (*names_of(table[EMBED]), AXIS)
-        return dict(table) | {EMBED: embed, BATCH: (AXIS, *names_of(table[BATCH]))}
+        cut = lambda names: (AXIS, *names) if first else (*names, AXIS)
+        embed = {along: cut(names_of(table[along])) for along in RESIDUAL}
+        return dict(table) | embed | {BATCH: (AXIS, *names_of(table[BATCH]))}
 
     def spread(self, table: Mapping[str, Placement]) -> dict[str, Placement]:
         """Everything along the residual stream is cut over the stages as well."""
