@@ -85,7 +85,7 @@ def beyond_gather(needs: AttentionNeeds, work: SharedWork, lacks: dict[str, str]
 
     Round the ring results are joined in device memory: on v5p up to 0.50 s of a step of 8.9 s beyond what gathering
     needs (Llama 3 8B, rows of 131,072, context 8), 4.3 of 56 (1,048,576, context 64), at the memory's published rate.
-    To wait for links gathering takes 0.10 and 0.7 s, ulysses 0.25 of the former (compiled, libtpu 0.0.51, 2026-11-24).
+    To wait for links gathering takes 0.10 and 0.7 s, ulysses 0.23 of the former (compiled, libtpu 0.0.51, 2026-11-24).
     """
     if work.rows is None or work.row_length is None:
         return Sharing("gather", "it suits all but very long rows")
