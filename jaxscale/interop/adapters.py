@@ -91,7 +91,9 @@ def adapted(adapter: Adapter, family: Family, cfg: AnyModelConfig, base: Mapping
             f"{where} has {some(sorted(others))}, which are no LoRA matrices of a {family.model_type}; if PEFT reads "
             "it, merge it there with merge_and_unload"
         )
-    for module in ours:
+    # Of experts, and of their router, transformers 5 has no modules of which PEFT could be asked for all.
+    sparse = {module for module, pair in ours.items() if pair.row.per_expert or pair.ours[0].endswith("/router")}
+    for module in ours if sparse & found.keys() else ours.keys() - sparse:
         if (module in found) != adapter.config.has(module):
             said = "has tensors of" if module in found else "has no tensors of"
             raise BadInput(f"{where} {said} {module}, and target_modules in {adapter_config.FILE} says otherwise")
@@ -251,6 +253,11 @@ def of_run(
         pairs += adapter_pairs(module, pair, lora.rank, out=True)
         joint[".".join(module.split(".")[-2:])] = len(pair.ours)
         turned = pair.row.turned
+    if pairs and len(cfg.layer_stacks) > 1:
+        raise BadInput(
+            "the first layers, without experts, have no adapters, which PEFT is not told here; merge them with "
+            "jaxscale ckpt merge_lora, and export that"
+        )
     return pairs, adapter_config.write(lora.rank, lora.alpha, list(joint), base, joint, turned)
 
 

@@ -12,8 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxscale.data.batch import Batch
 from jaxscale.checkpoint.record import nest
+from jaxscale.data.batch import Batch
 from jaxscale.interop import families
 from jaxscale.interop.pieces import array_shapes
 from jaxscale.models.layers import merge_model, split_model

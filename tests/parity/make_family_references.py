@@ -119,8 +119,8 @@ def models():
         ),
         "mixtral_tied": (
             t.MixtralConfig(
-                **ONE_LAYER | EAGER | dict(intermediate_size=22), head_dim=10, num_local_experts=3, num_experts_per_tok=3,
-                rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True,
+                **ONE_LAYER | EAGER | dict(intermediate_size=22, head_dim=10), num_local_experts=3,
+                num_experts_per_tok=3, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True,
             ),
             t.MixtralForCausalLM,
         ),
@@ -140,14 +140,15 @@ def models():
         ),
         "olmoe": (
             t.OlmoeConfig(
-                **COMMON | EAGER | dict(intermediate_size=14), num_experts=6, num_experts_per_tok=4, norm_topk_prob=False
+                **COMMON | EAGER | dict(intermediate_size=14), num_experts=6, num_experts_per_tok=4,
+                norm_topk_prob=False,
             ),
             t.OlmoeForCausalLM,
         ),
         "olmoe_biases": (
             t.OlmoeConfig(
-                **ONE_LAYER | EAGER | dict(intermediate_size=9), num_experts=5, num_experts_per_tok=2, norm_topk_prob=True,
-                attention_bias=True, tie_word_embeddings=True,
+                **ONE_LAYER | EAGER | dict(intermediate_size=9), num_experts=5, num_experts_per_tok=2,
+                norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True,
             ),
             t.OlmoeForCausalLM,
         ),

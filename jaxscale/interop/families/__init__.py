@@ -42,7 +42,7 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL}
 # Settings that choose how a model is computed, not which: a family says nothing of them.
 EXECUTION = (
     "compute_dtype", "embed_compute_dtype", "matmul_precision", "matmul_dtype", "attention", "scan_layers", "remat",
-    "remat_save", "remat_offload", "row_parts", "loss_chunk_tokens", "dropout", "experts.bias_rate",
+    "remat_save", "remat_offload", "row_parts", "loss_chunk_tokens", "dropout",
 )  # fmt: skip
 LOAD = "blocks/mlp/router_load"
 
@@ -137,8 +137,8 @@ def lost_settings(family: Family, cfg: AnyModelConfig) -> dict[str, Any] | None:
     if type(cfg) is not type(family.read_config({})):
         return None
     back, own = (settings_of(one) for one in (family.read_config(family.write_config(cfg)), cfg))
-    if (back.get("experts") is None) != (own.get("experts") is None):
-        return {"experts": cfg.experts}
+    if ("experts.number" in back) != ("experts.number" in own):
+        return None
     return {name: value for name, value in own.items() if name not in EXECUTION and back.get(name) != value}
 
 
@@ -147,8 +147,9 @@ def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
     found = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
     if (experts := found.get("experts")) is None:
         return found
-    found |= {"experts": True} | {f"experts.{f.name}": getattr(experts, f.name) for f in dataclasses.fields(experts)}
-    unread = {"mlp_dim": not experts.first_dense, "experts.group_best": experts.groups == 1}
+    del found["experts"]
+    found |= {f"experts.{field.name}": getattr(experts, field.name) for field in dataclasses.fields(experts)}
+    unread = {"mlp_dim": not experts.first_dense, "experts.group_best": experts.groups == 1, "experts.bias_rate": True}
     return {name: value for name, value in found.items() if not unread.get(name)}
 
 
