@@ -89,6 +89,11 @@ class Program:
         return str(self.model.kernels.sharing)
 
     @property
+    def exchange(self) -> str:
+        """How tokens and experts meet on the devices of mesh.expert, and why so, or ''."""
+        return str(self.model.exchange)
+
+    @property
     def stages(self) -> str:
         """How the stages of a pipeline go through the microbatches of a step, or ''."""
         return str(stage_schedule(self.cfg, self.model)) if self.model.pipeline.size > 1 else ""
@@ -226,7 +231,7 @@ def shared_rows(cfg: RunConfig, mesh: Mesh) -> SharedRows:
     """The rows of a run, as devices of the context axis share them."""
     shards = axis_size("act_batch", RULES[cfg.rules].params, mesh.shape)
     rows = max(1, cfg.rows_per_step // cfg.train.num_microbatches // shards)
-    return SharedRows(cfg.context.attention, cfg.row_lengths.row, rows)
+    return SharedRows(cfg.context.attention, cfg.row_lengths.row, rows, cfg.expert.exchange)
 
 
 def make_updates(cfg: RunConfig, budget: Budget, model: ShardedModel) -> Updates:

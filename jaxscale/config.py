@@ -11,12 +11,12 @@ from jaxscale.eval.config import EvalConfig, Evals, check_names
 from jaxscale.hosts.config import HangConfig
 from jaxscale.interop.config import ExportConfig
 from jaxscale.models import AnyModelConfig, names_of
-from jaxscale.models.config import LoraConfig, lora_flops
+from jaxscale.models.config import EXPERT_LOSSES, LoraConfig, lora_flops
 from jaxscale.monitor.config import MonitorConfig
 from jaxscale.optim.config import OptimConfig
 from jaxscale.sampling.config import SampleConfig
 from jaxscale.schema import setting
-from jaxscale.sharding.config import ContextConfig, MeshConfig, PipelineConfig
+from jaxscale.sharding.config import ContextConfig, ExpertConfig, MeshConfig, PipelineConfig
 from jaxscale.system.exits import BadInput
 from jaxscale.training.config import TrainConfig
 from jaxscale.units import divisors, or_list
@@ -35,6 +35,7 @@ class RunConfig:
     seed: int = setting(0, "of the parameters, the order of the data and all else that is random")
     mesh: MeshConfig = setting(MeshConfig, may_change=True)
     context: ContextConfig = setting(ContextConfig, may_change=True, read_if="mesh.context!=1")
+    expert: ExpertConfig = setting(ExpertConfig, may_change=True, read_if="mesh.expert!=1")
     pipeline: PipelineConfig = setting(PipelineConfig, may_change=True, read_if="mesh.pipeline!=1")
     rules: Literal["zero1", "zero2", "zero3"] = setting(
         "zero3", "what the fsdp axis shares: moments; gradients too; parameters too", may_change=True
@@ -199,9 +200,24 @@ def check_evals(cfg: RunConfig) -> None:
 # Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is
 # checked where it stands (__post_init__), what needs devices in device_checks, what needs files in
 # data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
+def check_experts(cfg: RunConfig) -> None:
+    """Raises BadInput for what experts alone have, and for what they have not."""
+    experts, model = getattr(cfg.model, "experts", None), cfg.model
+    if experts is None and cfg.mesh.expert != 1:
+        raise BadInput(f"mesh.expert={cfg.mesh.expert}: this model has no experts; use mesh.expert=1, and another axis")
+    if experts is None:
+        if lost := [name for name in cfg.train.aux_losses if name in EXPERT_LOSSES]:
+            raise BadInput(f"train.aux_losses has {lost[0]!r}, of experts, and this model has none; leave it out")
+    elif model.matmul_dtype != "none":
+        raise BadInput(
+            f"model.matmul_dtype={model.matmul_dtype!r} is not built for model.experts; set it to 'none', for all "
+            "products in compute_dtype"
+        )
+
+
 CHECKS = (
-    check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora, check_evals,
-    check_batch, check_amounts,
+    check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
+    check_evals, check_batch, check_amounts,
 )  # fmt: skip
 
 

@@ -127,7 +127,7 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"optim.min_lr": 1.0}, "optim: min_lr=1 must lie between 0 and peak_lr=0.01"),
         ({"mesh.fsdp": 0}, "mesh: fsdp=0 must be a positive number of devices"),
         ({"mesh.data": -1}, "mesh: only one axis may be -1, not ['data', 'fsdp']"),
-        ({"mesh.expert": 2}, "mesh: expert=2 is not built yet"),
+        ({"mesh.expert": 2}, "mesh.expert=2: this model has no experts"),
         ({"optim.groups": [{"pattern": "("}]}, "optim.groups[0]: pattern='(' is no regular expression"),
         ({"checkpoint.keep_last": 0}, "checkpoint: keep_last=0 must be at least 1"),
         ({"sample.temperature": 0}, "sample: "),

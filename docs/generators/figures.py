@@ -267,13 +267,14 @@ FIGURES: dict[str, Callable[[], str]] = {
     # pipelines
     "drawing_1f1b": lambda: timelines.timeline("1f1b"),
     "drawing_interleaved": lambda: timelines.timeline("interleaved"),
+    "drawing_zero_bubble": lambda: timelines.timeline("zero_bubble"),
     "drawing_gpipe": lambda: timelines.timeline("gpipe"),
     "bubbles": timelines.bubbles,
     "stages_line": timelines.told,
     "backward_passes": lambda: f"{timelines.BACKWARD:g}",
-    "split_backward_work": lambda: f"{timelines.split_backward() - 1:.0%}",
-    "split_backward_turns": lambda: f"{1 / (timelines.split_backward() - 1):g}",
-    "split_backward_pays": lambda: f"{1 - 1 / timelines.split_backward():.0%}",
+    "passes_twice": lambda: f"{timelines.redone_turns()}",
+    "bubble_8_16": lambda: timelines.bubble("1f1b", 8, 1, 16),
+    "zero_bubble_8_16": lambda: timelines.bubble("zero_bubble", 8, 1, 16),
     # precision
     "table_of_types": types,
     "table_of_sums": sums,

@@ -11,18 +11,37 @@ import numpy as np
 
 from generators.svg import Ink, figure, rectangle, sentence, text
 from generators.words import table
-from jaxscale.sharding.schedules import IDLE, Passes, Schedule, ideal_bubble, make_schedule, simulated_seconds
+from jaxscale.sharding.schedules import (
+    EQUAL,
+    IDLE,
+    Backward,
+    Costs,
+    Passes,
+    Schedule,
+    ideal_bubble,
+    lost_time,
+    make_schedule,
+    pass_seconds,
+    simulated_seconds,
+)
 
-RECOMPUTED, TO_INPUTS, TO_WEIGHTS = 1.0, 1.0, 1.0  # what a backward pass consists of, in forward passes of products
-FORWARD, BACKWARD = 1.0, RECOMPUTED + TO_INPUTS + TO_WEIGHTS  # of all layers of a stage
-SHOWN = {"1f1b": ("1f1b", 4, 1, 8), "interleaved": ("1f1b", 4, 2, 8), "gpipe": ("gpipe", 4, 1, 8)}
-TITLES = {"1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "gpipe": "GPipe"}
+BACKWARD = sum(EQUAL) - EQUAL.forward  # a backward pass, in forward passes
+SHOWN = {
+    "1f1b": ("1f1b", 4, 1, 8),
+    "interleaved": ("1f1b", 4, 2, 8),
+    "zero_bubble": ("zero_bubble", 4, 1, 8),
+    "gpipe": ("gpipe", 4, 1, 8),
+}
+TITLES = {"1f1b": "1F1B", "interleaved": "Interleaved 1F1B", "zero_bubble": "Zero bubble", "gpipe": "GPipe"}
 COMPARED = [(P, V, M) for P in (4, 8, 16) for V, M in ((1, 16), (2, 16), (1, 64), (4, 64))]
 LEFT, UNIT, ROW, GAP, TOP = 62, 15.6, 28, 4, 20  # pixels; UNIT: of a stage's forward pass
 INKS = {
     "forward": (Ink("#2b69ad", "#fff"), Ink("#8dbdec", "#000")),  # of the first chunk, and of the second
     "backward": (Ink("#a84a12", "#fff"), Ink("#f2b176", "#000")),
+    "of inputs": (Ink("#f6d7b8", "#000"),) * 2,
+    "of weights": (Ink("#5b6b1f", "#fff"),) * 2,
 }
+KEY = {"of inputs": "backward, without gradients of weights", "of weights": "backward again, for these"}
 
 
 class Turn(NamedTuple):
@@ -30,37 +49,40 @@ class Turn(NamedTuple):
 
     tick: int
     kind: str  # "forward" or "backward"
-    passes: Passes
+    passes: Passes | Backward
     begin: float
     end: float
 
 
-def turns(schedule: Schedule, forward: float, backward: float) -> Iterator[Turn]:
+def turns(schedule: Schedule) -> Iterator[Turn]:
     """What takes time, in order; a half in which no stage has a pass takes none."""
-    time = 0.0
+    time, costs = 0.0, chunk_costs(schedule)
+    halves = (
+        ("forward", schedule.forward, pass_seconds(schedule, Costs(costs.forward, 0.0, 0.0, 0.0))),
+        ("backward", schedule.backward, pass_seconds(schedule, costs._replace(forward=0.0))),
+    )
     for tick in range(schedule.num_ticks):
-        for kind, passes, took in (
-            ("forward", schedule.forward, forward),
-            ("backward", schedule.backward, backward),
-        ):
-            if (passes.microbatch[tick] != IDLE).any():
-                yield Turn(tick, kind, passes, time, time + took)
-                time += took
+        for kind, passes, work in halves:
+            if length := float(work[tick].max()):
+                yield Turn(tick, kind, passes, time, time + length)
+                time += length
 
 
-def chunk_seconds(schedule: Schedule) -> tuple[float, float]:
-    """(forward, backward) pass of a chunk, those of a stage's layers being FORWARD and BACKWARD."""
-    return FORWARD / schedule.num_chunks, BACKWARD / schedule.num_chunks
+def chunk_costs(schedule: Schedule) -> Costs:
+    """Of a chunk, a forward pass of a stage's layers taking 1."""
+    return Costs(*(part / schedule.num_chunks for part in EQUAL))
 
 
 def took(schedule: Schedule) -> float:
     """Simulated time of a step."""
-    return simulated_seconds(schedule, *chunk_seconds(schedule))
+    return simulated_seconds(schedule, chunk_costs(schedule))
 
 
-def measured_bubble(schedule: Schedule) -> float:
-    """Part of the simulated time in which a stage has no pass."""
-    return 1 - schedule.num_microbatches * (FORWARD + BACKWARD) / took(schedule)
+def kind_of(schedule: Schedule, turn: Turn, stage: int) -> str:
+    """The kind of a stage's pass, one of INKS."""
+    kinds = {"of inputs": schedule.of_inputs, "of weights": schedule.of_weights}
+    of_its_own = (kind for kind, which in kinds.items() if turn.kind == "backward" and which[turn.tick, stage])
+    return next(of_its_own, turn.kind)
 
 
 def timeline(name: str) -> str:
@@ -70,14 +92,15 @@ def timeline(name: str) -> str:
     chunks = f" of {V} chunks" if V > 1 else ""
     title = f"{TITLES[name]}: {P} stages{chunks}, {M} microbatches"
     marks = list(drawn_passes(schedule))
+    lost = "stands still, or does a pass twice, for" if schedule.num_later else "stands still for"
     width = LEFT + max(took(make_schedule(*shown)) for shown in SHOWN.values()) * UNIT + 2
     bottom = TOP + P * (ROW + GAP)
     caption = sentence(
         f"{title}. {schedule.num_ticks} ticks; the step takes as long as {took(schedule):g} forward passes of a stage, "
-        f"and a stage stands still for {measured_bubble(schedule):.1%} of it. It keeps the inputs of at most "
+        f"and a stage {lost} {lost_time(schedule, chunk_costs(schedule)):.1%} of it. It keeps the inputs of at most "
         f"{schedule.num_slots} passes."
     )
-    return figure(title, orders(schedule), caption, (width, bottom + 24), marks + list(key(V, bottom + 8)))
+    return figure(title, orders(schedule), caption, (width, bottom + 24), marks + list(key(schedule, bottom + 8)))
 
 
 def drawn_passes(schedule: Schedule) -> Iterator[str]:
@@ -86,7 +109,7 @@ def drawn_passes(schedule: Schedule) -> Iterator[str]:
         yield text(LEFT - 8, TOP + s * (ROW + GAP) + ROW / 2, f"stage {s}", anchor="end", size=12)
     yield text(LEFT - 8, TOP - 9, "tick", anchor="end", size=8.5)
     ticks: set[int] = set()
-    for turn in turns(schedule, *chunk_seconds(schedule)):
+    for turn in turns(schedule):
         left, width = LEFT + turn.begin * UNIT, (turn.end - turn.begin) * UNIT
         if turn.tick not in ticks:
             ticks.add(turn.tick)
@@ -98,16 +121,19 @@ def drawn_passes(schedule: Schedule) -> Iterator[str]:
             if m == IDLE:
                 yield rectangle(place, None, "", "idle", f"{where}: idle")
                 continue
-            told = f"{where}: microbatch {m} {turn.kind} through chunk {v}, slot {turn.passes.slot[turn.tick, s]}"
-            yield rectangle(place, INKS[turn.kind][v % 2], f"{m}", f"pass {turn.kind}", told)
+            kind = kind_of(schedule, turn, s)
+            told = f"{where}: microbatch {m} {kind} through chunk {v}, slot {turn.passes.slot[turn.tick, s]}"
+            yield rectangle(place, INKS[kind][v % 2], f"{m}", f"pass {kind}", told)
 
 
-def key(num_chunks: int, y: float) -> Iterator[str]:
+def key(schedule: Schedule, y: float) -> Iterator[str]:
     """What the colours mean."""
     x = LEFT
     for kind, inks in INKS.items():
-        for v in range(num_chunks):
-            word = f"{kind}, chunk {v}" if num_chunks > 1 else kind
+        if kind in KEY and not schedule.num_later:
+            continue
+        for v in range(schedule.num_chunks):
+            word = f"{kind}, chunk {v}" if schedule.num_chunks > 1 else KEY.get(kind, kind)
             yield rectangle((x, y, 14, 12), inks[v % 2], "", "key", "")
             yield text(x + 19, y + 6, word, anchor="start", size=11)
             x += 34 + 6.2 * len(word)
@@ -120,10 +146,10 @@ def orders(schedule: Schedule) -> str:
     told = []
     for s in range(schedule.num_stages):
         parts = []
-        for turn in turns(schedule, *chunk_seconds(schedule)):
+        for turn in turns(schedule):
             m, v = (int(of[turn.tick, s]) for of in turn.passes[:2])
             chunk = f" chunk {v}" if schedule.num_chunks > 1 else ""
-            parts.append("idle" if m == IDLE else f"{turn.kind} {m}{chunk}")
+            parts.append("idle" if m == IDLE else f"{kind_of(schedule, turn, s)} {m}{chunk}")
         told.append(f"Stage {s}: {', '.join(parts)}.")
     return " ".join(told)
 
@@ -132,14 +158,16 @@ def bubbles() -> str:
     """Bubbles as the simulator measures them beside the formula, and what a stage keeps, for several sizes."""
     rows = []
     for P, V, M in COMPARED:
-        schedule, gpipe = make_schedule("1f1b", P, V, M), make_schedule("gpipe", P, V, M)
-        assert np.isclose(measured_bubble(schedule), measured_bubble(gpipe)), "both idle equally often"
+        schedule, zero, gpipe = (make_schedule(name, P, V, M) for name in ("1f1b", "zero_bubble", "gpipe"))
+        assert np.isclose(schedule.bubble, gpipe.bubble), "both idle equally often"
+        assert schedule.num_slots == zero.num_slots, "both keep as much"
         idle, turns_of = P - 1, V * M + P - 1
         rows.append([
-            f"{P}, {V}, {M}", f"{measured_bubble(schedule):.1%}", f"{idle}/{turns_of} = {ideal_bubble(P, V, M):.1%}",
+            f"{P}, {V}, {M}", f"{schedule.bubble:.1%}", f"{idle}/{turns_of} = {ideal_bubble(P, V, M):.1%}",
+            f"{zero.bubble:.1%}",
             f"{schedule.num_slots} ({schedule.num_slots / V:g})", f"{gpipe.num_slots} ({gpipe.num_slots / V:g})",
         ])  # fmt: skip
-    head = ["P, V, M", "bubble, simulated", "(P-1) / (VM+P-1)", "1F1B keeps", "GPipe keeps"]
+    head = ["P, V, M", "bubble", "(P-1) / (VM+P-1)", "zero bubble", "1F1B keeps", "GPipe keeps"]
     return table(head, rows)
 
 
@@ -148,7 +176,11 @@ def told() -> str:
     return str(make_schedule(*SHOWN["1f1b"]))
 
 
-def split_backward() -> float:
-    """Work of a microbatch whose gradients of weights are taken in a pass of their own, which computes the layers once
-    more, over that of one whose are not: under full recomputation."""
-    return 1 + RECOMPUTED / (FORWARD + BACKWARD)
+def redone_turns() -> int:
+    """Backward passes that all stages of the drawn zero bubble begin twice."""
+    return int(make_schedule(*SHOWN["zero_bubble"]).of_inputs.sum())
+
+
+def bubble(*sizes) -> str:
+    """Of a schedule of this name and sizes."""
+    return f"{make_schedule(*sizes).bubble:.1%}"

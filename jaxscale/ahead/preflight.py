@@ -170,4 +170,5 @@ def notes(program: Program, bounds: Roofline | None) -> tuple[str, ...]:
     """What a reader of the figures must know."""
     plain = [f"attention is {program.attention}: {program.why_plain}"] if program.why_plain else []
     plain += [f"context: {program.sharing}"] if program.sharing else []
+    plain += [f"expert: {program.exchange}"] if program.exchange else []
     return (*plain, *(f"in none of the times: {line}" for line in (bounds.unpriced if bounds else ())))

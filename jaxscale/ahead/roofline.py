@@ -7,7 +7,8 @@ import math
 from jaxscale.ahead.hlo import HloFacts
 from jaxscale.ahead.timeline import Played, Timeline, link_seconds, play, work_seconds
 from jaxscale.hardware import Chip
-from jaxscale.planning.stages import Stages
+from jaxscale.planning.stages import SENT, Stages
+from jaxscale.sharding.schedules import EQUAL
 
 IN_STAGE = {"expert", "context", "tensor"}  # axes whose devices are of one stage of a pipeline
 NO_STAGES = Stages(size=1, layers=1, microbatches=1)
@@ -29,7 +30,7 @@ class Roofline:
     unpriced: tuple[str, ...]  # what has no figure and is in none of the times
     played: tuple[Played, ...]  # what became of each collective; () where the program has no order
     bubble_s: float = 0.0  # in at_least_s: what a stage of a pipeline waits while it fills and empties
-    bubble: str = ""  # its part of the stages' time, with the formula; '' without a pipeline
+    bubble: str = ""  # with passes done twice, its part of the stages' time, with the formula; '' without a pipeline
 
 
 def roofline(
@@ -37,9 +38,9 @@ def roofline(
 ) -> Roofline:
     """The bounds of a step. The truth lies above at_least_s, as far as kernels and links miss their peaks.
 
-    stages: of its pipeline. A device's program has its own products alone, each as often as it runs them; in the other
-    ticks it waits for stages that run theirs. head: the part of the model's products that are the output projection's,
-    for which nobody waits in these.
+    stages: of its pipeline. A device's program has its own products alone, each as often as it runs them, and where
+    stages differ as often as the last one does; in the other ticks it waits for stages that run theirs. head: the part
+    of the model's products that are the output projection's, for which nobody waits in these.
 
     Assumed: products run at the peak of their type, and float32 ones at bfloat16's (XLA's default on TPU); memory and
     links run at their datasheet figure in one direction with no latency. Each stage of a collective has the links of
@@ -68,7 +69,7 @@ def roofline(
     overlapped = max(compute, hbm, *queues.values())
     order = play(facts.schedule, facts.collectives, chip) if facts.schedule else Timeline(overlapped, (), {}, {})
     waits = math.fsum(seconds for link, seconds in order.exposed.items() if is_in_stage(link))
-    bubble = (stages.stretch - 1) * ((1 - stages.head_part(head)) * compute + waits)
+    bubble = stages.waiting(EQUAL) * (1 - stages.head_part(head)) * compute + stages.waiting(SENT) * waits
     at_least = max(order.seconds + bubble, overlapped)
     return Roofline(
         compute_s=compute,

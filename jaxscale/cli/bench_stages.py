@@ -19,11 +19,11 @@ from jaxscale.cli.attempt import simulated
 from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.qualify.step import place, random_batches
 from jaxscale.sharding.config import MeshConfig, PipelineConfig
-from jaxscale.sharding.schedules import Schedule, simulated_seconds
+from jaxscale.sharding.schedules import EQUAL, Costs, Schedule, simulated_seconds
 
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false"
 COLUMNS = (
-    f"{'schedule':10}{'chunks':>8}{'microbatches':>14}{'bubble':>9}{'simulated s':>13}{'measured s':>12}{'ratio':>8}"
+    f"{'schedule':12}{'chunks':>8}{'microbatches':>14}{'bubble':>9}{'simulated s':>13}{'measured s':>12}{'ratio':>8}"
 )
 
 
@@ -50,6 +50,7 @@ def cuts(stages: int) -> list[Cut]:
     return [
         Cut("1f1b", 1, most), Cut("1f1b", 1, 4 * stages), Cut("1f1b", 1, 2 * stages), Cut("1f1b", 1, stages),
         Cut("1f1b", 2, stages), Cut("1f1b", 2, 2 * stages), Cut("gpipe", 1, stages), Cut("gpipe", 1, 4 * stages),
+        Cut("zero_bubble", 1, stages), Cut("zero_bubble", 1, 2 * stages), Cut("zero_bubble", 2, stages),
     ]  # fmt: skip
 
 
@@ -69,14 +70,14 @@ def measure_stages(cfg: RunConfig, stages: int, steps: int, put: Callable[[str],
 
 
 def in_units(cfg: RunConfig, schedule: Schedule) -> float:
-    """The simulator's time of a step, in that of a layer's forward pass. A backward pass computes it again.
+    """The simulator's time of a step, in that of a layer's forward pass; the parts of a backward pass take as long.
 
     The stages share the head, which has a forward and a backward pass.
     """
     model = cfg.model
     layers = model.num_layers / (schedule.num_stages * schedule.num_chunks)
     head = model.vocab_size * model.embed_dim / model.block_matrix_params / schedule.num_stages
-    return simulated_seconds(schedule, forward=layers, backward=3 * layers, head=3 * head)
+    return simulated_seconds(schedule, Costs(*(layers * part for part in EQUAL)), head=3 * head)
 
 
 def time_steps(cfg: RunConfig, stages: int, cut: Cut, steps: int) -> Timed:
@@ -103,7 +104,7 @@ def time_steps(cfg: RunConfig, stages: int, cut: Cut, steps: int) -> Timed:
 def line(row: dict[str, Any]) -> str:
     """The row of the table that COLUMNS heads."""
     return (
-        f"{row['name']:10}{row['chunks']:>8}{row['microbatches']:>14}{row['bubble']:>9.1%}{row['simulated_s']:>13.3f}"
+        f"{row['name']:12}{row['chunks']:>8}{row['microbatches']:>14}{row['bubble']:>9.1%}{row['simulated_s']:>13.3f}"
         f"{row['measured_s']:>12.3f}{row['ratio']:>8.2f}"
     )
 

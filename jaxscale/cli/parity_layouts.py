@@ -82,6 +82,7 @@ def staged() -> list[Layout]:
         Layout({"pipeline": 2}, "zero3", 4, stages=PipelineConfig(schedule="gpipe")),
         Layout({"pipeline": 2}, "zero3", 4, stages=chunked),
         Layout({"pipeline": 4}, "zero3", 4),
+        Layout({"pipeline": 4}, "zero3", 4, stages=PipelineConfig(schedule="zero_bubble")),
     ]
 
 

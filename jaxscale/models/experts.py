@@ -6,8 +6,9 @@ that balance experts are sums over tokens, so that neither the mesh nor microbat
 B batch  T position  D embed  E experts  k experts of a token  F width of an expert  n = B * T tokens  R = n * k rows
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,30 +19,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxscale.models.config import EXPERT_LOSSES, MLP_GATE, MLP_UP
 from jaxscale.models.layers import constant, param
 from jaxscale.models.llama_config import LlamaConfig
+from jaxscale.models.told import Told
+from jaxscale.ops.exchange import exchanged
+from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.kernels import Kernels
 from jaxscale.ops.routing import Routes, in_order, route, sort_rows, to_rows, to_tokens
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 F32 = jnp.float32
-EXPERT_COUNTS = "expert_counts"  # int32[L, E] among the named parts of a loss
-
-
-class Told(NamedTuple):
-    """What a layer of experts says of a device's tokens, besides their results: sums over those that are text."""
-
-    counts_E: jax.Array  # int32: how often each expert was chosen
-    losses: dict[str, jax.Array]  # those of EXPERT_LOSSES, float32
-    entropy: jax.Array  # float32, of the router's shares [nats]
-
-
-def expert_parts(told: Told, aux_weights: Mapping[str, float]) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """(what is added to what is minimised, named sums over the tokens and counts) of layers [L] of experts.
-
-    The losses are summed over the layers, and the entropy is their mean.
-    """
-    losses = {name: jnp.sum(told.losses[name]) for name in EXPERT_LOSSES if name in aux_weights}
-    added = sum((aux_weights[name] * loss for name, loss in losses.items()), jnp.zeros((), F32))
-    return added, losses | {EXPERT_COUNTS: told.counts_E, "router_entropy": jnp.mean(told.entropy)}
 
 
 class SparseMlp(nnx.Module):
@@ -56,10 +41,10 @@ class SparseMlp(nnx.Module):
         # Neither is learned: training.balance moves them after each step.
         self.router_bias = constant((E,), ("norm",), 0.0) if own.bias else None
         self.router_load = constant((E,), ("norm",), 1 / E)  # each expert's part of the rows of the step before
-        self.gate = param(rngs, (E, D, F), ("experts", "embed", "mlp"), fan_in=D)
-        self.up = param(rngs, (E, D, F), ("experts", "embed", "mlp"), fan_in=D)
+        self.gate = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
+        self.up = param(rngs, (E, D, F), ("experts", "expert_embed", "mlp"), fan_in=D)
         std = (own.active_dim * 2 * cfg.num_layers) ** -0.5  # as of a dense MLP as wide as what a token goes through
-        self.down = param(rngs, (E, F, D), ("experts", "mlp", "embed"), std=std)
+        self.down = param(rngs, (E, F, D), ("experts", "mlp", "expert_embed"), std=std)
 
     @jax.named_scope("experts")
     def __call__(self, x_BTD: jax.Array, segment_ids_BT: jax.Array) -> tuple[jax.Array, Told]:
@@ -81,14 +66,16 @@ class SparseMlp(nnx.Module):
     def mixed(self, x_nD: jax.Array, routes: Routes) -> jax.Array:
         """The sum of each token's experts. Weights are multiplied in before the last product, whose result then is not
         needed to go back."""
-        grouped, per_token = self.kernels.grouped, self.form.per_token
+        per_token, axis = self.form.per_token, self.kernels.expert_axis
+        run = functools.partial(run_experts, self.kernels.grouped, self.activate)
         rows = sort_rows(routes.expert_nk, self.form.number)
-        x_RD = to_rows(per_token, x_nD, rows)
-        gate_RF = checkpoint_name(grouped(x_RD, self.gate[...], rows.counts_E), MLP_GATE)
-        up_RF = checkpoint_name(grouped(x_RD, self.up[...], rows.counts_E), MLP_UP)
-        weight_R = in_order(routes.weight_nk, rows)
-        h_RF = (self.activate(gate_RF, up_RF) * weight_R[:, None]).astype(x_nD.dtype)
-        return to_tokens(per_token, grouped(h_RF, self.down[...], rows.counts_E), rows)
+        weights = self.gate[...], self.up[...], self.down[...]
+        x_RD, weight_R = to_rows(per_token, x_nD, rows), in_order(routes.weight_nk, rows)
+        if axis.size == 1:
+            y_RD = run(weights, x_RD, weight_R, rows.counts_E)
+        else:
+            y_RD, _ = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
+        return to_tokens(per_token, y_RD, rows)
 
     def told(self, routes: Routes, segment_ids_BT: jax.Array) -> Told:
         """Every device of the tensor axis says the same of the same tokens: each gradient is its part of one."""
@@ -115,3 +102,14 @@ class SparseMlp(nnx.Module):
             dict(zip(EXPERT_LOSSES, losses, strict=True)),
             jnp.sum(jnp.where(real_BT, entropy_BT, 0.0)),
         )
+
+
+def run_experts(
+    grouped: GroupedProject, activate: Callable, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E: jax.Array
+) -> jax.Array:
+    """y_RD of rows sorted by expert, so many of each. weights: (gate_EDF, up_EDF, down_EFD)."""
+    gate_EDF, up_EDF, down_EFD = weights
+    gate_RF = checkpoint_name(grouped(x_RD, gate_EDF, counts_E), MLP_GATE)
+    up_RF = checkpoint_name(grouped(x_RD, up_EDF, counts_E), MLP_UP)
+    h_RF = (activate(gate_RF, up_RF) * weight_R[:, None]).astype(x_RD.dtype)
+    return grouped(h_RF, down_EFD, counts_E)

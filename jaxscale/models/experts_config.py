@@ -6,6 +6,8 @@ from jaxscale.ops.config import RouterForm
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
+EXPERT_COUNTS = "expert_counts"  # int32[L, E]: how often each was chosen, among the named parts of a loss
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpertsConfig(RouterForm):

@@ -16,9 +16,9 @@ from flax import nnx
 from jaxscale.data.batch import Batch
 from jaxscale.models import model_class
 from jaxscale.models.config import NO_LORA, LoraConfig, ModelConfig
-from jaxscale.models.experts import Told, expert_parts
 from jaxscale.models.layers import OneStack
 from jaxscale.models.lora import adapting, add_adapters, frozen_but_adapters
+from jaxscale.models.told import Told, expert_parts
 from jaxscale.ops.attention.xla import narrowed
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_scores
 from jaxscale.ops.kernels import Kernels

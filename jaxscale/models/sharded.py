@@ -25,8 +25,10 @@ from jaxscale.ops.kernels import Kernels, choose_kernels, share_rows, with_recor
 from jaxscale.ops.project import with_precision
 from jaxscale.ops.quantized import with_matmul_dtype
 from jaxscale.ops.recorder import NO_RECORDER, Recorder
+from jaxscale.sharding import expert_axis
 from jaxscale.sharding.batch_axes import BatchAxes, make_batch_axes
 from jaxscale.sharding.context_axis import ContextAxis, make_context_axis
+from jaxscale.sharding.expert_axis import EXPERTS, Exchange, ExpertWork, choose_exchange, make_expert_axis
 from jaxscale.sharding.offload import device_zeros, fetch_outside_blocks, fetch_then
 from jaxscale.sharding.pipeline_axis import AXIS, ONE_STAGE, PipelineAxis, stages_share
 from jaxscale.sharding.rules import RULES, Rules
@@ -42,6 +44,7 @@ class SharedRows(NamedTuple):
     wish: str = "auto"  # as context.attention has it
     length: int | None = None
     rows: int | None = None  # of a device, at a time
+    exchange: str = "auto"  # of experts, as expert.exchange has it
 
 
 ANY_ROWS = SharedRows()
@@ -63,6 +66,7 @@ class ShardedModel:
     context: ContextAxis
     tensor: TensorAxis
     pipeline: PipelineAxis = ONE_STAGE
+    exchange: Exchange = Exchange()  # how tokens and experts meet
 
     def init(
         self,
@@ -199,13 +203,28 @@ def shard_model(
         rules = pipeline.rules(rules)
     device, needs = mesh.devices.flat[0], cfg.attention_needs(prefix=prefix)
     kernels = with_matmul_dtype(choose_kernels(device.platform, cfg.attention, needs, device), cfg.matmul_dtype)
-    batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once)
+    exchange = choose_exchange(shared.exchange, expert_work(cfg, mesh, shared))
+    kernels = dataclasses.replace(kernels, expert_axis=make_expert_axis(mesh, exchange))
+    resting = (EXPERTS,) if exchange.form == "send" else ()
+    batch_axes = make_batch_axes(mesh, rules, reduce_dtype, torus_at_once=torus_at_once, resting=resting)
     sharing = choose_sharing(shared.wish, kernels.attention, needs, shared_work(cfg, mesh, shared))
     context = make_context_axis(mesh, zigzag=sharing.form != "ulysses", torus_at_once=torus_at_once)
     tensor = stages_share(make_tensor_axis(mesh, torus_at_once=torus_at_once, context=context), pipeline)
     shared_kernels = share_rows(kernels, sharing, needs, context, device)
     model = ShardedModel(
-        cfg, mesh, rules, lora, offloaded, needs, shared_kernels, kernels, batch_axes, context, tensor, pipeline
+        cfg,
+        mesh,
+        rules,
+        lora,
+        offloaded,
+        needs,
+        shared_kernels,
+        kernels,
+        batch_axes,
+        context,
+        tensor,
+        pipeline,
+        exchange,
     )
     check_fits(model, rules.params)
     return model
@@ -221,6 +240,22 @@ def shared_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> SharedWo
         row_length=shared.length,
         memory_bytes=chip and chip.hbm_bytes,
         in_pipeline=mesh.shape[AXIS] > 1,
+    )
+
+
+def expert_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> ExpertWork:
+    """What chooses how tokens and experts meet."""
+    experts, shape = getattr(cfg, "experts", None), mesh.shape
+    if experts is None:
+        return ExpertWork(1, 0, 0)
+    chip, item = find_chip(mesh.devices.flat[0].device_kind), jnp.dtype(cfg.compute_dtype).itemsize
+    known = shared.rows is not None and shared.length is not None
+    return ExpertWork(
+        devices=shape[expert_axis.AXIS],
+        layer_bytes=3 * experts.number * cfg.embed_dim * experts.mlp_dim * item // shape["tensor"],
+        row_bytes=cfg.embed_dim * item,
+        rows=shared.rows * shared.length // shape["context"] * experts.per_token if known else None,
+        memory_bytes=chip and chip.hbm_bytes,
     )
 
 

@@ -14,6 +14,7 @@ from flax import nnx
 from jaxscale.data.batch import Batch
 from jaxscale.models.layers import gather_params, merge_model
 from jaxscale.models.model import loss_of
+from jaxscale.models.told import expert_parts
 from jaxscale.ops.attention.xla import narrowed
 from jaxscale.sharding.shardings import whole_already
 
@@ -33,6 +34,11 @@ class Pieces:
     aux_weights: Mapping[str, float]
     num_sources: int
 
+    @property
+    def num_layers(self) -> int:
+        """Layers in the blocks."""
+        return jax.tree.leaves(self.blocks)[0].shape[0]
+
     def enter(self, ends: Any, rows: Batch, keys_B: jax.Array) -> jax.Array:
         """The residual stream before the first layer, of the device's own positions."""
         segments = narrowed(rows.segment_ids, rows.prefix)
@@ -40,14 +46,19 @@ class Pieces:
 
     def layer(
         self, params: Any, ends: Any, x_BTD: jax.Array, rows: Batch, keys_B: jax.Array, number: jax.Array
-    ) -> jax.Array:
-        """The residual stream after the layer of this number. params: its own."""
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """(the residual stream after the layer of this number, what it adds to the named sums: {} but for experts).
+        params: its own."""
         model = self.model(ends, params)
         graphdef, own = nnx.split(model.blocks)
         block = nnx.merge(graphdef, gather_params(own, whole_already, self.compute_dtype, stacked=True))
         of_layer = jax.tree.map(lambda of_all: jnp.asarray(of_all)[number], model.per_layer(keys_B))
         run = model.layer(rows.positions, narrowed(rows.segment_ids, rows.prefix))
-        return run(block, x_BTD, of_layer)
+        result = run(block, x_BTD, of_layer)
+        if not isinstance(result, tuple):
+            return result, {}
+        added, parts = expert_parts(of_all_layers(result[1], number, self.num_layers), self.aux_weights)
+        return result[0], parts | {"objective": added}
 
     def leave(self, ends: Any, x_BTD: jax.Array, rows: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(what is minimised, its named parts) from the residual stream after the last layer: sums over the tokens."""
@@ -57,3 +68,8 @@ class Pieces:
     def model(self, ends: Any, blocks: Any) -> nnx.Module:
         """The model with these parameters."""
         return merge_model(self.graphdef, {**ends, BLOCKS: blocks})
+
+
+def of_all_layers(told: Any, number: jax.Array, num_layers: int) -> Any:
+    """What one layer told, with a leading axis of layers: zeros but for its own."""
+    return jax.tree.map(lambda x: jnp.zeros((num_layers, *x.shape), x.dtype).at[number].set(x), told)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from jaxscale.ops.project import PRODUCT, matmul_transposed, separate_on_cpu
 from jaxscale.units import divisors
@@ -151,8 +152,6 @@ def at(w_ECO: jax.Array, group: jax.Array) -> jax.Array:
 
 def kernel_products(*, interpret: bool = False) -> Products:
     """Those of JAX's Pallas kernels for TPUs, which visit no group without rows. interpret: on a CPU, for tests."""
-    # Its package hides the module behind the function of the same name.
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
     def forward(x_RC, w_ECO, counts_E):
         x_RC, rows = whole_tiles(x_RC), len(x_RC)

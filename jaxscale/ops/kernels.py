@@ -18,6 +18,7 @@ from jaxscale.ops.project import Project, cpu_project, einsum_project
 from jaxscale.ops.recorder import NO_RECORDER, Recorder, StatisticsRecorder
 from jaxscale.ops.rope import Rotation, rotate, rotate_on_tpu
 from jaxscale.sharding.context_axis import WHOLE_ROWS, ContextAxis
+from jaxscale.sharding.expert_axis import STAYING, ExpertAxis
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 
@@ -33,6 +34,7 @@ class Kernels:
     rotate: Callable[[jax.Array, Rotation], jax.Array] = rotate
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
     grouped: GroupedProject = looped  # of experts
+    expert_axis: ExpertAxis = STAYING  # among whose devices rows are sent to their experts
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
     geglu_tanh: Callable[[jax.Array, jax.Array], jax.Array] = geglu_tanh
     recorder: Recorder = NO_RECORDER  # of intermediates, for a statistics program

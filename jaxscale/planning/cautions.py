@@ -1,5 +1,6 @@
 """What is unwise about a plan. Each function looks at one thing and returns a Caution, or None where all is well."""
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -246,8 +247,12 @@ def bubble_too_large(stages: Stages) -> Caution | None:
     way_out = f"set train.num_microbatches={wished} or more, where the rows of a batch allow it"
     if chunks > stages.chunks and stages.microbatches % stages.size == 0:
         way_out += f", or pipeline.chunks={chunks}"
+    lost = "stand still, or do passes twice, for" if stages.later else "stand still for"
+    if stages.schedule == "1f1b":
+        other = dataclasses.replace(stages, schedule="zero_bubble")
+        way_out += f", or pipeline.schedule={other.schedule} for a bubble of {other.bubble:.1%}"
     return Caution(
-        f"the stages of mesh.pipeline={stages.size} stand still for {stages.bubble:.0%} of the time",
+        f"the stages of mesh.pipeline={stages.size} {lost} {stages.bubble:.0%} of the time",
         f"{stages.microbatches} microbatches x {stages.chunks} chunks are less than two a stage: the bubble is "
         f"{stages.formula}",
         way_out,

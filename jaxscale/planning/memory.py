@@ -161,7 +161,7 @@ def activation_bytes(program: Program) -> int:
     if stages.on:
         blocks, _ = held_numbers(program, program.abstract_grads)
         gathered = 4 * blocks // stages.held_layers  # gradients of a layer, before they are added
-        kept = kept_inputs(program) + (TRANSIT + stages.held) * hop_bytes(program)
+        kept = kept_inputs(program) + (TRANSIT + stages.held + stages.later) * hop_bytes(program)
         head += 2 * tokens * width * model.embed_dim  # the last stage's result and its gradient, on every stage
     total = kept + max(gathered + round(BLOCK_SLACK * block + attention_memory(program)), head)
     on_gpu = program.mesh.devices.flat[0].platform == "gpu"

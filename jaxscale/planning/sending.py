@@ -24,7 +24,7 @@ from jaxscale.planning.links import (
     staged,
 )
 from jaxscale.planning.sent import Sent, sent_arrays
-from jaxscale.planning.stages import PIPELINE, hop_bytes, stages_of
+from jaxscale.planning.stages import PIPELINE, SENT, hop_bytes, stages_of
 from jaxscale.planning.topology import Topology, link_domains
 from jaxscale.sharding.compiler_options import SPARSE_CORE
 from jaxscale.sharding.mesh import spanning_shape
@@ -66,7 +66,7 @@ def plan_sending(program: Program, topology: Topology) -> Sending:
     stage of a pipeline wait for, the others wait for as long as for its products.
     """
     chip, found, hidden = topology.chip, mesh_links(program.mesh, topology.chip), hidden_kinds(program, topology)
-    stretch = stages_of(program.cfg, program.mesh.shape).stretch
+    stretch = stages_of(program.cfg, program.mesh.shape).stretch(SENT)
     links: collections.Counter[str] = collections.Counter()
     blocking = idle = 0.0
     for sent in sent_arrays(program):

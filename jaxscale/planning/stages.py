@@ -14,10 +14,11 @@ import jax
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.sharding.rules import names_of
-from jaxscale.sharding.schedules import split_layers
+from jaxscale.sharding.schedules import EQUAL, Costs, split_layers
 from jaxscale.sharding.shardings import leaf_at
 
 PIPELINE = "pipeline"
+SENT = Costs(to_weights=0.0)  # within a layer, by its passes: gradients of weights wait for nobody
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,13 +57,29 @@ class Stages:
 
     @property
     def bubble(self) -> float:
-        """The part of the stages' time that each stands still: (P-1) / (VM+P-1) (arXiv:2104.04473, section 2.2)."""
-        return (self.size - 1) / (self.runs + self.size - 1)
+        """The part of the stages' time that is lost to each: (P-1) / (VM+P-1) (arXiv:2104.04473, section 2.2)."""
+        return 1 - 1 / self.stretch()
 
     @property
-    def stretch(self) -> float:
+    def later(self) -> int:
+        """Chunks that a stage goes back through without gradients of weights, at most, and once more for these."""
+        return min(self.size - 1, self.microbatches) if self.schedule == "zero_bubble" else 0
+
+    def lost(self, costs: Costs) -> float:
+        """Time that no stage has of what it would do alone: P-1 turns, with the passes that are done twice in them."""
+        return (self.size - 1) * (sum(costs) - (costs.to_weights if self.later else 0.0))
+
+    def stretch(self, costs: Costs = EQUAL) -> float:
         """How many times longer the stages take than the chunks of one of them: 1 / (1 - bubble)."""
-        return (self.runs + self.size - 1) / self.runs
+        return 1 + self.lost(costs) / (self.runs * sum(costs))
+
+    def twice(self, costs: Costs) -> float:
+        """Passes that the last stage, which has the most, does twice, over what it would do alone."""
+        return self.later * (costs.again + costs.to_inputs) / (self.runs * sum(costs))
+
+    def waiting(self, costs: Costs) -> float:
+        """What the last stage waits for others, over all that it does: a compiled program counts its passes."""
+        return (self.stretch(costs) - 1 - self.twice(costs)) / (1 + self.twice(costs))
 
     @property
     def ticks(self) -> int:
@@ -94,12 +111,14 @@ class Stages:
     def head_part(self, head: float) -> float:
         """Part of a stage's own products that are the output projection's, where it is `head` of all products."""
         own = head * self.size / self.head_shares
-        return own / (1 - head + own)
+        return own / ((1 - head) * (1 + self.twice(EQUAL)) + own)
 
     @property
     def formula(self) -> str:
-        """'5.2% = (P-1)/(VM+P-1) = 7/135'."""
+        """'5.2% = (P-1)/(VM+P-1) = 7/135'; of a pass, gradients of weights are a quarter."""
         idle, runs = self.size - 1, self.runs
+        if self.schedule == "zero_bubble":
+            return f"{self.bubble:.1%} = 3(P-1)/(4VM+3(P-1)) = {3 * idle}/{4 * runs + 3 * idle}"
         return f"{self.bubble:.1%} = (P-1)/(VM+P-1) = {idle}/{runs + idle}"
 
 
@@ -122,7 +141,7 @@ def idle_share(stages: Stages, head: float) -> float:
     For others while the pipeline fills and empties, for layers that a longer chunk has, and for an output projection
     that the last stage has alone. head: the projection's part of all products. A cut one makes nobody wait.
     """
-    layers = stages.held_layers * stages.size / stages.layers * stages.stretch
+    layers = stages.held_layers * stages.size / stages.layers * stages.stretch()
     return (1 - head) * (layers - 1) + head * (stages.size / stages.head_shares - 1)
 
 

@@ -59,6 +59,7 @@ class BatchAxes:
     axes: tuple[str, ...]  # that shard rows
     summed: tuple[str, ...]  # these, and that whose devices share rows
     communication: Communication
+    resting: tuple[str, ...] = ()  # logical axes whose parts stay where they are, and are nobody else's
 
     @property
     def num_shards(self) -> int:
@@ -83,7 +84,8 @@ class BatchAxes:
 
     def partition(self, axes: tuple[str, ...], rules: Mapping[str, Placement]) -> Partition:
         """The dimensions of an array with these logical axes that the rules shard over the batch axes."""
-        return tuple((d, names) for d, axis in enumerate(axes) if (names := self.batch_axes_in(rules[axis])))
+        moving = ((d, rules[axis]) for d, axis in enumerate(axes) if axis not in self.resting)
+        return tuple((d, names) for d, place in moving if (names := self.batch_axes_in(place)))
 
     def gather(self, w: jax.Array, axes: tuple[str, ...], dtype: Any) -> jax.Array:
         """The all-gathered weight, cast to `dtype` first; its gradient is reduce-scattered. Unsharded: as it is.
@@ -127,6 +129,7 @@ class BatchAxes:
     def sum_rest(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """The sum over the devices that a gradient, scattered like the moments, has not been summed over yet."""
         done = {name for _, names in self.partition(axes, self.rules.moments) for name in names}
+        done |= {name for axis in axes if axis in self.resting for name in names_of(self.rules.params[axis])}
         rest = tuple(name for name in self.summed if name not in done)
         if not any(tensor_axis.AXIS in names_of(self.rules.params[axis]) for axis in axes):
             rest += (tensor_axis.AXIS,)  # each device had its own positions or heads of it
@@ -162,13 +165,19 @@ class BatchAxes:
 
 
 def make_batch_axes(
-    mesh: Mesh, rules: Rules, reduce_dtype: Any = jnp.float32, *, torus_at_once: bool = False
+    mesh: Mesh,
+    rules: Rules,
+    reduce_dtype: Any = jnp.float32,
+    *,
+    torus_at_once: bool = False,
+    resting: tuple[str, ...] = (),
 ) -> BatchAxes:
-    """The axes of this mesh that shard rows. torus_at_once: as for link_stages."""
+    """The axes of this mesh that shard rows. torus_at_once: as for link_stages. resting: as of BatchAxes."""
     axes = tuple(name for name in names_of(rules.params["act_batch"]) if mesh.shape[name] > 1)
     shared = tuple(name for name in (context_axis.AXIS,) if mesh.shape[name] > 1)
     stages = tuple((name, link_stages(mesh, name, torus_at_once=torus_at_once)) for name in axes + shared)
-    return BatchAxes(mesh, rules, axes, axes + shared, Communication(jnp.dtype(reduce_dtype), stages, on_tpu(mesh)))
+    communication = Communication(jnp.dtype(reduce_dtype), stages, on_tpu(mesh))
+    return BatchAxes(mesh, rules, axes, axes + shared, communication, resting)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

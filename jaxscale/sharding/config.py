@@ -16,7 +16,7 @@ class MeshConfig:
     pipeline: int = setting(1, "stages, each of which holds some of the layers")
     data: int = setting(1, "copies of the model that each see other rows")
     fsdp: int = setting(-1, "devices that share one copy of parameters, gradients or moments; they see other rows too")
-    expert: int = setting(1, "groups of experts (1 in this version)")
+    expert: int = setting(1, "devices that share the experts of a layer; they see other rows too")
     context: int = setting(1, "devices that share the positions of a row")
     tensor: int = setting(1, "devices that split each matrix product")
 
@@ -25,8 +25,6 @@ class MeshConfig:
             size = getattr(self, axis)
             if size < 1 and size != -1:
                 raise BadInput(f"{axis}={size} must be a positive number of devices, or -1 for what is left")
-            if axis == "expert" and size != 1:
-                raise BadInput(f"{axis}={size} is not built yet; leave it 1 and use the other axes")
         if len(free := [axis for axis in MESH_AXES if getattr(self, axis) == -1]) > 1:
             raise BadInput(
                 f"only one axis may be -1, not {free}; set all but one (fsdp is -1 unless you say otherwise)"
@@ -45,12 +43,24 @@ class ContextConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpertConfig:
+    """How tokens and experts meet on the devices of mesh.expert, each of which has some of both."""
+
+    exchange: Literal["auto", "gather", "send"] = setting(
+        "auto",
+        "gather: all experts of a layer come to every device; send: tokens go to their experts and back, in rounds "
+        "until all have been; auto prints what it chose and why",
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PipelineConfig:
     """How the stages of mesh.pipeline work on the microbatches of a step."""
 
-    schedule: Literal["1f1b", "gpipe"] = setting(
+    schedule: Literal["1f1b", "zero_bubble", "gpipe"] = setting(
         "1f1b",
-        "1f1b: activations of a few microbatches exist at a time (arXiv:1806.03377); gpipe: of all (arXiv:1811.06965)",
+        "1f1b: activations of a few microbatches exist at a time (arXiv:1806.03377); zero_bubble: so too, and some "
+        "gradients of weights wait until a stage idles (arXiv:2401.10241); gpipe: of all (arXiv:1811.06965)",
     )
     chunks: int = setting(
         1, "runs of layers that each stage holds, taken in turn (interleaved, arXiv:2104.04473): a smaller bubble"

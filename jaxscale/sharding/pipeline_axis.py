@@ -21,7 +21,8 @@ from jaxscale.sharding.schedules import IDLE, Schedule, make_schedule, split_lay
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 AXIS = "pipeline"
-LAYERS, VOCAB, EMBED, BATCH = "layers", "vocab", "embed", "act_batch"  # logical axes
+LAYERS, VOCAB, BATCH = "layers", "vocab", "act_batch"  # logical axes
+RESIDUAL = ("embed", "expert_embed")  # those along the residual stream
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +104,7 @@ class PipelineAxis:
 
     def spread(self, table: Mapping[str, Placement]) -> dict[str, Placement]:
         """Everything along the residual stream is cut over the stages as well."""
-        return dict(table) | {EMBED: (*names_of(table[EMBED]), AXIS)}
+        return dict(table) | {along: (*names_of(table[along]), AXIS) for along in RESIDUAL}
 
     def schedule(self, name: str, num_microbatches: int) -> Schedule:
         """The tables of a schedule for these stages."""
@@ -115,17 +116,17 @@ class PipelineAxis:
         What fills up shorter chunks is of no meaning.
         """
         stacked, shared = axes[:1] == (LAYERS,), self.cuts_vocab and VOCAB in axes
+        cut = residual_dimension(axes)
         if self.rests_in_place and (stacked or shared):
             return w
         parts_P = jnp.asarray(np.maximum(self.layers, 0).reshape(self.size, -1))
-        if stacked and EMBED not in axes:
+        if stacked and cut is None:
             return jnp.take(w, parts_P[self.stage], axis=0)
-        if shared and EMBED not in axes:
+        if shared and cut is None:
             own = w.shape[axes.index(VOCAB)] // self.size
             return lax.dynamic_slice_in_dim(w, self.stage * own, own, axes.index(VOCAB))
-        if self.rests_in_place or EMBED not in axes:
+        if self.rests_in_place or cut is None:
             return w
-        cut = axes.index(EMBED)
         if stacked:
             w = jnp.take(w, parts_P.reshape(-1), axis=0)
             return lax.all_to_all(w, AXIS, split_axis=0, concat_axis=cut, tiled=True)
@@ -136,17 +137,17 @@ class PipelineAxis:
     def from_stage(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """The sum over the stages of the gradient of what to_stage() returned, cut as the weight rests."""
         stacked, shared = axes[:1] == (LAYERS,), self.cuts_vocab and VOCAB in axes
+        cut = residual_dimension(axes)
         if self.rests_in_place and (stacked or shared):
             return grad
-        if stacked and EMBED not in axes:
+        if stacked and cut is None:
             places_P = jnp.asarray(self.layers.reshape(self.size, -1))
             whole = jnp.zeros((self.layers.max() + 1, *grad.shape[1:]), grad.dtype)
             return self.sum(whole.at[places_P[self.stage]].set(grad, mode="drop", wrap_negative_indices=False))
-        if shared and EMBED not in axes:
+        if shared and cut is None:
             return lax.all_gather(grad, AXIS, axis=axes.index(VOCAB), tiled=True)  # each stage has the sum of its part
-        if self.rests_in_place or EMBED not in axes:
+        if self.rests_in_place or cut is None:
             return self.sum(grad)
-        cut = axes.index(EMBED)
         if stacked:
             grad = lax.all_to_all(grad, AXIS, split_axis=cut, concat_axis=0, tiled=True)
             order = np.argsort(np.where(self.layers == IDLE, self.layers.size, self.layers).reshape(-1), kind="stable")
@@ -154,6 +155,11 @@ class PipelineAxis:
         if shared:
             return lax.all_to_all(grad, AXIS, split_axis=cut, concat_axis=axes.index(VOCAB), tiled=True)
         return lax.psum_scatter(grad, AXIS, scatter_dimension=cut, tiled=True)
+
+
+def residual_dimension(axes: tuple[str, ...]) -> int | None:
+    """The dimension of an array that lies along the residual stream, if one does."""
+    return next((d for d, axis in enumerate(axes) if axis in RESIDUAL), None)
 
 
 ONE_STAGE = PipelineAxis()

@@ -11,12 +11,13 @@ Placement = str | tuple[str, ...] | None
 
 ROUTER = "router"  # the axis of the experts that a router scores, all on every device
 ACTIVATIONS: dict[str, Placement] = {
-    "act_batch": ("data", "fsdp"),
+    "act_batch": ("data", "fsdp", "expert"),
     "act_seq": None,  # whole on the devices of context, which take their own positions inside (context_axis.py)
 }
 # A copy on every device of data, fsdp and context; the tensor axis splits the products.
 TENSOR: dict[str, Placement] = ACTIVATIONS | {
     "embed": None,
+    "expert_embed": None,
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -30,7 +31,9 @@ TENSOR: dict[str, Placement] = ACTIVATIONS | {
     ROUTER: None,
     "channels": None,  # of a matrix that every device multiplies its own positions with
 }
-FSDP_TENSOR = TENSOR | {"embed": ("fsdp", "context")}  # and fsdp shares one copy, with the devices that share rows
+# And fsdp shares one copy, with the devices that share rows. Those of the expert axis have experts to share, and of all
+# else a part.
+FSDP_TENSOR = TENSOR | {"embed": ("fsdp", "expert", "context"), "expert_embed": ("fsdp", "context")}
 
 
 @dataclasses.dataclass(frozen=True)

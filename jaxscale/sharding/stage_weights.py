@@ -10,7 +10,7 @@ import jax
 from jax import lax
 
 from jaxscale.sharding.batch_axes import BatchAxes
-from jaxscale.sharding.pipeline_axis import EMBED, LAYERS, PipelineAxis
+from jaxscale.sharding.pipeline_axis import LAYERS, PipelineAxis, residual_dimension
 from jaxscale.sharding.rules import read_as
 from jaxscale.sharding.shardings import is_axes
 
@@ -20,7 +20,7 @@ def stage_weights(params: Any, axes: Any, batch_axes: BatchAxes, pipeline: Pipel
     """The device's own stage's part of the parameters: whole over fsdp, and what products read in their dtype."""
 
     def whole(w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        narrow = read_as(axes, dtype) if EMBED in axes else w.dtype
+        narrow = read_as(axes, dtype) if residual_dimension(axes) is not None else w.dtype
         gather = lambda w, axes: batch_axes.gather(w, axes, narrow).astype(narrow)
         return layer_by_layer(gather, pipeline.to_stage(w.astype(narrow), axes), axes)
 

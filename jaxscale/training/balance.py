@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxscale.models.experts import EXPERT_COUNTS
+from jaxscale.models.experts_config import EXPERT_COUNTS
 
 ROUTER_BIAS, ROUTER_LOAD = "router_bias", "router_load"
 

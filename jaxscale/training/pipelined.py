@@ -1,8 +1,8 @@
 """Gradients of a batch taken in microbatches by the stages of a pipeline: a scan over the ticks of a schedule.
 
 The mathematics of training.accumulate, and where one device computes what one computed there, its bits: gradients are
-summed over the microbatches in their order. Of a microbatch on its way a stage keeps the inputs of its layers, and
-computes each layer again as the gradient comes back.
+summed over the microbatches in their order, but those that a schedule leaves for later. Of a microbatch on its way a
+stage keeps the inputs of its layers, and computes each layer again as the gradient comes back.
 
 B rows of a microbatch  T position  D embed  M microbatches  S slots  V chunks of a stage  c layers of a chunk
 """
@@ -19,7 +19,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.models.stages import BLOCKS, Pieces
 from jaxscale.optim.optimizers import combine, trainable
 from jaxscale.sharding.pipeline_axis import PipelineAxis
-from jaxscale.sharding.schedules import IDLE, Passes, Schedule
+from jaxscale.sharding.schedules import IDLE, Backward, Passes, Schedule
 from jaxscale.training.accumulate import Reduction, divided, near_mean, row_keys, split_rows
 
 
@@ -29,16 +29,17 @@ class Carry(NamedTuple):
     x_BTD: jax.Array  # has come up from the stage before
     dx_BTD: jax.Array  # goes down to the stage before
     kept_ScBTD: jax.Array  # inputs of layers, of the microbatches on their way
-    held_SBTD: jax.Array  # gradients of the last chunk's result, until its backward pass
+    held_SBTD: jax.Array  # gradients of the last chunk's result, until its backward pass; then those held on
     grads: tuple[Any, Any]  # float32, of what is trained outside of the blocks and in them
     sums: dict[str, jax.Array]
+    told: dict[str, jax.Array]  # by the layers of this stage: sums too
 
 
 class Tick(NamedTuple):
     """A row of the schedule's tables."""
 
     forward: Passes
-    backward: Passes
+    backward: Backward
     enters: jax.Array  # microbatches, or IDLE
     leaves: jax.Array
     returns: jax.Array
@@ -65,7 +66,9 @@ class Pipeline:
         carry, _ = lax.scan(lambda carry, now: (work.tick(carry, now), None), work.begin(), ticks)
         of_ends, of_blocks = carry.grads
         sums = carry.sums if self.axis.cuts_vocab else jax.tree.map(self.axis.sum, carry.sums)
-        return sums, {**of_ends, BLOCKS: of_blocks}
+        told = jax.tree.map(self.axis.sum, carry.told)
+        added = {name: sums[name] + told[name] if name in sums else told[name] for name in told}
+        return sums | added, {**of_ends, BLOCKS: of_blocks}
 
 
 def accumulate_pipelined(
@@ -94,13 +97,17 @@ class StageWork:
         (_, parts), _ = jax.eval_shape(self.loss_and_gradients, jnp.zeros(x_BTD.shape, x_BTD.dtype), rows)
         zeros = lambda *shape: jnp.zeros((*shape, *x_BTD.shape), x_BTD.dtype)
         none = lambda tree: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, jnp.float32), tree)
+        nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
+        own, first = at(self.blocks, 0), jnp.zeros((), jnp.int32)
+        _, told = jax.eval_shape(lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, first), x_BTD)
         return Carry(
             zeros(),
             zeros(),
             zeros(self.schedule.num_slots, self.layers_Vc.shape[1]),
-            zeros(self.schedule.num_held),
+            zeros(self.schedule.num_held + self.schedule.num_later),
             (none(trainable(self.ends, self.end_groups)), none(trainable(self.blocks, self.block_groups))),
-            none(parts),
+            nothing(parts),
+            nothing(told),
         )
 
     def tick(self, carry: Carry, now: Tick) -> Carry:
@@ -115,23 +122,28 @@ class StageWork:
         entering = lambda x_BTD: self.pieces.enter(self.ends, *at(self.micro, now.enters))
         entered_BTD = self.when(enters & joins(axis.first), M, entering, carry.x_BTD)
         x_BTD = jnp.where(enters & axis.first, entered_BTD, carry.x_BTD)
-        forward = lambda x_BTD, kept: self.forward(x_BTD, kept, there)
-        y_BTD, kept_ScBTD = self.when(there.microbatch != IDLE, M * V, forward, x_BTD, carry.kept_ScBTD)
+        forward = lambda *so_far: self.forward(*so_far, there)
+        y_BTD, kept_ScBTD, told = self.when(
+            there.microbatch != IDLE, M * V, forward, x_BTD, carry.kept_ScBTD, carry.told
+        )
         x_BTD = axis.up(y_BTD)  # on its way while the backward pass runs
 
         add_loss = lambda sums, of_ends, held: self.add_loss(sums, of_ends, held, y_BTD, now.leaves)
         sums, of_ends, held_SBTD = self.when(
             leaves & joins(axis.last), M, add_loss, carry.sums, of_ends, carry.held_SBTD
         )
-        begins = axis.last & (back.chunk == V - 1)
-        dy_BTD = jnp.where(begins, at(held_SBTD, self.held_at(back.microbatch)), dy_BTD)
+        dy_BTD = jnp.where(back.held != IDLE, at(held_SBTD, back.held), dy_BTD)
         backward = lambda dy_BTD, of_blocks: self.backward(dy_BTD, of_blocks, kept_ScBTD, back)
-        dx_BTD, of_blocks = self.when(back.microbatch != IDLE, M * V, backward, dy_BTD, of_blocks)
+        later = back.keep != IDLE
+        dx_BTD, of_blocks = self.when((back.microbatch != IDLE) & ~later, M * V, backward, dy_BTD, of_blocks)
+        if most := self.schedule.num_later:  # of a stage; the first leaves none
+            of_inputs = lambda dx_BTD, held: self.of_inputs(dy_BTD, held, kept_ScBTD, back)
+            dx_BTD, held_SBTD = self.when(later, most, of_inputs, dx_BTD, held_SBTD)
         add_embedding = lambda of_ends: self.add_embedding(of_ends, dx_BTD, now.returns)
         of_ends = self.when(returns & joins(axis.first), M, add_embedding, of_ends)
         # Or XLA would send x_BTD between slices at the beginning of the next tick, when it is waited for.
         x_BTD, dx_BTD = lax.optimization_barrier((x_BTD, dx_BTD))
-        return Carry(x_BTD, dx_BTD, kept_ScBTD, held_SBTD, (of_ends, of_blocks), sums)
+        return Carry(x_BTD, dx_BTD, kept_ScBTD, held_SBTD, (of_ends, of_blocks), sums, told)
 
     def when(self, active: jax.Array, times: int, f: Callable, *operands: Any) -> Any:
         """f(*operands) where active, else the operands as they are."""
@@ -140,44 +152,64 @@ class StageWork:
         with jax.named_scope(f"taken_{times}_of_{self.schedule.num_ticks}"):
             return lax.cond(active, f, same, *operands)
 
-    def forward(self, x_BTD: jax.Array, kept_ScBTD: jax.Array, now: Passes) -> tuple[jax.Array, jax.Array]:
-        """(the chunk's result, what is kept with the inputs of its layers)"""
+    def forward(self, x_BTD: jax.Array, kept_ScBTD: jax.Array, told: Any, now: Passes) -> tuple[jax.Array, Any, Any]:
+        """(the chunk's result, what is kept with the inputs of its layers, what was told with what they tell)"""
 
         def one(carry, i):
-            x_BTD, kept_ScBTD = carry
+            x_BTD, kept_ScBTD, told = carry
             kept_ScBTD = lax.dynamic_update_slice(kept_ScBTD, x_BTD[None, None], (now.slot, i, 0, 0, 0))
-            return (self.layer(self.own(now, i), x_BTD, now, i), kept_ScBTD), None
+            x_BTD, more = self.layer(self.own(now, i), x_BTD, now, i)
+            return (x_BTD, kept_ScBTD, jax.tree.map(jnp.add, told, more)), None
 
-        return lax.scan(one, (x_BTD, kept_ScBTD), jnp.arange(self.layers_Vc.shape[1]))[0]
+        return lax.scan(one, (x_BTD, kept_ScBTD, told), jnp.arange(self.layers_Vc.shape[1]))[0]
 
-    def backward(self, dy_BTD: jax.Array, grads: Any, kept_ScBTD: jax.Array, now: Passes) -> tuple[jax.Array, Any]:
+    def backward(self, dy_BTD: jax.Array, grads: Any, kept_ScBTD: jax.Array, now: Backward) -> tuple[jax.Array, Any]:
         """(gradient of the chunk's input, gradients with those of its layers added)"""
 
         def one(carry, i):
             dy_BTD, grads = carry
-            place, own = self.place(now, i), self.own(now, i)
-            x_BTD = lax.dynamic_slice(kept_ScBTD, (now.slot, i, 0, 0, 0), (1, 1, *dy_BTD.shape))[0, 0]
-            run = lambda trained, x_BTD: self.layer(combine(trained, own), x_BTD, now, i)
+            place, own, x_BTD = self.place(now, i), self.own(now, i), kept(kept_ScBTD, now, i)
+            run = lambda trained, x_BTD: self.scaled_layer(combine(trained, own), x_BTD, now, i)
             _, pull = jax.vjp(run, wide(trainable(own, self.block_groups)), x_BTD)
-            found, dx_BTD = pull(dy_BTD)
+            found, dx_BTD = pull((dy_BTD, jnp.ones(())))
             add = lambda total, grad: lax.dynamic_update_index_in_dim(total, at(total, place) + grad, place, 0)
             return (dx_BTD, jax.tree.map(add, grads, found)), None
 
         return lax.scan(one, (dy_BTD, grads), jnp.arange(self.layers_Vc.shape[1]), reverse=True)[0]
 
-    def layer(self, own: Any, x_BTD: jax.Array, now: Passes, i: jax.Array) -> jax.Array:
-        """The residual stream after layer i of the chunk; as it is where the chunk has no such layer."""
+    def of_inputs(
+        self, dy_BTD: jax.Array, held_SBTD: jax.Array, kept_ScBTD: jax.Array, now: Backward
+    ) -> tuple[jax.Array, jax.Array]:
+        """(gradient of the chunk's input, held gradients with dy_BTD); those of weights are left to a second pass"""
+
+        def one(dy_BTD, i):
+            own, x_BTD = self.own(now, i), kept(kept_ScBTD, now, i)
+            _, pull = jax.vjp(lambda x_BTD: self.scaled_layer(own, x_BTD, now, i), x_BTD)
+            return *pull((dy_BTD, jnp.ones(()))), None
+
+        held_SBTD = lax.dynamic_update_index_in_dim(held_SBTD, dy_BTD, now.keep, 0)
+        return lax.scan(one, dy_BTD, jnp.arange(self.layers_Vc.shape[1]), reverse=True)[0], held_SBTD
+
+    def scaled_layer(self, own: Any, x_BTD: jax.Array, now: Backward, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(layer()'s result, what it adds to what is differentiated)"""
+        x_BTD, told = self.layer(own, x_BTD, now, i)
+        return x_BTD, jnp.asarray(self.scale * told.get("objective", 0.0), jnp.float32)
+
+    def layer(self, own: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> tuple[jax.Array, Any]:
+        """(the residual stream after layer i of the chunk, what it told); as it is where there is no such layer."""
         number, rows = self.layers_Vc[now.chunk, i], at(self.micro, now.microbatch)
         run = lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, number)
         if (self.axis.layers != IDLE).all():
             return run(x_BTD)
-        return lax.cond(number != IDLE, run, lambda x_BTD: x_BTD, x_BTD)
+        told = jax.eval_shape(run, x_BTD)[1]
+        none = lambda x_BTD: (x_BTD, jax.tree.map(jnp.zeros_like, told))
+        return lax.cond(number != IDLE, run, none, x_BTD)
 
-    def place(self, now: Passes, i: jax.Array) -> jax.Array:
+    def place(self, now: Passes | Backward, i: jax.Array) -> jax.Array:
         """Where layer i of the chunk stands among those of the stage."""
         return now.chunk * self.layers_Vc.shape[1] + i
 
-    def own(self, now: Passes, i: jax.Array) -> Any:
+    def own(self, now: Passes | Backward, i: jax.Array) -> Any:
         """Its parameters."""
         return at(self.blocks, self.place(now, i))
 
@@ -214,6 +246,11 @@ class StageWork:
 def at(tree: Any, i: jax.Array | int) -> Any:
     """The i-th entry of each array's first axis."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
+
+
+def kept(kept_ScBTD: jax.Array, now: Backward, i: jax.Array) -> jax.Array:
+    """The input of layer i of the chunk, in the forward pass of the microbatch that goes back now."""
+    return lax.dynamic_slice(kept_ScBTD, (now.slot, i, 0, 0, 0), (1, 1, *kept_ScBTD.shape[2:]))[0, 0]
 
 
 def wide(tree: Any) -> Any:

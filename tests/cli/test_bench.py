@@ -267,6 +267,7 @@ def test_the_simulator_s_unit_counts_what_each_stage_does():
     assert passes("1f1b", 1, 4) == pytest.approx(5 * 4 * (1 + 3) + 4 * head)  # 4 layers a stage
     assert passes("1f1b", 2, 4) == pytest.approx(9 * 2 * (1 + 3) + 4 * head)  # two chunks of 2
     assert passes("gpipe", 1, 4) == passes("1f1b", 1, 4)
+    assert passes("zero_bubble", 1, 4) == pytest.approx(passes("1f1b", 1, 4) - 4)  # gradients of one turn's weights
 
 
 def test_a_step_of_each_schedule_is_timed_beside_the_simulator(monkeypatch):

@@ -16,7 +16,7 @@ sys.path[:0] = [str(ROOT / "docs")]
 from generators import svg, timelines, zigzag  # noqa: E402
 
 SVG = "{http://www.w3.org/2000/svg}"
-TOLD = re.compile(r"stage (\d+), tick (\d+): microbatch (\d+) (\w+) through chunk (\d+), slot (\d+)")
+TOLD = re.compile(r"stage (\d+), tick (\d+): microbatch (\d+) ([\w ]+) through chunk (\d+), slot (\d+)")
 
 
 def marks(page, kind):
@@ -31,16 +31,19 @@ def test_a_drawing_has_a_mark_for_each_pass_of_the_table_and_ends_with_the_simul
     drawn = collections.Counter()
     for mark in marks(page, "pass"):
         s, t, m, kind, v, slot = TOLD.fullmatch(mark.find(f"{SVG}title").text).groups()
-        of = getattr(schedule, kind)
-        assert [int(table[int(t), int(s)]) for table in of] == [int(m), int(v), int(slot)]
+        of = schedule.forward if kind == "forward" else schedule.backward
+        assert [int(table[int(t), int(s)]) for table in of[:3]] == [int(m), int(v), int(slot)]
+        for other, which in (("of inputs", schedule.of_inputs), ("of weights", schedule.of_weights)):
+            assert (kind == other) == (kind != "forward" and which[int(t), int(s)])
         assert mark.get("class") == f"pass {kind}" and mark.find(f"{SVG}text").text == m
         assert mark.find(f"{SVG}rect").get("fill") == timelines.INKS[kind][int(v) % 2].fill
         drawn[s, t, kind] += 1
     passes = sum(int((of.microbatch != IDLE).sum()) for of in (schedule.forward, schedule.backward))
-    assert set(drawn.values()) == {1} and len(drawn) == passes == 2 * 4 * 8 * schedule.num_chunks
+    twice = 1 + 2 + 3 if name == "zero_bubble" else 0
+    assert set(drawn.values()) == {1} and len(drawn) == passes == 2 * 4 * 8 * schedule.num_chunks + twice
     halves = sum(int((of.microbatch != IDLE).any(1).sum()) for of in (schedule.forward, schedule.backward))
     assert len(marks(page, "idle")) == 4 * halves - passes
-    seconds = simulated_seconds(schedule, *timelines.chunk_seconds(schedule))
+    seconds = simulated_seconds(schedule, timelines.chunk_costs(schedule))
     boxes = [mark.find(f"{SVG}rect") for kind in ("pass", "idle") for mark in marks(page, kind)]
     ends = [float(box.get("x")) + float(box.get("width")) for box in boxes]
     assert max(ends) == pytest.approx(timelines.LEFT + seconds * timelines.UNIT, abs=1)
@@ -74,9 +77,10 @@ def test_bubbles_and_slots_of_the_page_are_those_of_the_tables():
     rows = [row.strip("| ").split(" | ") for row in timelines.bubbles().splitlines()[2:]]
     assert len(rows) == len(timelines.COMPARED) == len(set(timelines.COMPARED))
     for (P, V, M), row in zip(timelines.COMPARED, rows, strict=True):
-        one, gpipe = (make_schedule(name, P, V, M) for name in ("1f1b", "gpipe"))
+        one, zero, gpipe = (make_schedule(name, P, V, M) for name in ("1f1b", "zero_bubble", "gpipe"))
         assert row[0] == f"{P}, {V}, {M}" and row[1] == f"{one.bubble:.1%}" == row[2].split(" = ")[1]
-        assert row[3].split()[0] == str(one.num_slots) and row[4].split()[0] == str(gpipe.num_slots) == str(M * V)
+        assert row[3] == f"{zero.bubble:.1%}"
+        assert row[4].split()[0] == str(one.num_slots) and row[5].split()[0] == str(gpipe.num_slots) == str(M * V)
 
 
 def test_the_triangle_is_coloured_by_the_table_that_cuts_rows():

@@ -12,7 +12,8 @@ from flax import nnx
 
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
-from jaxscale.models.experts import EXPERT_COUNTS, SparseMlp
+from jaxscale.models.experts import SparseMlp
+from jaxscale.models.experts_config import EXPERT_COUNTS
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.optim.groups import dotted

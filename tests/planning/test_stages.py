@@ -18,7 +18,7 @@ from jaxscale.planning.sent import sent_arrays
 from jaxscale.planning.speed import estimate
 from jaxscale.planning.stages import Stages, hop_bytes, idle_share
 from jaxscale.planning.text import plan_lines
-from jaxscale.sharding.schedules import make_schedule
+from jaxscale.sharding.schedules import Costs, make_schedule, pass_seconds, simulated_seconds
 
 CONFIG = str(pathlib.Path(__file__).parents[2] / "configs" / "llama3_8b.py")
 BLOCK, TABLES, NORM = 218_112_000, 2 * 128_256 * 4096, 4096  # parameters of Llama 3 8B: 32 blocks, two tables, a norm
@@ -56,18 +56,24 @@ def test_ticks_slots_and_bubble_are_those_of_the_schedule_as_it_runs(size, parts
     stages = Stages(size, 64, parts)
     ticks, some_forward, some_backward, kept = played(size, parts)
     assert (stages.ticks, stages.slots) == (ticks, kept)
-    assert some_forward == some_backward == stages.stretch * stages.runs
+    assert some_forward == some_backward == stages.stretch() * stages.runs
     assert stages.bubble == pytest.approx(1 - parts / some_forward)
 
 
 @pytest.mark.parametrize(
     ("size", "chunks", "parts"), [(4, 2, 8), (4, 5, 8), (8, 4, 32), (2, 2, 2), (2, 4, 16), (3, 1, 7)]
 )
-@pytest.mark.parametrize("name", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", ["1f1b", "zero_bubble", "gpipe"])
 def test_formulas_hold_for_the_tables_that_run(name, size, chunks, parts):
     table, stages = make_schedule(name, size, chunks, parts), Stages(size, 64, parts, chunks, name)
-    found = (table.num_ticks, table.num_slots, table.num_held, table.bubble)
-    assert found == (stages.ticks, stages.slots, stages.held, pytest.approx(stages.bubble))
+    found = (table.num_ticks, table.num_slots, table.num_held, table.num_later, table.bubble)
+    assert found == (stages.ticks, stages.slots, stages.held, stages.later, pytest.approx(stages.bubble))
+    costs = Costs(1.0, 1.25, 1.5, 0.75)
+    alone, whole = chunks * parts * sum(costs), simulated_seconds(table, costs)
+    assert whole == pytest.approx(stages.stretch(costs) * alone)
+    of_last = pass_seconds(table, costs)[:, -1].sum()
+    assert of_last == pytest.approx((1 + stages.twice(costs)) * alone)
+    assert whole == pytest.approx((1 + stages.waiting(costs)) * of_last)
 
 
 def test_chunks_make_the_bubble_smaller_and_gpipe_keeps_the_inputs_of_all():
@@ -77,7 +83,7 @@ def test_chunks_make_the_bubble_smaller_and_gpipe_keeps_the_inputs_of_all():
     gpipe = Stages(4, 32, 8, schedule="gpipe")
     assert (gpipe.bubble, gpipe.ticks, gpipe.slots) == (pytest.approx(3 / 11), 22, 8)
     one = Stages(1, 32, 8)
-    assert (one.bubble, one.stretch, one.held_layers, idle_share(one, 0.1)) == (0, 1, 32, 0)
+    assert (one.bubble, one.stretch(), one.held_layers, idle_share(one, 0.1)) == (0, 1, 32, 0)
 
 
 def test_a_stage_waits_for_the_bubble_for_layers_that_it_lacks_and_for_a_head_that_another_has_alone():
@@ -114,6 +120,7 @@ def test_memory_does_not_grow_with_the_microbatches_but_gpipes():
         ).total
     )
     assert need(8, "1f1b") == need(64, "1f1b")
+    assert need(8, "zero_bubble") == need(64, "zero_bubble") == need(8, "1f1b") + 3 * 64 * MIB  # gradients held on
     more = need(64, "gpipe") - need(8, "gpipe")
     assert more == 56 * (8 + 1) * 64 * MIB  # inputs of 8 layers, and the gradient of the last stage's result
 
@@ -242,6 +249,9 @@ def test_few_microbatches_and_few_positions_are_told():
     assert "30.0% = (P-1)/(VM+P-1) = 3/10" in cautions.bubble_too_large(few).why
     assert cautions.bubble_too_large(dataclasses.replace(few, microbatches=8)) is None
     assert "or pipeline.chunks=4" in cautions.bubble_too_large(dataclasses.replace(few, microbatches=4)).way_out
+    assert "or pipeline.schedule=zero_bubble for a bubble of 24.3%" in cautions.bubble_too_large(few).way_out
+    zero = cautions.bubble_too_large(dataclasses.replace(few, schedule="zero_bubble"))
+    assert "24.3% = 3(P-1)/(4VM+3(P-1)) = 9/37" in zero.why and "schedule" not in zero.way_out
     assert cautions.positions_too_few(8, 8192, 1024) is None
     assert "mesh.context=8," in cautions.positions_too_few(16, 8192, 1024).way_out
 

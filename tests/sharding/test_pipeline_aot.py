@@ -12,6 +12,7 @@ from jaxscale.ahead.roofline import roofline
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
 from jaxscale.planning.links import make_torus
+from jaxscale.planning.stages import stages_of
 from jaxscale.planning.topology import link_domains, open_topology
 
 pytestmark = [
@@ -52,6 +53,28 @@ def test_memory_and_what_fsdp_sends_do_not_grow_with_the_microbatches():
     assert of_gpipe[1] > 1.5 * of_gpipe[0]
 
 
+ZERO_BUBBLE = (("pipeline.schedule", "zero_bubble"),)
+
+
+def test_a_zero_bubble_holds_three_gradients_more_and_its_first_backward_passes_have_none_of_weights():
+    (_, one, facts, _), (program, few, found, _) = compiled(8), compiled(8, ZERO_BUBBLE)
+    cfg, tokens = program.cfg, program.cfg.seq_len  # of a microbatch on a device
+    residual = 2 * tokens * cfg.model.embed_dim
+    pairs = 3 * (1 + 2) * residual  # of three microbatches a gradient, and the inputs of two layers
+    assert one < few < one + pairs
+    assert compiled(32, ZERO_BUBBLE)[1] < 1.01 * few
+    # The last of a layer's products need not be computed again for its gradients.
+    of_layer = 2 * tokens * (2 * cfg.model.block_matrix_params - cfg.model.mlp_dim * cfg.model.embed_dim)
+    assert found.dot_flops - facts.dot_flops == pytest.approx(3 * 2 * of_layer, rel=0.03)
+    assert found.kernel_flops > facts.kernel_flops
+    assert sent(found, "fsdp") == pytest.approx(sent(facts, "fsdp"), rel=1e-3)
+    with_bubble = [
+        roofline(read, open_topology("v5p:2x2x2").chip, 0.0, stages_of(of.cfg, of.mesh.shape)).at_least_s
+        for of, _, read, _ in (compiled(8), compiled(8, ZERO_BUBBLE))
+    ]
+    assert with_bubble[1] < 0.97 * with_bubble[0]
+
+
 @pytest.mark.parametrize("changes", [(), (("model.num_layers", 7),)], ids=["even", "uneven"])
 def test_no_product_is_run_in_the_bubble(changes):
     program, _, facts, _ = compiled(8, changes)
@@ -66,8 +89,9 @@ def test_no_product_is_run_in_the_bubble(changes):
     )  # blocks half masked
 
 
-def test_products_run_while_the_residual_stream_and_its_gradient_travel():
-    program, _, facts, found = compiled(8)
+@pytest.mark.parametrize("changes", [(), ZERO_BUBBLE], ids=["1f1b", "zero_bubble"])
+def test_products_run_while_the_residual_stream_and_its_gradient_travel(changes):
+    _, _, facts, found = compiled(8, changes)
     travelling = [row for row in collective_rows(facts, found.played) if row.kind == "collective-permute"]
     assert len(travelling) == 2 and not [row for row in travelling if row.is_blocking]
     assert all(row.cover_s > row.link_s for row in travelling)

@@ -7,9 +7,11 @@ import pytest
 
 from jaxscale.sharding.schedules import (
     IDLE,
+    Costs,
     check_schedule,
     ideal_bubble,
     longest_stage,
+    lost_time,
     make_schedule,
     simulated_seconds,
     split_layers,
@@ -25,8 +27,26 @@ def test_every_schedule_has_the_ideal_bubble(name):
     for P, V, M in SIZES:
         schedule = make_schedule(name, P, V, M)  # which proves it: check_schedule
         assert schedule.bubble == pytest.approx(ideal_bubble(P, V, M), abs=1e-12), (P, V, M)
-        took = simulated_seconds(schedule, forward=1.0, backward=2.0)
-        assert took == 3.0 * (M * V + P - 1)
+        assert simulated_seconds(schedule, Costs(1.0, 0.0, 1.0, 1.0)) == 3.0 * (M * V + P - 1)
+
+
+def test_a_zero_bubble_saves_the_gradients_of_weights_in_the_turns_that_are_lost():
+    again, to_inputs, to_weights = 1.25, 1.5, 0.75
+    costs = Costs(1.0, again, to_inputs, to_weights)
+    for P, V, M in SIZES:
+        schedule, other = make_schedule("zero_bubble", P, V, M), make_schedule("1f1b", P, V, M)
+        lost = (P - 1) * (1.0 + again + to_inputs)
+        assert simulated_seconds(schedule, costs) == M * V * sum(costs) + lost, (P, V, M)
+        assert lost_time(schedule, costs) == pytest.approx(lost / (M * V * sum(costs) + lost), abs=1e-12)
+        assert schedule.bubble == pytest.approx(3 * (P - 1) / (4 * M * V + 3 * (P - 1)), abs=1e-12)
+        assert simulated_seconds(other, costs) == (M * V + P - 1) * sum(costs)
+        assert schedule.num_ticks == other.num_ticks and schedule.num_slots == other.num_slots
+        assert schedule.num_later == min(P - 1, M)
+        for name in ("enters", "leaves", "returns"):
+            np.testing.assert_array_equal(getattr(schedule, name), getattr(other, name))
+        left = [min(s, M) for s in range(P)]
+        assert schedule.of_inputs.sum(0).tolist() == schedule.of_weights.sum(0).tolist() == left
+        assert ((schedule.backward.microbatch != IDLE) & ~schedule.of_inputs).sum(0).tolist() == [M * V] * P
 
 
 def test_the_bubble_of_the_documents_is_theirs():
@@ -52,19 +72,35 @@ def spoilt(schedule, passes, field, t, s, value):
 
 
 @pytest.mark.parametrize(
-    ("passes", "field", "t", "s", "value"),
+    ("passes", "field", "t", "s", "value", "told"),
     [
-        ("forward", "microbatch", 3, 0, IDLE),  # a pass is missing
-        ("forward", "microbatch", 3, 0, 0),  # and another is there twice
-        ("forward", "slot", 3, 0, 0),  # the inputs of microbatch 0 are overwritten
-        ("backward", "slot", 6, 0, 1),  # those of another are read
+        ("forward", "microbatch", 3, 0, IDLE, "a pass is missing"),
+        ("forward", "microbatch", 3, 0, 0, "microbatch 0 goes twice through chunk 0"),
+        ("forward", "slot", 3, 0, 0, "stage 0 overwrites slot 0"),
+        ("backward", "slot", 6, 0, 1, "stage 0 reads slot 1 wrongly"),
+        ("backward", "held", 6, 1, 0, "stage 1 begins wrongly"),
+        ("backward", "held", 6, 3, IDLE, "stage 3 begins wrongly"),
+        ("backward", "keep", 6, 3, 1, "a pass is missing"),  # that has the gradients of weights
+        ("backward", "microbatch", 13, 3, IDLE, "a pass is missing"),  # the last of those
+        ("backward", "keep", 3, 3, IDLE, "microbatch 0 goes twice through chunk 3"),
+        ("backward", "keep", 5, 3, 2, "a gradient is overwritten"),
+        ("backward", "held", 12, 3, 3, "stage 3 reads gradient 3 wrongly"),
+        ("backward", "held", 12, 3, 4, "a gradient is held nowhere"),
+        ("backward", "held", 11, 3, 0, "microbatch 0 goes twice through chunk 3"),
     ],
 )
-def test_a_wrong_table_is_no_schedule(passes, field, t, s, value):
-    schedule = make_schedule("1f1b", 4, 1, 8)
+def test_a_wrong_table_is_no_schedule(passes, field, t, s, value, told):
+    schedule = make_schedule("zero_bubble", 4, 1, 8)
     check_schedule(schedule)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=told):
         check_schedule(spoilt(schedule, passes, field, t, s, value))
+
+
+def test_a_slot_is_not_written_before_the_second_pass_that_reads_it():
+    schedule = make_schedule("zero_bubble", 4, 1, 8)
+    early = schedule.forward.slot[3, 3]  # of microbatch 0, which goes back at once and again at the end
+    with pytest.raises(AssertionError, match=f"stage 3 overwrites slot {early} at tick 5"):
+        check_schedule(spoilt(schedule, "forward", "slot", 5, 3, early))
 
 
 @pytest.mark.parametrize(

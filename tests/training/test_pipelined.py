@@ -89,6 +89,41 @@ def test_with_a_whole_head_every_bit_is_that_of_no_pipeline(plain, how):
     tiny.assert_same_bits(grads, plain[1])  # their norm may be summed in another order
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        "tied",
+        pytest.param("adapters", marks=pytest.mark.soak),
+        pytest.param("windows, uneven", marks=pytest.mark.soak),
+        pytest.param("chunks, half precision", marks=pytest.mark.soak),
+    ],
+)
+def test_a_zero_bubble_has_the_gradients_of_1f1b_in_another_order(run):
+    model, settings, cut, devices = {
+        "tied": (tiny.LLAMA | {"tied_embeddings": True}, {"model.num_layers": 4}, {"mesh.pipeline": 4}, 4),
+        "adapters": (
+            tiny.LLAMA | {"tied_embeddings": True},
+            {"model.num_layers": 4, "lora.rank": 4},
+            WHOLE | {"mesh.pipeline": 4, "mesh.tensor": 2},
+            8,
+        ),
+        "windows, uneven": (tiny.RELATIVE, {"model.num_layers": 5}, {"mesh.pipeline": 4, "mesh.fsdp": 2}, 8),
+        "chunks, half precision": (
+            tiny.GPT2 | {"dropout": 0.3},
+            {"model.num_layers": 4, "train.loss_scale.initial": 8.0},
+            {"mesh.pipeline": 2, "pipeline.chunks": 2, "mesh.data": 2},
+            4,
+        ),
+    }[run]
+    here = settings | {"mesh.fsdp": 1} | cut
+    (one, one_grads), (zero, zero_grads) = (
+        step(here | {"pipeline.schedule": name}, devices, model | {"remat": "full"}) for name in ("1f1b", "zero_bubble")
+    )
+    assert zero["loss"] == one["loss"] and zero["real_tokens"] == one["real_tokens"]
+    for got, right in zip(zero_grads, one_grads, strict=True):
+        np.testing.assert_allclose(got, right, rtol=0, atol=1e-6 * max(np.abs(right).max(), 1e-30))
+
+
 @pytest.fixture(scope="module")
 def programs():
     return make({"mesh.fsdp": 1}, 1), make({"mesh.pipeline": 2, "mesh.fsdp": 2, "mesh.tensor": 2}, 8)

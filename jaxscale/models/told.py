@@ -1,0 +1,33 @@
+"""What layers of experts say beside their results: how often each expert was chosen, and losses that balance them.
+
+L layers  E experts
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxscale.models.config import EXPERT_LOSSES
+from jaxscale.models.experts_config import EXPERT_COUNTS
+
+F32 = jnp.float32
+
+
+class Told(NamedTuple):
+    """What a layer of experts says of a device's tokens, besides their results: sums over those that are text."""
+
+    counts_E: jax.Array  # int32: how often each expert was chosen
+    losses: dict[str, jax.Array]  # those of EXPERT_LOSSES, float32
+    entropy: jax.Array  # float32, of the router's shares [nats]
+
+
+def expert_parts(told: Told, aux_weights: Mapping[str, float]) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """(what is added to what is minimised, named sums over the tokens and counts) of layers [L] of experts.
+
+    The losses are summed over the layers, and the entropy is their mean.
+    """
+    losses = {name: jnp.sum(told.losses[name]) for name in EXPERT_LOSSES if name in aux_weights}
+    added = sum((aux_weights[name] * loss for name, loss in losses.items()), jnp.zeros((), F32))
+    return added, losses | {EXPERT_COUNTS: told.counts_E, "router_entropy": jnp.mean(told.entropy)}
