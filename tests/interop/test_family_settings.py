@@ -9,6 +9,7 @@ import tiny
 
 from jaxscale.config_file import load_config
 from jaxscale.interop import families
+from jaxscale.interop.families.others import OTHERS
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.llama_config import LlamaConfig
@@ -335,6 +336,10 @@ def test_each_model_goes_out_as_the_family_it_came_in_as(name):
     family = families.family_for(cfg, name)
     assert family.model_type == {"gemma3": "gemma3_text"}.get(name, name)  # vision is left out
     assert families.read(families.write(family, cfg, kept))[:2] == (family, cfg)
+
+
+def test_what_is_computed_is_not_among_what_is_refused_by_name():
+    assert not OTHERS.keys() & families.FAMILIES.keys()
 
 
 def test_a_mistral_without_a_window_stays_one_and_one_that_became_another_model_does_not():
