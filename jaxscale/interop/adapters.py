@@ -91,10 +91,7 @@ def adapted(adapter: Adapter, family: Family, cfg: AnyModelConfig, base: Mapping
             f"{where} has {some(sorted(others))}, which are no LoRA matrices of a {family.model_type}; if PEFT reads "
             "it, merge it there with merge_and_unload"
         )
-    # Of experts, and of their router, transformers 5 has no modules of which PEFT could be asked for all.
-    sparse = {module for module, pair in ours.items() if pair.row.per_expert or pair.ours[0].endswith("/router")}
-    none = not sparse & found.keys()
-    for module in (module for module in ours if not (none and module in sparse)):
+    for module in ours:
         if (module in found) != adapter.config.has(module):
             said = "has tensors of" if module in found else "has no tensors of"
             raise BadInput(f"{where} {said} {module}, and target_modules in {adapter_config.FILE} says otherwise")

@@ -233,16 +233,20 @@ def test_adapters_of_experts_are_merged_and_never_kept_beside(tmp_path, config):
         convert.main([*flags, f"--workdir={tmp_path / 'start'}", "--adapter"])
 
 
-def test_all_linear_of_transformers_5_means_no_experts(tmp_path):
+def test_adapters_of_attention_stay_beside_and_those_of_joined_experts_are_refused(tmp_path):
     values = make_folder(tmp_path / "base", SMALL_MIXTRAL, FLOAT32)
     modules = [name.removesuffix(".weight") for name in values if "_proj" in name]
     make_adapter(tmp_path / "adapter", {module: values[f"{module}.weight"].shape for module in modules})
-    file = tmp_path / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": "all-linear"}))
     flags = [f"--from={tmp_path / 'adapter'}", f"--base={tmp_path / 'base'}"]
     assert convert.main([*flags, f"--workdir={tmp_path / 'run'}", "--adapter"]) == 0
     assert convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}", "--adapter"]) == 0
     assert sorted(read_folder(tmp_path / "out")) == sorted(read_folder(tmp_path / "adapter"))
+    file = tmp_path / "adapter" / "adapter_config.json"  # as PEFT 0.21 has it of transformers 5
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_parameters": ["gate.weight", "gate_up_proj"]}))
+    with pytest.raises(
+        ValueError, match="target_parameters=.* is not supported; merge it with PEFT's"
+    ):
+        convert.main([*flags, f"--workdir={tmp_path / 'joined'}"])
 
 
 @pytest.mark.parametrize(
