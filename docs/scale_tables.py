@@ -89,7 +89,8 @@ ROWS = (
     Row("layouts", "70b", "v5p:16x16x16", {STAGES: 4, COPIES: 128, "mesh.tensor": 8, PARTS: 8, "pipeline.chunks": 5},
         "128 x 8 x 4"),
     Row("layouts", "405b", "v5p:8x8x16", {STAGES: 8, COPIES: 16, PARTS: 64}, "16 x 8 x 8"),
-    Row("layouts", "70b", "h100:32x8", {STAGES: 4, COPIES: 8, "mesh.tensor": 8, PARTS: 64}, "8 x 8 x 4"),
+    Row("layouts", "70b", "h100:32x8",
+        {STAGES: 4, COPIES: 8, "mesh.tensor": 8, PARTS: 64, "pipeline.head": "whole"}, "8 x 8 x 4"),
 )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from jaxscale.optim.groups import assign_groups, group_table
 from jaxscale.optim.optimizers import combine, make_optimizer, moment_axes, optim_schedule, trainable
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.compiler_options import CompilerOptions, compiler_options
-from jaxscale.sharding.mesh import make_mesh
+from jaxscale.sharding.mesh import groups_along, make_mesh
 from jaxscale.sharding.offload import on_host
 from jaxscale.sharding.pipeline_axis import ONE_STAGE, PipelineAxis, make_pipeline_axis
 from jaxscale.sharding.rules import RULES, axis_size
@@ -189,7 +189,10 @@ def choose_options(cfg: RunConfig, mesh: Mesh, *, branches: bool = False) -> Com
     """What the step is compiled with. branches: whether layers branch or loop, also where none has a window."""
     device = mesh.devices.flat[0]
     branches |= cfg.model.attention_needs().mixed is not None
-    return compiler_options(device.platform, device.device_kind, cfg.compiler, os.environ, branches=branches)
+    network = groups_along(mesh)[1]["fsdp"] > 1 and mesh.shape["pipeline"] == 1
+    return compiler_options(
+        device.platform, device.device_kind, cfg.compiler, os.environ, branches=branches, network=network
+    )
 
 
 def shard_run_model(cfg: RunConfig, mesh: Mesh, *, torus_at_once: bool, staged: bool = True) -> ShardedModel:

@@ -10,7 +10,9 @@ from jaxscale.config import RunConfig
 from jaxscale.models.sharded import ShardedModel, check_fits
 from jaxscale.sharding.compiler_options import check_options
 from jaxscale.sharding.offload import check_host_memory
-from jaxscale.sharding.rules import axis_size
+from jaxscale.sharding.pipeline_axis import ONE_STAGE
+from jaxscale.sharding.rules import RULES, axis_size
+from jaxscale.sharding.shardings import check_divides
 from jaxscale.system.exits import BadInput
 
 OFFLOADED = {"offload_moments": "opt_state", "offload_params": "params"}  # setting: field of the state
@@ -112,12 +114,20 @@ def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
 
 
 def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
-    """Raises BadInput where the statistics program, which has no stages, cannot divide the rows of a batch."""
+    """Raises BadInput where the statistics program, which has no stages, cannot divide a batch or the optimizer."""
+    if not cfg.monitor.statistics_every_steps:
+        return
     shards = math.prod(model.mesh.shape[axis] for axis in ("pipeline", "data", "fsdp"))
-    if cfg.monitor.statistics_every_steps and cfg.rows_per_step % shards:
+    if cfg.rows_per_step % shards:
         raise BadInput(
             f"monitor.statistics_every_steps needs rows for all {shards} devices of pipeline x data x fsdp, and a "
             f"batch has {cfg.rows_per_step}; use a batch of {shards} rows or a multiple, or set it to 0"
+        )
+    moments = ONE_STAGE.rules(RULES[cfg.rules]).moments
+    if uneven := check_divides(model.shapes, model.axes, moments, model.mesh.shape):
+        raise BadInput(
+            f"monitor.statistics_every_steps needs arrays that all devices can share, and {'; '.join(uneven)}; choose "
+            "a mesh axis that divides, or set it to 0"
         )
 
 

@@ -230,8 +230,10 @@ def asynchronous_starts(module: Module) -> dict[str, set[tuple[str, str]]]:
 
 
 def result_shapes(instruction: Instruction) -> tuple[Shape, ...]:
-    """The arrays that a collective makes. An asynchronous one prints (operands, results, ...) as its type."""
-    if instruction.opcode.endswith("-start") and instruction.opcode != "all-reduce-start":
+    """The arrays that a collective makes. An asynchronous one prints (operands, results, ...) as its type, but for an
+    all-reduce: XLA:GPU of jax 0.12 prints ((operands), results), all else the results alone."""
+    results_alone = instruction.opcode == "all-reduce-start" and not instruction.type_text.startswith("((")
+    if instruction.opcode.endswith("-start") and not results_alone:
         elements = instruction.elements
         return elements[1] if len(elements) > 1 else elements[0]
     return instruction.shapes

@@ -15,6 +15,7 @@ from jaxscale.ahead.roofline import Roofline
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.models.config import RematName
+from jaxscale.planning.memory import usable_memory
 from jaxscale.planning.speed import Estimate, estimate
 from jaxscale.planning.topology import Topology
 from jaxscale.sharding.config import MESH_AXES
@@ -23,6 +24,7 @@ from jaxscale.system.exits import BadInput
 
 HOPEFUL = 0.5  # of a guessed size, for a policy of which nothing was compiled yet: guesses are rather too large
 MARGIN = 0.9  # of a size that was scaled by what a sibling needed
+SURE = 1 / 3  # of the guessed wait for links: 38% to 72% of it was left in compiled programs (docs/plan.md)
 SAME_TIME = 1.01  # times this close are one time, and the next criterion decides
 LAST_TRIES = 2  # of the smallest candidates, where no guess fits
 
@@ -61,9 +63,20 @@ def search_candidates(cfg: RunConfig, topology: Topology, say: Callable[[str], N
     if say and found:
         meshes = len({tuple(getattr(one.cfg.mesh, axis) for axis in MESH_AXES) for one in found})
         say(f"{len(found):,} settings guessed at, on {meshes:,} meshes ({spans(layouts)})")
-        best = min(found, key=lambda one: one.guess.cost)
-        say(f"the fastest by arithmetic, whether it fits or not: {best.label}, {cost_text(best.guess)}")
+        for line in fastest_lines(found, usable_memory(topology)[0]):
+            say(line)
     return found
+
+
+def fastest_lines(found: Sequence[Candidate], usable: float) -> list[str]:
+    """Which are the fastest by arithmetic alone: of large programs few are compiled in the time that there is."""
+    best = min(found, key=lambda one: one.guess.cost)
+    fits = min((one for one in found if one.guess.memory() <= usable), key=lambda one: one.order, default=None)
+    told = lambda one: f"{one.label}, {units.size(one.guess.memory())}, {cost_text(one.guess)}"
+    if fits is best:
+        return [f"the fastest by arithmetic, which fits: {told(best)}"]
+    second = f"of those that fit: {told(fits)}" if fits else f"none fits into {units.size(usable)}"
+    return [f"the fastest by arithmetic, whether it fits or not: {told(best)}", second]
 
 
 def repair_candidates(cfg: RunConfig, topology: Topology) -> list[Candidate]:
@@ -165,7 +178,8 @@ def explore(
             break
         if clock() - begin + longest > seconds:
             count = len(hopeful) or LAST_TRIES - tries
-            say(f"time is up ({seconds:.0f} s): {count} more could be compiled; --search_seconds gives more")
+            took = f"and the longest took {longest:.0f} s"
+            say(f"time is up ({seconds:.0f} s): {count} more could be compiled, {took}; --search_seconds gives more")
             break
         if hopeful:
             chosen = min(hopeful, key=lambda one: one.order)
@@ -193,7 +207,8 @@ def is_hopeful(one: Candidate, tried: Tried, enough: int | None) -> bool:
         if report.fits and enough and other.changes.items() <= one.changes.items():
             return False  # the same repair, and more than that
     best = winner(tried)
-    return bool(enough) or best is None or one.guess.least_s <= best[1].roofline.at_least_s * SAME_TIME
+    least = one.guess.least_s + SURE * one.guess.exposed_s
+    return bool(enough) or best is None or least <= best[1].roofline.at_least_s * SAME_TIME
 
 
 def learnt_scale(one: Candidate, tried: Tried) -> float:

@@ -55,16 +55,17 @@ class Watch:
         self.naming, self.named = threading.Lock(), False  # a lost process was named
         self.gone = threading.Event()  # nobody else is there any more
         self.said_goodbye: set[int] = set()
+        self.selector = selectors.DefaultSelector()  # filled here: a connection may be over before the thread begins
+        for number, wire in self.wires.items():
+            self.selector.register(wire, selectors.EVENT_READ, number)
+        if aborts is not None:
+            self.selector.register(aborts, selectors.EVENT_READ)
         self.thread = threading.Thread(target=self.work, name="watch", daemon=True)
         self.thread.start()
 
     def work(self) -> None:
         """Reads until nobody is there any more."""
-        with selectors.DefaultSelector() as selector:
-            for number, wire in self.wires.items():
-                selector.register(wire, selectors.EVENT_READ, number)
-            if self.aborts is not None:
-                selector.register(self.aborts, selectors.EVENT_READ)
+        with self.selector as selector:
             while any(key.data is not None for key in selector.get_map().values()):
                 for key, _ in selector.select():
                     if key.data is None:

@@ -47,15 +47,18 @@ def attention_memory(program: Program) -> float:
     """Bytes that attention takes beside a device's own queries, keys, values and result, at one time.
 
     Gathered: keys and values of all positions, and their gradients. Exchanged (Ulysses): all four, of some heads. In a
-    ring: a neighbour's keys and values and the next one's, and the gradients that go with them in float32.
+    ring, going back: a neighbour's keys and values and the next one's; in float32 their gradients as they come, as they
+    are here and as they go, and those of own queries; these queries and the result's gradient in the kernel's order of
+    dimensions, and of each and of what comes of them one of two chunks. That knows nothing of the row's length.
     """
     size, keys, way = program.mesh.shape[CONTEXT], key_value_bytes(program), attention_way(program)
     if size == 1 or way == "gather" and near_share(program) == 1:
         return 0.0
+    queries = query_bytes(program)
     ways = {
         "gather": 2 * size * keys,
-        "ulysses": keys + 2 * query_bytes(program),
-        "ring": 2 * keys + 2 * keys * F32 / compute_bytes(program.cfg),
+        "ulysses": keys + 2 * queries,
+        "ring": 2 * keys + 3.5 * queries + (3 * keys + queries) * F32 / compute_bytes(program.cfg),
     }
     return ways[way]
 
@@ -64,8 +67,9 @@ def attention_sending(program: Program) -> list[tuple[str, float]]:
     """[(kind of collective, bytes of its whole arrays)] of one layer and microbatch along the context axis.
 
     Gathered forward, again where the backward pass needs them, and the gradients scattered; exchanged forward, again,
-    and backward; round the ring C - 1 times each, and their gradients in float32 C + 1 times. What a window reaches of
-    the chunk before is sent from device to device, forward, again, and back; in a pipeline it is gathered.
+    and backward; round the ring C - 1 times each, of which XLA makes one of the first ones of the backward pass and of
+    what it does again, and their gradients C - 1 times in float32, and home as they are needed. What a window reaches
+    of the chunk before is sent from device to device, forward, again, and back; in a pipeline it is gathered.
     """
     model, size, keys, way = (
         program.cfg.model,
@@ -89,5 +93,6 @@ def attention_sending(program: Program) -> list[tuple[str, float]]:
     if way == "gather":
         return [*sent, ("all-gather", (1 - near) * passes * size * keys), ("reduce-scatter", (1 - near) * size * keys)]
     kept = ATTENTION_OUT in (*SAVED.get(model.remat, ()), *(model.remat_save if model.remat == "save" else ()))
-    rounds = (size - 1) * (1 + (1 if kept else passes)) + (size + 1) * F32 / compute_bytes(program.cfg)
+    forward = 1 if kept else passes
+    rounds = (size - 1) * (forward + 1) - (forward - 1) + (size - 1) * F32 / compute_bytes(program.cfg) + 1
     return [*sent, ("collective-permute", (1 - near) * rounds * keys)]

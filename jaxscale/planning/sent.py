@@ -7,6 +7,7 @@ from jaxscale.models.config import ATTENTION_ADDED, lora_params
 from jaxscale.planning.memory import saved_names
 from jaxscale.planning.positions import CONTEXT, attention_sending
 from jaxscale.planning.stages import PIPELINE, Stages, compute_bytes, held_numbers, hop_bytes, stages_of
+from jaxscale.sharding.batch_axes import on_tpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,15 +40,23 @@ def layer_weights(program: Program) -> list[Sent]:
 
 
 def gathers(program: Program, nbytes: float, hides: bool) -> list[Sent]:
-    """Weights of so many bytes, put together over context first, over fsdp then."""
-    fsdp = program.mesh.shape["fsdp"]
-    return [Sent(CONTEXT, "all-gather", nbytes / fsdp, hides), Sent("fsdp", "all-gather", nbytes, hides)]
+    """Weights of so many bytes, put together over the devices that share them."""
+    return [Sent(axis, "all-gather", size, hides) for axis, size in parts_along(program, nbytes)]
 
 
 def scatters(program: Program, nbytes: float, hides: bool) -> list[Sent]:
-    """Gradients of so many bytes, scattered over fsdp first, over context then."""
-    fsdp = program.mesh.shape["fsdp"]
-    return [Sent("fsdp", "reduce-scatter", nbytes, hides), Sent(CONTEXT, "reduce-scatter", nbytes / fsdp, hides)]
+    """Gradients of so many bytes, scattered over the devices that share them."""
+    return [Sent(axis, "reduce-scatter", size, hides) for axis, size in parts_along(program, nbytes)]
+
+
+def parts_along(program: Program, nbytes: float) -> list[tuple[str, float]]:
+    """(axis, bytes that lie along it) of an array over fsdp and context (BatchAxes.gather).
+
+    A torus has context's parts put together first. Elsewhere one collective goes along both, and through the network
+    before it goes through a node: context lies inside nodes.
+    """
+    first, last = (CONTEXT, "fsdp") if on_tpu(program.mesh) else ("fsdp", CONTEXT)
+    return [(first, nbytes / program.mesh.shape[last]), (last, nbytes)]
 
 
 def of_copies(program: Program, nbytes: float) -> Sent:

@@ -118,7 +118,8 @@ class Stages:
         """'5.2% = (P-1)/(VM+P-1) = 7/135'; of a pass, gradients of weights are a quarter."""
         idle, runs = self.size - 1, self.runs
         if self.schedule == "zero_bubble":
-            return f"{self.bubble:.1%} = 3(P-1)/(4VM+3(P-1)) = {3 * idle}/{4 * runs + 3 * idle}"
+            of_all = f"{3 * idle}/{4 * runs + 3 * idle} (what is done twice included)"
+            return f"{self.bubble:.1%} = 3(P-1)/(4VM+3(P-1)) = {of_all}"
         return f"{self.bubble:.1%} = (P-1)/(VM+P-1) = {idle}/{runs + idle}"
 
 

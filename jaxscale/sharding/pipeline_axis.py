@@ -8,6 +8,7 @@ P stages  V chunks of a stage  L layers  B batch  T position  D embed
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import jax
@@ -84,13 +85,11 @@ class PipelineAxis:
         """The last stage's, on every stage. Not to be differentiated."""
         return self.sum(jnp.where(self.last, x_BTD, jnp.zeros_like(x_BTD)))
 
-    def from_first(self, x_BTD: jax.Array) -> jax.Array:
-        """The first stage's, on every stage. Not to be differentiated."""
-        return self.sum(jnp.where(self.first, x_BTD, jnp.zeros_like(x_BTD)))
-
     def rules(self, rules: Rules) -> Rules:
         """The rule tables of a run with these stages; with one stage, of a mesh whose pipeline axis shares rows."""
-        change = self.shared if self.size == 1 else self.resting if self.rests_in_place else self.spread
+        first = rules.params["embed"] != rules.moments["embed"]  # gradients are cut like parameters, then like moments
+        shared = functools.partial(self.shared, first=first)
+        change = shared if self.size == 1 else self.resting if self.rests_in_place else self.spread
         return Rules(*(change(table) for table in (rules.params, rules.grads, rules.moments)))
 
     def resting(self, table: Mapping[str, Placement]) -> dict[str, Placement]:
@@ -98,9 +97,14 @@ class PipelineAxis:
         vocab = {VOCAB: (*names_of(table[VOCAB]), AXIS)} if self.cuts_vocab else {}
         return dict(table) | {LAYERS: AXIS} | vocab
 
-    def shared(self, table: Mapping[str, Placement]) -> dict[str, Placement]:
-        """The devices of the axis have rows of their own, and their part of everything along the residual stream."""
-        return self.spread(table) | {BATCH: (AXIS, *names_of(table[BATCH]))}
+    def shared(self, table: Mapping[str, Placement], *, first: bool) -> dict[str, Placement]:
+        """The devices of the axis have rows of their own, and their part of everything along the residual stream.
+
+        first: it is cut over them before it is over others; else last, as where stages are spread.
+        """
+        cut = lambda names: (AXIS, *names) if first else (*names, AXIS)
+        embed = {along: cut(names_of(table[along])) for along in RESIDUAL}
+        return dict(table) | embed | {BATCH: (AXIS, *names_of(table[BATCH]))}
 
     def spread(self, table: Mapping[str, Placement]) -> dict[str, Placement]:
         """Everything along the residual stream is cut over the stages as well."""

@@ -16,7 +16,6 @@ P stages  V chunks of a stage  M microbatches  t ticks  C chunks of the model, P
 """
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -307,11 +306,3 @@ def split_layers(num_layers: int, num_stages: int, num_chunks: int, head_layers:
     place = np.arange(sizes.max())
     layers = np.where(place < sizes[:, None], begins[:, None] + place, IDLE)
     return layers.reshape(num_chunks, num_stages, -1).swapaxes(0, 1).astype(np.int32)
-
-
-def longest_stage(layers: np.ndarray, head_layers: float = 0.0, shared_layers: float = 0.0) -> float:
-    """The longest chunk's work over the mean; head_layers: of the last stage alone, shared_layers: of each."""
-    P, V = layers.shape[:2]
-    work = (layers != IDLE).sum(-1).astype(float) + shared_layers / V
-    work[-1, -1] += head_layers
-    return float(work.max() / work.mean()) if math.isfinite(work.mean()) else math.nan

@@ -9,6 +9,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 
+Axis = str | tuple[str, ...]  # of a mesh, or several as one
+
 
 class LinkStage(NamedTuple):
     """One of the steps in which a collective along a mesh axis is taken."""
@@ -96,14 +98,14 @@ def first_line(devices: np.ndarray, place: int) -> np.ndarray:
     return np.moveaxis(devices, place, 0).reshape(devices.shape[place], -1)[:, 0]
 
 
-def scatter_along(x: jax.Array, axis: str, dimension: int, stages: tuple[LinkStage, ...]) -> jax.Array:
+def scatter_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkStage, ...]) -> jax.Array:
     """The device's own part, along `dimension`, of the sum of x over a mesh axis: one link after the other."""
     for groups in [stage.groups for stage in stages] or [None]:
         x = lax.psum_scatter(x, axis, scatter_dimension=dimension, axis_index_groups=groups, tiled=True)
     return x
 
 
-def gather_along(x: jax.Array, axis: str, dimension: int, stages: tuple[LinkStage, ...]) -> jax.Array:
+def gather_along(x: jax.Array, axis: Axis, dimension: int, stages: tuple[LinkStage, ...]) -> jax.Array:
     """The parts of all devices along a mesh axis, put together along `dimension`: the inverse of scatter_along.
 
     Over three links at once XLA:TPU would sum arrays that are zero but for a device's own part: twice the bytes (libtpu

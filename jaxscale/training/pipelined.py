@@ -114,7 +114,7 @@ class StageWork:
         """A forward pass and a backward pass, each if the schedule has one."""
         axis, M, V = self.axis, self.schedule.num_microbatches, self.schedule.num_chunks
         there, back = jax.tree.map(lambda of_stages: of_stages[axis.stage], (now.forward, now.backward))
-        joins = lambda here: axis.cuts_vocab | here  # at the two ends of the model
+        joins = lambda here: True if axis.cuts_vocab else here  # at the two ends of the model
         of_ends, of_blocks = carry.grads
         dy_BTD = axis.down(carry.dx_BTD)  # on its way while the forward pass runs
 

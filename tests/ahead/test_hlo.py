@@ -68,6 +68,13 @@ def test_groups_that_nobody_knows_are_an_error():
         ("((f32[16]{0}), f32[4]{0}) reduce-scatter-start(%p), replica_groups=[2,4]<=[8]", "reduce-scatter", 16, 48),
         ("f32[16]{0} all-reduce-start(%p), replica_groups=[2,4]<=[8], to_apply=%add", "all-reduce", 64, 96),
         (
+            "(f32[8]{0}, f32[8]{0}) all-reduce-start(%p, %q), replica_groups=[2,4]<=[8], to_apply=%add",
+            "all-reduce",
+            64,
+            96,
+        ),
+        ("((f32[16]{0}), f32[16]{0}) all-reduce-start(%p), replica_groups=[2,4]<=[8]", "all-reduce", 64, 96),
+        (
             "(f32[16]{0:T(8)S(1)}, f32[16]{0}, u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), "
             "source_target_pairs={{0,1},{1,0}}",
             "collective-permute",

@@ -155,6 +155,9 @@ def test_products_that_a_stage_takes_twice_are_no_waiting():
     bound = roofline(step, CHIP, 1000.0, Stages(size=4, layers=8, microbatches=6, schedule="zero_bubble"))
     # Of the last stage: 6 x 4 parts of passes and 3 x 2 of them again, while 3 forward passes of others go by.
     waits = 3 / (6 * 4 + 3 * 2) * 10 + 3 / (6 * 3 + 3 * 2) * 2  # tensor says nothing for gradients of weights
-    assert (bound.bubble_s, bound.bubble) == (pytest.approx(waits), "27.3% = 3(P-1)/(4VM+3(P-1)) = 9/33")
+    assert (bound.bubble_s, bound.bubble) == (
+        pytest.approx(waits),
+        "27.3% = 3(P-1)/(4VM+3(P-1)) = 9/33 (what is done twice included)",
+    )
     half = roofline(step, CHIP, 1000.0, Stages(size=4, layers=8, microbatches=6, schedule="zero_bubble"), head=0.5)
     assert half.bubble_s == pytest.approx(3 / 30 * 10 * (0.5 * 30 / 24) / (0.5 * 30 / 24 + 0.5) + 3 / 24 * 2)

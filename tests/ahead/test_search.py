@@ -115,6 +115,15 @@ def test_what_cannot_be_faster_than_the_best_so_far_is_not_compiled(report):
     assert machine.compiled == ["mesh.tensor=2"]
 
 
+@pytest.mark.parametrize(("wait", "tried"), [(1.0, True), (3.0, False)])
+def test_nor_what_waits_for_links_three_times_as_long_as_would_matter(report, wait, tried):
+    machine = Machine(report, seconds={"mesh.tensor=2": 2.0})
+    other = candidate(1.5, 5, mesh__data=2)
+    waits = dataclasses.replace(other.guess, exposed_s=wait, link_s=wait)
+    machine.explore([candidate(1.0, 5, mesh__tensor=2), dataclasses.replace(other, guess=waits)])
+    assert machine.compiled == ["mesh.tensor=2"] + ["mesh.data=2"] * tried
+
+
 def test_a_failure_corrects_the_guesses_of_the_same_policy(report):
     machine = Machine(report, factor=3.0)
     first = candidate(1.0, 5, model__remat="full", mesh__tensor=2)  # needs 15 of 10
@@ -258,3 +267,12 @@ def test_more_microbatches_need_less_memory_and_more_traffic(topology):
     guesses = [estimate(ahead_program(tiny.config({"train.num_microbatches": n}), topology), topology) for n in (1, 2)]
     assert guesses[1].memory() < guesses[0].memory()
     assert guesses[1].link_s > guesses[0].link_s and guesses[1].compute_s == guesses[0].compute_s
+
+
+def test_the_fastest_by_arithmetic_is_told_and_that_which_fits():
+    large, small, slow = candidate(1.0, 12, mesh__data=2), candidate(1.5, 5, mesh__tensor=2), candidate(2.0, 1)
+    told = ("mesh.data=2, 11.2 GiB, 1000 ms: products 1000 ms", "mesh.tensor=2, 4.7 GiB, 1500 ms: products 1500 ms")
+    whether = f"the fastest by arithmetic, whether it fits or not: {told[0]}"
+    assert search.fastest_lines([slow, large, small], LIMIT) == [whether, f"of those that fit: {told[1]}"]
+    assert search.fastest_lines([slow, small], LIMIT) == [f"the fastest by arithmetic, which fits: {told[1]}"]
+    assert search.fastest_lines([large], LIMIT) == [whether, "none fits into 9.3 GiB"]

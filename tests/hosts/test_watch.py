@@ -34,6 +34,10 @@ class Three:
     def end(self, number, code):
         """What the end of a process does to its connections."""
         self.ends[number] = code
+        self.shut(number)
+
+    def shut(self, number):
+        """Ends the connections of one."""
         for sock in self.wires[number].values():
             with contextlib.suppress(OSError):  # the test may be over
                 sock.shutdown(socket.SHUT_RDWR)
@@ -61,10 +65,30 @@ def team(monkeypatch):
     yield team
     for number in range(COUNT):
         team.watches[number].leaving.set()
+        team.shut(number)
+    for number in range(COUNT):
+        assert team.watches[number].gone.wait(5)  # nothing is closed that a thread still waits for
         for sock in team.wires[number].values():
             sock.close()
         for file in team.aborts[number]:
             os.close(file)
+
+
+def test_a_connection_that_is_closed_at_once_ends_no_watch_with_an_error():
+    """Its thread may begin only then; an error in it fails this test, as of any thread's."""
+    place = Place(host="h0", port=1, num_processes=2, process_id=1, found_in="test")
+    done = threading.Event()
+    busy = threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(done.is_set, True)])  # others begin late
+    busy.start()
+    for _ in range(60):
+        near, far = socket.socketpair(socket.AF_UNIX)
+        seen = Watch(place, {0: (LocalWire(near), "h0")}, end=lambda code: None)
+        seen.leaving.set()
+        near.close()
+        far.close()
+    done.set()
+    busy.join()
+    assert seen.wires[0].sock is near and not seen.said_goodbye
 
 
 @pytest.mark.fault("F7")

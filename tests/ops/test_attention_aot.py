@@ -13,7 +13,10 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxscale.ahead.hlo import read_hlo
 from jaxscale.ahead.hlo_text import parse_module, parse_shapes
+from jaxscale.ahead.overlap import collective_rows
+from jaxscale.ahead.roofline import roofline
 from jaxscale.build import make_program
 from jaxscale.config import resolve_budget
 from jaxscale.ops.attention import choose_attention, cudnn_packed, splash
@@ -21,7 +24,8 @@ from jaxscale.ops.attention.sharing import Sharing
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import choose_kernels, share_rows
 from jaxscale.ops.rope import make_rotation
-from jaxscale.planning.topology import open_topology
+from jaxscale.planning.links import make_torus
+from jaxscale.planning.topology import link_domains, open_topology
 from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.context_axis import make_context_axis
 from jaxscale.sharding.mesh import make_mesh
@@ -110,16 +114,15 @@ def test_a_step_that_keeps_attentions_result_runs_its_kernel_once_a_layer(topolo
     assert 0 < kept < again
 
 
-@pytest.mark.parametrize("window", [None, 1500], ids=["keys gathered", "neighbours' keys"])
-def test_shared_rows_compile_with_as_many_blocks_on_each_chip(window, devices_of):
-    devices = devices_of("v5p:2x2x2")
-    mesh = make_mesh(MeshConfig(fsdp=1, context=8), devices)
+def compile_shared(devices, form, seq_len, window=None):
+    """(compiled value and gradients of a row that all devices share, the mesh): 8 heads, 2 key-value heads."""
+    mesh = make_mesh(MeshConfig(fsdp=1, context=len(devices)), devices)
     needs, context = AttentionNeeds(head_dim=128, dtype="bfloat16", window=window), make_context_axis(mesh)
     kernels = choose_kernels("tpu", "auto", needs, devices[0])
-    attend = share_rows(kernels, Sharing("gather", "a test"), needs, context, devices[0]).attend
+    attend = share_rows(kernels, Sharing(form, "a test"), needs, context, devices[0]).attend
     spec = PartitionSpec(None, "context")
     make = lambda *more, dtype="bfloat16": jax.ShapeDtypeStruct(
-        (1, 32_768, *more), dtype, sharding=NamedSharding(mesh, spec)
+        (1, seq_len, *more), dtype, sharding=NamedSharding(mesh, spec)
     )
 
     def own(q, k, v, ids, dout):
@@ -128,13 +131,34 @@ def test_shared_rows_compile_with_as_many_blocks_on_each_chip(window, devices_of
 
     arguments = make(8, 128), make(2, 128), make(2, 128), make(dtype="int32"), make(8, 128)
     run = jax.shard_map(own, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    text = jax.jit(run).lower(*arguments).compile().as_text()
+    return jax.jit(run).lower(*arguments).compile(), mesh
+
+
+@pytest.mark.parametrize("window", [None, 1500], ids=["keys gathered", "neighbours' keys"])
+def test_shared_rows_compile_with_as_many_blocks_on_each_chip(window, devices_of):
+    text = compile_shared(devices_of("v5p:2x2x2"), "gather", 32_768, window)[0].as_text()
     assert custom_calls(text)["tpu_custom_call"] == 3
     gathers = len(re.findall(r" all-gather(?:-start)?\(", text))
     if window is None:  # chunks of 2,048 positions: zigzag sees 260 of 512 blocks, whichever chip it is
         assert set(re.findall(r"visits_\d+_\d+_\d+", text)) == {"visits_260_260_260"} and gathers
     else:
         assert not gathers and re.search(r" collective-permute(?:-start)?\(", text)
+
+
+def test_a_ring_visits_the_same_blocks_while_keys_go_round_and_its_memory_does_not_grow(devices_of):
+    kernel_flops, memory = {}, {}
+    for form in ("gather", "ring"):
+        for topology, seq_len in (("v5p:2x2x1", 16_384), ("v5p:2x2x2", 32_768)):
+            done, mesh = compile_shared(devices_of(topology), form, seq_len)
+            devices, chip = list(mesh.devices.flat), open_topology(topology).chip
+            torus = make_torus(devices, chip)
+            facts = read_hlo(done.as_text(), dict(mesh.shape), link_domains(devices), torus)
+            kernel_flops[form, len(devices)] = facts.kernel_flops
+            memory[form, len(devices)] = done.memory_analysis().temp_size_in_bytes
+    rows = collective_rows(facts, roofline(facts, chip, 0.0).played)  # of the last
+    assert {row.kind for row in rows} == {"collective-permute"} and not any(row.is_blocking for row in rows)
+    assert kernel_flops["ring", 8] == kernel_flops["gather", 8] > 0
+    assert memory["ring", 8] < 1.02 * memory["ring", 4] and memory["gather", 8] > 1.1 * memory["gather", 4]
 
 
 def test_heads_are_rotated_whole_in_bfloat16_and_in_the_order_of_the_kernel(devices_of):

@@ -175,7 +175,7 @@ def test_keys_and_values_of_a_long_row_are_as_many_bytes_as_its_positions_and_he
     }
     assert of("gather") == of("auto") == {("all-gather", False): 2 * layer, ("reduce-scatter", False): layer}
     assert of("ulysses") == {("all-to-all", False): 3 * (layer + 4 * layer) / 8}
-    assert of("ring") == {("collective-permute", True): (3 * 7 + 9 * 2) * layer / 8}  # gradients in float32, to the end
+    assert of("ring") == {("collective-permute", True): (3 * 7 - 1 + 7 * 2 + 1) * layer / 8}  # gradients in float32
 
 
 def test_layers_with_a_window_are_sent_its_keys_alone():

@@ -81,6 +81,26 @@ def test_stages_put_every_part_where_one_go_would(mesh, stages, rules):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5), staged, alone())
 
 
+@pytest.mark.parametrize(("tiled", "collectives"), [(False, 1), (True, 2)], ids=["switch", "torus"])
+def test_what_lies_over_two_axes_goes_along_them_at_once_but_on_a_torus(tiled, collectives):
+    mesh, rules = make_mesh(MeshConfig(fsdp=4, context=2)), RULES["zero3"]
+    batch_axes = make_batch_axes(mesh, rules)
+    communication = dataclasses.replace(batch_axes.communication, tiled=tiled)
+    batch_axes = dataclasses.replace(batch_axes, communication=communication)
+
+    def gradient(w_part):
+        weighted = lambda part: jnp.sum(batch_axes.gather(part, AXES["w"], "float32") * PARAMS["w"])
+        return batch_axes.gather(w_part, AXES["w"], "float32"), jax.grad(weighted)(w_part)
+
+    place = partition_spec(AXES["w"], rules.params)
+    spread = jax.jit(batch_axes.shard_map(gradient, (place,), (P(), place)))
+    text = spread.lower(PARAMS["w"]).as_text()
+    assert text.count("stablehlo.all_gather") == text.count("stablehlo.reduce_scatter") == collectives
+    whole, grad = spread(PARAMS["w"])
+    np.testing.assert_array_equal(whole, PARAMS["w"])
+    np.testing.assert_allclose(grad, 8 * PARAMS["w"], rtol=1e-6)
+
+
 def test_moments_are_cut_where_parameters_are_not():
     _, grads = spread_gradients("zero1", {"fsdp": 8})(PARAMS, X_BD)
     assert grads["w"].sharding.spec[0] == "fsdp" and grads["w"].addressable_shards[0].data.shape == (2, 8)

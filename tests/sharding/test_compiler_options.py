@@ -10,11 +10,15 @@ import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxscale.build import choose_options
+from jaxscale.planning.machine import open_machine
 from jaxscale.planning.topology import open_topology
 from jaxscale.sharding.compiler_options import (
     OFFLOAD_TORUS,
     ON_ALREADY,
+    OVERLAP,
     PIPELINE,
+    PIPELINED_GATHER,
     TABLE,
     check_options,
     compiler_options,
@@ -23,13 +27,13 @@ from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 
 GPU = [row for row in TABLE if row.devices == ("gpu",)]
-SCHEDULER, GATHER = "xla_gpu_enable_latency_hiding_scheduler", "xla_gpu_enable_pipelined_all_gather"
+SCHEDULER, (GATHER, AHEAD) = "xla_gpu_enable_latency_hiding_scheduler", PIPELINED_GATHER
 APART = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-USUAL = {row.name: row.value for row in GPU}
+USUAL = {row.name: row.value for row in GPU if row.name != OVERLAP}
 
 
 def test_a_platform_gets_its_own_rows():
-    assert compiler_options("gpu", "any", {}, {}).values == {SCHEDULER: True, GATHER: True, APART: 1}
+    assert compiler_options("gpu", "any", {}, {}).values == {SCHEDULER: True, GATHER: AHEAD, APART: 1}
     assert compiler_options("cpu", "cpu", {}, {}).values == compiler_options("tpu", "TPU v4", {}, {}).values == {}
     assert compiler_options("tpu", "TPU v5", {}, {}).offloads_torus
 
@@ -46,6 +50,26 @@ def test_a_loop_whose_layers_take_one_of_two_ways_fetches_nothing_ahead():
     assert compiler_options("tpu", "TPU v5", {PIPELINE[0]: True}, {}, branches=True).values[PIPELINE[0]] is True
 
 
+def test_weights_that_come_over_the_network_have_more_under_way_at_a_time():
+    assert compiler_options("gpu", "any", {}, {}, network=True).values == USUAL | {OVERLAP: 16}
+
+
+@pytest.mark.parametrize(
+    ("machine", "mesh", "network"),
+    [
+        ("h100:2x8", {}, True),
+        ("h100:1x8", {}, False),
+        ("h100:2x8", {"data": 2}, False),
+        ("h100:2x8", {"tensor": 8}, True),
+        ("h100:4x8", {"pipeline": 2}, False),
+        ("v5p:2x2x2", {}, False),
+    ],
+)
+def test_weights_come_over_the_network_where_fsdp_crosses_between_nodes(machine, mesh, network):
+    options = choose_options(tiny.config({}), make_mesh(MeshConfig(**mesh), open_machine(machine).devices))
+    assert (OVERLAP in options.values) == network
+
+
 def test_every_row_says_what_it_does_and_what_was_seen():
     assert TABLE and all(row.does and row.seen for row in TABLE)
     assert len({(row.devices, row.name) for row in TABLE}) == len(TABLE)
@@ -55,8 +79,15 @@ def test_every_row_says_what_it_does_and_what_was_seen():
 @pytest.mark.parametrize("value", ["", "=true", "=false"])
 def test_what_the_environment_sets_is_left_to_it_and_told(variable, value):
     options = compiler_options("gpu", "any", {}, {variable: f"--xla_a=1 --{SCHEDULER}{value}  --xla_b"})
-    assert options.values == {GATHER: True, APART: 1} and options.left_out == (SCHEDULER,)
-    assert str(options) == f"{GATHER}=True, {APART}=1; {SCHEDULER} as XLA_FLAGS or LIBTPU_INIT_ARGS has it"
+    assert options.values == {GATHER: AHEAD, APART: 1} and options.left_out == (SCHEDULER,)
+    told = f"{GATHER}={AHEAD}, {APART}=1; {SCHEDULER} as XLA_FLAGS or LIBTPU_INIT_ARGS has it"
+    assert str(options) == told
+
+
+def test_what_is_set_by_its_former_name_is_left_to_it():
+    former = "xla_gpu_enable_pipelined_all_gather"
+    options = compiler_options("gpu", "any", {}, {"XLA_FLAGS": f"--{former}=false"})
+    assert GATHER not in options.values and options.left_out == (former,)
 
 
 def test_a_name_that_only_begins_alike_is_no_such_option():
@@ -146,7 +177,7 @@ def test_a_row_changes_the_program_and_more_is_done_while_data_are_on_their_way(
     others = {other.name: other.value for other in GPU if other.name != row}
     kind = "reduce-scatter" if row == SCHEDULER else "all-gather"
     compile_with = lambda options: lowered.compile(compiler_options=options).as_text()
-    without, within = between(compile_with(others), kind), between(compile_with(others | {row: True}), kind)
+    without, within = between(compile_with(others), kind), between(compile_with(USUAL), kind)
     assert max(within) > max(without)
 
 
@@ -164,6 +195,12 @@ def test_with_more_fast_memory_a_product_is_taken_in_fewer_tiles():
 
     (many,), (few,) = tiles(None), tiles(compiler_options("tpu", device.device_kind, {}, {}).values)
     assert few < many
+
+
+@pytest.mark.aot
+def test_the_compiler_knows_the_name_of_every_row_for_gpus():
+    pytest.importorskip("jax_cuda12_plugin")
+    check_options(USUAL | {OVERLAP: 16}, open_topology("h100:8").devices[0])
 
 
 @pytest.mark.aot

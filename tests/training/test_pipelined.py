@@ -147,6 +147,17 @@ def test_evaluation_sampling_and_statistics_need_no_stages(programs):
         np.testing.assert_allclose(value, one_numbers[name], rtol=1e-4, err_msg=name)
 
 
+def test_statistics_where_moments_are_cut_and_parameters_are_not(programs):
+    cut = make({"mesh.pipeline": 2, "mesh.fsdp": 2, "rules": "zero2"}, 4)
+    wanted, found = (
+        named(jax.device_get(program.statistics(program.init(), tiny.on_mesh(program, BATCH))))
+        for program in (programs[0], cut)
+    )
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        np.testing.assert_allclose(value, wanted[name], rtol=1e-4, err_msg=name)
+
+
 def test_the_state_is_the_same_arrays_whatever_the_stages(programs):
     shapes = lambda program: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), program.abstract_state)
     one, many = programs
@@ -191,6 +202,13 @@ def test_what_stages_cannot_do_is_one_line(changes, told):
     with pytest.raises(BadInput) as error:
         make({"mesh.pipeline": 2} | changes, 2)
     assert told in str(error.value) and "\n" not in str(error.value)
+
+
+def test_statistics_of_arrays_that_not_all_devices_can_share_are_refused():
+    cut = {"rules": "zero1", "model.embed_dim": 14, "mesh.pipeline": 2, "mesh.fsdp": 2}
+    with pytest.raises(BadInput, match="embed=14 is not a multiple of the 4 devices of mesh pipeline x fsdp; .* to 0"):
+        make(cut, 4)
+    make(cut | {"monitor.statistics_every_steps": 0}, 4)
 
 
 def test_a_model_of_two_stacks_is_refused():

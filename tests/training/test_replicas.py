@@ -133,7 +133,8 @@ def test_what_lives_on_the_host_is_compared_too():
     assert check(flip_bit(state, 6, leaf="params/head")).devices == (6,)
 
 
-SLOW = [DATA | {"optim.name": "adamw"}, BOTH, TENSOR]
+STAGES = {"model.remat": "full", "train.num_microbatches": 2, "mesh.pipeline": 2, "mesh.context": 2, "mesh.fsdp": 2}
+SLOW = [DATA | {"optim.name": "adamw"}, BOTH, TENSOR, STAGES]
 MESHES = [(RUN, 4), *[pytest.param(overrides, 8, marks=pytest.mark.soak) for overrides in SLOW]]
 
 

@@ -2,50 +2,74 @@
 
 Each device passes on what it has while it looks at it. The softmax is kept between one device's keys and the next.
 Going back, keys and values go round once more with the logarithm of the sums over all of them, and their gradients
-travel with them, from device to device, until they are home.
+travel with them, from device to device, until they are home. How a device looks at the keys of one of them is left to
+ring_walk.py, for any platform, and ring_splash.py, the kernel of TPUs.
 
-B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim  C devices
+B batch  T position of a device's own, of queries and of keys  K key-value heads  H head dim
 """
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.ops.attention.blockwise import F32, group_heads, ungroup_heads
-from jaxscale.ops.attention.long import Pulled, Sight, Walk
-from jaxscale.ops.attention.shared_rows import block_of, filled_up
+from jaxscale.ops.attention.blockwise import F32
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.sharding.context_axis import ContextAxis
 
 
-def make_attend(*, softcap: float | None, window: int | None, context: ContextAxis):
-    """attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH, of the device's own positions in zigzag order."""
+class Held(NamedTuple):
+    """Of one device, on its way round."""
+
+    k_BKTH: jax.Array
+    v_BKTH: jax.Array
+    segment_ids_BT: jax.Array
+
+
+class Look(Protocol):
+    """How a device's own queries look at the keys of one device, in an order of dimensions of its own.
+
+    step: how many devices before it that one is; an int where it is known to the compiler, as 0, the device itself, is.
+    Seen: all that was seen so far. The logsumexp and the drift, the part of a score's gradient that all keys of a query
+    share, are float32.
+    """
+
+    def nothing_seen(self, q: jax.Array) -> Any:
+        """What queries have seen before their first key."""
+
+    def visit(self, seen: Any, q: jax.Array, held: Held, ids_BT: jax.Array, step: int | jax.Array) -> Any:
+        """What queries have seen with these keys too. ids_BT: the queries' segments."""
+
+    def settle(self, seen: Any, q: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """(out like q, logsumexp) of queries that have seen all keys."""
+
+    def drift(self, out: jax.Array, dout: jax.Array) -> jax.Array:
+        """The drift of each query."""
+
+    def pull(
+        self, dq: jax.Array, q: jax.Array, held: Held, ids_BT: jax.Array, step: int | jax.Array, *above: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(dq with these keys' part, their own dk_BKTH, dv_BKTH), float32. above: logsumexp of all, drift, dout."""
+
+
+def make_ring(context: ContextAxis, look_of: Callable[[jax.Array], Look]):
+    """attend(q, k_BKTH, v_BKTH, segment_ids_BT) -> out like q, in zigzag order. look_of(q): how q looks at keys."""
 
     @jax.custom_vjp
-    def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
-        return keep(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)[0]
+    def attend(q, k_BKTH, v_BKTH, segment_ids_BT):
+        return keep(q, k_BKTH, v_BKTH, segment_ids_BT)[0]
 
-    def ring_of(q_BKTGH) -> Ring:
-        _, _, T, G, H = q_BKTGH.shape
-        chunk = T // context.chunks
-        return Ring(context, chunk, Walk(G, H, block_of(chunk), softcap, window))
+    def keep(q, *held):
+        results = Ring(context, look_of(q)).forward(q, Held(*held))
+        out, logsumexp = (checkpoint_name(result, ATTENTION_OUT) for result in results)
+        return out, (q, Held(*held), out, logsumexp)
 
-    def keep(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
-        q_BKTGH, k_BKTH, v_BKTH = group_heads(q_BTNH, k_BTKH.shape[2]), k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2)
-        results = ring_of(q_BKTGH).forward(q_BKTGH, (k_BKTH, v_BKTH, segment_ids_BT))
-        out_BKTGH, lse_BKR = (checkpoint_name(result, ATTENTION_OUT) for result in results)
-        return ungroup_heads(out_BKTGH), (q_BKTGH, (k_BKTH, v_BKTH, segment_ids_BT), out_BKTGH, lse_BKR)
-
-    def backward(saved, dout_BTNH):
-        q_BKTGH, held, out_BKTGH, lse_BKR = saved
-        dout_BKTGH = group_heads(dout_BTNH, held[0].shape[1])
-        dq_BKTGH, dk_BKTH, dv_BKTH = ring_of(q_BKTGH).backward(q_BKTGH, held, out_BKTGH, lse_BKR, dout_BKTGH)
-        return ungroup_heads(dq_BKTGH), dk_BKTH.swapaxes(1, 2), dv_BKTH.swapaxes(1, 2), None
+    def backward(saved, dout):
+        return *Ring(context, look_of(saved[0])).backward(*saved, dout), None
 
     attend.defvjp(keep, backward)
     return attend
@@ -53,45 +77,40 @@ def make_attend(*, softcap: float | None, window: int | None, context: ContextAx
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """The way of keys and values past all devices. held: (k_BKTH, v_BKTH, segment_ids_BT) of one of them."""
+    """The way of keys and values past all devices."""
 
     context: ContextAxis
-    chunk: int
-    walk: Walk
+    look: Look
 
-    def forward(self, q_BKTGH, held):
-        """(out_BKTGH in v.dtype, logsumexp_BKR float32)."""
-        ids_BT = held[2]
+    def forward(self, q: jax.Array, held: Held) -> tuple[jax.Array, jax.Array]:
+        """(out like q, logsumexp)."""
+        ids_BT = held.segment_ids_BT
 
-        def look(step, softmax, held):
-            return self.walk.visit(softmax, q_BKTGH, *held[:2], self.sight(step, ids_BT, held[2]))
+        def look(step, seen, held):
+            return self.look.visit(seen, q, held, ids_BT, step)
 
-        softmax = self.walk.nothing_seen(q_BKTGH)
+        seen = self.look.nothing_seen(q)
         for first, last in self.runs():
-            softmax, held = self.go_round(look, softmax, held, first, last)
-        return self.walk.settle(softmax, q_BKTGH, held[1].dtype)
+            seen, held = self.go_round(look, seen, held, first, last)
+        return self.look.settle(seen, q)
 
-    def backward(self, q_BKTGH, held, out_BKTGH, lse_BKR, dout_BKTGH):
-        """Gradients (dq_BKTGH, dk_BKTH, dv_BKTH) in the dtypes of q, k, v."""
-        ids_BT, drift_BKR = held[2], self.walk.drift(out_BKTGH, dout_BKTGH)
+    def backward(self, q: jax.Array, held: Held, out, logsumexp, dout) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gradients (dq, dk_BKTH, dv_BKTH) in the dtypes of q, k, v."""
+        ids_BT, above = held.segment_ids_BT, (logsumexp, self.look.drift(out, dout), dout)
 
         def look(step, grads, held):
-            dq_BKRH, dkv = grads
-            dkv = self.context.to_next(dkv)  # beside the products: those of this device come on top of them
-            zeros = Pulled(dq_BKRH, *map(jnp.zeros_like, dkv))
-            sight = self.sight(step, ids_BT, held[2])
-            own = self.walk.pull(zeros, q_BKTGH, *held[:2], sight, lse_BKR, drift_BKR, dout_BKTGH)
-            return own.dq_BKRH, (dkv[0] + own.dk_BKSH, dkv[1] + own.dv_BKSH)
+            dq, dkv = grads
+            if dkv is not None:
+                dkv = self.context.to_next(dkv)  # beside the products: those of this device come on top of them
+            dq, *own = self.look.pull(dq, q, held, ids_BT, step, *above)
+            return dq, tuple(own if dkv is None else map(jnp.add, dkv, own))
 
-        zeros = lambda x: jnp.zeros(x.shape, F32)
-        grads = zeros(self.walk.rows(q_BKTGH)), (zeros(held[0]), zeros(held[1]))
-        like_k, like_v = held[:2]
+        dtypes = [x.dtype for x in held[:2]]
+        grads = jnp.zeros(q.shape, F32), None
         for first, last in self.runs():
             grads, held = self.go_round(look, grads, held, first, last)
-        dq_BKRH, dkv = grads
-        dk_BKTH, dv_BKTH = self.context.to_next(dkv)
-        dq_BKTGH = dq_BKRH.astype(q_BKTGH.dtype).reshape(q_BKTGH.shape)
-        return dq_BKTGH, dk_BKTH.astype(like_k.dtype), dv_BKTH.astype(like_v.dtype)
+        dq, dkv = grads
+        return dq.astype(q.dtype), *self.context.to_next(tuple(x.astype(dtype) for x, dtype in zip(dkv, dtypes)))
 
     def runs(self) -> list[tuple[int, int]]:
         """Steps (from, up to) that are compiled together: a device's own keys, those of most others, of the last."""
@@ -111,38 +130,3 @@ class Ring:
         if last - first == 1:
             return step((so_far, held), first)[0]
         return lax.scan(step, (so_far, held), jnp.arange(first, last, dtype=jnp.int32))[0]
-
-    def sight(self, step: int | jax.Array, ids_BT, key_ids_BT) -> Sight:
-        """What own queries see of the keys of the device that many steps before."""
-        device, size = self.context.index(), self.context.size
-        other = (device - step) % size
-        at_home = isinstance(step, int) and step == 0
-        tables_XP2, which_CC = met_pairs(size, self.chunk, self.walk.block, self.walk.window, at_home=at_home)
-        pairs_P2 = jnp.asarray(tables_XP2)[jnp.asarray(which_CC)[device, other]]
-        starts_Cc = jnp.asarray(self.context.starts(self.chunk))
-        places = lambda n: (starts_Cc[n][:, None] + jnp.arange(self.chunk, dtype=jnp.int32)[None]).reshape(-1)
-        return Sight(pairs_P2, ids_BT, key_ids_BT, places(device), places(other))
-
-
-def met_pairs(size: int, chunk: int, block: int, window: int | None, *, at_home: bool) -> tuple[np.ndarray, np.ndarray]:
-    """(int32[X, P, 2] different tables of the blocks that may see each other, in the devices' own order of positions,
-    int32[C, C] the table for a device of queries and a device of keys).
-
-    at_home: of each device with itself, else with others. In zigzag order one sees two pairs of chunks of any other.
-    """
-    starts_Cc = ContextAxis(size).starts(chunk // block)
-    blocks = [np.concatenate([start + np.arange(chunk // block) for start in starts_c]) for starts_c in starts_Cc]
-    reach = np.inf if window is None else window - 1
-    met = {}
-    for one, queries in enumerate(blocks):
-        for two, keys in enumerate(blocks):
-            if (one == two) == at_home:
-                behind = (queries[:, None] - keys[None, :]) * block  # of the first positions
-                met[one, two] = np.argwhere((behind >= 0) & (behind - block + 1 <= reach)).astype(np.int32)
-    different = {pairs.tobytes(): pairs for pairs in met.values()}
-    numbers = {key: number for number, key in enumerate(different)}
-    which_CC = np.zeros((size, size), np.int32)
-    for pair, pairs in met.items():
-        which_CC[pair] = numbers[pairs.tobytes()]
-    late = 2 * (chunk // block) - 1
-    return np.stack(filled_up(list(different.values()), [late] * len(different))), which_CC

@@ -61,6 +61,7 @@ def by_queries(oldest_Cq: np.ndarray, newest_Cq: np.ndarray) -> Tables:
     step_s = np.arange(counts_Cq.max())
     visited_Cqs = step_s < counts_Cq[:, :, None]
     following_Cq = np.concatenate([oldest_Cq[:, 1:], oldest_Cq[:, :1]], axis=1)  # is fetched while nothing is done
+    following_Cq = np.minimum(following_Cq, newest_Cq.max())  # also where all keys lie behind the window
     block_Cqs = np.where(visited_Cqs, oldest_Cq[:, :, None] + step_s, following_Cq[:, :, None])
     return Tables(smallest(block_Cqs)[:, None], visited_Cqs.astype(np.int8)[:, None])
 
