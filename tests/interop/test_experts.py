@@ -243,9 +243,7 @@ def test_adapters_of_attention_stay_beside_and_those_of_joined_experts_are_refus
     assert sorted(read_folder(tmp_path / "out")) == sorted(read_folder(tmp_path / "adapter"))
     file = tmp_path / "adapter" / "adapter_config.json"  # as PEFT 0.21 has it of transformers 5
     file.write_text(json.dumps(json.loads(file.read_text()) | {"target_parameters": ["gate.weight", "gate_up_proj"]}))
-    with pytest.raises(
-        ValueError, match="target_parameters=.* is not supported; merge it with PEFT's"
-    ):
+    with pytest.raises(ValueError, match="target_parameters=.* is not supported; merge it with PEFT's"):
         convert.main([*flags, f"--workdir={tmp_path / 'joined'}"])
 
 
