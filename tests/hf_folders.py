@@ -90,12 +90,15 @@ def assert_same(left, right):
         assert left[name].tobytes() == right[name].tobytes(), name
 
 
-def make_large(folder, config, files):
-    """A folder of bfloat16 files of any size, written a tensor at a time; the bytes of its largest tensor."""
+def make_large(folder, config, files, shapes=None):
+    """A folder of bfloat16 files of any size, written a tensor at a time; the bytes of its largest tensor.
+
+    shapes: of its tensors, where they are not those that the config calls for.
+    """
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    shapes, places = shapes_of(config), {}
+    shapes, places = shapes or shapes_of(config), {}
     names, rng = list(shapes), np.random.default_rng(0)
     for number in range(files):
         own = names[number::files]

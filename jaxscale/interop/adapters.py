@@ -147,10 +147,10 @@ def merged_tensors(
     adapter: Adapter, found: Mapping[str, TensorPair], matched: Sequence[TensorPair], base: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The tensors of the base model, those with an adapter as Merged."""
-    of_leaf = {(pair.ours, pair.layer): module for module, pair in found.items()}
+    of_leaf = {(pair.ours, pair.place): module for module, pair in found.items()}
     merged = dict(base)
     for pair in matched:
-        if module := of_leaf.get((pair.ours, pair.layer)):
+        if module := of_leaf.get((pair.ours, pair.place)):
             a, b = (adapter.tensors[f"{OUTER}{module}{ending}"] for ending in (OF_A, OF_B))
             fields = {field.name: getattr(merged[pair.theirs], field.name) for field in dataclasses.fields(Tensor)}
             merged[pair.theirs] = Merged(
@@ -210,6 +210,8 @@ def start_of_run(
     ((rank, scale),) = scales
     layers = collections.Counter(without_layer(pair.ours[0]) for pair in found.values())
     for name, number in layers.items():
+        if any(pair.expert is not None for pair in found.values() if without_layer(pair.ours[0]) == name):
+            raise BadInput(f"--adapter: {adapter.folder} adapts experts, and a run adapts none; merge it instead")
         if not name.startswith("blocks/"):
             raise BadInput(f"--adapter: {adapter.folder} adapts {name}, and a run adapts the blocks; merge it instead")
         if number != cfg.num_layers:
@@ -239,11 +241,21 @@ def of_run(
         own = [name for name in pair.ours if has(name + A)]
         if not own:
             continue
+        if pair.expert is not None:
+            raise BadInput(
+                f"{own[0]} is an adapter of experts, which are not exported alone; merge it with jaxscale ckpt "
+                "merge_lora, and export that"
+            )
         if len(own) < len(pair.ours):
             raise BadInput(f"{own[0]} has an adapter and not all of {module} has, which PEFT cannot say; merge it")
         pairs += adapter_pairs(module, pair, lora.rank, out=True)
         joint[".".join(module.split(".")[-2:])] = len(pair.ours)
         turned = pair.row.turned
+    if pairs and len(cfg.layer_stacks) > 1:
+        raise BadInput(
+            "the first layers, without experts, have no adapters, which PEFT is not told here; merge them with "
+            "jaxscale ckpt merge_lora, and export that"
+        )
     return pairs, adapter_config.write(lora.rank, lora.alpha, list(joint), base, joint, turned)
 
 

@@ -117,7 +117,7 @@ def open_step(
             raise BadInput(f"step {step} has no {what} of its adapters{KEEPS[what]}")
         return step, Source(folder, record, cfg, family, tuple(pairs), what, config)
     pairs = tuple(families.tensors(family, cfg))
-    check_leaves(record, pairs, what, step)
+    check_leaves(record, array_shapes(pairs) | families.unsaid(cfg), what, step)
     return step, Source(folder, record, cfg, family, pairs, what)
 
 
@@ -127,12 +127,11 @@ def origin_of(run: Mapping[str, Any]) -> Mapping[str, Any]:
     return next((one for one in origins if "model_type" in one or "kept" in one), {})
 
 
-def check_leaves(record: Mapping[str, Any], pairs: Sequence[TensorPair], what: What, step: int) -> None:
-    """Raises BadInput unless the step has every array, with the shape that its config asks for."""
+def check_leaves(record: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], what: What, step: int) -> None:
+    """Raises BadInput unless the step has every array, with the shape that its config asks for, and no other."""
     leaves, named = record["leaves"], weight_leaves(record["leaves"], what)
     if not named:
         raise BadInput(f"step {step} has no {what}{KEEPS[what]}")
-    shapes = array_shapes(pairs)
     for name, shape in shapes.items():
         saved = leaves.get(named.get(name))
         if saved is None or saved[:2] != [list(shape), "float32"]:
@@ -238,7 +237,7 @@ def write_tensor(
     parts = []
     for name in pair.ours:
         with reading(source, source.leaves[name]):
-            part, mark = leaves.read(source.leaves[name], pair.layer, dtype)
+            part, mark = leaves.read(source.leaves[name], pair.place, dtype)
         parts.append(part)
         sums[name] = (sums.get(name, 0) + mark) % 2**32
     tensor = pair.to_theirs(parts)

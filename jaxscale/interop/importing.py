@@ -136,15 +136,16 @@ def write_unit(
     arrays: Mapping[str, Any],
     chunks: Mapping[str, tuple[int, ...]],
 ) -> tuple[dict[str, int], list[str]]:
-    """({leaf: what these layers add to its fingerprint}, tensors that are not finite).
+    """({leaf: what these layers and experts add to its fingerprint}, tensors that are not finite).
 
     A tensor with a unit of its own is written piece by piece, and given up on return: the only large one.
     """
-    marks, finite, first = {}, np.ones(len(unit), bool), unit[0].layer
+    marks, finite = {}, np.ones(len(unit), bool)
+    first, last = unit[0].place, unit[-1].place
+    lead = tuple(slice(begin, end + 1) for begin, end in zip(first, last))
     layers = [pair.to_ours(tensors[pair.theirs].read()) for pair in unit]
     for name, leaves in zip(unit[0].ours, zip(*layers, strict=True), strict=True):
         values = np.stack([in_order(leaf) for leaf in leaves]) if len(leaves) > 1 else leaves[0]
-        lead = () if first is None else (slice(first, first + len(leaves)),)
         total = 0
         for box in cut(leaves[0].shape, chunks[name][len(lead) :]):
             value, place = widened(values[(..., *box)]), (*lead, *box)

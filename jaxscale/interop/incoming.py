@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxscale.interop import adapters, families, tokenizer_files
 from jaxscale.interop.families import Family, Match, TensorPair
+from jaxscale.interop.joined import experts_apart, start_of_load
 from jaxscale.interop.pieces import check_tensors
 from jaxscale.interop.reading import check_counts, check_end_ids, open_checkpoint
 from jaxscale.interop.safetensors import Tensor, same_bytes
@@ -75,11 +76,13 @@ def open_model(name: str, named: str) -> Incoming:
         check_counts(found.config, found.tensors)
         family, cfg, kept = families.read(found.config)
         check_end_ids(kept, cfg.vocab_size, "config.json")
-        matched = families.match(family, cfg, found.tensors)
+        tensors = experts_apart(family, cfg, found.tensors)
+        matched = families.match(family, cfg, tensors)
     except BadInput as error:
         raise BadInput(f"{named}={name}: {error}") from None
-    check_tensors(matched.pairs, found.tensors)
-    check_tied_weights(matched, found.tensors)
+    check_tensors(matched.pairs, tensors)
+    check_tied_weights(matched, tensors)
+    load_pairs, load = start_of_load(cfg)
     files = tokenizer_files.with_generation(tokenizer_files.read_files(found.folder, found.files), kept)
     odd = tokenizer_files.check_works(files, cfg.vocab_size, found.folder)
     return Incoming(
@@ -87,8 +90,8 @@ def open_model(name: str, named: str) -> Incoming:
         family=family,
         cfg=cfg,
         kept=kept,
-        pairs=matched.pairs,
-        tensors=found.tensors,
+        pairs=[*matched.pairs, *load_pairs],
+        tensors={**tensors, **load},
         left_out=matched.left_out,
         files=files,
         identity=found.identity,

@@ -1,7 +1,7 @@
-"""Reads one layer of an array of a checkpoint without the other layers, in little memory.
+"""Reads one layer, or one expert of it, of an array of a checkpoint without the others, in little memory.
 
 Training writes an array in pieces that hold the same part of every layer. TensorStore reads a piece whole; here only
-the bytes of the layer are read from the file that holds them, which the index tells: pieces are not compressed.
+the bytes that are wanted are read from the file that holds them, which the index tells: pieces are not compressed.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorstore
 
-from jaxscale.checkpoint.array_store import DESCRIPTIONS, STATE, Arrays, Box, boxes, entries, open_base, stored_name
+from jaxscale.checkpoint.array_store import DESCRIPTIONS, STATE, Arrays, Box, cut, entries, open_base, stored_name
 from jaxscale.checkpoint.fingerprint import host_fingerprint
 from jaxscale.interop.pieces import OURS
 from jaxscale.interop.ranges import File, look_at
@@ -28,21 +28,19 @@ class Leaves:
         self.files: dict[str, File] = {}
         self.located = locations(folder)
 
-    def read(self, name: str, layer: int | None, dtype: np.dtype) -> tuple[np.ndarray, int]:
-        """(the layer, or all of an array without layers, as `dtype`; what it adds to the array's fingerprint).
+    def read(self, name: str, at: tuple[int, ...], dtype: np.dtype) -> tuple[np.ndarray, int]:
+        """(what lies at this place of the leading axes, as `dtype`; what it adds to the array's fingerprint).
+
+        Args: at: (layer,), (layer, expert), or () for all of an array without layers.
 
         Raises whatever TensorStore and the files raise of what cannot be read.
         """
         array = self.open(name)
-        shape = tuple(array.shape) if layer is None else tuple(array.shape[1:])
-        out, mark = np.empty(shape, dtype), 0
-        for box in boxes(array):
-            if layer is not None and not box[0].start <= layer < box[0].stop:
-                continue
-            for part, value in self.parts(name, array, box, layer):
+        out, mark = np.empty(tuple(array.shape[len(at) :]), dtype), 0
+        for box in boxes_at(array, at):
+            for part, value in self.parts(name, array, box, at):
                 mark += host_fingerprint(value, start=[side.start for side in part], shape=array.shape)
-                place = part if layer is None else part[1:]
-                out[place] = (value if layer is None else value[0]).astype(dtype)
+                out[part[len(at) :]] = value.reshape(value.shape[len(at) :]).astype(dtype)
         return out, mark % 2**32
 
     def open(self, name: str) -> Any:
@@ -51,12 +49,12 @@ class Leaves:
             self.opened[name] = self.arrays.open(name)
         return self.opened[name]
 
-    def parts(self, name: str, array: Any, box: Box, layer: int | None) -> Iterator[tuple[Box, np.ndarray]]:
-        """Yields (where, values) of a piece, or of one layer of it, in parts of at most READ_BYTES."""
+    def parts(self, name: str, array: Any, box: Box, at: tuple[int, ...]) -> Iterator[tuple[Box, np.ndarray]]:
+        """Yields (where, values) of what lies at this place in a piece, in parts of at most READ_BYTES."""
         sizes = array.chunk_layout.read_chunk.shape
         key = ".".join(str(side.start // size) for side, size in zip(box, sizes)) or "0"
         found = self.located.get(f"{stored_name(name)}/{key}")
-        lead = () if layer is None else (slice(layer, layer + 1),)
+        lead = tuple(slice(one, one + 1) for one in at)
         inner, bound = tuple(sizes)[len(lead) :], box[len(lead) :]
         # the last pieces of an axis are as long in the file, whatever the array needs
         if found is None or not is_plain(array) or found[2] != math.prod(sizes) * OURS.itemsize:
@@ -64,7 +62,10 @@ class Leaves:
             yield wanted, array[wanted].read().result()
             return
         file, offset, _ = found
-        begin = offset + (layer - box[0].start if lead else 0) * math.prod(inner) * OURS.itemsize
+        before = 0  # of the piece: whole places of the leading axes
+        for one, side, size in zip(at, box, sizes):
+            before = before * size + one - side.start
+        begin = offset + before * math.prod(inner) * OURS.itemsize
         rows = bound[0].stop - bound[0].start if inner else 1
         row_bytes = math.prod(inner[1:]) * OURS.itemsize
         step = max(1, READ_BYTES // max(row_bytes, 1))
@@ -76,13 +77,24 @@ class Leaves:
             if inner:
                 values = values[(slice(None), *(slice(0, side.stop - side.start) for side in bound[1:]))]
                 part = (*lead, slice(bound[0].start + row, bound[0].start + row + count), *bound[1:])
-            yield part, values[None] if lead else values
+            yield part, values.reshape((1,) * len(lead) + values.shape)
 
     def file(self, name: str) -> File:
         """A file of the step, looked at once."""
         if name not in self.files:
             self.files[name] = look_at(self.folder / name)
         return self.files[name]
+
+
+def boxes_at(array: tensorstore.TensorStore, at: tuple[int, ...]) -> Iterator[Box]:
+    """Yields the pieces in which a place of the leading axes lies: of a hundred experts there are very many."""
+    shape, sizes = array.shape, array.chunk_layout.read_chunk.shape or array.shape
+    lead = []
+    for one, length, size in zip(at, shape, sizes):
+        begin = one // size * size
+        lead.append(slice(begin, min(begin + size, length)))
+    for inner in cut(shape[len(at) :], sizes[len(at) :]):
+        yield (*lead, *inner)
 
 
 def is_plain(array: tensorstore.TensorStore) -> bool:

@@ -1,9 +1,11 @@
 """Chunk shapes of imported arrays, and which tensors are read together.
 
-A piece is what a restore reads at once, on whatever mesh: it lies in one layer, or holds some whole layers of a small
-array, so that a device that wants a part of an array reads little else, and a bucket is not asked a thousand times.
+A piece is what a restore reads at once, on whatever mesh: it lies in one layer, or in one expert of it, or holds some
+whole ones of a small array, so that a device that wants a part of an array reads little else, and a bucket is not asked
+a thousand times.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -21,15 +23,15 @@ TILE = 256  # entries of each of two axes: 2.3 times as fast as numpy's own copy
 
 
 def array_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
-    """{name of a leaf: its shape, the axis of layers included}."""
-    layers: dict[str, int] = {}
+    """{name of a leaf: its shape, the axes of layers and experts included}."""
+    leads: dict[str, tuple[int, ...]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for pair in pairs:
         for name, shape in zip(pair.ours, pair.our_shapes, strict=True):
-            if pair.layer is not None:
-                layers[name] = max(layers.get(name, 0), pair.layer + 1)
+            sizes = tuple(at + 1 for at in pair.place)
+            leads[name] = tuple(map(max, leads.get(name, sizes), sizes))
             shapes[name] = shape
-    return {name: (layers[name], *shape) if name in layers else shape for name, shape in shapes.items()}
+    return {name: (*leads[name], *shape) for name, shape in shapes.items()}
 
 
 def piece_shape(shape: Sequence[int]) -> tuple[int, ...]:
@@ -44,10 +46,20 @@ def piece_shape(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def layers_together(pair: TensorPair) -> int:
-    """How many layers of the row fit into one piece; 1 where a layer is cut into several."""
+def together(pair: TensorPair, lead: Sequence[int]) -> tuple[int, ...]:
+    """How many layers, and experts of each, of a row fit into one piece; 1 where what one has is cut into several.
+
+    lead: how many there are. Experts are halved, as meshes divide them; several layers go with all of their experts.
+    """
     largest = max(math.prod(shape) for shape in pair.our_shapes) * OURS.itemsize
-    return max(1, PIECE_BYTES // max(largest, 1))
+    room = max(1, PIECE_BYTES // max(largest, 1))
+    if pair.expert is None:
+        return tuple(min(room, size) for size in lead)
+    *layers, experts = lead
+    fit = experts
+    while fit > room:
+        fit = -(-fit // 2)
+    return (*(max(1, min(room // experts, size)) for size in layers), fit)
 
 
 def chunk_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
@@ -55,24 +67,23 @@ def chunk_shapes(pairs: Sequence[TensorPair]) -> dict[str, tuple[int, ...]]:
     shapes, chunks = array_shapes(pairs), {}
     for pair in pairs:
         for name, shape in zip(pair.ours, pair.our_shapes, strict=True):
-            if pair.layer is None:
-                chunks[name] = piece_shape(shape)
-            else:
-                chunks[name] = (min(layers_together(pair), shapes[name][0]), *piece_shape(shape))
+            lead = shapes[name][: len(pair.place)]
+            chunks[name] = (*together(pair, lead), *piece_shape(shape))
     return chunks
 
 
 def plan_units(pairs: Sequence[TensorPair]) -> dict[str, list[TensorPair]]:
-    """{name in the journal: layers of a row that lie in the same pieces}: read, written and noted as done together."""
-    rows: dict[tuple[str, ...], list[TensorPair]] = {}
+    """{name in the journal: layers and experts of a row that lie in the same pieces, in order}: read, written and noted
+    as done together."""
+    rows: dict[tuple[str, ...], dict[tuple[int, ...], TensorPair]] = {}
     for pair in pairs:
-        rows.setdefault(pair.ours, []).append(pair)
+        rows.setdefault(pair.ours, {})[pair.place] = pair
     units = {}
     for row in rows.values():
-        row = sorted(row, key=lambda pair: pair.layer or 0)
-        assert [pair.layer for pair in row] in ([None], list(range(len(row)))), f"layers are missing of {row[0].ours}"
-        size = layers_together(row[0])
-        for group in (row[begin : begin + size] for begin in range(0, len(row), size)):
+        lead, one = [max(at) + 1 for at in zip(*row)], next(iter(row.values()))
+        assert len(row) == math.prod(lead), f"layers or experts are missing of {one.ours}"
+        for box in cut(lead, together(one, lead)):
+            group = [row[place] for place in itertools.product(*(range(side.start, side.stop) for side in box))]
             units[f"{group[0].theirs}+{len(group) - 1}"] = group
     return units
 

@@ -24,8 +24,11 @@ LAYERS = ("num_hidden_layers", "n_layer")  # each has tensors of its own
 MOST_LAYERS = 4096  # the deepest published models have about 130
 SIZES = (  # each is an axis of some tensor, or divides one
     "vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "num_attention_heads", "n_head",
-    "num_key_value_heads", "head_dim", "n_positions",
+    "num_key_value_heads", "head_dim", "n_positions", "moe_intermediate_size",
 )  # fmt: skip
+EXPERTS = ("num_experts", "num_local_experts")
+ROUTER = ".gate.weight"  # how the name of a router ends
+MOST_EXPERTS = 4096  # of a layer: published models have up to 512
 TOKENS = ("max_position_embeddings", "sliding_window")
 LONGEST = 1 << 31  # tokens: no model reads so many
 END_IDS = ("bos_token_id", "eos_token_id")
@@ -133,9 +136,12 @@ def check_counts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> No
     """Raises BadInput for a number that no model with these tensors can have."""
     whole = [tensor.shape for tensor in tensors.values() if tensor.stop > tensor.start]  # others may have any shape
     longest = max((size for shape in whole for size in shape), default=0)
+    routers = [tensor.shape for name, tensor in tensors.items() if name.endswith(ROUTER)]
+    of_routers = max((shape[0] for shape in routers if shape), default=longest)
     rules = [
         (LAYERS, min(len(tensors), MOST_LAYERS), f"there are {len(tensors):,} tensors"),
         (SIZES, longest, f"the longest axis of a tensor has {longest:,}"),
+        (EXPERTS, min(of_routers, MOST_EXPERTS), f"the longest first axis of a router has {of_routers:,}"),
         (TOKENS, LONGEST, "no model reads so many"),
     ]
     inner = config.get("text_config")

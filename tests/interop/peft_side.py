@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "parity"))
-from make_family_references import VOCAB, models, randomise  # noqa: E402
+from make_family_references import EAGER, VOCAB, models, randomise  # noqa: E402
 
 BATCHES = 3
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -35,6 +35,8 @@ CASES = {  # name: (model, settings of LoraConfig, whether a run can go on from 
     ),
     "gemma3_one_layer": ("gemma3", dict(r=4, lora_alpha=8, target_modules=r".*layers\.2\.self_attn\.q_proj"), False),
     "gpt2": ("gpt2", dict(r=4, lora_alpha=12, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True), True),
+    "mixtral": ("mixtral", dict(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"]), True),
+    "olmoe": ("olmoe", dict(r=2, lora_alpha=8, target_modules=["q_proj", "k_proj"], use_rslora=True), True),
     "llama_head": ("llama2", dict(r=4, lora_alpha=8, target_modules=["q_proj", "lm_head"]), False),
 }  # fmt: skip
 
@@ -77,7 +79,8 @@ def check(folder):
     """Losses of what was written."""
     found = {}
     for place in sorted(path for path in folder.iterdir() if (path / "out").exists()):
-        model = transformers.AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
+        how = EAGER if "moe" in place.name or place.name == "mixtral" else {}
+        model = transformers.AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32, **how)
         wrapped = peft.PeftModel.from_pretrained(model, place / "out").eval()
         written = {n for n in peft.utils.load_peft_weights(str(place / "out"), device="cpu")}
         own = {n.replace(".default", "") for n, _ in wrapped.named_parameters() if "lora_" in n}

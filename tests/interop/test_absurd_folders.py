@@ -4,6 +4,7 @@ import json
 
 import pytest
 from hf_folders import GPT2, LLAMA, make_folder
+from test_experts import SMALL_MIXTRAL
 from test_foreign_folders import SMALL, with_tokenizer
 
 from jaxscale.cli import convert
@@ -37,6 +38,9 @@ def bring_in(folder, workdir):
         (LLAMA, "max_position_embeddings", 1 << 60, "is too much: no model reads so many"),
         (GPT2, "n_positions", ABSURD, "n_positions=1000000000 is too much: the longest axis of a tensor has 96"),
         (GPT2, "n_layer", ABSURD, "n_layer=1000000000 is too much"),
+        (SMALL_MIXTRAL, "num_local_experts", ABSURD, "=1000000000 is too much: the longest first axis of a router"),
+        (SMALL_MIXTRAL, "num_experts", ABSURD, "num_experts=1000000000 is too much"),
+        (SMALL_MIXTRAL, "num_local_experts", 0, "num_local_experts=0 must be a whole number, 1 or more"),
         (LLAMA, "rope_theta", "x" * 9999, "rope_theta='x.* must be a number"),
         (LLAMA, "hidden_act", "x" * 9999, "hidden_act='x.* is not supported for llama"),
         (LLAMA, "architectures", 7, "architectures=7 must be a list of names"),

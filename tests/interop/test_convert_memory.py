@@ -5,7 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from hf_folders import LLAMA, make_large
+from hf_folders import LLAMA, make_large, shapes_of
+from test_experts import SMALL_MIXTRAL
 
 # Both ways, each in a process of its own, forked from one that has imported everything: what it adds is its work.
 SCRIPT = """
@@ -31,9 +32,9 @@ for argv in ([f"--from={hf}", f"--workdir={run}"], [f"--workdir={run}", f"--to={
 MOST_MIB = 400
 
 
-def measure(folder, config, files):
+def measure(folder, config, files, shapes=None):
     """(MiB of the largest tensor, MiB that the import took, MiB that the export took)."""
-    largest = make_large(folder / "hf", config, files)
+    largest = make_large(folder / "hf", config, files, shapes)
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, folder / "hf", folder / "run", folder / "out"]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(list(map(str, command)), env=env, capture_output=True, text=True, timeout=900)
@@ -50,3 +51,16 @@ def test_a_model_of_two_gigabytes_takes_a_fraction_of_them(tmp_path):
     config = LLAMA | {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 14}
     largest, imported, exported = measure(tmp_path, config | {"num_attention_heads": 32, "num_key_value_heads": 8}, 3)
     assert largest == 125 and max(imported, exported) < largest + MOST_MIB
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak is asked of Linux's /proc")
+def test_of_a_tensor_with_all_experts_one_is_in_memory_at_a_time(tmp_path):
+    """0.7 GB of bfloat16: 16 experts of 7 MiB a matrix, in tensors of 224 MiB."""
+    config = SMALL_MIXTRAL | dict(hidden_size=1024, intermediate_size=3584, num_hidden_layers=2, num_local_experts=16)
+    shapes = {name: shape for name, shape in shapes_of(config).items() if ".experts." not in name}
+    for layer in range(2):
+        experts = f"model.layers.{layer}.mlp.experts"
+        shapes |= {f"{experts}.gate_up_proj": (16, 2 * 3584, 1024), f"{experts}.down_proj": (16, 1024, 3584)}
+    largest, imported, exported = measure(tmp_path, config, 1, shapes)
+    assert largest == 224 and max(imported, exported) < MOST_MIB + 7

@@ -9,6 +9,8 @@ import tiny
 
 from jaxscale.config_file import load_config
 from jaxscale.interop import families
+from jaxscale.interop.families.others import OTHERS
+from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.gpt2_config import Gpt2Config
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.config import RopeScaling
@@ -33,6 +35,24 @@ GEMMA3 = dict(  # as published: what transformers has as its default is not ther
     eos_token_id=[1, 106],
     text_config=dict(model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
                      sliding_window=1024, rope_scaling=dict(factor=8.0, rope_type="linear")),
+)  # fmt: skip
+MIXTRAL = dict(
+    model_type="mixtral", architectures=["MixtralForCausalLM"], vocab_size=32000, hidden_size=4096,
+    intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, hidden_act="silu",
+    rms_norm_eps=1e-5, rope_theta=1e6, sliding_window=None, num_experts_per_tok=2, num_local_experts=8,
+    output_router_logits=False, router_aux_loss_coef=0.02, tie_word_embeddings=False, max_position_embeddings=32768,
+)  # fmt: skip
+QWEN3_MOE = QWEN3 | dict(
+    model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], hidden_size=2048, intermediate_size=6144,
+    num_hidden_layers=48, num_key_value_heads=4, max_window_layers=48, decoder_sparse_step=1, mlp_only_layers=[],
+    moe_intermediate_size=768, norm_topk_prob=True, num_experts=128, num_experts_per_tok=8, router_aux_loss_coef=0.001,
+    output_router_logits=False, max_position_embeddings=40960,
+)  # fmt: skip
+OLMOE = dict(
+    model_type="olmoe", architectures=["OlmoeForCausalLM"], vocab_size=50304, hidden_size=2048, intermediate_size=1024,
+    num_hidden_layers=16, num_attention_heads=16, num_key_value_heads=16, rms_norm_eps=1e-5, rope_theta=10000.0,
+    attention_bias=False, clip_qkv=None, norm_topk_prob=False, num_experts=64, num_experts_per_tok=8,
+    router_aux_loss_coef=0.01, tie_word_embeddings=False, max_position_embeddings=4096,
 )  # fmt: skip
 # Parameters of the published checkpoints. Where a config is not given above: what differs from transformers' defaults.
 # SigLIP and the projector of Gemma 3 4B are 419,816,304 of the 4,300,079,472 in its files.
@@ -62,6 +82,9 @@ PUBLISHED = {
              rope_scaling=dict(type="longrope", short_factor=[1.0 + pair / 50 for pair in range(48)],
                                long_factor=[1.0 + pair for pair in range(48)])), 3_821_079_552),
     "gpt2": (dict(model_type="gpt2"), 124_439_808),
+    "Mixtral-8x7B-v0.1": (MIXTRAL, 46_702_792_704),
+    "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624),
+    "OLMoE-1B-7B-0924": (OLMOE, 6_919_161_856),
 }  # fmt: skip
 
 
@@ -78,8 +101,10 @@ def test_a_published_model_has_its_size_and_its_config_comes_back(name):
     assert (again, cfg_again, kept_again) == (family, cfg, kept)
     told = hf | hf.get("text_config", {}) | dict(model_type=family.model_type, architectures=[family.architectures[0]])
     told.pop("text_config", None)
-    for key in ("max_window_layers", "sliding_window") if hf["model_type"] == "qwen3" else ():
+    for key in ("max_window_layers", "sliding_window") if hf["model_type"] in ("qwen3", "qwen3_moe") else ():
         told.pop(key)  # of no effect without use_sliding_window
+    if "clip_qkv" in told:
+        assert told.pop("clip_qkv") is None  # no clipping: what it is where nothing is said
     assert {key: written[key] for key in told} == told  # nothing said is lost
 
 
@@ -155,7 +180,19 @@ def test_windows_are_those_of_the_layers_and_come_back(hf, window, every, first)
 @pytest.mark.parametrize(
     "hf, told",
     [
-        (dict(model_type="mixtral"), "model_type='mixtral' is not supported; it may be"),
+        (dict(model_type="bert"), "model_type='bert' is not supported; it may be"),
+        (dict(model_type="gpt_oss"), "model_type='gpt_oss' is not supported: it has sinks in its attention"),
+        (dict(model_type="llama4"), "it has layers without RoPE, and experts whose inputs"),
+        (dict(model_type="qwen2_moe"), "it has a gate on its shared expert"),
+        (dict(model_type="qwen3_next"), "it has layers that are not attention .a hybrid"),
+        (dict(model_type="qwen3_moe", decoder_sparse_step=2), "decoder_sparse_step=2 is not supported for qwen3_moe"),
+        (dict(model_type="qwen3_moe", mlp_only_layers=[1]), r"mlp_only_layers=\[1\] is not supported for qwen3_moe"),
+        (dict(model_type="qwen3_moe", mlp_only_layers=[0, 0]), r"mlp_only_layers=\[0, 0\] is not supported"),
+        (dict(model_type="qwen3_moe", use_sliding_window=True, max_window_layers=3), "max_window_layers=3 is not supp"),
+        (dict(model_type="qwen3_moe", num_experts=4, num_local_experts=5), "num_experts=4 and num_local_experts=5 m"),
+        (dict(model_type="mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported for mixtral"),
+        (dict(model_type="olmoe", clip_qkv=8.0), "clip_qkv=8.0 is not supported for olmoe; it may be None"),
+        (dict(model_type="olmoe", head_dim=64), "head_dim=64 is not supported for olmoe; it may be None or 128"),
         (dict(model_type="llama", architectures=["LlamaForTokens"]), "'LlamaForTokens' is not supported; it may be"),
         (dict(model_type="llama", quantization_config=dict(quant_method="awq")), "quantization_config is not"),
         (dict(model_type="qwen2", attention_bias=True), "attention_bias=True is not supported for qwen2; it may"),
@@ -201,6 +238,11 @@ def test_what_we_do_not_compute_is_refused_in_one_line(hf, told):
         (dict(model_type="gpt2", layer_norm_epsilon=float("nan")), "norm_eps=nan is not a number"),
         (dict(model_type="qwen2", tie_word_embeddings="yes"), "tied_embeddings='yes' is not true or false"),
         (dict(model_type=["llama"]), "model_type=.'llama'. is not supported"),
+        (dict(model_type="qwen3_moe", mlp_only_layers=list(range(24))), "first_dense=24 must be below num_layers=24"),
+        (dict(model_type="qwen3_moe", mlp_only_layers=["x", 1]), "config.json is not that of a qwen3_moe"),
+        (dict(model_type="mixtral", num_experts_per_tok=9), "per_token=9 must be at least 1 and at most number=8"),
+        (dict(model_type="olmoe", num_experts=None, num_local_experts="six"), "olmoe .TypeError"),
+        (dict(model_type="olmoe", norm_topk_prob="yes"), "normalised='yes' is not true or false"),
     ],
     ids=lambda value: str(value)[:60],
 )  # fmt: skip
@@ -208,6 +250,10 @@ def test_a_config_json_with_other_things_than_it_should_have_is_refused_in_one_l
     with pytest.raises(ValueError, match=told) as error:
         families.read(hf)
     assert "\n" not in str(error.value)
+
+
+EXPERTS = ExpertsConfig(number=6, per_token=2, mlp_dim=12, bias_rate=0.1, groups=1, group_best=2)
+DENSE_FIRST = dataclasses.replace(EXPERTS, first_dense=1)
 
 
 def tiny_llama(**changes):
@@ -222,6 +268,9 @@ def tiny_llama(**changes):
         (tiny_llama(attention_window=5), "mistral"),
         (tiny_llama(qk_norm=True), "qwen3"),
         (tiny_llama(qkv_bias=True, attention_window=5, global_every=2), "qwen2"),
+        (tiny_llama(experts=EXPERTS), "mixtral"),
+        (tiny_llama(experts=DENSE_FIRST, qk_norm=True, attention_window=3), "qwen3_moe"),
+        (tiny_llama(experts=EXPERTS, qk_norm=True, qk_norm_over="all_heads", head_dim=4), "olmoe"),
         (Gpt2Config(**tiny.GPT2, dropout=0.1), "gpt2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -237,8 +286,12 @@ def test_a_model_of_ours_goes_out_as_the_first_family_that_says_it_all(cfg, mode
     [
         (dict(logit_softcap=30.0), "no Hugging Face family has model.logit_softcap=30.0"),
         (dict(norm_placement="both", tied_embeddings=True), "model.norm_placement='both'"),
+        (dict(experts=dataclasses.replace(EXPERTS, bias=True, shared_dim=4)),
+         "has model.experts.shared_dim=4, model.experts.bias=True; the families"),
+        (dict(experts=dataclasses.replace(EXPERTS, normalised=False)), "model.experts.normalised=False"),
+        (dict(experts=EXPERTS, qk_norm=True, qk_norm_over="all_heads"), "model.qk_norm_over='all_heads'"),
     ],
-)
+)  # fmt: skip
 def test_a_model_that_no_family_has_is_refused_by_what_it_is(changes, told):
     with pytest.raises(ValueError, match=told):
         families.family_for(tiny_llama(**changes))
@@ -283,6 +336,10 @@ def test_each_model_goes_out_as_the_family_it_came_in_as(name):
     family = families.family_for(cfg, name)
     assert family.model_type == {"gemma3": "gemma3_text"}.get(name, name)  # vision is left out
     assert families.read(families.write(family, cfg, kept))[:2] == (family, cfg)
+
+
+def test_what_is_computed_is_not_among_what_is_refused_by_name():
+    assert not OTHERS.keys() & families.FAMILIES.keys()
 
 
 def test_a_mistral_without_a_window_stays_one_and_one_that_became_another_model_does_not():
@@ -351,6 +408,8 @@ def test_every_key_that_a_family_is_said_to_read_changes_the_model_or_is_refused
         sliding_window=dict(use_sliding_window=True, max_window_layers=0),
         use_sliding_window=dict(max_window_layers=0),
     )
+    if name == "qwen3_moe":
+        companions |= dict(max_window_layers=dict(use_sliding_window=True), use_sliding_window={})
     if name == "phi3":  # whose heads have 96 numbers, and which takes no other scaling
         longrope = dict(rope_type="longrope", short_factor=[1.0] * 48, long_factor=[2.0] * 48)
         effects |= dict(rope_scaling=longrope, rope_parameters=longrope)

@@ -7,10 +7,12 @@ import sys
 
 import pytest
 from hf_folders import FLOAT32, LLAMA, assert_same, make_folder, read_folder
+from test_experts import SMALL_MIXTRAL
 
 from jaxscale.interop.journal import Journal
 
 CONFIG = LLAMA | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 256}
+EXPERTS = SMALL_MIXTRAL | {"hidden_size": 64, "vocab_size": 512, "intermediate_size": 64, "num_local_experts": 4}
 IN = [
     "convert/written:2",
     "convert/noted:3",
@@ -22,6 +24,11 @@ IN = [
 WHOLE = IN[3:]  # all is written by then
 OUT = ["export/shard:1", "export/shard:4", "export/config:1"]
 QUICK = (IN[1:2], OUT[1:2])
+CASES = [
+    (QUICK, CONFIG),
+    pytest.param(((IN, OUT), CONFIG), marks=pytest.mark.soak),
+    pytest.param(((IN, OUT), EXPERTS), marks=pytest.mark.soak),
+]
 # Each crash in a process of its own, which is forked before TensorStore has threads: one start of Python for all.
 SCRIPT = """
 import os, sys
@@ -54,12 +61,12 @@ for number, point in enumerate(sys.argv[4].split(",")):
 """
 
 
-@pytest.fixture(scope="module", params=[QUICK, pytest.param((IN, OUT), marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.fixture(scope="module", params=CASES, ids=["some", "all", "experts"])
 def killed(request, tmp_path_factory):
     """(folder, the original values, [(point, what the kill ended with, the start behind it)] in and out, errors)."""
-    points_in, points_out = request.param
+    (points_in, points_out), config = request.param
     folder = tmp_path_factory.mktemp("killed")
-    values = make_folder(folder / "hf", CONFIG, FLOAT32, 2)
+    values = make_folder(folder / "hf", config, FLOAT32, 2)
     command = [
         sys.executable,
         "-W",
@@ -91,6 +98,7 @@ def test_an_import_goes_on_and_never_counts_half_done(killed):
         assert (status, again, ended) == (9, "-", 0), (point, errors)
     done = {point: kept(text) for (point, _, _), (_, text, _) in pairs}
     total = sum(value.nbytes for value in values.values())
+    total += sum(3 * 4 * 4 for name in values if "layers.0.block_sparse_moe.gate." in name)  # and the load of experts
     assert list(done.values()) == sorted(done.values()) and min(done.values()) > 0
     assert all(number == total if point in WHOLE else number < total for point, number in done.items())
     for number in range(len(pairs)):

@@ -98,8 +98,8 @@ def test_tensors_that_are_not_those_of_the_config_are_named(tmp_path, change, to
 
 def test_a_model_of_no_family_is_refused(tmp_path):
     make_folder(tmp_path / "hf")
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "mamba"}))
-    with pytest.raises(ValueError, match="hf: config.json: model_type='mamba' is not supported; it may be "):
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(LLAMA | {"model_type": "bert"}))
+    with pytest.raises(ValueError, match="hf: config.json: model_type='bert' is not supported; it may be "):
         convert.main([f"--from={tmp_path / 'hf'}", f"--workdir={tmp_path / 'run'}"])
 
 

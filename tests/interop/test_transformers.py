@@ -10,6 +10,8 @@ import pytest
 from hf_folders import make_folder
 from trained_tokenizers import SENTENCES, make_tokenizers
 
+from jaxscale.checkpoint.config import CheckpointConfig
+from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.cli import convert
 from jaxscale.interop import families
 from jaxscale.interop.families.settings import unread
@@ -31,14 +33,25 @@ def ask(*arguments):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def leaves_of(run):
+    """{leaf: [shape, dtype, fingerprint]} of what was brought in."""
+    return Checkpoints(run / "checkpoints", CheckpointConfig()).read_record(0)["leaves"]
+
+
 def test_it_loads_each_family_with_no_key_too_many_or_too_few_and_writes_the_same_text(tmp_path):
     ask("make", tmp_path)
     names = sorted(path.name for path in tmp_path.iterdir())
+    joined = []
     for name in names:
         folder = tmp_path / name
         assert convert.main([f"--from={folder / 'hf'}", f"--workdir={folder / 'run'}"]) == 0
+        if (folder / "joined").exists():
+            assert convert.main([f"--from={folder / 'joined'}", f"--workdir={folder / 'same'}"]) == 0
+            assert leaves_of(folder / "same") == leaves_of(folder / "run")
+            joined.append(name)
         assert convert.main([f"--workdir={folder / 'run'}", f"--to={folder / 'out'}", "--shard_bytes=9e3"]) == 0
         assert len(list((folder / "out").glob("*.safetensors"))) > 1
+    assert len(joined) >= 6
     found = ask("check", tmp_path)
     assert sorted(found) == names and len(names) >= 11
     for name, told in found.items():

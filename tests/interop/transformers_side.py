@@ -1,6 +1,7 @@
 """What transformers does in test_transformers.py, run by a Python that has it.
 
-transformers_side.py make FOLDER           a small random model of each family in FOLDER/NAME/hf, in several files
+transformers_side.py make FOLDER           a small random model of each family in FOLDER/NAME/hf, in several files; one
+                                           with experts also in FOLDER/NAME/joined, as this release holds them
 transformers_side.py check FOLDER          loads FOLDER/NAME/hf and FOLDER/NAME/out and says how they differ
 transformers_side.py keys FOLDER           what a config.json of each family may say to the class that reads it
 transformers_side.py encode FOLDER TEXTS   the ids that AutoTokenizer of FOLDER/NAME/out gives for a JSON list
@@ -15,7 +16,7 @@ import torch
 import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "parity"))
-from make_family_references import models, randomise  # noqa: E402
+from make_family_references import EAGER, models, randomise  # noqa: E402
 
 NEW_TOKENS = 24
 
@@ -27,6 +28,13 @@ def make(folder):
         model = kind(config).float().eval()
         randomise(model, seed)
         model.to(torch.bfloat16).save_pretrained(folder / name / "hf", max_shard_size="8KB")
+        if with_experts(config):
+            model.save_pretrained(folder / name / "joined", max_shard_size="8KB", save_original_format=False)
+
+
+def with_experts(config):
+    """Whether it is of a mixture of experts."""
+    return hasattr(config, "num_experts_per_tok")
 
 
 def greedy(model):
@@ -39,10 +47,11 @@ def greedy(model):
 def check(folder):
     """{name: what is found}."""
     found = {}
-    for name in models():
+    for name, (config, _) in models().items():
         load = transformers.AutoModelForCausalLM.from_pretrained
-        before = load(folder / name / "hf", torch_dtype=torch.float32)
-        after, info = load(folder / name / "out", torch_dtype=torch.float32, output_loading_info=True)
+        how = dict(torch_dtype=torch.float32) | (EAGER if with_experts(config) else {})
+        before = load(folder / name / "hf", **how)
+        after, info = load(folder / name / "out", **how, output_loading_info=True)
         found[name] = {
             "class": type(after).__name__,
             "wrong": {key: sorted(map(str, value)) for key, value in info.items() if value},

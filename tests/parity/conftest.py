@@ -12,8 +12,10 @@ import jax
 import numpy as np
 import pytest
 
+from jaxscale.checkpoint.record import nest
 from jaxscale.data.batch import Batch
 from jaxscale.interop import families
+from jaxscale.interop.pieces import array_shapes
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model, summed_loss
 from jaxscale.ops.kernels import PLAIN
@@ -47,19 +49,13 @@ def params_of(cfg, arrays, pairs=None):
 
     pairs: of the tensors; unless given those of a Llama.
     """
-    leaves = {}
-    for pair in pairs or families.match(families.FAMILIES["llama"], cfg, arrays).pairs:
+    pairs = pairs or families.match(families.FAMILIES["llama"], cfg, arrays).pairs
+    leaves = {name: np.full(shape, np.nan, np.float32) for name, shape in array_shapes(pairs).items()}
+    for pair in pairs:
         for name, array in zip(pair.ours, pair.to_ours(arrays[pair.theirs]), strict=True):
-            leaves.setdefault(name, []).append(np.float32(array))
-            assert pair.layer is None or len(leaves[name]) == pair.layer + 1  # layers come in their order
-    params = {}
-    for name, layers in leaves.items():
-        *groups, leaf = name.split("/")
-        inner = params
-        for group in groups:
-            inner = inner.setdefault(group, {})
-        inner[leaf] = np.stack(layers) if "blocks" in groups and cfg.scan_layers else layers[0]
-    return params
+            leaves[name][pair.place] = array
+    assert not any(np.isnan(leaf).any() for leaf in leaves.values())
+    return nest(leaves)
 
 
 def next_token_batch(tokens_BT):

@@ -36,6 +36,7 @@ LLAMA3_ROPE = dict(rope_type="llama3", rope_theta=1000.0, factor=8.0, low_freq_f
 YARN_ROPE = dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=16, beta_fast=3.2,
                  beta_slow=0.1)  # fmt: skip
 ONE_LAYER = COMMON | dict(num_hidden_layers=1)
+EAGER = dict(experts_implementation="eager")  # torch's grouped product takes no odd widths on a CPU
 DYNAMIC_ROPE = dict(rope_type="dynamic", rope_theta=1000.0, factor=4.0)
 LONG_ROPE = dict(rope_type="longrope", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=16,
                  short_factor=[1.0, 1.1, 1.2, 1.3, 1.4], long_factor=[1.0, 2.0, 3.0, 4.0, 5.0])  # fmt: skip
@@ -109,6 +110,48 @@ def models():
             ),
             t.Phi3ForCausalLM,
         ),
+        "mixtral": (
+            t.MixtralConfig(
+                **COMMON | EAGER | dict(intermediate_size=18), num_local_experts=5, num_experts_per_tok=2,
+                sliding_window=7,
+            ),
+            t.MixtralForCausalLM,
+        ),
+        "mixtral_tied": (
+            t.MixtralConfig(
+                **ONE_LAYER | EAGER | dict(intermediate_size=22, head_dim=10), num_local_experts=3,
+                num_experts_per_tok=3, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True,
+            ),
+            t.MixtralForCausalLM,
+        ),
+        "qwen3_moe": (
+            t.Qwen3MoeConfig(
+                **COMMON | EAGER | dict(num_hidden_layers=3), head_dim=8, moe_intermediate_size=14, num_experts=7,
+                num_experts_per_tok=3, norm_topk_prob=True, mlp_only_layers=[0],
+            ),
+            t.Qwen3MoeForCausalLM,
+        ),
+        "qwen3_moe_windows": (
+            t.Qwen3MoeConfig(
+                **ONE_LAYER | EAGER, head_dim=10, moe_intermediate_size=12, num_experts=4, num_experts_per_tok=1,
+                norm_topk_prob=False, attention_bias=True, use_sliding_window=True, sliding_window=7,
+            ),
+            t.Qwen3MoeForCausalLM,
+        ),
+        "olmoe": (
+            t.OlmoeConfig(
+                **COMMON | EAGER | dict(intermediate_size=14), num_experts=6, num_experts_per_tok=4,
+                norm_topk_prob=False,
+            ),
+            t.OlmoeForCausalLM,
+        ),
+        "olmoe_biases": (
+            t.OlmoeConfig(
+                **ONE_LAYER | EAGER | dict(intermediate_size=9), num_experts=5, num_experts_per_tok=2,
+                norm_topk_prob=True, attention_bias=True, tie_word_embeddings=True,
+            ),
+            t.OlmoeForCausalLM,
+        ),
     }  # fmt: skip
 
 
@@ -131,6 +174,16 @@ def saved(model):
             return config, {name: file.get_tensor(name) for name in file.keys()}
 
 
+def parts(name, weight, gradient):
+    """The matrices of single experts, of a parameter that holds those of all: [(values, gradient)]."""
+    if not name.endswith(("gate_up_proj", "down_proj")):
+        return []
+    halves = [slice(0, weight.shape[1])]
+    if name.endswith("gate_up_proj"):
+        halves = [slice(0, weight.shape[1] // 2), slice(weight.shape[1] // 2, None)]
+    return [(weight[expert, half], gradient[expert, half]) for expert in range(len(weight)) for half in halves]
+
+
 def reference(config, make, seed):
     """What the tests compare for one model."""
     torch.manual_seed(seed)
@@ -141,19 +194,19 @@ def reference(config, make, seed):
     loss = F.cross_entropy(logits_BTV[:, :-1].reshape(-1, VOCAB), tokens_BT[:, 1:].reshape(-1).long())
     loss.backward()
     config, weights = saved(model)
-    params = dict(model.named_parameters())
+    params = {name: (p, p.grad) for name, p in model.named_parameters() if p.grad is not None}  # text: none of vision
+    params |= {f"{name}.{i}": part for name in list(params) for i, part in enumerate(parts(name, *params[name]))}
     # Where a release saves under other names than its modules have, the values tell which is which.
-    same = lambda weight: next(p for p in params.values() if p.shape == weight.shape and torch.equal(p, weight))
-    learned = {name: params.get(name, None) for name in weights}
-    learned = {name: same(weights[name]) if p is None else p for name, p in learned.items()}
-    learned = {name: p for name, p in learned.items() if p.grad is not None}  # text says nothing about vision
+    same = lambda weight: next((p for p in params.values() if torch.equal(p[0], weight)), None)
+    learned = {name: params.get(name) or same(weight) for name, weight in weights.items()}
+    learned = {name: p[1] for name, p in learned.items() if p is not None}
     return config, dict(
         names=json.dumps(sorted(weights)),
         tokens=tokens_BT.numpy(),
         logits=logits_BTV.detach().numpy(),
         loss=loss.detach().numpy(),
         **{f"param/{name}": weights[name].half().numpy() for name in learned},
-        **{f"grad/{name}": p.grad.numpy() for name, p in learned.items()},
+        **{f"grad/{name}": gradient.numpy() for name, gradient in learned.items()},
     )
 
 

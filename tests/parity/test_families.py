@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from jaxscale.interop import families
+from jaxscale.interop.joined import start_of_load
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import logits, make_model
 from jaxscale.ops.kernels import choose_kernels
@@ -20,7 +21,8 @@ HERE = pathlib.Path(__file__).parent
 PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and transformers
 NAMES = (
     "gpt2", "llama2", "llama31", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_vision", "olmo2",
-    "llama_yarn", "llama_dynamic", "llama_longrope", "qwen2_windows", "phi3",
+    "llama_yarn", "llama_dynamic", "llama_longrope", "qwen2_windows", "phi3", "mixtral", "mixtral_tied", "qwen3_moe",
+    "qwen3_moe_windows", "olmoe", "olmoe_biases",
 )  # fmt: skip
 LIKE = {"llama2": "llama31", "gemma3_vision": "gemma3"}  # whose text model differs in no part from this one's
 CASES = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE else name for name in NAMES]
@@ -61,7 +63,9 @@ def check(parity, reference, cfg, found, form="xla"):
     kernels = choose_kernels("cpu", form, cfg.attention_needs())
     make = lambda key: make_model(cfg, key=key, kernels=kernels)
     graphdef, own, _ = split_model(jax.eval_shape(make, jax.random.key(0)))
-    params, batch = parity.params(cfg, reference.weights, found.pairs), parity.make_batch(reference["tokens"])
+    load_pairs, load = start_of_load(cfg)
+    pairs, batch = [*found.pairs, *load_pairs], parity.make_batch(reference["tokens"])
+    params = parity.params(cfg, reference.weights | {name: tensor.read() for name, tensor in load.items()}, pairs)
     assert jax.tree.map(lambda leaf: leaf.shape, own) == jax.tree.map(np.shape, params)
 
     def loss(params):
@@ -72,7 +76,8 @@ def check(parity, reference, cfg, found, form="xla"):
     (total, logits_BTV), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
     np.testing.assert_allclose(logits_BTV, reference["logits"], rtol=TOLERANCE, atol=TOLERANCE)
     np.testing.assert_allclose(total, reference["loss"], rtol=1e-5)
-    theirs = parity.params(cfg, reference.gradients, found.pairs)
+    unmoved = {name: np.zeros(tensor.shape) for name, tensor in load.items()}
+    theirs = parity.params(cfg, reference.gradients | unmoved, pairs)
     parity.assert_close_trees(gradients, theirs, GRADIENT_TOLERANCE)
 
 

@@ -12,15 +12,18 @@ from typing import Any
 import jax
 
 from jaxscale import schema
-from jaxscale.interop.families.family import Family, Row, TensorPair, matches_any, pair_of
+from jaxscale.interop.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
+from jaxscale.interop.families.family import Family, Row, Stack, TensorPair, matches_any, pair_of
 from jaxscale.interop.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
 from jaxscale.interop.families.gpt2 import GPT2
 from jaxscale.interop.families.llama import LLAMA, MISTRAL, OLMO2, QWEN2, QWEN3
+from jaxscale.interop.families.others import OTHERS
 from jaxscale.interop.families.phi3 import PHI3
 from jaxscale.interop.families.settings import KEPT, refuse_unread, unread
 from jaxscale.models import AnyModelConfig
 from jaxscale.models.config import ModelConfig
 from jaxscale.models.layers import split_model
+from jaxscale.models.llama_config import BLOCKS
 from jaxscale.models.model import make_model
 from jaxscale.ops.kernels import PLAIN
 from jaxscale.system.exits import BadInput
@@ -29,16 +32,19 @@ from jaxscale.units import or_list
 
 __all__ = [
     "FAMILIES", "Family", "Match", "Row", "TensorPair", "family_for", "family_of", "match", "notes", "read", "tensors",
-    "write",
+    "unsaid", "write",
 ]  # fmt: skip
 
-ALL = (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION, PHI3, GPT2)
+ALL = (
+    LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION, PHI3, MIXTRAL, QWEN3_MOE, OLMOE, GPT2,
+)  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL}
 # Settings that choose how a model is computed, not which: a family says nothing of them.
 EXECUTION = (
     "compute_dtype", "embed_compute_dtype", "matmul_precision", "matmul_dtype", "attention", "scan_layers", "remat",
     "remat_save", "remat_offload", "row_parts", "loss_chunk_tokens", "dropout",
 )  # fmt: skip
+LOAD = "blocks/mlp/router_load"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +59,8 @@ def family_of(hf: Mapping[str, Any]) -> Family:
     """The family of a config.json. Raises BadInput for one that is not here."""
     model_type = hf.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
+        if isinstance(model_type, str) and model_type in OTHERS:
+            raise BadInput(f"config.json: model_type={model_type!r} is not supported: it has {OTHERS[model_type]}")
         raise BadInput(
             f"config.json: model_type={short(model_type)} is not supported; it may be {or_list(sorted(FAMILIES))}"
         )
@@ -128,21 +136,30 @@ def lost_settings(family: Family, cfg: AnyModelConfig) -> dict[str, Any] | None:
     """{setting: value} that the family's config.json would not bring back; None where its model is another."""
     if type(cfg) is not type(family.read_config({})):
         return None
-    back = family.read_config(family.write_config(cfg))
-    return {
-        field.name: getattr(cfg, field.name)
-        for field in dataclasses.fields(cfg)
-        if field.name not in EXECUTION and getattr(back, field.name) != getattr(cfg, field.name)
-    }
+    back, own = (settings_of(one) for one in (family.read_config(family.write_config(cfg)), cfg))
+    if ("experts.number" in back) != ("experts.number" in own):
+        return None
+    return {name: value for name, value in own.items() if name not in EXECUTION and back.get(name) != value}
+
+
+def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
+    """{setting: value} of what is computed, those of experts one by one."""
+    found = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    if (experts := found.get("experts")) is None:
+        return found
+    del found["experts"]
+    found |= {f"experts.{field.name}": getattr(experts, field.name) for field in dataclasses.fields(experts)}
+    unread = {"mlp_dim": not experts.first_dense, "experts.group_best": experts.groups == 1, "experts.bias_rate": True}
+    return {name: value for name, value in found.items() if not unread.get(name)}
 
 
 def leaf_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """{name of a leaf: its shape}, of one layer below "blocks/"."""
+    """{name of a leaf: its shape}, of one layer below the name of a stack of layers."""
     cfg = dataclasses.replace(cfg, scan_layers=True)
     abstract = jax.eval_shape(lambda key: make_model(cfg, key=key, kernels=PLAIN), jax.random.key(0))
     leaves = jax.tree_util.tree_leaves_with_path(split_model(abstract)[1])
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): tuple(leaf.shape) for path, leaf in leaves}
-    return {name: shape[1:] if name.startswith("blocks/") else shape for name, shape in named.items()}
+    return {name: shape[1:] if name.partition("/")[0] in cfg.layer_stacks else shape for name, shape in named.items()}
 
 
 def tensors(family: Family, cfg: AnyModelConfig, base: str | None = None) -> list[TensorPair]:
@@ -152,13 +169,35 @@ def tensors(family: Family, cfg: AnyModelConfig, base: str | None = None) -> lis
     """
     shapes = leaf_shapes(cfg)
     base = family.bases[0] if base is None else base
-    rows = [row for row in family.rows if set(row.leaves) <= set(shapes)]
-    covered = {name for row in rows for name in row.leaves}
-    assert covered == set(shapes), f"{family.model_type} has no row for {sorted(set(shapes) - covered)}"
-    make = lambda row, layer: pair_of(row, family, shapes, layer, cfg.scan_layers, base)
-    once = [make(row, None) for row in rows if "{layer}" not in row.theirs]
-    each = [row for row in rows if "{layer}" in row.theirs]
-    return once + [make(row, layer) for layer in range(cfg.num_layers) for row in each]
+    make = lambda row, *place: pair_of(row, family, shapes, base, *place)
+    once = [row for row in family.rows if not row.per_layer and set(row.leaves) <= set(shapes)]
+    covered = {name for row in once for name in row.leaves} | {LOAD}
+    pairs, first = [make(row) for row in once], 0
+    for name, layers in cfg.layer_stacks.items():
+        stack = Stack(name, first, layers, cfg.scan_layers)
+        rows = [row for row in family.rows if stack.has(row) and set(map(stack.own, row.leaves)) <= set(shapes)]
+        covered |= {stack.own(leaf) for row in rows for leaf in row.leaves}
+        for layer in range(first, first + layers):
+            pairs += [make(row, stack, layer) for row in rows if not row.per_expert]
+            of_experts = [row for row in rows if row.per_expert]
+            number = cfg.experts.number if of_experts else 0
+            pairs += [make(row, stack, layer, expert) for expert in range(number) for row in of_experts]
+        first += layers
+    assert covered >= set(shapes), f"{family.model_type} has no row for {sorted(set(shapes) - covered)}"
+    return pairs
+
+
+def unsaid(cfg: AnyModelConfig) -> dict[str, tuple[int, ...]]:
+    """{leaf: shape} of what is in no file, for training moves it and nothing else reads it: the load of experts.
+
+    With nothing known of it each expert's is 1 / their number, the last axis.
+    """
+    if getattr(cfg, "experts", None) is None:
+        return {}
+    layers, number = cfg.layer_stacks[BLOCKS], cfg.experts.number
+    if cfg.scan_layers:
+        return {LOAD: (layers, number)}
+    return {LOAD.replace("/", f"/{layer}/", 1): (number,) for layer in range(layers)}
 
 
 def match(family: Family, cfg: AnyModelConfig, names: Collection[str]) -> Match:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxscale.models import AnyModelConfig
+from jaxscale.models.llama_config import BLOCKS
 from jaxscale.system.exits import BadInput
 
 Shape = tuple[int, ...]
@@ -22,11 +23,12 @@ class Row:
     """One tensor of theirs, and the leaves of ours that it holds.
 
     inputs: leading axes of ours that a product contracts; 0 for a vector. turned: theirs is [out, in]. Several leaves
-    lie side by side along the outputs. A row counts where the model has its leaves.
+    lie side by side along the outputs. A row counts where the model has its leaves. One of "blocks/" is also for the
+    dense layers before those with experts, if it is of no expert.
     """
 
     ours: str | tuple[str, ...]  # "blocks/attention/wq": below "blocks/" there is one for each layer
-    theirs: str  # behind the base of the family; {layer} where there is one for each
+    theirs: str  # behind the base of the family; {layer} and {expert} where there is one for each
     inputs: int = 0
     turned: bool = False
 
@@ -35,17 +37,63 @@ class Row:
         """Our names."""
         return (self.ours,) if isinstance(self.ours, str) else self.ours
 
+    @property
+    def per_layer(self) -> bool:
+        """Whether there is one for each layer."""
+        return "{layer}" in self.theirs
+
+    @property
+    def per_expert(self) -> bool:
+        """Whether a layer has one for each of its experts."""
+        return "{expert}" in self.theirs
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A tensor of theirs that holds those of all experts of a layer: [experts, their outputs one below the other, in].
+
+    transformers 5 has them so in memory, and may save them so.
+    """
+
+    theirs: str  # behind the base of the family, as of a Row
+    rows: tuple[str, ...]  # `theirs` of the rows that it holds of each expert, in their order
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """Layers of ours that are alike."""
+
+    name: str  # among our parameters
+    first: int  # which layer of the model its own first one is
+    layers: int
+    scanned: bool
+
+    def has(self, row: Row) -> bool:
+        """Whether the row may be one of its layers: its leaves are not looked at."""
+        return row.per_layer and (self.name == BLOCKS or not row.per_expert) and all(map(self.own, row.leaves))
+
+    def own(self, name: str) -> str:
+        """The leaf of a row in these layers; '' where that is none of theirs."""
+        stack, _, inner = name.partition("/")
+        return f"{self.name}/{inner}" if stack in (self.name, BLOCKS) else ""
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorPair:
     """One tensor of theirs and what it is of ours, shapes known: the unit in which a checkpoint is read and written."""
 
     ours: tuple[str, ...]  # names of leaves: "blocks/attention/wq", or "blocks/0/attention/wq" where not scanned
-    layer: int | None  # place along the leading axis of those leaves; None: the leaves are whole
-    our_shapes: tuple[Shape, ...]  # without the axis of layers
+    layer: int | None  # place along the leading axis of those leaves; None: they have none of layers
+    our_shapes: tuple[Shape, ...]  # without the axes of layers and experts
     theirs: str
     their_shape: Shape
     row: Row
+    expert: int | None = None  # place along the axis behind that one; None: the leaves are of no experts
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Along the leading axes of our leaves."""
+        return tuple(at for at in (self.layer, self.expert) if at is not None)
 
     def to_ours(self, tensor: np.ndarray) -> tuple[np.ndarray, ...]:
         """Theirs as ours, views where that is possible. Raises BadInput for another shape."""
@@ -83,6 +131,8 @@ class Family:
     outside: tuple[str, ...] = ("lm_head.weight",)  # rows of the whole model, in front of whose names no base stands
     left_out: tuple[str, ...] = ()  # patterns of names that hold nothing which the model learns or which text needs
     goes_out_as: str = ""  # the model_type of another family, by which its models are written
+    joined: tuple[Joined, ...] = ()  # tensors that may stand in the place of those of single experts
+    renamed: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) of names that transformers 5 has in memory
 
 
 def outputs(shape: Shape, inputs: int) -> int:
@@ -95,17 +145,30 @@ def flat_shape(shape: Shape, inputs: int) -> Shape:
     return (math.prod(shape[:inputs]), outputs(shape, inputs)) if inputs else (math.prod(shape),)
 
 
-def pair_of(row: Row, family: Family, shapes: Mapping[str, Shape], layer: int | None, scanned: bool, base: str):
-    """The row for one layer (None: it belongs to none) with the shapes of our leaves."""
-    prefix = "" if row.theirs in family.outside else base
-    names, at = row.leaves, layer
-    our_shapes = [shapes[name] for name in names]
-    if layer is not None and not scanned:
-        names, at = tuple(name.replace("blocks/", f"blocks/{layer}/", 1) for name in names), None
+def pair_of(
+    row: Row,
+    family: Family,
+    shapes: Mapping[str, Shape],
+    base: str,
+    stack: Stack | None = None,
+    layer: int | None = None,
+    expert: int | None = None,
+) -> TensorPair:
+    """The row for one layer of a stack and one of its experts, or for none.
+
+    Args: shapes: of our leaves, without the axis of layers. layer, expert: numbered as theirs are.
+    """
+    names, at = row.leaves, None
+    if stack is not None:
+        names, at = tuple(stack.own(name) for name in names), layer - stack.first
+    our_shapes = tuple(shapes[name] if expert is None else shapes[name][1:] for name in names)
+    if stack is not None and not stack.scanned:
+        names, at = tuple(name.replace("/", f"/{at}/", 1) for name in names), None
     flats = [flat_shape(shape, row.inputs) for shape in our_shapes]
     joined = (*flats[0][:-1], sum(flat[-1] for flat in flats))
     their_shape = joined[::-1] if row.turned else joined
-    return TensorPair(names, at, tuple(our_shapes), prefix + row.theirs.format(layer=layer), their_shape, row)
+    theirs = ("" if row.theirs in family.outside else base) + row.theirs.format(layer=layer, expert=expert)
+    return TensorPair(names, at, our_shapes, theirs, their_shape, row, expert)
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:

@@ -71,12 +71,15 @@ def relative(
     settings: Callable[[Mapping[str, Any]], dict[str, Any]] = lambda hf: {},
     keys: Callable[[LlamaConfig], dict[str, Any]] = lambda cfg: {},
     body: tuple[Row, ...] = BODY,
+    more_keys: tuple[str, ...] = (),
+    **more: Any,
 ) -> Family:
     """A family whose models are Llamas of ours, with `rows` beside those of `body`, which nearly all share.
 
     Args: defaults: transformers' own, for keys that a config.json leaves out. allowed: values of keys that our model
     computes. written: keys that are always the same. spelt: {ours: theirs} beside SPELT. settings: ours that follow
-    from the keys otherwise, rope_base among them where RoPE is not that of all. keys: the inverse.
+    from the keys otherwise, rope_base among them where RoPE is not that of all. keys: the inverse. more_keys: others
+    that `settings` looks at. more: fields of the family.
     """
     spelt = SPELT | (spelt or {})
 
@@ -99,8 +102,9 @@ def relative(
             **keys(cfg),
         }
 
-    known = tuple(dict.fromkeys((*defaults, *allowed, *ROPE)))
-    return Family(model_type, (architecture,), read_config, write_config, body + rows, known, left_out=LEFT_OUT)
+    known = tuple(dict.fromkeys((*defaults, *allowed, *ROPE, *more_keys)))
+    rows, names = body + rows, (architecture,)
+    return Family(model_type, names, read_config, write_config, rows, known, left_out=LEFT_OUT, **more)
 
 
 LLAMA = relative(

@@ -22,6 +22,7 @@ READ_OF_ALL = dict(
 KEPT = (
     "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
     "initializer_range", "use_cache", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
+    "output_router_logits", "router_aux_loss_coef",
 )  # fmt: skip
 # And those that nobody misses: where a file came from, heads for other tasks, how torch computes.
 FORGOTTEN = {
