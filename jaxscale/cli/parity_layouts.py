@@ -22,6 +22,7 @@ class Layout:
     num_microbatches: int
     sharing: str = "auto"  # context.attention
     stages: PipelineConfig = PipelineConfig()
+    exchange: str = "auto"  # expert.exchange
 
     @property
     def num_devices(self) -> int:
@@ -31,7 +32,7 @@ class Layout:
     def __str__(self) -> str:
         axes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         words = [axes, self.rules] if self.mesh else ["one device"]
-        words += [self.sharing] if self.sharing != "auto" else []
+        words += [form for form in (self.sharing, self.exchange) if form != "auto"]
         changed = [
             f"{field.name}={getattr(self.stages, field.name)}"
             for field in dataclasses.fields(self.stages)
@@ -40,10 +41,11 @@ class Layout:
         return " ".join(words + changed)
 
 
-def all_layouts(tensor: int) -> list[Layout]:
-    """Accumulation and ZeRO stages beside data, fsdp and tensor; then the axes that cut rows and layers.
+def all_layouts(tensor: int, *, experts: bool = False) -> list[Layout]:
+    """Accumulation and ZeRO stages beside data, fsdp and tensor; then the axes that cut rows, layers and experts.
 
-    tensor: the most devices that the model can have on that axis alone, the rest being on data.
+    tensor: the most devices that the model can have on that axis alone, the rest being on data. experts: whether it has
+    any.
     """
     return [
         *[Layout({}, "zero3", parts) for parts in MICROBATCHES],
@@ -54,6 +56,7 @@ def all_layouts(tensor: int) -> list[Layout]:
         *shared_rows(),
         *staged(),
         *together(),
+        *(shared_experts() if experts else []),
     ]
 
 
@@ -95,4 +98,16 @@ def together() -> list[Layout]:
         Layout({"pipeline": 2, "fsdp": 4}, "zero1", 4, stages=WHOLE),
         Layout(cube | {"fsdp": 2}, "zero3", 4),
         Layout(cube | {"data": 2}, "zero2", 4, stages=WHOLE),
+    ]
+
+
+def shared_experts() -> list[Layout]:
+    """Devices that share experts, alone and beside each other axis, and four axes at a time."""
+    forms = ("gather", "send")
+    sent = [{"expert": 2, other: 2} for other in ("pipeline", "data", "fsdp", "context", "tensor")]
+    return [
+        *[Layout({"expert": 4}, "zero3", parts, exchange=form) for form in forms for parts in (1, 4)],
+        *[Layout(mesh, "zero3", 4, exchange="send") for mesh in sent],
+        Layout({"fsdp": 2, "expert": 4}, "zero1", 2, exchange="send"),
+        Layout({"pipeline": 2, "fsdp": 2, "expert": 2, "tensor": 2}, "zero3", 4, exchange="send"),
     ]

@@ -30,7 +30,7 @@ from jaxscale.config import RunConfig, resolve_budget
 from jaxscale.data.batch import Batch
 from jaxscale.data.pipeline import open_data
 from jaxscale.qualify.compilations import CompileLog
-from jaxscale.sharding.config import ContextConfig, MeshConfig
+from jaxscale.sharding.config import ContextConfig, ExpertConfig, MeshConfig
 from jaxscale.sharding.mesh import mesh_shape
 from jaxscale.sharding.shardings import put_rows
 from jaxscale.system.exits import BadInput
@@ -142,7 +142,7 @@ def layouts(cfg: RunConfig) -> list[Layout]:
         shape = mesh_shape(cfg.mesh, NUM_DEVICES)
         own = [Layout({axis: size for axis, size in shape.items() if size > 1}, cfg.rules, 1)]
     sizes = [size for size in (8, 4, 2) if not why_impossible(cfg, tensor_layout(size, 1))]
-    wanted = all_layouts(sizes[0] if sizes else 2)
+    wanted = all_layouts(sizes[0] if sizes else 2, experts=getattr(cfg.model, "experts", None) is not None)
     needs_more = [layout for layout in wanted if "context" in layout.mesh or "pipeline" in layout.mesh]
     wanted = [layout for layout in wanted if layout not in needs_more or not why_impossible(cfg, layout)]
     return wanted + [layout for layout in own if layout not in wanted]
@@ -179,6 +179,7 @@ def program(cfg: RunConfig, layout: Layout) -> Program:
         mesh=MeshConfig(**({"fsdp": 1} | layout.mesh)),
         rules=layout.rules,
         context=ContextConfig(attention=layout.sharing),
+        expert=ExpertConfig(exchange=layout.exchange),
         pipeline=layout.stages,
         model=dataclasses.replace(cfg.model, **stages_need) if layout.mesh.get("pipeline", 1) > 1 else cfg.model,
         train=dataclasses.replace(cfg.train, num_microbatches=layout.num_microbatches),

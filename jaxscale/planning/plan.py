@@ -17,6 +17,7 @@ from jaxscale.data.header import read_header
 from jaxscale.data.manifest import is_manifest, read_manifest
 from jaxscale.data.megatron import is_megatron, read_index
 from jaxscale.hardware import Price
+from jaxscale.models.config import ModelConfig
 from jaxscale.planning import cautions, cost, scaling
 from jaxscale.planning.cautions import Caution
 from jaxscale.planning.cost import Range
@@ -105,14 +106,20 @@ def plan_machine(topology: Topology, program: Program) -> Machine:
     )
 
 
+def laws_hold(model: ModelConfig) -> bool:
+    """Whether published laws of size, data and loss are of such models: dense decoders."""
+    return model.kind == "decoder" and model.active_params == model.num_params
+
+
 def plan_work(cfg: RunConfig, budget: Budget, program: Program) -> Work:
     """Parameters, operations, tokens and batches; the sizes that a published rule prefers, for decoders."""
     params, tokens = cfg.model.num_params, budget.total_steps * budget.batch_tokens
-    is_decoder = cfg.model.kind == "decoder"
+    is_decoder = laws_hold(cfg.model)
     return Work(
         params=params,
+        active_params=cfg.model.active_params,
         flops_per_token=cfg.flops_per_token,  # by the model's own formula, attention included
-        flops_per_token_6n=scaling.train_flops(params, 1),
+        flops_per_token_6n=scaling.train_flops(cfg.model.active_params, 1),
         train_flops=cfg.flops_per_token * tokens,
         tokens=tokens,  # of whole steps
         total_steps=budget.total_steps,
@@ -214,7 +221,7 @@ def find_cautions(
 def training_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
     """Of warmup, rate, tokens and batch."""
     work = plan.work
-    is_decoder, size = cfg.model.kind == "decoder", (work.params, work.tokens)
+    is_decoder, size = laws_hold(cfg.model), (work.params, work.tokens)
     found = [cautions.tokens_beyond_text(work.tokens)]
     if plan.data.epochs:
         found.append(cautions.too_many_epochs(plan.data.epochs))
@@ -233,7 +240,7 @@ def time_cautions(plan: RunPlan, cfg: RunConfig) -> list[Caution | None]:
     work, time, money, saves, chips = plan.work, plan.time, plan.money, plan.saves, plan.machine.num_chips
     if (wall := time.wall_seconds) is None:
         return []
-    is_decoder = cfg.model.kind == "decoder"
+    is_decoder = laws_hold(cfg.model)
     found = [cautions.wall_too_long(wall, chips, work.flops_per_token_6n * work.tokens if is_decoder else None)]
     for limit, there, needed in (
         ("the deadline", time.deadline_seconds, wall),

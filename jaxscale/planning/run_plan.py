@@ -30,6 +30,7 @@ class Work:
     """What is trained, on how many tokens, in which batches."""
 
     params: int
+    active_params: int  # that a token goes through
     flops_per_token: float  # by the model's own formula, attention included
     flops_per_token_6n: float
     train_flops: float

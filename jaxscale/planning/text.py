@@ -51,7 +51,9 @@ def model_rows(plan: RunPlan) -> Rows:
         word = f"{digits(best)} is compute-optimal" + (
             ": over-trained, which serving likes" if ratio > 2 * best else ""
         )
-    active = f"{work.params:,} in all and active: this kind of model has no experts"
+    active = f"{work.params:,} in all and active: this model has no experts"
+    if work.active_params < work.params:
+        active = f"{work.params:,} in all, of which a token goes through {work.active_params:,}"
     formula = f"by the model's own formula, attention included; 6 N = {scientific(work.flops_per_token_6n)}"
     rows = f"{work.rows:,} rows of {work.seq_len:,} tokens in {plural(work.num_microbatches, 'microbatch')}"
     batch, warmup_tokens = count(work.batch_tokens), count(work.warmup_steps * work.batch_tokens)
