@@ -53,7 +53,7 @@ CHOICES = {
     "dynamic_rope": {"model.rope_scaling": {"name": "dynamic"}},
     "longrope": {"model.rope_scaling": {"name": "longrope", "short_factor": (1.0,) * 4, "long_factor": (2.0,) * 4}},
     "experts": {
-        "model.experts": dict(number=4, per_token=2, mlp_dim=8, first_dense=1, bias=True, groups=2, groups_chosen=1)
+        "model.experts": dict(number=4, chosen=2, mlp_dim=8, first_dense=1, bias=True, groups=2, groups_chosen=1)
     },
     "sgd": {"optim.name": "sgd", "optim.groups": [FROZEN, REST]},
     "lion": {"optim.name": "lion", "optim.decay": "linear"},

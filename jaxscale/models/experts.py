@@ -30,7 +30,7 @@ F32 = jnp.float32
 
 
 class SparseMlp(nnx.Module):
-    """Gated MLPs of which each token goes through per_token, and one more through which all go, if there is one."""
+    """Gated MLPs of which each token goes through some, and one more through which all go, if there is one."""
 
     def __init__(self, cfg: LlamaConfig, *, rngs: nnx.Rngs, kernels: Kernels, tensor: TensorAxis, shared: nnx.Module):
         own = cfg.experts
@@ -66,21 +66,21 @@ class SparseMlp(nnx.Module):
     def mixed(self, x_nD: jax.Array, routes: Routes) -> jax.Array:
         """The sum of each token's experts. Weights are multiplied in before the last product, whose result then is not
         needed to go back."""
-        per_token, axis = self.form.per_token, self.kernels.expert_axis
+        k, axis = self.form.chosen, self.kernels.expert_axis
         run = functools.partial(run_experts, self.kernels.grouped, self.activate)
         rows = sort_rows(routes.expert_nk, self.form.number)
         weights = self.gate[...], self.up[...], self.down[...]
-        x_RD, weight_R = to_rows(per_token, x_nD, rows), in_order(routes.weight_nk, rows)
+        x_RD, weight_R = to_rows(k, x_nD, rows), in_order(routes.weight_nk, rows)
         if axis.size == 1:
             y_RD = run(weights, x_RD, weight_R, rows.counts_E)
         else:
             y_RD, _ = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
-        return to_tokens(per_token, y_RD, rows)
+        return to_tokens(k, y_RD, rows)
 
     def told(self, routes: Routes, segment_ids_BT: jax.Array) -> Told:
         """Every device of the tensor axis says the same of the same tokens: each gradient is its part of one."""
         B, T = segment_ids_BT.shape
-        E, k, context = self.form.number, self.form.per_token, self.tensor.context
+        E, k, context = self.form.number, self.form.chosen, self.tensor.context
         real_BT = segment_ids_BT > 0
         chosen_BTE = jnp.sum(jax.nn.one_hot(routes.expert_nk, E, dtype=jnp.int32), axis=1).reshape(B, T, E)
         counts_BE = jnp.sum(chosen_BTE * real_BT[:, :, None], axis=1)

@@ -36,4 +36,4 @@ class ExpertsConfig(RouterForm):
     @property
     def active_dim(self) -> int:
         """Width of what a token goes through."""
-        return self.per_token * self.mlp_dim + self.shared_dim
+        return self.chosen * self.mlp_dim + self.shared_dim

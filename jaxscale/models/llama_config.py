@@ -140,7 +140,7 @@ class LlamaConfig(ModelConfig):
     def block_matrix_params(self) -> int:
         """Numbers in the matrices of a block that a token goes through, with experts where most blocks have them."""
         own = self.experts
-        return super().block_matrix_params + (0 if own is None else 3 * self.embed_dim * own.per_token * own.mlp_dim)
+        return super().block_matrix_params + (0 if own is None else 3 * self.embed_dim * own.chosen * own.mlp_dim)
 
     @property
     def matmul_params(self) -> int:
@@ -162,7 +162,7 @@ class LlamaConfig(ModelConfig):
         own = self.experts
         if own is None:
             return 0
-        idle = (own.number - own.per_token) * 3 * self.embed_dim * own.mlp_dim
+        idle = (own.number - own.chosen) * 3 * self.embed_dim * own.mlp_dim
         return (self.num_layers - own.first_dense) * idle
 
     @property

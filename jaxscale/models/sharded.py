@@ -254,7 +254,7 @@ def expert_work(cfg: AnyModelConfig, mesh: Mesh, shared: SharedRows) -> ExpertWo
         devices=shape[expert_axis.AXIS],
         layer_bytes=3 * experts.number * cfg.embed_dim * experts.mlp_dim * item // shape["tensor"],
         row_bytes=cfg.embed_dim * item,
-        rows=shared.rows * shared.length // shape["context"] * experts.per_token if known else None,
+        rows=shared.rows * shared.length // shape["context"] * experts.chosen if known else None,
         memory_bytes=chip and chip.hbm_bytes,
     )
 

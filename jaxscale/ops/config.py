@@ -132,7 +132,7 @@ class RopeScaling:
 class RouterForm:
     """How a token's experts are chosen, and what their results are multiplied with: always in float32."""
 
-    per_token: int = setting(help="experts of a token")
+    chosen: int = setting(help="experts of a token")
     score: Literal["softmax", "sigmoid"] = setting(
         "softmax", "of the router's logits: over all experts, or each for itself as in DeepSeek-V3"
     )
@@ -148,8 +148,8 @@ class RouterForm:
 
     def check_router(self, number: int) -> None:
         """Raises BadInput for what a router of so many experts cannot do."""
-        if not 1 <= self.per_token <= number:
-            raise BadInput(f"per_token={self.per_token} must be at least 1 and at most number={number}")
+        if not 1 <= self.chosen <= number:
+            raise BadInput(f"chosen={self.chosen} must be at least 1 and at most number={number}")
         if self.scale <= 0:
             raise BadInput(f"scale={self.scale} must be above 0")
         if self.groups < 1 or number % self.groups:
@@ -159,8 +159,8 @@ class RouterForm:
         size = number // self.groups
         if not 1 <= self.group_best <= size:
             raise BadInput(f"group_best={self.group_best} must be at least 1 and at most the {size} experts of a group")
-        if self.per_token > self.groups_chosen * size:
+        if self.chosen > self.groups_chosen * size:
             raise BadInput(
-                f"per_token={self.per_token} is more than the {self.groups_chosen * size} experts of "
+                f"chosen={self.chosen} is more than the {self.groups_chosen * size} experts of "
                 f"groups_chosen={self.groups_chosen}"
             )

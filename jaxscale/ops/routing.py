@@ -30,7 +30,7 @@ def route(form: RouterForm, logit_nE: jax.Array, bias_E: jax.Array | None = None
     score_nE = jax.nn.sigmoid(logit_nE) if form.score == "sigmoid" else jax.nn.softmax(logit_nE)
     wanted_nE = lax.stop_gradient(score_nE)
     wanted_nE = within_groups(form, wanted_nE if bias_E is None else wanted_nE + bias_E[None])
-    expert_nk = lax.top_k(wanted_nE, form.per_token)[1].astype(jnp.int32)
+    expert_nk = lax.top_k(wanted_nE, form.chosen)[1].astype(jnp.int32)
     weight_nk = jnp.take_along_axis(score_nE, expert_nk, axis=1)
     if form.normalised:
         # Sigmoids of all chosen may be as good as 0; DeepSeek-V3's code adds as much.
@@ -70,27 +70,27 @@ def sort_rows(expert_nk: jax.Array, num_experts: int) -> Sorted:
 
 # A gradient of a gather is a scatter-add, which is slow: here it is a gather by the other order.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def to_rows(per_token: int, x_nD: jax.Array, rows: Sorted) -> jax.Array:
+def to_rows(k: int, x_nD: jax.Array, rows: Sorted) -> jax.Array:
     """x_RD: each row's token."""
-    return x_nD[rows.order_R // per_token]
+    return x_nD[rows.order_R // k]
 
 
-def _to_rows_backward(per_token, rows, dx_RD):
-    return to_tokens(per_token, dx_RD, rows), None
+def _to_rows_backward(k, rows, dx_RD):
+    return to_tokens(k, dx_RD, rows), None
 
 
 to_rows.defvjp(lambda k, x_nD, rows: (to_rows(k, x_nD, rows), rows), _to_rows_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def to_tokens(per_token: int, y_RD: jax.Array, rows: Sorted) -> jax.Array:
+def to_tokens(k: int, y_RD: jax.Array, rows: Sorted) -> jax.Array:
     """y_nD: the sum of each token's rows, taken in float32, in their dtype."""
-    y_nkD = y_RD[rows.place_R].reshape(-1, per_token, y_RD.shape[1])
+    y_nkD = y_RD[rows.place_R].reshape(-1, k, y_RD.shape[1])
     return jnp.sum(y_nkD.astype(F32), axis=1).astype(y_RD.dtype)
 
 
-def _to_tokens_backward(per_token, rows, dy_nD):
-    return to_rows(per_token, dy_nD, rows), None
+def _to_tokens_backward(k, rows, dy_nD):
+    return to_rows(k, dy_nD, rows), None
 
 
 to_tokens.defvjp(lambda k, y_RD, rows: (to_tokens(k, y_RD, rows), rows), _to_tokens_backward)
@@ -107,8 +107,8 @@ def _in_order_forward(weight_nk, rows):
 
 
 def _in_order_backward(saved, dweight_R):
-    rows, per_token = saved
-    return dweight_R[rows.place_R].reshape(-1, per_token), None
+    rows, k = saved
+    return dweight_R[rows.place_R].reshape(-1, k), None
 
 
 in_order.defvjp(_in_order_forward, _in_order_backward)

@@ -152,9 +152,7 @@ def test_experts_that_are_not_those_of_the_config_are_refused(tmp_path, change, 
 def test_a_trained_mixture_goes_out_and_comes_back(tmp_path, scan):
     """Written by Orbax from eight devices, in pieces that hold several layers and experts."""
     wide = dict(embed_dim=64, head_dim=16, qk_norm=True, scan_layers=scan, num_layers=3)
-    cfg = tiny.config(
-        {"model": tiny.LLAMA | wide | dict(experts=dict(number=6, per_token=2, mlp_dim=40, first_dense=1))}
-    )
+    cfg = tiny.config({"model": tiny.LLAMA | wide | dict(experts=dict(number=6, chosen=2, mlp_dim=40, first_dense=1))})
     family = families.family_for(cfg.model)
     mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     rng, params = np.random.default_rng(0), {}
@@ -255,7 +253,7 @@ def test_adapters_of_attention_stay_beside_and_those_of_joined_experts_are_refus
     ],
 )
 def test_adapters_that_peft_could_not_be_told_of_are_not_exported(experts, leaf, told):
-    own = dict(number=4, per_token=2, mlp_dim=8) | experts
+    own = dict(number=4, chosen=2, mlp_dim=8) | experts
     cfg = schema.from_dict(LlamaConfig, tiny.LLAMA | dict(qk_norm=True, experts=own))
     has = {f"{leaf}{A}", f"{leaf}{B}"}.__contains__
     with pytest.raises(ValueError, match=told):

@@ -240,7 +240,7 @@ def test_what_we_do_not_compute_is_refused_in_one_line(hf, told):
         (dict(model_type=["llama"]), "model_type=.'llama'. is not supported"),
         (dict(model_type="qwen3_moe", mlp_only_layers=list(range(24))), "first_dense=24 must be below num_layers=24"),
         (dict(model_type="qwen3_moe", mlp_only_layers=["x", 1]), "config.json is not that of a qwen3_moe"),
-        (dict(model_type="mixtral", num_experts_per_tok=9), "per_token=9 must be at least 1 and at most number=8"),
+        (dict(model_type="mixtral", num_experts_per_tok=9), "chosen=9 must be at least 1 and at most number=8"),
         (dict(model_type="olmoe", num_experts=None, num_local_experts="six"), "olmoe .TypeError"),
         (dict(model_type="olmoe", norm_topk_prob="yes"), "normalised='yes' is not true or false"),
     ],
@@ -252,7 +252,7 @@ def test_a_config_json_with_other_things_than_it_should_have_is_refused_in_one_l
     assert "\n" not in str(error.value)
 
 
-EXPERTS = ExpertsConfig(number=6, per_token=2, mlp_dim=12, bias_rate=0.1, groups=1, group_best=2)
+EXPERTS = ExpertsConfig(number=6, chosen=2, mlp_dim=12, bias_rate=0.1, groups=1, group_best=2)
 DENSE_FIRST = dataclasses.replace(EXPERTS, first_dense=1)
 
 

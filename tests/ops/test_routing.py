@@ -14,19 +14,19 @@ def chosen(form, logits, bias=None):
 
 
 def test_ties_go_to_the_lower_expert():
-    routes = chosen(RouterForm(per_token=2), [[0.0, 1.0, 1.0, 1.0], [0.0] * 4])
+    routes = chosen(RouterForm(chosen=2), [[0.0, 1.0, 1.0, 1.0], [0.0] * 4])
     np.testing.assert_array_equal(routes.expert_nk, [[1, 2], [0, 1]])
 
 
 def test_weights_are_shares_normalised_or_not_and_scaled():
     shares = np.array([[0.5, 0.25, 0.125, 0.125]])
-    plain = chosen(RouterForm(per_token=2, normalised=False, scale=2.0), np.log(shares))
+    plain = chosen(RouterForm(chosen=2, normalised=False, scale=2.0), np.log(shares))
     np.testing.assert_allclose(plain.weight_nk, [[1.0, 0.5]], rtol=1e-6)
-    np.testing.assert_allclose(chosen(RouterForm(per_token=2), np.log(shares)).weight_nk, [[2 / 3, 1 / 3]], rtol=1e-6)
+    np.testing.assert_allclose(chosen(RouterForm(chosen=2), np.log(shares)).weight_nk, [[2 / 3, 1 / 3]], rtol=1e-6)
 
 
 def test_a_bias_changes_the_choice_and_no_weight():
-    form = RouterForm(per_token=1, score="sigmoid", normalised=False)
+    form = RouterForm(chosen=1, score="sigmoid", normalised=False)
     routes = chosen(form, [[2.0, 0.0]], jnp.asarray([0.0, 1.0]))
     np.testing.assert_array_equal(routes.expert_nk, [[1]])
     np.testing.assert_allclose(routes.weight_nk, [[0.5]])
@@ -35,23 +35,23 @@ def test_a_bias_changes_the_choice_and_no_weight():
 @pytest.mark.parametrize(("best", "experts"), [(1, [[0, 1]]), (2, [[2, 3]])])
 def test_experts_come_from_the_best_groups(best, experts):
     # The first group has the best expert, the second the best two.
-    form = RouterForm(per_token=2, score="sigmoid", groups=2, groups_chosen=1, group_best=best)
+    form = RouterForm(chosen=2, score="sigmoid", groups=2, groups_chosen=1, group_best=best)
     np.testing.assert_array_equal(chosen(form, [[3.0, -9.0, 2.0, 1.0]]).expert_nk, experts)
 
 
-@pytest.mark.parametrize(("experts", "per_token"), [(4, 2), (9, 3), (3, 1)])
-def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, per_token):
+@pytest.mark.parametrize(("experts", "chosen"), [(4, 2), (9, 3), (3, 1)])
+def test_sorting_is_undone_and_gradients_are_those_of_gathers(experts, chosen):
     rng = np.random.default_rng(0)
-    expert_nk = jnp.asarray(rng.permuted(np.tile(np.arange(experts), (20, 1)), axis=1)[:, :per_token], jnp.int32)
+    expert_nk = jnp.asarray(rng.permuted(np.tile(np.arange(experts), (20, 1)), axis=1)[:, :chosen], jnp.int32)
     rows = sort_rows(expert_nk, experts)
     flat_R = expert_nk.reshape(-1)
     assert (jnp.diff(flat_R[rows.order_R]) >= 0).all()
-    np.testing.assert_array_equal(rows.order_R[rows.place_R], np.arange(20 * per_token))
+    np.testing.assert_array_equal(rows.order_R[rows.place_R], np.arange(20 * chosen))
     np.testing.assert_array_equal(rows.counts_E, np.bincount(flat_R, minlength=experts))
-    x_nD, weight_nk = jnp.asarray(rng.normal(size=(20, 5))), jnp.asarray(rng.normal(size=(20, per_token)))
+    x_nD, weight_nk = jnp.asarray(rng.normal(size=(20, 5))), jnp.asarray(rng.normal(size=(20, chosen)))
 
     def ours(x_nD, weight_nk):
-        return to_tokens(per_token, to_rows(per_token, x_nD, rows) ** 2 * in_order(weight_nk, rows)[:, None], rows)
+        return to_tokens(chosen, to_rows(chosen, x_nD, rows) ** 2 * in_order(weight_nk, rows)[:, None], rows)
 
     def plain(x_nD, weight_nk):
         return x_nD**2 * jnp.sum(weight_nk, axis=1, keepdims=True)

@@ -9,11 +9,13 @@ import pytest
 from jaxscale.ahead.preflight import ahead_program
 from jaxscale.config import resolve_budget
 from jaxscale.config_file import load_config
+from jaxscale.optim.groups import dotted
 from jaxscale.planning.machine import open_machine
 from jaxscale.planning.memory import host_bytes, memory_need, padding_bytes, shard_bytes
 from jaxscale.planning.plan import Wishes, make_plan
 from jaxscale.planning.residuals import residuals_by_stack, tiled_bytes
 from jaxscale.planning.topology import open_topology
+from jaxscale.training.balance import is_balance
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 CONFIGS = sorted(file for file in (ROOT / "configs").glob("*.py"))
@@ -256,11 +258,12 @@ def test_parameters_flops_and_state_are_those_of_the_model(file):
     cfg = load_config(f"{file}:depth=4" if file.stem == "auto" else str(file), {"mesh.tensor": 1})
     plan = make_plan(cfg, open_machine("h200:1x1"), Wishes())
     program = ahead_program(cfg, open_machine("h200:1x1"))
-    leaves = jax.tree.leaves(program.abstract_state.params)
+    named = jax.tree_util.tree_leaves_with_path(program.abstract_state.params)
+    leaves = [leaf for path, leaf in named if not is_balance(dotted(path))]
     assert plan.work.params == cfg.model.num_params == sum(leaf.size for leaf in leaves)
     assert plan.work.flops_per_token == cfg.flops_per_token
     rows = {row.kind: row.num_bytes for row in plan.device.memory}
-    assert rows["parameters"] == 4 * plan.work.params
+    assert rows["parameters"] == 4 * sum(leaf.size for _, leaf in named)
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state.opt_state))
     assert rows["moments"] == state == pytest.approx(8 * plan.work.params, abs=100)
     budget = resolve_budget(cfg, plan.data.data_tokens)

@@ -58,8 +58,6 @@ def test_sizes_that_do_not_multiply_to_the_devices_are_refused(sizes, told):
         ({"data": -1}, "only one axis may be -1"),
         ({"data": -2}, "data=-2 must be a positive number"),
         ({"tensor": 0}, "tensor=0 must be a positive number"),
-        ({"expert": 2}, "expert=2 is not built yet"),
-        ({"expert": -1, "fsdp": 1}, "expert=-1 is not built yet"),
     ],
 )
 def test_sizes_that_no_machine_has_are_refused_at_once(sizes, told):

@@ -23,9 +23,9 @@ from jaxscale.sharding.shardings import (
 
 def test_logical_axes_become_a_spec():
     assert partition_spec(("embed", "heads", "head_dim"), FSDP_TENSOR) == PartitionSpec(
-        ("fsdp", "context"), "tensor", None
+        ("fsdp", "expert", "context"), "tensor", None
     )
-    assert partition_spec(("act_batch", "act_seq"), TENSOR) == PartitionSpec(("data", "fsdp"), None)
+    assert partition_spec(("act_batch", "act_seq"), TENSOR) == PartitionSpec(("data", "fsdp", "expert"), None)
     assert partition_spec((), TENSOR) == PartitionSpec()
 
 
@@ -36,13 +36,13 @@ def test_an_axis_without_a_rule_is_named():
 
 @pytest.mark.parametrize("axes", [("heads", "mlp"), ("embed", "act_batch"), ("vocab", "vocab")])
 def test_a_mesh_axis_cannot_be_used_twice(axes):
-    with pytest.raises(ValueError, match=r"mesh axes \['(tensor|fsdp)'\] appear twice in"):
+    with pytest.raises(ValueError, match=r"mesh axes \['(tensor|expert', 'fsdp)'\] appear twice in"):
         partition_spec(axes, FSDP_TENSOR)
 
 
 def test_axis_size_is_the_product_of_its_mesh_axes():
-    shape = {"data": 2, "fsdp": 3, "tensor": 5, "context": 1}
-    assert [axis_size(axis, FSDP_TENSOR, shape) for axis in ("act_batch", "mlp", "norm")] == [6, 5, 1]
+    shape = {"data": 2, "fsdp": 3, "expert": 7, "tensor": 5, "context": 1}
+    assert [axis_size(axis, FSDP_TENSOR, shape) for axis in ("act_batch", "experts", "mlp", "norm")] == [42, 7, 5, 1]
 
 
 def test_every_table_has_the_same_axes():
@@ -54,12 +54,12 @@ def test_every_table_has_the_same_axes():
 def test_lengths_that_a_mesh_does_not_divide_are_all_told_at_once():
     shapes = {"wq": jax.ShapeDtypeStruct((6, 4), "float32"), "up": jax.ShapeDtypeStruct((6, 9), "float32")}
     axes = {"wq": ("embed", "heads"), "up": ("embed", "mlp")}
-    told = check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 2, "context": 2, "tensor": 2})
+    told = check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 2, "expert": 1, "context": 2, "tensor": 2})
     assert sorted(told) == [
         "embed=6 is not a multiple of the 4 devices of mesh fsdp x context",
         "mlp=9 is not a multiple of the 2 devices of mesh tensor",
     ]
-    assert not check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 2, "context": 1, "tensor": 1})
+    assert not check_divides(shapes, axes, FSDP_TENSOR, {"fsdp": 2, "expert": 1, "context": 1, "tensor": 1})
 
 
 # The state of a run on eight devices. wq: [L=2, D=16, N=4, H=8] with the mesh fsdp=4, tensor=2.

@@ -75,9 +75,7 @@ ROWS, JOINED = expert_rows("mlp", "gate_proj", "up_proj", "down_proj")
 def mixtral_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     """Experts of which each token has a few, whose weights add up to 1."""
     number = number_of(hf, 8)
-    return dict(
-        experts=ExpertsConfig(number=number, per_token=hf["num_experts_per_tok"], mlp_dim=hf["intermediate_size"])
-    )
+    return dict(experts=ExpertsConfig(number=number, chosen=hf["num_experts_per_tok"], mlp_dim=hf["intermediate_size"]))
 
 
 def mixtral_keys(cfg: LlamaConfig) -> dict[str, Any]:
@@ -85,7 +83,7 @@ def mixtral_keys(cfg: LlamaConfig) -> dict[str, Any]:
     own = cfg.experts
     if own is None:
         return {}
-    return dict(intermediate_size=own.mlp_dim, num_local_experts=own.number, num_experts_per_tok=own.per_token)
+    return dict(intermediate_size=own.mlp_dim, num_local_experts=own.number, num_experts_per_tok=own.chosen)
 
 
 MIXTRAL = relative(
@@ -116,7 +114,7 @@ def qwen3_moe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
         refuse_unless(hf, max_window_layers=(None, 0))
     experts = ExpertsConfig(
         number=number_of(hf, 128),
-        per_token=hf["num_experts_per_tok"],
+        chosen=hf["num_experts_per_tok"],
         mlp_dim=hf["moe_intermediate_size"],
         normalised=hf["norm_topk_prob"],
         first_dense=first_dense(hf),
@@ -132,7 +130,7 @@ def qwen3_moe_keys(cfg: LlamaConfig) -> dict[str, Any]:
     if own is None:
         return found
     return found | dict(
-        num_experts=own.number, num_experts_per_tok=own.per_token, moe_intermediate_size=own.mlp_dim,
+        num_experts=own.number, num_experts_per_tok=own.chosen, moe_intermediate_size=own.mlp_dim,
         norm_topk_prob=own.normalised, decoder_sparse_step=1, mlp_only_layers=list(range(own.first_dense)),
     )  # fmt: skip
 
@@ -162,7 +160,7 @@ def olmoe_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
     refuse_unless(hf, head_dim=(None, hf["hidden_size"] // hf["num_attention_heads"]))
     experts = ExpertsConfig(
         number=number_of(hf, 64),
-        per_token=hf["num_experts_per_tok"],
+        chosen=hf["num_experts_per_tok"],
         mlp_dim=hf["intermediate_size"],
         normalised=hf["norm_topk_prob"],
     )
@@ -176,7 +174,7 @@ def olmoe_keys(cfg: LlamaConfig) -> dict[str, Any]:
     if own is None:
         return found
     return found | dict(
-        intermediate_size=own.mlp_dim, num_experts=own.number, num_experts_per_tok=own.per_token,
+        intermediate_size=own.mlp_dim, num_experts=own.number, num_experts_per_tok=own.chosen,
         norm_topk_prob=own.normalised,
     )  # fmt: skip
 

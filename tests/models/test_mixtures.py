@@ -20,7 +20,7 @@ from jaxscale.optim.groups import dotted
 from jaxscale.sharding.tensor_axis import ONE
 from jaxscale.training.balance import is_balance
 
-EXPERTS = dict(number=8, per_token=2, mlp_dim=16)
+EXPERTS = dict(number=8, chosen=2, mlp_dim=16)
 DEEPSEEK = EXPERTS | dict(
     shared_dim=8, first_dense=1, bias=True, score="sigmoid", scale=2.5, groups=4, groups_chosen=2, group_best=2
 )
