@@ -9,7 +9,7 @@ Preflight, remat full: peak of a chip; a step at least, waiting for links in it;
     v5p:2x2x4 (16 microbatches): 17.3 GiB; 32.87 s, 0.14 s of it exposed; 75%; 794 GB
     v5p:8x8x16: 3.3 GiB; 0.58 s, 0.07 s of it exposed; 65%; 72 GB
     v5e:16x16: 7.2 GiB; 5.00 s, 0.30 s of it exposed; 71%; 53 GB
-    v6e:8x8 (2 microbatches): 29.3 GiB; 4.13 s, 0.04 s of it exposed; 74%; 103 GB
+    v6e:8x8 (2 microbatches): 17.3 GiB; 4.14 s, 0.05 s of it exposed; 74%; 105 GB
     v6e:16x16: 7.8 GiB; 1.12 s, 0.10 s of it exposed; 68%; 70 GB
     tpu7x:2x2x4: 59.7 GiB; 6.66 s, 0.23 s of it exposed; 73%; 52 GB
     h100:1x8 (32 microbatches): 25.7 GiB; 29.44 s, 0.53 s of it exposed; 77%; 1,496 GB

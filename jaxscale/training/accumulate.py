@@ -70,6 +70,8 @@ def accumulate(
         zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first)
 
         def add(so_far, rows):
+            # Or XLA, which unrolls a loop of two, would hold the activations of both at a time (libtpu 0.0.51).
+            so_far, rows = jax.lax.optimization_barrier((so_far, rows))
             found, sown = sums_of(*rows)
             return jax.tree.map(jnp.add, so_far, found), sown
 
