@@ -197,9 +197,6 @@ def check_evals(cfg: RunConfig) -> None:
         raise BadInput(f"evals are of decoders, and model.name={cfg.model.name!r} is not one; use {decoders}")
 
 
-# Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is
-# checked where it stands (__post_init__), what needs devices in device_checks, what needs files in
-# data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
 def check_experts(cfg: RunConfig) -> None:
     """Raises BadInput for what experts alone have, and for what they have not."""
     experts, model = getattr(cfg.model, "experts", None), cfg.model
@@ -215,6 +212,9 @@ def check_experts(cfg: RunConfig) -> None:
         )
 
 
+# Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is
+# checked where it stands (__post_init__), what needs devices in device_checks, what needs files in
+# data.checks.check_data, and what the work folder must agree with in run.start.resolve_start.
 CHECKS = (
     check_experts, check_row_length, check_objective, check_clean_source, check_ema, check_export, check_lora,
     check_evals, check_batch, check_amounts,

@@ -74,7 +74,7 @@ class SparseMlp(nnx.Module):
         if axis.size == 1:
             y_RD = run(weights, x_RD, weight_R, rows.counts_E)
         else:
-            y_RD, _ = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
+            y_RD = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
         return to_tokens(k, y_RD, rows)
 
     def told(self, routes: Routes, segment_ids_BT: jax.Array) -> Told:
