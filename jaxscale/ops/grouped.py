@@ -19,7 +19,7 @@ from jaxscale.units import divisors
 F32 = jnp.float32
 LARGEST_RUN = 128  # rows: more leave more of a group's last run unused, fewer are slower on a CPU (2026-11-24)
 LANES = 128  # of a TPU's tile: sizes of a kernel's blocks are multiples
-# Bytes of fast memory (VMEM) for a kernel's blocks: with it Mixtral's step compiled for v5p (libtpu 0.0.51, 2026-11-24).
+# Bytes of fast memory for a kernel's blocks: Mixtral's step compiled with them for v5p (libtpu 0.0.51, 2026-11-24).
 KERNEL_BYTES = 12 << 20
 
 # (x_RC, w_ECO, counts_E) -> y_RO in x's dtype, and the gradient of w in w's own. Rows behind the last group have no
