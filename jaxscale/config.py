@@ -210,6 +210,11 @@ def check_experts(cfg: RunConfig) -> None:
             f"model.matmul_dtype={model.matmul_dtype!r} is not built for model.experts; set it to 'none', for all "
             "products in compute_dtype"
         )
+    elif cfg.optim.offload_params:
+        raise BadInput(
+            "optim.offload_params=true cannot go with model.experts, whose balance is moved on the device; set it to "
+            "false, or use optim.offload_moments"
+        )
 
 
 # Everything that settings of several rooms must agree on, checked once, as a RunConfig is made. A setting by itself is

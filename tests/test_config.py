@@ -48,6 +48,9 @@ def test_an_argument_reaches_the_file(path):
     assert load_config(path + ":depth=5").model.num_layers == 5
 
 
+EXPERTS = {"model.experts": dict(number=4, chosen=2, mlp_dim=8)}
+
+
 @pytest.mark.parametrize(
     ("name", "text", "value"),
     [
@@ -128,6 +131,9 @@ def test_a_wrong_name_or_type_is_one_line_with_the_nearest_right_name(path, over
         ({"mesh.fsdp": 0}, "mesh: fsdp=0 must be a positive number of devices"),
         ({"mesh.data": -1}, "mesh: only one axis may be -1, not ['data', 'fsdp']"),
         ({"mesh.expert": 2}, "mesh.expert=2: this model has no experts"),
+        ({"train.aux_losses": {"balance_loss": 0.1}}, "train.aux_losses has 'balance_loss', of experts"),
+        (EXPERTS | {"model.matmul_dtype": "int8"}, "model.matmul_dtype='int8' is not built for model.experts"),
+        (EXPERTS | {"optim.offload_params": True}, "optim.offload_params=true cannot go with model.experts"),
         ({"optim.groups": [{"pattern": "("}]}, "optim.groups[0]: pattern='(' is no regular expression"),
         ({"checkpoint.keep_last": 0}, "checkpoint: keep_last=0 must be at least 1"),
         ({"sample.temperature": 0}, "sample: "),

@@ -11,6 +11,7 @@ from jaxscale.ops.config import ATTENTION_OUT, AttentionName, AttentionNeeds, Ma
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
+BLOCKS = "blocks"  # among the parameters: those of the layers, stacked
 BLOCK_INPUT = "block_input"  # the residual stream as a block finds it: the least that must be kept of each layer
 QUERY, KEY, VALUE = "query", "key", "value"  # as attention reads them: rotated and normalised where the model does that
 ATTENTION_ADDED = "attention_added"  # what attention adds to the residual stream
@@ -164,7 +165,7 @@ class ModelConfig:
     @property
     def layer_stacks(self) -> dict[str, int]:
         """{name of a stack of blocks among the parameters: its layers}, in the order that a batch goes through them."""
-        return {"blocks": self.num_layers}
+        return {BLOCKS: self.num_layers}
 
     @property
     def query_width(self) -> int:

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
+from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, BLOCKS, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
 from jaxscale.models.experts import SparseMlp
 from jaxscale.models.layers import OneStack, constant, in_parts, make_stack, param, settle_together, with_bias
-from jaxscale.models.llama_config import BLOCKS, DENSE, LlamaConfig
+from jaxscale.models.llama_config import DENSE, LlamaConfig
 from jaxscale.ops.attention.xla import as_scope
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels

@@ -5,13 +5,13 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxscale.models.config import GATED_ACTIVATIONS, ModelConfig, NumberKind, check_positive
+from jaxscale.models.config import BLOCKS, GATED_ACTIVATIONS, ModelConfig, NumberKind, check_positive
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.ops.config import AttentionNeeds, Mix, RopeScaling
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
-BLOCKS, DENSE = "blocks", "dense_blocks"  # among the parameters: the layers, and before them those without experts
+DENSE = "dense_blocks"  # among the parameters: layers without experts, before those that have them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding
 from jaxscale.data.batch import Batch
 from jaxscale.hardware import find_chip
 from jaxscale.models import AnyModelConfig
-from jaxscale.models.config import NO_LORA, LoraConfig
+from jaxscale.models.config import BLOCKS, NO_LORA, LoraConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.model import make_model, target_scores, token_losses
-from jaxscale.models.stages import BLOCKS, Pieces
+from jaxscale.models.stages import Pieces
 from jaxscale.ops.attention.sharing import SharedWork, choose_sharing
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.kernels import Kernels, choose_kernels, share_rows, with_recorder

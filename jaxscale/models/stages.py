@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.data.batch import Batch
+from jaxscale.models.config import BLOCKS
 from jaxscale.models.layers import gather_params, merge_model
 from jaxscale.models.model import loss_of
 from jaxscale.models.told import expert_parts
 from jaxscale.ops.attention.xla import narrowed
 from jaxscale.sharding.shardings import whole_already
-
-BLOCKS = "blocks"  # among the parameters: those of the layers, stacked
 
 
 @dataclasses.dataclass(frozen=True)

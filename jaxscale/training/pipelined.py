@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.data.batch import Batch
-from jaxscale.models.stages import BLOCKS, Pieces
+from jaxscale.models.config import BLOCKS
+from jaxscale.models.stages import Pieces
 from jaxscale.optim.optimizers import combine, trainable
 from jaxscale.sharding.pipeline_axis import PipelineAxis
 from jaxscale.sharding.schedules import IDLE, Backward, Passes, Schedule

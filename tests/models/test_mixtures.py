@@ -74,6 +74,8 @@ def tiny_experts():
 
 
 MESHES = {
+    "rows sent, fsdp, tensor": {"mesh.expert": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "expert.exchange": "send"},
+    "experts gathered": {"mesh.expert": 4, "mesh.data": 2, "expert.exchange": "gather"},
     "fsdp x tensor": {"mesh.fsdp": 4, "mesh.tensor": 2},
     "context x tensor": {"mesh.context": 2, "mesh.tensor": 2, "mesh.data": 2},
     "data, ZeRO-2": {"mesh.data": 2, "mesh.fsdp": 4, "rules": "zero2"},
@@ -87,7 +89,7 @@ def alone():
 
 
 @pytest.mark.parametrize(
-    "cut", [cut if cut == "fsdp x tensor" else pytest.param(cut, marks=pytest.mark.soak) for cut in MESHES]
+    "cut", [cut if cut == "rows sent, fsdp, tensor" else pytest.param(cut, marks=pytest.mark.soak) for cut in MESHES]
 )
 def test_losses_gradients_and_balance_are_those_of_one_device(alone, cut):
     many, after = two_steps(model(DEEPSEEK, num_layers=3) | MESHES[cut], 4 if "four" in cut else 8)
