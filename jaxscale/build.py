@@ -137,7 +137,7 @@ def make_program(cfg: RunConfig, budget: Budget, devices: Sequence[jax.Device] |
     options = choose_options(cfg, mesh)
     model = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus)
     unstaged = shard_run_model(cfg, mesh, torus_at_once=options.offloads_torus, staged=False)
-    if model.kernels.sharing.form == "ring":  # a loop in each layer
+    if model.kernels.sharing.form == "ring" or model.exchange.form == "send":  # a loop in each layer
         options = choose_options(cfg, mesh, branches=True)
     for check in DEVICE_CHECKS:
         check(cfg, model)
