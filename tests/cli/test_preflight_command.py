@@ -19,7 +19,6 @@ from jaxscale.command_line import parse
 from jaxscale.hardware import Chip
 from jaxscale.planning.topology import Topology
 from jaxscale.system.exits import BadInput, Exit
-from jaxscale.system.process import prepare_ahead
 
 CHIP = Chip("simulated CPU", 1e12, 2**30, 1e11, "made up for tests", ici_bandwidth=1e10)
 # Rows so long that the scores of attention fill most of a device: then other settings need less.
@@ -93,13 +92,6 @@ def test_switches_stand_alone_and_dashes_are_as_good_as_underscores():
     found = parse(flags, PreflightFlags).flags
     assert found.search and not found.fresh and found.settings == {"model.remat": "full"}
     assert (str(found.save_executable), str(found.json)) == ("a-b", "x")
-
-
-def test_no_device_that_is_here_is_touched(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "tpu,cpu")
-    monkeypatch.setenv("JAX_ENABLE_COMPILATION_CACHE", "true")
-    prepare_ahead()
-    assert (os.environ["JAX_PLATFORMS"], os.environ["JAX_ENABLE_COMPILATION_CACHE"]) == ("cpu", "false")
 
 
 def test_the_command_prepares_before_jax_is_imported_and_tells_bad_input_in_one_line(tmp_path):
