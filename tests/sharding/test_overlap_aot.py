@@ -57,7 +57,7 @@ def test_sparse_cores_take_every_gather_and_scatter_of_weights(topology):
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x4", "v6e:4x4"])
 def test_without_the_table_nothing_runs_beside_a_collective(topology):
-    off = tuple((f"compiler.{row.name}", False) for row in TABLE if "TPU v5" in row.devices)
+    off = tuple((f"compiler.{row.name}", False) for row in TABLE if "TPU v5" in row.devices and row.value is True)
     found = rows(topology, off)
     assert sent(row for row in found if row.is_blocking) > 0.95 * sent(found)
 
@@ -71,4 +71,4 @@ def test_one_half_of_the_rows_is_multiplied_while_the_positions_of_the_other_tra
     mesh = (("mesh.fsdp", 4), ("mesh.tensor", 4))
     of_streams = [row for row in rows("v5p:2x2x4", mesh) if row.axes == "tensor" and row.times > 1]
     assert of_streams and not [row for row in of_streams if row.is_blocking]
-    assert sent(row for row in of_streams if row.cover_s > row.link_s) > 0.5 * sent(of_streams)
+    assert sent(row for row in of_streams if row.cover_s > row.link_s) >= 0.5 * sent(of_streams)
