@@ -12,6 +12,7 @@ from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 BLOCKS = "blocks"  # among the parameters: those of the layers, stacked
+DENSE = "dense_blocks"  # layers without experts, before those that have them
 BLOCK_INPUT = "block_input"  # the residual stream as a block finds it: the least that must be kept of each layer
 QUERY, KEY, VALUE = "query", "key", "value"  # as attention reads them: rotated and normalised where the model does that
 ATTENTION_ADDED = "attention_added"  # what attention adds to the residual stream
@@ -109,6 +110,11 @@ class ModelConfig:
             raise BadInput(f"logit_softcap={self.logit_softcap} must be above 0, or none")
         if not 0 <= self.dropout < 1:
             raise BadInput(f"dropout={self.dropout} must be at least 0 and below 1")
+
+    @property
+    def leading_layers(self) -> float:
+        """The work of the layers before the stack `blocks`, in layers of it."""
+        return 0.0
 
     def matrices(self) -> dict[str, tuple[int, int]]:
         """{name of each matrix of a block: (numbers per token that come in, numbers that come out)}."""

@@ -127,16 +127,17 @@ class ShardedModel:
     def stage_weights(self, params: Any) -> Any:
         """The parameters of the device's own stage, as its products read them."""
         dtype = jnp.promote_types(self.cfg.compute_dtype, self.cfg.embed_dtype)
-        return stage_weights(params, self.axes, self.batch_axes, self.pipeline, dtype)
+        return stage_weights(params, self.axes, self.batch_axes, self.pipeline, dtype, chunked=BLOCKS)
 
     def stage_gradients(self, grads: Any) -> Any:
         """Gradients of stage_weights(), summed over all devices."""
-        return stage_gradients(grads, self.axes, self.batch_axes, self.pipeline)
+        return stage_gradients(grads, self.axes, self.batch_axes, self.pipeline, chunked=BLOCKS)
 
     def pieces(self, aux_weights: Mapping[str, float], num_sources: int) -> Pieces:
         """What a stage runs, on weights that stage_weights() has brought together."""
         graphdef = split_model(jax.eval_shape(functools.partial(self.init, whole=True), jax.random.key(0)))[0]
-        return Pieces(graphdef, self.shapes[BLOCKS], self.cfg.compute_dtype, aux_weights, num_sources)
+        stacks = {name: self.shapes[name] for name in self.cfg.layer_stacks}
+        return Pieces(graphdef, stacks, self.cfg.compute_dtype, aux_weights, num_sources)
 
     def differentiable(self, params: Any) -> Any:
         """What to differentiate with respect to: the parameters, or device-side zeros for offloaded ones."""
