@@ -324,7 +324,7 @@ def make_gradients(
             recorder = NO_RECORDER
             if record:
                 recorder = make_recorder(model.kernels, model.needs, model.tensor, model.context)
-            whole = model.merge(params, combine(trained, variables), recorder=recorder)
+            whole = model.merge(params, combine(trained, variables), recorder=recorder, learns=True)
             total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
             return total, parts | recorder.parts()
 

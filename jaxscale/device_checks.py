@@ -118,6 +118,16 @@ def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
         )
 
 
+def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput for experts with a limit where no device sees a whole row."""
+    factor = getattr(getattr(cfg.model, "experts", None), "capacity_factor", 0.0)
+    if factor and model.context.size > 1:
+        raise BadInput(
+            f"mesh.context={model.context.size} cannot go with model.experts.capacity_factor={factor}: which tokens of "
+            "a row an expert takes is counted along the whole row; set the factor to 0, or use another axis"
+        )
+
+
 def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput where the statistics program, which has no stages, cannot divide a batch or the optimizer."""
     if not cfg.monitor.statistics_every_steps:
@@ -138,5 +148,5 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
 
 DEVICE_CHECKS = (
     check_options_known, check_moments, check_positions, check_microbatches, check_offload, check_statistics,
-    check_vocabulary,
+    check_vocabulary, check_capacity,
 )  # fmt: skip

@@ -129,6 +129,13 @@ class LlamaConfig(ModelConfig):
         shared = {"mlp.shared.gate": (D, S), "mlp.shared.up": (D, S), "mlp.shared.down": (S, D)} if S else {}
         return kept | {"mlp.router": (D, own.number)} | shared
 
+    def expert_matrices(self) -> dict[str, tuple[int, int]]:
+        """The same of the matrices of which each expert of a block has one."""
+        if self.experts is None:
+            return {}
+        D, F = self.embed_dim, self.experts.mlp_dim
+        return {"mlp.gate": (D, F), "mlp.up": (D, F), "mlp.down": (F, D)}
+
     @property
     def mlp_width(self) -> int:
         """Width of the MLPs of most blocks that a token goes through."""
