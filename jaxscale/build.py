@@ -20,6 +20,7 @@ from jaxscale.config import Budget, RunConfig
 from jaxscale.data.batch import Batch, EncoderInput
 from jaxscale.data.config import mixture_names
 from jaxscale.device_checks import DEVICE_CHECKS, OFFLOADED, check_stages
+from jaxscale.models.config import BLOCKS
 from jaxscale.models.layers import split_model
 from jaxscale.models.lora import is_adapter
 from jaxscale.models.model import summed_loss
@@ -219,7 +220,8 @@ def make_stages(cfg: RunConfig, mesh: Mesh) -> PipelineAxis:
     stages, model = mesh.shape["pipeline"], cfg.model
     check_stages(cfg, stages)
     head_layers = model.vocab_size * model.embed_dim / model.block_matrix_params
-    return make_pipeline_axis(stages, cfg.pipeline, model.num_layers, head_layers)
+    blocks, before = model.layer_stacks.get(BLOCKS, 0), model.leading_layers
+    return make_pipeline_axis(stages, cfg.pipeline, blocks, head_layers, before)
 
 
 def unstaged_run(cfg: RunConfig, unstaged: ShardedModel) -> tuple[RunConfig, ShardedModel]:
@@ -322,7 +324,7 @@ def make_gradients(
             recorder = NO_RECORDER
             if record:
                 recorder = make_recorder(model.kernels, model.needs, model.tensor, model.context)
-            whole = model.merge(params, combine(trained, variables), recorder=recorder)
+            whole = model.merge(params, combine(trained, variables), recorder=recorder, learns=True)
             total, parts = summed_loss(whole, batch, keys_B, cfg.train.aux_losses, num_sources)
             return total, parts | recorder.parts()
 

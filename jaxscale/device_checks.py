@@ -7,6 +7,7 @@ import math
 
 from jaxscale import units
 from jaxscale.config import RunConfig
+from jaxscale.models.config import BLOCKS, DENSE
 from jaxscale.models.sharded import ShardedModel, check_fits
 from jaxscale.sharding.compiler_options import check_options
 from jaxscale.sharding.offload import check_host_memory
@@ -23,8 +24,12 @@ def check_stages(cfg: RunConfig, stages: int) -> None:
     if stages == 1:
         return
     model, chunks, parts = cfg.model, cfg.pipeline.chunks, cfg.train.num_microbatches
+    layers = model.layer_stacks.get(BLOCKS, 0)
+    of_kind = f" (of which {layers} have experts)" * (layers < model.num_layers)
     needed = {
-        f"model.name={model.name!r}, which has two stacks of layers; use a model with one": len(model.layer_stacks) > 1,
+        f"model.name={model.name!r}, which has two stacks of layers; use a model with one": bool(
+            model.layer_stacks.keys() - {DENSE, BLOCKS}
+        ),
         f"model.remat={model.remat!r}: a stage keeps the inputs of its layers and computes the rest again; set "
         "model.remat='full'": model.remat != "full",
         f"model.remat_offload={','.join(model.remat_offload)}: a stage keeps the inputs of its layers on the device; "
@@ -32,8 +37,8 @@ def check_stages(cfg: RunConfig, stages: int) -> None:
         "model.scan_layers=false: a stage scans its layers; set it to true": not model.scan_layers,
         "optim.offload_params=true: a stage keeps its weights through the step; set it to false, or use "
         "optim.offload_moments": cfg.optim.offload_params,
-        f"model.num_layers={model.num_layers} with pipeline.chunks={chunks}, which need a layer for each of "
-        f"{stages * chunks} chunks; use fewer stages or chunks": model.num_layers < stages * chunks,
+        f"model.num_layers={model.num_layers}{of_kind} with pipeline.chunks={chunks}, which need a layer for each of "
+        f"{stages * chunks} chunks; use fewer stages or chunks": layers < stages * chunks,
         f"train.num_microbatches={parts} with pipeline.chunks={chunks}: the stages take chunks in turns of {stages} "
         f"microbatches; use a multiple of {stages}, or chunks=1": chunks > 1 and parts % stages > 0,
     }
@@ -113,6 +118,16 @@ def check_vocabulary(cfg: RunConfig, model: ShardedModel) -> None:
         )
 
 
+def check_capacity(cfg: RunConfig, model: ShardedModel) -> None:
+    """Raises BadInput for experts with a limit where no device sees a whole row."""
+    factor = getattr(getattr(cfg.model, "experts", None), "capacity_factor", 0.0)
+    if factor and model.context.size > 1:
+        raise BadInput(
+            f"mesh.context={model.context.size} cannot go with model.experts.capacity_factor={factor}: which tokens of "
+            "a row an expert takes is counted along the whole row; set the factor to 0, or use another axis"
+        )
+
+
 def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
     """Raises BadInput where the statistics program, which has no stages, cannot divide a batch or the optimizer."""
     if not cfg.monitor.statistics_every_steps:
@@ -133,5 +148,5 @@ def check_statistics(cfg: RunConfig, model: ShardedModel) -> None:
 
 DEVICE_CHECKS = (
     check_options_known, check_moments, check_positions, check_microbatches, check_offload, check_statistics,
-    check_vocabulary,
+    check_vocabulary, check_capacity,
 )  # fmt: skip

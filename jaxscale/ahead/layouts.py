@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxscale import units
 from jaxscale.config import RunConfig
+from jaxscale.models.config import BLOCKS
 from jaxscale.planning.fitting import MAX_TENSOR
 from jaxscale.planning.positions import LEAST_POSITIONS
 from jaxscale.planning.stages import Stages
@@ -45,12 +46,13 @@ def all_layouts(cfg: RunConfig, num_devices: int, num_slices: int = 1) -> Iterat
 
 def stage_sizes(cfg: RunConfig, num_devices: int) -> list[tuple[int, int]]:
     """[(stages, chunks of each)] for the layers of the model: without a pipeline first."""
-    layers, found = cfg.model.num_layers, [(1, 1)]
-    if len(cfg.model.layer_stacks) > 1 or not cfg.model.scan_layers or cfg.optim.offload_params:
+    layers, before, found = cfg.model.layer_stacks.get(BLOCKS, 0), cfg.model.leading_layers, [(1, 1)]
+    if not layers or not cfg.model.scan_layers or cfg.optim.offload_params:
         return found
     for size, chunks in itertools.product(units.divisors(num_devices)[1:], (1, 2, MAX_CHUNKS)):
         if size * chunks <= layers and size <= MAX_PIPELINE:
-            if size * Stages(size, layers, 1, chunks).held_layers <= MOST_LACKING * layers:
+            stages = Stages(size, layers, 1, chunks, first_layers=before)
+            if size * chunks * stages.chunk_work <= MOST_LACKING * (layers + before):
                 found.append((size, chunks))
     return found
 

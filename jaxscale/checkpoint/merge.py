@@ -91,16 +91,15 @@ def read_whole(arrays: Arrays, step: int, record: Mapping[str, Any], name: str) 
 def with_adapter(piece: np.ndarray, box: Box, a: np.ndarray, b: np.ndarray, scale: float) -> np.ndarray:
     """The piece of a matrix, or of a stack of them, that lies in the box, plus scale A B, in the piece's dtype.
 
-    The sizes tell whether there is a stack: A and B share the rank, and the stack's axis if there is one.
+    The sizes tell whether there is a stack, of layers, experts or both: A and B share the rank, and the stack's axes.
     """
     stacked = a.ndim + b.ndim - piece.ndim - 2
     count = a.ndim - stacked - 1
     of_a, of_b = box[stacked : stacked + count], box[stacked + count :]
-    if not stacked:
-        return (piece + delta(a, b, of_a, of_b, scale)).astype(piece.dtype)
     merged = np.empty_like(piece)
-    for position, layer in enumerate(range(box[0].start, box[0].stop)):  # one in float64 at a time
-        merged[position] = piece[position] + delta(a[layer], b[layer], of_a, of_b, scale)
+    for place in np.ndindex(*piece.shape[:stacked]):  # one in float64 at a time
+        one = tuple(of_axis.start + offset for of_axis, offset in zip(box, place))
+        merged[place] = piece[place] + delta(a[one], b[one], of_a, of_b, scale)
     return merged
 
 

@@ -17,6 +17,7 @@ import jax
 from jaxscale.build import make_program
 from jaxscale.cli.attempt import simulated
 from jaxscale.config import RunConfig, resolve_budget
+from jaxscale.models.config import BLOCKS
 from jaxscale.qualify.step import place, random_batches
 from jaxscale.sharding.config import MeshConfig, PipelineConfig
 from jaxscale.sharding.schedules import EQUAL, Costs, Schedule, simulated_seconds
@@ -75,7 +76,8 @@ def in_units(cfg: RunConfig, schedule: Schedule) -> float:
     The stages share the head, which has a forward and a backward pass.
     """
     model = cfg.model
-    layers = model.num_layers / (schedule.num_stages * schedule.num_chunks)
+    layers = model.layer_stacks[BLOCKS] + model.leading_layers
+    layers /= schedule.num_stages * schedule.num_chunks
     head = model.vocab_size * model.embed_dim / model.block_matrix_params / schedule.num_stages
     return simulated_seconds(schedule, Costs(*(layers * part for part in EQUAL)), head=3 * head)
 

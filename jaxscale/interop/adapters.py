@@ -211,7 +211,7 @@ def start_of_run(
     layers = collections.Counter(without_layer(pair.ours[0]) for pair in found.values())
     for name, number in layers.items():
         if any(pair.expert is not None for pair in found.values() if without_layer(pair.ours[0]) == name):
-            raise BadInput(f"--adapter: {adapter.folder} adapts experts, and a run adapts none; merge it instead")
+            raise BadInput(f"--adapter: {adapter.folder} adapts experts, and is not kept beside them; merge it instead")
         if not name.startswith("blocks/"):
             raise BadInput(f"--adapter: {adapter.folder} adapts {name}, and a run adapts the blocks; merge it instead")
         if number != cfg.num_layers:
@@ -243,8 +243,8 @@ def of_run(
             continue
         if pair.expert is not None:
             raise BadInput(
-                f"{own[0]} is an adapter of experts, which are not exported alone; merge it with jaxscale ckpt "
-                "merge_lora, and export that"
+                f"{own[0]} is an adapter of experts, which are not exported alone: how PEFT names those of joined "
+                "experts hangs on its version; merge it with jaxscale ckpt merge_lora, and export that"
             )
         if len(own) < len(pair.ours):
             raise BadInput(f"{own[0]} has an adapter and not all of {module} has, which PEFT cannot say; merge it")

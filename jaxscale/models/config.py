@@ -12,6 +12,7 @@ from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
 BLOCKS = "blocks"  # among the parameters: those of the layers, stacked
+DENSE = "dense_blocks"  # layers without experts, before those that have them
 BLOCK_INPUT = "block_input"  # the residual stream as a block finds it: the least that must be kept of each layer
 QUERY, KEY, VALUE = "query", "key", "value"  # as attention reads them: rotated and normalised where the model does that
 ATTENTION_ADDED = "attention_added"  # what attention adds to the residual stream
@@ -110,6 +111,11 @@ class ModelConfig:
         if not 0 <= self.dropout < 1:
             raise BadInput(f"dropout={self.dropout} must be at least 0 and below 1")
 
+    @property
+    def leading_layers(self) -> float:
+        """The work of the layers before the stack `blocks`, in layers of it."""
+        return 0.0
+
     def matrices(self) -> dict[str, tuple[int, int]]:
         """{name of each matrix of a block: (numbers per token that come in, numbers that come out)}."""
         D, F, query, key = self.embed_dim, self.mlp_dim, self.query_width, self.key_width
@@ -119,6 +125,10 @@ class ModelConfig:
         return {f"attention.{name}": sizes for name, sizes in attention.items()} | {
             f"mlp.{name}": sizes for name, sizes in mlp.items()
         }
+
+    def expert_matrices(self) -> dict[str, tuple[int, int]]:
+        """The same of the matrices of which each expert of a block has one."""
+        return {}
 
     @property
     def block_matrix_params(self) -> int:
@@ -240,7 +250,8 @@ class LoraConfig:
     alpha: float = setting(16.0, "the correction is multiplied by alpha / rank")
     targets: tuple[str, ...] = setting(
         (r"attention\.w[qkvo]$", r"mlp\.(gate|up|down)$"),
-        "regexes searched in the names of the blocks' matrices, such as blocks.attention.wq; those found get adapters",
+        "regexes searched in the names of the blocks' matrices, such as blocks.attention.wq; those found get adapters, "
+        "experts one each",
     )
 
     def __post_init__(self):
@@ -278,12 +289,18 @@ def adapted(cfg: LoraConfig, names: Collection[str]) -> set[str]:
     return {name for name in names if any(re.search(pattern, name) for pattern in cfg.targets)}
 
 
-def lora_params(model: ModelConfig, cfg: LoraConfig) -> int:
-    """Parameters in the adapters of a model."""
-    matrices = {f"blocks.{name}": sum(sizes) for name, sizes in model.matrices().items()}
-    return cfg.rank * model.num_layers * sum(matrices[name] for name in adapted(cfg, matrices))
+def lora_params(model: ModelConfig, cfg: LoraConfig, *, active: bool = False) -> int:
+    """Parameters in the adapters of a model. active: those that a token goes through."""
+    experts = getattr(model, "experts", None)
+    of_each = experts and (experts.chosen if active else experts.number)
+    # A router's is none: which expert a token gets hangs on its last bits.
+    plain = {name: sum(sizes) for name, sizes in model.matrices().items() if not name.endswith(".router")}
+    matrices = plain | {name: of_each * sum(sizes) for name, sizes in model.expert_matrices().items()}
+    matrices = {f"{BLOCKS}.{name}": size for name, size in matrices.items()}
+    layers = model.layer_stacks.get(BLOCKS, 0)
+    return cfg.rank * layers * sum(matrices[name] for name in adapted(cfg, matrices))
 
 
 def lora_flops(model: ModelConfig, cfg: LoraConfig) -> float:
     """What adapters add to flops_per_token: 6 for each of theirs, but no gradient of the frozen matrices, 2 each."""
-    return 6 * lora_params(model, cfg) - 2 * model.matmul_params
+    return 6 * lora_params(model, cfg, active=True) - 2 * model.matmul_params

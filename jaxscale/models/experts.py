@@ -1,7 +1,8 @@
 """A mixture of experts in the place of a block's MLP: each token goes through a few of many (arXiv:1701.06538).
 
-No token is dropped, whatever the router says, and what one token adds does not depend on where others go. The losses
-that balance experts are sums over tokens, so that neither the mesh nor microbatches change them.
+No token is dropped, whatever the router says, and what one token adds does not depend on where others go; but where
+experts have a capacity, in training, on where earlier tokens of its row go. The losses that balance experts are sums
+over tokens, so that neither the mesh nor microbatches change them.
 
 B batch  T position  D embed  E experts  k experts of a token  F width of an expert  n = B * T tokens  R = n * k rows
 """
@@ -23,7 +24,7 @@ from jaxscale.models.told import Told
 from jaxscale.ops.exchange import exchanged
 from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.kernels import Kernels
-from jaxscale.ops.routing import Routes, in_order, route, sort_rows, to_rows, to_tokens
+from jaxscale.ops.routing import Routes, in_order, route, sort_rows, taken_alone, to_rows, to_tokens, within_capacity
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 F32 = jnp.float32
@@ -51,10 +52,14 @@ class SparseMlp(nnx.Module):
         x_BTD = self.tensor.gather(x_BTD)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
         routes = self.routes(x_nD)
-        y_BTD = self.mixed(x_nD, routes).reshape(x_BTD.shape)
+        kept_nk, told = self.kept(routes, segment_ids_BT), self.told(routes, segment_ids_BT)
+        if kept_nk is not None:
+            left_out_nk = ~kept_nk & (segment_ids_BT.reshape(-1, 1) > 0)
+            told = told._replace(dropped=jnp.sum(left_out_nk, dtype=jnp.int32))
+        y_BTD = self.mixed(x_nD, routes, kept_nk).reshape(x_BTD.shape)
         if self.shared is not None:
             y_BTD += self.shared.own_part(x_BTD)
-        return self.tensor.scatter(y_BTD), self.told(routes, segment_ids_BT)
+        return self.tensor.scatter(y_BTD), told
 
     @jax.named_scope("router")
     def routes(self, x_nD: jax.Array) -> Routes:
@@ -63,19 +68,32 @@ class SparseMlp(nnx.Module):
         bias_E = None if self.router_bias is None else self.router_bias[...]
         return route(self.form, logit_nE, bias_E)
 
-    def mixed(self, x_nD: jax.Array, routes: Routes) -> jax.Array:
+    def kept(self, routes: Routes, segment_ids_BT: jax.Array) -> jax.Array | None:
+        """Which choices have room at their expert; None where there is no limit."""
+        B, T = segment_ids_BT.shape
+        capacity = self.form.capacity(T) if self.kernels.limits else None
+        if capacity is None:
+            return None
+        expert_BTk = routes.expert_nk.reshape(B, T, -1)
+        kept_BTk = within_capacity(expert_BTk, segment_ids_BT > 0, self.form.number, capacity)
+        return kept_BTk.reshape(routes.expert_nk.shape)
+
+    def mixed(self, x_nD: jax.Array, routes: Routes, kept_nk: jax.Array | None = None) -> jax.Array:
         """The sum of each token's experts. Weights are multiplied in before the last product, whose result then is not
-        needed to go back."""
+        needed to go back. kept_nk: which of them it gets; None: all."""
         k, axis = self.form.chosen, self.kernels.expert_axis
         run = functools.partial(run_experts, self.kernels.grouped, self.activate)
-        rows = sort_rows(routes.expert_nk, self.form.number)
+        expert_nk = routes.expert_nk if kept_nk is None else jnp.where(kept_nk, routes.expert_nk, self.form.number)
+        rows = sort_rows(expert_nk, self.form.number)
+        # Of rows behind those of the last expert products may give anything.
+        real = (lambda array_R: array_R) if kept_nk is None else (lambda array_R: taken_alone(array_R, rows))
         weights = self.gate[...], self.up[...], self.down[...]
-        x_RD, weight_R = to_rows(k, x_nD, rows), in_order(routes.weight_nk, rows)
+        x_RD, weight_R = real(to_rows(k, x_nD, rows)), real(in_order(routes.weight_nk, rows))
         if axis.size == 1:
             y_RD = run(weights, x_RD, weight_R, rows.counts_E)
         else:
             y_RD = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
-        return to_tokens(k, y_RD, rows)
+        return to_tokens(k, real(y_RD), rows)
 
     def told(self, routes: Routes, segment_ids_BT: jax.Array) -> Told:
         """Every device of the tensor axis says the same of the same tokens: each gradient is its part of one."""

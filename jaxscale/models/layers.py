@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.config import (
     ATTENTION_ADDED,
+    DENSE,
     KEY,
     MLP_UP,
     QUERY,
@@ -119,7 +120,10 @@ def run_stack(
 
 
 class OneStack(nnx.Module):
-    """A model whose blocks are one stack, in pieces: enter(), layer() and per_layer() for each block, leave()."""
+    """A model whose blocks are one stack, in pieces: enter(), layer() and per_layer() for each block, leave().
+
+    Blocks of another kind may come before them, in a stack of the name DENSE: layer() and per_layer() know both.
+    """
 
     def hidden(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """The residual stream after the last block, compute_dtype[B, T, D], of the device's own positions: all but the
@@ -132,6 +136,8 @@ class OneStack(nnx.Module):
     def through(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
         """(what hidden() returns, what the blocks told, with a leading axis of layers)."""
         x_BTD = self.enter(tokens_BT, positions_BT, segment_ids_BT, keys_B)
+        if (dense := getattr(self, DENSE, None)) is not None:
+            x_BTD, _ = self.run_blocks(dense, x_BTD, positions_BT, segment_ids_BT, self.per_layer(keys_B, stack=DENSE))
         x_BTD, told = self.run_blocks(self.blocks, x_BTD, positions_BT, segment_ids_BT, self.per_layer(keys_B))
         return self.leave(x_BTD), told
 

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, BLOCKS, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
+from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, BLOCKS, DENSE, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
 from jaxscale.models.experts import SparseMlp
 from jaxscale.models.layers import OneStack, constant, in_parts, make_stack, param, settle_together, with_bias
-from jaxscale.models.llama_config import DENSE, LlamaConfig
+from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.attention.xla import as_scope
 from jaxscale.ops.embed import lookup_shared
 from jaxscale.ops.kernels import Kernels
@@ -188,16 +188,14 @@ class Llama(OneStack):
         self.head = None if cfg.tied_embeddings else param(rngs, (D, V), ("embed", "vocab"), std=HEAD_STD)
 
     def enter(self, tokens_BT, positions_BT, segment_ids_BT, keys_B: jax.Array | None = None):
-        """The residual stream before the first block, or the first of experts. No dropout: no keys."""
-        x_BTD = self.embed(tokens_BT)
-        if self.dense_blocks is None:
-            return x_BTD
-        local = self.cfg.local_layers[: self.cfg.layer_stacks[DENSE]] if self.cfg.mixed_windows else None
-        return self.run_blocks(self.dense_blocks, x_BTD, positions_BT, segment_ids_BT, local)[0]
+        """The residual stream before the first block. No dropout: no keys."""
+        return self.embed(tokens_BT)
 
-    def per_layer(self, keys_B: jax.Array | None):
-        """Which layers have the window, or None where all are alike."""
-        return self.cfg.local_layers[-self.cfg.layer_stacks[BLOCKS] :] if self.cfg.mixed_windows else None
+    def per_layer(self, keys_B: jax.Array | None, stack: str = BLOCKS):
+        """Which layers of a stack have the window, or None where all are alike."""
+        dense = self.cfg.layer_stacks.get(DENSE, 0)
+        own = slice(dense) if stack == DENSE else slice(dense, None)
+        return self.cfg.local_layers[own] if self.cfg.mixed_windows else None
 
     def layer(self, positions_BT, segment_ids_BT):
         """A function that takes the residual stream through a block of these rows."""

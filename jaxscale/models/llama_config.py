@@ -5,13 +5,11 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxscale.models.config import BLOCKS, GATED_ACTIVATIONS, ModelConfig, NumberKind, check_positive
+from jaxscale.models.config import BLOCKS, DENSE, GATED_ACTIVATIONS, ModelConfig, NumberKind, check_positive
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.ops.config import AttentionNeeds, Mix, RopeScaling
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
-
-DENSE = "dense_blocks"  # among the parameters: layers without experts, before those that have them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +129,13 @@ class LlamaConfig(ModelConfig):
         shared = {"mlp.shared.gate": (D, S), "mlp.shared.up": (D, S), "mlp.shared.down": (S, D)} if S else {}
         return kept | {"mlp.router": (D, own.number)} | shared
 
+    def expert_matrices(self) -> dict[str, tuple[int, int]]:
+        """The same of the matrices of which each expert of a block has one."""
+        if self.experts is None:
+            return {}
+        D, F = self.embed_dim, self.experts.mlp_dim
+        return {"mlp.gate": (D, F), "mlp.up": (D, F), "mlp.down": (F, D)}
+
     @property
     def mlp_width(self) -> int:
         """Width of the MLPs of most blocks that a token goes through."""
@@ -148,8 +153,18 @@ class LlamaConfig(ModelConfig):
         own = self.experts
         if own is None:
             return super().matmul_params
-        dense = 3 * self.embed_dim * self.mlp_dim - (self.embed_dim * own.number + 3 * self.embed_dim * own.active_dim)
-        return super().matmul_params + own.first_dense * dense
+        return super().matmul_params + own.first_dense * self.dense_more
+
+    @property
+    def dense_more(self) -> int:
+        """Numbers in the matrices of a layer without experts, over those of another that a token goes through."""
+        return 3 * self.embed_dim * (self.mlp_dim - self.experts.active_dim) - self.embed_dim * self.experts.number
+
+    @property
+    def leading_layers(self) -> float:
+        """The work of the layers before the stack `blocks`, in layers of it."""
+        dense = self.layer_stacks.get(DENSE, 0)
+        return dense * (1 + self.dense_more / self.block_matrix_params) if dense else 0.0
 
     @property
     def active_params(self) -> int:

@@ -2,9 +2,9 @@
 
 The correction is a product beside that of the weight: x W + scale (x A) B. Adding A B to W first would be fewer
 operations forward, but backward it asks for the gradient of all of W, a third of a training step's operations, which a
-weight that is frozen spares; and it holds a second W.
+weight that is frozen spares; and it holds a second W. Each of the experts of a mixture has an adapter of its own.
 
-L layers  R rank
+L layers  E experts  R rank, or rows
 """
 
 import dataclasses
@@ -19,7 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxscale.models.config import LoraConfig, adapted
+from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.project import Project, contracted_axes
+from jaxscale.sharding.expert_axis import EXPERTS
+from jaxscale.sharding.pipeline_axis import RESIDUAL
+from jaxscale.sharding.rules import ROUTER
 from jaxscale.sharding.shardings import Gather
 
 RANK = "lora_rank"  # the logical axis between A and B
@@ -34,8 +38,8 @@ class Adapted:
     """A weight with its adapter, in the place of the weight alone."""
 
     weight: jax.Array
-    a: jax.Array  # the weight's contracted axes, then the rank
-    b: jax.Array  # the rank, then the weight's other axes
+    a: jax.Array  # the weight's contracted axes, then the rank; experts before them
+    b: jax.Array  # the rank, then the weight's other axes; experts before them
     scale: float = dataclasses.field(metadata=dict(static=True))
 
     def __getitem__(self, index: Any) -> "Adapted":
@@ -52,6 +56,18 @@ def adapting(project: Project) -> Project:
             return project(spec, x, w)
         down, up = side_specs(spec)
         return project(spec, x, w.weight) + project(up, w.scale * project(down, x, w.a), w.b)
+
+    return run
+
+
+def adapting_groups(grouped: GroupedProject) -> GroupedProject:
+    """`grouped`, which takes adapted weights too."""
+
+    def run(x_RC: jax.Array, w_ECO: Any, counts_E: jax.Array) -> jax.Array:
+        if not isinstance(w_ECO, Adapted):
+            return grouped(x_RC, w_ECO, counts_E)
+        beside = w_ECO.scale * grouped(x_RC, w_ECO.a, counts_E)
+        return grouped(x_RC, w_ECO.weight, counts_E) + grouped(beside, w_ECO.b, counts_E)
 
     return run
 
@@ -99,24 +115,26 @@ def add_adapters(model: nnx.Module, cfg: LoraConfig, key: jax.Array) -> nnx.Modu
 def attach(owner: nnx.Module, name: str, leaf: nnx.Param, layer: int | None, cfg: LoraConfig, key: jax.Array) -> None:
     """Gives a matrix its adapter. layer: its number, or None where the first axis is that of all layers."""
     stacked, shape = layer is None, leaf.get_value().shape
-    axes, shape, stack = leaf.axes[stacked:], shape[stacked:], shape[:stacked]
+    each = stacked + (EXPERTS in leaf.axes)  # axes of matrices, before those of one
+    axes, outer = leaf.axes[each:], leaf.axes[:each]
+    many, shape = shape[:each], shape[each:]
     count = contracted(axes)
-    fan_in, of_a = math.prod(shape[:count]), (*shape[:count], cfg.rank)
+    fan_in, of_a = math.prod(shape[:count]), (*many[stacked:], *shape[:count], cfg.rank)
     draw = lambda number: fan_in**-0.5 * jax.random.normal(jax.random.fold_in(key, number), of_a, jnp.float32)
-    a = jax.vmap(draw)(jnp.arange(stack[0])) if stacked else draw(layer)
-    b = jnp.zeros((*stack, cfg.rank, *shape[count:]), jnp.float32)
-    outer = ("layers",) * stacked
+    a = jax.vmap(draw)(jnp.arange(many[0])) if stacked else draw(layer)
+    b = jnp.zeros((*many, cfg.rank, *shape[count:]), jnp.float32)
     setattr(owner, name + A, nnx.Param(a, axes=(*outer, *axes[:count], RANK), lora_scale=cfg.scale))
     setattr(owner, name + B, nnx.Param(b, axes=(*outer, RANK, *axes[count:]), lora_scale=cfg.scale))
 
 
 def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Module, nnx.Param]]:
-    """(name as 'blocks.attention.wq', layer or None where all are stacked, the module it is in, itself) of each."""
+    """(name as 'blocks.attention.wq', layer or None where all are stacked, the module it is in, itself) of each, but
+    for routers: which expert a token gets hangs on their last bits."""
     for path, leaf in nnx.to_flat_state(nnx.state(blocks, nnx.Param)):
         layer = path[0] if isinstance(path[0], int) else None
         inner = path if layer is None else path[1:]
-        axes = leaf.axes[layer is None :]
-        if len(axes) < 2 or "embed" not in (axes[0], axes[-1]):
+        axes = tuple(axis for axis in leaf.axes[layer is None :] if axis != EXPERTS)
+        if len(axes) < 2 or ROUTER in axes or not {axes[0], axes[-1]} & set(RESIDUAL):
             continue
         owner = blocks
         for part in path[:-1]:
@@ -126,7 +144,7 @@ def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Mo
 
 def contracted(axes: tuple[str, ...]) -> int:
     """How many axes of a block's matrix a product sums over: those before the residual stream's, or that one."""
-    return 1 if axes[0] == "embed" else len(axes) - 1
+    return 1 if axes[0] in RESIDUAL else len(axes) - 1
 
 
 def join_adapters(params: nnx.State) -> nnx.State:

@@ -17,7 +17,7 @@ from jaxscale.data.batch import Batch
 from jaxscale.models import model_class
 from jaxscale.models.config import NO_LORA, LoraConfig, ModelConfig
 from jaxscale.models.layers import OneStack
-from jaxscale.models.lora import adapting, add_adapters, frozen_but_adapters
+from jaxscale.models.lora import adapting, adapting_groups, add_adapters, frozen_but_adapters
 from jaxscale.models.told import Told, expert_parts
 from jaxscale.ops.attention.xla import narrowed
 from jaxscale.ops.cross_entropy import LossSettings, summed_cross_entropy, token_nats, token_scores
@@ -41,7 +41,8 @@ def make_model(
     """
     model = model_class(cfg)
     if lora.on:
-        kernels = dataclasses.replace(kernels, project=adapting(kernels.project))
+        both = dict(project=adapting(kernels.project), grouped=adapting_groups(kernels.grouped))
+        kernels = dataclasses.replace(kernels, **both)
         gather = frozen_but_adapters(gather)
         made = model(cfg, rngs=nnx.Rngs(params=key), kernels=kernels, gather=gather, tensor=tensor)
         return add_adapters(made, lora, key)

@@ -75,11 +75,13 @@ class ShardedModel:
         tensor: TensorAxis | None = None,
         recorder: Recorder = NO_RECORDER,
         whole: bool = False,
+        learns: bool = False,
     ) -> nnx.Module:
         """A new model. tensor: how the devices of that axis share a row, those of context being copies; None: as in
-        training. whole: it will be given weights that are whole already."""
+        training. whole: it will be given weights that are whole already. learns: with the limits of a training step."""
         gather = self.batch_axes.gather if self.batch_axes.summed and not whole else whole_already
         kernels = self.kernels if tensor is None else self.whole_row_kernels
+        kernels = dataclasses.replace(kernels, limits=learns)
         return make_model(
             self.cfg,
             key=key,
@@ -127,31 +129,40 @@ class ShardedModel:
     def stage_weights(self, params: Any) -> Any:
         """The parameters of the device's own stage, as its products read them."""
         dtype = jnp.promote_types(self.cfg.compute_dtype, self.cfg.embed_dtype)
-        return stage_weights(params, self.axes, self.batch_axes, self.pipeline, dtype)
+        return stage_weights(params, self.axes, self.batch_axes, self.pipeline, dtype, chunked=BLOCKS)
 
     def stage_gradients(self, grads: Any) -> Any:
         """Gradients of stage_weights(), summed over all devices."""
-        return stage_gradients(grads, self.axes, self.batch_axes, self.pipeline)
+        return stage_gradients(grads, self.axes, self.batch_axes, self.pipeline, chunked=BLOCKS)
 
     def pieces(self, aux_weights: Mapping[str, float], num_sources: int) -> Pieces:
         """What a stage runs, on weights that stage_weights() has brought together."""
-        graphdef = split_model(jax.eval_shape(functools.partial(self.init, whole=True), jax.random.key(0)))[0]
-        return Pieces(graphdef, self.shapes[BLOCKS], self.cfg.compute_dtype, aux_weights, num_sources)
+        init = functools.partial(self.init, whole=True, learns=True)
+        graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
+        stacks = {name: self.shapes[name] for name in self.cfg.layer_stacks}
+        return Pieces(graphdef, stacks, self.cfg.compute_dtype, aux_weights, num_sources)
 
     def differentiable(self, params: Any) -> Any:
         """What to differentiate with respect to: the parameters, or device-side zeros for offloaded ones."""
         return device_zeros(params) if self.offloaded else params
 
     def merge(
-        self, params: Any, variables: Any = None, *, tensor: TensorAxis | None = None, recorder: Recorder = NO_RECORDER
+        self,
+        params: Any,
+        variables: Any = None,
+        *,
+        tensor: TensorAxis | None = None,
+        recorder: Recorder = NO_RECORDER,
+        learns: bool = False,
     ) -> nnx.Module:
         """The model with these parameters, in a function that each device of the mesh computes on its own shards.
 
-        variables: differentiable(params), where a gradient is taken. tensor, recorder: as for init.
+        variables: differentiable(params), where a gradient is taken. tensor, recorder, learns: as for init.
         """
         graphdef = self.abstract[0]
-        if tensor is not None or recorder is not NO_RECORDER:
-            init = functools.partial(self.init, tensor=tensor, recorder=recorder)
+        learns &= bool(getattr(getattr(self.cfg, "experts", None), "capacity_factor", 0.0))
+        if tensor is not None or recorder is not NO_RECORDER or learns:
+            init = functools.partial(self.init, tensor=tensor, recorder=recorder, learns=learns)
             graphdef = split_model(jax.eval_shape(init, jax.random.key(0)))[0]
         variables = self.differentiable(params) if variables is None else variables
         if self.offloaded:

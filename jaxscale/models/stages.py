@@ -24,11 +24,11 @@ from jaxscale.sharding.shardings import whole_already
 class Pieces:
     """Functions of parameters that every device has whole, or its part of by the tensor axis.
 
-    ends: the parameters outside of blocks.
+    ends: the parameters outside of layers.
     """
 
     graphdef: nnx.GraphDef
-    blocks: Any  # like the parameters of the blocks, of which only the structure matters
+    stacks: dict[str, Any]  # {name of a stack: like its parameters}, of which only the structure matters
     compute_dtype: Any
     aux_weights: Mapping[str, float]
     num_sources: int
@@ -36,22 +36,30 @@ class Pieces:
     @property
     def num_layers(self) -> int:
         """Layers in the blocks."""
-        return jax.tree.leaves(self.blocks)[0].shape[0]
+        return jax.tree.leaves(self.stacks[BLOCKS])[0].shape[0]
 
     def enter(self, ends: Any, rows: Batch, keys_B: jax.Array) -> jax.Array:
         """The residual stream before the first layer, of the device's own positions."""
         segments = narrowed(rows.segment_ids, rows.prefix)
-        return self.model(ends, self.blocks).enter(rows.tokens, rows.positions, segments, keys_B)
+        return self.model(ends).enter(rows.tokens, rows.positions, segments, keys_B)
 
     def layer(
-        self, params: Any, ends: Any, x_BTD: jax.Array, rows: Batch, keys_B: jax.Array, number: jax.Array
+        self,
+        params: Any,
+        ends: Any,
+        x_BTD: jax.Array,
+        rows: Batch,
+        keys_B: jax.Array,
+        number: jax.Array,
+        stack: str = BLOCKS,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(the residual stream after the layer of this number, what it adds to the named sums: {} but for experts).
-        params: its own."""
-        model = self.model(ends, params)
-        graphdef, own = nnx.split(model.blocks)
+        params: its own. number: in its stack."""
+        model = self.model(ends | {stack: params})
+        graphdef, own = nnx.split(getattr(model, stack))
         block = nnx.merge(graphdef, gather_params(own, whole_already, self.compute_dtype, stacked=True))
-        of_layer = jax.tree.map(lambda of_all: jnp.asarray(of_all)[number], model.per_layer(keys_B))
+        more = {} if stack == BLOCKS else {"stack": stack}
+        of_layer = jax.tree.map(lambda of_all: jnp.asarray(of_all)[number], model.per_layer(keys_B, **more))
         run = model.layer(rows.positions, narrowed(rows.segment_ids, rows.prefix))
         result = run(block, x_BTD, of_layer)
         if not isinstance(result, tuple):
@@ -61,12 +69,12 @@ class Pieces:
 
     def leave(self, ends: Any, x_BTD: jax.Array, rows: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         """(what is minimised, its named parts) from the residual stream after the last layer: sums over the tokens."""
-        model = self.model(ends, self.blocks)
+        model = self.model(ends)
         return loss_of(model, model.leave(x_BTD), rows, self.aux_weights, self.num_sources)
 
-    def model(self, ends: Any, blocks: Any) -> nnx.Module:
+    def model(self, params: dict[str, Any]) -> nnx.Module:
         """The model with these parameters."""
-        return merge_model(self.graphdef, {**ends, BLOCKS: blocks})
+        return merge_model(self.graphdef, self.stacks | params)
 
 
 def of_all_layers(told: Any, number: jax.Array, num_layers: int) -> Any:

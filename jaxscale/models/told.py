@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxscale.models.config import EXPERT_LOSSES
-from jaxscale.models.experts_config import EXPERT_COUNTS
+from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERTS_DROPPED
 
 F32 = jnp.float32
 
@@ -21,6 +21,7 @@ class Told(NamedTuple):
     counts_E: jax.Array  # int32: how often each expert was chosen
     losses: dict[str, jax.Array]  # those of EXPERT_LOSSES, float32
     entropy: jax.Array  # float32, of the router's shares [nats]
+    dropped: jax.Array | None = None  # int32: choices of experts that had no room; None where there is no limit
 
 
 def expert_parts(told: Told, aux_weights: Mapping[str, float]) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -30,4 +31,5 @@ def expert_parts(told: Told, aux_weights: Mapping[str, float]) -> tuple[jax.Arra
     """
     losses = {name: jnp.sum(told.losses[name]) for name in EXPERT_LOSSES if name in aux_weights}
     added = sum((aux_weights[name] * loss for name, loss in losses.items()), jnp.zeros((), F32))
-    return added, losses | {EXPERT_COUNTS: told.counts_E, "router_entropy": jnp.mean(told.entropy)}
+    dropped = {} if told.dropped is None else {EXPERTS_DROPPED: told.dropped}
+    return added, losses | {EXPERT_COUNTS: told.counts_E, "router_entropy": jnp.mean(told.entropy)} | dropped

@@ -35,6 +35,7 @@ class Kernels:
     rms_norm: Callable[[jax.Array, jax.Array, float], jax.Array] = rms_norm
     grouped: GroupedProject = looped  # of experts
     expert_axis: ExpertAxis = STAYING  # among whose devices rows are sent to their experts
+    limits: bool = False  # whether experts have a capacity, of models that give them one: in training alone
     swiglu: Callable[[jax.Array, jax.Array], jax.Array] = swiglu
     geglu_tanh: Callable[[jax.Array, jax.Array], jax.Array] = geglu_tanh
     recorder: Recorder = NO_RECORDER  # of intermediates, for a statistics program

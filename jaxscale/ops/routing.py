@@ -1,6 +1,7 @@
-"""Which experts a token is sent to, and the way of its numbers there and back. Nothing is ever dropped.
+"""Which experts a token is sent to, and the way of its numbers there and back.
 
 n tokens  E experts  k experts of a token  R = n * k rows, one for each expert of each token  D embed
+B batch  T position
 G groups of experts  e experts of a group
 """
 
@@ -52,6 +53,18 @@ def within_groups(form: RouterForm, wanted_nE: jax.Array) -> jax.Array:
     return jnp.where(open_nG[:, :, None], wanted_nGe, -jnp.inf).reshape(wanted_nE.shape)
 
 
+def within_capacity(expert_BTk: jax.Array, text_BT: jax.Array, num_experts: int, capacity: int) -> jax.Array:
+    """bool_BTk: whether an expert has room for a token, having taken fewer than `capacity` before it in the row.
+
+    What comes later in a row changes nothing of it, nor does another row. text_BT: where there is text; what is not
+    takes no room.
+    """
+    chosen_BTE = jnp.sum(jax.nn.one_hot(expert_BTk, num_experts, dtype=jnp.int32), axis=2)
+    chosen_BTE = chosen_BTE * text_BT[:, :, None]
+    before_BTE = jnp.cumsum(chosen_BTE, axis=1) - chosen_BTE
+    return jnp.take_along_axis(before_BTE, expert_BTk, axis=2) < capacity
+
+
 class Sorted(NamedTuple):
     """Rows in the order of their experts. The two orders are each other's inverse."""
 
@@ -61,7 +74,8 @@ class Sorted(NamedTuple):
 
 
 def sort_rows(expert_nk: jax.Array, num_experts: int) -> Sorted:
-    """All rows by their experts; those of one expert in the order of their tokens."""
+    """All rows by their experts; those of one expert in the order of their tokens. Behind them are rows with the number
+    past the last expert, which have none."""
     expert_R = expert_nk.reshape(-1)
     order_R = jnp.argsort(expert_R, stable=True)
     ends_E = jnp.searchsorted(expert_R[order_R], jnp.arange(num_experts), side="right").astype(jnp.int32)
@@ -112,3 +126,9 @@ def _in_order_backward(saved, dweight_R):
 
 
 in_order.defvjp(_in_order_forward, _in_order_backward)
+
+
+def taken_alone(array_R: jax.Array, rows: Sorted) -> jax.Array:
+    """The rows of [R, ...] that have an expert, zeros for the others: also in its gradient."""
+    taken_R = jnp.arange(len(array_R), dtype=jnp.int32) < jnp.sum(rows.counts_E)
+    return jnp.where(taken_R.reshape(-1, *[1] * (array_R.ndim - 1)), array_R, jnp.zeros_like(array_R))

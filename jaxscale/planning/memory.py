@@ -171,7 +171,7 @@ def activation_bytes(program: Program) -> int:
 def kept_inputs(program: Program) -> int:
     """Bytes of the inputs of its layers that a stage of a pipeline keeps, of all microbatches under way at one time."""
     stages = stages_of(program.cfg, program.mesh.shape)
-    return stages.slots * stages.chunk_layers * hop_bytes(program) if stages.on else 0
+    return stages.slots * stages.kept_layers * hop_bytes(program) if stages.on else 0
 
 
 def gathered_bytes(program: Program, width: int) -> int:
@@ -281,7 +281,7 @@ def stage_rows(program: Program, need: MemoryNeed) -> list[MemoryRow]:
     ]
     of_stage = f"of a stage{f', its part of tensor {tensor}' if tensor > 1 else ''}"
     kept = f"{stages.slots} of {stages.runs} {'chunks' if stages.chunks > 1 else 'microbatches'} under way"
-    layers = units.plural(stages.chunk_layers, "layer")
+    layers = units.plural(stages.kept_layers, "layer")
     return [
         MemoryRow("gathered weights", need.weights, f"{compute_bytes(cfg)} B x {numbers[0]} {of_stage}: once a step"),
         MemoryRow("gradients", need.grads, f"4 B x {numbers[1]} {of_stage}: summed through the step"),

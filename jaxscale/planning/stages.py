@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
+from jaxscale.models.config import BLOCKS, DENSE
 from jaxscale.sharding.rules import names_of
-from jaxscale.sharding.schedules import EQUAL, Costs, split_layers
+from jaxscale.sharding.schedules import EQUAL, IDLE, Costs, split_layers
 from jaxscale.sharding.shardings import leaf_at
 
 PIPELINE = "pipeline"
@@ -32,6 +34,8 @@ class Stages:
     schedule: str = "1f1b"
     cuts_head: bool = True  # embedding and output projection are shared by all stages
     head_layers: float = 0.0  # the output projection's work, in layers
+    num_first: int = 0  # layers of another kind, which the first stage has before all L
+    first_layers: float = 0.0  # their work, in layers
 
     @property
     def on(self) -> bool:
@@ -39,11 +43,26 @@ class Stages:
         return self.size > 1
 
     @property
+    def split(self) -> np.ndarray:
+        """The layers of each chunk, as split_layers has them."""
+        head = 0.0 if self.cuts_head else self.head_layers
+        return split_layers(self.layers, self.size, self.chunks, head, self.first_layers)
+
+    @property
     def chunk_layers(self) -> int:
         """Layers of the longest chunk: of L that P V do not divide, others have one less, and the last where it has the
-        output projection alone some less."""
-        head = 0.0 if self.cuts_head else self.head_layers
-        return split_layers(self.layers, self.size, self.chunks, head).shape[-1]
+        output projection alone, or the first where it has other layers, some less."""
+        return self.split.shape[-1]
+
+    @property
+    def chunk_work(self) -> float:
+        """Work of the longest chunk, in layers, the output projection left out."""
+        return max(self.chunk_layers, int((self.split[0, 0] != IDLE).sum()) + self.first_layers)
+
+    @property
+    def kept_layers(self) -> int:
+        """Layers of a chunk whose inputs a stage has room for."""
+        return max(self.chunk_layers, int((self.split[0, 0] != IDLE).sum()) + self.num_first)
 
     @property
     def held_layers(self) -> int:
@@ -101,7 +120,7 @@ class Stages:
     @property
     def rests_by_layer(self) -> bool:
         """Whether a stage keeps its own layers between steps; else all arrays are exchanged once a step."""
-        return self.chunks == 1 and self.held_layers * self.size == self.layers
+        return self.chunks == 1 and not self.num_first and self.held_layers * self.size == self.layers
 
     @property
     def head_shares(self) -> int:
@@ -126,13 +145,20 @@ class Stages:
 def stages_of(cfg: RunConfig, mesh_shape: Mapping[str, int]) -> Stages:
     """The stages of a config on a mesh of this shape."""
     size, pipeline = mesh_shape[PIPELINE], cfg.pipeline
-    stages = Stages(size, cfg.model.num_layers, cfg.train.num_microbatches)
+    layers = cfg.model.layer_stacks.get(BLOCKS, cfg.model.num_layers)
+    stages = Stages(size, layers, cfg.train.num_microbatches)
     if size == 1:
         return stages
     cuts = pipeline.head == "cut"
     head = cfg.model.vocab_size * cfg.model.embed_dim / cfg.model.block_matrix_params
     return dataclasses.replace(
-        stages, chunks=pipeline.chunks, schedule=pipeline.schedule, cuts_head=cuts, head_layers=head
+        stages,
+        chunks=pipeline.chunks,
+        schedule=pipeline.schedule,
+        cuts_head=cuts,
+        head_layers=head,
+        num_first=cfg.model.layer_stacks.get(DENSE, 0),
+        first_layers=cfg.model.leading_layers,
     )
 
 
@@ -142,7 +168,8 @@ def idle_share(stages: Stages, head: float) -> float:
     For others while the pipeline fills and empties, for layers that a longer chunk has, and for an output projection
     that the last stage has alone. head: the projection's part of all products. A cut one makes nobody wait.
     """
-    layers = stages.held_layers * stages.size / stages.layers * stages.stretch()
+    work = stages.layers + stages.first_layers
+    layers = stages.chunk_work * stages.chunks * stages.size / work * stages.stretch()
     return (1 - head) * (layers - 1) + head * (stages.size / stages.head_shares - 1)
 
 
@@ -156,7 +183,7 @@ def held_numbers(program: Program, tree: Any) -> tuple[int, int]:
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         axes = leaf_at(model.axes, path)
         cut = tensor if any("tensor" in names_of(model.rules.params[axis]) for axis in axes) else 1
-        if axes[:1] == ("layers",):
+        if path[0].key == BLOCKS:
             blocks += math.prod(leaf.shape[1:]) * stages.held_layers // cut
         else:
             others += leaf.size // cut // (stages.head_shares if "vocab" in axes else 1)

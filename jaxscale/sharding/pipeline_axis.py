@@ -2,7 +2,8 @@
 
 Where the layers divide evenly they rest where they are used. Else, and where a stage has several chunks, every array
 that lies along the residual stream is cut there, over fsdp and pipeline, and once a step the stages exchange what each
-needs: any depth fits any number of stages, and a checkpoint holds the same arrays whatever that is.
+needs: any depth fits any number of stages, and a checkpoint holds the same arrays whatever that is. So it is too where
+other layers come before those that the stages share: the first stage runs them, and gets fewer of the others.
 
 P stages  V chunks of a stage  L layers  B batch  T position  D embed
 """
@@ -32,6 +33,7 @@ class PipelineAxis:
 
     layers: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 1, 1), np.int32), compare=False)
     cuts_vocab: bool = False
+    leading: bool = False  # whether there are layers besides, before all these
 
     @property
     def size(self) -> int:
@@ -46,7 +48,7 @@ class PipelineAxis:
     @property
     def rests_in_place(self) -> bool:
         """Whether each stage keeps its own layers between steps."""
-        return self.num_chunks == 1 and bool((self.layers != IDLE).all())
+        return self.num_chunks == 1 and not self.leading and bool((self.layers != IDLE).all())
 
     @property
     def stage(self) -> jax.Array:
@@ -114,12 +116,12 @@ class PipelineAxis:
         """The tables of a schedule for these stages."""
         return make_schedule(name, self.size, self.num_chunks, num_microbatches)
 
-    def to_stage(self, w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    def to_stage(self, w: jax.Array, axes: tuple[str, ...], *, stacked: bool) -> jax.Array:
         """A weight, as it rests, as the device's own stage uses it: [V * layers of a chunk, ...] of a stack.
 
-        What fills up shorter chunks is of no meaning.
+        What fills up shorter chunks is of no meaning. stacked: it is of the layers that the stages share.
         """
-        stacked, shared = axes[:1] == (LAYERS,), self.cuts_vocab and VOCAB in axes
+        shared = self.cuts_vocab and VOCAB in axes
         cut = residual_dimension(axes)
         if self.rests_in_place and (stacked or shared):
             return w
@@ -138,9 +140,9 @@ class PipelineAxis:
             return lax.all_to_all(w, AXIS, split_axis=axes.index(VOCAB), concat_axis=cut, tiled=True)
         return lax.all_gather(w, AXIS, axis=cut, tiled=True)
 
-    def from_stage(self, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    def from_stage(self, grad: jax.Array, axes: tuple[str, ...], *, stacked: bool) -> jax.Array:
         """The sum over the stages of the gradient of what to_stage() returned, cut as the weight rests."""
-        stacked, shared = axes[:1] == (LAYERS,), self.cuts_vocab and VOCAB in axes
+        shared = self.cuts_vocab and VOCAB in axes
         cut = residual_dimension(axes)
         if self.rests_in_place and (stacked or shared):
             return grad
@@ -191,12 +193,16 @@ def _sum_of_stages(x: jax.Array) -> jax.Array:
 _sum_of_stages.defvjp(lambda x: (_sum_of_stages(x), None), lambda _, dy: (lax.psum(dy, AXIS),))
 
 
-def make_pipeline_axis(size: int, cfg: PipelineConfig, num_layers: int, head_layers: float) -> PipelineAxis:
-    """The stages of a model. head_layers: the work of its output projection, in layers."""
+def make_pipeline_axis(
+    size: int, cfg: PipelineConfig, num_layers: int, head_layers: float, first_layers: float = 0.0
+) -> PipelineAxis:
+    """The stages of a model. head_layers: the work of its output projection, in layers; first_layers: that of layers of
+    another kind, before all others."""
     if size == 1:
         return ONE_STAGE
     cut = cfg.head == "cut"
-    return PipelineAxis(split_layers(num_layers, size, cfg.chunks, 0.0 if cut else head_layers), cut)
+    layers = split_layers(num_layers, size, cfg.chunks, 0.0 if cut else head_layers, first_layers)
+    return PipelineAxis(layers, cut, first_layers > 0)
 
 
 def stages_share(tensor: TensorAxis, pipeline: PipelineAxis) -> TensorAxis:

@@ -289,15 +289,20 @@ def lost_time(schedule: Schedule, costs: Costs) -> float:
     return 1 - schedule.num_microbatches * schedule.num_chunks * sum(costs) / simulated_seconds(schedule, costs)
 
 
-def split_layers(num_layers: int, num_stages: int, num_chunks: int, head_layers: float = 0.0) -> np.ndarray:
+def split_layers(
+    num_layers: int, num_stages: int, num_chunks: int, head_layers: float = 0.0, first_layers: float = 0.0
+) -> np.ndarray:
     """int32[P, V, layers of a chunk]: the layers of each chunk of each stage; IDLE fills up shorter chunks.
 
     Chunks are as equal as can be, and none is empty. head_layers: what the last one does besides, in layers' work.
+    first_layers: what the first one does.
     """
     C = num_stages * num_chunks
     assert num_layers >= C, f"{num_layers} layers are too few for {C} chunks"
     sizes = np.ones(C, int)
-    load = sizes + np.where(np.arange(C) == C - 1, head_layers, 0.0)
+    load = sizes.astype(float)
+    load[0] += first_layers
+    load[-1] += head_layers
     for _ in range(num_layers - C):
         least = int(np.argmin(load))
         sizes[least] += 1

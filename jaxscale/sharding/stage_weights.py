@@ -3,6 +3,7 @@
 What data and fsdp send does not depend on the number of microbatches.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,25 +17,32 @@ from jaxscale.sharding.shardings import is_axes
 
 
 @jax.named_scope("gather_weights")
-def stage_weights(params: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis, dtype: Any) -> Any:
-    """The device's own stage's part of the parameters: whole over fsdp, and what products read in their dtype."""
+def stage_weights(
+    params: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis, dtype: Any, *, chunked: str
+) -> Any:
+    """The device's own stage's part of the parameters: whole over fsdp, and what products read in their dtype.
 
-    def whole(w: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    chunked: name of the stack whose layers the stages share; all else every stage has, but for a shared vocabulary.
+    """
+
+    def whole(path: Any, axes: tuple[str, ...], w: jax.Array) -> jax.Array:
         narrow = read_as(axes, dtype) if residual_dimension(axes) is not None else w.dtype
         gather = lambda w, axes: batch_axes.gather(w, axes, narrow).astype(narrow)
-        return layer_by_layer(gather, pipeline.to_stage(w.astype(narrow), axes), axes)
+        own = pipeline.to_stage(w.astype(narrow), axes, stacked=path[0].key == chunked)
+        return layer_by_layer(gather, own, axes)
 
-    return jax.tree.map(lambda axes, w: whole(w, axes), axes, params, is_leaf=is_axes)
+    return jax.tree_util.tree_map_with_path(whole, axes, params, is_leaf=is_axes)
 
 
 @jax.named_scope("reduce_gradients")
-def stage_gradients(grads: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis) -> Any:
+def stage_gradients(grads: Any, axes: Any, batch_axes: BatchAxes, pipeline: PipelineAxis, *, chunked: str) -> Any:
     """The sums over all devices of the float32 gradients of stage_weights(), with the moments' sharding."""
 
-    def reduced(grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-        return pipeline.from_stage(layer_by_layer(batch_axes.reduce_whole, grad, axes), axes)
+    def reduced(stacked: bool, grad: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        return pipeline.from_stage(layer_by_layer(batch_axes.reduce_whole, grad, axes), axes, stacked=stacked)
 
-    return batch_axes.map(reduced, grads, axes)
+    of_one = lambda name: batch_axes.map(functools.partial(reduced, name == chunked), grads[name], axes[name])
+    return {name: of_one(name) for name in grads}
 
 
 def layer_by_layer(f: Callable, w: jax.Array, axes: tuple[str, ...]) -> jax.Array:

@@ -2,7 +2,9 @@
 
 The mathematics of training.accumulate, and where one device computes what one computed there, its bits: gradients are
 summed over the microbatches in their order, but those that a schedule leaves for later. Of a microbatch on its way a
-stage keeps the inputs of its layers, and computes each layer again as the gradient comes back.
+stage keeps the inputs of its layers, and computes each layer again as the gradient comes back. Layers of another kind
+that come before all others are the first stage's, whose first chunk has fewer of those: no schedule leaves gradients of
+that stage for later.
 
 B rows of a microbatch  T position  D embed  M microbatches  S slots  V chunks of a stage  c layers of a chunk
 """
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxscale.data.batch import Batch
-from jaxscale.models.config import BLOCKS
+from jaxscale.models.config import BLOCKS, DENSE
 from jaxscale.models.stages import Pieces
 from jaxscale.optim.optimizers import combine, trainable
 from jaxscale.sharding.pipeline_axis import PipelineAxis
@@ -31,9 +33,22 @@ class Carry(NamedTuple):
     dx_BTD: jax.Array  # goes down to the stage before
     kept_ScBTD: jax.Array  # inputs of layers, of the microbatches on their way
     held_SBTD: jax.Array  # gradients of the last chunk's result, until its backward pass; then those held on
-    grads: tuple[Any, Any]  # float32, of what is trained outside of the blocks and in them
+    grads: "Parts"  # float32, of what is trained
     sums: dict[str, jax.Array]
     told: dict[str, jax.Array]  # by the layers of this stage: sums too
+
+
+class Parts(NamedTuple):
+    """A tree like the parameters, in parts."""
+
+    ends: Any  # outside of layers
+    dense: Any  # {} or {DENSE: those of the layers before all others}
+    blocks: Any
+
+    @property
+    def whole(self) -> dict:
+        """The tree."""
+        return {**self.ends, **self.dense, BLOCKS: self.blocks}
 
 
 class Tick(NamedTuple):
@@ -65,11 +80,10 @@ class Pipeline:
         tables = self.schedule
         ticks = Tick(tables.forward, tables.backward, tables.enters, tables.leaves, tables.returns)
         carry, _ = lax.scan(lambda carry, now: (work.tick(carry, now), None), work.begin(), ticks)
-        of_ends, of_blocks = carry.grads
         sums = carry.sums if self.axis.cuts_vocab else jax.tree.map(self.axis.sum, carry.sums)
         told = jax.tree.map(self.axis.sum, carry.told)
         added = {name: sums[name] + told[name] if name in sums else told[name] for name in told}
-        return sums | added, {**of_ends, BLOCKS: of_blocks}
+        return sums | added, carry.grads.whole
 
 
 def accumulate_pipelined(
@@ -87,9 +101,10 @@ class StageWork:
     def __init__(self, pipeline: Pipeline, weights: Any, micro: Any, scale: jax.Array):
         self.pieces, self.axis, self.schedule = pipeline.pieces, pipeline.axis, pipeline.schedule
         self.micro, self.scale = micro, scale
-        apart = lambda tree: ({name: one for name, one in tree.items() if name != BLOCKS}, tree[BLOCKS])
-        (self.ends, self.blocks), (self.end_groups, self.block_groups) = apart(weights), apart(pipeline.groups)
+        (self.ends, self.dense, self.blocks), self.groups = apart(weights), apart(pipeline.groups)
         self.layers_Vc = jnp.asarray(self.axis.layers)[self.axis.stage]
+        # In the slots of the first chunk the inputs of the layers before it stand behind those of its own.
+        self.num_dense, self.num_first = stacked_layers(self.dense), int((self.axis.layers[0, 0] != IDLE).sum())
 
     def begin(self) -> Carry:
         """Nothing is on its way."""
@@ -101,12 +116,13 @@ class StageWork:
         nothing = lambda tree: jax.tree.map(jnp.zeros_like, tree)
         own, first = at(self.blocks, 0), jnp.zeros((), jnp.int32)
         _, told = jax.eval_shape(lambda x_BTD: self.pieces.layer(own, self.ends, x_BTD, *rows, first), x_BTD)
+        weights = Parts(self.ends, self.dense, self.blocks)
         return Carry(
             zeros(),
             zeros(),
-            zeros(self.schedule.num_slots, self.layers_Vc.shape[1]),
+            zeros(self.schedule.num_slots, max(self.layers_Vc.shape[1], self.num_first + self.num_dense)),
             zeros(self.schedule.num_held + self.schedule.num_later),
-            (none(trainable(self.ends, self.end_groups)), none(trainable(self.blocks, self.block_groups))),
+            Parts(*(none(trainable(*part)) for part in zip(weights, self.groups, strict=True))),
             nothing(parts),
             nothing(told),
         )
@@ -116,17 +132,19 @@ class StageWork:
         axis, M, V = self.axis, self.schedule.num_microbatches, self.schedule.num_chunks
         there, back = jax.tree.map(lambda of_stages: of_stages[axis.stage], (now.forward, now.backward))
         joins = lambda here: True if axis.cuts_vocab else here  # at the two ends of the model
-        of_ends, of_blocks = carry.grads
+        of_ends, of_dense, of_blocks = carry.grads
         dy_BTD = axis.down(carry.dx_BTD)  # on its way while the forward pass runs
 
         enters, leaves, returns = now.enters != IDLE, now.leaves != IDLE, now.returns != IDLE
         entering = lambda x_BTD: self.pieces.enter(self.ends, *at(self.micro, now.enters))
         entered_BTD = self.when(enters & joins(axis.first), M, entering, carry.x_BTD)
         x_BTD = jnp.where(enters & axis.first, entered_BTD, carry.x_BTD)
+        kept_ScBTD = carry.kept_ScBTD
+        if self.dense:
+            dense_forward = lambda *so_far: self.dense_forward(*so_far, there)
+            x_BTD, kept_ScBTD = self.when(enters & axis.first, M, dense_forward, x_BTD, kept_ScBTD)
         forward = lambda *so_far: self.forward(*so_far, there)
-        y_BTD, kept_ScBTD, told = self.when(
-            there.microbatch != IDLE, M * V, forward, x_BTD, carry.kept_ScBTD, carry.told
-        )
+        y_BTD, kept_ScBTD, told = self.when(there.microbatch != IDLE, M * V, forward, x_BTD, kept_ScBTD, carry.told)
         x_BTD = axis.up(y_BTD)  # on its way while the backward pass runs
 
         add_loss = lambda sums, of_ends, held: self.add_loss(sums, of_ends, held, y_BTD, now.leaves)
@@ -140,11 +158,14 @@ class StageWork:
         if most := self.schedule.num_later:  # of a stage; the first leaves none
             of_inputs = lambda dx_BTD, held: self.of_inputs(dy_BTD, held, kept_ScBTD, back)
             dx_BTD, held_SBTD = self.when(later, most, of_inputs, dx_BTD, held_SBTD)
+        if self.dense:
+            dense_backward = lambda *so_far: self.dense_backward(*so_far, kept_ScBTD, back)
+            dx_BTD, of_dense = self.when(returns & axis.first, M, dense_backward, dx_BTD, of_dense)
         add_embedding = lambda of_ends: self.add_embedding(of_ends, dx_BTD, now.returns)
         of_ends = self.when(returns & joins(axis.first), M, add_embedding, of_ends)
         # Or XLA would send x_BTD between slices at the beginning of the next tick, when it is waited for.
         x_BTD, dx_BTD = lax.optimization_barrier((x_BTD, dx_BTD))
-        return Carry(x_BTD, dx_BTD, kept_ScBTD, held_SBTD, (of_ends, of_blocks), sums, told)
+        return Carry(x_BTD, dx_BTD, kept_ScBTD, held_SBTD, Parts(of_ends, of_dense, of_blocks), sums, told)
 
     def when(self, active: jax.Array, times: int, f: Callable, *operands: Any) -> Any:
         """f(*operands) where active, else the operands as they are."""
@@ -158,11 +179,46 @@ class StageWork:
 
         def one(carry, i):
             x_BTD, kept_ScBTD, told = carry
-            kept_ScBTD = lax.dynamic_update_slice(kept_ScBTD, x_BTD[None, None], (now.slot, i, 0, 0, 0))
+            kept_ScBTD = keep(kept_ScBTD, self.unless_idle(x_BTD, kept_ScBTD, now, i), now, i)
             x_BTD, more = self.layer(self.own(now, i), x_BTD, now, i)
             return (x_BTD, kept_ScBTD, jax.tree.map(jnp.add, told, more)), None
 
         return lax.scan(one, (x_BTD, kept_ScBTD, told), jnp.arange(self.layers_Vc.shape[1]))[0]
+
+    def unless_idle(self, x_BTD: jax.Array, kept_ScBTD: jax.Array, now: Passes, i: jax.Array) -> jax.Array:
+        """What is kept as the input of layer i of the chunk: where there is none, what is there of a dense one."""
+        if not self.dense:
+            return x_BTD
+        return jnp.where(self.layers_Vc[now.chunk, i] == IDLE, kept(kept_ScBTD, now, i), x_BTD)
+
+    def dense_forward(self, x_BTD: jax.Array, kept_ScBTD: jax.Array, now: Passes) -> tuple[jax.Array, jax.Array]:
+        """(the result of the layers before all others, what is kept with their inputs)"""
+
+        def one(carry, i):
+            x_BTD, kept_ScBTD = carry
+            kept_ScBTD = keep(kept_ScBTD, x_BTD, now, self.num_first + i)
+            return (self.dense_layer(at(self.dense[DENSE], i), x_BTD, now, i), kept_ScBTD), None
+
+        return lax.scan(one, (x_BTD, kept_ScBTD), jnp.arange(self.num_dense))[0]
+
+    def dense_backward(
+        self, dy_BTD: jax.Array, grads: Any, kept_ScBTD: jax.Array, now: Backward
+    ) -> tuple[jax.Array, Any]:
+        """(gradient of the embeddings, gradients with those of the layers before all others added)"""
+
+        def one(carry, i):
+            dy_BTD, grads = carry
+            own, x_BTD = at(self.dense[DENSE], i), kept(kept_ScBTD, now, self.num_first + i)
+            run = lambda trained, x_BTD: self.dense_layer(combine(trained, own), x_BTD, now, i)
+            _, pull = jax.vjp(run, wide(trainable(own, self.groups.dense[DENSE])), x_BTD)
+            found, dx_BTD = pull(dy_BTD)
+            return (dx_BTD, {DENSE: added_at(grads[DENSE], found, i)}), None
+
+        return lax.scan(one, (dy_BTD, grads), jnp.arange(self.num_dense), reverse=True)[0]
+
+    def dense_layer(self, own: Any, x_BTD: jax.Array, now: Passes | Backward, i: jax.Array) -> jax.Array:
+        """The residual stream after layer i of those before all others."""
+        return self.pieces.layer(own, self.ends, x_BTD, *at(self.micro, now.microbatch), i, DENSE)[0]
 
     def backward(self, dy_BTD: jax.Array, grads: Any, kept_ScBTD: jax.Array, now: Backward) -> tuple[jax.Array, Any]:
         """(gradient of the chunk's input, gradients with those of its layers added)"""
@@ -171,10 +227,9 @@ class StageWork:
             dy_BTD, grads = carry
             place, own, x_BTD = self.place(now, i), self.own(now, i), kept(kept_ScBTD, now, i)
             run = lambda trained, x_BTD: self.scaled_layer(combine(trained, own), x_BTD, now, i)
-            _, pull = jax.vjp(run, wide(trainable(own, self.block_groups)), x_BTD)
+            _, pull = jax.vjp(run, wide(trainable(own, self.groups.blocks)), x_BTD)
             found, dx_BTD = pull((dy_BTD, jnp.ones(())))
-            add = lambda total, grad: lax.dynamic_update_index_in_dim(total, at(total, place) + grad, place, 0)
-            return (dx_BTD, jax.tree.map(add, grads, found)), None
+            return (dx_BTD, added_at(grads, found, place)), None
 
         return lax.scan(one, (dy_BTD, grads), jnp.arange(self.layers_Vc.shape[1]), reverse=True)[0]
 
@@ -233,13 +288,13 @@ class StageWork:
             total, parts = self.pieces.leave(combine(trained, self.ends), y_BTD, rows[0])
             return total * self.scale, parts | {"objective": total, "real_tokens": jnp.sum(rows[0].weights)}
 
-        trained = wide(trainable(self.ends, self.end_groups))
+        trained = wide(trainable(self.ends, self.groups.ends))
         return jax.value_and_grad(scaled, argnums=(0, 1), has_aux=True)(trained, y_BTD)
 
     def add_embedding(self, of_ends: Any, dx_BTD: jax.Array, microbatch: jax.Array) -> Any:
         """Gradients outside of the blocks with those of a microbatch's embedding."""
         enter = lambda trained: self.pieces.enter(combine(trained, self.ends), *at(self.micro, microbatch))
-        _, pull = jax.vjp(enter, wide(trainable(self.ends, self.end_groups)))
+        _, pull = jax.vjp(enter, wide(trainable(self.ends, self.groups.ends)))
         (found,) = pull(jnp.where(self.axis.first, dx_BTD, jnp.zeros_like(dx_BTD)))
         return jax.tree.map(jnp.add, of_ends, found)
 
@@ -249,8 +304,30 @@ def at(tree: Any, i: jax.Array | int) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), tree)
 
 
-def kept(kept_ScBTD: jax.Array, now: Backward, i: jax.Array) -> jax.Array:
-    """The input of layer i of the chunk, in the forward pass of the microbatch that goes back now."""
+def added_at(totals: Any, grads: Any, i: jax.Array) -> Any:
+    """Sums of gradients of a stack, with those of its i-th layer."""
+    add = lambda total, grad: lax.dynamic_update_index_in_dim(total, at(total, i) + grad, i, 0)
+    return jax.tree.map(add, totals, grads)
+
+
+def apart(tree: dict) -> Parts:
+    """A tree like the parameters, in its parts."""
+    ends = {name: one for name, one in tree.items() if name not in (DENSE, BLOCKS)}
+    return Parts(ends, {DENSE: tree[DENSE]} if DENSE in tree else {}, tree[BLOCKS])
+
+
+def stacked_layers(stacks: dict) -> int:
+    """Layers of the stack in a tree of it, or 0 if there is none."""
+    return len(jax.tree.leaves(stacks)[0]) if stacks else 0
+
+
+def keep(kept_ScBTD: jax.Array, x_BTD: jax.Array, now: Passes, i: jax.Array) -> jax.Array:
+    """What is kept, with the input of layer i of the chunk."""
+    return lax.dynamic_update_slice(kept_ScBTD, x_BTD[None, None], (now.slot, i, 0, 0, 0))
+
+
+def kept(kept_ScBTD: jax.Array, now: Passes | Backward, i: jax.Array) -> jax.Array:
+    """The input of layer i of the chunk, in the forward pass of the microbatch that now goes there or back."""
     return lax.dynamic_slice(kept_ScBTD, (now.slot, i, 0, 0, 0), (1, 1, *kept_ScBTD.shape[2:]))[0, 0]
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxscale.data.batch import Batch, hash_text
-from jaxscale.models.experts_config import EXPERT_COUNTS
+from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERTS_DROPPED
 from jaxscale.monitor.machine import HostLoad, memory_metrics
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
@@ -100,13 +100,14 @@ def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, fl
 
 
 def expert_use(fetched: dict[str, Any]) -> dict[str, float]:
-    """Of layers of experts: the busiest expert over the mean of its layer, in the worst of them, and how many experts
-    had no token; taken out of `fetched`."""
+    """Of layers of experts: the busiest expert over the mean of its layer, in the worst of them, how many experts had
+    no token, and how many choices a limit left out; taken out of `fetched`."""
     if EXPERT_COUNTS not in fetched:
         return {}
     counts_LE = fetched.pop(EXPERT_COUNTS)
     busiest_L = counts_LE.max(axis=1) / np.maximum(counts_LE.mean(axis=1), 1e-9)
-    return {"experts_busiest": float(busiest_L.max()), "experts_idle": int((counts_LE == 0).sum())}
+    dropped = {EXPERTS_DROPPED: sum(fetched.pop(EXPERTS_DROPPED).tolist())} if EXPERTS_DROPPED in fetched else {}
+    return {"experts_busiest": float(busiest_L.max()), "experts_idle": int((counts_LE == 0).sum())} | dropped
 
 
 def seconds_since(began: float) -> float:

@@ -149,7 +149,8 @@ def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
         return found
     del found["experts"]
     found |= {f"experts.{field.name}": getattr(experts, field.name) for field in dataclasses.fields(experts)}
-    unread = {"mlp_dim": not experts.first_dense, "experts.group_best": experts.groups == 1, "experts.bias_rate": True}
+    of_training = dict.fromkeys(("experts.bias_rate", "experts.capacity_factor"), True)
+    unread = {"mlp_dim": not experts.first_dense, "experts.group_best": experts.groups == 1} | of_training
     return {name: value for name, value in found.items() if not unread.get(name)}
 
 

@@ -1,0 +1,107 @@
+"""Stages of a model whose first layers are of another kind: the first stage has them, and no number changes."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from jaxscale.build import make_program
+from jaxscale.config import resolve_budget
+from jaxscale.models.experts_config import EXPERT_COUNTS
+from jaxscale.planning.stages import Stages, idle_share, stages_of
+from jaxscale.sharding.schedules import IDLE, split_layers
+from jaxscale.system.exits import BadInput
+
+LOSSES = {"router_z_loss": 1e-2, "balance_loss": 1e-1, "row_balance_loss": 1e-1}
+MODEL = tiny.LLAMA | dict(
+    num_layers=5,
+    remat="full",
+    experts=dict(number=4, chosen=2, mlp_dim=8, first_dense=2, bias=True, score="sigmoid"),
+)
+BASE = {
+    "model": MODEL, "optim.name": "sgd", "optim.b1": 1e-30, "train.num_microbatches": 4, "train.aux_losses": LOSSES,
+    "mesh.fsdp": 1,
+}  # fmt: skip
+WINDOWS = {"model.attention_window": 5, "model.global_every": 2, "model.local_rope_base": 100.0}
+
+
+def make(settings, devices):
+    cfg = tiny.config(BASE | settings)
+    return make_program(cfg, resolve_budget(cfg, None), jax.devices()[:devices])
+
+
+def two_steps(settings, devices):
+    """(metrics of the second step, gradients and parameters after it)"""
+    program = make(settings, devices)
+    state = program.init()
+    for n in range(2):
+        state, metrics = program.train_step(state, tiny.on_mesh(program, tiny.packed_batch(n)))
+    return tiny.host(metrics), tiny.host((state.opt_state, state.params))
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """Without stages, on devices that have other rows: with one device XLA compiles other sums."""
+    return two_steps({"mesh.data": 2}, 2)
+
+
+def test_with_a_whole_head_losses_have_the_bits_of_no_stages(plain):
+    metrics, after = two_steps({"mesh.data": 2, "mesh.pipeline": 2, "pipeline.head": "whole"}, 4)
+    for name in (EXPERT_COUNTS, "loss", "real_tokens"):
+        np.testing.assert_array_equal(metrics[name], plain[0][name])
+    for right, got in zip(jax.tree.leaves(plain[1]), jax.tree.leaves(after), strict=True):
+        # Stages of unequal depth are compiled with branches, and rounded otherwise.
+        np.testing.assert_allclose(got, right, rtol=0, atol=1e-6 * max(np.abs(right).max(), 1e-30))
+
+
+RUNS = {
+    "more dense layers than a stage's share": ({"mesh.pipeline": 3, "mesh.tensor": 2}, 6),
+    "interleaved, experts sent": (
+        {"mesh.pipeline": 2, "pipeline.chunks": 1, "mesh.expert": 2, "mesh.fsdp": 2, "expert.exchange": "send"}, 8,
+    ),
+    "zero bubble": ({"mesh.pipeline": 3, "pipeline.schedule": "zero_bubble", "mesh.fsdp": 2}, 6),
+    "gpipe": ({"mesh.pipeline": 2, "pipeline.schedule": "gpipe", "rules": "zero1", "mesh.fsdp": 2}, 4),
+    "chunks": ({"mesh.pipeline": 2, "pipeline.chunks": 2, "model.num_layers": 7, "mesh.context": 2}, 4),
+    "windows, adapters": ({"mesh.pipeline": 2, "lora.rank": 4, "lora.targets": (r"wq$",)} | WINDOWS, 2),
+}  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("run", RUNS)
+def test_losses_gradients_and_balance_are_those_of_one_device(run):
+    settings, devices = RUNS[run]
+    alone = {name: value for name, value in settings.items() if name.startswith(("model.", "lora."))}
+    (one, one_after), (many, after) = two_steps(alone, 1), two_steps(settings, devices)
+    assert one.keys() == many.keys()
+    np.testing.assert_array_equal(many[EXPERT_COUNTS], one[EXPERT_COUNTS])
+    for name in (*LOSSES, "loss", "objective", "grad_norm", "router_entropy"):
+        np.testing.assert_allclose(many[name], one[name], rtol=1e-5, err_msg=name)
+    for right, got in zip(jax.tree.leaves(one_after), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(got, right, rtol=1e-3, atol=1e-5 * max(np.abs(right).max(), 1e-2))
+
+
+def test_the_first_of_61_layers_are_three_of_the_first_stage_and_all_stages_are_alike():
+    layers = split_layers(58, 16, 1, first_layers=3.0)
+    sizes = (layers != IDLE).sum(axis=(1, 2))
+    assert sizes.tolist() == [1, *[4] * 12, *[3] * 3] and (layers[0, 0, 0], layers.max()) == (0, 57)
+    assert Stages(16, 58, 32, num_first=3, first_layers=3.0).kept_layers == 4
+    few = Stages(32, 58, 64, num_first=3, first_layers=3.0)  # 61 layers of 32 stages: the first has 4, others 2
+    assert few.chunk_layers == 2 and few.chunk_work == 4.0
+    assert idle_share(few, head=0.0) == pytest.approx(4 * 32 / 61 * few.stretch() - 1)
+
+
+def test_a_plan_counts_what_the_program_has():
+    program = make({"mesh.pipeline": 2}, 2)
+    stages = stages_of(program.cfg, program.mesh.shape)
+    assert (stages.layers, stages.num_first) == (3, 2) and not stages.rests_by_layer
+    assert (program.model.pipeline.layers == stages.split).all()
+    dense, sparse = 3 * 16 * 32, 3 * 16 * 16 + 16 * 4
+    attention = 2 * 16 * 32 + 2 * 16 * 16
+    assert stages.first_layers == pytest.approx(2 * (attention + dense) / (attention + sparse))
+    up = program.abstract_state.params["dense_blocks"]["mlp"]["up"]
+    assert up.sharding.shard_shape(up.shape) == (2, 8, 32)  # at rest the stages share it
+
+
+def test_each_chunk_needs_a_layer_of_the_last_kind():
+    with pytest.raises(BadInput, match=r"num_layers=5 \(of which 3 have experts\) with pipeline.chunks=2, .* of 4 chu"):
+        make({"mesh.pipeline": 2, "pipeline.chunks": 2}, 2)
