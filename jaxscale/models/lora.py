@@ -116,7 +116,7 @@ def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Mo
         layer = path[0] if isinstance(path[0], int) else None
         inner = path if layer is None else path[1:]
         axes = leaf.axes[layer is None :]
-        if len(axes) < 2 or "embed" not in (axes[0], axes[-1]):
+        if len(axes) < 2 or not {"embed", "latent"} & {axes[0], axes[-1]}:
             continue
         owner = blocks
         for part in path[:-1]:
@@ -126,7 +126,7 @@ def block_matrices(blocks: nnx.Module) -> Iterator[tuple[str, int | None, nnx.Mo
 
 def contracted(axes: tuple[str, ...]) -> int:
     """How many axes of a block's matrix a product sums over: those before the residual stream's, or that one."""
-    return 1 if axes[0] == "embed" else len(axes) - 1
+    return 1 if axes[0] in ("embed", "latent") else len(axes) - 1
 
 
 def join_adapters(params: nnx.State) -> nnx.State:
