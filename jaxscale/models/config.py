@@ -189,6 +189,16 @@ class ModelConfig:
         return self.query_width
 
     @property
+    def latent_width(self) -> int:
+        """Numbers per token of the latents that a block's queries, keys and values are made of; 0: there are none."""
+        return 0
+
+    @property
+    def gathered_width(self) -> int:
+        """Numbers per token that the devices of the tensor axis bring together for a block's attention."""
+        return self.embed_dim
+
+    @property
     def mlp_residuals(self) -> tuple[tuple[str, NumberKind], ...]:
         """Arrays of mlp_dim numbers per token that an MLP keeps for its backward pass: (what it is, of which type)."""
         return ("result", "operand"), ("before the non-linearity", "compute")

@@ -1,5 +1,5 @@
-"""Multi-head latent attention (arXiv:2405.04434, section 2.1): one small vector of each position holds what the keys and
-values of all heads are made of, and another what their queries are made of.
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values of all heads are made of one small
+vector of each position, and their queries of another.
 
 A head's queries and keys have a part without position and a part that RoPE turns, which of keys is the same for all
 heads. Weights are those of halves that are turned against each other: DeepSeek's files have pairs of neighbours, and

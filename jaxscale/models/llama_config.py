@@ -145,6 +145,17 @@ class LlamaConfig(ModelConfig):
         """Numbers per token in the result of a block's attention, before its projection."""
         return self.query_width if self.latent is None else self.value_width
 
+    @property
+    def latent_width(self) -> int:
+        """Numbers per token of the latents that a block's queries, keys and values are made of; 0: there are none."""
+        return 0 if self.latent is None else self.latent.width
+
+    @property
+    def gathered_width(self) -> int:
+        """Numbers per token that the devices of the tensor axis bring together for a block's attention."""
+        all_latent = self.latent is not None and self.latent.q_rank > 0
+        return self.latent_width + (0 if all_latent else self.embed_dim)
+
     def matrices(self) -> dict[str, tuple[int, int]]:
         """{name of each matrix of a block: (numbers per token that come in, numbers that come out)}; experts have none
         of their own."""
@@ -256,8 +267,8 @@ def check_latent(cfg: LlamaConfig, latent: LatentConfig) -> None:
     ):  # fmt: skip
         if (value := getattr(cfg, name)) != usual:
             raise BadInput(
-                f"{name}={value} cannot go with latent: it has no biases, norms of its own, and scores that are divided "
-                "by sqrt(head_dim); leave it out"
+                f"{name}={value} cannot go with latent, which has no biases, norms of its own, and scores divided by "
+                "sqrt(head_dim); leave it out"
             )
     if cfg.num_kv_heads != cfg.num_heads:
         raise BadInput(

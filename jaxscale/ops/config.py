@@ -78,8 +78,8 @@ class RopeScaling:
     )
     mscale: float | None = setting(
         None,
-        "with mscale_all_dim, the attention factor is the ratio of 0.1 m log(factor) + 1 of the two, as in DeepSeek, and "
-        "with model.latent scores are multiplied by the square of the latter",
+        "with mscale_all_dim, the attention factor is the ratio of 0.1 m log(factor) + 1 of the two, as in DeepSeek; "
+        "model.latent multiplies scores by the square of the latter",
         read_if=".name=yarn and not .attention_factor",
     )
     mscale_all_dim: float | None = setting(None, "see mscale", read_if=".name=yarn and .mscale")

@@ -98,7 +98,7 @@ def temperature(scaling: RopeScaling, weight: float) -> float:
 
 def score_factor(scaling: RopeScaling | None) -> float:
     """What latent attention multiplies all scores with, of both parts of a head: 1 without mscale_all_dim."""
-    if scaling is None or scaling.name != "yarn" or scaling.mscale_all_dim is None:
+    if scaling is None or scaling.name != "yarn" or scaling.mscale_all_dim is None or scaling.attention_factor:
         return 1.0
     return temperature(scaling, scaling.mscale_all_dim) ** 2
 
