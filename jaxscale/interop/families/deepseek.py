@@ -42,9 +42,6 @@ EXPERTS = (
 DEFAULTS = SHARED | dict(  # of both of transformers' configs
     attention_bias=False, kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
 )  # fmt: skip
-# Read by DeepSeek's own code and by other programs; transformers has no other way.
-UNREAD = ("qk_head_dim", "moe_layer_freq", "scoring_func", "ep_size", "aux_loss_alpha", "seq_aux")
-NEXT = ("num_nextn_predict_layers", "num_mtp_layers")  # layers behind the last one, which match() looks for itself
 
 
 def latent_settings(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,8 +68,8 @@ def check_yarn(rope: Mapping[str, Any]) -> None:
         return
     if name != "yarn" or not rope.get("mscale") or rope.get("attention_factor") is not None:
         raise BadInput(
-            f"config.json: mscale_all_dim={short(rope['mscale_all_dim'])} is supported with rope_type 'yarn' and mscale, "
-            "and without attention_factor"
+            f"config.json: mscale_all_dim={short(rope['mscale_all_dim'])} is not supported but with rope_type 'yarn', "
+            "with mscale and without attention_factor"
         )
 
 
@@ -93,10 +90,11 @@ def expert_settings(hf: Mapping[str, Any], **more: Any) -> ExpertsConfig:
 
 
 def shared_keys(cfg: LlamaConfig) -> dict[str, Any]:
-    """The keys of both families; what no family says is seen to be lost, as shared experts of no whole number are."""
+    """The keys of both families, of a model without latents or experts such that it is seen to be another one. What no
+    family says is seen to be lost, as shared experts of no whole number are."""
     latent, own = cfg.latent, cfg.experts
     if latent is None or own is None:
-        return {}
+        return dict(num_key_value_heads=None, head_dim=None, first_k_dense_replace=0)
     return dict(
         head_dim=latent.rope_dim, q_lora_rank=latent.q_rank or None, kv_lora_rank=latent.kv_rank,
         qk_nope_head_dim=latent.nope_dim, qk_rope_head_dim=latent.rope_dim, v_head_dim=latent.value_dim,
@@ -140,7 +138,8 @@ DEEPSEEK_V2 = relative(
     DEFAULTS | dict(  # of DeepseekV2Config
         vocab_size=102400, first_k_dense_replace=0, n_group=None, n_routed_experts=64, n_shared_experts=2,
         routed_scaling_factor=1.0, topk_group=None, topk_method="greedy", norm_topk_prob=False,
-        num_experts_per_tok=None, moe_intermediate_size=1407, mlp_bias=False,
+        moe_intermediate_size=1407, mlp_bias=False,
+        num_experts_per_tok=6,  # as published, large and Lite: transformers has none, and then computes nothing
     ),
     allowed=dict(
         hidden_act=("silu",), attention_bias=(False,), mlp_bias=(False,), norm_topk_prob=(False, None),
@@ -152,7 +151,7 @@ DEEPSEEK_V2 = relative(
     settings=v2_settings,
     keys=v2_keys,
     body=OUTSIDE,
-    more_keys=UNREAD,
+    more_keys=("qk_head_dim",),
     joined=JOINED,
 )  # fmt: skip
 DEEPSEEK_V3 = relative(
@@ -176,7 +175,7 @@ DEEPSEEK_V3 = relative(
     settings=v3_settings,
     keys=v3_keys,
     body=OUTSIDE,
-    more_keys=(*UNREAD, *NEXT),
+    more_keys=("qk_head_dim",),
     joined=JOINED,
     beyond="layers that predict further tokens (multi-token prediction)",
 )  # fmt: skip
