@@ -56,13 +56,18 @@ def small_model(cfg: AnyModelConfig) -> AnyModelConfig:
     if not isinstance(cfg, LlamaConfig):
         heads = min(cfg.num_heads, SMALL_HEADS)
         return dataclasses.replace(cfg, num_heads=heads, embed_dim=width // heads * heads)
-    kv_heads = min(cfg.num_kv_heads, SMALL_HEADS)
+    kv_heads, latent = min(cfg.num_kv_heads, SMALL_HEADS), cfg.latent
+    if latent is not None:
+        sizes = {name: min(getattr(latent, name), SMALL_HEAD_DIM) for name in ("nope_dim", "rope_dim", "value_dim")}
+        ranks = {name: min(getattr(latent, name), width) for name in ("q_rank", "kv_rank")}
+        latent = dataclasses.replace(latent, **sizes, **ranks)
     return dataclasses.replace(
         cfg,
+        latent=latent,
         embed_dim=width,
         num_kv_heads=kv_heads,
         num_heads=kv_heads * (cfg.num_heads // cfg.num_kv_heads),
-        head_dim=min(cfg.head_dim, SMALL_HEAD_DIM),
+        head_dim=min(cfg.head_dim, SMALL_HEAD_DIM) if latent is None else latent.head_dim,
         mlp_dim=min(cfg.mlp_dim, max(8, cfg.mlp_dim * width // cfg.embed_dim // 8 * 8)),
     )
 

@@ -192,7 +192,9 @@ def adapter_pairs(module: str, pair: TensorPair, rank: int, out: bool = False) -
         shapes = [(*shape[:count], rank) if own == A else (rank, *shape[count:]) for shape in pair.our_shapes]
         row = dataclasses.replace(pair.row, ours=names, theirs=ending, inputs=count if own == A else 1, turned=True)
         kind = SideBySide if beside else TensorPair
-        made.append(kind(names, pair.layer, tuple(shapes), f"{OUTER}{module}{ending}", their_shape, row))
+        in_pairs = pair.neighbours if own == B else 0  # of outputs
+        name = f"{OUTER}{module}{ending}"
+        made.append(kind(names, pair.layer, tuple(shapes), name, their_shape, row, neighbours=in_pairs))
     return made
 
 

@@ -24,9 +24,10 @@ LAYERS = ("num_hidden_layers", "n_layer")  # each has tensors of its own
 MOST_LAYERS = 4096  # the deepest published models have about 130
 SIZES = (  # each is an axis of some tensor, or divides one
     "vocab_size", "hidden_size", "n_embd", "intermediate_size", "n_inner", "num_attention_heads", "n_head",
-    "num_key_value_heads", "head_dim", "n_positions", "moe_intermediate_size",
+    "num_key_value_heads", "head_dim", "n_positions", "moe_intermediate_size", "q_lora_rank", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
-EXPERTS = ("num_experts", "num_local_experts")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts")
 ROUTER = ".gate.weight"  # how the name of a router ends
 MOST_EXPERTS = 4096  # of a layer: published models have up to 512
 TOKENS = ("max_position_embeddings", "sliding_window")

@@ -15,6 +15,7 @@ BLOCKS = "blocks"  # among the parameters: those of the layers, stacked
 DENSE = "dense_blocks"  # layers without experts, before those that have them
 BLOCK_INPUT = "block_input"  # the residual stream as a block finds it: the least that must be kept of each layer
 QUERY, KEY, VALUE = "query", "key", "value"  # as attention reads them: rotated and normalised where the model does that
+LATENT = "latent"  # of latent attention: what queries, keys and values are made of, before its norms
 ATTENTION_ADDED = "attention_added"  # what attention adds to the residual stream
 MLP_GATE, MLP_UP = "mlp_gate", "mlp_up"  # before the non-linearity. What comes out of the MLP no gradient needs.
 ACTIVATIONS = (BLOCK_INPUT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_UP)
@@ -26,7 +27,7 @@ SAVED: dict[str, tuple[str, ...]] = {
     "full": (),
     "attention": (ATTENTION_OUT,),
     "qkv": (QUERY, KEY, VALUE, ATTENTION_OUT),
-    "minimal": (QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP),
+    "minimal": (LATENT, QUERY, KEY, VALUE, ATTENTION_OUT, ATTENTION_ADDED, MLP_GATE, MLP_UP),
 }
 Dtype = Literal["float32", "bfloat16", "float16"]
 MOST_LAYERS = 10_000  # ten times the deepest that was published (arXiv:2203.00555): beyond is a slip of the keyboard
@@ -166,7 +167,7 @@ class ModelConfig:
         encoder_len: tokens of the encoder's row, where there is one. PaLM's formula (arXiv:2204.02311, appendix B)
         counts the masked half of the keys too, so its MFU is a little higher than ours.
         """
-        return 6 * self.matmul_params + 12 * self.query_width * self.visible_keys(seq_len)
+        return 6 * self.matmul_params + 6 * (self.query_width + self.result_width) * self.visible_keys(seq_len)
 
     def attention_needs(self, *, prefix: bool = False) -> AttentionNeeds:
         """What the model asks of its attention kernel. prefix: whether its rows have one."""
@@ -184,8 +185,28 @@ class ModelConfig:
 
     @property
     def key_width(self) -> int:
-        """Numbers per token in the keys of a block, and in its values."""
+        """Numbers per token in the keys of a block."""
         return self.query_width
+
+    @property
+    def value_width(self) -> int:
+        """Numbers per token in the values of a block."""
+        return self.key_width
+
+    @property
+    def result_width(self) -> int:
+        """Numbers per token in the result of a block's attention, before its projection."""
+        return self.query_width
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers per token of the latents that a block's queries, keys and values are made of; 0: there are none."""
+        return 0
+
+    @property
+    def gathered_width(self) -> int:
+        """Numbers per token that the devices of the tensor axis bring together for a block's attention."""
+        return self.embed_dim
 
     @property
     def mlp_residuals(self) -> tuple[tuple[str, NumberKind], ...]:

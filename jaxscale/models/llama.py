@@ -1,7 +1,8 @@
 """Llama-style decoder: RMSNorm, RoPE, grouped-query attention, SwiGLU (arXiv:2302.13971, arXiv:2407.21783).
 
 Settings make it its relatives: Mistral (arXiv:2310.06825), Qwen2 and 3 (arXiv:2407.10671, arXiv:2505.09388), OLMo-2
-(arXiv:2501.00656), Gemma 1 to 3 (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786).
+(arXiv:2501.00656), Gemma 1 to 3 (arXiv:2403.08295, arXiv:2408.00118, arXiv:2503.19786), DeepSeek-V2 and V3
+(arXiv:2405.04434, arXiv:2412.19437), whose attention is in latent.py.
 
 B batch  T query position  S key position  D embed  N query heads  K kv heads  H head dim  F mlp  V vocab  L layers
 """
@@ -15,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, BLOCKS, DENSE, KEY, MLP_GATE, MLP_UP, QUERY, VALUE
 from jaxscale.models.experts import SparseMlp
+from jaxscale.models.latent import LatentAttention
 from jaxscale.models.layers import OneStack, constant, in_parts, make_stack, param, settle_together, with_bias
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.attention.xla import as_scope
@@ -133,7 +135,8 @@ class Block(nnx.Module):
         self.cfg, self.kernels, self.tensor = cfg, kernels, tensor
         before, after = cfg.norm_placement != "after", cfg.norm_placement != "before"
         self.attention_norm = norm_scale(cfg, cfg.embed_dim) if before else None
-        self.attention = Attention(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
+        attend = Attention if cfg.latent is None else LatentAttention
+        self.attention = attend(cfg, rngs=rngs, kernels=kernels, tensor=tensor)
         self.attention_out_norm = norm_scale(cfg, cfg.embed_dim) if after else None
         self.mlp_norm = norm_scale(cfg, cfg.embed_dim) if before else None
         make_mlp = functools.partial(Mlp, cfg, rngs=rngs, kernels=kernels, tensor=tensor)
@@ -200,10 +203,10 @@ class Llama(OneStack):
     def layer(self, positions_BT, segment_ids_BT):
         """A function that takes the residual stream through a block of these rows."""
         cfg = self.cfg
-        rotation = make_rotation(positions_BT, cfg.head_dim, cfg.rope_base, cfg.rope_scaling)
+        rotation = make_rotation(positions_BT, cfg.rope_dim, cfg.rope_base, cfg.rope_scaling)
         local_rotation = rotation
         if cfg.local_rope_base is not None:
-            local_rotation = make_rotation(positions_BT, cfg.head_dim, cfg.local_rope_base)
+            local_rotation = make_rotation(positions_BT, cfg.rope_dim, cfg.local_rope_base)
 
         def run(block: Block, x_BTD, local: jax.Array | None):
             turned = rotation

@@ -5,8 +5,9 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from jaxscale.models.config import BLOCKS, DENSE, GATED_ACTIVATIONS, ModelConfig, NumberKind, check_positive
+from jaxscale.models.config import BLOCKS, DENSE, GATED_ACTIVATIONS, LATENT, ModelConfig, NumberKind, check_positive
 from jaxscale.models.experts_config import ExpertsConfig
+from jaxscale.models.latent_config import LatentConfig
 from jaxscale.ops.config import AttentionNeeds, Mix, RopeScaling
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
@@ -63,10 +64,12 @@ class LlamaConfig(ModelConfig):
     scaled_embeddings: bool = setting(False, "embeddings are multiplied by sqrt(embed_dim), as in Gemma")
     tied_embeddings: bool = setting(False, "true: the embedding table is also the output projection")
 
+    latent: LatentConfig | None = setting(
+        None, "keys and values from one small vector of each position, as in DeepSeek; none: from the residual stream"
+    )
     experts: ExpertsConfig | None = setting(None, "a mixture of experts in place of the MLP; none: every token has all")
 
     gated_mlp: ClassVar[bool] = True
-    activation_names: ClassVar[tuple[str, ...]] = GATED_ACTIVATIONS
 
     def __post_init__(self):
         super().__post_init__()
@@ -100,7 +103,19 @@ class LlamaConfig(ModelConfig):
         if self.head_dim % 2:
             raise BadInput(f"head_dim={self.head_dim} must be even, for RoPE turns pairs")
         if self.rope_scaling is not None:
-            check_scaling(self.rope_scaling, self.head_dim, self.rope_base)
+            check_scaling(self.rope_scaling, self.rope_dim, self.rope_base)
+        if self.latent is not None:
+            check_latent(self, self.latent)
+
+    @property
+    def activation_names(self) -> tuple[str, ...]:
+        """What a block marks with checkpoint_name, for remat."""
+        return GATED_ACTIVATIONS if self.latent is None else (*GATED_ACTIVATIONS, LATENT)
+
+    @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that RoPE turns."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @property
     def max_seq_len(self) -> int | None:
@@ -118,10 +133,35 @@ class LlamaConfig(ModelConfig):
         """Numbers per token in the keys of a block."""
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def value_width(self) -> int:
+        """Numbers per token in the values of a block."""
+        return self.key_width if self.latent is None else self.num_heads * self.latent.value_dim
+
+    @property
+    def result_width(self) -> int:
+        """Numbers per token in the result of a block's attention, before its projection."""
+        return self.query_width if self.latent is None else self.value_width
+
+    @property
+    def latent_width(self) -> int:
+        """Numbers per token of the latents that a block's queries, keys and values are made of; 0: there are none."""
+        return 0 if self.latent is None else self.latent.width
+
+    @property
+    def gathered_width(self) -> int:
+        """Numbers per token that the devices of the tensor axis bring together for a block's attention."""
+        all_latent = self.latent is not None and self.latent.q_rank > 0
+        return self.latent_width + (0 if all_latent else self.embed_dim)
+
     def matrices(self) -> dict[str, tuple[int, int]]:
         """{name of each matrix of a block: (numbers per token that come in, numbers that come out)}; experts have none
         of their own."""
         matrices, own = super().matrices(), self.experts
+        if self.latent is not None:
+            mlp = {name: sizes for name, sizes in matrices.items() if name.startswith("mlp.")}
+            latent = self.latent.matrices(self.embed_dim, self.num_heads)
+            matrices = {f"attention.{name}": sizes for name, sizes in latent.items()} | mlp
         if own is None:
             return matrices
         D, S = self.embed_dim, own.shared_dim
@@ -193,6 +233,7 @@ class LlamaConfig(ModelConfig):
         """Scales of all norms."""
         all_heads = self.num_heads + self.num_kv_heads
         of_attention = self.qk_norm * (all_heads if self.qk_norm_over == "all_heads" else 2) * self.head_dim
+        of_attention += 0 if self.latent is None else self.latent.norm_params
         per_part = 2 if self.norm_placement == "both" else 1
         return self.num_layers * (2 * per_part * self.embed_dim + of_attention) + self.embed_dim
 
@@ -221,6 +262,7 @@ class LlamaConfig(ModelConfig):
         """What the model asks of its attention kernel."""
         return dataclasses.replace(
             super().attention_needs(prefix=prefix),
+            value_dim=None if self.latent is None else self.latent.value_dim,
             window=self.attention_window,
             mixed=Mix(int(self.local_layers.sum()), self.num_layers) if self.mixed_windows else None,
             softcap=self.attention_softcap,
@@ -232,8 +274,31 @@ class LlamaConfig(ModelConfig):
         return *super().mlp_residuals, ("up", "compute")
 
 
+def check_latent(cfg: LlamaConfig, latent: LatentConfig) -> None:
+    """Raises BadInput for what does not go with latent attention, or is not as it says."""
+    for name, usual in (
+        ("qkv_bias", False), ("out_bias", False), ("qk_norm", False), ("zero_centred_norms", False),
+        ("query_scalar", None),
+    ):  # fmt: skip
+        if (value := getattr(cfg, name)) != usual:
+            raise BadInput(
+                f"{name}={value} cannot go with latent, which has no biases, norms of its own, and scores divided by "
+                "sqrt(head_dim); leave it out"
+            )
+    if cfg.num_kv_heads != cfg.num_heads:
+        raise BadInput(
+            f"num_kv_heads={cfg.num_kv_heads} must be num_heads={cfg.num_heads} with latent, where every head has keys "
+            "and values of its own"
+        )
+    if cfg.head_dim != latent.head_dim:
+        raise BadInput(
+            f"head_dim={cfg.head_dim} must be latent.nope_dim + latent.rope_dim = {latent.head_dim}, the size of a "
+            "query and a key"
+        )
+
+
 def check_scaling(scaling: RopeScaling, head_dim: int, base: float) -> None:
-    """Raises BadInput for a scaling that RoPE of this theta and heads of this size cannot have."""
+    """Raises BadInput for a scaling that RoPE of this theta and heads, or parts of them, of this size cannot have."""
     if scaling.name == "longrope" and len(scaling.long_factor) != head_dim // 2:
         raise BadInput(
             f"rope_scaling.long_factor has {len(scaling.long_factor)} numbers, and head_dim={head_dim} needs "

@@ -48,6 +48,11 @@ class Adapted:
         return self
 
 
+def joined_weight(w: Any) -> jax.Array:
+    """A weight with the correction of its adapter in it, if it has one; for a product that `project` cannot say."""
+    return w.weight + w.scale * jnp.tensordot(w.a, w.b, axes=1) if isinstance(w, Adapted) else w
+
+
 def adapting(project: Project) -> Project:
     """`project`, which takes adapted weights too."""
 

@@ -27,12 +27,18 @@ class AttentionNeeds:
 
     head_dim: int
     dtype: str  # of queries, keys and values
+    value_dim: int | None = None  # of values and results; none: as keys
     window: int | None = None
     mixed: Mix | None = None  # the window is that of some layers, and the others see every key
     softcap: float | None = None
     prefix: bool = False  # some keys are seen by queries before them
     bidirectional: bool = False  # every key is seen by all queries of its document
     bias: bool = False  # scores have a bias, and keys may come from another row
+
+    @property
+    def of_values(self) -> int:
+        """Size of a head's value."""
+        return self.head_dim if self.value_dim is None else self.value_dim
 
 
 RopeName = Literal["linear", "llama3", "yarn", "dynamic", "longrope"]
@@ -72,7 +78,8 @@ class RopeScaling:
     )
     mscale: float | None = setting(
         None,
-        "with mscale_all_dim, the attention factor is the ratio of 0.1 m log(factor) + 1 of the two, as in DeepSeek",
+        "with mscale_all_dim, the attention factor is the ratio of 0.1 m log(factor) + 1 of the two, as in DeepSeek; "
+        "model.latent multiplies scores by the square of the latter",
         read_if=".name=yarn and not .attention_factor",
     )
     mscale_all_dim: float | None = setting(None, "see mscale", read_if=".name=yarn and .mscale")

@@ -38,6 +38,10 @@ class Recorder:
         """`attend`, with its queries and keys recorded."""
         return attend
 
+    def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """`attend` of latent attention, whose keys and values are not expanded yet (models/latent.py)."""
+        return attend
+
     def sow(self, name: str, x_BTD: jax.Array) -> jax.Array:
         """x_BTD, of the device's own positions."""
         return x_BTD

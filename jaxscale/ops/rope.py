@@ -86,10 +86,21 @@ def attention_factor(scaling: RopeScaling | None) -> float:
         return scaling.attention_factor
     if scaling.name == "longrope":
         return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_len))
-    temperature = lambda m: 0.1 * m * math.log(scaling.factor) + 1.0
     if scaling.mscale is None:
-        return temperature(1.0)
-    return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
+        return temperature(scaling, 1.0)
+    return temperature(scaling, scaling.mscale) / temperature(scaling, scaling.mscale_all_dim)
+
+
+def temperature(scaling: RopeScaling, weight: float) -> float:
+    """YaRN's factor, by which scores fall off less in longer contexts (arXiv:2309.00071, section 3.4)."""
+    return 0.1 * weight * math.log(scaling.factor) + 1.0
+
+
+def score_factor(scaling: RopeScaling | None) -> float:
+    """What latent attention multiplies all scores with, of both parts of a head: 1 without mscale_all_dim."""
+    if scaling is None or scaling.name != "yarn" or scaling.mscale_all_dim is None or scaling.attention_factor:
+        return 1.0
+    return temperature(scaling, scaling.mscale_all_dim) ** 2
 
 
 def make_rotation(positions_BT: jax.Array, head_dim: int, base: float, scaling: RopeScaling | None = None) -> Rotation:

@@ -10,7 +10,18 @@ import jax
 from jaxscale import units
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
-from jaxscale.models.config import ATTENTION_ADDED, BLOCK_INPUT, KEY, MLP_GATE, MLP_UP, QUERY, SAVED, VALUE, ModelConfig
+from jaxscale.models.config import (
+    ATTENTION_ADDED,
+    BLOCK_INPUT,
+    KEY,
+    LATENT,
+    MLP_GATE,
+    MLP_UP,
+    QUERY,
+    SAVED,
+    VALUE,
+    ModelConfig,
+)
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.positions import attention_memory, attention_way
 from jaxscale.planning.residuals import number_bytes, residuals_by_stack, tiled_bytes
@@ -213,9 +224,10 @@ def saved_names(model: ModelConfig) -> set[str] | None:
 
 def activation_sizes(model: ModelConfig, tensor: int) -> dict[str, int]:
     """Elements per token of each named activation of a block on one of `tensor` devices."""
-    D, query, key, mlp = model.embed_dim, model.query_width, model.key_width, model.mlp_width
-    sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: query, ATTENTION_OUT: query}
-    sizes |= {KEY: key, VALUE: key, MLP_GATE: mlp, MLP_UP: mlp}
+    D, mlp = model.embed_dim, model.mlp_width
+    sizes = {BLOCK_INPUT: D, ATTENTION_ADDED: D, QUERY: model.query_width, ATTENTION_OUT: model.result_width}
+    sizes |= {KEY: model.key_width, VALUE: model.value_width, MLP_GATE: mlp, MLP_UP: mlp}
+    sizes |= {LATENT: tensor * model.latent_width}  # whole on each
     return {name: sizes[name] // tensor for name in model.activation_names}
 
 

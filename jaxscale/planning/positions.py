@@ -35,12 +35,14 @@ def key_value_bytes(program: Program) -> float:
     cfg, shape = program.cfg, program.mesh.shape
     own = shape["data"] * shape["fsdp"] * shape[CONTEXT] * shape["tensor"]
     tokens = cfg.tokens_per_step / cfg.train.num_microbatches
-    return tokens / own * 2 * cfg.model.key_width * compute_bytes(cfg)
+    return tokens / own * (cfg.model.key_width + cfg.model.value_width) * compute_bytes(cfg)
 
 
 def query_bytes(program: Program) -> float:
-    """Bytes of one layer's queries for one microbatch, of a device's own positions and heads; results are as many."""
-    return key_value_bytes(program) / (2 * program.cfg.model.key_width) * program.cfg.model.query_width
+    """The same of one layer's queries, or of its results: the mean of the two, which differ with latents alone."""
+    model = program.cfg.model
+    widths = model.query_width + model.result_width
+    return key_value_bytes(program) / (model.key_width + model.value_width) * widths / 2
 
 
 def attention_memory(program: Program) -> float:

@@ -3,10 +3,10 @@
 Each follows from the model's code: what a derivative reads, in the type in which it is computed. They are the arrays
 that the loops over the layers carry where XLA:TPU compiled quickstart, masked_lm, span_corruption and gpt2_124m (its
 buffer assignment, libtpu 0.0.42.1, 2026-11-22); dropout's masks were predicted and then found. Those of qk_norm,
-attention_softcap, T5's ReLU, a tensor axis and GPUs are by the code alone.
+attention_softcap, latents, T5's ReLU, a tensor axis and GPUs are by the code alone.
 
 B rows of a microbatch on one device  T query positions  S key positions  D embed  N heads  K key-value heads
-H head dim  F mlp
+H head dim  V of values  F mlp
 """
 
 import math
@@ -78,18 +78,21 @@ def attention_residuals(
     sizes = number_bytes(model, tpu)
     width, operand = sizes["compute"], sizes["operand"]
     N, H, K = model.num_heads // tensor, model.head_dim, model.key_width // model.head_dim // tensor
-    per_head = [(B, N, T, H), (B, K, S, H), (B, K, S, H), (B, N, T, H)]  # query, key, value, result
+    V = model.attention_needs().of_values
+    per_head = [(B, N, T, H), (B, K, S, H), (B, K, S, V), (B, N, T, V)]  # query, key, value, result
     before_norm = [Residual("before its norm", shape, width) for shape in per_head[:2]] if model.qk_norm else []
+    if latent := model.latent_width:
+        before_norm += [Residual("latents", (B, T, latent), itemsize) for itemsize in (width, operand)]
     if scores:
         probabilities = [Residual("probabilities", (B, N, T, S), itemsize) for itemsize in (F32, operand)]
         if model.attention_needs().softcap is not None:
             probabilities.append(Residual("tanh of scores", (B, N, T, S), F32))
         return before_norm + probabilities + [Residual("of attention", shape, operand) for shape in per_head]
-    lanes = round_up(H, LANES) if tpu else H
-    kept = [Residual("of the kernel", (*shape[:-1], lanes), width) for shape in per_head] + before_norm
+    lanes = lambda shape: (*shape[:-1], round_up(shape[-1], LANES) if tpu else shape[-1])
+    kept = [Residual("of the kernel", lanes(shape), width) for shape in per_head] + before_norm
     return [
         *kept,
-        Residual("attention's result", (B, N, T, H), operand),
+        Residual("attention's result", (B, N, T, V), operand),
         Residual("logarithms of sums", (B, N, T), F32),
     ]
 

@@ -93,16 +93,20 @@ def stage_weights(program: Program, stages: Stages) -> list[Sent]:
 
 
 def layer_activations(program: Program, stages: Stages) -> list[Sent]:
-    """Activations summed along tensor, keys and values along context, of the layers that a device computes."""
+    """Activations summed along tensor, keys and values along context, of the layers that a device computes.
+
+    A gather and a scatter of the residual stream are counted as one sum; attention may gather something else.
+    """
     cfg, shape = program.cfg, program.mesh.shape
     layers = stages.held_layers if stages.on else cfg.model.num_layers
     passes = 2 if (kept := saved_names(cfg.model)) is None or ATTENTION_ADDED in kept else 3
     own = shape["data"] * shape["fsdp"] * shape[CONTEXT]
-    rows = cfg.tokens_per_step / own * cfg.model.embed_dim * compute_bytes(cfg)
+    numbers = (3 * cfg.model.embed_dim + cfg.model.gathered_width) / 2  # of both parts of a block
+    rows = cfg.tokens_per_step / own * numbers * compute_bytes(cfg)
     times = layers * cfg.train.num_microbatches
     shared = attention_sending(program)
     return [
-        Sent("tensor", "all-reduce", passes * 2 * layers * rows, False, in_stage=True),
+        Sent("tensor", "all-reduce", passes * layers * rows, False, in_stage=True),
         *(Sent(CONTEXT, kind, times * size, kind == "collective-permute", in_stage=True) for kind, size in shared),
     ]
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from jaxscale.build import Program
 from jaxscale.config import RunConfig
 from jaxscale.hardware import Chip, find_chip
-from jaxscale.models.config import ATTENTION_ADDED, KEY, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig
+from jaxscale.models.config import ATTENTION_ADDED, KEY, LATENT, MLP_GATE, MLP_UP, QUERY, VALUE, ModelConfig
 from jaxscale.ops.config import ATTENTION_OUT
 from jaxscale.planning.cost import Range
 from jaxscale.planning.machine import HERE
@@ -226,7 +226,21 @@ def recomputed_flops(model: ModelConfig, seq_len: int) -> float:
         return 0.0
     sizes, D = activation_sizes(model, 1), model.embed_dim
     costs = {name: 2 * D * sizes[name] for name in (QUERY, KEY, VALUE, MLP_GATE, MLP_UP) if name in sizes}
-    costs[ATTENTION_OUT] = 2 * seq_len * model.query_width  # two products over half the keys
-    costs[ATTENTION_ADDED] = 2 * D * model.query_width
+    if model.latent_width:
+        costs |= latent_costs(model)
+    costs[ATTENTION_OUT] = seq_len * (model.query_width + model.result_width)  # two products over half the keys
+    costs[ATTENTION_ADDED] = 2 * D * model.result_width
     held = kept | set(model.remat_offload)
     return float(model.num_layers * sum(cost for name, cost in costs.items() if name not in held))
+
+
+def latent_costs(model: ModelConfig) -> dict[str, float]:
+    """The same of each activation that latent attention makes before its scores."""
+    of_matrix = {name.removeprefix("attention."): 2 * rows * size for name, (rows, size) in model.matrices().items()}
+    values = model.value_width / model.matrices()["attention.wkv_up"][1]  # the rest is keys
+    return {
+        LATENT: of_matrix.get("wq_down", 0) + of_matrix["wkv_down"],
+        QUERY: of_matrix["wq_up" if "wq_up" in of_matrix else "wq"],
+        KEY: (1 - values) * of_matrix["wkv_up"],
+        VALUE: values * of_matrix["wkv_up"],
+    }

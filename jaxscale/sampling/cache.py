@@ -4,18 +4,26 @@ They enter and leave the model beside its layers, by what the statistics of trai
 a model knows nothing of them. A slot holds the newest token whose position leaves this remainder when divided by the
 number of slots: with a window, as many slots as it has positions are enough for any text.
 
+Of latent attention (models/latent.py) no head has keys or values of its own in the cache: the latents are its values,
+and what RoPE has turned its keys, of one head each.
+
 B batch  T position of a prompt  R slot  N query heads  K kv heads  G query heads per kv head  H head dim  L layers
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxscale.models.config import ModelConfig
+from jaxscale.models.latent import Latents
+from jaxscale.models.lora import joined_weight
 from jaxscale.ops.attention.xla import HIDDEN
 from jaxscale.ops.config import AttentionNeeds
 from jaxscale.ops.recorder import Recorder
+from jaxscale.sampling.absorbed import attend_absorbed
 
 
 class Cache(NamedTuple):
@@ -25,7 +33,15 @@ class Cache(NamedTuple):
     values_LBRKH: jax.Array
 
 
-AXES = ("layers", "act_batch", "act_seq", "kv_heads", "head_dim")  # of both, for the rule tables
+def cache_axes(cfg: ModelConfig) -> tuple[str, ...]:
+    """The logical axes of both arrays. Latents are of all heads, and whole on each device that has some."""
+    heads = "channels" if cfg.latent_width else "kv_heads"
+    return ("layers", "act_batch", "act_seq", heads, "head_dim")
+
+
+def one_head(latents: Latents) -> tuple[jax.Array, jax.Array]:
+    """(keys, values) [B, T, 1, numbers] of what latent attention keeps."""
+    return latents.key_BSR[:, :, None], latents.kv_BSC[:, :, None]
 
 
 def num_slots(needs: AttentionNeeds, longest: int) -> int:
@@ -44,7 +60,12 @@ class CacheRecorder(Recorder):
 
     def __init__(self):
         self.layer: tuple | None = None
-        self.whole: Any = None  # ([L, B, T, K, H], the same of values)
+        self.stacks: list = []
+
+    @property
+    def whole(self) -> tuple:
+        """([L, B, T, K, H], the same of values)"""
+        return joined_stacks(self.stacks)
 
     def wrap_attention(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         """`attend`, with its keys and values recorded."""
@@ -55,13 +76,28 @@ class CacheRecorder(Recorder):
 
         return recorded
 
+    def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """`attend`, with its latents recorded in the place of the keys and values that it makes of them."""
+
+        def recorded(q_BTNH, latents: Latents, *rest, **how):
+            out_BTNV = attend(q_BTNH, latents, *rest, **how)
+            self.layer = one_head(latents)
+            return out_BTNV
+
+        return recorded
+
     def end_layer(self, x_BTD: jax.Array) -> tuple:
         """The keys and values of the layer."""
         return self.layer
 
     def end_stack(self, seen: tuple) -> None:
-        """Takes those of all layers."""
-        self.whole = seen
+        """Takes those of all layers of a stack."""
+        self.stacks.append(seen)
+
+
+def joined_stacks(stacks: list[tuple]) -> tuple:
+    """One array of each kind, of the layers of all stacks."""
+    return stacks[0] if len(stacks) == 1 else tuple(jnp.concatenate(parts) for parts in zip(*stacks, strict=True))
 
 
 def filled(whole: tuple, lengths_B: jax.Array, slots: int) -> Cache:
@@ -81,16 +117,19 @@ def filled(whole: tuple, lengths_B: jax.Array, slots: int) -> Cache:
 class CacheReader(Recorder):
     """Lets one new token of each row attend to those in the cache, and to itself."""
 
-    def __init__(self, cache: Cache, lengths_B: jax.Array, needs: AttentionNeeds):
-        """lengths_B: tokens that each row has in the cache; the new one comes at this position."""
+    def __init__(self, cache: Cache, lengths_B: jax.Array, needs: AttentionNeeds, stacks: Sequence[int]):
+        """lengths_B: tokens that each row has in the cache; the new one comes at this position. stacks: layers of
+        each."""
         self.cache, self.lengths_B, self.needs = cache, lengths_B, needs
+        self.ends = np.cumsum(stacks).tolist()
         self.layer: Cache | None = None
         self.new: tuple | None = None
-        self.added: Any = None  # ([L, B, 1, K, H], the same of values)
+        self.stacks: list = []
 
     def layers(self) -> Cache:
-        """The cache."""
-        return self.cache
+        """The cache of the next stack."""
+        begin, end = [0, *self.ends][len(self.stacks) :][:2]
+        return self.cache if len(self.ends) == 1 else Cache(*(held[begin:end] for held in self.cache))
 
     def begin_layer(self, held: Cache) -> None:
         """Takes the layer's part of the cache."""
@@ -106,13 +145,24 @@ class CacheReader(Recorder):
 
         return attend_cached
 
+    def wrap_latent(self, attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        """Attention to the latents of the cache in the place of `attend`."""
+
+        def attend_cached(q_B1NH, latents: Latents, w_CNE, segments, *, local: bool | jax.Array | None = None):
+            self.new = one_head(latents)
+            old = Latents(kv_BSC=self.layer[1][:, :, 0], key_BSR=self.layer[0][:, :, 0])
+            seen_BR = visible(self.lengths_B, self.layer[0].shape[1], self.needs.window, local)
+            return attend_absorbed(q_B1NH, latents, old, joined_weight(w_CNE), seen_BR, self.needs.softcap)
+
+        return attend_cached
+
     def end_layer(self, x_BTD: jax.Array) -> tuple:
         """The new token's key and value."""
         return self.new
 
     def end_stack(self, seen: tuple) -> None:
-        """Takes those of all layers."""
-        self.added = seen
+        """Takes those of all layers of a stack."""
+        self.stacks.append(seen)
 
     def extended(self) -> Cache:
         """The cache with the new tokens in it."""
@@ -122,7 +172,7 @@ class CacheReader(Recorder):
             slot_B = jnp.mod(self.lengths_B, held_LBRKH.shape[2])
             return held_LBRKH.at[:, rows_B, slot_B].set(new_LB1KH[:, :, 0])
 
-        return Cache(*map(put, self.cache, self.added))
+        return Cache(*map(put, self.cache, joined_stacks(self.stacks)))
 
 
 def visible(lengths_B: jax.Array, slots: int, window: int | None, local: bool | jax.Array | None) -> jax.Array:

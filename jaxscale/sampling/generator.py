@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jaxscale.models.model import unembed
 from jaxscale.models.sharded import ShardedModel
 from jaxscale.ops.project import with_precision
-from jaxscale.sampling.cache import AXES, Cache, CacheReader, CacheRecorder, filled, num_slots
+from jaxscale.sampling.cache import Cache, CacheReader, CacheRecorder, cache_axes, filled, num_slots
 from jaxscale.sampling.config import Sampling
 from jaxscale.sharding.rules import partition_spec
 from jaxscale.sharding.shardings import replicated
@@ -102,7 +102,7 @@ class Engine:
         self.drawable_V[list(never)] = False
         self.slots = num_slots(sharded.needs, longest)
         self.tensor = WholeRows(sharded.mesh.shape["tensor"], make_tensor_axis(sharded.mesh).stages)
-        self.cache_spec = partition_spec(AXES, sharded.rules.params)
+        self.cache_spec = partition_spec(cache_axes(cfg), sharded.rules.params)
         self.rows_spec = P(*partition_spec(("act_batch",), sharded.rules.params))
         self.programs: dict[Any, Any] = {}
 
@@ -119,7 +119,7 @@ class Engine:
 
     def read_one(self, params: Any, cache: Cache, tokens_B: jax.Array, lengths_B: jax.Array) -> tuple[Cache, jax.Array]:
         """(the cache with one more token of each row, float32[B, V] logits after it)."""
-        recorder = CacheReader(cache, lengths_B, self.sharded.needs)
+        recorder = CacheReader(cache, lengths_B, self.sharded.needs, tuple(self.sharded.cfg.layer_stacks.values()))
         model = self.sharded.merge(params, tensor=self.tensor, recorder=recorder)
         ones_B1 = jnp.ones_like(tokens_B)[:, None]
         h_B1D = model.hidden(tokens_B[:, None], lengths_B[:, None], ones_B1)

@@ -24,7 +24,7 @@ from jaxscale.sharding.tensor_axis import TensorAxis
 
 AXIS = "pipeline"
 LAYERS, VOCAB, BATCH = "layers", "vocab", "act_batch"  # logical axes
-RESIDUAL = ("embed", "expert_embed")  # those along the residual stream
+RESIDUAL = ("embed", "expert_embed", "latent")  # those along the residual stream, or what attention makes of it
 
 
 @dataclasses.dataclass(frozen=True)

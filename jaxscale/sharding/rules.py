@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Placement] = {
 TENSOR: dict[str, Placement] = ACTIVATIONS | {
     "embed": None,
     "expert_embed": None,
+    "latent": None,  # of what the queries, or the keys and values, of all heads come from
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -33,7 +34,8 @@ TENSOR: dict[str, Placement] = ACTIVATIONS | {
 }
 # And fsdp shares one copy, with the devices that share rows. Those of the expert axis have experts to share, and of all
 # else a part.
-FSDP_TENSOR = TENSOR | {"embed": ("fsdp", "expert", "context"), "expert_embed": ("fsdp", "context")}
+SHARED = ("fsdp", "expert", "context")
+FSDP_TENSOR = TENSOR | {"embed": SHARED, "latent": SHARED, "expert_embed": ("fsdp", "context")}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,6 +40,11 @@ SMALL_QWEN3 = LLAMA | dict(
 SMALL_OLMOE = LLAMA | dict(
     model_type="olmoe", architectures=["OlmoeForCausalLM"], intermediate_size=10, num_experts=4, num_experts_per_tok=2,
 )  # fmt: skip
+SMALL_DEEPSEEK = LLAMA | dict(
+    model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], num_key_value_heads=4, q_lora_rank=6,
+    kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5, first_k_dense_replace=1, n_routed_experts=6,
+    num_experts_per_tok=2, n_group=3, topk_group=2, moe_intermediate_size=12, num_nextn_predict_layers=0,
+)  # fmt: skip
 
 
 def bring_in(hf, run):
@@ -79,8 +84,13 @@ def joined(values, layers, names=("gate_proj", "up_proj", "down_proj"), first="g
 
 @pytest.mark.parametrize(
     ("config", "dtype", "files"),
-    [(SMALL_MIXTRAL, BFLOAT16, 3), (SMALL_QWEN3, FLOAT32, 2), (SMALL_OLMOE, FLOAT32, 1)],
-    ids=["mixtral", "qwen3_moe", "olmoe"],
+    [
+        (SMALL_MIXTRAL, BFLOAT16, 3),
+        (SMALL_QWEN3, FLOAT32, 2),
+        (SMALL_OLMOE, FLOAT32, 1),
+        (SMALL_DEEPSEEK, BFLOAT16, 2),
+    ],
+    ids=["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"],
 )
 def test_the_round_trip_is_exact(tmp_path, config, dtype, files):
     values = make_folder(tmp_path / "hf", config, dtype, files)
@@ -88,8 +98,8 @@ def test_the_round_trip_is_exact(tmp_path, config, dtype, files):
     assert_same(take_out(tmp_path / "run", tmp_path / "out", f"--dtype={dtype.name}", "--shard_bytes=4000"), values)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: written[key] for key in config} == config
-    dense = len(config.get("mlp_only_layers", []))
-    number = config.get("num_experts", config.get("num_local_experts"))
+    dense = config.get("first_k_dense_replace", len(config.get("mlp_only_layers", [])))
+    number = next(config[key] for key in ("num_experts", "num_local_experts", "n_routed_experts") if key in config)
     leaves, even_LE = leaves_of(checkpoints), np.full((3 - dense, number), 1 / number, "f4")
     np.testing.assert_array_equal(leaves["params/blocks/mlp/router_load"], even_LE)
     gate_LEDF = leaves["params/blocks/mlp/gate"]
@@ -243,6 +253,23 @@ def test_adapters_of_attention_stay_beside_and_those_of_joined_experts_are_refus
     file.write_text(json.dumps(json.loads(file.read_text()) | {"target_parameters": ["gate.weight", "gate_up_proj"]}))
     with pytest.raises(ValueError, match="target_parameters=.* is not supported; merge it with PEFT's"):
         convert.main([*flags, f"--workdir={tmp_path / 'joined'}"])
+
+
+def test_adapters_of_what_rope_turns_come_in_and_go_out_in_the_order_of_each(tmp_path):
+    values = make_folder(tmp_path / "base", SMALL_DEEPSEEK | dict(first_k_dense_replace=0), FLOAT32)
+    modules = [name.removesuffix(".weight") for name in values if name.endswith(("q_b_proj.weight", "mqa.weight"))]
+    make_adapter(tmp_path / "adapter", {module: values[f"{module}.weight"].shape for module in modules})
+    flags = [f"--from={tmp_path / 'adapter'}", f"--base={tmp_path / 'base'}"]
+    assert convert.main([*flags, f"--workdir={tmp_path / 'run'}", "--adapter"]) == 0
+    found = leaves_of(Checkpoints(tmp_path / "run" / "checkpoints", CheckpointConfig()))
+    given = read_folder(tmp_path / "adapter")
+    b_Or = given["base_model.model.model.layers.2.self_attn.q_b_proj.lora_B.weight"]
+    b_rNH = found[f"params/blocks/attention/wq_up{B}"][2]
+    np.testing.assert_array_equal(b_rNH[:, 1], b_Or.T[:, 10:20][:, [0, 1, 2, 3, 4, 5, 6, 8, 7, 9]])  # halves of pairs
+    assert (
+        convert.main([f"--workdir={tmp_path / 'run'}", f"--to={tmp_path / 'out'}", "--adapter", "--dtype=float32"]) == 0
+    )
+    assert_same(read_folder(tmp_path / "out"), given)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ from jaxscale.interop import families
 from jaxscale.interop.families.others import OTHERS
 from jaxscale.models.experts_config import ExpertsConfig
 from jaxscale.models.gpt2_config import Gpt2Config
+from jaxscale.models.latent_config import LatentConfig
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.ops.config import RopeScaling
 
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 CONFIGS = pathlib.Path(__file__).parent.parent.parent / "configs"
 LLAMA31 = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=128256, hidden_size=4096,
@@ -54,6 +56,25 @@ OLMOE = dict(
     attention_bias=False, clip_qkv=None, norm_topk_prob=False, num_experts=64, num_experts_per_tok=8,
     router_aux_loss_coef=0.01, tie_word_embeddings=False, max_position_embeddings=4096,
 )  # fmt: skip
+DEEPSEEK_V3 = dict(
+    model_type="deepseek_v3", architectures=["DeepseekV3ForCausalLM"], vocab_size=129280, hidden_size=7168,
+    intermediate_size=18432, moe_intermediate_size=2048, num_hidden_layers=61, num_attention_heads=128,
+    num_key_value_heads=128, n_shared_experts=1, n_routed_experts=256, num_experts_per_tok=8, n_group=8, topk_group=4,
+    routed_scaling_factor=2.5, norm_topk_prob=True, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1,
+    first_k_dense_replace=3, q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64,
+    v_head_dim=128, hidden_act="silu", attention_bias=False, rms_norm_eps=1e-6, rope_theta=10000,
+    max_position_embeddings=163840, tie_word_embeddings=False,
+    rope_scaling=dict(rope_type="yarn", factor=40, original_max_position_embeddings=4096, beta_fast=32, beta_slow=1,
+                      mscale=1.0, mscale_all_dim=1.0),
+)  # fmt: skip
+DEEPSEEK_V2_LITE = {key: value for key, value in DEEPSEEK_V3.items() if key != "n_group"} | dict(
+    model_type="deepseek_v2", architectures=["DeepseekV2ForCausalLM"], vocab_size=102400, hidden_size=2048,
+    intermediate_size=10944, moe_intermediate_size=1408, num_hidden_layers=27, num_attention_heads=16,
+    num_key_value_heads=16, n_shared_experts=2, n_routed_experts=64, num_experts_per_tok=6, n_group=1, topk_group=1,
+    routed_scaling_factor=1.0, norm_topk_prob=False, scoring_func="softmax", topk_method="greedy",
+    first_k_dense_replace=1, q_lora_rank=None,
+    rope_scaling=DEEPSEEK_V3["rope_scaling"] | dict(mscale=0.707, mscale_all_dim=0.707),
+)  # fmt: skip
 # Parameters of the published checkpoints. Where a config is not given above: what differs from transformers' defaults.
 # SigLIP and the projector of Gemma 3 4B are 419,816,304 of the 4,300,079,472 in its files.
 PUBLISHED = {
@@ -85,6 +106,8 @@ PUBLISHED = {
     "Mixtral-8x7B-v0.1": (MIXTRAL, 46_702_792_704),
     "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624),
     "OLMoE-1B-7B-0924": (OLMOE, 6_919_161_856),
+    "DeepSeek-V2-Lite": (DEEPSEEK_V2_LITE, 15_706_484_224),
+    "DeepSeek-V3": (DEEPSEEK_V3, 671_026_404_352),
 }  # fmt: skip
 
 
@@ -191,6 +214,16 @@ def test_windows_are_those_of_the_layers_and_come_back(hf, window, every, first)
         (dict(model_type="qwen3_moe", use_sliding_window=True, max_window_layers=3), "max_window_layers=3 is not supp"),
         (dict(model_type="qwen3_moe", num_experts=4, num_local_experts=5), "num_experts=4 and num_local_experts=5 m"),
         (dict(model_type="mixtral", router_jitter_noise=0.1), "router_jitter_noise=0.1 is not supported for mixtral"),
+        (dict(model_type="deepseek_v32"), "it has an index that chooses keys in its attention"),
+        (dict(model_type="deepseek_v3", rope_interleave=False), "rope_interleave=False is not supported"),
+        (dict(model_type="deepseek_v3", num_key_value_heads=64), "num_key_value_heads=64 is not supported"),
+        (dict(model_type="deepseek_v3", attention_bias=True), "attention_bias=True is not supported"),
+        (dict(model_type="deepseek_v3", quantization_config=dict(quant_method="fp8")), "quantization_config is"),
+        (dict(model_type="deepseek_v3", n_shared_experts=0), "n_shared_experts=0 is not supported"),
+        (dict(model_type="deepseek_v3", q_lora_rank=0), "q_lora_rank=0 is not supported; null"),
+        (dict(model_type="deepseek_v3", rope_scaling=YARN | dict(mscale_all_dim=1.0)), "mscale_all_dim=1.0 is not"),
+        (dict(model_type="deepseek_v2", norm_topk_prob=True), "norm_topk_prob=True is not supported for deepseek_v2"),
+        (dict(model_type="deepseek_v2", topk_method="noaux_tc"), "topk_method='noaux_tc' is not supported"),
         (dict(model_type="olmoe", clip_qkv=8.0), "clip_qkv=8.0 is not supported for olmoe; it may be None"),
         (dict(model_type="olmoe", head_dim=64), "head_dim=64 is not supported for olmoe; it may be None or 128"),
         (dict(model_type="llama", architectures=["LlamaForTokens"]), "'LlamaForTokens' is not supported; it may be"),
@@ -252,8 +285,12 @@ def test_a_config_json_with_other_things_than_it_should_have_is_refused_in_one_l
     assert "\n" not in str(error.value)
 
 
+DEEPSEEK_KIND = dict(
+    num_kv_heads=4, head_dim=12, latent=LatentConfig(kv_rank=6, nope_dim=8, rope_dim=4, value_dim=10), norm_eps=1e-6,
+)  # fmt: skip
 EXPERTS = ExpertsConfig(number=6, chosen=2, mlp_dim=12, bias_rate=0.1, groups=1, group_best=2)
 DENSE_FIRST = dataclasses.replace(EXPERTS, first_dense=1)
+SHARED = dataclasses.replace(EXPERTS, shared_dim=24, normalised=False, group_best=1)
 
 
 def tiny_llama(**changes):
@@ -271,6 +308,8 @@ def tiny_llama(**changes):
         (tiny_llama(experts=EXPERTS), "mixtral"),
         (tiny_llama(experts=DENSE_FIRST, qk_norm=True, attention_window=3), "qwen3_moe"),
         (tiny_llama(experts=EXPERTS, qk_norm=True, qk_norm_over="all_heads", head_dim=4), "olmoe"),
+        (tiny_llama(experts=SHARED, **DEEPSEEK_KIND), "deepseek_v2"),
+        (tiny_llama(experts=dataclasses.replace(SHARED, score="sigmoid", bias=True), **DEEPSEEK_KIND), "deepseek_v3"),
         (Gpt2Config(**tiny.GPT2, dropout=0.1), "gpt2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -288,6 +327,8 @@ def test_a_model_of_ours_goes_out_as_the_first_family_that_says_it_all(cfg, mode
         (dict(norm_placement="both", tied_embeddings=True), "model.norm_placement='both'"),
         (dict(experts=dataclasses.replace(EXPERTS, bias=True, shared_dim=4)),
          "has model.experts.shared_dim=4, model.experts.bias=True; the families"),
+        (DEEPSEEK_KIND, "no Hugging Face family has model.latent.kv_rank=6"),
+        (DEEPSEEK_KIND | dict(experts=dataclasses.replace(SHARED, shared_dim=25)), "has model.experts.shared_dim=25;"),
         (dict(experts=dataclasses.replace(EXPERTS, normalised=False)), "model.experts.normalised=False"),
         (dict(experts=EXPERTS, qk_norm=True, qk_norm_over="all_heads"), "model.qk_norm_over='all_heads'"),
     ],
@@ -307,6 +348,27 @@ def test_a_checkpoint_with_tensors_missing_or_too_many_is_refused_by_name():
         families.match(family, cfg, [name for name in names if name != "model.layers.1.mlp.up_proj.weight"])
     with pytest.raises(ValueError, match="has model.layers.0.self_attn.q_proj.bias, for which a llama of config.json"):
         families.match(family, cfg, [*names, "model.layers.0.self_attn.q_proj.bias"])
+
+
+def test_layers_behind_the_last_one_are_refused_by_name():
+    family, cfg, _ = families.read(DEEPSEEK_V3 | dict(num_hidden_layers=4, n_routed_experts=16))
+    names = [pair.theirs for pair in families.tensors(family, cfg)]
+    assert "model.layers.3.mlp.gate.e_score_correction_bias" in names
+    with pytest.raises(ValueError, match=r"has model.layers.4.eh_proj.weight: layers that predict further tokens"):
+        families.match(family, cfg, [*names, "model.layers.4.eh_proj.weight"])
+    with pytest.raises(ValueError, match="has model.layers.3.eh_proj.weight, for which a deepseek_v3 of config.json"):
+        families.match(family, cfg, [*names, "model.layers.3.eh_proj.weight"])
+
+
+def test_what_rope_turns_is_halves_here_and_pairs_of_neighbours_there():
+    family, cfg, _ = families.read(DEEPSEEK_V2_LITE)
+    pairs = {pair.theirs.removeprefix("model.layers.1.self_attn."): pair for pair in families.tensors(family, cfg)}
+    (ours_DNH,) = pairs["q_proj.weight"].to_ours(np.arange(16 * 192)[:, None] + np.zeros((1, 2048), int))
+    np.testing.assert_array_equal(ours_DNH[0, 3, :128], 3 * 192 + np.arange(128))
+    np.testing.assert_array_equal(ours_DNH[0, 3, 128:160], 3 * 192 + 128 + np.arange(0, 64, 2))
+    (ours_DC,) = pairs["kv_a_proj_with_mqa.weight"].to_ours(np.arange(576)[:, None] + np.zeros((1, 2048), int))
+    np.testing.assert_array_equal(ours_DC[0, :512], np.arange(512))
+    np.testing.assert_array_equal(ours_DC[0, 544:], 512 + np.arange(1, 64, 2))
 
 
 def test_a_tied_table_that_is_there_twice_is_read_once():
@@ -408,6 +470,9 @@ def test_every_key_that_a_family_is_said_to_read_changes_the_model_or_is_refused
         sliding_window=dict(use_sliding_window=True, max_window_layers=0),
         use_sliding_window=dict(max_window_layers=0),
     )
+    if name == "deepseek_v2":
+        limited = dict(topk_method="group_limited_greedy", n_group=1, topk_group=1)
+        companions |= dict(n_group=limited, topk_group=limited)
     if name == "qwen3_moe":
         companions |= dict(max_window_layers=dict(use_sliding_window=True), use_sliding_window={})
     if name == "phi3":  # whose heads have 96 numbers, and which takes no other scaling

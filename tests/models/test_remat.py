@@ -11,16 +11,33 @@ import tiny
 
 from jaxscale.models.config import SAVED
 from jaxscale.models.gpt2_config import Gpt2Config
+from jaxscale.models.latent_config import LatentConfig
 from jaxscale.models.layers import merge_model, split_model
 from jaxscale.models.llama_config import LlamaConfig
 from jaxscale.models.model import make_model, summed_loss
 from jaxscale.ops.kernels import PLAIN
 
 ROWS, T = 4, 16
-CONFIGS = {"llama": (LlamaConfig, tiny.LLAMA | {"mlp_dim": 48}), "gpt2": (Gpt2Config, tiny.GPT2)}
+LATENT = LatentConfig(kv_rank=8, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10)
+CONFIGS = {
+    "llama": (LlamaConfig, tiny.LLAMA | {"mlp_dim": 48}),
+    "latent": (LlamaConfig, tiny.LLAMA | {"mlp_dim": 48, "num_kv_heads": 4, "head_dim": 12, "latent": LATENT}),
+    "gpt2": (Gpt2Config, tiny.GPT2),
+}
 WIDTHS = {  # elements per token and layer, from the shapes of the two tiny models
     "llama": dict(
         block_input=16, query=32, key=16, value=16, attention_out=32, attention_added=16, mlp_gate=48, mlp_up=48
+    ),
+    "latent": dict(
+        block_input=16,
+        query=48,
+        key=48,
+        value=40,
+        attention_out=40,
+        attention_added=16,
+        mlp_gate=48,
+        mlp_up=48,
+        latent=24,
     ),
     "gpt2": dict(block_input=16, query=16, key=16, value=16, attention_out=16, attention_added=16, mlp_up=64),
 }
@@ -72,7 +89,7 @@ def assert_close(left, right, rtol):
 
 def test_every_activation_that_a_model_names_has_a_size_here():
     assert {model: tuple(WIDTHS[model]) for model in WIDTHS} == {
-        model: CONFIGS[model][0].activation_names for model in CONFIGS
+        model: make(model)[0].activation_names for model in CONFIGS
     }
 
 

@@ -57,7 +57,7 @@ def compile_attention(devices, mesh, needs, seq_len=256):
     rows_spec = partition_spec(("act_batch", "act_seq"), RULE_TABLE)
     heads_spec = partition_spec(("act_batch", "act_seq", "heads", "head_dim"), RULE_TABLE)
     make = lambda shape, dtype, spec: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
-    heads = lambda num: make((8, seq_len, num, needs.head_dim), needs.dtype, heads_spec)
+    heads = lambda num, size=needs.of_values: make((8, seq_len, num, size), needs.dtype, heads_spec)
     ids = make((8, seq_len), jnp.int32, rows_spec)
 
     def own(q, k, v, ids, dout):
@@ -66,7 +66,9 @@ def compile_attention(devices, mesh, needs, seq_len=256):
 
     in_specs = (heads_spec, heads_spec, heads_spec, rows_spec, heads_spec)
     run = jax.shard_map(own, mesh=mesh, in_specs=in_specs, out_specs=(heads_spec,) * 4, check_vma=False)
-    return jax.jit(run).lower(heads(4), heads(2), heads(2), ids, heads(4)).compile().as_text(), chosen
+    return jax.jit(run).lower(
+        heads(4, needs.head_dim), heads(2, needs.head_dim), heads(2), ids, heads(4)
+    ).compile().as_text(), chosen
 
 
 def custom_calls(text):
@@ -83,11 +85,14 @@ def test_splash_attention_compiles_on_a_mesh_of_tpus_and_moves_nothing(mesh, dev
 
 
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
-@pytest.mark.parametrize("head_dim, dtype, softcap", [(256, "bfloat16", 50.0), (80, "float32", None)])
+@pytest.mark.parametrize(
+    "head_dim, dtype, softcap, value_dim",
+    [(256, "bfloat16", 50.0, None), (80, "float32", None, None), (192, "bfloat16", None, 128)],  # the last: DeepSeek's
+)
 def test_splash_attention_compiles_for_any_head_dim_with_a_chips_own_blocks(
-    head_dim, dtype, softcap, topology, devices_of
+    head_dim, dtype, softcap, value_dim, topology, devices_of
 ):
-    needs = AttentionNeeds(head_dim=head_dim, dtype=dtype, softcap=softcap)
+    needs = AttentionNeeds(head_dim=head_dim, dtype=dtype, softcap=softcap, value_dim=value_dim)
     devices = devices_of(topology)
     assert splash.blocks_for(devices[0].device_kind) != splash.ANY_CHIP
     text, chosen = compile_attention(devices, dict(fsdp=4), needs, seq_len=4096)

@@ -27,11 +27,12 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(shared_rows, "LEAST_BLOCK", 2)
 
 
-def make_inputs(B, T, N, K, H, num_segments=3):
+def make_inputs(B, T, N, K, H, V=None, num_segments=3):
     random = np.random.default_rng(0)
     draw = lambda *size: random.standard_normal(size).astype(np.float32)
     ids_BT = np.sort(random.integers(0, num_segments, (B, T)), axis=1).astype(np.int32)
-    return draw(B, T, N, H), draw(B, T, K, H), draw(B, T, K, H), ids_BT, draw(B, T, N, H)
+    V = V or H
+    return draw(B, T, N, H), draw(B, T, K, H), draw(B, T, K, V), ids_BT, draw(B, T, N, V)
 
 
 def value_and_gradients(attend, q, k, v, ids, dout):
@@ -66,9 +67,9 @@ def near(standing, context, *, window, softcap):
     return shared_rows.with_neighbours(standing, None, window, context)  # None: it must not be needed
 
 
-CASES = {  # devices, (B, T, N, K, H), softcap, window
+CASES = {  # devices, (B, T, N, K, H, V of values), softcap, window
     "causal": (4, (2, 64, 8, 4, 8), None, None),
-    "softcap, all devices": (8, (1, 64, 8, 8, 8), 2.0, None),
+    "softcap, all devices": (8, (1, 64, 8, 8, 8, 12), 2.0, None),
     "a short window": (4, (1, 128, 8, 4, 8), None, 5),
     "a window of several chunks": (4, (1, 128, 4, 4, 8), 2.0, 40),
 }
@@ -114,7 +115,7 @@ def test_splash_of_shared_rows_is_plain_attention(form):
         attend = gathered if window is None else shared_rows.with_neighbours(standing, None, window, context)
         return value_and_gradients(attend, *own)
 
-    inputs = make_inputs(1, 1600, 2, 1, 16)  # chunks of 200 positions, which are filled up
+    inputs = make_inputs(1, 1600, 2, 1, 16, 24)  # chunks of 200 positions, which are filled up
     for got, right in zip(on_devices(f, 4, inputs), plain(inputs, **how)):
         np.testing.assert_allclose(got, right, rtol=1e-6, atol=5e-6)  # float32 sums taken in another order
 

@@ -37,6 +37,13 @@ YARN_ROPE = dict(rope_type="yarn", rope_theta=1000.0, factor=4.0, original_max_p
                  beta_slow=0.1)  # fmt: skip
 ONE_LAYER = COMMON | dict(num_hidden_layers=1)
 EAGER = dict(experts_implementation="eager")  # torch's grouped product takes no odd widths on a CPU
+# DeepSeek's: values of another size than keys, and one layer before those with experts.
+LATENT = COMMON | EAGER | dict(
+    num_hidden_layers=3, num_key_value_heads=4, q_lora_rank=14, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4,
+    v_head_dim=7, first_k_dense_replace=1, moe_intermediate_size=11, scoring_func="softmax", moe_layer_freq=1,
+)  # fmt: skip
+LATENT_V3 = LATENT | dict(scoring_func="sigmoid", topk_method="noaux_tc", num_nextn_predict_layers=0)
+LITE = LATENT | dict(num_hidden_layers=2, q_lora_rank=None, v_head_dim=12, first_k_dense_replace=0)
 DYNAMIC_ROPE = dict(rope_type="dynamic", rope_theta=1000.0, factor=4.0)
 LONG_ROPE = dict(rope_type="longrope", rope_theta=1000.0, factor=4.0, original_max_position_embeddings=16,
                  short_factor=[1.0, 1.1, 1.2, 1.3, 1.4], long_factor=[1.0, 2.0, 3.0, 4.0, 5.0])  # fmt: skip
@@ -152,6 +159,36 @@ def models():
             ),
             t.OlmoeForCausalLM,
         ),
+        "deepseek_v2": (
+            t.DeepseekV2Config(
+                **LATENT, n_routed_experts=9, n_shared_experts=2, num_experts_per_tok=2, n_group=3, topk_group=2,
+                topk_method="group_limited_greedy", routed_scaling_factor=1.5,
+                rope_parameters=YARN_ROPE | dict(mscale=0.7, mscale_all_dim=0.9),
+            ),
+            t.DeepseekV2ForCausalLM,
+        ),
+        "deepseek_v2_lite": (
+            t.DeepseekV2Config(
+                **LITE, n_routed_experts=5, n_shared_experts=1, num_experts_per_tok=3, n_group=1, topk_group=1,
+                topk_method="greedy", rms_norm_eps=1e-4,
+            ),
+            t.DeepseekV2ForCausalLM,
+        ),
+        "deepseek_v3": (
+            t.DeepseekV3Config(
+                **LATENT_V3, n_routed_experts=12, n_shared_experts=1, num_experts_per_tok=3, n_group=4, topk_group=2,
+                rope_parameters=YARN_ROPE | dict(mscale=1.0, mscale_all_dim=1.0),
+            ),
+            t.DeepseekV3ForCausalLM,
+        ),
+        "deepseek_v3_one_group": (
+            t.DeepseekV3Config(
+                **LATENT_V3 | dict(num_hidden_layers=2, q_lora_rank=None, v_head_dim=9, kv_lora_rank=13),
+                n_routed_experts=7, n_shared_experts=3, num_experts_per_tok=2, n_group=1, topk_group=1,
+                norm_topk_prob=False, routed_scaling_factor=0.8, tie_word_embeddings=True,
+            ),
+            t.DeepseekV3ForCausalLM,
+        ),
     }  # fmt: skip
 
 
@@ -163,6 +200,13 @@ def randomise(model, seed):
         scale = 0.3 if weight.ndim == 1 else 0.25 if "embed" in name or "wpe" in name or "wte" in name else 0.2
         weight.data.copy_((weight.data if weight.ndim == 1 else 0) + scale * noise)  # norms stay around their start
         weight.data.copy_(weight.data.half().float())
+    for bias in biases_of_experts(model).values():  # near those of scores, so that it changes what is chosen
+        bias.copy_((0.2 * torch.randn(bias.shape, generator=generator)).half().float())
+
+
+def biases_of_experts(model):
+    """{name: numbers that are added to scores when experts are chosen}: they are saved, and have no gradient."""
+    return {name: buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")}
 
 
 def saved(model):
@@ -195,6 +239,7 @@ def reference(config, make, seed):
     loss.backward()
     config, weights = saved(model)
     params = {name: (p, p.grad) for name, p in model.named_parameters() if p.grad is not None}  # text: none of vision
+    params |= {name: (bias, torch.zeros_like(bias)) for name, bias in biases_of_experts(model).items()}
     params |= {f"{name}.{i}": part for name in list(params) for i, part in enumerate(parts(name, *params[name]))}
     # Where a release saves under other names than its modules have, the values tell which is which.
     same = lambda weight: next((p for p in params.values() if torch.equal(p[0], weight)), None)

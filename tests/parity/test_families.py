@@ -22,7 +22,8 @@ PYTHON = os.environ.get("JAXSCALE_TORCH_PYTHON", "")  # one with torch and trans
 NAMES = (
     "gpt2", "llama2", "llama31", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "gemma3_vision", "olmo2",
     "llama_yarn", "llama_dynamic", "llama_longrope", "qwen2_windows", "phi3", "mixtral", "mixtral_tied", "qwen3_moe",
-    "qwen3_moe_windows", "olmoe", "olmoe_biases",
+    "qwen3_moe_windows", "olmoe", "olmoe_biases", "deepseek_v2", "deepseek_v2_lite", "deepseek_v3",
+    "deepseek_v3_one_group",
 )  # fmt: skip
 LIKE = {"llama2": "llama31", "gemma3_vision": "gemma3"}  # whose text model differs in no part from this one's
 CASES = [pytest.param(name, marks=pytest.mark.soak) if name in LIKE else name for name in NAMES]

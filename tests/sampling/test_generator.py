@@ -34,6 +34,10 @@ from jaxscale.sharding.config import MeshConfig
 from jaxscale.sharding.mesh import make_mesh
 
 LLAMA_KIND = dict(attention_window=5, attention_softcap=3.0, qk_norm=True, logit_softcap=8.0)
+LATENT = tiny.LLAMA | dict(
+    num_kv_heads=4, head_dim=12, latent=dict(kv_rank=8, q_rank=12, nope_dim=8, rope_dim=4, value_dim=10),
+    rope_scaling=dict(name="yarn", factor=4.0, original_max_len=8, mscale=1.0, mscale_all_dim=0.8),
+)  # fmt: skip
 MODELS = {
     "llama": tiny.LLAMA | LLAMA_KIND,
     "llama, every key": tiny.LLAMA | {"rope_scaling": {"name": "linear", "factor": 2.0}},
@@ -43,6 +47,9 @@ MODELS = {
     | dict(out_bias=True, rope_scaling=dict(name="yarn", factor=4.0, original_max_len=8))
     | dict(zero_centred_norms=True, activation="gelu_tanh", scaled_embeddings=True, query_scalar=12.0, qk_norm=True),
     "olmo": tiny.LLAMA | dict(norm_placement="after", qk_norm=True, qk_norm_over="all_heads", scan_layers=False),
+    "latent": LATENT | dict(experts=dict(number=4, chosen=2, mlp_dim=16, shared_dim=8, first_dense=1, score="sigmoid")),
+    "latent, a window": LATENT
+    | dict(latent=LATENT["latent"] | dict(q_rank=0), attention_window=5, attention_softcap=3.0, scan_layers=False),
     "gpt2": tiny.GPT2,
     "gpt2, unrolled": tiny.GPT2 | {"scan_layers": False},
 }
@@ -94,7 +101,8 @@ def full_logits(name, row):
 
 
 PROMPTS = [np.random.default_rng(n).integers(0, tiny.VOCAB, length).tolist() for n, length in enumerate((3, 11, 1, 7))]
-QUICK = [("gemma", "tensor=2"), ("llama", "one")]  # all slots on several devices; a window's few slots and soft-caps
+# All slots on several devices; a window's few slots and soft-caps; latents, in two stacks of layers.
+QUICK = [("gemma", "tensor=2"), ("llama", "one"), ("latent", "tensor=2")]
 SLOW = [(kind, mesh) for kind in MODELS for mesh in MESHES if (kind, mesh) not in QUICK]
 
 
@@ -107,6 +115,13 @@ def test_the_likeliest_tokens_are_those_of_full_passes(name, mesh):
         for token in text.tolist():
             assert token == int(np.argmax(full_logits(name, row)))
             row.append(token)
+
+
+def test_of_latents_the_cache_has_no_number_of_any_head():
+    made, rows = engine("latent", "one"), jax.ShapeDtypeStruct((4,), jnp.int32)
+    tokens_BT = jax.ShapeDtypeStruct((4, 16), jnp.int32)
+    cache, _ = jax.eval_shape(made.read_prompts, made.sharded.shapes, tokens_BT, rows)
+    assert sum(leaf.size for leaf in cache) == 2 * 4 * LONGEST * (8 + 4)  # layers, rows, slots, rank and part with RoPE
 
 
 def test_a_penalty_is_for_the_tokens_of_the_prompt_and_for_those_drawn_since():

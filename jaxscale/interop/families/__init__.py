@@ -6,12 +6,14 @@ config_json = write(family_for(cfg), cfg, kept)        # ours -> theirs
 """
 
 import dataclasses
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 
 from jaxscale import schema
+from jaxscale.interop.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from jaxscale.interop.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from jaxscale.interop.families.family import Family, Row, Stack, TensorPair, matches_any, pair_of
 from jaxscale.interop.families.gemma import GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION
@@ -36,7 +38,8 @@ __all__ = [
 ]  # fmt: skip
 
 ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION, PHI3, MIXTRAL, QWEN3_MOE, OLMOE, GPT2,
+    LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA1, GEMMA2, GEMMA3, GEMMA3_VISION, PHI3, MIXTRAL, QWEN3_MOE, OLMOE,
+    DEEPSEEK_V2, DEEPSEEK_V3, GPT2,
 )  # fmt: skip
 FAMILIES: dict[str, Family] = {family.model_type: family for family in ALL}
 # Settings that choose how a model is computed, not which: a family says nothing of them.
@@ -137,14 +140,17 @@ def lost_settings(family: Family, cfg: AnyModelConfig) -> dict[str, Any] | None:
     if type(cfg) is not type(family.read_config({})):
         return None
     back, own = (settings_of(one) for one in (family.read_config(family.write_config(cfg)), cfg))
-    if ("experts.number" in back) != ("experts.number" in own):
+    if ("experts.number" in back) != ("experts.number" in own) or "latent.kv_rank" in back.keys() - own.keys():
         return None
     return {name: value for name, value in own.items() if name not in EXECUTION and back.get(name) != value}
 
 
 def settings_of(cfg: AnyModelConfig) -> dict[str, Any]:
-    """{setting: value} of what is computed, those of experts one by one."""
+    """{setting: value} of what is computed, those of latents and experts one by one."""
     found = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(cfg)}
+    if (latent := found.get("latent")) is not None:
+        del found["latent"]
+        found |= {f"latent.{field.name}": getattr(latent, field.name) for field in dataclasses.fields(latent)}
     if (experts := found.get("experts")) is None:
         return found
     del found["experts"]
@@ -170,7 +176,8 @@ def tensors(family: Family, cfg: AnyModelConfig, base: str | None = None) -> lis
     """
     shapes = leaf_shapes(cfg)
     base = family.bases[0] if base is None else base
-    make = lambda row, *place: pair_of(row, family, shapes, base, *place)
+    rope_dim = getattr(cfg, "rope_dim", 0)
+    make = lambda row, *place: pair_of(row, family, shapes, base, *place, rope_dim=rope_dim)
     once = [row for row in family.rows if not row.per_layer and set(row.leaves) <= set(shapes)]
     covered = {name for row in once for name in row.leaves} | {LOAD}
     pairs, first = [make(row) for row in once], 0
@@ -216,11 +223,23 @@ def match(family: Family, cfg: AnyModelConfig, names: Collection[str]) -> Match:
     left_out = sorted(name for name in names - known if matches_any(name, patterns))
     if missing := sorted(known - names):
         raise BadInput(f"the checkpoint has no {some(missing)}, which config.json calls for")
-    if unknown := sorted(names - known - set(left_out)):
+    unknown = sorted(names - known - set(left_out))
+    if beyond := [name for name in unknown if family.beyond and layer_of(name) >= cfg.num_layers]:
+        raise BadInput(
+            f"the checkpoint has {some(beyond)}: {family.beyond}, which are not computed here and would be lost; to "
+            "convert the model without them, take their names out of model.safetensors.index.json"
+        )
+    if unknown:
         raise BadInput(
             f"the checkpoint has {some(unknown)}, for which a {family.model_type} of config.json has no place"
         )
     return Match(pairs, left_out)
+
+
+def layer_of(name: str) -> int:
+    """The number of the layer in the name of a tensor of theirs; -1 where there is none."""
+    found = re.match(r"(?:.*\.)?layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def some(names: list[str]) -> str:

@@ -22,7 +22,8 @@ Shape = tuple[int, ...]
 class Row:
     """One tensor of theirs, and the leaves of ours that it holds.
 
-    inputs: leading axes of ours that a product contracts; 0 for a vector. turned: theirs is [out, in]. Several leaves
+    inputs: leading axes of ours that a product contracts; 0 for a vector. turned: theirs is [out, in]. paired: what
+    RoPE turns, the last numbers of the last axis, are pairs of neighbours in theirs and halves in ours. Several leaves
     lie side by side along the outputs. A row counts where the model has its leaves. One of "blocks/" is also for the
     dense layers before those with experts, if it is of no expert.
     """
@@ -31,6 +32,7 @@ class Row:
     theirs: str  # behind the base of the family; {layer} and {expert} where there is one for each
     inputs: int = 0
     turned: bool = False
+    paired: bool = False
 
     @property
     def leaves(self) -> tuple[str, ...]:
@@ -89,6 +91,7 @@ class TensorPair:
     their_shape: Shape
     row: Row
     expert: int | None = None  # place along the axis behind that one; None: the leaves are of no experts
+    neighbours: int = 0  # how many numbers at the end of the last axis of ours are in pairs in theirs
 
     @property
     def place(self) -> tuple[int, ...]:
@@ -101,15 +104,24 @@ class TensorPair:
         flat = tensor.T if self.row.turned else tensor
         ends = np.cumsum([outputs(shape, self.row.inputs) for shape in self.our_shapes])[:-1]
         parts = np.split(flat, ends, axis=-1) if len(ends) else [flat]
-        return tuple(part.reshape(shape) for part, shape in zip(parts, self.our_shapes, strict=True))
+        leaves = (part.reshape(shape) for part, shape in zip(parts, self.our_shapes, strict=True))
+        return tuple(self.reordered(leaf, halves_of_pairs(self.neighbours)) for leaf in leaves)
 
     def to_theirs(self, leaves: Sequence[np.ndarray]) -> np.ndarray:
         """Ours as theirs: the inverse of to_ours, bit for bit."""
         for name, leaf, shape in zip(self.ours, leaves, self.our_shapes, strict=True):
             self.check(name, leaf.shape, shape)
+        leaves = [self.reordered(leaf, np.argsort(halves_of_pairs(self.neighbours))) for leaf in leaves]
         parts = [leaf.reshape(flat_shape(leaf.shape, self.row.inputs)) for leaf in leaves]
         flat = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=-1)
         return flat.T if self.row.turned else flat
+
+    def reordered(self, leaf: np.ndarray, order: np.ndarray) -> np.ndarray:
+        """The leaf with the last numbers of its last axis in this order."""
+        if not self.neighbours:
+            return leaf
+        first = leaf.shape[-1] - self.neighbours
+        return np.take(leaf, [*range(first), *(first + order)], axis=-1)
 
     def check(self, name: str, shape: Shape, expected: Shape) -> None:
         """Raises BadInput unless the shapes are equal."""
@@ -133,6 +145,12 @@ class Family:
     goes_out_as: str = ""  # the model_type of another family, by which its models are written
     joined: tuple[Joined, ...] = ()  # tensors that may stand in the place of those of single experts
     renamed: tuple[tuple[str, str], ...] = ()  # (pattern, replacement) of names that transformers 5 has in memory
+    beyond: str = ""  # what layers of theirs behind the last one are: a checkpoint that has some is refused
+
+
+def halves_of_pairs(size: int) -> np.ndarray:
+    """The places of the first of each pair of neighbours, and then of the second."""
+    return np.arange(size).reshape(-1, 2).T.reshape(-1)
 
 
 def outputs(shape: Shape, inputs: int) -> int:
@@ -153,10 +171,12 @@ def pair_of(
     stack: Stack | None = None,
     layer: int | None = None,
     expert: int | None = None,
+    rope_dim: int = 0,
 ) -> TensorPair:
     """The row for one layer of a stack and one of its experts, or for none.
 
-    Args: shapes: of our leaves, without the axis of layers. layer, expert: numbered as theirs are.
+    Args: shapes: of our leaves, without the axis of layers. layer, expert: numbered as theirs are. rope_dim: numbers of
+    a head that RoPE turns.
     """
     names, at = row.leaves, None
     if stack is not None:
@@ -168,7 +188,7 @@ def pair_of(
     joined = (*flats[0][:-1], sum(flat[-1] for flat in flats))
     their_shape = joined[::-1] if row.turned else joined
     theirs = ("" if row.theirs in family.outside else base) + row.theirs.format(layer=layer, expert=expert)
-    return TensorPair(names, at, our_shapes, theirs, their_shape, row, expert)
+    return TensorPair(names, at, our_shapes, theirs, their_shape, row, expert, rope_dim if row.paired else 0)
 
 
 def matches_any(name: str, patterns: Sequence[str]) -> bool:

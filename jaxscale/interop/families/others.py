@@ -1,6 +1,7 @@
 """Models of transformers that are asked for and not computed here, and why: what each has that ours have not."""
 
-LATENT = "attention with latent keys and values (MLA)"
+INDEXED = "an index that chooses keys in its attention"
+UNCOMPARED = "the attention of DeepSeek-V3, and was not compared with its own code"
 HYBRID = "layers that are not attention (a hybrid)"
 RECURRENT = "no attention"
 PART = "RoPE over a part of a head"
@@ -11,7 +12,7 @@ OTHERS = dict(
     llama4_text="layers without RoPE, and experts whose inputs are multiplied by the router's scores",
     qwen2_moe=SHARED_GATE, phimoe="a router of its own kind (SparseMixer)", dbrx="LayerNorm, and clipped queries",
     granitemoe="factors on what each block adds", granitemoeshared="factors on what each block adds",
-    deepseek_v2=LATENT, deepseek_v3=LATENT, deepseek_v32=LATENT, kimi_k2=LATENT, glm4_moe_lite=LATENT,
+    deepseek_v32=INDEXED, kimi_k2=UNCOMPARED, glm4_moe_lite=UNCOMPARED,
     glm4_moe=PART, minimax_m2=PART, jetmoe="experts in its attention",
     qwen3_next=HYBRID, qwen3_5=HYBRID, qwen3_5_text=HYBRID, qwen3_5_moe=HYBRID, qwen3_5_moe_text=HYBRID, jamba=HYBRID,
     bamba=HYBRID, nemotron_h=HYBRID, falcon_h1=HYBRID, zamba2=HYBRID, granitemoehybrid=HYBRID, lfm2=HYBRID,

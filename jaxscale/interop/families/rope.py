@@ -195,7 +195,7 @@ def frozen(cfg: AnyModelConfig) -> AnyModelConfig:
     if scaling is None or scaling.row_len is None or scaling.name not in BY_LENGTH:
         return cfg
     if scaling.name == "dynamic":
-        base = stretched_base(cfg.head_dim, cfg.rope_base, scaling)
+        base = stretched_base(cfg.rope_dim, cfg.rope_base, scaling)
         return dataclasses.replace(cfg, rope_base=base, rope_scaling=None)
     chosen = factors_by_length(scaling)
     one = dataclasses.replace(scaling, short_factor=chosen, long_factor=chosen, row_len=None)

@@ -22,17 +22,18 @@ READ_OF_ALL = dict(
 KEPT = (
     "torch_dtype", "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings",
     "initializer_range", "use_cache", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-    "output_router_logits", "router_aux_loss_coef",
+    "output_router_logits", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux",
 )  # fmt: skip
-# And those that nobody misses: where a file came from, heads for other tasks, how torch computes.
+# And those that nobody misses: where a file came from, heads for other tasks, how torch computes; layers behind the
+# last one, of which match() finds the tensors.
 FORGOTTEN = {
     "_name_or_path", "name_or_path", "_attn_implementation_autoset", "architectures", "auto_map",
-    "cache_implementation", "chunk_size_feed_forward", "finetuning_task", "id2label", "is_decoder", "label2id",
-    "model_type", "n_ctx", "num_labels", "output_attentions", "output_hidden_states", "pretraining_tp",
-    "problem_type", "quantization_config", "reorder_and_upcast_attn", "return_dict", "_sliding_window_pattern",
-    "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj",
-    "task_specific_params", "text_config", "tokenizer_class", "torchscript", "transformers_version",
-    "unsloth_fixed", "unsloth_version",
+    "cache_implementation", "chunk_size_feed_forward", "ep_size", "finetuning_task", "id2label", "is_decoder",
+    "label2id", "model_type", "n_ctx", "num_labels", "num_mtp_layers", "num_nextn_predict_layers", "output_attentions",
+    "output_hidden_states", "pretraining_tp", "problem_type", "quantization_config", "reorder_and_upcast_attn",
+    "return_dict", "_sliding_window_pattern", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+    "summary_type", "summary_use_proj", "task_specific_params", "text_config", "tokenizer_class", "torchscript",
+    "transformers_version", "unsloth_fixed", "unsloth_version",
 }  # fmt: skip
 
 

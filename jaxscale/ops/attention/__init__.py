@@ -12,7 +12,8 @@ from jaxscale.ops.config import AttentionName, AttentionNeeds, Mix
 from jaxscale.system.exits import BadInput
 from jaxscale.units import or_list
 
-# attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H).
+# attend(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT) -> out_BTNH: causal, closed to the segment, scale 1/sqrt(H). All but
+# cuDNN take values of another size than keys, which their results then have.
 # Only `xla` takes a Scope in place of the segments, and the keywords of its attend: other forms refuse the needs.
 # A model with AttentionNeeds.mixed also says `local=`: whether this layer has the window.
 # What its backward pass needs of its results bears the name ATTENTION_OUT, for remat policies.
@@ -86,6 +87,8 @@ def what_lacks(name: str, needs: AttentionNeeds, device: jax.Device | None) -> s
         return ""
     if needs.softcap is not None:
         return "cudnn has no softcap"
+    if needs.of_values != needs.head_dim:
+        return f"cudnn takes values as wide as keys, and here they have {needs.of_values} and {needs.head_dim} numbers"
     if needs.head_dim > cudnn.MOST_HEAD_DIM or needs.head_dim % 8:
         return f"cudnn takes a head_dim of at most {cudnn.MOST_HEAD_DIM} and a multiple of 8, not {needs.head_dim}"
     if (capability := compute_capability(device)) < cudnn.LEAST_CAPABILITY:

@@ -6,6 +6,7 @@ each of its products a plain one. A few rows of the batch are taken at a time: t
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
 R = T * G: the queries that share a key-value head; r and s are the rows and the keys of one block
+Values and results may have another size than H: that of their own last axis.
 """
 
 import dataclasses
@@ -84,7 +85,7 @@ def forward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT):
         share_BKrs = lax.optimization_barrier(jnp.exp(score_BKrs - top_BKr1).astype(v_BKSH.dtype))
         sum_BKr1 = jnp.sum(share_BKrs, axis=-1, keepdims=True, dtype=F32)
         out_BKrH = product("BKrs,BKsH->BKrH", share_BKrs, v_BKSH[:, :, oldest:end]) / sum_BKr1
-        outs.append(out_BKrH.astype(v_BKSH.dtype).reshape(B, K, end - begin, G, H))
+        outs.append(out_BKrH.astype(v_BKSH.dtype).reshape(B, K, end - begin, G, -1))
         lses.append((top_BKr1 + jnp.log(sum_BKr1)).reshape(B, K, end - begin, G))
     return jnp.concatenate(outs, axis=2), jnp.concatenate(lses, axis=2)
 
@@ -93,7 +94,7 @@ def backward_blocks(cfg: BlockSettings, q_BKTGH, k_BKSH, v_BKSH, segment_ids_BT,
     """Gradients (dq_BKTGH, dk_BKSH, dv_BKSH) in the dtypes of q, k, v."""
     step, softcap, window = dataclasses.astuple(cfg)
     B, K, T, G, H = q_BKTGH.shape
-    q_BKRH, dout_BKRH = q_BKTGH.reshape(B, K, -1, H), dout_BKTGH.reshape(B, K, -1, H)
+    q_BKRH, dout_BKRH = (x.reshape(B, K, -1, x.shape[-1]) for x in (q_BKTGH, dout_BKTGH))
     lse_BK1R = lse_BKTG.reshape(B, K, 1, -1)
     drift_BK1R = jnp.sum(dout_BKTGH.astype(F32) * out_BKTGH.astype(F32), axis=-1).reshape(B, K, 1, -1)
     k_BKHS = lax.optimization_barrier(k_BKSH.swapaxes(2, 3))

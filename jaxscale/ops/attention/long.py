@@ -6,6 +6,7 @@ in the row they stand, so that a device may have some of a row's queries only, a
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
 R = T * G: the queries that share a key-value head; r and s are the rows and the keys of one block
+Values and results may have another size than H: Walk.value_dim.
 """
 
 import dataclasses
@@ -55,8 +56,8 @@ def make_attend(*, softcap: float | None = None, window: int | None = None, bloc
 def make_attend_seen(*, softcap: float | None, window: int | None, block: int):
     """attend(q_BTNH, k_BSKH, v_BSKH, sight) -> out_BTNH, of whole blocks."""
 
-    def walk_of(q_BKTGH) -> Walk:
-        return Walk(q_BKTGH.shape[3], q_BKTGH.shape[4], block, softcap, window)
+    def walk_of(q_BKTGH, v_BKSH) -> Walk:
+        return Walk(q_BKTGH.shape[3], v_BKSH.shape[3], block, softcap, window)
 
     @jax.custom_vjp
     def attend(q_BTNH, k_BSKH, v_BSKH, sight):
@@ -64,13 +65,13 @@ def make_attend_seen(*, softcap: float | None, window: int | None, block: int):
 
     def keep(q_BTNH, k_BSKH, v_BSKH, sight):
         q_BKTGH, k_BKSH, v_BKSH = group_heads(q_BTNH, k_BSKH.shape[2]), k_BSKH.swapaxes(1, 2), v_BSKH.swapaxes(1, 2)
-        results = walk_of(q_BKTGH).forward(q_BKTGH, k_BKSH, v_BKSH, sight)
+        results = walk_of(q_BKTGH, v_BKSH).forward(q_BKTGH, k_BKSH, v_BKSH, sight)
         out_BKTGH, lse_BKR = (checkpoint_name(result, ATTENTION_OUT) for result in results)
         return ungroup_heads(out_BKTGH), (q_BKTGH, k_BKSH, v_BKSH, sight, out_BKTGH, lse_BKR)
 
     def backward(saved, dout_BTNH):
-        q_BKTGH, k_BKSH = saved[:2]
-        grads = walk_of(q_BKTGH).backward(*saved, group_heads(dout_BTNH, k_BKSH.shape[1]))
+        q_BKTGH, k_BKSH, v_BKSH = saved[:3]
+        grads = walk_of(q_BKTGH, v_BKSH).backward(*saved, group_heads(dout_BTNH, k_BKSH.shape[1]))
         dq_BKTGH, dk_BKSH, dv_BKSH = grads
         return ungroup_heads(dq_BKTGH), dk_BKSH.swapaxes(1, 2), dv_BKSH.swapaxes(1, 2), None
 
@@ -113,7 +114,7 @@ class Walk:
     """The loop over pairs of blocks, and what it carries from pair to pair."""
 
     groups: int  # G
-    head_dim: int
+    value_dim: int  # of values and results
     block: int
     softcap: float | None
     window: int | None
@@ -141,14 +142,14 @@ class Walk:
 
     def nothing_seen(self, q_BKTGH) -> Softmax:
         """The softmax of queries before their first key."""
-        B, K, T, G, H = q_BKTGH.shape
+        B, K, T, G, _ = q_BKTGH.shape
         none_BKR = jnp.zeros((B, K, T * G), F32)
-        return Softmax(jnp.zeros((B, K, T * G, H), F32), none_BKR, jnp.full_like(none_BKR, HIDDEN))
+        return Softmax(jnp.zeros((B, K, T * G, self.value_dim), F32), none_BKR, jnp.full_like(none_BKR, HIDDEN))
 
     def settle(self, softmax: Softmax, q_BKTGH, dtype):
         """(out_BKTGH, logsumexp_BKR float32) of queries that have seen all keys."""
         out_BKRH = (softmax.sum_BKRH / softmax.total_BKR[..., None]).astype(dtype)
-        return out_BKRH.reshape(q_BKTGH.shape), softmax.top_BKR + jnp.log(softmax.total_BKR)
+        return out_BKRH.reshape(*q_BKTGH.shape[:4], self.value_dim), softmax.top_BKR + jnp.log(softmax.total_BKR)
 
     def visit(self, softmax: Softmax, q_BKTGH, k_BKSH, v_BKSH, sight: Sight) -> Softmax:
         """The softmax with these keys in it too."""

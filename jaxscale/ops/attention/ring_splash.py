@@ -46,7 +46,7 @@ def make_attend(
     def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
         chunk = q_BTNH.shape[1] // context.chunks
         filled = padded_length(chunk)
-        look = SplashLook(context, filled, chunk, softcap, window, blocks, interpret)
+        look = SplashLook(context, filled, chunk, softcap, window, blocks, interpret, v_BTKH.shape[3])
         by_chunk = lambda x: x.reshape(x.shape[0], context.chunks, -1, *x.shape[2:])
         flat = lambda x: x.reshape(x.shape[0], -1, *x.shape[3:])
 
@@ -88,10 +88,11 @@ class SplashLook:
     window: int | None
     blocks: Blocks
     interpret: bool
+    value_dim: int  # of values and results
 
     def nothing_seen(self, q_BNTH) -> Seen:
         """What queries have seen before their first key."""
-        return Seen(jnp.zeros(q_BNTH.shape, F32), jnp.full(q_BNTH.shape[:3], HIDDEN, F32))
+        return Seen(jnp.zeros((*q_BNTH.shape[:3], self.value_dim), F32), jnp.full(q_BNTH.shape[:3], HIDDEN, F32))
 
     def visit(self, seen: Seen, q_BNTH, held: Held, ids_BT, step) -> Seen:
         """What queries have seen with these keys too."""

@@ -20,14 +20,13 @@ from jaxscale.sharding.context_axis import ContextAxis
 def make_attend(*, softcap: float | None, window: int | None, context: ContextAxis):
     """attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT) -> out_BTNH, of the device's own positions in zigzag order."""
 
-    def look_of(q_BKTGH) -> WalkLook:
-        _, _, T, G, H = q_BKTGH.shape
-        chunk = T // context.chunks
-        return WalkLook(context, chunk, Walk(G, H, block_of(chunk), softcap, window))
-
-    ring = make_ring(context, look_of)
-
     def attend(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT):
+        def look_of(q_BKTGH) -> WalkLook:
+            _, _, T, G, _ = q_BKTGH.shape
+            chunk = T // context.chunks
+            return WalkLook(context, chunk, Walk(G, v_BTKH.shape[3], block_of(chunk), softcap, window))
+
+        ring = make_ring(context, look_of)
         q_BKTGH = group_heads(q_BTNH, k_BTKH.shape[2])
         return ungroup_heads(ring(q_BKTGH, k_BTKH.swapaxes(1, 2), v_BTKH.swapaxes(1, 2), segment_ids_BT))
 

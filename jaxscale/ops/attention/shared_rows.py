@@ -146,7 +146,7 @@ def with_neighbours(attend: AttendStanding, far: Callable[..., jax.Array], windo
         k_BSKH, v_BSKH, ids_BS = map(join, tails, fields)
         scope = Scope(by_chunk(segments), key_segment_ids_BS=ids_BS - 1)
         standing = Standing(np.array([[reach]], np.int32), chunk, 0)
-        return attend(by_chunk(q_BtNH), k_BSKH, v_BSKH, scope, standing, **how).reshape(q_BtNH.shape)
+        return attend(by_chunk(q_BtNH), k_BSKH, v_BSKH, scope, standing, **how).reshape(*q_BtNH.shape[:3], -1)
 
     return attend_near
 

@@ -92,7 +92,8 @@ def beyond_gather(needs: AttentionNeeds, work: SharedWork, lacks: dict[str, str]
     chunk = work.row_length // (2 * work.devices)
     if needs.window is not None and needs.mixed is None and needs.window - 1 <= chunk:
         return Sharing("gather", f"of others' keys no more than the {needs.window - 1} that a window reaches are sent")
-    held = 4 * work.rows * work.row_length * work.kv_heads * needs.head_dim * ITEM_BYTES[needs.dtype]
+    widths = needs.head_dim + needs.of_values
+    held = 2 * work.rows * work.row_length * work.kv_heads * widths * ITEM_BYTES[needs.dtype]
     what = f"those of a layer and their gradients take {size(held)} on a device"
     if work.memory_bytes is None or held <= MOST_GATHERED * work.memory_bytes:
         return Sharing("gather", what)

@@ -95,8 +95,8 @@ def make_attend_standing(
         kernel = make_kernel(tables, longer, sizes, softcap=softcap, window=window, interpret=interpret)
         with jax.named_scope(tables.scope):
             out_BNTH = jax.vmap(lambda q, k, v, ids: kernel(q, k, v, ids))(q_BNTH, k_BKSH, v_BKSH, segments)
-        out = out_BNTH.swapaxes(1, 2).reshape(-1, long_chunk, *q_BTNH.shape[2:])[:, :chunk]
-        return out.reshape(q_BTNH.shape)
+        out = out_BNTH.swapaxes(1, 2).reshape(-1, long_chunk, q_BTNH.shape[2], v_BSKH.shape[3])[:, :chunk]
+        return out.reshape(*q_BTNH.shape[:3], -1)
 
     return attend_standing
 

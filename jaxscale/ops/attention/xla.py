@@ -1,7 +1,7 @@
 """Attention as XLA compiles it from the definition: the reference for every other form.
 
 B batch  T query position  S key position  K key-value heads  G query heads per key-value head  H head dim
-N = K * G query heads
+N = K * G query heads  V of values and results, H but for latent attention
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ def narrowed(segment_ids_BT: jax.Array, prefix_BT: jax.Array | None) -> jax.Arra
 
 
 def make_attend(*, softcap: float | None = None, window: int | None = None):
-    """attend(q_BTNH, k_BSKH, v_BSKH, segments) -> out_BTNH: causal, within the segment, scale 1/sqrt(H).
+    """attend(q_BTNH, k_BSKH, v_BSKV, segments) -> out_BTNV: causal, within the segment, scale 1/sqrt(H).
 
     softcap: scores become softcap * tanh(score / softcap) (arXiv:2408.00118).
     window: a query sees the newest `window` keys up to its own (arXiv:2310.06825); None: all of them.
@@ -46,7 +46,7 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
     def attend(
         q_BTNH,
         k_BSKH,
-        v_BSKH,
+        v_BSKV,
         segments: jax.Array | Scope,
         *,
         causal: bool = True,
@@ -70,11 +70,11 @@ def make_attend(*, softcap: float | None = None, window: int | None = None):
         if bias_NTS is not None:
             score_BKGTS += bias_NTS.astype(jnp.float32).reshape(1, K, N // K, T, S)
         seen_B11TS = seen(scope, T, S, causal, window)[:, None, None]
-        share_BKGTS = jax.nn.softmax(jnp.where(seen_B11TS, score_BKGTS, HIDDEN), axis=-1).astype(v_BSKH.dtype)
+        share_BKGTS = jax.nn.softmax(jnp.where(seen_B11TS, score_BKGTS, HIDDEN), axis=-1).astype(v_BSKV.dtype)
         if scope.key_segment_ids_BS is not None:  # a query may have no key in another row, as padding has none
             share_BKGTS = jnp.where(seen_B11TS, share_BKGTS, 0)
-        out_BTNH = jnp.einsum("BKGTS,BSKH->BTKGH", share_BKGTS, v_BSKH).reshape(B, T, N, H)
-        return checkpoint_name(out_BTNH, ATTENTION_OUT)
+        out_BTKGV = jnp.einsum("BKGTS,BSKV->BTKGV", share_BKGTS, v_BSKV)
+        return checkpoint_name(out_BTKGV.reshape(B, T, N, -1), ATTENTION_OUT)
 
     return attend
 
