@@ -205,6 +205,8 @@ def check_experts(cfg: RunConfig) -> None:
     if experts is None:
         if lost := [name for name in cfg.train.aux_losses if name in EXPERT_LOSSES]:
             raise BadInput(f"train.aux_losses has {lost[0]!r}, of experts, and this model has none; leave it out")
+        if cfg.init.experts != "none":
+            raise BadInput(f"init.experts={cfg.init.experts!r}: this model has no experts; set model.experts")
     elif model.matmul_dtype != "none":
         raise BadInput(
             f"model.matmul_dtype={model.matmul_dtype!r} is not built for model.experts; set it to 'none', for all "

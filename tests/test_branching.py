@@ -81,6 +81,16 @@ def test_stopped_before_its_first_checkpoint_it_begins_with_the_same_weights_aga
     tiny.assert_same_bits(begun.opt_state, state_of(tmp_path / "old", 4).opt_state)
 
 
+def test_a_mixture_that_begins_with_a_dense_run_records_how(tmp_path):
+    run(tmp_path / "old", 2)
+    mixture = {"model.experts": dict(number=4, chosen=2, mlp_dim=32), "init.experts": "copy"}
+    begun = begin(tmp_path / "mixture", mixture | {"init.from_path": str(tmp_path / "old")})
+    dense = state_of(tmp_path / "old", 2).params["blocks"]["mlp"]["up"]
+    assert (begun.params["blocks"]["mlp"]["up"] == dense[:, None]).all()
+    ancestor = json.loads((tmp_path / "mixture" / "config.json").read_text())["ancestry"][0]
+    assert (ancestor["step"], ancestor["upcycled"]) == (2, "copy")
+
+
 def begin(folder, overrides):
     """The state before step 0 of a run that does not come to its first step."""
     opened = open_run(config(4, overrides), str(folder), log=str)

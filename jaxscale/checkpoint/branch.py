@@ -17,6 +17,7 @@ from jaxscale.checkpoint.config import ARROW, CheckpointConfig, InitConfig
 from jaxscale.checkpoint.manager import Checkpoints
 from jaxscale.checkpoint.record import describe_leaf, leaf_text, named_leaves, weight_leaves
 from jaxscale.checkpoint.restore import newest_to_read
+from jaxscale.checkpoint.upcycle import Origin, Upcycling, is_dense_of, plan_upcycling
 from jaxscale.hosts.agree import agreed
 from jaxscale.models.config import LoraConfig
 from jaxscale.models.lora import is_adapter
@@ -40,6 +41,7 @@ class Source:
     checkpoints: Checkpoints
     step: int
     record: Mapping[str, Any]
+    experts: str = "none"  # init.experts of the run that begins with it
 
     def __str__(self) -> str:
         return str(self.checkpoints.directory / str(self.step))
@@ -51,6 +53,8 @@ class Source:
         own = {"path": str(self.checkpoints.directory), "step": self.step, "sha256": self.record["sha256"]}
         converted = run.get("converted") or {}  # for whoever exports a descendant: what its config.json said
         own |= {name: converted[name] for name in ("model_type", "kept", "from") if converted.get(name)}
+        if self.experts != "none":
+            own["upcycled"] = self.experts
         return [own, *run.get("ancestry", ())]
 
     @property
@@ -67,6 +71,8 @@ class Plan:
     resized: dict[str, int]  # our name -> axis of the vocabulary, among the loaded
     fresh: tuple[str, ...]
     left_out: tuple[str, ...]  # names there
+    made: dict[str, Origin] = dataclasses.field(default_factory=dict)  # ours of other shapes, among the loaded
+    upcycling: Upcycling | None = None
 
 
 def open_source(
@@ -117,23 +123,30 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
 
     Each array is read straight into its sharding, and what is drawn at random is given up first where it is replaced,
     so that at most one state is in memory. step, random key, guard and loss scale are a new run's.
-    Args: program: as build.py makes it (init, abstract_state, cfg.model.vocab_size). source: open_source's, if opened.
+    Args: program: as build.py makes it (init, abstract_state, cfg.model, cfg.lora). source: open_source's, if opened.
     Raises: BadInput with one line for all that does not fit. Stop (CHECKPOINT_CORRUPT) where a bit there has changed.
     """
     source = source or open_source(cfg.from_path)
     own = named_leaves(program.abstract_state)
-    plan = plan_branch(cfg, source, own, program.cfg.model.vocab_size)
+    plan = plan_branch(cfg, source, own, program.cfg.model)
     check_scale(source, plan, program.cfg.lora)
     state = program.init()
     leaves = named_leaves(state)
     for name in plan.loaded:
         if name not in plan.resized:
             leaves[name].delete()
-    there = {plan.loaded[name]: own[name] for name in plan.loaded if name not in plan.resized}
+    as_they_are = {name: old for name, old in plan.loaded.items() if name not in plan.resized and name not in plan.made}
+    there = {old: own[name] for name, old in as_they_are.items()}
     found = source.checkpoints.restore(source.step, there, partial=True) if there else {}
-    leaves |= {name: found[there_name] for name, there_name in plan.loaded.items() if name not in plan.resized}
+    leaves |= {name: found[old] for name, old in as_they_are.items()}
     for name, axis in plan.resized.items():  # one after the other: each is for a moment in memory twice
         leaves[name] = resized(source, plan.loaded[name], leaves[name], own[name], axis, cfg.new_rows)
+    for name, origin in plan.made.items():  # and these too, beside the dense one
+        read = functools.partial(read_leaf, source, plan.loaded[name], own[name].dtype)
+        leaves[name] = plan.upcycling.make(origin, read, own[name])
+    if plan.upcycling:
+        fresh = [name for name in plan.fresh if group_of(name) == "params"]
+        leaves |= {name: plan.upcycling.begun(name, leaves[name], own[name]) for name in fresh}
     if state.ema is not None and not any(name.startswith("ema/") for name in plan.loaded):
         begin_average(leaves, own)
     for line in describe(cfg, source, plan, own):
@@ -141,7 +154,7 @@ def branch_state(program: Any, cfg: InitConfig, log: Callable[[str], None], sour
     return jax.tree.unflatten(jax.tree.structure(state), list(leaves.values()))
 
 
-def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_size: int) -> Plan:
+def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], model: Any) -> Plan:
     """What goes where. Raises BadInput, one line, if a leaf on either side is neither used nor skipped."""
     leaves = source.record["leaves"]
     saved = {leaf: leaves[leaf] for part in WHAT[cfg.what] for leaf in weight_leaves(leaves, part).values()}
@@ -152,26 +165,35 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
         raise BadInput(f"init.rename gives several arrays of {source} the name {clash[0]}")
     available = {new: old for old, new in renamed.items() if not is_skipped(new) and not is_skipped(old)}
     wanted = [name for name in own if group_of(name) in receivers(cfg, available) and not is_skipped(name)]
-    loaded, resized, problems = {}, {}, []
+    upcycling = None
+    if cfg.experts != "none":
+        upcycling = plan_upcycling(cfg.experts, model, {new: saved[old][0] for new, old in available.items()}, source)
+    loaded, resized, made, problems = {}, {}, {}, []
     for name in wanted:
-        if name not in available and is_adapter(name):
+        origin = upcycling.origin(name) if upcycling else Origin(name)
+        if origin is None or (origin.name not in available and is_adapter(name)):
             continue  # it begins here
-        if name not in available:
-            near = nearest(name, [old for new, old in available.items() if new not in own] or available)
+        if origin.name not in available:
+            near = nearest(origin.name, [old for new, old in available.items() if new not in own] or available)
             problems.append(f"{name} is not there (nearest: {near})")
             continue
-        old, new = saved[available[name]][:2], describe_leaf(own[name])
-        axis = vocab_axis(old[0], new[0], source.vocab_size, vocab_size)
-        loaded[name] = available[name]
+        (shape, dtype), new = saved[available[origin.name]][:2], describe_leaf(own[name])
+        old = [upcycling.shape(origin, shape) if upcycling else shape, dtype]
+        axis = vocab_axis(old[0], new[0], source.vocab_size, model.vocab_size)
+        loaded[name] = available[origin.name]
         if old == new:
+            made |= {} if origin.is_whole else {name: origin}
             continue
         if old[1] == new[1] and axis is not None and cfg.resize_vocab:
             resized[name] = axis
             continue
         way_out = " (init.resize_vocab=true resizes it)" if old[1] == new[1] and axis is not None else ""
-        problems.append(f"{name} is {leaf_text(old)} there and {leaf_text(new)} here{way_out}")
+        if not upcycling and is_dense_of(old[0], new[0], name):
+            way_out = " (init.experts='copy' makes experts of it, or 'split' narrower ones)"
+        problems.append(f"{name} is {leaf_text([shape, dtype])} there and {leaf_text(new)} here{way_out}")
     keeps_average = any(group_of(name) == "ema" for name in own)  # or that of the checkpoint is not needed
-    unused = [old for new, old in available.items() if new not in loaded and (keeps_average or group_of(new) != "ema")]
+    used = set(loaded.values())
+    unused = [old for new, old in available.items() if old not in used and (keeps_average or group_of(new) != "ema")]
     merge = "; jaxscale ckpt merge_lora makes plain weights of it"
     problems += [
         f"{name} is there and has no place here (nearest: {nearest(name, own)}){merge * is_adapter(name)}"
@@ -187,7 +209,9 @@ def plan_branch(cfg: InitConfig, source: Source, own: Mapping[str, Any], vocab_s
         loaded,
         resized,
         fresh=tuple(name for name in own if name not in loaded),
-        left_out=tuple(name for name in saved if name not in loaded.values()),
+        left_out=tuple(name for name in saved if name not in used),
+        made=made,
+        upcycling=upcycling,
     )
 
 
@@ -256,8 +280,7 @@ def resized(source: Source, name: str, fresh: jax.Array, own: Any, axis: int, ne
     spec = list(own.sharding.spec) + [None] * (len(shape) - len(own.sharding.spec))
     spec[axis] = None  # the devices that share the vocabulary need not divide its old size
     whole = NamedSharding(own.sharding.mesh, PartitionSpec(*spec), memory_kind=own.sharding.memory_kind)
-    wanted = {name: jax.ShapeDtypeStruct(tuple(shape), own.dtype, sharding=whole)}
-    old = source.checkpoints.restore(source.step, wanted, partial=True)[name]
+    old = read_leaf(source, name, own.dtype, whole)
 
     @functools.partial(jax.jit, out_shardings=own.sharding)
     def resize(old: jax.Array, fresh: jax.Array) -> jax.Array:
@@ -269,6 +292,12 @@ def resized(source: Source, name: str, fresh: jax.Array, own: Any, axis: int, ne
         return jnp.concatenate([kept, added.astype(kept.dtype)], axis=axis)
 
     return resize(old, fresh)
+
+
+def read_leaf(source: Source, name: str, dtype: Any, sharding: NamedSharding) -> jax.Array:
+    """The leaf `name` of the checkpoint, by itself."""
+    wanted = {name: jax.ShapeDtypeStruct(tuple(source.record["leaves"][name][0]), dtype, sharding=sharding)}
+    return source.checkpoints.restore(source.step, wanted, partial=True)[name]
 
 
 def begin_average(leaves: dict[str, Any], own: Mapping[str, Any]) -> None:
@@ -289,6 +318,7 @@ def describe(cfg: InitConfig, source: Source, plan: Plan, own: Mapping[str, Any]
         how = {"mean": "the mean of the old ones", "init": "as a new model has them"}[cfg.new_rows]
         added = f"the {new - old} added rows are {how}" if new > old else f"the last {old - new} rows are cut off"
         lines.append(f"init: resized  {name}: {old} -> {new}; {added}")
+    lines += plan.upcycling.describe() if plan.upcycling else []
     fresh = [name for name in plan.fresh if group_of(name) in ("params", "opt_state")]
     lines += [f"init: fresh    {line}" for line in grouped(fresh, own)]
     if any(name.startswith("ema/") for name in plan.fresh):

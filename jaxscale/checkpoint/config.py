@@ -118,6 +118,11 @@ class InitConfig:
     new_rows: Literal["mean", "init"] = setting(
         "mean", "what rows are added: the mean of the old ones, or as a new model has them", read_if="init.resize_vocab"
     )
+    experts: Literal["none", "copy", "split"] = setting(
+        "none",
+        "how a dense model becomes one with model.experts: each begins as its MLP (copy, arXiv:2212.05055), or as one "
+        "of the equal parts that it is split into (split, arXiv:2410.07524); none: it is a mixture already",
+    )
 
     def __post_init__(self):
         for rule in self.rename:
@@ -128,6 +133,10 @@ class InitConfig:
                 re.compile(pattern)
             except re.error as error:
                 raise BadInput(f"{pattern!r} is no regular expression: {error}") from None
+        if self.experts != "none" and self.what == "state":
+            raise BadInput(
+                f"what='state' has no moments of the experts that experts={self.experts!r} makes; use 'params' or 'ema'"
+            )
         changed = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
         if self.from_path is None and changed:
             raise BadInput(f"{changed[0]} is for a run that begins with another's weights; give from_path too")

@@ -244,7 +244,8 @@ def settings(history: History) -> str:
     facts = [("git commit", config.get("git_commit")), ("versions", described(versions))]
     for ancestor in as_list(config.get("ancestry")):
         if isinstance(ancestor, dict):
-            facts.append(("weights from", f"{ancestor.get('path')}, step {ancestor.get('step')}"))
+            made = f", made into experts ({ancestor['upcycled']})" if ancestor.get("upcycled") else ""
+            facts.append(("weights from", f"{ancestor.get('path')}, step {ancestor.get('step')}{made}"))
     peak = history.part("peak")
     if peak.get("name"):
         facts.append(("MFU against", f"{peak.get('name')}: {peak.get('source')}"))

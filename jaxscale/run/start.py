@@ -128,4 +128,6 @@ def open_ancestor(folder: RunFolder, recorded: dict[str, Any] | None) -> Source 
     if folder.cfg.init.from_path is None or recorded is not None:
         return None
     begun = recorded_run(folder.path)
-    return open_source(folder.cfg.init.from_path, next(iter(begun.get("ancestry", ())), None), log=folder.log)
+    ancestor = next(iter(begun.get("ancestry", ())), None)
+    source = open_source(folder.cfg.init.from_path, ancestor, log=folder.log)
+    return dataclasses.replace(source, experts=folder.cfg.init.experts)

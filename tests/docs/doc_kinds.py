@@ -56,7 +56,7 @@ KINDS = (
     Kind(PARSED, r"^jaxscale preflight ", "compiles for minutes; tests/cli/test_preflight_aot.py does"),
     Kind(
         PARSED,
-        r"-hf\b|runs/(llama|qwen|base|tuned|merged|longer)\b",
+        r"-hf\b|runs/(llama|qwen|base|dense|tuned|merged|longer)\b",
         "another's model; tests/interop, tests/test_finetuning.py and tests/test_long_context.py make small ones",
     ),
     Kind(

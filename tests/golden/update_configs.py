@@ -16,6 +16,7 @@ ARGUMENTS = {  # of files that take one
     "auto": ("depth=4", "depth=12", "depth=24"),
     "finetune": ("full", "lora"),
     "long_context": ("4",),
+    "small_mixture": ("experts", "dense"),
 }
 
 
