@@ -130,4 +130,4 @@ def run_experts(
     gate_RF = checkpoint_name(grouped(x_RD, gate_EDF, counts_E), MLP_GATE)
     up_RF = checkpoint_name(grouped(x_RD, up_EDF, counts_E), MLP_UP)
     h_RF = (activate(gate_RF, up_RF) * weight_R[:, None]).astype(x_RD.dtype)
-    return grouped(h_RF, down_EFD, counts_E)
+    return grouped(h_RF, down_EFD, counts_E, turned=True)  # BatchAxes.gather brings it together so

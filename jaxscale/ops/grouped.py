@@ -23,8 +23,8 @@ LANES = 128  # of a TPU's tile: sizes of a kernel's blocks are multiples
 KERNEL_BYTES = 12 << 20
 
 # (x_RC, w_ECO, counts_E) -> y_RO in x's dtype, and the gradient of w in w's own. Rows behind the last group have no
-# meaning, and none in the gradients.
-GroupedProject = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+# meaning, and none in the gradients. turned=True: w lies in memory as [E, O, C].
+GroupedProject = Callable[..., jax.Array]
 
 
 class Products(NamedTuple):
@@ -33,10 +33,21 @@ class Products(NamedTuple):
     forward: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (x_RC, w_ECO, counts_E) -> y_RO
     back: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (dy_RO, w_ECO, counts_E) -> dx_RC
     of_weights: Callable[[jax.Array, jax.Array, jax.Array, Any], jax.Array]  # (x_RC, dy_RO, counts_E, dtype) -> dw_ECO
+    reads_turned: bool = False  # a weight that lies in memory as [E, O, C] is read so, and its gradient written so
+
+    @property
+    def turned(self) -> "Products":
+        """The products of weights [E, O, C]."""
+        of_weights = lambda x_RC, dy_RO, counts_E, dtype: self.of_weights(dy_RO, x_RC, counts_E, dtype)
+        return Products(self.back, self.forward, of_weights)
 
 
-def grouped_project(products: Products, x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array) -> jax.Array:
+def grouped_project(
+    products: Products, x_RC: jax.Array, w_ECO: jax.Array, counts_E: jax.Array, *, turned: bool = False
+) -> jax.Array:
     """A GroupedProject of these products."""
+    if turned and products.reads_turned:
+        products, w_ECO = products.turned, w_ECO.swapaxes(1, 2)
     return checkpoint_name(_project(products, x_RC, w_ECO, counts_E), PRODUCT)
 
 
@@ -166,11 +177,9 @@ def kernel_products(*, interpret: bool = False) -> Products:
     def of_weights(x_RC, dy_RO, counts_E, dtype):
         x_RC, dy_RO = whole_tiles(x_RC), whole_tiles(dy_RO)
         tiles = tiling(*x_RC.shape, dy_RO.shape[1], x_RC.dtype.itemsize)
-        dw_ECO = tgmm(x_RC.swapaxes(0, 1), dy_RO, counts_E, dtype, tiles, interpret=interpret)
-        # Of a group without rows the kernel may leave what was in memory.
-        return jnp.where(counts_E[:, None, None] > 0, dw_ECO, jnp.zeros_like(dw_ECO))
+        return tgmm(x_RC.swapaxes(0, 1), dy_RO, counts_E, dtype, tiles, interpret=interpret)  # 0 where no rows are
 
-    return Products(forward, back, of_weights)
+    return Products(forward, back, of_weights, reads_turned=True)
 
 
 def whole_tiles(x_RC: jax.Array) -> jax.Array:

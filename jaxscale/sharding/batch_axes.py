@@ -21,6 +21,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh
 
 from jaxscale.sharding import context_axis, tensor_axis
+from jaxscale.sharding.expert_axis import EXPERTS
 from jaxscale.sharding.rules import Placement, Rules, names_of, read_as
 from jaxscale.sharding.shardings import is_axes
 from jaxscale.sharding.torus import Axis, LinkStage, gather_along, link_stages, scatter_along
@@ -108,7 +109,13 @@ class BatchAxes:
         if not partition:
             return w
         narrow = jnp.dtype(read_as(axes, dtype))
-        return checkpoint_name(_gather(partition, narrow, self.communication, w), GATHERED)
+        # Matrices of experts come together in place where rows are what is cut; by columns each would be copied after.
+        turned = axes[0] == EXPERTS and self.communication.tiled and any(d == 2 for d, _ in partition)
+        if turned:
+            partition = tuple((1 if d == 2 else d, names) for d, names in partition)
+            w = w.swapaxes(1, 2)
+        whole = _gather(partition, narrow, self.communication, w)
+        return checkpoint_name(whole.swapaxes(1, 2) if turned else whole, GATHERED)
 
     def narrowed(self, params: Any, axes: Any, dtype: Any) -> Any:
         """Stacked shards in the dtype that they are gathered in, where their gradients are summed in it too.
@@ -219,10 +226,16 @@ def reduce_scatter(x: jax.Array, partition: Partition, communication: Communicat
     """This device's shard of the sum of x over the axes of the partition, in the communication dtype.
 
     The sharded dimension lies outermost in memory first: along the innermost axis XLA:TPU pads the parts to 128 lanes,
-    and sums the last stage whole on every device (libtpu 0.0.51 for v5e, 2026-11-21).
+    and sums the last stage whole on every device (libtpu 0.0.51 for v5e, 2026-11-21). The rows of a stack of matrices
+    are scattered where they lie (v5p:4x4x4, v6e:8x8 and v5e:8x8, libtpu 0.0.51, 2026-11-24).
     """
     x = x.astype(communication.dtype)
     for dimension, names in partition:
+        if communication.tiled and x.ndim == 3 and dimension == 1:
+            x = with_layout_constraint(x, Layout((0, 1, 2)))
+            for name in communication.turns(names):
+                x = scatter_along(x, name, 1, communication.stages_of(name))
+            continue
         x = jnp.moveaxis(x, dimension, 0)
         shape = x.shape[1:]
         x = to_scatter(x) if communication.tiled else x

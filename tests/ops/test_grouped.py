@@ -43,6 +43,22 @@ def test_values_and_gradients_are_those_of_a_plain_loop(form, counts):
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_weights_that_lie_turned_in_memory_give_the_same(form):
+    keys = jax.random.split(jax.random.key(0), 3)
+    counts_E = jnp.asarray([100, 0, 90])
+    x_RC = jax.random.normal(keys[0], (ROWS, CONTRACTED))
+    w_ECO = jax.random.normal(keys[1], (3, CONTRACTED, 2 * WIDTH))
+    dy_RO = jnp.arange(ROWS)[:, None] < 190
+    dy_RO = jnp.where(dy_RO, jax.random.normal(keys[2], (ROWS, 2 * WIDTH)), 0.0)
+    results = []
+    for turned in (False, True):
+        y_RO, pull = jax.vjp(functools.partial(FORMS[form], counts_E=counts_E, turned=turned), x_RC, w_ECO)
+        results.append([y_RO[:190], *(g[:190] for g in pull(dy_RO))])
+    for one, other in zip(*results):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_rows_behind_the_last_group_touch_no_gradient(form):
     counts_E = jnp.asarray([100, 0, 28])
     rows_R1 = jnp.arange(ROWS)[:, None] < 128

@@ -76,3 +76,23 @@ def test_tiles_in_groups_of_a_middling_size():
     fine = [1, 8, 86, 112, 150, 250, 393, 404, 784, 1001, 1023, 1188, 2000, 2050]  # few, or scattered on lines of 2
     assert not any(map(falls_into_groups, whole)) and all(map(falls_into_groups, fine))
     assert all(falls_into_groups(16 * n) for n in range(1, 400))
+
+
+@pytest.mark.parametrize("axes", [("experts", "expert_embed", "mlp"), ("experts", "mlp", "expert_embed")], ids=str)
+def test_stacks_of_experts_are_the_same_whichever_way_they_come_together(axes):
+    batch_axes = make_batch_axes(make_mesh(MeshConfig(fsdp=4, expert=2)), RULES["zero3"])
+    spec = P(*map(batch_axes.rules.params.get, axes))
+    w, weight = np.random.default_rng(0).normal(size=(2, 4, 16, 24)).astype(np.float32)
+
+    def both(tiled):
+        one = dataclasses.replace(batch_axes, communication=dataclasses.replace(batch_axes.communication, tiled=tiled))
+
+        def local(w, weight):
+            whole, pull = jax.vjp(lambda w: one.gather(w, axes, "float32"), w)
+            return whole, *pull(weight)
+
+        return jax.jit(one.shard_map(local, (spec, P()), (P(), spec)))(w, weight)
+
+    for whole, grad in (both(tiled=True), both(tiled=False)):
+        np.testing.assert_array_equal(whole, w)
+        np.testing.assert_array_equal(grad, 8 * weight)
