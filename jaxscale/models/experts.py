@@ -23,7 +23,7 @@ from jaxscale.models.told import Told
 from jaxscale.ops.exchange import exchanged
 from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.kernels import Kernels
-from jaxscale.ops.routing import Routes, in_order, route, sort_rows, to_rows, to_tokens
+from jaxscale.ops.routing import Routes, in_order, route, score_ranges, sort_rows, to_rows, to_tokens
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 F32 = jnp.float32
@@ -51,10 +51,11 @@ class SparseMlp(nnx.Module):
         x_BTD = self.tensor.gather(x_BTD)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
         routes = self.routes(x_nD)
-        y_BTD = self.mixed(x_nD, routes).reshape(x_BTD.shape)
+        y_nD, rounds_Q = self.mixed(x_nD, routes)
+        y_BTD = y_nD.reshape(x_BTD.shape)
         if self.shared is not None:
             y_BTD += self.shared.own_part(x_BTD)
-        return self.tensor.scatter(y_BTD), self.told(routes, segment_ids_BT)
+        return self.tensor.scatter(y_BTD), self.told(routes, segment_ids_BT, rounds_Q)
 
     @jax.named_scope("router")
     def routes(self, x_nD: jax.Array) -> Routes:
@@ -63,21 +64,22 @@ class SparseMlp(nnx.Module):
         bias_E = None if self.router_bias is None else self.router_bias[...]
         return route(self.form, logit_nE, bias_E)
 
-    def mixed(self, x_nD: jax.Array, routes: Routes) -> jax.Array:
-        """The sum of each token's experts. Weights are multiplied in before the last product, whose result then is not
-        needed to go back."""
+    def mixed(self, x_nD: jax.Array, routes: Routes) -> tuple[jax.Array, jax.Array]:
+        """(the sum of each token's experts, rounds_Q as in Told). Weights are multiplied in before the last product,
+        whose result then is not needed to go back."""
         k, axis = self.form.chosen, self.kernels.expert_axis
         run = functools.partial(run_experts, self.kernels.grouped, self.activate)
         rows = sort_rows(routes.expert_nk, self.form.number)
         weights = self.gate[...], self.up[...], self.down[...]
         x_RD, weight_R = to_rows(k, x_nD, rows), in_order(routes.weight_nk, rows)
         if axis.size == 1:
-            y_RD = run(weights, x_RD, weight_R, rows.counts_E)
+            y_RD, rounds_Q = run(weights, x_RD, weight_R, rows.counts_E), jnp.zeros(0, jnp.int32)
         else:
-            y_RD = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
-        return to_tokens(k, y_RD, rows)
+            y_RD, rounds = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
+            rounds_Q = jax.nn.one_hot(rounds, axis.size + 1, dtype=jnp.int32)  # at most one a device
+        return to_tokens(k, y_RD, rows), rounds_Q
 
-    def told(self, routes: Routes, segment_ids_BT: jax.Array) -> Told:
+    def told(self, routes: Routes, segment_ids_BT: jax.Array, rounds_Q: jax.Array) -> Told:
         """Every device of the tensor axis says the same of the same tokens: each gradient is its part of one."""
         B, T = segment_ids_BT.shape
         E, k, context = self.form.number, self.form.chosen, self.tensor.context
@@ -101,6 +103,8 @@ class SparseMlp(nnx.Module):
             jnp.sum(counts_BE, axis=0),
             dict(zip(EXPERT_LOSSES, losses, strict=True)),
             jnp.sum(jnp.where(real_BT, entropy_BT, 0.0)),
+            jnp.sum(jnp.where(real_BT, score_ranges(self.form, routes).reshape(B, T), 0.0)),
+            rounds_Q,
         )
 
 

@@ -6,7 +6,11 @@ from jaxscale.ops.config import RouterForm
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
-EXPERT_COUNTS = "expert_counts"  # int32[L, E]: how often each was chosen, among the named parts of a loss
+# Among the named parts of a loss. L layers  E experts  Q rounds
+EXPERT_COUNTS = "expert_counts"  # int32[L, E]: how often each was chosen
+EXPERT_ROUNDS = "expert_rounds"  # int32[Q]: exchanges of rows, by the rounds that they needed; where rows are sent
+ROUTER_ENTROPY = "router_entropy"  # float32[L]
+ROUTER_SCORES = "router_scores"  # float32[L]: how far the scores of a token lie apart
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
