@@ -64,7 +64,7 @@ SICK = {
         EIGHT, 400, begins=lambda mlp: mlp | {"router": mlp["router"].at[1].mul(100.0)}
     ),
     "a bias that moves by 1": Mixture(EIGHT | {"bias": True, "bias_rate": 1.0}, 100),
-    "a bias that moves by a twentieth": Mixture(EIGHT | {"bias": True, "bias_rate": 0.05}, 200),
+    "a bias that moves by a twentieth": Mixture(EIGHT | {"bias": True, "bias_rate": 0.05}, 300),
 }
 MIXTURES = HEALTHY | SICK
 

@@ -110,8 +110,9 @@ class RouterBias(Patient):
             return None
         moved = 2 * view.facts.bias_rate / scores
         told = {"apart": apart, "moved": moved, "scores": scores, "threshold": MOST_APART}
-        parts = []
+        parts, patience = [], PATIENCE
         if apart > MOST_APART:
+            patience = 0
             parts.append(
                 f"the biases of some layer lie {apart:.3g} times as far apart as the scores of a token: above "
                 f"{MOST_APART:g}, they choose experts whatever the scores say"
@@ -122,6 +123,6 @@ class RouterBias(Patient):
                 f"({scores:.3g}): above {MOST_OF_SCORES:.0%}, loads swing from step to step"
             )
         if parts:
-            return Sign(True, "; ".join(parts), told), 0.0
+            return Sign(True, "; ".join(parts), told), patience
         seen = f"the biases of every layer lie at most {apart:.3g} times as far apart as the scores of a token"
         return Sign(False, seen, told), 0.0
