@@ -79,7 +79,11 @@ def test_few_layers_are_lines_and_an_even_spread_is_in_the_middle_of_the_colours
 def test_runs_beside_each_other_have_their_own_tables_and_runs_without_experts_no_section(tmp_path):
     one, other = (read_history(made(tmp_path / name, 4, 8)) for name in "ab")
     page = part_of(make_page([one, other], now=0.0))
-    assert page.count("Tokens of each expert") == 2 and page.count("<h3>") == 2 and page.count("Busiest expert<") == 1
+    assert (
+        page.count("<b>Tokens of each expert") == 2
+        and page.count("<h3>") == 2
+        and page.count("<b>Busiest expert<") == 1
+    )
     (tmp_path / "a" / "experts.jsonl").unlink()
     alone = part_of(make_page([read_history(tmp_path / "a")], now=0.0))
     assert "monitor.statistics_every_steps=100" in alone and "Tokens of each expert" not in alone

@@ -16,8 +16,8 @@ SCORES = 1.0  # what scores lie within, softmax or sigmoid
 USED_PART = 0.25  # of what lies between the fewest effective experts, those of one token, and all
 LEAST_ENTROPY = 0.05  # nats of a token's shares: one expert has 99% of them
 # How far biases of a layer may lie apart, over the scores of a token. To be level with the others the most wanted
-# expert comes down by one such range at most, and the least wanted up by one.
-MOST_APART = 2.0
+# expert comes down by one such range at most, and the least wanted up by one; half as much again, for tokens differ.
+MOST_APART = 3.0
 MOST_OF_SCORES = 0.1  # by which a step may move two experts apart: more, and loads swing from step to step
 
 

@@ -280,7 +280,7 @@ WORDS = {
         ),
         (
             "a rate of 0.001: arXiv:2408.15664; arXiv:2412.19437",
-            "own threshold: twice the range of a token's scores, and a tenth of it in one step",
+            "own threshold: three times the range of a token's scores, and a tenth of it in one step",
         ),
     ),
     "forecast": Words(
