@@ -13,7 +13,7 @@ from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERT_ROUNDS, ROUTER_
 from jaxscale.monitor.health.expert_rules import DEAD_STEPS
 from jaxscale.training.balance import ROUTER_BIAS
 
-MOST_RECORDS = 128  # of a run, and few more: those of 61 layers with 256 experts take about 20 MB
+MOST_RECORDS = 128  # of a run, and few more: of 61 layers with 256 experts 20 MB, at ten bytes a count
 
 
 class ExpertUse:
