@@ -7,6 +7,7 @@ import re
 import pytest
 from headless import BROWSER, Browser
 
+from jaxscale.cli.watch_frame import frame
 from jaxscale.reporting.expert_counts import read_expert_counts
 from jaxscale.reporting.history import read_history
 from jaxscale.reporting.page import make_page
@@ -74,6 +75,13 @@ def test_few_layers_are_lines_and_an_even_spread_is_in_the_middle_of_the_colours
     assert "heat" not in drawn["Busiest expert by layer"] and "layer 1" in drawn["Busiest expert by layer"]
     colours = cells(drawn["Tokens of each expert in steps 201 to 300"])
     assert set(colours) == {"empty", "h5", "h6", "h8"}, "a tenth more or less, none, and twice"
+
+
+def test_the_terminals_frame_has_a_line_of_them(tmp_path):
+    lines = [line.text for line in frame(read_history(made(tmp_path / "run", 2, 8)), 0.0, 80, 24)]
+    assert "experts     busiest 1.3 times the mean  effective 1.3  rounds 1" in lines
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    assert not any(line.text.startswith("experts") for line in frame(read_history(tmp_path / "run"), 0.0, 80, 24))
 
 
 def test_runs_beside_each_other_have_their_own_tables_and_runs_without_experts_no_section(tmp_path):
