@@ -4,7 +4,7 @@ import datetime
 import math
 import statistics
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxscale import units
@@ -21,6 +21,12 @@ LEAST_WIDTH, LEAST_HEIGHT = 80, 24
 LABEL = 12  # columns
 BLOCKS = "▁▂▃▄▅▆▇█"
 PLAIN_BLOCKS = "_.-~=+*#"
+EXPERTS = {  # of a mixture
+    "experts_busiest": "busiest {:.3g} times the mean".format,
+    "experts_effective": "effective {:.3g}".format,
+    "experts_dead": "dead {:.0f}".format,
+    "expert_rounds": "rounds {:.0f}".format,
+}
 STATES = {"running": "green", "finished": "green", "silent": "red", "failed": "red"}  # all others are yellow
 
 
@@ -135,7 +141,7 @@ def sparkline(values: Sequence[Any], room: int, *, unicode: bool = True) -> str:
 
 
 def machine(training: Sequence[Mapping]) -> list[Line]:
-    """The step's time, MFU, the wait for data, memory, and what the devices say."""
+    """The step's time, MFU, the wait for data, experts, memory, and what the devices say."""
     last = training[-1] if training else {}
     if not last:
         return []
@@ -144,6 +150,7 @@ def machine(training: Sequence[Mapping]) -> list[Line]:
     if seconds and wait is not None:
         parts.append(f"waits for data {wait / seconds:.1%}")
     lines = [Line(f"{'step':<{LABEL}}{'  '.join(parts)}")]
+    lines += numbers_line("experts", last, "train/", EXPERTS)
     used, limit, host = (last.get(f"{name}") for name in ("device_peak_bytes", "device_bytes_limit", "host_peak_bytes"))
     memory = [f"host {units.size(host)}"] if host else []
     if used:
@@ -154,8 +161,13 @@ def machine(training: Sequence[Mapping]) -> list[Line]:
         "power_watts": lambda v: f"{v:.0f} W",
         "temperature_c": "{:.0f} C".format,
     }
-    device = [spell(last[f"device/{name}"]) for name, spell in spelt.items() if is_finite(last.get(f"device/{name}"))]
-    return lines + ([Line(f"{'device':<{LABEL}}{'  '.join(device)}")] if device else [])
+    return lines + numbers_line("device", last, "device/", spelt)
+
+
+def numbers_line(label: str, last: Mapping, prefix: str, spelt: Mapping[str, Callable[[float], str]]) -> list[Line]:
+    """One line of those numbers of a record that are known, [] for none."""
+    parts = [spell(last[prefix + name]) for name, spell in spelt.items() if is_finite(last.get(prefix + name))]
+    return [Line(f"{label:<{LABEL}}{'  '.join(parts)}")] if parts else []
 
 
 def goodput_lines(run: History, now: float | None, width: int) -> list[Line]:

@@ -24,7 +24,17 @@ from jaxscale.models.told import Told
 from jaxscale.ops.exchange import exchanged
 from jaxscale.ops.grouped import GroupedProject
 from jaxscale.ops.kernels import Kernels
-from jaxscale.ops.routing import Routes, in_order, route, sort_rows, taken_alone, to_rows, to_tokens, within_capacity
+from jaxscale.ops.routing import (
+    Routes,
+    in_order,
+    route,
+    score_ranges,
+    sort_rows,
+    taken_alone,
+    to_rows,
+    to_tokens,
+    within_capacity,
+)
 from jaxscale.sharding.tensor_axis import TensorAxis
 
 F32 = jnp.float32
@@ -52,13 +62,15 @@ class SparseMlp(nnx.Module):
         x_BTD = self.tensor.gather(x_BTD)
         x_nD = x_BTD.reshape(-1, x_BTD.shape[-1])
         routes = self.routes(x_nD)
-        kept_nk, told = self.kept(routes, segment_ids_BT), self.told(routes, segment_ids_BT)
+        kept_nk = self.kept(routes, segment_ids_BT)
+        y_nD, rounds_Q = self.mixed(x_nD, routes, kept_nk)
+        y_BTD = y_nD.reshape(x_BTD.shape)
+        if self.shared is not None:
+            y_BTD += self.shared.own_part(x_BTD)
+        told = self.told(routes, segment_ids_BT, rounds_Q)
         if kept_nk is not None:
             left_out_nk = ~kept_nk & (segment_ids_BT.reshape(-1, 1) > 0)
             told = told._replace(dropped=jnp.sum(left_out_nk, dtype=jnp.int32))
-        y_BTD = self.mixed(x_nD, routes, kept_nk).reshape(x_BTD.shape)
-        if self.shared is not None:
-            y_BTD += self.shared.own_part(x_BTD)
         return self.tensor.scatter(y_BTD), told
 
     @jax.named_scope("router")
@@ -78,9 +90,9 @@ class SparseMlp(nnx.Module):
         kept_BTk = within_capacity(expert_BTk, segment_ids_BT > 0, self.form.number, capacity)
         return kept_BTk.reshape(routes.expert_nk.shape)
 
-    def mixed(self, x_nD: jax.Array, routes: Routes, kept_nk: jax.Array | None = None) -> jax.Array:
-        """The sum of each token's experts. Weights are multiplied in before the last product, whose result then is not
-        needed to go back. kept_nk: which of them it gets; None: all."""
+    def mixed(self, x_nD: jax.Array, routes: Routes, kept_nk: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+        """(the sum of each token's experts, rounds_Q as in Told). Weights are multiplied in before the last product,
+        whose result then is not needed to go back. kept_nk: which of them it gets; None: all."""
         k, axis = self.form.chosen, self.kernels.expert_axis
         run = functools.partial(run_experts, self.kernels.grouped, self.activate)
         expert_nk = routes.expert_nk if kept_nk is None else jnp.where(kept_nk, routes.expert_nk, self.form.number)
@@ -90,12 +102,13 @@ class SparseMlp(nnx.Module):
         weights = self.gate[...], self.up[...], self.down[...]
         x_RD, weight_R = real(to_rows(k, x_nD, rows)), real(in_order(routes.weight_nk, rows))
         if axis.size == 1:
-            y_RD = run(weights, x_RD, weight_R, rows.counts_E)
+            y_RD, rounds_Q = run(weights, x_RD, weight_R, rows.counts_E), jnp.zeros(0, jnp.int32)
         else:
-            y_RD = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
-        return to_tokens(k, real(y_RD), rows)
+            y_RD, rounds = exchanged(axis, run, weights, x_RD, weight_R, rows.counts_E)
+            rounds_Q = jax.nn.one_hot(rounds, axis.size + 1, dtype=jnp.int32)  # at most one a device
+        return to_tokens(k, real(y_RD), rows), rounds_Q
 
-    def told(self, routes: Routes, segment_ids_BT: jax.Array) -> Told:
+    def told(self, routes: Routes, segment_ids_BT: jax.Array, rounds_Q: jax.Array) -> Told:
         """Every device of the tensor axis says the same of the same tokens: each gradient is its part of one."""
         B, T = segment_ids_BT.shape
         E, k, context = self.form.number, self.form.chosen, self.tensor.context
@@ -119,6 +132,8 @@ class SparseMlp(nnx.Module):
             jnp.sum(counts_BE, axis=0),
             dict(zip(EXPERT_LOSSES, losses, strict=True)),
             jnp.sum(jnp.where(real_BT, entropy_BT, 0.0)),
+            jnp.sum(jnp.where(real_BT, score_ranges(self.form, routes).reshape(B, T), 0.0)),
+            rounds_Q,
         )
 
 

@@ -7,8 +7,12 @@ from jaxscale.ops.config import RouterForm
 from jaxscale.schema import setting
 from jaxscale.system.exits import BadInput
 
-# Among the named parts of a loss: int32[L, E], how often each was chosen; int32[L], choices that a limit left out.
-EXPERT_COUNTS, EXPERTS_DROPPED = "expert_counts", "experts_dropped"
+# Among the named parts of a loss. L layers  E experts  Q rounds
+EXPERT_COUNTS = "expert_counts"  # int32[L, E]: how often each was chosen
+EXPERT_ROUNDS = "expert_rounds"  # int32[Q]: exchanges of rows, by the rounds that they needed; where rows are sent
+ROUTER_ENTROPY = "router_entropy"  # float32[L]
+ROUTER_SCORES = "router_scores"  # float32[L]: how far the scores of a token lie apart
+EXPERTS_DROPPED = "experts_dropped"  # int32[L]: choices that a limit left out; where there is one
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

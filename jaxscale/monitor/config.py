@@ -17,7 +17,7 @@ from jaxscale.system.exits import BadInput
 RULES = (
     "nonfinite", "spike", "divergence", "flat_start", "plateau", "oscillation", "explosion", "skipped_steps",
     "activations", "attention_logits", "busy_machine", "starvation", "slow_step", "utilisation_drop", "memory_creep",
-    "overfitting", "source_jump", "forecast",
+    "overfitting", "source_jump", "forecast", "router_collapse", "dead_experts", "router_bias",
 )  # fmt: skip
 PARTS = ("flat_drop", "plateau_drop", "data_wait", "speed_drop", "memory_rise", "overfit_rise", "branch_low")
 RANGE = re.compile(r"([0-9]+):([0-9]+)")

@@ -19,7 +19,7 @@ from jaxscale.system import paths
 from jaxscale.system.redact import redacted
 
 REMOTE_SECONDS = 10.0  # an object cannot be appended to: it is written again whole, so not too often
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
+METRICS, SAMPLES, EXPERTS = "metrics.jsonl", "samples.jsonl", "experts.jsonl"
 SAMPLE_CHARACTERS = 70  # of a sample on the console
 
 
@@ -53,13 +53,15 @@ class Writer:
         notebook = stream is None and find_display() is not None
         style = choose_style(cfg.progress, stream or sys.stdout, notebook=notebook) if primary else "off"
         self.console = open_console(style, total_steps, stream, clock)
-        self.lines, self.samples, self.events, self.told = None, None, None, set()
+        self.lines, self.events, self.told = None, None, set()
+        self.others: dict[str, RecordFile] = {}  # samples and counts, once there are any
         self.clock = clock
         if not primary:
             return
         self.lines, earlier = open_records(self.workdir / METRICS, start_step, clock)
-        if (self.workdir / SAMPLES).exists():  # what steps wrote that are run again is dropped there too
-            self.samples, _ = open_records(self.workdir / SAMPLES, start_step, clock)
+        for name in (SAMPLES, EXPERTS):
+            if (self.workdir / name).exists():  # what steps wrote that are run again is dropped there too
+                self.others[name], _ = open_records(self.workdir / name, start_step, clock)
         if self.diagnosis is not None:
             self.diagnosis.begin(earlier.records, self.say)
         if earlier.damaged:
@@ -104,13 +106,23 @@ class Writer:
         if not self.primary:
             return
         record = redacted({"step": step, "prompt": prompt, "text": text})
-        if self.samples is None:
-            self.samples, _ = open_records(self.workdir / SAMPLES, self.start_step, self.clock)
-        self.samples.write(record)
+        self.append(SAMPLES, record)
         if self.events is not None:  # scalars came before
             self.events.write_text(step, "sample", record["text"])
         self.say(f"sample of step {step}: {' '.join(record['text'].split())[:SAMPLE_CHARACTERS]}")
         self.tell_problems()
+
+    def experts(self, step: int, counts: Mapping[str, Any]) -> None:
+        """Writes how often each expert was chosen to experts.jsonl."""
+        if self.primary:
+            self.append(EXPERTS, {"step": step, **counts})
+            self.tell_problems()
+
+    def append(self, name: str, record: Mapping[str, Any]) -> None:
+        """Writes a record to a file of this name beside metrics.jsonl."""
+        if name not in self.others:
+            self.others[name], _ = open_records(self.workdir / name, self.start_step, self.clock)
+        self.others[name].write(record)
 
     def tell_problems(self) -> None:
         """Says what could not be written, once for each cause."""
@@ -122,7 +134,7 @@ class Writer:
 
     def receivers(self) -> list[Any]:
         """All that records go to now."""
-        return [sink for sink in (self.lines, self.samples, self.events, *self.sinks) if sink is not None]
+        return [sink for sink in (self.lines, *self.others.values(), self.events, *self.sinks) if sink is not None]
 
     def say_news(self, sink: Sink) -> None:
         """Says once where a person finds the run."""
@@ -132,7 +144,7 @@ class Writer:
 
     def upload_soon(self) -> None:
         """Starts to bring what there is to a bucket now, as before a save that these metrics belong to. Never waits."""
-        for lines in (self.lines, self.samples):
+        for lines in (self.lines, *self.others.values()):
             if lines is not None:
                 lines.upload_soon()
 
@@ -147,7 +159,7 @@ class Writer:
 
     def close(self) -> None:
         """Writes out what is buffered and ends the bar. May be called twice."""
-        for lines in (self.lines, self.samples):
+        for lines in (self.lines, *self.others.values()):
             if lines is not None and not lines.flush(LAST_SECONDS):
                 self.say(f"{lines.path} lacks the last lines: {lines.problem or 'no answer yet'}")
         for sink in self.receivers():
@@ -161,7 +173,7 @@ class Writer:
             self.say_news(sink)
             if sink.problem and sink.problem not in self.told:
                 self.say(sink.problem)
-        self.lines, self.samples, self.events, self.sinks, self.diagnosis = None, None, None, [], None
+        self.lines, self.others, self.events, self.sinks, self.diagnosis = None, {}, None, [], None
         self.primary = False
 
 
@@ -174,7 +186,7 @@ class Earlier(NamedTuple):
 
 
 def open_records(path: Any, start_step: int, clock: Callable[[], float]) -> tuple[RecordFile, Earlier]:
-    """(metrics.jsonl or samples.jsonl to append to, what it holds of the steps up to start_step).
+    """(metrics.jsonl or one beside it to append to, what it holds of the steps up to start_step).
 
     Where start_step is 0 nothing stays: the validation before the first step is run again.
     """

@@ -53,7 +53,7 @@ def round_size(rows: int, devices: int) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def exchanged(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, weight_R: jax.Array, counts_E):
-    """y_RD: run() of each row, where its expert is. counts_E: of the device's rows, for all experts."""
+    """(y_RD: run() of each row, where its expert is; int32[]: rounds). counts_E: of the device's rows, for all."""
     work = Rounds(axis, run, round_size(len(x_RD), axis.size))
     route = plan_route(axis, counts_E, work.capacity)
 
@@ -61,15 +61,16 @@ def exchanged(axis: ExpertAxis, run: RunExperts, weights: Any, x_RD: jax.Array, 
         sent = work.send(number, route, (x_RD, weight_R))
         return work.receive(number, route, y_RD, run(weights, *sent.rows, sent.counts_e)[sent.place])
 
-    return lax.fori_loop(0, route.rounds, one, jnp.zeros_like(x_RD))
+    return lax.fori_loop(0, route.rounds, one, jnp.zeros_like(x_RD)), route.rounds
 
 
 def _forward(axis, run, weights, x_RD, weight_R, counts_E):
     return exchanged(axis, run, weights, x_RD, weight_R, counts_E), (weights, x_RD, weight_R, counts_E)
 
 
-def _backward(axis, run, saved, dy_RD):
+def _backward(axis, run, saved, cotangents):
     weights, x_RD, weight_R, counts_E = saved
+    dy_RD, _ = cotangents
     work = Rounds(axis, run, round_size(len(x_RD), axis.size))
     route = plan_route(axis, counts_E, work.capacity)
 

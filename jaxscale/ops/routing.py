@@ -42,6 +42,12 @@ def route(form: RouterForm, logit_nE: jax.Array, bias_E: jax.Array | None = None
     return Routes(expert_nk, weight_nk * form.scale, logit_nE, share_nE)
 
 
+def score_ranges(form: RouterForm, routes: Routes) -> jax.Array:
+    """range_n: how far the highest score of each token is above the lowest. Nothing is differentiated through it."""
+    score_nE = jax.nn.sigmoid(routes.logit_nE) if form.score == "sigmoid" else routes.share_nE
+    return lax.stop_gradient(jnp.max(score_nE, axis=1) - jnp.min(score_nE, axis=1))
+
+
 def within_groups(form: RouterForm, wanted_nE: jax.Array) -> jax.Array:
     """The scores by which experts are chosen, those outside of the best groups as low as can be (arXiv:2405.04434)."""
     if form.groups == 1:

@@ -1,15 +1,18 @@
-"""A heat map as SVG: one row for each layer, one column for each step that has statistics."""
+"""A heat map as SVG: one row for each layer, one column for each step that has statistics, or for each expert."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxscale import units
 from jaxscale.reporting.axes import LEAST, Axis
 from jaxscale.reporting.plots import HEIGHT, WIDTH, Figure, left_label, short
 from jaxscale.reporting.text import escape, plain
 
 LEVELS = 12  # colours h0 to h11 of the style
+EMPTY = "empty"  # and one for 0
 MOST_COLUMNS = 240
+MOST_OWN_COLUMNS = 512  # where they are no steps: some two pixels each on a wide page
 
 
 class HeatMap(NamedTuple):
@@ -19,6 +22,10 @@ class HeatMap(NamedTuple):
     unit: str
     steps: Sequence[int]
     rows: Mapping[str, Sequence[float | None]]
+    scale: tuple[float, float] | None = None  # what the colours reach over at least
+    across: str = ""  # what a column is, where it is no step: then steps are 0, 1, 2, ...
+    empty: str = ""  # what 0 means, where it has a colour of its own
+    note: str = ""
 
 
 def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, Any]]:
@@ -27,42 +34,50 @@ def draw_heat(heat: HeatMap, across: Axis, number: int) -> tuple[str, dict[str, 
     Colours are logarithmic between the lowest and the highest positive value. Of more steps than fit, each column has
     the value that is farthest from the row's median, so that one step's outlier is seen.
     """
-    kept, cells = columns_of(heat.steps, heat.rows)
+    kept, cells = columns_of(heat.steps, heat.rows, MOST_OWN_COLUMNS if heat.across else MOST_COLUMNS)
     positive = [value for row in cells.values() for value in row if value is not None and value > LEAST]
-    low, high = (min(positive), max(positive)) if positive else (1.0, 1.0)
-    paths: dict[int, list[str]] = {}
-    edges = edges_of(kept, across)
+    reached = [*positive, *(heat.scale or ())]
+    low, high = (min(reached), max(reached)) if reached else (1.0, 1.0)
+    paths: dict[str, list[str]] = {}
+    if heat.across:
+        across = Axis(-0.5, len(heat.steps) - 0.5)
+        edges = [WIDTH * max(across.place(step - 0.5), 0.0) for step in (*kept, len(heat.steps))]
+    else:
+        edges = edges_of(kept, across)
     height = HEIGHT / max(len(cells), 1)
     for place, row in enumerate(cells.values()):
         top = HEIGHT - (place + 1) * height
-        for first, last, level in stretches(row, low, high):
+        colours = [colour_of(value, low, high, bool(heat.empty)) for value in row]
+        for first, last, colour in stretches(colours):
             left, right = edges[first], edges[last + 1]
-            paths.setdefault(level, []).append(
+            paths.setdefault(colour, []).append(
                 f"M{short(left)} {short(top)}h{short(right - left)}v{short(height)}H{short(left)}z"
             )
-    drawn = "".join(f'<path class="h{level}" d="{"".join(parts)}"/>' for level, parts in sorted(paths.items()))
+    drawn = "".join(f'<path class="{colour}" d="{"".join(parts)}"/>' for colour, parts in sorted(paths.items()))
     names = list(cells)
     every = max(1, math.ceil(len(names) / 12))
     left = "".join(left_label(1 - (i + 0.5) / len(names), names[i]) for i in range(0, len(names), every))
     scale = "".join(f'<i class="h{level}"></i>' for level in range(LEVELS))
-    legend = (
-        f'<span class="legend"><span class="scale">{escape(plain(low))} {scale} {escape(plain(high))}</span></span>'
-    )
+    scale = f'<span class="scale">{escape(plain(low))} {scale} {escape(plain(high))}</span>'
+    empty = f'<span class="scale"><i class="{EMPTY}"></i> {escape(heat.empty)}</span>' if EMPTY in paths else ""
+    legend = f'<span class="legend">{empty}{scale}</span>'
     unit = ", ".join(filter(None, (heat.unit, "colours logarithmic")))
-    words = f"{heat.title}: {len(names)} rows, {len(heat.steps)} steps, from {plain(low)} to {plain(high)}"
-    figure = Figure("plot heat wide", heat.title, unit, legend, words, drawn, left)
+    columns = units.plural(len(heat.steps), heat.across or "step")
+    span = f"from {plain(min(positive))} to {plain(max(positive))}" if positive else "all 0"
+    words = f"{heat.title}: {len(names)} rows, {columns}, {span}"
+    figure = Figure("plot heat wide", heat.title, unit, legend, words, drawn, left, heat.note, heat.across or "steps")
     values = [[None if value is None else float(f"{value:.4g}") for value in row] for row in cells.values()]
     return figure.html(across, number), {
         "x": [across.low, across.high],
         "heat": {"x": kept, "names": names, "v": values},
-    }
+    } | ({"own": heat.across} if heat.across else {})
 
 
 def columns_of(
-    steps: Sequence[int], rows: Mapping[str, Sequence[float | None]]
+    steps: Sequence[int], rows: Mapping[str, Sequence[float | None]], most: int = MOST_COLUMNS
 ) -> tuple[list[int], dict[str, list[float | None]]]:
-    """(the step that each column begins with, values of the columns by row): at most MOST_COLUMNS."""
-    stride = max(1, math.ceil(len(steps) / MOST_COLUMNS))
+    """(the step that each column begins with, values of the columns by row): at most so many."""
+    stride = max(1, math.ceil(len(steps) / most))
     starts = range(0, len(steps), stride)
     cells: dict[str, list[float | None]] = {}
     for name, row in rows.items():
@@ -90,15 +105,21 @@ def edges_of(steps: Sequence[int], across: Axis) -> list[float]:
     return [WIDTH * min(max(across.place(step), 0.0), 1.0) for step in (outer[0], *inner, outer[1])]
 
 
-def stretches(row: Sequence[float | None], low: float, high: float):
-    """Yields (first column, last column, level) of neighbours with one colour; nothing where there is no value."""
+def stretches(colours: Sequence[str | None]) -> Iterator[tuple[int, int, str]]:
+    """Yields (first column, last column, colour) of neighbours with one colour; nothing where there is none."""
     first, before = 0, None
-    for place, value in enumerate([*row, None]):
-        level = None if value is None else level_of(value, low, high)
-        if level != before:
+    for place, colour in enumerate([*colours, None]):
+        if colour != before:
             if before is not None:
                 yield first, place - 1, before
-            first, before = place, level
+            first, before = place, colour
+
+
+def colour_of(value: float | None, low: float, high: float, is_empty: bool) -> str | None:
+    """The class of a value's colour; None where there is no value. is_empty: 0 has a colour of its own."""
+    if value is None:
+        return None
+    return EMPTY if is_empty and value == 0 else f"h{level_of(value, low, high)}"
 
 
 def level_of(value: float, low: float, high: float) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from jaxscale import units
+from jaxscale.reporting.expert_counts import ExpertCounts, read_expert_counts
 from jaxscale.reporting.json_lines import LARGEST_NUMBER, as_dict, clean_event, read_lines, read_object
 from jaxscale.system import paths
 from jaxscale.system.exits import BadInput
@@ -29,7 +30,7 @@ VITALS = ("goodput/", "device/")  # in every row, whatever else it is about: Wri
 GROUP = 10  # rows, of which thinning keeps at most half
 LARGEST = float(2**63)  # an integer beyond it is no measurement
 KNOWN = ("metrics.jsonl", "events.jsonl", "config.json")
-OTHERS = ("abandoned.jsonl", "samples.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
+OTHERS = ("abandoned.jsonl", "samples.jsonl", "experts.jsonl", "sample.txt", "forecast.json", "evals.jsonl")
 LEDGERS = "supervise*.jsonl"  # one for each host that supervises
 
 Row = dict[str, Any]
@@ -56,6 +57,7 @@ class History:
     forecast: dict[str, Any] | None = None  # forecast.json: tokens, low, middle, high, made_from
     evals: tuple[Row, ...] = ()  # of evals.jsonl: what was measured of checkpoints from outside, by step
     supervised: tuple[Row, ...] = ()  # the ledgers of `jaxscale supervise`, oldest first
+    experts: ExpertCounts | None = None  # of a mixture: experts.jsonl
     written_at: float | None = None  # when metrics or events were last written, by the storage's clock, in Unix seconds
     label: str = ""  # what it is called in place of the folder's own name
     lines: int = 0  # of metrics.jsonl; more than the rows where these are thinned
@@ -148,6 +150,7 @@ def read_history(workdir: Any, most_values: int | None = MOST_VALUES) -> History
         samples=read_samples(folder, problems),
         forecast=read_forecast(folder, problems),
         evals=tuple(read_evals(folder, problems)),
+        experts=read_expert_counts(folder, problems),
         supervised=tuple(sorted(ledgers, key=lambda record: str(record.get("time", "")))),
         lines=metrics.lines,
         written_at=newest_write(folder),

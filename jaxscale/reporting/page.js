@@ -1,6 +1,7 @@
 /* The page's script: a crosshair with values, and zoom along the steps, in all plots together. It loads nothing.
  *
  * Drag: zoom. Double click, or Escape: the whole run. Arrow keys: from point to point; + and -: closer, farther.
+ * A heat map whose columns are no steps ("own" says what they are) has a crosshair of its own and no zoom.
  * What part is shown stands in the address behind '#', so that it outlives a reload and can be passed on. Only a page
  * of `--serve` asks for something: its own server, whether the run has gone on.
  */
@@ -92,7 +93,7 @@
     const i = below(xs, x);
     return i > 0 && (i === xs.length || x - xs[i - 1] < xs[i] - x) ? i - 1 : i;
   };
-  const seen = p => view ?? p.d.x;
+  const seen = p => p.d.own ? p.d.x : view ?? p.d.x;
   const px = (p, x) => { const [low, high] = seen(p); return W * (x - low) / (high - low); };
   const f = n => String(Math.round(n * 10) / 10);
 
@@ -103,7 +104,7 @@
       d, area, grid: svg.querySelector(".grid"), bands: of(".band"), marks: of(".mark"),
       lines: of(".line,.faint,.dash,.dots,.gone,.limit"),
       cells: d.heat ? of("path") : [],
-      readout: document.createElement("output"),
+      readout: document.createElement("output"), own: null,  // the column under a crosshair of its own
     };
     p.readout.className = "readout";
     figure.querySelector("figcaption").append(p.readout);
@@ -143,6 +144,7 @@
     return parts.length ? "M" + parts.join("L") : "";
   };
   const redraw = p => {
+    if (p.d.own) return;
     p.area.querySelectorAll(".tx" + (p.d.heat ? "" : ",.ty")).forEach(old => old.remove());
     const [first, last] = seen(p);
     for (const at of linear(first, last, p.area.clientWidth < 420 ? 3 : 5)) {
@@ -168,7 +170,7 @@
   };
 
   // values under the crosshair
-  const values = p => {
+  const values = (p, cursor) => {
     const [low, high] = seen(p), reach = (high - low) / 60 + 1;
     if (p.d.heat) {
       const { x, v, names } = p.d.heat, j = nearest(x, cursor);
@@ -176,7 +178,7 @@
       if (!column.length) return "";
       column.sort((a, b) => a[0] - b[0]);
       const say = ([value, name]) => `${write.plain(value)} (${name})`;
-      return `step ${whole(x[j])}: lowest ${say(column[0])}, highest ${say(column[column.length - 1])}`;
+      return `${p.d.own ?? "step"} ${whole(x[j])}: lowest ${say(column[0])}, highest ${say(column[column.length - 1])}`;
     }
     const told = [];
     for (const line of p.d.lines) {
@@ -196,17 +198,19 @@
     if (told.length > MOST_TOLD) told.splice(MOST_TOLD, Infinity, `and ${told.length - MOST_TOLD} more`);
     return told.length + near.length ? `step ${whole(cursor)}: ` + [...told, ...near.slice(0, 2)].join(" \u00b7 ") : "";
   };
-  const point = x => {
+  const tell = (p, x) => {
+    p.readout.textContent = x === null ? "" : values(p, x);
+    p.cursor.setAttribute("d", x === null ? "" : `M${f(px(p, x))} 0V${H}`);
+  };
+  const point = (x, p) => {
+    if (p?.d.own) { p.own = x; return tell(p, x); }
     cursor = x;
-    for (const p of plots) {
-      p.readout.textContent = cursor === null ? "" : values(p);
-      p.cursor.setAttribute("d", cursor === null ? "" : `M${f(px(p, cursor))} 0V${H}`);
-    }
+    for (const other of plots) if (!other.d.own) tell(other, x);
   };
 
   // zoom
   const reset = document.getElementById("reset");
-  const end = Math.max(...plots.map(p => p.d.x[1]), 1);
+  const end = Math.max(...plots.filter(p => !p.d.own).map(p => p.d.x[1]), 1);
   const show = wanted => {
     if (wanted !== null) {
       let [low, high] = wanted;
@@ -224,17 +228,18 @@
     try { history.replaceState(null, "", place); } catch (error) { /* some browsers keep a file's address as it is */ }
   };
   const closer = (p, factor) => {
+    if (p.d.own) return;
     const [low, high] = seen(p), middle = cursor ?? (low + high) / 2, half = (high - low) * factor / 2;
     show([middle - half, middle + half]);
   };
   const walk = (p, forwards) => {
     const xs = p.d.heat ? p.d.heat.x : (p.d.lines.find(line => line.s !== "limit" && line.s !== "gone") ?? { x: [] }).x;
     if (!xs.length) return;
-    const [low, high] = seen(p);
+    const [low, high] = seen(p), at = p.d.own ? p.own : cursor;
     const start = forwards ? below(xs, low) : below(xs, high) - 1;
-    const j = clamp(cursor === null ? start : nearest(xs, cursor) + (forwards ? 1 : -1), 0, xs.length - 1);
+    const j = clamp(at === null ? start : nearest(xs, at) + (forwards ? 1 : -1), 0, xs.length - 1);
     if (xs[j] < low || xs[j] > high) show([xs[j] - (high - low) / 2, xs[j] + (high - low) / 2]);
-    point(xs[j]);
+    point(xs[j], p);
   };
   for (const p of plots) {
     let from = null;  // [pixel, step] where the pointer went down
@@ -244,12 +249,12 @@
     };
     const dragged = event => from !== null && Math.abs(event.clientX - from[0]) > 6;
     p.area.addEventListener("pointerdown", event => {
-      if (event.button !== 0) return;
+      if (event.button !== 0 || p.d.own) return;
       from = [event.clientX, at(event)];
       p.area.setPointerCapture(event.pointerId);
     });
     p.area.addEventListener("pointermove", event => {
-      point(at(event));
+      point(at(event), p);
       if (!dragged(event)) return;
       const [a, b] = [px(p, from[1]), px(p, at(event))].map(f);
       p.select.setAttribute("d", `M${a} 0H${b}V${H}H${a}Z`);
@@ -261,9 +266,9 @@
     };
     p.area.addEventListener("pointerup", up);
     p.area.addEventListener("pointercancel", up);
-    p.area.addEventListener("pointerleave", () => { if (from === null) point(null); });
+    p.area.addEventListener("pointerleave", () => { if (from === null) point(null, p); });
     p.area.addEventListener("dblclick", () => show(null));
-    p.area.addEventListener("blur", () => point(null));
+    p.area.addEventListener("blur", () => point(null, p));
     p.area.addEventListener("keydown", event => {
       if (event.ctrlKey || event.metaKey || event.altKey) return;  // the browser's own
       if (event.key === "ArrowLeft" || event.key === "ArrowRight") walk(p, event.key === "ArrowRight");

@@ -125,6 +125,7 @@ class Figure(NamedTuple):
     drawn: str  # SVG
     left: str  # HTML of the labels beside it
     note: str = ""
+    below: str = "steps"  # the name of the axis below
 
     def html(self, across: Axis, number: int) -> str:
         """The figure."""
@@ -134,7 +135,7 @@ class Figure(NamedTuple):
             f'<b>{escape(self.title)}</b> <span class="unit">{escape(self.unit)}</span>{self.legend}</figcaption>'
             f'<div class="area" tabindex="0" role="img" aria-label="{escape(self.words)}">'
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" preserveAspectRatio="none" aria-hidden="true">{self.drawn}</svg>'
-            f"{self.left}{x_labels(across)}</div>{note}</figure>"
+            f"{self.left}{x_labels(across, self.below)}</div>{note}</figure>"
         )
 
 
@@ -196,10 +197,10 @@ def left_labels(plot: Plot, up: Axis) -> str:
     return "".join(left_label(1 - up.place(at), text) for at, text in zip(ticks, tick_texts(ticks, plot.numbers)))
 
 
-def x_labels(across: Axis) -> str:
-    """What is written below the axis of steps, and its name; at its right end it stands to the left of its place."""
+def x_labels(across: Axis, name: str) -> str:
+    """What is written below the axis, and its name; at its right end it stands to the left of its place."""
     places = [(at, across.place(at)) for at in across.ticks(5) if at == int(at)]
-    return '<span class="xn">steps</span>' + "".join(
+    return f'<span class="xn">{escape(name)}</span>' + "".join(
         f'<span class="tx{" end" if place > END else ""}" style="left:{100 * place:.2f}%">{escape(f"{at:,.0f}")}</span>'
         for at, place in places
     )

@@ -7,6 +7,7 @@ from jaxscale import units
 from jaxscale.monitor.health.speed_rules import OTHER_WORK
 from jaxscale.reporting.canvas import Canvas, grouped, history_label, plots, tokens_per_step
 from jaxscale.reporting.evals import evals_section
+from jaxscale.reporting.experts import HEAT_FROM, MOST_LAYERED, experts_section
 from jaxscale.reporting.heat import HeatMap
 from jaxscale.reporting.history import History, is_number
 from jaxscale.reporting.plots import Band, Line, Plot, color_of, with_points
@@ -17,8 +18,6 @@ from jaxscale.reporting.text import escape
 
 IN_USE = ("faint", "line")  # of several runs, of one, which has a colour for it
 MOST_LINES = 12  # in one plot of a page of one run
-MOST_LAYERED = 4  # runs whose layers are shown on one page
-HEAT_FROM = 4  # rows: fewer are lines
 STATISTICS = (
     ("activation_rms", "Activations", "root mean square"),
     ("attention_rms", "What attention adds", "root mean square"),
@@ -52,6 +51,7 @@ def plot_sections(canvas: Canvas) -> list[Section]:
         ("memory", "Memory and devices", memory),
         ("goodput", "Goodput", goodput),
         ("layers", "Layers", layers),
+        ("experts", "Experts", experts_section),
         ("data", "Data", lambda canvas: data_table(canvas.histories)),
     )
     made = [Section(id, title, make(canvas)) for id, title, make in makers]

@@ -37,6 +37,7 @@ from jaxscale.system.process import has_huge_pages
 from jaxscale.system.redact import redacted
 from jaxscale.text.tokenizer.saved import save_tokenizer
 from jaxscale.training.autopilot import Pilot
+from jaxscale.training.expert_use import ExpertUse
 from jaxscale.training.feed import Feed
 from jaxscale.training.injected import corrupt_batches
 from jaxscale.training.loop import NamedEvaluate, Run
@@ -115,7 +116,16 @@ def assemble(folder: RunFolder, start: Start, parts: Parts, state: TrainState) -
         sample_prompt=cfg.sample.prompt,
         finish=lambda state: finish(cfg.sample, parts.sample, state, folder.path, writer),
         source_names=mixture_names(cfg.data.mixture),
+        experts=make_expert_use(cfg, start.budget.total_steps),
     )
+
+
+def make_expert_use(cfg: RunConfig, total_steps: int) -> ExpertUse | None:
+    """What counts the tokens of experts, where the model has any; per layer as often as other statistics of layers."""
+    if (form := getattr(cfg.model, "experts", None)) is None:
+        return None
+    every_steps = cfg.monitor.statistics_every_steps
+    return ExpertUse(chosen=form.chosen, first_layer=form.first_dense, every_steps=every_steps, total_steps=total_steps)
 
 
 def make_record(folder: RunFolder, start: Start, program: Program) -> dict[str, Any]:

@@ -20,13 +20,13 @@ from jaxscale.monitor.goodput import TimeLedger, own_age_seconds
 from jaxscale.monitor.profile import Profiler
 from jaxscale.monitor.records import renew
 from jaxscale.monitor.telemetry import Telemetry, reader_for
-from jaxscale.monitor.writers import METRICS, SAMPLES
+from jaxscale.monitor.writers import EXPERTS, METRICS, SAMPLES
 from jaxscale.run.options import RunOptions
 from jaxscale.system import paths
 from jaxscale.system.exits import Stop, verdict
 from jaxscale.training.services import Services
 
-APPENDED = (NAME, METRICS, SAMPLES)
+APPENDED = (NAME, METRICS, SAMPLES, EXPERTS)
 REPLACED = (*APPENDED, "abandoned.jsonl", "config.json", "sample.txt")
 
 

@@ -5,6 +5,7 @@ L layers  E experts
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxscale.models.experts_config import EXPERT_COUNTS
@@ -29,6 +30,18 @@ def rebalanced(params: dict, means: dict[str, Any], rate: float) -> dict:
     if ROUTER_BIAS in mlp_of(params["blocks"]):
         moved[ROUTER_BIAS] = rate * fewer_LE
     return params | {"blocks": with_moved(params["blocks"], moved)}
+
+
+def bias_ends(params: dict) -> dict[str, jax.Array]:
+    """{ROUTER_BIAS: float32[L, 2], the lowest and the highest of each layer}; {} where there are none."""
+    blocks = params["blocks"]
+    if ROUTER_BIAS not in mlp_of(blocks):
+        return {}
+    if "mlp" in blocks:
+        bias_LE = blocks["mlp"][ROUTER_BIAS]
+    else:
+        bias_LE = jnp.stack([blocks[str(layer)]["mlp"][ROUTER_BIAS] for layer in range(len(blocks))])
+    return {ROUTER_BIAS: jnp.stack([jnp.min(bias_LE, axis=1), jnp.max(bias_LE, axis=1)], axis=1)}
 
 
 def mlp_of(blocks: dict) -> dict:

@@ -18,6 +18,7 @@ from jaxscale.system.exits import Exit, Stop
 from jaxscale.system.faults import crash_point
 from jaxscale.training.autopilot import Autopilot, Pilot, Rewound
 from jaxscale.training.ema import evaluated
+from jaxscale.training.expert_use import ExpertUse
 from jaxscale.training.feed import Feed
 from jaxscale.training.report import Reporter, Unread, seconds_since
 from jaxscale.training.services import UNATTENDED, Services
@@ -65,6 +66,7 @@ class Run:
     source_names: Sequence[str] = ()  # of the mixture, as the step numbers them
     evaluators: Sequence[NamedEvaluate] = ()
     local: LocalSaver | None = None  # copies on the hosts themselves
+    experts: ExpertUse | None = None  # of a mixture, since this start
 
 
 @contextlib.contextmanager
@@ -97,7 +99,9 @@ def train(run: Run) -> TrainState | Rewound:
 def run_steps(run: Run) -> TrainState | Rewound:
     """As train(), which then waits for the save that is under way."""
     last_step = min(run.total_steps, run.stop_after or run.total_steps)
-    reporter = Reporter(run.writer, run.throughput, run.tokens_per_step, run.source_names, Counter(), HostLoad())
+    reporter = Reporter(
+        run.writer, run.throughput, run.tokens_per_step, run.source_names, Counter(), HostLoad(), run.experts
+    )
     if run.start_step == 0:
         if run.evaluate:
             validate(run, reporter, 0, run.state)

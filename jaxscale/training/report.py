@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxscale.data.batch import Batch, hash_text
-from jaxscale.models.experts_config import EXPERT_COUNTS, EXPERTS_DROPPED
 from jaxscale.monitor.machine import HostLoad, memory_metrics
 from jaxscale.monitor.throughput import Throughput
 from jaxscale.monitor.writers import Writer
 from jaxscale.system.exits import Exit, Stop
+from jaxscale.training.expert_use import ExpertUse
 
 INTERNAL = ("skipped_in_row", "verdict", "loss_median")  # read by the autopilot
 
@@ -39,13 +38,18 @@ class Reporter(NamedTuple):
     source_names: Sequence[str]  # of the mixture, as the step numbers them
     sums: Counter[str]  # over the steps since this start; those before it are not in them
     load: HostLoad
+    experts: ExpertUse | None = None  # of a mixture
 
     def report(self, unread: Unread) -> dict[str, Any]:
         """The metrics of a step, fetched, added to the sums, and written if they are due."""
         step = unread.step
         fetched = jax.device_get(unread.metrics)
         seen = hash_text(fetched.pop("tokens_seen"))
-        sources = source_losses(self.source_names, fetched) | expert_use(fetched)
+        sources = source_losses(self.source_names, fetched)
+        if self.experts is not None:
+            sources |= self.experts.take(fetched)
+            if self.experts.due(step):
+                self.writer.experts(step, self.experts.record())
         scalars = {name: value.item() for name, value in fetched.items()}
         values = dict(scalars)
         self.sums["gated_rows"] += values.get("gated_rows", 0)
@@ -97,17 +101,6 @@ def source_losses(names: Sequence[str], fetched: dict[str, Any]) -> dict[str, fl
         return {}
     sums = zip(names, fetched.pop("source_nats").tolist(), fetched.pop("source_tokens").tolist())
     return {f"{name}/loss": nats / tokens for name, nats, tokens in sums if tokens}
-
-
-def expert_use(fetched: dict[str, Any]) -> dict[str, float]:
-    """Of layers of experts: the busiest expert over the mean of its layer, in the worst of them, how many experts had
-    no token, and how many choices a limit left out; taken out of `fetched`."""
-    if EXPERT_COUNTS not in fetched:
-        return {}
-    counts_LE = fetched.pop(EXPERT_COUNTS)
-    busiest_L = counts_LE.max(axis=1) / np.maximum(counts_LE.mean(axis=1), 1e-9)
-    dropped = {EXPERTS_DROPPED: sum(fetched.pop(EXPERTS_DROPPED).tolist())} if EXPERTS_DROPPED in fetched else {}
-    return {"experts_busiest": float(busiest_L.max()), "experts_idle": int((counts_LE == 0).sum())} | dropped
 
 
 def seconds_since(began: float) -> float:

@@ -11,6 +11,7 @@ from jaxscale.data.batch import HASH_SALTS, Batch, hashed_parts, mixed_tokens
 from jaxscale.optim.schedules import Schedule
 from jaxscale.sharding.offload import is_on_host
 from jaxscale.training import guard
+from jaxscale.training.balance import bias_ends
 from jaxscale.training.config import TrainConfig
 from jaxscale.training.ema import update_ema
 from jaxscale.training.state import TrainState, adjust_loss_scale
@@ -80,6 +81,8 @@ def make_train_step(
         }
         if count_gated:
             metrics["gated_rows"] = gated_rows(batch)
+        if rebalance is not None:
+            metrics |= bias_ends(new_state.params)
         return new_state, metrics
 
     return train_step

@@ -23,11 +23,12 @@ stats/a/0 stats/a/1 stats/a/2 stats/a/3 train/web/loss time event causes advice 
 kind number to skip_batches process_began left goodput model name data mixture max_epochs seq_len budget total_steps
 batch_tokens config monitor log_every_steps stages rows peak versions ancestry changed validation_seconds
 device/power_watts nonfinite rewind text seconds bytes steps_won factor until grad_norm learning_rate skipped_total
-tokens_per_second data_wait_seconds host_peak_bytes device_peak_bytes device_bytes_limit device_bytes_in_use""".split()
+tokens_per_second data_wait_seconds host_peak_bytes device_peak_bytes device_bytes_limit device_bytes_in_use steps
+first_layer counts train/experts_busiest train/experts_dead""".split()
 KINDS = """started resumed restored saved skipped spike alarm lr_cut rewind stopped hang branch profile alert other
 end leave""".split()
 HUGE = ("goodput/step_seconds", "goodput/data_seconds")
-FILES = ("metrics.jsonl", "abandoned.jsonl", "events.jsonl", "samples.jsonl", "supervise.jsonl")
+FILES = ("metrics.jsonl", "abandoned.jsonl", "events.jsonl", "samples.jsonl", "experts.jsonl", "supervise.jsonl")
 
 
 def odd(rng, depth=0):

@@ -39,6 +39,10 @@ def test_a_batch_of_nothing_but_nan_is_told_by_the_run_itself(tmp_path, monkeypa
 
 STAGE = 41  # batch at which the sources change
 DEVICE = {"device_bytes_in_use", "device_peak_bytes", "mfu"}  # None on a CPU
+EXPERTS = {
+    f"train/{name}"
+    for name in ("experts_effective", "router_entropy_lowest", "experts_dead", "router_bias_to_scores", "router_scores")
+}  # of a mixture: tests/training/test_experts_in_the_loop.py
 
 
 @pytest.fixture(scope="module")
@@ -122,8 +126,8 @@ def test_every_name_that_a_rule_reads_is_one_that_a_run_writes(changed):
         health.observe(Read(record, asked))
     written = {name for record in records for name, value in record.items() if value is not None}
     missing = {name for name in asked if not any(one == name or one.startswith(name) for one in written)}
-    # of other attention, of other platforms, and of a record that holds what is not finite
-    assert missing == DEVICE | {"stats/attention_logit_bound/", "nonfinite"}
+    # of other attention, of other platforms, of other models, and of a record that holds what is not finite
+    assert missing == DEVICE | EXPERTS | {"stats/attention_logit_bound/", "nonfinite"}
     assert DEVICE <= set().union(*records) and len(asked) > 20 and {rule.kind for rule in health.rules} == {
         rule.kind for rule in ALL
     }  # fmt: skip

@@ -6,6 +6,7 @@ from typing import Any
 from jaxscale.monitor.config import HealthConfig
 from jaxscale.monitor.health.course_rules import OutOfForecast, Overfitting
 from jaxscale.monitor.health.evidence import Past, batch, suspect
+from jaxscale.monitor.health.expert_rules import DeadExperts, RouterBias, RouterCollapse
 from jaxscale.monitor.health.finding import Cause, Finding, RunFacts, Sign, facts_of
 from jaxscale.monitor.health.gradient_rules import Activations, AttentionLogits, Explosion, SkippedSteps, SourceJump
 from jaxscale.monitor.health.loss_rules import Divergence, FlatStart, NonFinite, Oscillation, Plateau, Spike
@@ -20,7 +21,7 @@ UNKNOWN = RunFacts()
 ALL = (
     NonFinite, Spike, Divergence, FlatStart, Plateau, Oscillation, Explosion, SkippedSteps, Activations,
     AttentionLogits, BusyMachine, Starvation, SlowStep, UtilisationDrop, MemoryCreep, Overfitting, SourceJump,
-    OutOfForecast,
+    OutOfForecast, RouterCollapse, DeadExperts, RouterBias,
 )  # fmt: skip
 
 

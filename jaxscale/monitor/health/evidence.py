@@ -238,6 +238,25 @@ def schedule(past: Past, facts: RunFacts, step: int) -> Evidence:
     return Evidence(NOTHING, text)
 
 
+def balance(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """Whether anything keeps experts equally busy."""
+    if not facts.balanced_by:
+        return Evidence(
+            STRONG, "there is neither model.experts.bias with a rate nor a balance loss in train.aux_losses"
+        )
+    return Evidence(AGAINST, f"they are balanced by {' and '.join(facts.balanced_by)}")
+
+
+def bias_rate(past: Past, facts: RunFacts, step: int) -> Evidence:
+    """How fast biases move, beside the scores that they are added to."""
+    scores = past.last.get("train/router_scores")
+    if not facts.bias_rate or not scores:
+        return Evidence(NOTHING, "no bias moves" if not facts.bias_rate else "the scores are not known")
+    part = 2 * facts.bias_rate / scores
+    text = f"model.experts.bias_rate is {facts.bias_rate:g}, and the scores of a token lie {scores:.3g} apart"
+    return Evidence(STRONG if part > 0.1 else FOR if part > 0.03 else AGAINST, text)
+
+
 def silent(past: Past, facts: RunFacts, step: int) -> Evidence:
     """For causes that leave no trace in the metrics."""
     return Evidence(NOTHING, "the metrics do not tell")

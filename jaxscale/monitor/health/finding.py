@@ -67,6 +67,10 @@ class RunFacts:
     stage_batches: tuple[int, ...] = ()  # at which stages of the mixture begin, the first left out
     forecast: tuple[tuple[float, float, float], ...] = ()  # (tokens, low, high), by tokens
     on_cpu: bool = False  # the steps are computed by the processors that other programs use too
+    experts: int = 0  # of a layer of a mixture
+    chosen: int = 0  # of them by a token
+    balanced_by: tuple[str, ...] = ()  # what keeps them equally busy
+    bias_rate: float = 0.0  # 0 where no bias moves
 
 
 def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[str, Any] | None = None) -> RunFacts:
@@ -76,6 +80,9 @@ def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[
     """
     settings, budget = config.get("config", {}), config.get("budget", {})
     optim, model = settings.get("optim", {}), settings.get("model", {})
+    experts = model.get("experts") or {}
+    bias_rate = (experts.get("bias") and not settings.get("lora", {}).get("rank") and experts.get("bias_rate")) or 0.0
+    losses = [name for name in settings.get("train", {}).get("aux_losses") or {} if name.endswith("balance_loss")]
     return RunFacts(
         workdir=workdir,
         total_steps=budget.get("total_steps"),
@@ -85,6 +92,10 @@ def facts_of(config: Mapping[str, Any], workdir: str = "RUN", forecast: Mapping[
         compute_dtype=model.get("compute_dtype"),
         vocab_size=model.get("vocab_size"),
         on_cpu=config.get("devices", {}).get("kind") == "cpu",
+        experts=experts.get("number") or 0,
+        chosen=experts.get("chosen") or 0,
+        balanced_by=(*(("bias",) if bias_rate else ()), *losses) if experts else (),
+        bias_rate=bias_rate,
         branched=bool(settings.get("init", {}).get("from_path")),
         stage_batches=stage_batches(settings, budget),
         forecast=band_of(forecast) if forecast else (),

@@ -234,6 +234,55 @@ WORDS = {
         ),
         ("check the data source's transition: text 003 (S6); own threshold",),
     ),
+    "router_collapse": Words(
+        (
+            ("nothing keeps the experts equally busy", evidence.balance),
+            RATE,
+            WARMUP,
+            ("the bias moves so far in a step that loads swing", evidence.bias_rate),
+            ("the router's weights are so large that scores are all or nothing", evidence.silent),
+        ),
+        (
+            "see in the report which layers and experts it is",
+            "balance it: model.experts.bias=true in a new run, or balance_loss=0.01 in train.aux_losses",
+            "router_z_loss=0.001 in train.aux_losses keeps the router's logits small",
+            "lower optim.peak_lr 2 times or lengthen the warmup",
+        ),
+        (
+            "routers left alone send ever more tokens to few experts: arXiv:1701.06538, section 4",
+            "own threshold: a quarter of the way from the fewest experts to all, for longer than balance takes",
+        ),
+    ),
+    "dead_experts": Words(
+        (
+            ("nothing keeps the experts equally busy", evidence.balance),
+            ("the batch is small for so many experts", evidence.silent),
+            ("the router began far from balance, and its bias has not come far enough yet", evidence.bias_rate),
+            RATE,
+        ),
+        (
+            "see in the report which they are: a layer alone points at its router, some everywhere at the balance",
+            "balance it: model.experts.bias=true in a new run, or balance_loss=0.01 in train.aux_losses",
+            "an expert without tokens learns nothing: fewer experts would do the same",
+        ),
+        ("own threshold: 100 steps without a token, for longer than balance takes",),
+    ),
+    "router_bias": Words(
+        (
+            ("the bias moves too fast", evidence.bias_rate),
+            ("some expert is not wanted whatever its bias is", evidence.silent),
+            RATE,
+        ),
+        (
+            "lower model.experts.bias_rate: 0.001 is usual, for scores by sigmoid",
+            "if it grows at a usual rate: add balance_loss or row_balance_loss to train.aux_losses, so that scores "
+            "themselves come closer",
+        ),
+        (
+            "a rate of 0.001: arXiv:2408.15664; arXiv:2412.19437",
+            "own threshold: three times the range of a token's scores, and a tenth of it in one step",
+        ),
+    ),
     "forecast": Words(
         (
             (
