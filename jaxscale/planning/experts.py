@@ -104,12 +104,13 @@ def block_memory(program: Program, width: int, reduced: int, *, staged: bool) ->
     width: of a number that products read; reduced: of a gradient on its way. staged: in a pipeline, whose weights are
     together already and whose gradients are float32.
 
-    Read off the live ranges of two programs (v5p:2x2x2, libtpu 0.0.51, 2026-11-24), with no number fitted: what
-    attention made for its own backward pass, with a kernel's logarithms of sums in 128 lanes; the block's stream, its
-    normalised form and the gradient; rows and their gradients, sorted; of the experts' inner arrays first three (gate,
-    up, the gradient of what is between) or, of narrow experts, two and one more array of rows, and then one beside the
-    gradients of the weights. Where rows are sent those of a round are beside the device's own, and gradients of weights
-    beside their sum over rounds. The next layer's weights, where the compiler fetches them ahead.
+    Read off the live ranges of three programs (v5p:2x2x2 and v6e:2x4, libtpu 0.0.51, 2026-11-24), with no number
+    fitted: what attention made for its own backward pass, with a kernel's logarithms of sums in 128 lanes; the block's
+    stream, its normalised form and the gradient; rows and their gradients, sorted; three of the experts' inner arrays
+    (gate, up, the gradient of what is between), then one beside the gradients of the weights. Of experts that are
+    narrower than a row the weights' gradients come last, and three gradients of rows are there before. Where rows are
+    sent those of a round are beside the device's own, and gradients of weights beside their sum over rounds. The next
+    layer's weights, where the compiler fetches them ahead.
     """
     model, own, shape = program.cfg.model, experts_of(program.cfg.model), program.mesh.shape
     tensor, parts, sends = shape["tensor"], block_parts(program), resting_parts(program) > 1
@@ -123,7 +124,7 @@ def block_memory(program: Program, width: int, reduced: int, *, staged: bool) ->
     weights = block_weights(program, staged)
     experts = 3 * own.number * embed * inner / resting_parts(program)
     gradients = (F32 if staged or not weights.shared else reduced) * experts
-    arrays = width * moved * (2 * inner + 2 * embed + max(inner, embed))
+    arrays = width * moved * (3 * inner + (2 if inner >= embed else 5) * embed)
     at_end = gradients + width * moved * (inner + 2 * embed)
     beside = gradients if sends or parts > 1 else 0.0
     beside += width * 3 * rows * embed if sends else 0.0

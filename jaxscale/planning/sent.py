@@ -43,8 +43,13 @@ def layer_weights(program: Program) -> list[Sent]:
     params = device_numbers(program)
     learned = Numbers(0, lora_params(cfg.model, cfg.lora) / program.mesh.shape["tensor"]) if cfg.lora.on else params
     learned, times = learned.times(reduced_bytes(program)), parts if cfg.rules != "zero1" else 1
+    passes = params.times(2)
+    if experts_of(cfg.model) is not None:  # a table is gathered once: the lookup's gradient and the loss need no more
+        tables = cfg.model.vocab_size * cfg.model.embed_dim / program.mesh.shape["tensor"]
+        held = 1 if cfg.model.tied_embeddings else 2
+        passes = passes._replace(others=passes.others - 2 * held * tables + 2 * tables)
     found = [
-        *gathers(program, params.times(2 * parts * width if cfg.rules == "zero3" else 4), True),
+        *gathers(program, passes.times(parts * width) if cfg.rules == "zero3" else params.times(4), True),
         *scatters(program, learned.times(times), True),
         of_copies(program, learned),
     ]

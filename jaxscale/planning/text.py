@@ -131,7 +131,8 @@ def time_rows(plan: RunPlan) -> Rows:
         whole = found.compute_seconds + found.idle_seconds + found.exposed_seconds
         rows.append(("least of a step", seconds(whole), least))
         if found.sent_bytes:
-            by_axis = ", ".join(f"{axis} {size(nbytes)}" for axis, nbytes in found.sent_bytes.items())
+            most_first = sorted(found.sent_bytes.items(), key=lambda one: -one[1])
+            by_axis = ", ".join(f"{axis} {size(nbytes)}" for axis, nbytes in most_first)
             rows.append(("sent", size(sum(found.sent_bytes.values())), f"of one device and step: {by_axis}"))
         if found.bubble:
             share, _, formula = found.bubble.partition(" = ")

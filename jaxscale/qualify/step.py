@@ -210,8 +210,7 @@ def step_lines(record: dict[str, Any]) -> list[str]:
         f"{record['spec']}, {record['dtype']}: {record['rows']} x {record['seq_len']} random tokens a step, "
         f"{units.count(record['params'])} parameters{active_text(record)}, layers {layers}, "
         f"{record['attention']} attention, {record['num_microbatches']} microbatch(es); "
-        f"{record['devices']}, {record['cpus']} CPUs"
-        + (", huge pages" if record["huge_pages"] else ""),
+        f"{record['devices']}, {record['cpus']} CPUs" + (", huge pages" if record["huge_pages"] else ""),
         f"  {record['tok_s']:,.0f} tokens/s, {record['gflops']:,.0f} GFLOP/s by the model's own formula{mfu}; "
         f"products alone reach {record['product_gflops']:,.0f} here",
         f"  step {record['step_s']:.4g} s, median of {record['steps']} ({low:.4g} to {high:.4g}); processor time "
